@@ -1,0 +1,31 @@
+# `make sft` trains the example, `make test` runs the whole suite; both set up .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: sft test check format clean
+
+$(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,dev,plots]'
+	touch $@
+
+sft: $(VENV)/.installed
+	$(BIN)/accelerate launch examples/sft.py $(ARGS)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+check: $(VENV)/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(VENV)/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) *.egg-info outputs .ruff_cache .mypy_cache
