@@ -1,0 +1,92 @@
+"""Bad input is refused with a message that ends the search; docs/contract.md prints the same one."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.collators.bad_inputs import BAD_INPUTS, BadInput, table
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.errors import DataError
+
+CONTRACT = Path(__file__).parents[2] / "docs" / "contract.md"
+
+
+def test_the_contract_shows_every_message_as_it_is():
+    shown = CONTRACT.read_text(encoding="utf-8")
+    for row in table().splitlines():
+        assert row in shown, f"docs/contract.md lacks or has an older form of: {row}"
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS, ids=lambda case: case.given)
+def test_bad_input_raises_what_the_contract_says(case: BadInput):
+    shown = CONTRACT.read_text(encoding="utf-8")
+    with pytest.raises((TypeError, ValueError)) as caught:
+        case.call()
+    message = str(caught.value).replace("|", "\\|")
+    assert f"| {case.given} | `{caught.type.__name__}`: {message} |" in shown
+
+
+@pytest.mark.parametrize(
+    "collate", [PaddedCollator(0), PackedCollator(0, max_tokens=8)], ids=["padded", "packed"]
+)
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"input_ids": [5, -6]}, "example 1: input_ids is -6 at token 1"),
+        ({"input_ids": [5, 6.0]}, r"example 1: input_ids\[1\] is 6.0"),
+        ({"input_ids": []}, "example 1 is empty"),
+        ({"input_ids": [5], "labels": [5]}, "example 1 and example 0 differ in labels"),
+    ],
+)
+def test_both_collators_name_the_example(collate, bad, message):
+    with pytest.raises(DataError, match=message):
+        collate([{"input_ids": [1, 2]}, bad])
+
+
+def test_the_message_names_the_token_of_the_example_after_a_split():
+    collate = PackedCollator(0, max_tokens=4, overflow="split")
+    with pytest.raises(DataError, match="example 1: input_ids is -9 at token 6"):
+        collate([{"input_ids": [1]}, {"input_ids": [1, 2, 3, 4, 5, 6, -9]}])
+
+
+def test_the_message_names_the_token_of_a_response_mask():
+    example = {"input_ids": [5, 6, 7, 8], "loss_mask": [1, -2], "num_actions": 2}
+    with pytest.raises(DataError, match=r"example 0: loss_mask is -2\.0 at token 3"):
+        PaddedCollator(0)([example])
+
+
+@pytest.mark.parametrize("mask", [[0, 1, 1], np.array([0, 1, 1]), torch.tensor([0, 1, 1])])
+def test_padded_examples_are_refused_in_every_form(mask):
+    with pytest.raises(DataError, match="attention_mask contains a 0"):
+        PaddedCollator(0)([{"input_ids": [5, 6, 7], "attention_mask": mask}])
+
+
+def test_arguments_are_never_changed():
+    examples = [
+        {"input_ids": [5, 6, 7], "loss_mask": [1, 0.5], "num_actions": 2},
+        {"input_ids": np.array([8, 9]), "loss_mask": np.array([1.0]), "num_actions": 1},
+        {
+            "input_ids": torch.tensor([3, 2, 1]),
+            "loss_mask": torch.tensor([1.0, 1.0], requires_grad=True),
+            "num_actions": torch.tensor(2),
+        },
+    ]
+    before = copy.deepcopy(examples)
+    for collate in (PaddedCollator(0), PackedCollator(0, max_tokens=8)):
+        batch = collate(examples)
+        batch["input_ids"].fill_(-1)  # what comes out shares no memory with what went in
+        batch["loss_mask"].fill_(-1)
+    for example, old in zip(examples, before, strict=True):
+        assert example.keys() == old.keys()
+        for key, value in example.items():
+            assert type(value) is type(old[key])
+            assert np.array_equal(_plain(value), _plain(old[key]))
+
+
+def _plain(value):
+    return value.detach().numpy() if isinstance(value, torch.Tensor) else value

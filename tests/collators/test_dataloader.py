@@ -1,0 +1,121 @@
+"""Both collators as collate_fn: workers, start methods, pinning by protocol, Trainer."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.packing import ParallelLayout
+
+EXAMPLES = [{"input_ids": list(range(1, 2 + i % 7))} for i in range(20)]
+COLLATORS = {
+    "padded": PaddedCollator(0),
+    "packed": PackedCollator(0, max_tokens=16, parallel=ParallelLayout(dp=2, tp=2)),
+}
+
+
+def assert_same(batch: Batch, expected: Batch) -> None:
+    assert list(batch) == list(expected)
+    for name, field in expected.items():
+        if isinstance(field, torch.Tensor):
+            assert torch.equal(batch[name], field)
+            assert batch[name].dtype == field.dtype
+        else:
+            assert batch[name] == field
+    assert batch.metadata == expected.metadata
+
+
+@pytest.mark.parametrize("name", COLLATORS)
+@pytest.mark.parametrize(
+    "workers",
+    [
+        {"num_workers": 0},
+        {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True},
+        {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": True},
+    ],
+    ids=["0", "fork", "spawn"],
+)
+def test_workers_give_the_batches_of_the_main_process(name, workers):
+    collate = COLLATORS[name]
+    expected = [collate(EXAMPLES[i : i + 6]) for i in range(0, 20, 6)]
+    loader = DataLoader(EXAMPLES, batch_size=6, collate_fn=collate, **workers)
+    for _ in range(2):  # the second epoch reuses persistent workers
+        batches = list(loader)
+        assert len(batches) == len(expected) == 4
+        for batch, wanted in zip(batches, expected, strict=True):
+            assert_same(batch, wanted)
+
+
+@pytest.mark.parametrize("name", COLLATORS)
+def test_a_batch_from_a_worker_is_one_piece_of_shared_memory(name):
+    loader = DataLoader(EXAMPLES, batch_size=6, collate_fn=COLLATORS[name], num_workers=1)
+    batch = next(iter(loader))
+    fields = [f if isinstance(f, torch.Tensor) else f.values for f in batch.values()]
+    assert all(field.is_shared() for field in fields)
+    assert len({field.untyped_storage().data_ptr() for field in fields}) == 1
+
+
+@pytest.mark.parametrize("name", COLLATORS)
+def test_collators_survive_pickling(name):
+    collate = COLLATORS[name]
+    assert_same(pickle.loads(pickle.dumps(collate))(EXAMPLES), collate(EXAMPLES))
+
+
+def test_model_inputs_give_the_plain_dict_that_trainer_wants():
+    collate = PackedCollator(0, max_tokens=16, model_inputs=True)
+    inputs = collate(EXAMPLES)
+    assert type(inputs) is dict
+    assert list(inputs) == [
+        "input_ids",
+        "position_ids",
+        "labels",
+        "use_cache",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    ]
+    assert inputs["use_cache"] is False
+    assert inputs["max_length_q"] == 7
+
+
+def test_transformers_trainer_trains_on_packed_rows(tmp_path):
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    settings = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=5,
+        max_steps=8,
+        learning_rate=0.05,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    trainer = Trainer(
+        Qwen3ForCausalLM(config),
+        settings,
+        train_dataset=EXAMPLES,
+        data_collator=PackedCollator(0, max_tokens=16, model_inputs=True),
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] / 2

@@ -1,0 +1,34 @@
+"""What every test may use; the data folder beside the project is optional."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+DATA_FOLDER = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+settings.register_profile("default", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("thorough", deadline=None, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+torch.set_num_threads(1)  # two pytest workers on two cores
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder with real data; TORCH_COLLATE_KIT_DATA names it, else ../shared/data."""
+    folder = Path(os.environ.get("TORCH_COLLATE_KIT_DATA", DATA_FOLDER))
+    if not folder.is_dir():
+        pytest.skip(f"no real data: {folder.name!r} folder not found beside the project")
+    return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, found none"))

@@ -1,0 +1,36 @@
+"""Variable-length examples into training batches for PyTorch.
+
+Importing the package loads torch and NumPy and nothing heavier.
+"""
+
+from __future__ import annotations
+
+from torch_collate_kit._version import __version__
+from torch_collate_kit.attention import check_isolation, register_torch_varlen
+from torch_collate_kit.batch import IGNORE_INDEX, Batch
+from torch_collate_kit.chat import tokenize_chat, tokenize_chat_dataset
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.errors import DataError, IsolationError
+from torch_collate_kit.losses import PerTokenOutputs, token_loss
+from torch_collate_kit.packing import PackingPlan, ParallelLayout, pack
+from torch_collate_kit.ragged import Ragged
+
+__all__ = [
+    "IGNORE_INDEX",
+    "Batch",
+    "DataError",
+    "IsolationError",
+    "PackedCollator",
+    "PackingPlan",
+    "PaddedCollator",
+    "ParallelLayout",
+    "PerTokenOutputs",
+    "Ragged",
+    "__version__",
+    "check_isolation",
+    "pack",
+    "register_torch_varlen",
+    "token_loss",
+    "tokenize_chat",
+    "tokenize_chat_dataset",
+]

@@ -1,0 +1,361 @@
+"""Batch: rows-first named tensors and ragged fields in one buffer, and metadata beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_collate_kit.ragged import Ragged
+
+__all__ = ["IGNORE_INDEX", "Batch"]
+
+IGNORE_INDEX = -100  # a label that is not trained, as in torch and transformers
+_FIELD_ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
+_VARLEN_ATTENTION = ("torch_varlen", "flash_attention_2", "flash_attention_3")
+_MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
+# What a row added by pad_rows holds; fields not named repeat row 0, so that every model can run it.
+_PAD_ROW_FILL = {"labels": IGNORE_INDEX, "loss_mask": 0, "response_mask": 0, "rewards": 0}
+_PAD_ROW_EMPTY = ("sub_seq_lengths",)
+
+Field = Tensor | Ragged
+
+
+class _Slot(NamedTuple):
+    """Where a field lies in the buffer; ``offsets`` is set for a ragged field."""
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offsets: np.ndarray | None
+
+
+class Batch(Mapping[str, Field]):
+    """A training batch: named fields with rows first, plus ``metadata``.
+
+    Fields are tensors ``[R, ...]`` or :class:`Ragged` with ``R`` rows. ``len(batch)`` is ``R``.
+    ``batch["input_ids"]`` is a field, ``batch[2:5]`` a Batch of these rows (views). Which fields a
+    collator gives, their dtypes and what pads hold is written down in docs/contract.md.
+
+    ``metadata`` values that are a list, ndarray, tensor or Ragged have one entry a row and are
+    sliced with the rows; all others (numbers, strings, tuples, dicts) belong to the batch as it was
+    collated and stay, so that ``metadata["num_loss_tokens"]`` remains the divisor of the loss.
+
+    A collator's batch is one allocation of which the fields are views: moving, pinning and sending
+    it from a DataLoader worker is one copy each. A Batch built from loose tensors, or a slice, is
+    gathered into one buffer when it is moved or pickled.
+
+    Raises:
+        ValueError: fields or row metadata that disagree in the number of rows.
+
+    >>> batch = Batch({"input_ids": torch.tensor([[1, 2], [3, 4]])}, {"uids": ["a", "b"]})
+    >>> len(batch), batch[1:]["input_ids"].tolist(), batch[1:].metadata
+    (2, [[3, 4]], {'uids': ['b']})
+    """
+
+    def __init__(
+        self, fields: Mapping[str, Field], metadata: Mapping[str, Any] | None = None
+    ) -> None:
+        if not fields:
+            raise ValueError("a Batch needs at least one field, got none; rows are counted there")
+        self._fields = dict(fields)
+        self.metadata: dict[str, Any] = dict(metadata or {})
+        self._num_rows = len(next(iter(self._fields.values())))
+        self._buffer: Tensor | None = None
+        self._slots: dict[str, _Slot] = {}
+        per_row = {f"metadata[{k!r}]": v for k, v in self.metadata.items() if _is_per_row(v)}
+        for name, value in (self._fields | per_row).items():
+            if len(value) != self._num_rows:
+                raise ValueError(
+                    f"{name} has {len(value)} rows, but {next(iter(self._fields))} has "
+                    f"{self._num_rows}; metadata of the whole batch goes into a tuple or a dict"
+                )
+
+    @classmethod
+    def allocate(
+        cls,
+        specs: Mapping[str, tuple[tuple[int, ...] | np.ndarray, torch.dtype]],
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Batch:
+        """A Batch of uninitialised fields carved from one new buffer in host memory.
+
+        ``specs`` maps a name to ``(shape, dtype)``, or for a ragged field to ``(offsets, dtype)``.
+
+        >>> specs = {"a": ((2, 3), torch.int64), "b": (np.array([0, 1, 4]), torch.int32)}
+        >>> batch = Batch.allocate(specs)
+        >>> batch["a"].shape, batch["b"].lengths.tolist()
+        (torch.Size([2, 3]), [1, 3])
+        """
+        slots, end = {}, 0
+        for name, (shape, dtype) in specs.items():
+            offsets = shape if isinstance(shape, np.ndarray) else None
+            dims = shape if offsets is None else (int(offsets[-1]),)
+            start = -(-end // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
+            slots[name] = _Slot(start, tuple(dims), dtype, offsets)
+            end = start + math.prod(dims) * dtype.itemsize
+        return cls._carve(torch.empty(end, dtype=torch.uint8), slots, metadata)
+
+    @classmethod
+    def _carve(
+        cls, buffer: Tensor, slots: Mapping[str, _Slot], metadata: Mapping[str, Any] | None
+    ) -> Batch:
+        fields: dict[str, Field] = {}
+        for name, (start, shape, dtype, offsets) in slots.items():
+            stop = start + math.prod(shape) * dtype.itemsize
+            values = buffer[start:stop].view(dtype).view(shape)
+            fields[name] = values if offsets is None else Ragged(values, offsets)
+        batch = cls(fields, metadata)
+        batch._buffer, batch._slots = buffer, dict(slots)
+        return batch
+
+    def _in_one_buffer(self) -> Batch:
+        """This batch, or a copy gathered into one buffer where it is a slice or loose tensors."""
+        if self._buffer is not None:
+            return self
+        specs: dict[str, tuple[Any, torch.dtype]] = {}
+        for name, field in self._fields.items():
+            if isinstance(field, Ragged):
+                specs[name] = (
+                    field.offsets - field.offsets[0],
+                    torch.as_tensor(field.values).dtype,
+                )
+            else:
+                specs[name] = (tuple(field.shape), field.dtype)
+        copy = Batch.allocate(specs, self.metadata)
+        for name, field in self._fields.items():
+            source = torch.as_tensor(field.flat_values) if isinstance(field, Ragged) else field
+            target = copy[name]
+            (target.values if isinstance(target, Ragged) else target).copy_(source)
+        return copy
+
+    @overload
+    def __getitem__(self, key: str) -> Any: ...
+    @overload
+    def __getitem__(self, key: slice) -> Batch: ...
+    def __getitem__(self, key: str | slice) -> Any:
+        if isinstance(key, str):
+            return self._fields[key]
+        if not isinstance(key, slice):
+            raise TypeError(
+                f"a Batch is indexed by a field name or a slice of rows, got {key!r}; "
+                "one row is batch[i:i + 1], rows in any order are batch.select(indices)"
+            )
+        start, stop, step = key.indices(len(self))
+        if step < 1:
+            raise ValueError(f"rows cannot be sliced with step {step}; use batch.select(indices)")
+        rows = slice(start, stop, step)
+        metadata = {k: v[rows] if _is_per_row(v) else v for k, v in self.metadata.items()}
+        return Batch({name: field[rows] for name, field in self._fields.items()}, metadata)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._fields
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def chunk(self, num_chunks: int) -> list[Batch]:
+        """The rows in ``num_chunks`` equal runs (views): chunk ``r`` is rank ``r``'s part.
+
+        Raises:
+            ValueError: rows that do not divide.
+
+        >>> [c["x"].tolist() for c in Batch({"x": torch.arange(4)}).chunk(2)]
+        [[0, 1], [2, 3]]
+        """
+        if num_chunks < 1 or len(self) % num_chunks:
+            raise ValueError(
+                f"{len(self)} rows do not divide into {num_chunks} equal chunks; "
+                "add zero-loss rows with batch.pad_rows(multiple_of=...)"
+            )
+        size = len(self) // num_chunks
+        return [self[i * size : (i + 1) * size] for i in range(num_chunks)]
+
+    def select(self, indices: Sequence[int] | np.ndarray | Tensor) -> Batch:
+        """The named rows, in that order and as often as named: a copy.
+
+        >>> Batch({"x": torch.arange(4)}).select([3, 0])["x"].tolist()
+        [3, 0]
+        """
+        rows = np.asarray(indices, dtype=np.int64)
+        if rows.ndim != 1 or ((rows < 0) | (rows >= len(self))).any():
+            raise IndexError(f"rows {rows.tolist()} of a batch with {len(self)} rows")
+        fields = {name: _take(field, rows) for name, field in self._fields.items()}
+        return Batch(
+            fields, {k: _take(v, rows) if _is_per_row(v) else v for k, v in self.metadata.items()}
+        )
+
+    @classmethod
+    def cat(cls, batches: Sequence[Batch], metadata: Mapping[str, Any] | None = None) -> Batch:
+        """The rows of all batches, one after the other: a copy.
+
+        Row metadata is concatenated; batch metadata must agree, ``metadata`` overrides it.
+
+        Raises:
+            ValueError: no batches, other fields, other widths, or metadata that disagrees.
+
+        >>> Batch.cat(Batch({"x": torch.arange(4)}).chunk(2))["x"].tolist()
+        [0, 1, 2, 3]
+        """
+        if not batches:
+            raise ValueError("Batch.cat needs at least one batch, got none")
+        first, merged = batches[0], dict(metadata or {})
+        for i, batch in enumerate(batches):
+            _check_cat(i, batch, first, merged)
+        for key, value in first.metadata.items():
+            per_row = _is_per_row(value)
+            merged.setdefault(key, _cat([b.metadata[key] for b in batches]) if per_row else value)
+        return cls({name: _cat([b[name] for b in batches]) for name in first}, merged)
+
+    def pad_rows(self, *, multiple_of: int) -> Batch:
+        """Rows added at the end until ``multiple_of`` divides them: a copy, or self if it does.
+
+        An added row repeats row 0, so that every model can run it, with zero loss, and without
+        sub-sequences: labels -100, loss_mask, response_mask and rewards 0, ``sub_seq_lengths`` and
+        ragged metadata empty. ``metadata["num_dummy_rows"]`` counts them.
+
+        >>> batch = Batch({"input_ids": torch.tensor([[5]]), "loss_mask": torch.tensor([[1.0]])})
+        >>> padded = batch.pad_rows(multiple_of=2)
+        >>> padded["input_ids"].tolist(), padded["loss_mask"].tolist(), padded.metadata
+        ([[5], [5]], [[1.0], [0.0]], {'num_dummy_rows': 1})
+        """
+        if multiple_of < 1:
+            raise ValueError(f"multiple_of must be at least 1, got {multiple_of}")
+        added = -len(self) % multiple_of
+        if not added:
+            return self
+        if not len(self):
+            raise ValueError("a batch without rows cannot be padded; there is no row to repeat")
+        padded = self.select([*range(len(self)), *[0] * added])
+        for name, fill in _PAD_ROW_FILL.items():
+            if name in padded:
+                padded[name][len(self) :] = fill
+        for name in _PAD_ROW_EMPTY:
+            if name in padded:
+                padded._fields[name] = _with_empty_rows(self[name], added)
+        for key, value in self.metadata.items():
+            if isinstance(value, Ragged):
+                padded.metadata[key] = _with_empty_rows(value, added)
+        padded.metadata["num_dummy_rows"] = self.metadata.get("num_dummy_rows", 0) + added
+        return padded
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Batch:
+        """The batch on ``device``, by one copy of its buffer; offsets and metadata stay.
+
+        ``non_blocking=True`` overlaps with compute only from pinned memory.
+        """
+        whole = self._in_one_buffer()
+        assert whole._buffer is not None
+        buffer = whole._buffer.to(device, non_blocking=non_blocking)
+        return self if buffer is self._buffer else self._carve(buffer, whole._slots, self.metadata)
+
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked host memory, by one copy; DataLoader calls it to pin."""
+        whole = self._in_one_buffer()
+        assert whole._buffer is not None
+        return self._carve(whole._buffer.pin_memory(), whole._slots, self.metadata)
+
+    def model_inputs(self, attention: str = "torch_varlen") -> dict[str, Any]:
+        """What ``model(**inputs)`` of a transformers model needs: views, in a plain dict.
+
+        ``input_ids``, ``position_ids``, ``labels`` and ``use_cache=False`` always. A padded batch
+        adds ``attention_mask``. A packed batch never does, since any 2-D mask makes transformers
+        ignore the segments; for varlen ``attention`` it adds ``cu_seq_lens_q/k`` (int32, flat over
+        the rows) and ``max_length_q/k`` (Python ints), for "sdpa" and "eager" the restarting
+        position ids do the work.
+
+        Raises:
+            ValueError: an unknown ``attention``.
+        """
+        if attention not in _VARLEN_ATTENTION + _MASK_ATTENTION:
+            known = ", ".join(_VARLEN_ATTENTION + _MASK_ATTENTION)
+            raise ValueError(f"attention={attention!r} is unknown; use one of {known}")
+        names = ("input_ids", "position_ids", "labels")
+        inputs: dict[str, Any] = {name: self._fields[name] for name in names}
+        inputs["use_cache"] = False
+        if "cu_seq_lens" not in self:
+            inputs["attention_mask"] = self._fields["attention_mask"]
+        elif attention in _VARLEN_ATTENTION:
+            inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = self._flat_cu_seq_lens()
+            longest = max(self.metadata["max_segment_length"], default=0)
+            inputs["max_length_q"] = inputs["max_length_k"] = longest
+        return inputs
+
+    def _flat_cu_seq_lens(self) -> Tensor:
+        """Boundaries [0, ..., R * W] over all rows, without reading the device."""
+        width = self._fields["input_ids"].shape[1]  # type: ignore[union-attr]
+        rows: Ragged = self["cu_seq_lens"]
+        parts = [row[1:] + i * width if i else row for i, row in enumerate(rows)]
+        return torch.cat(parts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        whole = self._in_one_buffer()
+        return _rebuild, (whole._buffer, whole._slots, self.metadata)
+
+    def __repr__(self) -> str:
+        fields = ", ".join(
+            f"{name}: {field!r}" if isinstance(field, Ragged) else f"{name}: {list(field.shape)}"
+            for name, field in self._fields.items()
+        )
+        return f"Batch({len(self)} rows; {fields})"
+
+
+def _rebuild(buffer: Tensor, slots: dict[str, _Slot], metadata: dict[str, Any]) -> Batch:
+    return Batch._carve(buffer, slots, metadata)
+
+
+def _is_per_row(value: Any) -> bool:
+    return isinstance(value, list | np.ndarray | Tensor | Ragged)
+
+
+def _take(value: Any, rows: np.ndarray) -> Any:
+    if isinstance(value, Ragged):
+        return value.take(rows)
+    if isinstance(value, Tensor):
+        return value[torch.from_numpy(rows).to(value.device)]
+    return value[rows] if isinstance(value, np.ndarray) else [value[i] for i in rows.tolist()]
+
+
+def _cat(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, Ragged):
+        return Ragged.cat(values)
+    if isinstance(first, Tensor):
+        return torch.cat(list(values))
+    if isinstance(first, np.ndarray):
+        return np.concatenate(values)
+    return [entry for value in values for entry in value]
+
+
+def _with_empty_rows(ragged: Ragged, count: int) -> Ragged:
+    return Ragged(ragged.values, np.append(ragged.offsets, [ragged.offsets[-1]] * count))
+
+
+def _check_cat(index: int, batch: Batch, first: Batch, overrides: Mapping[str, Any]) -> None:
+    if list(batch) != list(first):
+        raise ValueError(f"batch {index} has fields {list(batch)}, batch 0 has {list(first)}")
+    for name, field in first.items():
+        if isinstance(field, Tensor) and batch[name].shape[1:] != field.shape[1:]:
+            raise ValueError(
+                f"{name} of batch {index} has row shape {list(batch[name].shape[1:])}, of batch 0 "
+                f"{list(field.shape[1:])}; collate them together, or with fixed_width=True"
+            )
+    if batch.metadata.keys() != first.metadata.keys():
+        odd = sorted(batch.metadata.keys() ^ first.metadata.keys())
+        raise ValueError(f"only one of batch 0 and batch {index} has the metadata {odd}")
+    for key, value in first.metadata.items():
+        if key in overrides or _is_per_row(value):
+            continue
+        if batch.metadata[key] != value:
+            raise ValueError(
+                f"metadata[{key!r}] is {value!r} in batch 0 and {batch.metadata[key]!r} in batch "
+                f"{index}; pass metadata={{{key!r}: ...}} to say what the whole shall have"
+            )

@@ -1,0 +1,8 @@
+"""Collators for ``DataLoader(collate_fn=...)``, one class a layout."""
+
+from __future__ import annotations
+
+from torch_collate_kit.collators.packed import PackedCollator
+from torch_collate_kit.collators.padded import PaddedCollator
+
+__all__ = ["PackedCollator", "PaddedCollator"]

@@ -1,0 +1,142 @@
+"""Several examples a row: no pads to speak of, and no example sees another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators._columns import Examples, pad_token_id_of, read_columns
+from torch_collate_kit.collators._grid import Grid, fill_batch
+from torch_collate_kit.packing import PackingPlan, ParallelLayout, pack
+from torch_collate_kit.ragged import Ragged
+
+__all__ = ["PackedCollator"]
+
+
+class PackedCollator:
+    """Collate examples into rows of at most ``max_tokens``, several examples a row.
+
+    Args:
+        tokenizer: an int pad id, or anything with ``pad_token_id``.
+        max_tokens: the most cells a row may have, alignment gaps included.
+        strategy: how rows are filled, see :func:`torch_collate_kit.packing.pack`.
+        parallel: the parallel layout. Rows are a multiple of ``dp``, rank ``r`` owns the ``r``-th
+            run of them (``batch.chunk(dp)[r]``), and sub-sequences are aligned for tp, cp and fp8.
+        overflow: what an example longer than a row gets: "raise", "truncate", "drop" or "split".
+        max_sequences_per_row: the most sub-sequences a row may hold.
+        fixed_width: every batch has the width ``max_tokens`` (down to a multiple of the alignment),
+            so that torch.compile sees one shape; otherwise a batch is as wide as its fullest row.
+        balance: what is made even over ranks: "attention" cost, "tokens", or None (round robin).
+        normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
+        model_inputs: return the plain dict of ``Batch.model_inputs()``, for transformers.Trainer.
+
+    Calling it takes a list of examples, or a mapping of ragged columns, and returns a new
+    :class:`~torch_collate_kit.batch.Batch` (docs/contract.md): ``input_ids``, ``position_ids``,
+    ``attention_mask`` and ``labels`` int64 ``[R, W]``, ``loss_mask`` float32 ``[R, W - 1]``,
+    ``sub_seq_lengths`` ragged int64, ``cu_seq_lens`` ragged int32. It can be pickled into
+    DataLoader workers. Inputs are copied, never changed.
+
+    Raises:
+        DataError: an example is wrong, or too long with ``overflow="raise"``.
+        ValueError, TypeError: a setting is wrong.
+
+    >>> collate = PackedCollator(0, max_tokens=6)
+    >>> batch = collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
+    ([[5, 6, 7, 8, 9]], [[0, 1, 2, 0, 1]])
+    >>> batch["labels"].tolist(), batch.model_inputs()["cu_seq_lens_q"].tolist()
+    ([[-100, 6, 7, -100, 9]], [0, 3, 5])
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        max_tokens: int,
+        strategy: str = "best_fit_decreasing",
+        parallel: ParallelLayout | None = None,
+        overflow: str = "raise",
+        max_sequences_per_row: int | None = None,
+        fixed_width: bool = False,
+        balance: str | None = "attention",
+        normalize_loss: bool = True,
+        model_inputs: bool = False,
+    ) -> None:
+        self.pad_token_id = pad_token_id_of(tokenizer)
+        self.max_tokens = max_tokens
+        self.strategy = strategy
+        self.parallel = ParallelLayout() if parallel is None else parallel
+        self.overflow = overflow
+        self.max_sequences_per_row = max_sequences_per_row
+        self.fixed_width = fixed_width
+        self.balance = balance
+        self.normalize_loss = normalize_loss
+        self.model_inputs = model_inputs
+        self.plan([])  # a wrong setting raises here, not in a worker an hour later
+
+    def plan(self, lengths: Sequence[int] | np.ndarray) -> PackingPlan:
+        """Which example goes where, from lengths alone: what calling the collator follows."""
+        return pack(
+            lengths,
+            self.max_tokens,
+            strategy=self.strategy,
+            align=self.parallel.align,
+            rows_multiple_of=self.parallel.dp,
+            balance=self.balance,
+            overflow=self.overflow,
+            max_sequences_per_row=self.max_sequences_per_row,
+        )
+
+    def __call__(self, examples: Examples) -> Batch | dict[str, Any]:
+        columns = read_columns(examples)
+        plan = self.plan(columns.lengths)
+        grid = self._grid(plan)
+        assert grid.segment_lengths is not None
+        batch = fill_batch(
+            grid,
+            columns,
+            pad_token_id=self.pad_token_id,
+            response_length=grid.width - 1,
+            normalize_loss=self.normalize_loss,
+            metadata={
+                "num_dummy_rows": plan.num_dummy_rows,
+                "num_dropped": len(plan.dropped),
+                "num_cut": len(plan.cut),
+                "dropped": tuple(plan.dropped.tolist()),
+                "cut": tuple(plan.cut.tolist()),
+                "max_segment_length": [int(row.max()) for row in grid.segment_lengths],
+            },
+        )
+        return batch.model_inputs() if self.model_inputs else batch
+
+    def _grid(self, plan: PackingPlan) -> Grid:
+        align = self.parallel.align
+        width = self.max_tokens // align * align if self.fixed_width else plan.width
+        aligned, offsets = plan.aligned_lengths, plan.row_offsets
+        before = np.cumsum(aligned) - aligned  # cells before each piece, over all rows
+        rows = np.repeat(np.arange(plan.num_rows), np.diff(offsets))
+        row_starts = np.append(before, aligned.sum())[offsets[:-1]]
+        return Grid(
+            num_rows=plan.num_rows,
+            width=width,
+            examples=plan.example_indices,
+            starts=plan.starts,
+            lengths=plan.lengths,
+            cells=before - row_starts[rows] + rows * width,
+            row_offsets=offsets,
+            segment_lengths=_with_tails(Ragged(aligned, offsets), width),
+        )
+
+
+def _with_tails(aligned: Ragged, width: int) -> Ragged:
+    """The segments of each row: its pieces with their gaps, then one for the pad tail, if any."""
+    used = np.add.reduceat(np.append(aligned.values, 0), aligned.offsets[:-1]) * (
+        aligned.lengths > 0
+    )
+    tails = width - used
+    has_tail = tails > 0
+    values = np.insert(aligned.values, aligned.offsets[1:][has_tail], tails[has_tail])
+    return Ragged.from_lengths(values, aligned.lengths + has_tail)

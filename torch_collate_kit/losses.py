@@ -1,0 +1,170 @@
+"""Token-mean loss with an explicit denominator, and per-token outputs for those who ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_collate_kit.batch import IGNORE_INDEX, Batch
+
+__all__ = ["PerTokenOutputs", "token_loss"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class PerTokenOutputs:
+    """Values of the response tokens, one array an example, in the order of the examples.
+
+    ``example_indices`` int64 ``[E]`` ascends and names the examples of the batch's rows (a slice of
+    a batch has some of them). ``nll[i]`` is float32 ``[n]``: of example ``example_indices[i]`` the
+    last ``n = num_actions`` tokens, in host memory. The pieces of a split example are joined.
+    """
+
+    example_indices: np.ndarray
+    nll: list[np.ndarray]
+
+    @property
+    def log_probs(self) -> list[np.ndarray]:
+        """Log-probabilities of the same tokens: ``-nll``, a copy."""
+        return [-values for values in self.nll]
+
+
+@overload
+def token_loss(
+    logits: Tensor,
+    batch_or_labels: Batch | Tensor,
+    *,
+    num_loss_tokens: float | Tensor,
+    return_per_token_outputs: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def token_loss(
+    logits: Tensor,
+    batch_or_labels: Batch | Tensor,
+    *,
+    num_loss_tokens: float | Tensor,
+    return_per_token_outputs: Literal[True],
+) -> tuple[Tensor, PerTokenOutputs]: ...
+def token_loss(
+    logits: Tensor,
+    batch_or_labels: Batch | Tensor,
+    *,
+    num_loss_tokens: float | Tensor,
+    return_per_token_outputs: bool = False,
+) -> Tensor | tuple[Tensor, PerTokenOutputs]:
+    """Sum of weighted token losses over ``num_loss_tokens``: a scalar, fp32 for half logits.
+
+    ``num_loss_tokens`` is the number of loss tokens of the whole optimizer step, over all
+    micro-batches and ranks. Then the sum of the losses of all micro-batches and ranks is the token
+    mean, however the examples were laid out (a mean of means is not). DistributedDataParallel
+    averages gradients over ranks: multiply by the number of ranks there. 0 divides by 1.
+
+    Args:
+        logits: ``[R, W, V]``, or with a Batch only the last ``K >= A + 1`` columns (what
+            ``model(..., logits_to_keep=A + 1)`` gives), where ``A = metadata["response_length"]``.
+        batch_or_labels: the Batch (its ``loss_mask`` may hold weights and may be normalised, which
+            is undone), or unshifted labels ``[R, W]`` with -100 where nothing is trained.
+        num_loss_tokens: a number, or a scalar tensor on the device of the logits.
+        return_per_token_outputs: also return :class:`PerTokenOutputs`. Off, nothing of it is
+            computed or copied to the host; the loss is the same to the last bit.
+
+    Raises:
+        ValueError: shapes that do not fit, a negative ``num_loss_tokens``, or per-token outputs
+            asked of plain labels, which do not say where examples lie.
+
+    >>> logits = torch.zeros(1, 3, 4)
+    >>> labels = torch.tensor([[-100, 2, 3]])
+    >>> round(token_loss(logits, labels, num_loss_tokens=2).item(), 4)  # log(4)
+    1.3863
+    """
+    if isinstance(batch_or_labels, Batch):
+        batch: Batch | None = batch_or_labels
+        labels, mask = batch_or_labels["labels"], batch_or_labels["loss_mask"]
+        response_length = mask.shape[1]
+        divisor = batch_or_labels.metadata["loss_mask_divisor"]
+    else:
+        batch, labels, divisor = None, batch_or_labels, 1
+        response_length = labels.shape[-1] - 1
+        mask = labels[..., 1:] != IGNORE_INDEX
+    _check_shapes(logits, labels, response_length, from_batch=batch is not None)
+    targets = labels[..., labels.shape[-1] - response_length :]
+    if return_per_token_outputs:
+        if batch is None:
+            raise ValueError(
+                "return_per_token_outputs needs a Batch, got plain labels, which do not say where "
+                "examples lie; pass the Batch that the collator returned"
+            )
+        ids = batch["input_ids"][:, labels.shape[-1] - response_length :]
+        targets = torch.where(targets == IGNORE_INDEX, ids, targets)
+    nll = _token_nll(logits[..., logits.shape[-2] - response_length - 1 : -1, :], targets)
+    # where() first: an infinite loss of a token that is not trained must not become 0 * inf.
+    weighted = torch.where(mask != 0, nll, 0) * mask.to(nll.dtype)
+    loss = weighted.sum() * _scale(divisor, num_loss_tokens)
+    if batch is not None and return_per_token_outputs:
+        return loss, _per_token_outputs(batch, nll)
+    return loss
+
+
+def _token_nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """Negative log-likelihood of every target [R, A]; 0 where the target is -100."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    flat = flat.float() if flat.dtype in _HALF else flat
+    nll = F.cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORE_INDEX, reduction="none")
+    return nll.view(targets.shape)
+
+
+def _scale(divisor: int, num_loss_tokens: float | Tensor) -> float | Tensor:
+    if isinstance(num_loss_tokens, Tensor):
+        return divisor / torch.where(num_loss_tokens == 0, 1, num_loss_tokens)
+    if num_loss_tokens < 0:
+        raise ValueError(
+            f"num_loss_tokens must be 0 or more, got {num_loss_tokens}; it is the number of loss "
+            'tokens of the step, the sum of batch.metadata["num_loss_tokens"]'
+        )
+    return divisor / (num_loss_tokens or 1)
+
+
+def _check_shapes(
+    logits: Tensor, labels: Tensor, response_length: int, *, from_batch: bool
+) -> None:
+    fits = logits.ndim == labels.ndim + 1 and logits.shape[:-2] == labels.shape[:-1]
+    if fits and logits.shape[-2] != labels.shape[-1]:
+        fits = from_batch and response_length < logits.shape[-2] < labels.shape[-1]
+    if not fits:
+        wanted = f"{[*labels.shape, 'V']}"
+        also = f", or at least its last {response_length + 1} columns" if from_batch else ""
+        raise ValueError(
+            f"logits have shape {list(logits.shape)}, labels {list(labels.shape)}; logits must be "
+            f"{wanted}{also}: give those of the same rows, not shifted"
+        )
+
+
+def _per_token_outputs(batch: Batch, nll_RA: Tensor) -> PerTokenOutputs:
+    """Cut the response of every sub-sequence out of [R, A]; column j is cell W - A + j."""
+    values = nll_RA.detach().float().cpu().numpy()
+    hidden = batch["input_ids"].shape[1] - values.shape[1]
+    lengths = batch["sub_seq_lengths"].to("cpu")
+    if "cu_seq_lens" in batch:
+        starts = [row.tolist() for row in batch["cu_seq_lens"].to("cpu")]
+    else:
+        starts = [[first] for first in batch["attention_mask"].argmax(dim=1).tolist()]
+    columns = [batch.metadata[k] for k in ("example_indices", "example_starts", "num_actions")]
+    pieces: dict[int, list[tuple[int, np.ndarray]]] = {}
+    for row, entries in enumerate(zip(*columns, strict=True)):
+        spans = zip(*(e.tolist() for e in entries), lengths[row].tolist(), strict=True)
+        for k, (example, first, n, length) in enumerate(spans):
+            end = starts[row][k] + length - hidden
+            pieces.setdefault(example, []).append((first, values[row, end - n : end]))
+    order = sorted(pieces)
+    joined = [np.concatenate([v for _, v in sorted(pieces[i], key=_first)]) for i in order]
+    return PerTokenOutputs(np.array(order, dtype=np.int64), joined)
+
+
+def _first(piece: tuple[int, np.ndarray]) -> int:
+    return piece[0]

@@ -1,0 +1,144 @@
+"""The one ragged type: rows of different length in one flat array, with offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Ragged"]
+
+
+class Ragged:
+    """Rows of different length: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
+
+    ``values`` is an ndarray or tensor ``[T, ...]``, kept as it is (no copy). ``offsets`` is always
+    a NumPy int64 array ``[N + 1]`` in host memory: it says which shape the data has, and asking for
+    a shape must never wait for a device. Both are to be read, not written.
+
+    Rows and row slices are views; :meth:`take`, :meth:`cat` and :meth:`from_rows` copy.
+
+    Raises:
+        ValueError: offsets that do not run from 0 or more, without falling, to at most ``T``.
+
+    >>> ragged = Ragged.from_rows([[1, 2, 3], [4], []])
+    >>> ragged[0]
+    array([1, 2, 3])
+    >>> ragged.lengths.tolist(), len(ragged), ragged[1:].tolist()
+    ([3, 1, 0], 3, [[4], []])
+    """
+
+    __slots__ = ("offsets", "values")
+
+    def __init__(self, values: np.ndarray | Tensor, offsets: np.ndarray | Sequence[int]) -> None:
+        given = np.asarray(offsets)
+        if given.ndim != 1 or len(given) == 0 or given.dtype.kind not in "iu":
+            raise ValueError(
+                f"offsets must be one-dimensional integers with one entry more than there are "
+                f"rows, got {given.dtype} of shape {given.shape}; for one row pass [0, len(values)]"
+            )
+        self.values: Any = values
+        self.offsets = given.astype(np.int64, copy=False)
+        if (
+            self.offsets[0] < 0
+            or self.offsets[-1] > len(values)
+            or (np.diff(self.offsets) < 0).any()
+        ):
+            raise ValueError(
+                f"offsets must not fall and must lie within 0..{len(values)} (the values), got "
+                f"{self.offsets[:8].tolist()}{'...' if len(given) > 8 else ''}; they are the "
+                "cumulated lengths with a 0 before them"
+            )
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Any], dtype: Any = None) -> Ragged:
+        """One flat NumPy copy of rows that are lists, ndarrays or CPU tensors."""
+        arrays = [np.asarray(row, dtype=dtype) for row in rows]
+        offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
+        np.cumsum([len(array) for array in arrays], out=offsets[1:])
+        filled = [array for array in arrays if len(array)]
+        empty = np.empty(0, dtype=np.int64 if dtype is None else dtype)
+        return cls(np.concatenate(filled) if filled else empty, offsets)
+
+    @classmethod
+    def from_lengths(
+        cls, values: np.ndarray | Tensor, lengths: np.ndarray | Sequence[int]
+    ) -> Ragged:
+        """A view of ``values`` as rows of the given lengths, one behind the other."""
+        offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        return cls(values, offsets)
+
+    @classmethod
+    def cat(cls, parts: Sequence[Ragged]) -> Ragged:
+        """The rows of all parts, one after the other; values are copied."""
+        flat = [part.flat_values for part in parts]
+        values = torch.cat(flat) if isinstance(flat[0], Tensor) else np.concatenate(flat)
+        return cls.from_lengths(values, np.concatenate([part.lengths for part in parts]))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Row lengths: int64 [N], a new array."""
+        return np.diff(self.offsets)
+
+    @property
+    def flat_values(self) -> Any:
+        """The values of the rows alone, a view: a slice may look at a part of ``values``."""
+        return self.values[self.offsets[0] : self.offsets[-1]]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                return self.take(np.arange(start, stop, step))
+            return Ragged(self.values, self.offsets[start : max(start, stop) + 1])
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of a Ragged with {len(self)} rows")
+        index = index % len(self)
+        return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+    def __iter__(self) -> Iterator[Any]:
+        values, offsets = self.values, self.offsets.tolist()
+        return (values[a:b] for a, b in pairwise(offsets))
+
+    def take(self, indices: Sequence[int] | np.ndarray) -> Ragged:
+        """The named rows, in that order: a copy."""
+        picked = np.asarray(indices, dtype=np.int64)
+        lengths = self.lengths[picked]
+        starts = np.repeat(self.offsets[:-1][picked] - (np.cumsum(lengths) - lengths), lengths)
+        cells = starts + np.arange(len(starts))
+        values = self.values
+        if isinstance(values, Tensor):
+            return Ragged.from_lengths(values[torch.from_numpy(cells).to(values.device)], lengths)
+        return Ragged.from_lengths(values[cells], lengths)
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> Ragged:
+        """The same rows with tensor values on ``device``; offsets stay in host memory."""
+        return Ragged(
+            torch.as_tensor(self.values).to(device, non_blocking=non_blocking), self.offsets
+        )
+
+    def tolist(self) -> list[list[Any]]:
+        """Every row as a Python list."""
+        return [row.tolist() for row in self]
+
+    def __eq__(self, other: object) -> bool:
+        """Equal row lengths and equal values (dtype does not matter)."""
+        if not isinstance(other, Ragged):
+            return NotImplemented
+        if not np.array_equal(self.lengths, other.lengths):
+            return False
+        mine, theirs = torch.as_tensor(self.flat_values), torch.as_tensor(other.flat_values)
+        return torch.equal(mine.cpu(), theirs.cpu())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Ragged({len(self)} rows, {len(self.flat_values)} values, {self.values.dtype})"

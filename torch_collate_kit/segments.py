@@ -1,0 +1,97 @@
+"""Lengths <-> cu_seqlens <-> position ids <-> segment ids: the only place for it.
+
+A row of ``T`` tokens is ``S`` segments that lie one behind the other. Every function takes and
+returns one-dimensional NumPy arrays or torch tensors, whichever it is given, on the same device.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = [
+    "cu_seqlens_from_lengths",
+    "lengths_from_cu_seqlens",
+    "lengths_from_position_ids",
+    "position_ids_from_lengths",
+    "segment_ids_from_lengths",
+]
+
+Array = TypeVar("Array", np.ndarray, Tensor)
+
+
+def cu_seqlens_from_lengths(lengths_S: Array) -> Array:
+    """Cumulative boundaries of segments, as varlen attention kernels take them: int32 [S + 1].
+
+    The first entry is 0, the last the number of tokens. The result is a new array.
+
+    >>> cu_seqlens_from_lengths(np.array([3, 2]))
+    array([0, 3, 5], dtype=int32)
+    """
+    if isinstance(lengths_S, Tensor):
+        cu_seqlens = lengths_S.new_zeros(len(lengths_S) + 1, dtype=torch.int32)
+        torch.cumsum(lengths_S, 0, dtype=torch.int32, out=cu_seqlens[1:])
+        return cu_seqlens
+    cu_seqlens = np.zeros(len(lengths_S) + 1, dtype=np.int32)
+    np.cumsum(lengths_S, out=cu_seqlens[1:])
+    return cu_seqlens
+
+
+def lengths_from_cu_seqlens(cu_seqlens: Array) -> Array:
+    """Segment lengths from their boundaries [S + 1]: int64 [S], a new array.
+
+    >>> lengths_from_cu_seqlens(np.array([0, 3, 5], dtype=np.int32))
+    array([3, 2])
+    """
+    if isinstance(cu_seqlens, Tensor):
+        return torch.diff(cu_seqlens.long())
+    return np.diff(cu_seqlens.astype(np.int64))
+
+
+def position_ids_from_lengths(lengths_S: Array) -> Array:
+    """Positions that restart at 0 in every segment: int64 [T], a new array.
+
+    >>> position_ids_from_lengths(np.array([3, 2]))
+    array([0, 1, 2, 0, 1])
+    """
+    if isinstance(lengths_S, Tensor):
+        lengths_S = lengths_S.long()
+        starts = torch.cumsum(lengths_S, 0) - lengths_S
+        first = torch.repeat_interleave(starts, lengths_S)
+        return torch.arange(len(first), device=first.device) - first
+    lengths = np.asarray(lengths_S, dtype=np.int64)
+    first = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.arange(len(first), dtype=np.int64) - first
+
+
+def segment_ids_from_lengths(lengths_S: Array) -> Array:
+    """The index of the segment each token lies in: int64 [T], a new array.
+
+    >>> segment_ids_from_lengths(np.array([3, 2]))
+    array([0, 0, 0, 1, 1])
+    """
+    if isinstance(lengths_S, Tensor):
+        segments = torch.arange(len(lengths_S), device=lengths_S.device)
+        return torch.repeat_interleave(segments, lengths_S.long())
+    return np.repeat(np.arange(len(lengths_S), dtype=np.int64), lengths_S)
+
+
+def lengths_from_position_ids(position_ids_T: Array) -> Array:
+    """Segment lengths of one row, from its positions [T]: int64 [S], a new array.
+
+    A segment starts where a position is not the one before it plus 1. So a segment that goes on
+    counting from its neighbour is not seen as one of its own, by this function or by transformers.
+
+    >>> lengths_from_position_ids(np.array([0, 1, 2, 0, 1]))
+    array([3, 2])
+    """
+    if isinstance(position_ids_T, Tensor):
+        breaks = torch.nonzero(torch.diff(position_ids_T) != 1).flatten() + 1
+        ends = [breaks.new_zeros(1), breaks, breaks.new_full((1,), len(position_ids_T))]
+        return torch.diff(torch.cat(ends)) if len(position_ids_T) else breaks
+    breaks = np.flatnonzero(np.diff(position_ids_T) != 1) + 1
+    edges = np.concatenate(([0], breaks, [len(position_ids_T)])).astype(np.int64)
+    return np.diff(edges) if len(position_ids_T) else edges[:0]
