@@ -1,4 +1,4 @@
-"""The table of bad inputs: what is given, to whom, and what comes back. docs/contract.md shows it."""
+"""The table of bad inputs: what is given and what comes back, as in docs/contract.md."""
 
 from __future__ import annotations
 

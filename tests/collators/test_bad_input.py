@@ -1,4 +1,4 @@
-"""Bad input is refused with a message that ends the search; docs/contract.md prints the same one."""
+"""Bad input is refused with a message that ends the search, as docs/contract.md prints it."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def pad_token_id_of(tokenizer: Any) -> int:
         pad_token_id = int(tokenizer)
     elif not hasattr(tokenizer, "pad_token_id"):
         raise TypeError(
-            f"tokenizer must be an int pad id or have .pad_token_id, got {type(tokenizer).__name__}; "
-            "pass the tokenizer, or tokenizer.pad_token_id"
+            "tokenizer must be an int pad id or have .pad_token_id, got "
+            f"{type(tokenizer).__name__}; pass the tokenizer, or tokenizer.pad_token_id"
         )
     elif tokenizer.pad_token_id is None:
         raise ValueError(

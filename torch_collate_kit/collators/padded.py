@@ -27,9 +27,9 @@ class PaddedCollator:
 
     Calling it takes a list of examples, or a mapping of ragged columns, and returns a new
     :class:`~torch_collate_kit.batch.Batch` (docs/contract.md): ``input_ids``, ``position_ids``
-    (0 at pads), ``attention_mask`` and ``labels`` int64 ``[B, L]``, ``loss_mask`` float32 ``[B, A]``,
-    ``sub_seq_lengths`` ragged int64. It can be pickled into DataLoader workers. Inputs are copied,
-    never changed.
+    (0 at pads), ``attention_mask`` and ``labels`` int64 ``[B, L]``, ``loss_mask`` float32
+    ``[B, A]``, ``sub_seq_lengths`` ragged int64. It can be pickled into DataLoader workers.
+    Inputs are copied, never changed.
 
     Raises:
         DataError: an example is wrong, or longer than ``max_length``.

@@ -1,0 +1,186 @@
+"""Packed equals one at a time: loss and gradients, for every layout, attention and number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny_models import VOCAB, tiny_model
+from torch_collate_kit import (
+    Batch,
+    IsolationError,
+    PackedCollator,
+    PaddedCollator,
+    ParallelLayout,
+    check_isolation,
+    token_loss,
+)
+
+LAYOUTS = {
+    "one row": {"max_tokens": 256},
+    "several rows": {"max_tokens": 40},
+    "tp and cp": {"max_tokens": 48, "parallel": ParallelLayout(tp=2, cp=2)},
+    "dp": {"max_tokens": 64, "parallel": ParallelLayout(dp=4)},
+    "fp8, fixed width": {
+        "max_tokens": 64,
+        "parallel": ParallelLayout(fp8=True, pp=2),
+        "fixed_width": True,
+    },
+}
+
+
+def examples(count: int = 12, seed: int = 0) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        n = int(rng.integers(2, 30))
+        weights = rng.choice([0.0, 1.0, 0.5], size=n).astype(np.float32)
+        made.append({"input_ids": rng.integers(1, VOCAB, size=n), "loss_mask": weights})
+    return made
+
+
+def one_at_a_time(model: torch.nn.Module, data: list[dict[str, Any]]) -> torch.Tensor:
+    """The loss as a plain loop, without the kit: no padding, no packing, no mask.
+
+    With sdpa: the eager attention of transformers takes its softmax in fp32, 1e-8 off in fp64.
+    """
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for example in data:
+        ids = torch.as_tensor(example["input_ids"])[None]
+        log_probs = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+        for t in range(1, ids.shape[1]):
+            weight = float(example["loss_mask"][t])
+            total = total - weight * log_probs[t - 1, ids[0, t]]
+            count += weight != 0
+    return total / count
+
+
+def batch_loss(model: torch.nn.Module, batch: Batch, attention: str) -> torch.Tensor:
+    inputs = batch.model_inputs(attention)
+    del inputs["labels"]
+    logits = model(**inputs).logits
+    return token_loss(logits, batch, num_loss_tokens=batch.metadata["num_loss_tokens"])
+
+
+def loss_and_gradients(model: torch.nn.Module, loss: torch.Tensor) -> tuple[float, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return loss.item(), gradients
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("attention", ["torch_varlen", "sdpa"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_loss_and_gradients_equal_one_example_at_a_time(name, attention, layout):
+    data = examples()
+    reference = tiny_model(name, "sdpa", dtype=torch.float64).train()
+    expected, expected_gradients = loss_and_gradients(reference, one_at_a_time(reference, data))
+    model = tiny_model(name, attention, dtype=torch.float64).train()
+    batch = PackedCollator(0, normalize_loss=False, **LAYOUTS[layout])(data)
+    loss, gradients = loss_and_gradients(model, batch_loss(model, batch, attention))
+    assert abs(expected) > 0.1
+    assert loss == pytest.approx(expected, abs=1e-9)
+    assert torch.allclose(gradients, expected_gradients, rtol=0, atol=1e-9)
+    assert expected_gradients.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_loss_and_gradients_equal_one_example_at_a_time(side):
+    data = examples()
+    model = tiny_model("qwen3", "sdpa", dtype=torch.float64).train()
+    expected, expected_gradients = loss_and_gradients(model, one_at_a_time(model, data))
+    batch = PaddedCollator(0, padding_side=side, pad_to_multiple_of=8, normalize_loss=False)(data)
+    loss, gradients = loss_and_gradients(model, batch_loss(model, batch, "sdpa"))
+    assert loss == pytest.approx(expected, abs=1e-9)
+    assert torch.allclose(gradients, expected_gradients, rtol=0, atol=1e-9)
+
+
+def test_normalisation_by_hand_is_the_token_mean():
+    """loss_mask of the contract: it multiplies log_probs[:, -A-1:-1], and the sum is the mean."""
+    data = examples()
+    model = tiny_model("qwen3", "sdpa", dtype=torch.float64).train()
+    expected = one_at_a_time(model, data).item()
+    for collate in (PaddedCollator(0), PackedCollator(0, max_tokens=64)):
+        batch = collate(data)
+        inputs = batch.model_inputs("sdpa")
+        labels = inputs.pop("labels")
+        width, a = labels.shape[1], batch.metadata["response_length"]
+        log_probs = model(**inputs).logits.log_softmax(-1)[:, -a - 1 : -1]
+        taken = labels[:, width - a :].clamp(min=0)
+        by_hand = -(log_probs.gather(-1, taken[..., None])[..., 0] * batch["loss_mask"]).sum()
+        assert by_hand.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_micro_batches_with_one_denominator_sum_to_the_whole():
+    data = examples()
+    model = tiny_model("qwen3", "torch_varlen", dtype=torch.float64).train()
+    batch = PackedCollator(0, max_tokens=40, normalize_loss=False)(data)
+    assert len(batch) >= 3
+    whole, gradients = loss_and_gradients(model, batch_loss(model, batch, "torch_varlen"))
+    parts = [batch_loss(model, batch[i : i + 1], "torch_varlen") for i in range(len(batch))]
+    summed, summed_gradients = loss_and_gradients(model, torch.stack(parts).sum())
+    assert summed == pytest.approx(whole, abs=1e-12)
+    assert torch.allclose(gradients, summed_gradients, rtol=0, atol=1e-12)
+
+
+def test_evaluation_does_not_depend_on_the_layout():
+    data = examples(count=64, seed=1)
+    losses = {}
+    for attention, collate in {
+        "sdpa": PaddedCollator(0),
+        "eager": PaddedCollator(0, padding_side="right"),
+        "torch_varlen": PackedCollator(0, max_tokens=64, parallel=ParallelLayout(dp=2, tp=2)),
+    }.items():
+        model = tiny_model("qwen3", attention, dtype=torch.float32).train().eval()
+        with torch.no_grad():
+            losses[attention] = batch_loss(model, collate(data), attention).item()
+    values = list(losses.values())
+    assert max(values) - min(values) < 1e-6 * max(values), losses
+
+
+def test_check_isolation_passes_on_batches_and_fails_on_the_two_leaks():
+    batch = PackedCollator(0, max_tokens=64)(examples())
+    for attention in ("torch_varlen", "sdpa", "eager"):
+        check_isolation(tiny_model("qwen3", attention, dtype=torch.float64).train(), batch)
+    model = tiny_model("qwen3", "sdpa", dtype=torch.float64).train()
+    inputs = batch.model_inputs("sdpa")
+    check_isolation(model, inputs)
+    with pytest.raises(IsolationError, match="attention_mask"):
+        check_isolation(model, {**inputs, "attention_mask": batch["attention_mask"]})
+    with pytest.raises(IsolationError, match="use_cache"):
+        check_isolation(model, {**inputs, "use_cache": True})
+    del inputs["use_cache"]
+    with pytest.raises(IsolationError, match="use_cache"):
+        check_isolation(model, inputs)
+
+
+def test_two_ranks_equal_one(tmp_path: Path):
+    """Two processes, each with its half of the rows, no_sync on all micro-batches but the last."""
+    out = tmp_path / "gradients.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command += ["--master_port", "0", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(Path(__file__).with_name("two_ranks.py")), str(out)],
+        env={**environment, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(out.read_text())
+    assert found["num_processes"] == 2
+    model = tiny_model("qwen3", "sdpa", dtype=torch.float64).train()
+    expected, gradients = loss_and_gradients(model, one_at_a_time(model, examples()))
+    assert found["loss"] == pytest.approx(expected, abs=1e-9)
+    assert np.allclose(found["gradients"], gradients.numpy(), rtol=0, atol=1e-9)

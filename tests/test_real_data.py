@@ -1,0 +1,126 @@
+"""Chat -> pack -> train on real conversations, with a real tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny_models import tiny_model
+from torch_collate_kit import (
+    PackedCollator,
+    PaddedCollator,
+    ParallelLayout,
+    check_isolation,
+    token_loss,
+    tokenize_chat_dataset,
+)
+
+TOKENIZER = "tokenizers/mistral-32k-chatml"
+# File, conversations taken, most tokens of a conversation, tokens a row.
+FILES = {
+    "gsm8k_train_2k.jsonl": (64, None, 1024),
+    "gsm8k_test_300.jsonl": (64, None, 1024),
+    "chat_tools_tm4_900.jsonl": (48, None, 2048),
+    "chat_tools_tau_airline_128.jsonl": (8, 6144, 8192),
+    "chat_long_squality_50.jsonl": (4, None, 16384),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shared_data: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(shared_data / TOKENIZER)
+
+
+def tokenized(shared_data: Path, tokenizer: Any, name: str) -> list[dict[str, Any]]:
+    from datasets import Dataset
+
+    count, max_length, _ = FILES[name]
+    with open(shared_data / name, encoding="utf-8") as lines:
+        records = [{"messages": json.loads(line)["messages"]} for line in lines][:count]
+    tools = shared_data / "chat_tools_tau_airline.tools.json" if "tau" in name else None
+    dataset, skips = tokenize_chat_dataset(
+        Dataset.from_list(records),
+        tokenizer,
+        max_length=max_length,
+        tools=tools.read_text(encoding="utf-8") if tools else None,
+    )
+    assert len(dataset) + skips.total() == count
+    assert len(dataset) >= count // 2
+    return list(dataset.with_format("numpy"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_real_conversations_are_packed_without_loss(name, shared_data, tokenizer):
+    data = tokenized(shared_data, tokenizer, name)
+    parallel = ParallelLayout(dp=2, tp=2, cp=2)
+    collate = PackedCollator(tokenizer, max_tokens=FILES[name][2], parallel=parallel)
+    batch = collate(data)
+    assert len(batch) % 2 == 0
+    assert batch["input_ids"].shape[1] <= FILES[name][2]
+    assert sorted(batch.metadata["example_indices"].flat_values) == list(range(len(data)))
+    rows = zip(
+        batch.metadata["example_indices"], batch["cu_seq_lens"], batch["input_ids"], strict=True
+    )
+    for indices, starts, ids in rows:
+        for example, start in zip(indices, starts, strict=False):
+            expected = data[example]["input_ids"]
+            assert np.array_equal(ids[start : start + len(expected)], expected)
+            assert start % parallel.align == 0
+    trained = sum(int(np.count_nonzero(example["loss_mask"][1:])) for example in data)
+    assert batch.metadata["num_loss_tokens"] == trained > 0
+    assert batch["loss_mask"].sum().item() == pytest.approx(1, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("gsm8k_train_2k.jsonl", 16),
+        ("chat_tools_tm4_900.jsonl", 12),
+        ("chat_tools_tau_airline_128.jsonl", 1),
+        ("chat_long_squality_50.jsonl", 1),
+    ],
+)
+def test_a_model_trains_on_real_conversations(name, count, shared_data, tokenizer):
+    """Loss falls, packed equals padded, and no conversation sees another."""
+    data, vocab_size = with_the_tokens_that_occur(tokenized(shared_data, tokenizer, name)[:count])
+    sizes = {"vocab_size": vocab_size, "max_position_embeddings": 16384}
+    model = tiny_model("qwen3", "torch_varlen", initializer_range=0.02, **sizes).train()
+    padded_model = tiny_model("qwen3", "sdpa", initializer_range=0.02, **sizes).train()
+    batch = PackedCollator(0, max_tokens=FILES[name][2])(data)
+    if count > 1:
+        check_isolation(model, batch)
+    with torch.no_grad():
+        padded_loss = step_loss(padded_model, PaddedCollator(0)(data), "sdpa")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    first = step_loss(model, batch, "torch_varlen")
+    first.backward()
+    optimizer.step()
+    with torch.no_grad():
+        second = step_loss(model, batch, "torch_varlen")
+    assert first.item() == pytest.approx(padded_loss.item(), rel=1e-5)
+    assert first.item() == pytest.approx(np.log(vocab_size), rel=0.02)
+    assert second < first - 0.01
+
+
+def with_the_tokens_that_occur(data: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """The same examples over a vocabulary of their own tokens, for logits of a bearable size."""
+    used = np.unique(np.concatenate([example["input_ids"] for example in data]))
+    renumbered = [
+        {**example, "input_ids": np.searchsorted(used, example["input_ids"]) + 1}
+        for example in data
+    ]
+    return renumbered, len(used) + 1
+
+
+def step_loss(model: Any, batch: Any, attention: str) -> torch.Tensor:
+    inputs = batch.model_inputs(attention)
+    del inputs["labels"]
+    num_loss_tokens = batch.metadata["num_loss_tokens"]
+    return token_loss(model(**inputs).logits, batch, num_loss_tokens=num_loss_tokens)
