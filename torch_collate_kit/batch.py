@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit._rows import cat, equal, is_per_row, take, with_empty_rows
+from torch_collate_kit.ragged import Ragged, row_indices
 
 __all__ = ["IGNORE_INDEX", "Batch"]
 
@@ -62,12 +63,18 @@ class Batch(Mapping[str, Field]):
     ) -> None:
         if not fields:
             raise ValueError("a Batch needs at least one field, got none; rows are counted there")
+        for name, field in fields.items():
+            if not isinstance(field, Ragged) and (not isinstance(field, Tensor) or not field.ndim):
+                raise TypeError(
+                    f"field {name} must be a tensor with rows first or a Ragged, got "
+                    f"{type(field).__name__}; what belongs to the whole batch goes into metadata"
+                )
         self._fields = dict(fields)
         self.metadata: dict[str, Any] = dict(metadata or {})
         self._num_rows = len(next(iter(self._fields.values())))
         self._buffer: Tensor | None = None
         self._slots: dict[str, _Slot] = {}
-        per_row = {f"metadata[{k!r}]": v for k, v in self.metadata.items() if _is_per_row(v)}
+        per_row = {f"metadata[{k!r}]": v for k, v in self.metadata.items() if is_per_row(v)}
         for name, value in (self._fields | per_row).items():
             if len(value) != self._num_rows:
                 raise ValueError(
@@ -80,8 +87,12 @@ class Batch(Mapping[str, Field]):
         cls,
         specs: Mapping[str, tuple[tuple[int, ...] | np.ndarray, torch.dtype]],
         metadata: Mapping[str, Any] | None = None,
+        *,
+        like: Tensor | None = None,
     ) -> Batch:
-        """A Batch of uninitialised fields carved from one new buffer in host memory.
+        """A Batch of uninitialised fields carved from one new buffer, by default in host memory.
+
+        ``like``: on the device of this tensor, and page-locked if it is.
 
         ``specs`` maps a name to ``(shape, dtype)``, or for a ragged field to ``(offsets, dtype)``.
 
@@ -97,7 +108,10 @@ class Batch(Mapping[str, Field]):
             start = -(-end // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
             slots[name] = _Slot(start, tuple(dims), dtype, offsets)
             end = start + math.prod(dims) * dtype.itemsize
-        return cls._carve(torch.empty(end, dtype=torch.uint8), slots, metadata)
+        device = torch.device("cpu") if like is None else like.device
+        pin_memory = like is not None and device.type == "cpu" and like.is_pinned()
+        buffer = torch.empty(end, dtype=torch.uint8, device=device, pin_memory=pin_memory)
+        return cls._carve(buffer, slots, metadata)
 
     @classmethod
     def _carve(
@@ -112,6 +126,10 @@ class Batch(Mapping[str, Field]):
         batch._buffer, batch._slots = buffer, dict(slots)
         return batch
 
+    def _tensors(self) -> Iterator[Tensor]:
+        for field in self._fields.values():
+            yield torch.as_tensor(field.values) if isinstance(field, Ragged) else field
+
     def _in_one_buffer(self) -> Batch:
         """This batch, or a copy gathered into one buffer where it is a slice or loose tensors."""
         if self._buffer is not None:
@@ -125,7 +143,7 @@ class Batch(Mapping[str, Field]):
                 )
             else:
                 specs[name] = (tuple(field.shape), field.dtype)
-        copy = Batch.allocate(specs, self.metadata)
+        copy = Batch.allocate(specs, self.metadata, like=next(iter(self._tensors())))
         for name, field in self._fields.items():
             source = torch.as_tensor(field.flat_values) if isinstance(field, Ragged) else field
             target = copy[name]
@@ -148,7 +166,7 @@ class Batch(Mapping[str, Field]):
         if step < 1:
             raise ValueError(f"rows cannot be sliced with step {step}; use batch.select(indices)")
         rows = slice(start, stop, step)
-        metadata = {k: v[rows] if _is_per_row(v) else v for k, v in self.metadata.items()}
+        metadata = {k: v[rows] if is_per_row(v) else v for k, v in self.metadata.items()}
         return Batch({name: field[rows] for name, field in self._fields.items()}, metadata)
 
     def __iter__(self) -> Iterator[str]:
@@ -159,6 +177,26 @@ class Batch(Mapping[str, Field]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._fields
+
+    def keys(self) -> KeysView[str]:
+        return self._fields.keys()
+
+    def items(self) -> ItemsView[str, Field]:
+        return self._fields.items()
+
+    def values(self) -> ValuesView[Field]:
+        return self._fields.values()
+
+    def __eq__(self, other: object) -> bool:
+        """The same fields with equal dtypes, shapes and values, and equal metadata."""
+        if not isinstance(other, Batch):
+            return NotImplemented
+        same_names = self.keys() == other.keys() and self.metadata.keys() == other.metadata.keys()
+        return (
+            same_names
+            and all(equal(field, other[name]) for name, field in self.items())
+            and all(equal(value, other.metadata[k]) for k, value in self.metadata.items())
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -185,12 +223,12 @@ class Batch(Mapping[str, Field]):
         >>> Batch({"x": torch.arange(4)}).select([3, 0])["x"].tolist()
         [3, 0]
         """
-        rows = np.asarray(indices, dtype=np.int64)
+        rows = row_indices(indices)
         if rows.ndim != 1 or ((rows < 0) | (rows >= len(self))).any():
             raise IndexError(f"rows {rows.tolist()} of a batch with {len(self)} rows")
-        fields = {name: _take(field, rows) for name, field in self._fields.items()}
+        fields = {name: take(field, rows) for name, field in self._fields.items()}
         return Batch(
-            fields, {k: _take(v, rows) if _is_per_row(v) else v for k, v in self.metadata.items()}
+            fields, {k: take(v, rows) if is_per_row(v) else v for k, v in self.metadata.items()}
         )
 
     @classmethod
@@ -211,9 +249,9 @@ class Batch(Mapping[str, Field]):
         for i, batch in enumerate(batches):
             _check_cat(i, batch, first, merged)
         for key, value in first.metadata.items():
-            per_row = _is_per_row(value)
-            merged.setdefault(key, _cat([b.metadata[key] for b in batches]) if per_row else value)
-        return cls({name: _cat([b[name] for b in batches]) for name in first}, merged)
+            per_row = is_per_row(value)
+            merged.setdefault(key, cat([b.metadata[key] for b in batches]) if per_row else value)
+        return cls({name: cat([b[name] for b in batches]) for name in first}, merged)
 
     def pad_rows(self, *, multiple_of: int) -> Batch:
         """Rows added at the end until ``multiple_of`` divides them: a copy, or self if it does.
@@ -232,18 +270,16 @@ class Batch(Mapping[str, Field]):
         added = -len(self) % multiple_of
         if not added:
             return self
-        if not len(self):
-            raise ValueError("a batch without rows cannot be padded; there is no row to repeat")
         padded = self.select([*range(len(self)), *[0] * added])
         for name, fill in _PAD_ROW_FILL.items():
             if name in padded:
                 padded[name][len(self) :] = fill
         for name in _PAD_ROW_EMPTY:
             if name in padded:
-                padded._fields[name] = _with_empty_rows(self[name], added)
+                padded._fields[name] = with_empty_rows(self[name], added)
         for key, value in self.metadata.items():
             if isinstance(value, Ragged):
-                padded.metadata[key] = _with_empty_rows(value, added)
+                padded.metadata[key] = with_empty_rows(value, added)
         padded.metadata["num_dummy_rows"] = self.metadata.get("num_dummy_rows", 0) + added
         return padded
 
@@ -255,7 +291,9 @@ class Batch(Mapping[str, Field]):
         whole = self._in_one_buffer()
         assert whole._buffer is not None
         buffer = whole._buffer.to(device, non_blocking=non_blocking)
-        return self if buffer is self._buffer else self._carve(buffer, whole._slots, self.metadata)
+        if buffer is whole._buffer:
+            return whole
+        return self._carve(buffer, whole._slots, self.metadata)
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked host memory, by one copy; DataLoader calls it to pin."""
@@ -293,12 +331,12 @@ class Batch(Mapping[str, Field]):
         """Boundaries [0, ..., R * W] over all rows, without reading the device."""
         width = self._fields["input_ids"].shape[1]  # type: ignore[union-attr]
         rows: Ragged = self["cu_seq_lens"]
-        parts = [row[1:] + i * width if i else row for i, row in enumerate(rows)]
-        return torch.cat(parts)
+        parts = [row[1:] + i * width for i, row in enumerate(rows)]
+        return torch.cat([rows.values.new_zeros(1), *parts])
 
     def __reduce__(self) -> tuple[Any, ...]:
         whole = self._in_one_buffer()
-        return _rebuild, (whole._buffer, whole._slots, self.metadata)
+        return _rebuild, (whole._buffer, whole._slots, _owned(self.metadata))
 
     def __repr__(self) -> str:
         fields = ", ".join(
@@ -312,35 +350,16 @@ def _rebuild(buffer: Tensor, slots: dict[str, _Slot], metadata: dict[str, Any]) 
     return Batch._carve(buffer, slots, metadata)
 
 
-def _is_per_row(value: Any) -> bool:
-    return isinstance(value, list | np.ndarray | Tensor | Ragged)
-
-
-def _take(value: Any, rows: np.ndarray) -> Any:
-    if isinstance(value, Ragged):
-        return value.take(rows)
-    if isinstance(value, Tensor):
-        return value[torch.from_numpy(rows).to(value.device)]
-    return value[rows] if isinstance(value, np.ndarray) else [value[i] for i in rows.tolist()]
-
-
-def _cat(values: Sequence[Any]) -> Any:
-    first = values[0]
-    if isinstance(first, Ragged):
-        return Ragged.cat(values)
-    if isinstance(first, Tensor):
-        return torch.cat(list(values))
-    if isinstance(first, np.ndarray):
-        return np.concatenate(values)
-    return [entry for value in values for entry in value]
-
-
-def _with_empty_rows(ragged: Ragged, count: int) -> Ragged:
-    return Ragged(ragged.values, np.append(ragged.offsets, [ragged.offsets[-1]] * count))
+def _owned(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Metadata whose tensors own their storage: a view would ship the rows of the whole batch."""
+    return {
+        k: v.clone() if isinstance(v, Tensor) and v.nbytes < v.untyped_storage().nbytes() else v
+        for k, v in metadata.items()
+    }
 
 
 def _check_cat(index: int, batch: Batch, first: Batch, overrides: Mapping[str, Any]) -> None:
-    if list(batch) != list(first):
+    if batch.keys() != first.keys():
         raise ValueError(f"batch {index} has fields {list(batch)}, batch 0 has {list(first)}")
     for name, field in first.items():
         if isinstance(field, Tensor) and batch[name].shape[1:] != field.shape[1:]:
@@ -351,11 +370,18 @@ def _check_cat(index: int, batch: Batch, first: Batch, overrides: Mapping[str, A
     if batch.metadata.keys() != first.metadata.keys():
         odd = sorted(batch.metadata.keys() ^ first.metadata.keys())
         raise ValueError(f"only one of batch 0 and batch {index} has the metadata {odd}")
-    for key, value in first.metadata.items():
-        if key in overrides or _is_per_row(value):
-            continue
-        if batch.metadata[key] != value:
-            raise ValueError(
-                f"metadata[{key!r}] is {value!r} in batch 0 and {batch.metadata[key]!r} in batch "
-                f"{index}; pass metadata={{{key!r}: ...}} to say what the whole shall have"
-            )
+    mine, theirs = first.metadata, batch.metadata
+    differ = {k: (v, theirs[k]) for k, v in mine.items() if not is_per_row(v) and theirs[k] != v}
+    if "loss_mask_divisor" in differ:
+        raise ValueError(
+            f"loss_mask_divisor is {differ['loss_mask_divisor'][0]} in batch 0 and "
+            f"{differ['loss_mask_divisor'][1]} in batch {index}, so their loss masks are divided by "
+            "different numbers; collate them together, or with normalize_loss=False"
+        )
+    differ = {k: pair for k, pair in differ.items() if k not in overrides}
+    if differ:
+        found = ", ".join(f"metadata[{k!r}] is {a!r}, {b!r}" for k, (a, b) in differ.items())
+        raise ValueError(
+            f"batches 0 and {index} disagree: {found}; pass metadata={{...}} with these keys to "
+            "say what the whole shall have"
+        )

@@ -23,7 +23,8 @@ class PerTokenOutputs:
 
     ``example_indices`` int64 ``[E]`` ascends and names the examples of the batch's rows (a slice of
     a batch has some of them). ``nll[i]`` is float32 ``[n]``: of example ``example_indices[i]`` the
-    last ``n = num_actions`` tokens, in host memory. The pieces of a split example are joined.
+    last ``n = metadata["num_actions"]`` tokens, in host memory. Of a split example these are the
+    response tokens of its pieces, joined in order; nothing predicts the first token of a piece.
     """
 
     example_indices: np.ndarray
@@ -63,7 +64,8 @@ def token_loss(
     ``num_loss_tokens`` is the number of loss tokens of the whole optimizer step, over all
     micro-batches and ranks. Then the sum of the losses of all micro-batches and ranks is the token
     mean, however the examples were laid out (a mean of means is not). DistributedDataParallel
-    averages gradients over ranks: multiply by the number of ranks there. 0 divides by 1.
+    averages gradients over ranks: multiply by the number of ranks there. 0 divides by 1. (A tensor
+    is not looked at, since that would wait for the device.)
 
     Args:
         logits: ``[R, W, V]``, or with a Batch only the last ``K >= A + 1`` columns (what
@@ -87,7 +89,7 @@ def token_loss(
         batch: Batch | None = batch_or_labels
         labels, mask = batch_or_labels["labels"], batch_or_labels["loss_mask"]
         response_length = mask.shape[1]
-        divisor = batch_or_labels.metadata["loss_mask_divisor"]
+        divisor = batch_or_labels.metadata.get("loss_mask_divisor", 1)
     else:
         batch, labels, divisor = None, batch_or_labels, 1
         response_length = labels.shape[-1] - 1
@@ -102,7 +104,7 @@ def token_loss(
             )
         ids = batch["input_ids"][:, labels.shape[-1] - response_length :]
         targets = torch.where(targets == IGNORE_INDEX, ids, targets)
-    nll = _token_nll(logits[..., logits.shape[-2] - response_length - 1 : -1, :], targets)
+    nll = _token_nll(logits, targets)
     # where() first: an infinite loss of a token that is not trained must not become 0 * inf.
     weighted = torch.where(mask != 0, nll, 0) * mask.to(nll.dtype)
     loss = weighted.sum() * _scale(divisor, num_loss_tokens)
@@ -112,11 +114,17 @@ def token_loss(
 
 
 def _token_nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log-likelihood of every target [R, A]; 0 where the target is -100."""
+    """Negative log-likelihood of every target [R, A]; 0 where the target is -100.
+
+    The targets are shifted, not the logits: a slice of those would be copied, and they are large.
+    """
+    last, width = logits.shape[-2] - 1, targets.shape[-1]
+    shifted = targets.new_full(logits.shape[:-1], IGNORE_INDEX)
+    shifted[..., last - width : last] = targets
     flat = logits.reshape(-1, logits.shape[-1])
     flat = flat.float() if flat.dtype in _HALF else flat
-    nll = F.cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORE_INDEX, reduction="none")
-    return nll.view(targets.shape)
+    nll = F.cross_entropy(flat, shifted.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+    return nll.view(shifted.shape)[..., last - width : last]
 
 
 def _scale(divisor: int, num_loss_tokens: float | Tensor) -> float | Tensor:
@@ -161,6 +169,12 @@ def _per_token_outputs(batch: Batch, nll_RA: Tensor) -> PerTokenOutputs:
         for k, (example, first, n, length) in enumerate(spans):
             end = starts[row][k] + length - hidden
             pieces.setdefault(example, []).append((first, values[row, end - n : end]))
+    for example, found in pieces.items():
+        if len({first for first, _ in found}) < len(found):
+            raise ValueError(
+                f"a piece of example {example} is in the batch twice, so its token values have no "
+                "order; ask for per-token outputs before batches are joined or rows repeated"
+            )
     order = sorted(pieces)
     joined = [np.concatenate([v for _, v in sorted(pieces[i], key=_first)]) for i in order]
     return PerTokenOutputs(np.array(order, dtype=np.int64), joined)

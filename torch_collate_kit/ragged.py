@@ -10,7 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Ragged"]
+__all__ = ["Ragged", "row_indices"]
+
+
+def row_indices(indices: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
+    """Row numbers as int64; a boolean mask or floats would be cut to 0 and 1 without a word.
+
+    Raises:
+        TypeError: anything but integers.
+    """
+    picked = np.asarray(indices)
+    if picked.size and picked.dtype.kind not in "iu":
+        raise TypeError(
+            f"rows are named by integers, got {picked.dtype}; of a mask take mask.nonzero()"
+        )
+    return picked.astype(np.int64, copy=False)
 
 
 class Ragged:
@@ -76,6 +90,8 @@ class Ragged:
     @classmethod
     def cat(cls, parts: Sequence[Ragged]) -> Ragged:
         """The rows of all parts, one after the other; values are copied."""
+        if not parts:
+            raise ValueError("Ragged.cat needs at least one part, got none; it takes their kind")
         flat = [part.flat_values for part in parts]
         values = torch.cat(flat) if isinstance(flat[0], Tensor) else np.concatenate(flat)
         return cls.from_lengths(values, np.concatenate([part.lengths for part in parts]))
@@ -110,7 +126,7 @@ class Ragged:
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Ragged:
         """The named rows, in that order: a copy."""
-        picked = np.asarray(indices, dtype=np.int64)
+        picked = row_indices(indices)
         lengths = self.lengths[picked]
         starts = np.repeat(self.offsets[:-1][picked] - (np.cumsum(lengths) - lengths), lengths)
         cells = starts + np.arange(len(starts))
@@ -121,9 +137,14 @@ class Ragged:
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Ragged:
         """The same rows with tensor values on ``device``; offsets stay in host memory."""
-        return Ragged(
-            torch.as_tensor(self.values).to(device, non_blocking=non_blocking), self.offsets
-        )
+        values = torch.as_tensor(self.flat_values).to(device, non_blocking=non_blocking)
+        return Ragged(values, self.offsets - self.offsets[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = self.flat_values  # a slice must not ship the values of the other rows
+        if isinstance(values, Tensor) and values.nbytes < values.untyped_storage().nbytes():
+            values = values.clone()
+        return Ragged, (values, self.offsets - self.offsets[0])
 
     def tolist(self) -> list[list[Any]]:
         """Every row as a Python list."""

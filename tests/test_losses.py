@@ -1,0 +1,546 @@
+"""The loss against a loop over tokens, whatever the layout, the slicing and the options.
+
+`Model` gives a token its logits from its own id and its position, so that the same example has the
+same logits in every layout, and a loop over examples knows what every batch must give.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.losses import PerTokenOutputs, token_loss
+from torch_collate_kit.packing import ParallelLayout
+
+VOCABULARY, POSITIONS = 11, 24
+Example = Mapping[str, Any]
+Collate = Callable[[Sequence[Example]], Batch]
+
+EXAMPLES: list[dict[str, list[Any]]] = [
+    {"input_ids": [1, 2, 3, 4, 5], "loss_mask": [0, 0, 1, 1, 1]},
+    {"input_ids": [6, 7, 8], "loss_mask": [1, 1, 0]},  # its first token predicts from nothing
+    {"input_ids": [9, 1, 9, 2, 9, 3, 9], "loss_mask": [0, 0, 0, 2, 0, 0.5, 0]},
+    {"input_ids": [4, 4], "loss_mask": [0, 0]},
+    {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]},
+    {"input_ids": [3], "loss_mask": [1]},
+]
+NUM_LOSS_TOKENS = 3 + 1 + 2 + 0 + 2 + 0
+
+LAYOUTS: dict[str, Callable[[bool], Collate]] = {
+    "left": lambda normalize: PaddedCollator(0, normalize_loss=normalize),
+    "left, wide": lambda normalize: PaddedCollator(
+        0, pad_to_multiple_of=12, normalize_loss=normalize
+    ),
+    "right": lambda normalize: PaddedCollator(0, padding_side="right", normalize_loss=normalize),
+    "packed": lambda normalize: PackedCollator(0, max_tokens=9, normalize_loss=normalize),
+    "one row": lambda normalize: PackedCollator(0, max_tokens=24, normalize_loss=normalize),
+    "aligned, dp=2": lambda normalize: PackedCollator(
+        0, max_tokens=16, parallel=ParallelLayout(dp=2, tp=4), normalize_loss=normalize
+    ),
+    "dummy rows": lambda normalize: PackedCollator(
+        0, max_tokens=8, parallel=ParallelLayout(dp=8), normalize_loss=normalize
+    ),
+}
+
+
+@pytest.fixture(params=list(LAYOUTS))
+def layout(request: pytest.FixtureRequest) -> Callable[[bool], Collate]:
+    return LAYOUTS[request.param]
+
+
+class Model:
+    """Logits [R, W, V] from a table of ids and positions; `table.grad` is the gradient."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        generator = torch.Generator().manual_seed(0)
+        table = torch.randn(VOCABULARY, POSITIONS, VOCABULARY, generator=generator)
+        self.table = (3 * table).to(dtype).requires_grad_()
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.table[batch["input_ids"], batch["position_ids"]]
+
+    def gradient(self, loss: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(loss, self.table, retain_graph=True)
+        return gradient
+
+
+def nll_of(logits_V: Tensor, target: int) -> float:
+    """Minus the log-probability of one target, in float64."""
+    logits = [float(value) for value in logits_V]
+    top = max(logits)
+    return top + math.log(sum(math.exp(value - top) for value in logits)) - logits[target]
+
+
+def loop_loss(model: Model, examples: Sequence[Example], num_loss_tokens: float) -> float:
+    """The loss of examples one by one, token by token; no batch is involved."""
+    total = 0.0
+    for example in examples:
+        ids = example["input_ids"]
+        for t in range(1, len(ids)):
+            if example["loss_mask"][t]:
+                logits = model.table[ids[t - 1], t - 1].detach()
+                total += nll_of(logits, ids[t]) * example["loss_mask"][t]
+    return total / num_loss_tokens
+
+
+def loop_nll(
+    model: Model, example: Example, start: int = 0, stop: int | None = None
+) -> list[float]:
+    """The nll of a piece's response: from its first trained token (not its first) to its end."""
+    ids, mask = example["input_ids"][start:stop], example["loss_mask"][start:stop]
+    trained = [t for t in range(1, len(ids)) if mask[t]]
+    first = trained[0] if trained else len(ids)
+    return [nll_of(model.table[ids[t - 1], t - 1].detach(), ids[t]) for t in range(first, len(ids))]
+
+
+# --- by hand -------------------------------------------------------------------------------------
+
+LOG_2, LOG_4 = math.log(2), math.log(4)
+# Column t predicts token t + 1. Probabilities 1/2, 1/4, 1/4; 1/4, 1/2, 1/4; the last is unused.
+HAND_LOGITS = torch.tensor([[[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.9, 0.05, 0.05]]]).log()
+
+
+@pytest.mark.parametrize(
+    ("labels", "num_loss_tokens", "expected"),
+    [
+        ([0, 0, 1], 1, LOG_2 + LOG_2),
+        ([0, 0, 1], 2, LOG_2),
+        ([0, 2, 0], 2, LOG_4),
+        ([-100, -100, 0], 1, LOG_4),
+        ([2, 0, -100], 4, LOG_2 / 4),  # the first label is predicted by nothing
+        ([0, -100, -100], 1, 0.0),
+        ([0, 0, 1], 0.5, 2 * (LOG_2 + LOG_2)),  # a sum of weights may be below 1
+        ([-100, -100, -100], 0, 0.0),
+    ],
+)
+def test_labels_by_hand(labels: list[int], num_loss_tokens: int, expected: float) -> None:
+    loss = token_loss(HAND_LOGITS, torch.tensor([labels]), num_loss_tokens=num_loss_tokens)
+    assert loss.shape == ()
+    assert loss.item() == pytest.approx(expected)
+    one_row = token_loss(HAND_LOGITS[0], torch.tensor(labels), num_loss_tokens=num_loss_tokens)
+    assert one_row == loss
+
+
+def test_weights_by_hand() -> None:
+    example = {"input_ids": [2, 0, 2], "loss_mask": [9, 2, 0.5]}
+    for normalize in (True, False):
+        batch = PaddedCollator(0, normalize_loss=normalize)([example])
+        loss = token_loss(HAND_LOGITS, batch, num_loss_tokens=2)
+        assert loss.item() == pytest.approx((2 * LOG_2 + 0.5 * LOG_4) / 2)
+
+
+# --- a loop over tokens --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_every_layout_is_the_loop_over_tokens(
+    layout: Callable[[bool], Collate], normalize: bool
+) -> None:
+    model = Model()
+    batch = layout(normalize)(EXAMPLES)
+    assert batch.metadata["num_loss_tokens"] == NUM_LOSS_TOKENS
+    loss = token_loss(model(batch), batch, num_loss_tokens=NUM_LOSS_TOKENS)
+    assert loss.item() == pytest.approx(loop_loss(model, EXAMPLES, NUM_LOSS_TOKENS), rel=1e-6)
+
+
+def test_every_layout_has_the_same_gradient(layout: Callable[[bool], Collate]) -> None:
+    model = Model()
+    alone = torch.zeros_like(model.table)
+    for example in EXAMPLES:
+        batch = PaddedCollator(0, normalize_loss=False)([example])
+        alone += model.gradient(token_loss(model(batch), batch, num_loss_tokens=NUM_LOSS_TOKENS))
+    batch = layout(True)(EXAMPLES)
+    gradient = model.gradient(token_loss(model(batch), batch, num_loss_tokens=NUM_LOSS_TOKENS))
+    assert gradient.abs().max() > 0.01
+    torch.testing.assert_close(gradient, alone, rtol=1e-5, atol=1e-9)
+
+
+def test_micro_batches_sum_to_the_whole(layout: Callable[[bool], Collate]) -> None:
+    model = Model()
+    batch = layout(True)(EXAMPLES)
+    whole = token_loss(model(batch), batch, num_loss_tokens=NUM_LOSS_TOKENS)
+    parts = [batch[i : i + 1] for i in range(len(batch))]
+    losses = [token_loss(model(part), part, num_loss_tokens=NUM_LOSS_TOKENS) for part in parts]
+    assert sum(loss.item() for loss in losses) == pytest.approx(whole.item(), rel=1e-9)
+    torch.testing.assert_close(model.gradient(sum(losses, torch.zeros(()))), model.gradient(whole))
+    mean_of_means = sum(
+        token_loss(model(part), part, num_loss_tokens=int((part["loss_mask"] != 0).sum())).item()
+        for part in parts
+    )
+    if len(parts) > 1:
+        assert mean_of_means / len(parts) != pytest.approx(whole.item(), rel=1e-2)
+
+
+def test_batches_collated_apart_sum_to_the_whole(layout: Callable[[bool], Collate]) -> None:
+    """Each was normalised by its own number of tokens; the loss undoes that."""
+    model = Model()
+    total = 0.0
+    for examples in (EXAMPLES[:2], EXAMPLES[2:]):
+        batch = layout(True)(examples)
+        total += token_loss(model(batch), batch, num_loss_tokens=NUM_LOSS_TOKENS).item()
+    assert total == pytest.approx(loop_loss(model, EXAMPLES, NUM_LOSS_TOKENS), rel=1e-6)
+
+
+def test_added_rows_change_nothing(layout: Callable[[bool], Collate]) -> None:
+    model = Model()
+    batch = layout(True)(EXAMPLES)
+    more = batch.pad_rows(multiple_of=16)
+    assert len(more) == 16
+    loss = token_loss(model(batch), batch, num_loss_tokens=5)
+    torch.testing.assert_close(token_loss(model(more), more, num_loss_tokens=5), loss)
+
+
+examples_strategy = st.lists(
+    st.lists(
+        st.tuples(st.integers(0, VOCABULARY - 1), st.sampled_from([0, 0, 1, 1, 0.5])),
+        min_size=1,
+        max_size=9,
+    ).map(lambda pairs: {"input_ids": [p[0] for p in pairs], "loss_mask": [p[1] for p in pairs]}),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(examples=examples_strategy, name=st.sampled_from(list(LAYOUTS)))
+def test_loss_and_token_values_of_any_examples(examples: list[Example], name: str) -> None:
+    if name in ("packed", "dummy rows"):
+        examples = [{key: row[:8] for key, row in example.items()} for example in examples]
+    model = Model()
+    batch = LAYOUTS[name](True)(examples)
+    loss, outputs = token_loss(
+        model(batch), batch, num_loss_tokens=4, return_per_token_outputs=True
+    )
+    assert loss.item() == pytest.approx(loop_loss(model, examples, 4), rel=1e-6)
+    assert outputs.example_indices.tolist() == list(range(len(examples)))
+    for values, example in zip(outputs.nll, examples, strict=True):
+        assert values.tolist() == pytest.approx(loop_nll(model, example), rel=1e-6)
+
+
+# --- labels, logits_to_keep, infinities, dtypes --------------------------------------------------
+
+
+def test_labels_alone_give_the_loss_of_the_batch(layout: Callable[[bool], Collate]) -> None:
+    model = Model()
+    unweighted = [e | {"loss_mask": [float(bool(w)) for w in e["loss_mask"]]} for e in EXAMPLES]
+    batch = layout(True)(unweighted)
+    logits = model(batch)
+    from_batch = token_loss(logits, batch, num_loss_tokens=8)
+    from_labels = token_loss(logits, batch["labels"], num_loss_tokens=8)
+    torch.testing.assert_close(from_labels, from_batch, rtol=1e-6, atol=0)
+    torch.testing.assert_close(model.gradient(from_labels), model.gradient(from_batch))
+
+
+@pytest.mark.parametrize("name", ["left", "left, wide", "right", "packed"])
+def test_the_last_columns_of_the_logits_are_enough(name: str) -> None:
+    model = Model()
+    batch = LAYOUTS[name](True)(EXAMPLES)
+    logits, width = model(batch), batch["input_ids"].shape[1]
+    needed = batch.metadata["response_length"] + 1
+    assert (needed < width) == name.startswith("left")
+    options: dict[str, Any] = {"num_loss_tokens": 3, "return_per_token_outputs": True}
+    whole, outputs = token_loss(logits, batch, **options)
+    for kept in range(needed, width + 1):
+        loss, kept_outputs = token_loss(logits[:, -kept:], batch, **options)
+        assert torch.equal(loss, whole)
+        assert torch.equal(model.gradient(loss), model.gradient(whole))
+        for values, expected in zip(kept_outputs.nll, outputs.nll, strict=True):
+            assert values.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_an_infinite_loss_of_an_untrained_token_is_no_nan(per_token: bool) -> None:
+    batch = PaddedCollator(0)([{"input_ids": [1, 2, 3, 1], "loss_mask": [0, 1, 0, 1]}])
+    logits = torch.randn(1, 4, 5, generator=torch.Generator().manual_seed(0))
+    logits[0, 1, 3] = -math.inf  # token 3 of the row cannot come here, and it is not trained
+    logits.requires_grad_()
+    result: Any = token_loss(logits, batch, num_loss_tokens=2, return_per_token_outputs=per_token)
+    loss = result
+    if per_token:
+        loss, outputs = result
+        assert outputs.nll[0][1] == math.inf
+    loss.backward()
+    expected = (nll_of(logits[0, 0].detach(), 2) + nll_of(logits[0, 2].detach(), 1)) / 2
+    assert loss.item() == pytest.approx(expected)
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+    assert (logits.grad[0, [1, 3]] == 0).all()
+
+
+def test_a_forbidden_token_beside_a_trained_one_is_no_nan() -> None:
+    logits = torch.zeros(1, 2, 3)
+    logits[0, 0, 0] = -math.inf
+    logits.requires_grad_()
+    loss = token_loss(logits, torch.tensor([[-100, 1]]), num_loss_tokens=1)
+    loss.backward()
+    assert loss.item() == pytest.approx(LOG_2)
+    assert logits.grad is not None
+    assert logits.grad[0].tolist() == [[0, -0.5, 0.5], [0, 0, 0]]
+
+
+def test_an_infinite_loss_of_a_trained_token_is_not_hidden() -> None:
+    logits = torch.zeros(1, 2, 3)
+    logits[0, 0, 1] = -math.inf
+    assert token_loss(logits, torch.tensor([[-100, 1]]), num_loss_tokens=1).item() == math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_half_logits_are_summed_in_fp32(dtype: torch.dtype) -> None:
+    model = Model(dtype)
+    batch = PackedCollator(0, max_tokens=9)(EXAMPLES)
+    logits = model(batch)
+    loss = token_loss(logits, batch, num_loss_tokens=8)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert model.gradient(loss).dtype == dtype
+    in_fp32 = token_loss(logits.float(), batch, num_loss_tokens=8)
+    torch.testing.assert_close(
+        loss.float(), in_fp32, rtol=0 if dtype.itemsize < 8 else 1e-6, atol=0
+    )
+
+
+def test_many_half_tokens_do_not_lose_the_sum() -> None:
+    """4000 times log(2) in bfloat16 arithmetic stops growing long before."""
+    logits = torch.zeros(1, 4001, 2, dtype=torch.bfloat16)
+    labels = torch.zeros(1, 4001, dtype=torch.int64)
+    assert token_loss(logits, labels, num_loss_tokens=4000).item() == pytest.approx(LOG_2)
+
+
+def test_the_logits_and_the_batch_are_not_changed() -> None:
+    batch = PackedCollator(0, max_tokens=9)(EXAMPLES)
+    logits = Model()(batch).detach()
+    before = {name: field.clone() for name, field in batch.items() if isinstance(field, Tensor)}
+    logits_before = logits.clone()
+    token_loss(logits, batch, num_loss_tokens=8, return_per_token_outputs=True)
+    assert torch.equal(logits, logits_before)
+    for name, field in before.items():
+        assert torch.equal(batch[name], field), name
+
+
+# --- num_loss_tokens -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "num_loss_tokens", [4, 4.0, np.int64(4), torch.tensor(4), torch.tensor(4.0)]
+)
+def test_the_denominator_may_be_a_number_or_a_tensor(num_loss_tokens: Any) -> None:
+    labels = torch.tensor([[0, 0, 1]])
+    loss = token_loss(HAND_LOGITS, labels, num_loss_tokens=num_loss_tokens)
+    assert loss.item() == pytest.approx(2 * LOG_2 / 4)
+    assert loss.shape == ()
+
+
+@pytest.mark.parametrize("num_loss_tokens", [0, 0.0, torch.tensor(0), torch.tensor(0.0)])
+def test_nothing_to_train_divides_by_one(num_loss_tokens: Any) -> None:
+    logits = torch.randn(1, 3, 4, requires_grad=True)
+    batch = PackedCollator(0, max_tokens=3)([{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}])
+    for target in (batch, batch["labels"]):
+        loss = token_loss(logits, target, num_loss_tokens=num_loss_tokens)
+        assert loss.item() == 0
+        (gradient,) = torch.autograd.grad(loss, logits)  # every rank must take part in backward
+        assert (gradient == 0).all()
+
+
+def test_a_padded_batch_without_a_trained_token_has_no_columns() -> None:
+    batch = PaddedCollator(0)([{"input_ids": [1, 2], "loss_mask": [0, 0]}])
+    assert batch["loss_mask"].shape == (1, 0)
+    logits = torch.randn(1, 2, 4, requires_grad=True)
+    loss, outputs = token_loss(logits, batch, num_loss_tokens=0, return_per_token_outputs=True)
+    loss.backward()
+    assert loss.item() == 0
+    assert outputs.nll[0].shape == (0,)
+    assert logits.grad is not None
+    assert (logits.grad == 0).all()
+
+
+@pytest.mark.parametrize("num_loss_tokens", [-1, -0.5])
+def test_a_negative_denominator_is_refused(num_loss_tokens: float) -> None:
+    with pytest.raises(
+        ValueError, match=rf"must be 0 or more, got {num_loss_tokens}; .*the sum of batch\.metadata"
+    ):
+        token_loss(HAND_LOGITS, torch.tensor([[0, 0, 1]]), num_loss_tokens=num_loss_tokens)
+
+
+# --- per-token outputs ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_asking_for_token_values_does_not_move_the_loss(
+    layout: Callable[[bool], Collate], dtype: torch.dtype
+) -> None:
+    model = Model(dtype)
+    batch = layout(True)(EXAMPLES)
+    off = token_loss(model(batch), batch, num_loss_tokens=7)
+    on, outputs = token_loss(model(batch), batch, num_loss_tokens=7, return_per_token_outputs=True)
+    assert torch.equal(on, off)
+    assert torch.equal(model.gradient(on), model.gradient(off))
+    assert sum(len(values) for values in outputs.nll) > 0
+
+
+def test_token_values_are_those_of_the_examples(layout: Callable[[bool], Collate]) -> None:
+    model = Model()
+    batch = layout(True)(EXAMPLES)
+    _, outputs = token_loss(model(batch), batch, num_loss_tokens=1, return_per_token_outputs=True)
+    assert outputs.example_indices.tolist() == [0, 1, 2, 3, 4, 5]
+    assert outputs.example_indices.dtype == np.int64
+    assert [len(values) for values in outputs.nll] == [3, 2, 4, 0, 3, 0]
+    for values, example in zip(outputs.nll, EXAMPLES, strict=True):
+        assert isinstance(values, np.ndarray)
+        assert values.dtype == np.float32
+        assert values.tolist() == pytest.approx(loop_nll(model, example), rel=1e-6)
+    for log_probs, values in zip(outputs.log_probs, outputs.nll, strict=True):
+        assert log_probs.tolist() == (-values).tolist()
+
+
+def test_a_slice_gives_the_values_of_its_examples(layout: Callable[[bool], Collate]) -> None:
+    model = Model()
+    batch = layout(True)(EXAMPLES).pad_rows(multiple_of=2)
+    seen: dict[int, list[float]] = {}
+    for part in (*batch.chunk(2), batch[:0]):
+        if not len(part):
+            continue
+        _, outputs = token_loss(model(part), part, num_loss_tokens=1, return_per_token_outputs=True)
+        expected = sorted(i for row in part.metadata["example_indices"].tolist() for i in row)
+        assert outputs.example_indices.tolist() == expected
+        for index, values in zip(outputs.example_indices.tolist(), outputs.nll, strict=True):
+            assert index not in seen
+            seen[index] = values.tolist()
+    assert sorted(seen) == list(range(6))
+    for index, values in seen.items():
+        assert values == pytest.approx(loop_nll(model, EXAMPLES[index]), rel=1e-6)
+
+
+def test_rows_in_another_order_give_the_same_values() -> None:
+    model = Model()
+    batch = PackedCollator(0, max_tokens=8)(EXAMPLES)
+    options: dict[str, Any] = {"num_loss_tokens": 1, "return_per_token_outputs": True}
+    _, expected = token_loss(model(batch), batch, **options)
+    turned = batch.select(list(range(len(batch)))[::-1])
+    _, outputs = token_loss(model(turned), turned, **options)
+    assert outputs.example_indices.tolist() == expected.example_indices.tolist()
+    for values, other in zip(outputs.nll, expected.nll, strict=True):
+        assert values.tolist() == other.tolist()
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_pieces_of_a_split_example_are_joined_in_order(normalize: bool) -> None:
+    long = {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], "loss_mask": [0, 0] + [1] * 8}
+    short = {"input_ids": [5, 4, 3], "loss_mask": [0, 1, 1]}
+    model = Model()
+    collate = PackedCollator(0, max_tokens=4, overflow="split", normalize_loss=normalize)
+    batch = collate([short, long])
+    batch = batch.select(list(range(len(batch)))[::-1])  # the pieces come in any order
+    loss, outputs = token_loss(
+        model(batch), batch, num_loss_tokens=8, return_per_token_outputs=True
+    )
+    assert outputs.example_indices.tolist() == [0, 1]
+    pieces = [loop_nll(model, long, a, a + 4) for a in (0, 4, 8)]
+    assert [len(piece) for piece in pieces] == [2, 3, 1]  # a piece's first token has no value
+    assert outputs.nll[0].tolist() == pytest.approx(loop_nll(model, short), rel=1e-6)
+    assert outputs.nll[1].tolist() == pytest.approx([*pieces[0], *pieces[1], *pieces[2]], rel=1e-6)
+    assert loss.item() * 8 == pytest.approx(sum(sum(outputs.nll[i].tolist()) for i in (0, 1)))
+
+
+def test_given_num_actions_are_the_values_returned() -> None:
+    example = {"input_ids": [1, 2, 3, 4, 5], "loss_mask": [0, 1, 0], "num_actions": 3}
+    model = Model()
+    for collate in (PaddedCollator(0), PackedCollator(0, max_tokens=8)):
+        batch = collate([example])
+        loss, outputs = token_loss(
+            model(batch), batch, num_loss_tokens=1, return_per_token_outputs=True
+        )
+        expected = [nll_of(model.table[t, t - 1].detach(), t + 1) for t in (2, 3, 4)]
+        assert outputs.nll[0].tolist() == pytest.approx(expected, rel=1e-6)
+        assert loss.item() == pytest.approx(expected[1], rel=1e-6)
+
+
+def test_labels_that_differ_from_the_ids_are_what_is_scored() -> None:
+    example = {"input_ids": [1, 2, 3, 4], "labels": [-100, 7, -100, 8]}
+    model = Model()
+    batch = PaddedCollator(0)([example])
+    _, outputs = token_loss(model(batch), batch, num_loss_tokens=1, return_per_token_outputs=True)
+    # The token between them is not trained, so it has no label: its value is that of its id.
+    expected = [nll_of(model.table[t, t - 1].detach(), i) for t, i in ((1, 7), (2, 3), (3, 8))]
+    assert outputs.nll[0].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_outputs_are_frozen_and_detached() -> None:
+    outputs = PerTokenOutputs(np.array([0]), [np.array([0.5], dtype=np.float32)])
+    assert outputs.log_probs[0].tolist() == [-0.5]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        outputs.nll = []  # type: ignore[misc]
+
+
+def test_off_nothing_is_copied_to_the_host(
+    layout: Callable[[bool], Collate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[str] = []
+    for name in ("cpu", "numpy", "tolist", "item", "__array__", "__bool__", "nonzero", "to"):
+        original = getattr(Tensor, name)
+
+        def spy(self: Tensor, *args: Any, _name: str = name, _original: Any = original, **kw: Any):
+            if _name != "to" or "cpu" in map(str, [*args, *kw.values()]):
+                reads.append(_name)
+            return _original(self, *args, **kw)
+
+        monkeypatch.setattr(Tensor, name, spy)
+    model = Model(torch.float32)
+    batch = layout(True)(EXAMPLES)
+    logits = model(batch)
+    for denominator in (8, torch.tensor(8)):
+        reads.clear()
+        token_loss(logits, batch, num_loss_tokens=denominator).backward(retain_graph=True)
+        assert reads == []
+    token_loss(logits, batch, num_loss_tokens=8, return_per_token_outputs=True)
+    assert "cpu" in reads
+
+
+def test_rows_that_are_there_twice_have_no_order() -> None:
+    model = Model()
+    batch = PackedCollator(0, max_tokens=9)(EXAMPLES)
+    for twice in (Batch.cat([batch, batch]), batch.select([0, 0])):
+        with pytest.raises(ValueError, match="twice"):
+            token_loss(model(twice), twice, num_loss_tokens=1, return_per_token_outputs=True)
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+def test_labels_alone_do_not_say_where_examples_lie() -> None:
+    with pytest.raises(ValueError, match=r"needs a Batch, got plain labels.*pass the Batch"):
+        token_loss(
+            HAND_LOGITS,
+            torch.tensor([[0, 0, 1]]),
+            num_loss_tokens=1,
+            return_per_token_outputs=True,  # type: ignore[arg-type]
+        )
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 11), (2, 6, 11), (2, 4, 11), (5, 11), (1, 2, 5, 11)])
+def test_logits_of_another_shape_than_the_labels(shape: tuple[int, ...]) -> None:
+    labels = torch.zeros(2, 5, dtype=torch.int64)
+    message = (
+        rf"logits have shape \[{', '.join(map(str, shape))}\], labels \[2, 5\]; "
+        r"logits must be \[2, 5, 'V'\]: give those of the same rows, not shifted"
+    )
+    with pytest.raises(ValueError, match=message):
+        token_loss(torch.zeros(shape), labels, num_loss_tokens=1)
+
+
+def test_logits_with_too_few_or_too_many_columns_of_a_batch() -> None:
+    batch = PaddedCollator(0)(EXAMPLES)  # 7 columns, of which a response takes 4
+    assert batch.metadata["response_length"] == 4
+    for columns in (4, 8, 0):
+        with pytest.raises(ValueError, match=r"\[6, 7, 'V'\], or at least its last 5 columns"):
+            token_loss(torch.zeros(6, columns, 11), batch, num_loss_tokens=1)
+    with pytest.raises(ValueError, match=r"logits have shape \[5, 7, 11\]"):
+        token_loss(torch.zeros(5, 7, 11), batch, num_loss_tokens=1)

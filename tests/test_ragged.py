@@ -1,0 +1,307 @@
+"""Ragged against a list of lists."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_collate_kit.ragged import Ragged
+
+ROWS = [[1, 2, 3], [], [4], [5, 6]]
+
+
+def of_numpy(rows: list[list[int]]) -> Ragged:
+    return Ragged.from_rows(rows, dtype=np.int64)
+
+
+def of_torch(rows: list[list[int]]) -> Ragged:
+    return of_numpy(rows).to("cpu")
+
+
+def in_the_middle(rows: list[list[int]]) -> Ragged:
+    """The same rows, but values lie before and behind them, and offsets start at 2."""
+    return of_numpy([[77, 88], *rows, [99]])[1:-1]
+
+
+def in_the_middle_of_torch(rows: list[list[int]]) -> Ragged:
+    return of_torch([[77, 88], *rows, [99]])[1:-1]
+
+
+MAKERS = [of_numpy, of_torch, in_the_middle, in_the_middle_of_torch]
+
+
+@pytest.fixture(params=MAKERS)
+def ragged(request: pytest.FixtureRequest) -> Ragged:
+    return request.param(ROWS)
+
+
+# --- what it holds -------------------------------------------------------------------------------
+
+
+def test_by_hand() -> None:
+    ragged = Ragged(np.array([7, 8, 9, 10]), [0, 1, 1, 4])
+    assert len(ragged) == 3
+    assert ragged.lengths.tolist() == [1, 0, 3]
+    assert ragged.tolist() == [[7], [], [8, 9, 10]]
+    assert repr(ragged) == "Ragged(3 rows, 4 values, int64)"
+
+
+def test_every_way_to_read_gives_the_same_rows(ragged: Ragged) -> None:
+    assert len(ragged) == 4
+    assert ragged.tolist() == ROWS
+    assert [row.tolist() for row in ragged] == ROWS
+    assert [ragged[i].tolist() for i in range(4)] == ROWS
+    assert [ragged[i - 4].tolist() for i in range(4)] == ROWS
+    assert ragged[np.int64(2)].tolist() == [4]
+    assert ragged.lengths.tolist() == [3, 0, 1, 2]
+    assert ragged.flat_values.tolist() == [1, 2, 3, 4, 5, 6]
+    assert repr(ragged).startswith("Ragged(4 rows, 6 values, ")
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [[0, 1, 3], np.array([0, 1, 3], dtype=np.int32), torch.tensor([0, 1, 3]), (0, 1, 3)],
+)
+def test_offsets_are_always_numpy_int64(offsets: Any) -> None:
+    for values in (np.arange(3), torch.arange(3)):
+        ragged = Ragged(values, offsets)
+        assert ragged.values is values
+        assert isinstance(ragged.offsets, np.ndarray)
+        assert ragged.offsets.dtype == np.int64
+        assert ragged.to("cpu").offsets.dtype == np.int64
+
+
+def test_rows_may_have_more_dimensions() -> None:
+    for values in (np.arange(6).reshape(3, 2), torch.arange(6).reshape(3, 2)):
+        ragged = Ragged(values, [0, 1, 3])
+        assert ragged.tolist() == [[[0, 1]], [[2, 3], [4, 5]]]
+        assert ragged.take([1, 0]).tolist() == [[[2, 3], [4, 5]], [[0, 1]]]
+        assert Ragged.cat([ragged, ragged[1:]]).lengths.tolist() == [1, 2, 2]
+
+
+def test_no_rows() -> None:
+    for ragged in (Ragged(np.arange(3), [0]), Ragged(torch.arange(3), [2]), of_numpy([])):
+        assert len(ragged) == 0
+        assert ragged.tolist() == []
+        assert ragged.lengths.tolist() == []
+        assert ragged.take([]).tolist() == []
+        assert ragged[:].tolist() == []
+        assert ragged == of_numpy([])
+
+
+# --- views and copies ----------------------------------------------------------------------------
+
+
+def test_rows_and_slices_are_views() -> None:
+    ragged = of_numpy(ROWS)
+    ragged[0][1] = 20
+    ragged[2:][1][0] = 50
+    assert ragged.tolist() == [[1, 20, 3], [], [4], [50, 6]]
+    tensors = of_torch(ROWS)
+    tensors[1:3][1][0] = 40
+    assert tensors.tolist() == [[1, 2, 3], [], [40], [5, 6]]
+
+
+def test_take_cat_and_from_rows_copy(ragged: Ragged) -> None:
+    for copied in (ragged.take([0, 1, 2, 3]), Ragged.cat([ragged])):
+        assert copied.offsets.tolist() == [0, 3, 3, 4, 6]
+        copied.values[:] = 0
+    assert ragged.tolist() == ROWS
+    row = np.array([1, 2])
+    Ragged.from_rows([row]).values[:] = 0
+    assert row.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        slice(None),
+        slice(1, 3),
+        slice(2, None),
+        slice(None, -1),
+        slice(3, 1),
+        slice(9, 12),
+        slice(None, None, 2),
+        slice(None, None, -1),
+        slice(3, 0, -2),
+    ],
+)
+def test_slices_are_those_of_a_list(ragged: Ragged, index: slice) -> None:
+    assert ragged[index].tolist() == ROWS[index]
+    assert len(ragged[index]) == len(ROWS[index])
+    assert ragged[index][-1:].tolist() == ROWS[index][-1:]
+
+
+@pytest.mark.parametrize("indices", [[3, 0], [2, 2, 0, 2], [1], [], [-1, 1], np.array([0, 3])])
+def test_take_is_any_rows_in_any_order(ragged: Ragged, indices: Any) -> None:
+    taken = ragged.take(indices)
+    assert taken.tolist() == [ROWS[i] for i in indices]
+    assert type(taken.values) is type(ragged.values)
+    assert taken.values.dtype == ragged.values.dtype
+
+
+def test_cat_joins_parts_that_start_anywhere(ragged: Ragged) -> None:
+    whole = Ragged.cat([ragged[2:], ragged[:0], ragged[:1], ragged])
+    assert whole.tolist() == [*ROWS[2:], ROWS[0], *ROWS]
+    assert type(whole.values) is type(ragged.values)
+    assert whole.values.dtype == ragged.values.dtype
+
+
+def test_from_lengths_is_a_view() -> None:
+    values = np.arange(5)
+    ragged = Ragged.from_lengths(values, [2, 0, 3])
+    assert ragged.values is values
+    assert ragged.tolist() == [[0, 1], [], [2, 3, 4]]
+    assert Ragged.from_lengths(torch.arange(2), np.array([], dtype=np.int64)).tolist() == []
+
+
+@pytest.mark.parametrize("index", [slice(None), slice(1, 3)])
+def test_to_a_device_moves_the_values_and_leaves_the_shape(ragged: Ragged, index: slice) -> None:
+    moved = ragged[index].to("meta", non_blocking=True)
+    assert moved.values.device.type == "meta"
+    assert moved.lengths.tolist() == ragged[index].lengths.tolist()  # no device is asked
+    assert isinstance(ragged.to("cpu").values, torch.Tensor)
+    assert ragged[index].to("cpu").tolist() == ROWS[index]
+
+
+# --- from_rows -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[1, 2], [3]],
+        [(1, 2), (3,)],
+        [np.array([1, 2]), np.array([3])],
+        [torch.tensor([1, 2]), torch.tensor([3])],
+        [[1, 2], torch.tensor([3])],
+        iter([[1, 2], [3]]),
+    ],
+)
+def test_from_rows_takes_every_kind_of_row(rows: Any) -> None:
+    ragged = Ragged.from_rows(rows)
+    assert isinstance(ragged.values, np.ndarray)
+    assert ragged.values.dtype == np.int64
+    assert ragged.tolist() == [[1, 2], [3]]
+
+
+def test_from_rows_keeps_or_sets_the_dtype() -> None:
+    half = [np.array([0.5], dtype=np.float16)]
+    assert Ragged.from_rows(half).values.dtype == np.float16
+    assert Ragged.from_rows(half, dtype=np.float32).values.dtype == np.float32
+    assert Ragged.from_rows([[], [0.5], []]).tolist() == [[], [0.5], []]
+    # NumPy calls an empty list float64: it must not turn the ids of the others into floats.
+    assert Ragged.from_rows([[], [3]]).values.dtype == np.int64
+    assert Ragged.from_rows([[], []]).values.dtype == np.int64
+    assert Ragged.from_rows([[]], dtype=np.float32).values.dtype == np.float32
+
+
+# --- equality and pickling -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("other", MAKERS)
+def test_equal_is_equal_rows_wherever_they_lie(make: Any, other: Any) -> None:
+    assert make(ROWS) == other(ROWS)
+    assert make(ROWS) != other([[1, 2], [3], [4], [5, 6]])  # the same values in other rows
+    assert make(ROWS) != other([[1, 2, 3], [], [4], [5, 7]])
+    assert make(ROWS) != other(ROWS[:-1])
+
+
+def test_equal_ignores_the_dtype_but_not_the_type() -> None:
+    assert of_numpy(ROWS) == Ragged.from_rows(ROWS, dtype=np.float32)
+    assert of_numpy(ROWS) == Ragged.from_rows(ROWS, dtype=np.int32).to("cpu")
+    assert of_numpy(ROWS) != ROWS
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(of_numpy(ROWS))
+
+
+def test_pickle_and_deepcopy_keep_the_rows(ragged: Ragged) -> None:
+    for copied in (pickle.loads(pickle.dumps(ragged)), copy.deepcopy(ragged)):
+        assert copied == ragged
+        assert type(copied.values) is type(ragged.values)
+        copied.values[:] = 0
+    assert ragged.tolist() == ROWS
+
+
+@pytest.mark.parametrize("make", [of_numpy, of_torch])
+def test_the_pickle_of_a_slice_holds_its_rows_alone(make: Any) -> None:
+    ragged = make([[i] * 100 for i in range(100)])
+    sliced = ragged[40:42]
+    assert len(pickle.dumps(sliced)) < 4000  # 200 int64 are 1600 bytes, all are 80,000
+    assert pickle.loads(pickle.dumps(sliced)).tolist() == sliced.tolist()
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offsets", [[], np.zeros((1, 2), dtype=np.int64), [0.0, 2.0], [[0, 2]]])
+def test_offsets_of_a_wrong_form_are_refused(offsets: Any) -> None:
+    with pytest.raises(ValueError, match=r"offsets must be one-dimensional.*for one row pass"):
+        Ragged(np.arange(2), offsets)
+
+
+@pytest.mark.parametrize("offsets", [[0, 3], [-1, 2], [0, 2, 1], [2, 0], [0, 9, 2]])
+def test_offsets_that_fall_or_leave_the_values_are_refused(offsets: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"must not fall and must lie within 0\.\.2 .*got \["):
+        Ragged(np.arange(2), offsets)
+
+
+def test_a_long_message_is_cut() -> None:
+    with pytest.raises(ValueError, match=r"got \[0, 1, 2, 3, 4, 5, 6, 7\]\.\.\.; they are the cum"):
+        Ragged(np.arange(8), np.arange(10))
+
+
+def test_lengths_that_do_not_fit_are_refused() -> None:
+    for lengths in ([2, 2], [4, -1]):
+        with pytest.raises(ValueError, match=r"within 0\.\.3"):
+            Ragged.from_lengths(np.arange(3), lengths)
+
+
+@pytest.mark.parametrize("index", [4, -5])
+def test_a_row_that_is_not_there(ragged: Ragged, index: int) -> None:
+    with pytest.raises(IndexError, match=f"row {index} of a Ragged with 4 rows"):
+        ragged[index]
+    with pytest.raises(IndexError, match="out of bounds"):
+        ragged.take([index])
+
+
+def test_take_refuses_a_boolean_mask() -> None:
+    with pytest.raises(TypeError, match="integers"):
+        of_numpy(ROWS).take(np.array([False, True, True, False]))
+
+
+# --- any sequence of operations ------------------------------------------------------------------
+
+row_lists = st.lists(st.lists(st.integers(-9, 9), max_size=4), max_size=6)
+
+
+@given(rows=row_lists, make=st.sampled_from(MAKERS), data=st.data())
+def test_operations_do_what_they_do_to_a_list(rows: list[Any], make: Any, data: Any) -> None:
+    ragged = make(rows)
+    for _ in range(data.draw(st.integers(1, 4))):
+        bounds = st.none() | st.integers(-7, 7)
+        operation = data.draw(st.sampled_from(["slice", "take", "cat", "to", "pickle"]))
+        if operation == "slice":
+            step = data.draw(st.sampled_from([None, 1, 2, -1]))
+            index = slice(data.draw(bounds), data.draw(bounds), step)
+            ragged, rows = ragged[index], rows[index]
+        elif operation == "take" and rows:
+            picked = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=6))
+            ragged, rows = ragged.take(picked), [rows[i] for i in picked]
+        elif operation == "cat":
+            ragged, rows = Ragged.cat([ragged, ragged[:1]]), rows + rows[:1]
+        elif operation == "to":
+            ragged = ragged.to("cpu")
+        elif operation == "pickle":
+            ragged = pickle.loads(pickle.dumps(ragged))
+        assert ragged.tolist() == rows
+        assert ragged.lengths.tolist() == [len(row) for row in rows]
+        assert [row.tolist() for row in ragged] == rows

@@ -1,0 +1,58 @@
+"""Values with one entry a row, whatever holds them: list, array, tensor or Ragged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_collate_kit.ragged import Ragged
+
+__all__ = ["cat", "equal", "is_per_row", "take", "with_empty_rows"]
+
+
+def is_per_row(value: Any) -> bool:
+    """Whether a metadata value has one entry a row."""
+    if isinstance(value, np.ndarray | Tensor):
+        return value.ndim > 0  # a scalar has no rows
+    return isinstance(value, list | Ragged)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Same kind, dtype and values."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
+    if isinstance(a, Ragged) and isinstance(b, Ragged):
+        return a.values.dtype == b.values.dtype and a == b
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def take(value: Any, rows: np.ndarray) -> Any:
+    """The named rows, in that order: a copy."""
+    if isinstance(value, Ragged):
+        return value.take(rows)
+    if isinstance(value, Tensor):
+        return value[torch.from_numpy(rows).to(value.device)]
+    return value[rows] if isinstance(value, np.ndarray) else [value[i] for i in rows.tolist()]
+
+
+def cat(values: Sequence[Any]) -> Any:
+    """The rows of all values, one after the other: a copy."""
+    first = values[0]
+    if isinstance(first, Ragged):
+        return Ragged.cat(values)
+    if isinstance(first, Tensor):
+        return torch.cat(list(values))
+    if isinstance(first, np.ndarray):
+        return np.concatenate(values)
+    return [entry for value in values for entry in value]
+
+
+def with_empty_rows(ragged: Ragged, count: int) -> Ragged:
+    """The same rows and ``count`` empty ones behind: values are shared."""
+    return Ragged(ragged.values, np.append(ragged.offsets, [ragged.offsets[-1]] * count))
