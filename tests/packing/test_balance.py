@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+from itertools import chain, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.packing.oracle_packing import next_fit, one_by_one
+from torch_collate_kit.packing.balance import attention_cost, level, over_ranks, split_evenly
+from torch_collate_kit.packing.strategies import Rows, best_fit_decreasing
+
+
+def bins_of(rows: Rows, sizes: np.ndarray) -> list[list[int]]:
+    return [sizes[rows.order[a:b]].tolist() for a, b in pairwise(rows.offsets.tolist())]
+
+
+def levelled(sizes: list[int], capacity: int, num_rows: int, **options: object) -> list[list[int]]:
+    array = np.array(sizes)
+    most_pieces = options.pop("max_pieces", None)
+    rows = best_fit_decreasing(array, capacity, most_pieces)  # type: ignore[arg-type]
+    given = {"weights": array, "most": 1000, **options}
+    result = level(rows, array, num_rows, capacity=capacity, max_pieces=most_pieces, **given)  # type: ignore[arg-type]
+    return bins_of(result, array)
+
+
+def test_attention_cost_written_out() -> None:
+    assert attention_cost(np.array([1, 2, 100])).tolist() == [24577, 49156, 2467600]
+
+
+def test_level_gives_an_added_row_its_share() -> None:
+    # best fit: 6 4 | 5 5 | 2; one row more: 22 tokens over 4 rows, longest first to the emptiest
+    assert levelled([6, 5, 5, 4, 2], 10, 4) == [[6], [5], [5], [4, 2]]
+
+
+def test_level_evens_out_the_emptiest_row_when_no_row_is_added() -> None:
+    # best fit: 4 4 2 | 2 -> 4 2 | 4 2
+    assert levelled([4, 4, 2, 2], 10, 2) == [[4, 2], [4, 2]]
+
+
+def test_level_keeps_rows_that_it_would_make_less_even() -> None:
+    # best fit: 3 3 | 2 2 2, both 6; longest first would make 3 2 2 | 3 2
+    assert sorted(levelled([3, 3, 2, 2, 2], 7, 2)) == [[2, 2, 2], [3, 3]]
+
+
+def test_level_takes_fewer_rows_apart_when_the_capacity_is_tight() -> None:
+    # 3 3 and 2 2 2 fill two rows of 6 to the brim, longest first over them does not fit (3 2 2);
+    # the third row's 1 has nowhere to go but an added row: every row stays within 6.
+    bins = levelled([3, 3, 2, 2, 2, 1], 6, 4)
+    assert max(map(sum, bins)) <= 6
+    assert min(map(sum, bins)) >= 1
+    assert sorted(chain.from_iterable(bins)) == [1, 2, 2, 2, 3, 3]
+
+
+def test_level_does_not_trade_the_capacity_for_evenness() -> None:
+    # best fit: 11 11 11 11 7; longest first over all five rows needs 12
+    bins = levelled([10, 6, 6, 5, 5, 4, 4, 4, 3, 3, 1], 11, 5)
+    assert bins == [[10, 1], [6, 5], [6, 5], [4, 4], [4, 3, 3]]
+
+
+def test_level_touches_no_more_rows_than_told() -> None:
+    sizes = [10] * 3 + [5] * 4 + [1] * 10
+    before = levelled(sizes, 10, 6)
+    assert len(before) == 6
+    after = levelled(sizes, 10, 7, most=1)
+    assert sum(row in after for row in before) >= 5
+    assert sorted(map(sum, after)) == [5, 5, 10, 10, 10, 10, 10]
+
+
+def test_level_weighs_by_cost_and_falls_back_to_tokens() -> None:
+    # one piece of 8 costs as much as four of 4 (n * n): the 8 stays alone, the capacity allows it
+    sizes = [8, 4, 4, 4, 4]
+    squares = np.array(sizes) ** 2
+    assert levelled(sizes, 16, 2, weights=squares) == [[8], [4, 4, 4, 4]]
+    # capacity 14 does not: least tokens instead, 12 and 12
+    assert levelled(sizes, 14, 2, weights=squares) == [[8, 4], [4, 4, 4]]
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    st.integers(0, 8),
+    st.none() | st.integers(1, 5),
+    st.integers(1, 12),
+    st.integers(30, 60),
+)
+def test_level_is_a_partition_within_the_limits(
+    sizes: list[int], added: int, max_pieces: int | None, most: int, capacity: int
+) -> None:
+    array = np.array(sizes)
+    before = best_fit_decreasing(array, capacity, max_pieces)
+    num_rows = len(before.offsets) - 1 + added
+    after = level(
+        before,
+        array,
+        num_rows,
+        capacity=capacity,
+        max_pieces=max_pieces,
+        weights=array * array,
+        most=most,
+    )
+    assert sorted(after.order.tolist()) == list(range(len(sizes)))
+    bins = bins_of(after, array)
+    assert len(bins) == num_rows
+    assert max(map(sum, bins)) <= capacity
+    if max_pieces is not None:
+        assert max(map(len, bins)) <= max_pieces
+
+
+def test_split_evenly_written_out() -> None:
+    sizes = np.array([4, 4, 4, 4, 4, 4])
+    assert bins_of(split_evenly(sizes, 3, 20, None), sizes) == [[4, 4], [4, 4], [4, 4]]
+    sizes = np.array([9, 1, 1, 1, 1, 1])
+    assert bins_of(split_evenly(sizes, 2, 10, None), sizes) == [[9], [1, 1, 1, 1, 1]]
+    sizes = np.array([2, 2, 2, 9, 1])  # half of 16 tokens is in the 9, which needs its own row
+    assert bins_of(split_evenly(sizes, 2, 10, None), sizes) == [[2, 2, 2], [9, 1]]
+    sizes = np.array([1, 1, 1, 1, 4])  # half of the tokens, but at most three pieces a row
+    assert bins_of(split_evenly(sizes, 2, 10, 3), sizes) == [[1, 1, 1], [1, 4]]
+    sizes = np.array([3, 3])
+    assert bins_of(split_evenly(sizes, 4, 10, None), sizes) == [[3], [3], [], []]
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    st.integers(0, 8),
+    st.none() | st.integers(1, 5),
+    st.integers(30, 60),
+)
+def test_split_evenly_keeps_the_order_and_the_limits(
+    sizes: list[int], added: int, max_pieces: int | None, capacity: int
+) -> None:
+    num_rows = len(next_fit(sizes, capacity, max_pieces)) + added
+    rows = split_evenly(np.array(sizes), num_rows, capacity, max_pieces)
+    bins = bins_of(rows, np.array(sizes))
+    assert list(chain.from_iterable(bins)) == sizes
+    assert len(bins) == num_rows
+    assert max(map(sum, bins)) <= capacity
+    assert max(map(len, bins)) <= (max_pieces or len(sizes))
+    assert sum(not row for row in bins) == max(0, num_rows - len(sizes))
+
+
+def test_over_ranks_written_out() -> None:
+    costs = np.array([7, 1, 5, 6, 2, 9])
+    # by cost: 9 7 | 6 5 | 2 1; the second rank is behind after each group, but for the last one:
+    # 9 | 7, then 5 | 6 (14, 13), then 1 | 2
+    assert over_ranks(costs, 6, 2, keep_order=False).tolist() == [5, 2, 1, 0, 3, 4]
+    # in order: 7 1 | 5 6 | 2 9: 7 | 1, then 5 | 6 (12, 7), then 2 | 9
+    assert over_ranks(costs, 6, 2, keep_order=True).tolist() == [0, 2, 4, 1, 3, 5]
+    assert over_ranks(None, 6, 2, keep_order=False).tolist() == [0, 2, 4, 1, 3, 5]
+    assert over_ranks(costs, 6, 1, keep_order=True).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda ranks: st.tuples(
+            st.just(ranks),
+            st.integers(1, 8).flatmap(
+                lambda rows: st.lists(
+                    st.integers(0, 50), min_size=rows * ranks, max_size=rows * ranks
+                )
+            ),
+        )
+    ),
+    st.booleans(),
+)
+def test_over_ranks_sums_differ_by_at_most_one_groups_range(
+    case: tuple[int, list[int]], keep_order: bool
+) -> None:
+    num_ranks, costs = case
+    array = np.array(costs)
+    rows = over_ranks(array, len(costs), num_ranks, keep_order=keep_order)
+    assert sorted(rows.tolist()) == list(range(len(costs)))
+    by_rank = array[rows].reshape(num_ranks, -1)
+    ranges = by_rank.max(axis=0) - by_rank.min(axis=0)
+    if num_ranks > 1:
+        assert np.ptp(by_rank.sum(axis=1)) <= ranges.max()
+    if not keep_order and num_ranks > 1:  # the ranges of all groups together fit in one
+        assert ranges.sum() <= np.ptp(array)
+
+
+@pytest.mark.parametrize("added", [1, 3, 8])
+def test_level_always_fits_with_as_many_rows_taken_as_added(added: int) -> None:
+    """The full rows of a perfect packing leave no slack at all for the rest."""
+    sizes = [7, 3, 6, 4, 5, 5] * 10
+    full = one_by_one(sizes, 10, best=True)
+    assert all(sum(row) == 10 for row in full)
+    bins = levelled(sizes, 10, len(full) + added)
+    assert max(map(sum, bins)) <= 10
+    assert min(map(sum, bins)) >= 3

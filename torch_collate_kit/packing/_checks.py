@@ -1,0 +1,86 @@
+"""Checks on arguments: what is wrong, where, what was found, and the way out."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_collate_kit.errors import DataError
+
+
+def checked_int(name: str, value: Any, *, minimum: int = 1, hint: str = "") -> int:
+    """`value` as a Python int of at least `minimum`; NumPy integers count, bools and floats do not.
+
+    >>> checked_int("dp", 2)
+    2
+    """
+    way_out = f"; {hint}" if hint else ""
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+        raise TypeError(
+            f"{name} must be an int, got {value!r} of type {type(value).__name__}{way_out}"
+        )
+    number = operator.index(value)
+    if number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {number}{way_out}")
+    return number
+
+
+def checked_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
+    """Raise ValueError, listing `choices`, when `value` is not one of them."""
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        valid = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name} must be one of {valid}; got {value!r}")
+
+
+def checked_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """`lengths` as int64 [N], all positive. A view when it is int64 already, else a copy.
+
+    Raises:
+        TypeError: the lengths are not integers.
+        ValueError: they are not one-dimensional.
+        DataError: a length is zero, negative or beyond int64; the message names the example.
+    """
+    hint = "pass one int per example, such as [len(ids) for ids in input_ids]"
+    if isinstance(lengths, (list, tuple)) and not {bool, np.bool_}.isdisjoint(map(type, lengths)):
+        where = next(i for i, n in enumerate(lengths) if isinstance(n, (bool, np.bool_)))
+        raise TypeError(f"lengths[{where}] is {lengths[where]!r}, a bool; {hint}")
+    try:
+        array = np.asarray(lengths)
+    except ValueError as error:
+        raise ValueError(f"lengths must be 1-D, got a ragged nested sequence; {hint}") from error
+    if array.ndim != 1:
+        raise ValueError(f"lengths must be 1-D, got shape {array.shape}; {hint}")
+    if array.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    if array.dtype.kind not in "iu":
+        _raise_not_integers(array, hint)
+    worst = int(array.argmin())
+    if array[worst] < 1:
+        first = int(np.flatnonzero(array < 1)[0])
+        raise DataError(
+            f"example {first} has length {int(array[first])}, but a length must be at least 1; "
+            "remove empty examples before packing"
+        )
+    longest = int(array.argmax())
+    if int(array[longest]) > np.iinfo(np.int64).max:
+        raise DataError(
+            f"example {longest} has length {int(array[longest])}, more than int64 holds; "
+            "check how the lengths were computed"
+        )
+    return array.astype(np.int64, copy=False)
+
+
+def _raise_not_integers(array: npt.NDArray[Any], hint: str) -> None:
+    """Raise TypeError, naming the first element that is to blame where there is one."""
+    for i, n in enumerate(array.tolist()):
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise TypeError(
+                f"lengths must be integers, got dtype {array.dtype}: lengths[{i}] is {n!r}; {hint}"
+            )
+    raise DataError(
+        f"a length is more than int64 holds (largest {max(array.tolist())}); "
+        "check how the lengths were computed"
+    )

@@ -1,0 +1,64 @@
+"""How a run is split over devices, as far as packing needs to know."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from torch_collate_kit.packing._checks import checked_int
+
+__all__ = ["ParallelLayout"]
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Sizes of the parallel dimensions: data, tensor, context, pipeline; and fp8 on or off.
+
+    The four sizes are ints of at least 1 and are kept as Python ints. Immutable and hashable.
+
+    Raises:
+        TypeError: a size is not an int, or `fp8` is not a bool.
+        ValueError: a size is below 1.
+
+    >>> layout = ParallelLayout(dp=4, tp=2, cp=2, fp8=True)
+    >>> layout.align, layout.uniform_rows
+    (32, False)
+    """
+
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    fp8: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name != "fp8":
+                name, value = field.name, getattr(self, field.name)
+                size = checked_int(name, value, hint="1 means this kind of parallelism is off")
+                object.__setattr__(self, field.name, size)
+        if not isinstance(self.fp8, bool):
+            raise TypeError(f"fp8 must be True or False, got {self.fp8!r}")
+
+    @property
+    def align(self) -> int:
+        """Tokens every sub-sequence is rounded up to a multiple of.
+
+        Sequence parallelism cuts a sub-sequence in `tp` parts, context parallelism in `2 * cp`
+        (each rank takes one chunk from either end, so that causal work is even). An fp8 matrix
+        product needs its token dimension, what one context rank holds, in multiples of 16.
+
+        >>> ParallelLayout(tp=4).align, ParallelLayout(tp=4, cp=2).align
+        (4, 16)
+        """
+        align = self.tp * 2 * self.cp if self.cp > 1 else self.tp
+        return math.lcm(align, 16 * self.cp) if self.fp8 else align
+
+    @property
+    def uniform_rows(self) -> bool:
+        """True when all rows must have one width: pipeline stages exchange fixed shapes.
+
+        >>> ParallelLayout(pp=2).uniform_rows
+        True
+        """
+        return self.pp > 1

@@ -1,0 +1,149 @@
+"""What packing decides: which piece of which example goes where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_collate_kit.packing._checks import checked_int
+from torch_collate_kit.packing.balance import attention_cost
+
+__all__ = ["PackingPlan"]
+
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class PackingPlan:
+    """Rows of pieces, listed row by row; made by `pack`. Legend: S pieces, R rows.
+
+    A piece is an example, or a part of one. All arrays are int64 and belong to the plan. Rows are
+    shard-major: rank r owns rows `[r * R / num_ranks, (r + 1) * R / num_ranks)`.
+
+    >>> from torch_collate_kit.packing import pack
+    >>> plan = pack([5, 3, 9, 2], 10)
+    >>> plan.bins, plan.row_tokens.tolist(), plan.efficiency
+    ([[2], [0, 1, 3]], [9, 10], 0.95)
+    """
+
+    example_indices: _Ints
+    """[S] the example of each piece."""
+    starts: _Ints
+    """[S] first token of the piece inside its example; non-zero only after a split."""
+    lengths: _Ints
+    """[S] true number of tokens of the piece."""
+    row_offsets: _Ints
+    """[R + 1] row r holds the pieces `row_offsets[r]:row_offsets[r + 1]`."""
+    max_tokens: int
+    """Tokens a row may hold."""
+    align: int
+    """A piece takes up its length rounded up to a multiple of this."""
+    num_ranks: int
+    """Ranks the rows are for; the number of rows is a multiple of it."""
+    dropped: _Ints
+    """[D] examples left out, ascending (overflow="drop")."""
+    cut: _Ints
+    """[C] examples truncated or split, ascending (overflow="truncate", "split")."""
+    num_cut_tokens: int
+    """Tokens lost by truncation. A split loses none."""
+    num_dropped_tokens: int
+    """Tokens of the dropped examples."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, the empty ones included."""
+        return len(self.row_offsets) - 1
+
+    @property
+    def num_dummy_rows(self) -> int:
+        """Rows without a piece, there to give every rank the same number of rows."""
+        return int(np.count_nonzero(np.diff(self.row_offsets) == 0))
+
+    @property
+    def bins(self) -> list[list[int]]:
+        """Example indices, a list per row. Builds Python lists: for reading, not for speed."""
+        offsets = self.row_offsets.tolist()
+        indices = self.example_indices.tolist()
+        return [indices[a:b] for a, b in pairwise(offsets)]
+
+    @property
+    def aligned_lengths(self) -> _Ints:
+        """[S] cells each piece takes up: its length rounded up to `align`. A copy."""
+        return -(-self.lengths // self.align) * self.align
+
+    @property
+    def row_tokens(self) -> _Ints:
+        """[R] true tokens in each row."""
+        return self._row_sums(self.lengths)
+
+    @property
+    def row_cells(self) -> _Ints:
+        """[R] cells in use in each row, alignment gaps included; at most `max_tokens`."""
+        return self._row_sums(self.aligned_lengths)
+
+    @property
+    def width(self) -> int:
+        """Cells of the widest row, at least `align`."""
+        return max(self.align, int(self.row_cells.max()))
+
+    @property
+    def efficiency(self) -> float:
+        """True tokens as a share of `num_rows * width` cells."""
+        return int(self.lengths.sum()) / (self.num_rows * self.width)
+
+    @property
+    def lower_bound(self) -> int:
+        """A number of rows that no packing of these pieces under this capacity can go below.
+
+        The larger of all cells over the capacity and the pieces longer than half the capacity, no
+        two of which share a row; rounded up to a multiple of `num_ranks`.
+        """
+        usable = self.max_tokens // self.align * self.align
+        cells = self.aligned_lengths
+        by_cells = -(-int(cells.sum()) // usable)
+        by_long_pieces = int(np.count_nonzero(2 * cells > usable))
+        rows = max(by_cells, by_long_pieces, 1)
+        return -(-rows // self.num_ranks) * self.num_ranks
+
+    @property
+    def tokens_per_rank(self) -> _Ints:
+        """[num_ranks] true tokens of each rank."""
+        return self._rank_sums(self.row_tokens)
+
+    @property
+    def cost_per_rank(self) -> _Ints:
+        """[num_ranks] sum of `n * (24576 + n)` over the aligned pieces of each rank.
+
+        Proportional to the forward FLOPs of a decoder layer of hidden size h = 2048:
+        `24 * n * h^2` (projections, MLP) + `2 * n^2 * h` (causal attention) = `2h * n * (12h + n)`.
+        """
+        return self._rank_sums(self._row_sums(attention_cost(self.aligned_lengths)))
+
+    def rank_rows(self, rank: int) -> range:
+        """The rows that rank `rank` owns; the same number for every rank.
+
+        Raises:
+            TypeError: `rank` is not an int.
+            ValueError: `rank` is not in `range(num_ranks)`.
+
+        >>> from torch_collate_kit.packing import pack
+        >>> pack([5, 3, 9, 2], 10, rows_multiple_of=2).rank_rows(1)
+        range(1, 2)
+        """
+        hint = f"this plan has ranks 0 to {self.num_ranks - 1}"
+        rank = checked_int("rank", rank, minimum=0, hint=hint)
+        if rank >= self.num_ranks:
+            raise ValueError(f"rank must be less than {self.num_ranks}, got {rank}; {hint}")
+        rows_per_rank = self.num_rows // self.num_ranks
+        return range(rank * rows_per_rank, (rank + 1) * rows_per_rank)
+
+    def _row_sums(self, values: _Ints) -> _Ints:
+        sums = np.concatenate([[0], np.cumsum(values)])
+        return np.diff(sums[self.row_offsets])
+
+    def _rank_sums(self, values: _Ints) -> _Ints:
+        sums: _Ints = values.reshape(self.num_ranks, -1).sum(axis=1)
+        return sums
