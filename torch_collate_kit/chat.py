@@ -1,0 +1,399 @@
+"""Chat records -> ``input_ids`` and ``loss_mask``.
+
+The tokenizer's chat template renders a record; the loss mask says which tokens an assistant wrote,
+its end-of-turn token included. Where the template has ``{% generation %}`` tags, they decide. Where
+it has not, a turn is the text between "all messages before it, plus the generation prompt" and "all
+messages up to it". Both must be literal prefixes of the whole text: a template that rewrites
+earlier turns is refused rather than trained on the wrong tokens.
+
+Price: one tokenisation a record; one template rendering with tags, two a trained turn without.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch_collate_kit.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["tokenize_chat", "tokenize_chat_dataset"]
+
+_logger = logging.getLogger(__name__)
+
+# Goes into the fingerprint of the `datasets` cache: raise it when a record's output changes.
+_CACHE_VERSION = 1
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+def tokenize_chat(
+    example: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    train_on: Literal["all", "last"] = "all",
+    max_length: int | None = None,
+    tools: Sequence[Any] | str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    decode_arguments: bool = True,
+) -> dict[str, Any]:
+    """Tokenise one chat or Alpaca record and mark the tokens to train on.
+
+    What is read of ``example`` (a column that is missing, or None, is ignored):
+
+    - ``messages``: dicts with ``role`` and ``content``; a None ``content`` is an empty text. Keys
+      whose value is None are dropped at every depth, because Arrow fills them in. Messages after
+      the last assistant turn are cut off: nothing there can be trained.
+    - ``instruction``, ``input``, ``output``: read when there is no ``messages``; one user turn
+      (instruction, blank line, input) and one assistant turn.
+    - ``system``: becomes the first message; a system message that differs from it is an error.
+    - ``tools``: schemas as dicts or JSON strings, or the JSON of the whole list; before ``tools=``.
+    - ``chat_template_kwargs``: variables for the template; before those of the argument.
+
+    ``train_on`` is every assistant turn or the last. ``max_length`` keeps the first tokens.
+    ``decode_arguments`` makes ``function.arguments`` a dict where it is the JSON of one, as Hugging
+    Face templates expect (most would quote a string twice); False is for those that join strings.
+
+    Returns ``input_ids`` (list of int), ``loss_mask`` (0/1, same length), ``num_cut_tokens`` (lost
+    to ``max_length``) and ``skip_reason``: "" or, with empty lists, "no_assistant_turn",
+    "nothing_left_after_truncation", "no_trained_tokens" (the template marks none). A first token
+    does not count as trained, because nothing predicts it. ``example`` is not changed.
+
+    Raises:
+        DataError: the record has another form, or the template cannot render it or rewrites it.
+        ValueError: a wrong option, or a tokenizer without a chat template.
+
+    >>> from tokenizers import Tokenizer, models, pre_tokenizers
+    >>> from transformers import PreTrainedTokenizerFast
+    >>> vocab = {"?": 0, "user": 1, "assistant": 2, "1+1": 3, "2": 4, "<end>": 5}
+    >>> words = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    >>> words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+    >>> tokenizer.chat_template = (
+    ...     "{% for m in messages %}{{ m.role + ' ' + m.content + ' <end> ' }}{% endfor %}"
+    ...     "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+    ... )
+    >>> tokenize_chat({"instruction": "1+1", "output": "2"}, tokenizer)
+    {'input_ids': [1, 3, 5, 2, 4, 5], 'loss_mask': [0, 0, 0, 0, 1, 1], 'num_cut_tokens': 0,
+    'skip_reason': ''}
+    """
+    _check_options(tokenizer, train_on, max_length)
+    messages = _read_messages(example, decode_arguments)
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        return _result(skip_reason="no_assistant_turn")
+    schemas = _read_dicts(example.get("tools"), "`tools`") or _read_dicts(tools, "`tools`")
+    own_kwargs = _read_dicts([example.get("chat_template_kwargs") or {}], "`chat_template_kwargs`")
+    kwargs = {**(chat_template_kwargs or {}), **own_kwargs[0]}
+    chat = _Chat(tokenizer, messages[: turns[-1] + 1], schemas or None, kwargs)
+    input_ids, loss_mask = chat.tokenize(turns if train_on == "all" else turns[-1:])
+    kept = len(input_ids) if max_length is None else min(max_length, len(input_ids))
+    if not any(loss_mask[1:]):
+        return _result(skip_reason="no_trained_tokens")
+    if not any(loss_mask[1:kept]):
+        return _result(skip_reason="nothing_left_after_truncation")
+    return _result(input_ids[:kept], loss_mask[:kept], len(input_ids) - kept)
+
+
+def tokenize_chat_dataset(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    train_on: Literal["all", "last"] = "all",
+    max_length: int | None = None,
+    tools: Sequence[Any] | str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    decode_arguments: bool = True,
+    num_proc: int | None = None,
+) -> tuple[Dataset, Counter[str]]:
+    """Run :func:`tokenize_chat` over a ``datasets.Dataset``, in ``num_proc`` processes.
+
+    Returns a new dataset of the kept examples, in order, with the columns ``input_ids`` (int32) and
+    ``loss_mask`` (int8) alone, and how often each ``skip_reason`` occurred. Skips and cut tokens
+    are logged, one warning each. ``datasets.map`` shows the progress and caches the result.
+
+    Raises:
+        DataError, ValueError: as :func:`tokenize_chat`; a DataError names the example's index.
+        TypeError: not a ``datasets.Dataset``.
+
+    >>> tokenize_chat_dataset([{"messages": []}], tokenizer=None)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    TypeError: expected a datasets.Dataset, got list; use Dataset.from_list...
+    """
+    import datasets
+
+    if not isinstance(dataset, datasets.Dataset):
+        raise TypeError(
+            f"expected a datasets.Dataset, got {type(dataset).__name__}; use Dataset.from_list, a "
+            "split of the DatasetDict, or stream.map(tokenize_chat, fn_kwargs=...) and a filter"
+        )
+    _check_options(tokenizer, train_on, max_length)
+    options: dict[str, Any] = {"train_on": train_on, "max_length": max_length, "tools": tools}
+    options |= {"chat_template_kwargs": chat_template_kwargs, "decode_arguments": decode_arguments}
+    tokenized = _map(dataset, {"tokenizer": tokenizer, "options": options}, num_proc)
+    reasons = list(tokenized["skip_reason"])
+    cuts = [cut for cut in tokenized["num_cut_tokens"] if cut]
+    skips = Counter(reason for reason in reasons if reason)
+    tokenized = tokenized.select_columns(["input_ids", "loss_mask"])
+    if cuts:
+        _logger.warning("cut %d tokens off %d of %d examples", sum(cuts), len(cuts), len(reasons))
+    if skips:
+        _logger.warning("skipped %d of %d examples: %s", skips.total(), len(reasons), dict(skips))
+        kept = [i for i, reason in enumerate(reasons) if not reason]
+        # Without the flattening an indices mapping stays, which columnar readers trip over.
+        tokenized = tokenized.select(kept).flatten_indices()
+    return tokenized, skips
+
+
+def _map(dataset: Any, fn_kwargs: dict[str, Any], num_proc: int | None) -> Any:
+    import datasets
+
+    # Named types, because an all-skipped dataset would get lists of null.
+    features = {
+        "input_ids": datasets.Sequence(datasets.Value("int32")),
+        "loss_mask": datasets.Sequence(datasets.Value("int8")),
+        "num_cut_tokens": datasets.Value("int64"),
+        "skip_reason": datasets.Value("string"),
+    }
+    if len(dataset) == 0:  # map would return no column at all
+        empty: dict[str, list[Any]] = {name: [] for name in features}
+        return datasets.Dataset.from_dict(empty, features=datasets.Features(features))
+    return dataset.with_format(None).map(
+        _tokenize_row,
+        with_indices=True,
+        fn_kwargs={**fn_kwargs, "version": _CACHE_VERSION},
+        remove_columns=dataset.column_names,
+        features=datasets.Features(features),
+        num_proc=num_proc,
+        desc="Tokenizing chats",
+    )
+
+
+def _tokenize_row(
+    example: Mapping[str, Any], index: int, *, tokenizer: Any, options: dict[str, Any], version: int
+) -> dict[str, Any]:
+    try:
+        return tokenize_chat(example, tokenizer, **options)
+    except DataError as error:
+        raise DataError(f"example {index}: {error}") from error
+
+
+def _result(ids: Any = (), mask: Any = (), cut: int = 0, skip_reason: str = "") -> dict[str, Any]:
+    tokens = {"input_ids": list(ids), "loss_mask": list(mask)}
+    return {**tokens, "num_cut_tokens": cut, "skip_reason": skip_reason}
+
+
+def _check_options(tokenizer: Any, train_on: str, max_length: int | None) -> None:
+    if train_on not in ("all", "last"):
+        raise ValueError(f"train_on must be 'all' or 'last', got {train_on!r}")
+    if max_length is not None and max_length < 2:
+        raise ValueError(f"max_length must be at least 2, got {max_length}; None is no limit")
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            f"{type(tokenizer).__name__} has no chat_template; take the tokenizer of the model's "
+            "chat version, or set tokenizer.chat_template"
+        )
+
+
+def _read_messages(example: Mapping[str, Any], decode_arguments: bool) -> list[dict[str, Any]]:
+    found, system = example.get("messages"), example.get("system")
+    if found is None:
+        found = _alpaca_messages(example)
+    if not isinstance(found, (list, tuple)):
+        raise DataError(
+            f"`messages` must be a list of dicts, got {type(found).__name__}; decode a JSON string "
+            "or turn a dict of lists around"
+        )
+    messages = [_read_message(m, f"messages[{i}]", decode_arguments) for i, m in enumerate(found)]
+    if system is None or system == "":
+        return messages
+    if not isinstance(system, str):
+        raise DataError(f"`system` must be a string, got {type(system).__name__}; convert it")
+    present = {str(m["content"]) for m in messages if m["role"] in ("system", "developer")}
+    if present - {system}:
+        raise DataError("the `system` column and a system message differ; remove one of the two")
+    return messages if present else [{"role": "system", "content": system}, *messages]
+
+
+def _alpaca_messages(example: Mapping[str, Any]) -> list[dict[str, Any]]:
+    columns = {name: example.get(name) for name in ("instruction", "input", "output")}
+    if columns["instruction"] is None:
+        raise DataError(
+            f"no `messages` and no `instruction` in the columns {sorted(_drop_none(example))}; "
+            "rename the chat column to `messages`, or give `instruction` and `output` (Alpaca)"
+        )
+    for name, value in columns.items():
+        if not isinstance(value, (str, type(None))):
+            raise DataError(f"`{name}` must be a string, got {type(value).__name__}; convert it")
+    prompt = "\n\n".join(part for part in (columns["instruction"], columns["input"]) if part)
+    messages = [("user", prompt), ("assistant", columns["output"])]
+    return [{"role": role, "content": text} for role, text in messages if text is not None]
+
+
+def _read_message(found: Any, where: str, decode_arguments: bool) -> dict[str, Any]:
+    message = _drop_none(found)
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        got = f"keys {sorted(found)}" if isinstance(found, Mapping) else type(found).__name__
+        raise DataError(
+            f"{where} must be a dict with a `role` string and `content`, got {got}; rename other "
+            "keys (ShareGPT: from, value) and roles (to system, user, assistant, tool)"
+        )
+    content = message.setdefault("content", "")
+    if not isinstance(content, (str, list)):
+        raise DataError(f"{where} `content` must be text, parts or None, got {content!r:.60}")
+    # An empty list would count in templates that ask `'tool_calls' in message`.
+    calls = _read_dicts(message.pop("tool_calls", None), f"{where} `tool_calls`")
+    if calls and decode_arguments:
+        calls = [_decode_call(call) for call in calls]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _decode_call(call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _decode_call(call["function"])}
+    try:
+        arguments = json.loads(call.get("arguments") or "{}")
+    except (TypeError, ValueError):  # a dict already, or no JSON: a model may have written anything
+        return call
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+
+
+def _read_dicts(found: Any, what: str) -> list[dict[str, Any]]:
+    """A list of dicts, from dicts or JSON strings or the JSON of the whole list."""
+
+    def decode(value: Any) -> Any:
+        try:
+            return json.loads(value) if isinstance(value, str) else _drop_none(value)
+        except ValueError as error:
+            raise DataError(f"{what}: invalid JSON {value[:60]!r} ({error}); mend it") from error
+
+    value = decode(found or []) or []
+    items = value if isinstance(value, list) else [value, "[]"]  # not a list: fails below
+    dicts: list[Any] = [decode(item) if isinstance(item, str) else item for item in items]
+    if not all(isinstance(item, dict) for item in dicts):
+        raise DataError(
+            f"{what} must be a list of dicts or of their JSON, got {value!r:.60}; Python functions "
+            "become schemas with transformers.utils.get_json_schema"
+        )
+    return dicts
+
+
+def _drop_none(value: Any) -> Any:
+    """A copy without None-valued keys: Arrow gives every struct the keys of all others."""
+    if isinstance(value, Mapping):
+        return {key: _drop_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_drop_none(item) for item in value]
+    return value
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """One conversation that ends with an assistant turn, and what renders it."""
+
+    tokenizer: Any
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    kwargs: dict[str, Any]
+
+    def tokenize(self, turns: list[int]) -> tuple[list[int], list[int]]:
+        """Ids, and 1 where a token belongs to one of ``turns`` (indices of assistant messages)."""
+        template = self.tokenizer.get_chat_template(self.kwargs.get("chat_template"), self.tools)
+        if _GENERATION_TAG.search(template):
+            text, spans = self._tagged_spans(template, turns)
+        else:
+            text = self._render(self.messages)
+            spans = [self._span(text, turn) for turn in turns]
+        is_fast = self.tokenizer.is_fast  # only these know which characters a token stands for
+        encoded = self._encode(text, return_offsets_mapping=is_fast)
+        input_ids = list(encoded["input_ids"])
+        loss_mask = [0] * len(input_ids)
+        for start, end in (span for span in spans if span[0] < span[1]):
+            # A token that lies across the start belongs to the turn: no prompt ends inside it.
+            if is_fast:
+                offsets = encoded["offset_mapping"]
+                first = bisect_right(offsets, start, key=itemgetter(1))
+                stop = bisect_left(offsets, end, key=itemgetter(0))
+            else:
+                first, stop = (self._num_shared(input_ids, text[:cut]) for cut in (start, end))
+            loss_mask[first:stop] = [1] * (stop - first)
+        return input_ids, loss_mask
+
+    def _tagged_spans(self, template: str, turns: list[int]) -> tuple[str, list[tuple[int, int]]]:
+        """The text and the characters that the tags enclose, from the first of ``turns`` on."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        # apply_chat_template asks char_to_token where they lie, and trains all that follows, or
+        # nothing, or half an emoji, where a tag stands beside a character without a token of its
+        # own: https://github.com/huggingface/transformers/issues/47325
+        kwargs = {**self.tokenizer.special_tokens_map, **self.kwargs, "chat_template": template}
+        kwargs["return_assistant_tokens_mask"] = True
+        with self._explained(self.messages):
+            [text], [spans] = render_jinja_template([self.messages], tools=self.tools, **kwargs)
+        before = self.messages[: turns[0]]
+        if any(message["role"] == "assistant" for message in before):
+            first = self._prefix_length(text, self._render(before), turns[0])
+            spans = [(max(start, first), end) for start, end in spans]
+        return text, spans
+
+    def _span(self, text: str, turn: int) -> tuple[int, int]:
+        """First and last + 1 character of what the assistant writes in its turn."""
+        before, through = self.messages[:turn], self._render(self.messages[: turn + 1])
+        if before:
+            prompt = self._render(before, prompt=True)
+        else:  # no template renders an empty list: the prompt is what it appends to this turn
+            header = self._render(self.messages[:1], prompt=True)[len(through) :]
+            prompt = through.partition(header)[0] + header if header else ""
+        start = self._prefix_length(text, prompt, turn)
+        end = self._prefix_length(text, through, turn)
+        # "\n" after <|im_end|> belongs to no one: generation has stopped by then.
+        written = text[start:end].rstrip()
+        tokens = self.tokenizer.added_tokens_decoder.values()
+        if written.endswith(tuple(token.content for token in tokens if token.special)):
+            end = start + len(written)
+        return start, end
+
+    def _prefix_length(self, text: str, prefix: str, turn: int) -> int:
+        if not text.startswith(prefix):
+            raise DataError(
+                f"messages[{turn}]: the chat template renders this turn, or those before it, in "
+                "another way once more follows (thinking dropped?); pass train_on='last', or set a "
+                "tokenizer.chat_template with {% generation %} tags that keeps what it has rendered"
+            )
+        return len(prefix)
+
+    def _num_shared(self, input_ids: list[int], text: str) -> int:
+        head = self._encode(text)["input_ids"][: len(input_ids)]
+        return next((i for i, token in enumerate(head) if token != input_ids[i]), len(head))
+
+    def _encode(self, text: str, **options: Any) -> Any:
+        # The template has written the special tokens: adding them would double the BOS.
+        return self.tokenizer(text, add_special_tokens=False, verbose=False, **options)
+
+    def _render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+        options = {"tokenize": False, "add_generation_prompt": prompt, "tools": self.tools}
+        with self._explained(messages):
+            return str(self.tokenizer.apply_chat_template(messages, **self.kwargs, **options))
+
+    @contextmanager
+    def _explained(self, messages: list[dict[str, Any]]) -> Iterator[None]:
+        from jinja2 import TemplateError
+
+        try:
+            yield
+        except (TemplateError, TypeError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(
+                f"the chat template cannot render the roles [{roles}]: {error}; change the record, "
+                "or pass decode_arguments=False if the template joins function.arguments as text"
+            ) from error
