@@ -1,4 +1,4 @@
-"""Packed equals one at a time: loss and gradients, for every layout, attention and number of ranks."""
+"""Packed equals one at a time: loss and gradients, for every layout, attention and rank."""
 
 from __future__ import annotations
 

@@ -375,7 +375,7 @@ def _check_cat(index: int, batch: Batch, first: Batch, overrides: Mapping[str, A
     if "loss_mask_divisor" in differ:
         raise ValueError(
             f"loss_mask_divisor is {differ['loss_mask_divisor'][0]} in batch 0 and "
-            f"{differ['loss_mask_divisor'][1]} in batch {index}, so their loss masks are divided by "
+            f"{differ['loss_mask_divisor'][1]} in batch {index}, so their masks are divided by "
             "different numbers; collate them together, or with normalize_loss=False"
         )
     differ = {k: pair for k, pair in differ.items() if k not in overrides}

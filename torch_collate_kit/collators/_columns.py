@@ -142,7 +142,7 @@ def _num_actions(raw: Mapping[str, Any], lengths: np.ndarray) -> np.ndarray:
             "example 0 has num_actions but no loss_mask; give the mask of its last num_actions "
             "tokens, or remove num_actions"
         )
-    counts = [v.item() if isinstance(v, np.generic | Tensor) else v for v in raw["num_actions"]]
+    counts = [_one_value(value) for value in raw["num_actions"]]
     for i, count in enumerate(counts):
         if not isinstance(count, int) or isinstance(count, bool):
             raise DataError(
@@ -158,6 +158,14 @@ def _num_actions(raw: Mapping[str, Any], lengths: np.ndarray) -> np.ndarray:
             "tokens at the end, 0 to all of them"
         )
     return values
+
+
+def _one_value(value: Any) -> Any:
+    """The number in a NumPy scalar, or in an array or tensor of one entry."""
+    if isinstance(value, Tensor):
+        value = value.numpy(force=True)
+    single = isinstance(value, np.generic | np.ndarray) and value.size == 1
+    return value.item() if single else value
 
 
 def _check_target_lengths(

@@ -12,7 +12,7 @@ from torch_collate_kit.errors import DataError
 
 
 def checked_int(name: str, value: Any, *, minimum: int = 1, hint: str = "") -> int:
-    """`value` as a Python int of at least `minimum`; NumPy integers count, bools and floats do not.
+    """``value`` as a Python int of at least ``minimum``; NumPy integers count, bools do not.
 
     >>> checked_int("dp", 2)
     2
@@ -29,14 +29,14 @@ def checked_int(name: str, value: Any, *, minimum: int = 1, hint: str = "") -> i
 
 
 def checked_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
-    """Raise ValueError, listing `choices`, when `value` is not one of them."""
+    """Raise ValueError, listing ``choices``, when ``value`` is not one of them."""
     if not (value is None or isinstance(value, str)) or value not in choices:
         valid = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name} must be one of {valid}; got {value!r}")
 
 
 def checked_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """`lengths` as int64 [N], all positive. A view when it is int64 already, else a copy.
+    """``lengths`` as int64 [N], all positive. A view when it is int64 already, else a copy.
 
     Raises:
         TypeError: the lengths are not integers.

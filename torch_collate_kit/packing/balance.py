@@ -21,7 +21,7 @@ _LINEAR_TOKENS = 12 * 2048
 
 
 def attention_cost(lengths: _Ints) -> _Ints:
-    """Relative cost of one piece per length, `n * (24576 + n)`: int64, the shape of `lengths`.
+    """Relative cost of one piece per length, ``n * (24576 + n)``: int64, the shape of ``lengths``.
 
     >>> attention_cost(np.array([1, 24576])).tolist()
     [24577, 1207959552]
@@ -39,18 +39,18 @@ def level(
     weights: _Ints,
     most: int,
 ) -> Rows:
-    """Spread the pieces over `num_rows` rows, at least as many as there are, as evenly as fits.
+    """Spread the pieces over ``num_rows`` rows, at least as many as there are, as evenly as fits.
 
-    Takes apart the emptiest row and those with the most pieces, `most` rows in all, and deals
+    Takes apart the emptiest row and those with the most pieces, ``most`` rows in all, and deals
     their pieces out anew, the added rows included: longest piece first, to the row of least
     weight (LPT: R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969). Where that
     overfills a row, least tokens is tried instead of least weight, then half as many rows.
-    `sizes` and `weights` are int64 [S], by piece number; longer pieces weigh more.
+    ``sizes`` and ``weights`` are int64 [S], by piece number; longer pieces weigh more.
 
-    It ends, because the pieces of one row always fit into one row or more. Without `max_pieces` it
-    ends when as many rows are taken apart as are added: for a piece of size n to fit nowhere, each
-    of the new rows, twice as many, would hold more than `capacity - n`; that is more than the old
-    rows' tokens, or for n over half the capacity more such pieces than the old rows can hold.
+    It ends, because the pieces of one row always fit into one row or more. Without ``max_pieces``
+    it ends when as many rows are taken apart as are added: for a piece of size n to fit nowhere,
+    each of the new rows, twice as many, would hold more than ``capacity - n``; that is more than
+    the old rows' tokens, or for n over half the capacity more such pieces than the old rows can hold.
 
     With no row added, rows are dealt out anew only where that brings the heaviest and the lightest
     of them closer together.
@@ -110,11 +110,11 @@ def _deal(
 
 
 def split_evenly(sizes: _Ints, num_rows: int, capacity: int, max_pieces: int | None) -> Rows:
-    """Cut the sequence of pieces into `num_rows` rows, in order and as even as fits.
+    """Cut the sequence of pieces into ``num_rows`` rows, in order and as even as fits.
 
     The cut after row r goes to the piece boundary nearest to r / num_rows of all tokens, moved as
     far as needed to keep the row within the limits and the rest within the remaining rows.
-    `num_rows` must be feasible: at least what next fit needs. Rows after the last piece are empty.
+    ``num_rows`` must be feasible: at least what next fit needs. Rows behind the last are empty.
 
     >>> split_evenly(np.array([4, 6, 3, 7, 1]), 3, 10, None).offsets.tolist()
     [0, 1, 3, 5]
@@ -146,10 +146,10 @@ def split_evenly(sizes: _Ints, num_rows: int, capacity: int, max_pieces: int | N
 def over_ranks(costs: _Ints | None, num_rows: int, num_ranks: int, *, keep_order: bool) -> _Ints:
     """Row numbers in shard-major order, so many a rank: int64 [num_rows].
 
-    Rows are taken `num_ranks` at a time, one for every rank: in descending order of cost, so that
-    the i-th rows of all ranks cost nearly the same, or with `keep_order` in the order given. Of
+    Rows are taken ``num_ranks`` at a time, one for every rank: in descending order of cost, so that
+    the i-th rows of all ranks cost nearly the same, or with ``keep_order`` in the order given. Of
     each such group the costliest row goes to the rank with the least cost so far. The ranks' sums
-    then differ by at most the widest difference within one group. `costs=None` is round-robin.
+    then differ by at most the widest difference within one group. ``costs=None`` is round-robin.
 
     >>> over_ranks(np.array([1, 2, 3, 9]), 4, 2, keep_order=False).tolist()
     [3, 0, 2, 1]

@@ -17,7 +17,7 @@ class ParallelLayout:
     The four sizes are ints of at least 1 and are kept as Python ints. Immutable and hashable.
 
     Raises:
-        TypeError: a size is not an int, or `fp8` is not a bool.
+        TypeError: a size is not an int, or ``fp8`` is not a bool.
         ValueError: a size is below 1.
 
     >>> layout = ParallelLayout(dp=4, tp=2, cp=2, fp8=True)
@@ -44,7 +44,7 @@ class ParallelLayout:
     def align(self) -> int:
         """Tokens every sub-sequence is rounded up to a multiple of.
 
-        Sequence parallelism cuts a sub-sequence in `tp` parts, context parallelism in `2 * cp`
+        Sequence parallelism cuts a sub-sequence in ``tp`` parts, context parallelism in ``2 * cp``
         (each rank takes one chunk from either end, so that causal work is even). An fp8 matrix
         product needs its token dimension, what one context rank holds, in multiples of 16.
 

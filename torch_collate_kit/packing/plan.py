@@ -18,10 +18,10 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PackingPlan:
-    """Rows of pieces, listed row by row; made by `pack`. Legend: S pieces, R rows.
+    """Rows of pieces, listed row by row; made by ``pack``. Legend: S pieces, R rows.
 
     A piece is an example, or a part of one. All arrays are int64 and belong to the plan. Rows are
-    shard-major: rank r owns rows `[r * R / num_ranks, (r + 1) * R / num_ranks)`.
+    shard-major: rank r owns rows ``[r * R / num_ranks, (r + 1) * R / num_ranks)``.
 
     >>> from torch_collate_kit.packing import pack
     >>> plan = pack([5, 3, 9, 2], 10)
@@ -36,7 +36,7 @@ class PackingPlan:
     lengths: _Ints
     """[S] true number of tokens of the piece."""
     row_offsets: _Ints
-    """[R + 1] row r holds the pieces `row_offsets[r]:row_offsets[r + 1]`."""
+    """[R + 1] row r holds the pieces ``row_offsets[r]:row_offsets[r + 1]``."""
     max_tokens: int
     """Tokens a row may hold."""
     align: int
@@ -71,7 +71,7 @@ class PackingPlan:
 
     @property
     def aligned_lengths(self) -> _Ints:
-        """[S] cells each piece takes up: its length rounded up to `align`. A copy."""
+        """[S] cells each piece takes up: its length rounded up to ``align``. A copy."""
         return -(-self.lengths // self.align) * self.align
 
     @property
@@ -81,17 +81,17 @@ class PackingPlan:
 
     @property
     def row_cells(self) -> _Ints:
-        """[R] cells in use in each row, alignment gaps included; at most `max_tokens`."""
+        """[R] cells in use in each row, alignment gaps included; at most ``max_tokens``."""
         return self._row_sums(self.aligned_lengths)
 
     @property
     def width(self) -> int:
-        """Cells of the widest row, at least `align`."""
+        """Cells of the widest row, at least ``align``."""
         return max(self.align, int(self.row_cells.max()))
 
     @property
     def efficiency(self) -> float:
-        """True tokens as a share of `num_rows * width` cells."""
+        """True tokens as a share of ``num_rows * width`` cells."""
         return int(self.lengths.sum()) / (self.num_rows * self.width)
 
     @property
@@ -99,7 +99,7 @@ class PackingPlan:
         """A number of rows that no packing of these pieces under this capacity can go below.
 
         The larger of all cells over the capacity and the pieces longer than half the capacity, no
-        two of which share a row; rounded up to a multiple of `num_ranks`.
+        two of which share a row; rounded up to a multiple of ``num_ranks``.
         """
         usable = self.max_tokens // self.align * self.align
         cells = self.aligned_lengths
@@ -115,19 +115,20 @@ class PackingPlan:
 
     @property
     def cost_per_rank(self) -> _Ints:
-        """[num_ranks] sum of `n * (24576 + n)` over the aligned pieces of each rank.
+        """[num_ranks] sum of ``n * (24576 + n)`` over the aligned pieces of each rank.
 
         Proportional to the forward FLOPs of a decoder layer of hidden size h = 2048:
-        `24 * n * h^2` (projections, MLP) + `2 * n^2 * h` (causal attention) = `2h * n * (12h + n)`.
+        ``24 * n * h^2`` (projections, MLP) + ``2 * n^2 * h`` (causal attention), that is
+        ``2h * n * (12h + n)``.
         """
         return self._rank_sums(self._row_sums(attention_cost(self.aligned_lengths)))
 
     def rank_rows(self, rank: int) -> range:
-        """The rows that rank `rank` owns; the same number for every rank.
+        """The rows that rank ``rank`` owns; the same number for every rank.
 
         Raises:
-            TypeError: `rank` is not an int.
-            ValueError: `rank` is not in `range(num_ranks)`.
+            TypeError: ``rank`` is not an int.
+            ValueError: ``rank`` is not in ``range(num_ranks)``.
 
         >>> from torch_collate_kit.packing import pack
         >>> pack([5, 3, 9, 2], 10, rows_multiple_of=2).rank_rows(1)

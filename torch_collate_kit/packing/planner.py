@@ -1,4 +1,4 @@
-"""`pack`: check the arguments, deal with over-long examples, fill rows, give rows to ranks."""
+"""``pack``: check the arguments, deal with over-long examples, fill rows, give rows to ranks."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ def pack(
     overflow: str = "raise",
     max_sequences_per_row: int | None = None,
 ) -> PackingPlan:
-    """Plan rows of at most `max_tokens` tokens that hold every example exactly once.
+    """Plan rows of at most ``max_tokens`` tokens that hold every example exactly once.
 
     Args:
         lengths: integers [N], tokens per example, each at least 1. Not changed, not kept.
-        max_tokens: tokens a row may hold, counted with every piece rounded up to `align`.
+        max_tokens: tokens a row may hold, counted with every piece rounded up to ``align``.
         strategy: "best_fit_decreasing" (Johnson 1973, by length histogram as in Krell et al. 2021)
             and "first_fit_decreasing" need at most 11/9 of the fewest rows + 6/9, on real data
             hardly more than the fewest; "balanced" evens out the tokens of as many rows as best
             fit needs (LPT, Graham 1969); "sequential" keeps the examples' order within and over
             rows.
-        align: every piece takes up a multiple of this many cells; `ParallelLayout.align`.
+        align: every piece takes up a multiple of this many cells; ``ParallelLayout.align``.
         rows_multiple_of: data-parallel ranks. The rows are a multiple of it, of even fill: where
             rounding adds a row, it takes pieces from many others. What is left over are empty
             dummy rows.
         balance: what is even over the ranks: "attention" (a piece of n tokens costs
-            `n * (24576 + n)`, see `PackingPlan.cost_per_rank`) or "tokens"; the i-th rows of all
-            ranks are alike too. None: row i goes to rank `i % rows_multiple_of`. "sequential"
-            keeps the order of groups of `rows_multiple_of` rows, and None the order within.
+            ``n * (24576 + n)``, see ``PackingPlan.cost_per_rank``) or "tokens"; the i-th rows
+            of all ranks are alike too. None: row i goes to rank ``i % rows_multiple_of``.
+            "sequential" keeps the order of groups of ``rows_multiple_of`` rows, and None the order within.
         overflow: what becomes of an example longer than a row: "raise"; "truncate" keeps its
             beginning; "drop" leaves it out; "split" makes consecutive pieces of it.
         max_sequences_per_row: the most pieces a row may hold; None for no limit.
@@ -69,7 +69,7 @@ def pack(
         The same arguments give the same plan.
 
     Raises:
-        DataError: a length below 1, or over-long with `overflow="raise"`; names the example.
+        DataError: a length below 1, or over-long with ``overflow="raise"``; names the example.
         TypeError: a wrong type, such as float lengths.
         ValueError: lengths not 1-D, an unknown option, a number below its least value.
 
@@ -124,7 +124,7 @@ def _checked_capacity(max_tokens: int, align: int) -> tuple[int, int]:
 def _fill_rows(
     sizes: _Ints, costs: _Ints, capacity: int, max_pieces: int | None, strategy: str, num_ranks: int
 ) -> Rows:
-    """Pieces into rows, as many as a multiple of `num_ranks`, before rows go to ranks."""
+    """Pieces into rows, as many as a multiple of ``num_ranks``, before rows go to ranks."""
     if not len(sizes):
         return Rows(sizes, np.zeros(num_ranks + 1, dtype=np.int64))
     capacity = min(capacity, int(sizes.sum()))  # the same rows, and no sum overflows

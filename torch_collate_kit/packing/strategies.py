@@ -1,7 +1,7 @@
 """The row-filling algorithms: sizes in, rows out.
 
-All of them take `sizes`, int64 [S], the aligned piece lengths, each in 1..capacity, and return
-`Rows`. Best fit and first fit treat all pieces of one size together, so what they cost depends on
+All of them take ``sizes``, int64 [S], the aligned piece lengths, each in 1..capacity, and return
+``Rows``. Best fit and first fit treat all pieces of one size together, so what they cost depends on
 the number of distinct sizes more than on the number of pieces. There is at least one piece.
 """
 
@@ -20,7 +20,7 @@ _Fill = tuple[int, int, int]  # first row, number of rows, pieces placed in each
 
 
 class Rows(NamedTuple):
-    """A partition of pieces into rows: row r holds `order[offsets[r]:offsets[r + 1]]`."""
+    """A partition of pieces into rows: row r holds ``order[offsets[r]:offsets[r + 1]]``."""
 
     order: _Ints
     """int64 [S], piece numbers listed row by row."""
@@ -29,30 +29,30 @@ class Rows(NamedTuple):
 
     @classmethod
     def from_labels(cls, order: _Ints, row_of: npt.NDArray[np.integer], num_rows: int) -> Rows:
-        """Group pieces by row: piece `order[i]` goes to row `row_of[i]`; order is kept in a row."""
+        """Group by row: piece ``order[i]`` goes to row ``row_of[i]``; order is kept in a row."""
         offsets = np.zeros(num_rows + 1, dtype=np.int64)
         np.cumsum(np.bincount(row_of, minlength=num_rows), out=offsets[1:])
         return cls(order[stable_argsort(row_of, num_rows)], offsets)
 
     def labels(self) -> _Ints:
-        """The row of every entry of `order`: int64 [S]."""
+        """The row of every entry of ``order``: int64 [S]."""
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
     def take(self, row_indices: _Ints) -> Rows:
-        """The rows `row_indices`, in that order. A copy."""
+        """The rows ``row_indices``, in that order. A copy."""
         counts = np.diff(self.offsets)[row_indices]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         shift = np.repeat(self.offsets[row_indices] - offsets[:-1], counts)
         return Rows(self.order[np.arange(offsets[-1]) + shift], offsets)
 
     def totals(self, values: _Ints) -> _Ints:
-        """Sum of `values` (int64 [S], by piece number) over each row: int64 [R]."""
+        """Sum of ``values`` (int64 [S], by piece number) over each row: int64 [R]."""
         sums = np.concatenate([[0], np.cumsum(values[self.order])])
         return np.diff(sums[self.offsets])
 
 
 def stable_argsort(keys: npt.NDArray[np.integer], num_keys: int) -> _Ints:
-    """Stable argsort of integers in `range(num_keys)`: int64, the shape of `keys`.
+    """Stable argsort of integers in ``range(num_keys)``: int64, the shape of ``keys``.
 
     NumPy sorts 16-bit integers by radix, wider ones by comparison: two 16-bit passes over 32-bit
     keys are several times faster than one pass of the comparison sort.
@@ -75,8 +75,8 @@ def best_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) -> 
 
     The result is exactly that of placing the pieces one by one. A row that takes a piece of some
     size is then the fullest one with room, so it takes the next piece of that size as well, until
-    too little is free: rows with equal free space each take `space // size` at once. With
-    `max_pieces`, of equally full rows the one with the fewest free slots comes first.
+    too little is free: rows with equal free space each take ``space // size`` at once. With
+    ``max_pieces``, of equally full rows the one with the fewest free slots comes first.
 
     >>> rows = best_fit_decreasing(np.array([4, 6, 3, 7]), 10, None)
     >>> rows.order.tolist(), rows.offsets.tolist()
@@ -92,7 +92,7 @@ def best_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) -> 
 class _OpenRows:
     """Rows grouped by free space and, where pieces a row are limited, by free slots.
 
-    A group's key is one integer, `space * stride + slots`, so that sorted keys are in best-fit
+    A group's key is one integer, ``space * stride + slots``, so that sorted keys are in best-fit
     order. Rows are numbered as they are opened; a group is a list of ranges of row numbers.
     """
 
@@ -106,7 +106,7 @@ class _OpenRows:
         self._keys: list[int] = []
 
     def place(self, size: int, count: int) -> None:
-        """Put `count` pieces of `size` into the fullest rows that fit, then into new rows."""
+        """Put ``count`` pieces of ``size`` into the fullest rows that fit, then into new rows."""
         moved: list[tuple[int, range]] = []
         first = last = bisect_left(self._keys, size * self._stride)
         while count and last < len(self._keys):
@@ -131,7 +131,7 @@ class _OpenRows:
             self._groups[key].append(rows)
 
     def _num_fit(self, key: int, size: int) -> int:
-        """How many pieces of `size` go into one row of group `key`."""
+        """How many pieces of ``size`` go into one row of group ``key``."""
         num_fit = key // self._stride // size
         return min(num_fit, key % self._stride) if self._limited else num_fit
 
@@ -161,7 +161,7 @@ class _OpenRows:
 def first_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) -> Rows:
     """Longest piece first, each into the earliest opened row that has room for it.
 
-    Source: D. S. Johnson (1973), as for `best_fit_decreasing`, with the same bound. A binary tree
+    Source: D. S. Johnson (1973), as for ``best_fit_decreasing``, with the same bound. A binary tree
     over the rows, each node the most free space below it, finds the earliest row with room in
     log2(rows) steps; the row takes as many pieces of the same size as fit.
 

@@ -1,0 +1,105 @@
+"""What every batch is checked for: the oracle's cells, the dtypes of the contract, one buffer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.ragged import Ragged
+
+DTYPES = {
+    "input_ids": torch.int64,
+    "labels": torch.int64,
+    "position_ids": torch.int64,
+    "attention_mask": torch.int64,
+    "loss_mask": torch.float32,
+    "sub_seq_lengths": torch.int64,
+    "cu_seq_lens": torch.int32,
+}
+
+
+def assert_equals_oracle(batch: Batch, expected: dict[str, Any]) -> None:
+    """Every field and every metadata key that the oracle names, and no field besides."""
+    assert set(batch) == set(expected) - {"metadata"}
+    for name in batch:
+        if isinstance(expected[name], torch.Tensor):
+            assert torch.equal(batch[name], expected[name]), (name, batch[name], expected[name])
+        else:
+            assert batch[name].tolist() == expected[name], name
+    for key, value in expected["metadata"].items():
+        found = batch.metadata[key]
+        if isinstance(found, Ragged):
+            assert found.flat_values.dtype in (np.int64, torch.int64), key
+            found = found.tolist()
+        assert found == value, (key, found, value)
+        assert not isinstance(found, np.generic), f"{key} is {type(found)}, not a Python number"
+
+
+def assert_contract_dtypes(batch: Batch) -> None:
+    for name, field in batch.items():
+        values = field.values if isinstance(field, Ragged) else field
+        assert values.dtype == DTYPES[name], name
+
+
+def assert_one_buffer(batch: Batch) -> None:
+    """All fields are views of one allocation, and no cell belongs to two of them."""
+    pointers, spans = set(), []
+    for field in batch.values():
+        values = field.values if isinstance(field, Ragged) else field
+        pointers.add(values.untyped_storage().data_ptr())
+        assert values.is_contiguous()
+        if values.numel():
+            start = values.data_ptr()
+            spans.append((start, start + values.numel() * values.element_size()))
+    assert len(pointers) == 1
+    spans.sort()
+    assert all(spans[i][1] <= spans[i + 1][0] for i in range(len(spans) - 1))
+
+
+def assert_same_batch(batch: Batch, other: Batch) -> None:
+    assert list(batch) == list(other)
+    assert batch.metadata.keys() == other.metadata.keys()
+    for name in batch:
+        assert same_value(batch[name], other[name]), name
+    for key in batch.metadata:
+        assert same_value(batch.metadata[key], other.metadata[key]), key
+
+
+def assert_round_trips(batch: Batch, cut: int) -> None:
+    """Pickling gives the same batch in one buffer; so does slicing at `cut` and concatenating."""
+    loaded = pickle.loads(pickle.dumps(batch))
+    assert_same_batch(loaded, batch)
+    assert_one_buffer(loaded)
+    head, tail = batch[:cut], batch[cut:]
+    assert len(head) + len(tail) == len(batch)
+    assert_same_batch(Batch.cat([head, tail]), batch)
+    assert_same_batch(Batch.cat([pickle.loads(pickle.dumps(head)), tail]), batch)
+
+
+def frozen(value: Any) -> Any:
+    """A deep copy to compare with later."""
+    return copy.deepcopy(value)
+
+
+def same_value(value: Any, other: Any) -> bool:
+    """Equal in type, dtype and contents, all the way down."""
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, Ragged):
+        return same_value(value.flat_values, other.flat_values) and value == other
+    if isinstance(value, torch.Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    if isinstance(value, np.ndarray):
+        return value.dtype == other.dtype and np.array_equal(value, other)
+    if isinstance(value, Mapping):
+        return list(value) == list(other) and all(same_value(value[k], other[k]) for k in value)
+    if isinstance(value, list):
+        pairs = zip(value, other, strict=False)
+        return len(value) == len(other) and all(same_value(a, b) for a, b in pairs)
+    return bool(value == other)

@@ -1,0 +1,315 @@
+"""PackedCollator against the laws of a plan, then against the oracle fed with that plan."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.batch_checks import (
+    assert_contract_dtypes,
+    assert_equals_oracle,
+    assert_one_buffer,
+    assert_round_trips,
+    frozen,
+    same_value,
+)
+from tests.oracle import packed_batch
+from tests.strategies import FORMS, FUZZ, PackedOptions, batches, packed_options
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing import ParallelLayout
+
+
+def collator_of(options: PackedOptions, pad_token_id: int = 0, **more: Any) -> PackedCollator:
+    layout = ParallelLayout(**options.layout)
+    return PackedCollator(pad_token_id, parallel=layout, **options.collator, **more)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@FUZZ
+@given(data=st.data())
+def test_equals_the_oracle_and_keeps_the_contract(form: str, data: st.DataObject) -> None:
+    drawn = data.draw(batches(form))
+    options = data.draw(packed_options(drawn.lengths))
+    pad_token_id = data.draw(st.sampled_from((0, 3, 150_003)))
+    collator = collator_of(options, pad_token_id)
+    before = frozen(drawn.given)
+
+    batch = collator(drawn.given)
+
+    assert same_value(drawn.given, before), "an argument was changed"
+    assert_plan_laws(batch, drawn.lengths, options)
+    expected = _expected(collator, drawn.plain, options, pad_token_id)
+    assert_equals_oracle(batch, expected)
+    assert_contract_dtypes(batch)
+    assert_one_buffer(batch)
+    assert_round_trips(batch, data.draw(st.integers(0, len(batch))))
+
+
+@FUZZ
+@given(st.data())
+def test_model_inputs_are_the_fields_and_flat_boundaries(data: st.DataObject) -> None:
+    drawn = data.draw(batches(max_examples=6, columns=False))
+    options = data.draw(packed_options(drawn.lengths))
+    collator = collator_of(options, model_inputs=True)
+    expected = _expected(collator, drawn.plain, options, 0)
+    inputs = dict(collator(drawn.given))
+
+    num_rows, width = expected["input_ids"].shape
+    flat = [0]
+    for row, boundaries in enumerate(expected["cu_seq_lens"]):
+        flat += [row * width + boundary for boundary in boundaries[1:]]
+    longest = max(b - a for a, b in itertools.pairwise(flat))
+    assert flat[-1] == num_rows * width
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        boundaries = inputs.pop(name)
+        assert boundaries.dtype == torch.int32
+        assert boundaries.tolist() == flat
+    for name in ("max_length_q", "max_length_k"):
+        assert type(inputs[name]) is int
+        assert inputs.pop(name) == longest
+    assert inputs.pop("use_cache") is False
+    assert set(inputs) == {"input_ids", "position_ids", "labels"}
+    for name, tensor in inputs.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@FUZZ
+@given(st.data())
+def test_overflow_raise_names_the_example(data: st.DataObject) -> None:
+    drawn = data.draw(batches(max_examples=4))
+    options = data.draw(packed_options(drawn.lengths, overflow="drop"))
+    options.collator["overflow"] = "raise"
+    too_long = [i for i, n in enumerate(drawn.lengths) if n > _capacity(options)]
+    if too_long:
+        with pytest.raises(DataError, match=rf"example {too_long[0]}\b"):
+            collator_of(options)(drawn.given)
+    else:
+        collator_of(options)(drawn.given)
+
+
+def assert_plan_laws(batch: Batch, lengths: list[int], options: PackedOptions) -> None:
+    """What must hold for every strategy, read from the batch alone."""
+    capacity, align, dp = _capacity(options), options.align, options.layout["dp"]
+    overflow = options.collator["overflow"]
+    pieces: dict[int, list[int]] = {}
+    rows = zip(
+        batch.metadata["example_indices"].tolist(), batch["sub_seq_lengths"].tolist(), strict=True
+    )
+    for indices, row_lengths in rows:
+        cells = [-(-length // align) * align for length in row_lengths]
+        assert sum(cells) <= options.collator["max_tokens"]
+        assert len(cells) <= (options.collator["max_sequences_per_row"] or len(cells))
+        for index, length in zip(indices, row_lengths, strict=True):
+            pieces.setdefault(index, []).append(length)
+    over_long = {index for index, length in enumerate(lengths) if length > capacity}
+    wanted = {index: [length] for index, length in enumerate(lengths)}
+    for index in over_long:
+        if overflow == "drop":
+            del wanted[index]
+        elif overflow == "truncate":
+            wanted[index] = [capacity]
+        elif overflow == "split":
+            whole, rest = divmod(lengths[index], capacity)
+            wanted[index] = [capacity] * whole + [rest] * (rest > 0)
+    found = {index: sorted(sizes, reverse=True) for index, sizes in pieces.items()}
+    assert found == wanted
+    listed = tuple(sorted(over_long))
+    assert batch.metadata["dropped"] == (listed if overflow == "drop" else ())
+    assert batch.metadata["cut"] == (() if overflow == "drop" else listed)
+
+    num_pieces = sum(len(sizes) for sizes in wanted.values())
+    num_rows = len(batch)
+    assert num_rows % dp == 0
+    assert dp <= num_rows <= max(dp, -(-num_pieces // dp) * dp)
+    assert batch.metadata["num_dummy_rows"] == max(0, num_rows - num_pieces)
+    width = batch["input_ids"].shape[1]
+    assert width % align == 0
+    assert width <= options.collator["max_tokens"]
+    if options.collator["fixed_width"]:
+        assert width == capacity
+
+
+def _capacity(options: PackedOptions) -> int:
+    return options.collator["max_tokens"] // options.align * options.align
+
+
+def _expected(
+    collator: PackedCollator,
+    examples: list[dict[str, Any]],
+    options: PackedOptions,
+    pad_token_id: int,
+) -> dict[str, Any]:
+    plan = collator.plan([len(example["input_ids"]) for example in examples])
+    return packed_batch(
+        examples,
+        plan,
+        pad_token_id=pad_token_id,
+        max_tokens=options.collator["max_tokens"],
+        align=options.align,
+        fixed_width=options.collator["fixed_width"],
+        normalize_loss=options.collator["normalize_loss"],
+    )
+
+
+# --- edges ---------------------------------------------------------------------------------------
+
+
+def _collate(
+    examples: list[dict[str, Any]], *, layout: dict[str, Any] | None = None, **collator: Any
+) -> Batch:
+    defaults = {
+        "overflow": "raise",
+        "max_sequences_per_row": None,
+        "fixed_width": False,
+        "normalize_loss": True,
+    }
+    options = PackedOptions(
+        {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "fp8": False, **(layout or {})},
+        {**defaults, **collator},
+    )
+    made = collator_of(options)
+    batch = made(examples)
+    assert_plan_laws(batch, [len(example["input_ids"]) for example in examples], options)
+    assert_equals_oracle(batch, _expected(made, examples, options, 0))
+    assert_contract_dtypes(batch)
+    assert_one_buffer(batch)
+    assert_round_trips(batch, 1)
+    return batch
+
+
+def _examples(*lengths: int) -> list[dict[str, Any]]:
+    return [
+        {"input_ids": [100 * index + place for place in range(1, length + 1)]}
+        for index, length in enumerate(lengths, start=1)
+    ]
+
+
+def test_a_row_of_one_cell_has_no_loss_columns() -> None:
+    batch = _collate(_examples(1), max_tokens=1)
+    assert batch["input_ids"].tolist() == [[101]]
+    assert batch["loss_mask"].shape == (1, 0)
+    assert batch.metadata["response_length"] == 0
+
+
+def test_single_token_examples_side_by_side_train_nothing() -> None:
+    batch = _collate(_examples(1, 1, 1), max_tokens=4)
+    assert batch["position_ids"].tolist() == [[0, 0, 0]]
+    assert batch["loss_mask"].tolist() == [[0, 0]]
+    assert batch.metadata["loss_mask_divisor"] == 1
+
+
+def test_a_batch_without_trained_tokens_divides_by_one() -> None:
+    examples = [dict(example, loss_mask=[1] + [0] * 2) for example in _examples(3, 3)]
+    batch = _collate(examples, max_tokens=6)
+    assert batch.metadata["num_loss_tokens"] == 0
+    assert batch.metadata["loss_mask_divisor"] == 1
+    assert (batch["labels"] == -100).all()
+
+
+@pytest.mark.parametrize("balance", ["attention", "tokens", None])
+def test_fewer_examples_than_ranks_give_dummy_rows(balance: str | None) -> None:
+    batch = _collate(_examples(3, 2), max_tokens=8, layout={"dp": 4}, balance=balance)
+    assert len(batch) == 4
+    assert batch.metadata["num_dummy_rows"] == 2
+    empty = [row for row, lengths in enumerate(batch["sub_seq_lengths"]) if not len(lengths)]
+    assert len(empty) == 2
+    for row in empty:
+        assert batch["input_ids"][row].tolist() == [0, 0, 0]
+        assert batch["position_ids"][row].tolist() == [0, 1, 2]
+        assert batch["attention_mask"][row].sum() == 0
+        assert batch["cu_seq_lens"][row].tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("dp", [1, 3])
+@pytest.mark.parametrize("align", [1, 4])
+@pytest.mark.parametrize("fixed_width", [False, True])
+def test_all_dropped_leaves_dummy_rows(dp: int, align: int, fixed_width: bool) -> None:
+    batch = _collate(
+        _examples(9, 10),
+        max_tokens=8,
+        overflow="drop",
+        layout={"dp": dp, "tp": align},
+        fixed_width=fixed_width,
+    )
+    assert batch.metadata["num_dummy_rows"] == len(batch) == dp
+    assert batch.metadata["num_dropped"] == 2
+    assert batch["input_ids"].shape == (dp, 8 if fixed_width else align)
+    assert (batch["input_ids"] == 0).all()
+
+
+@pytest.mark.parametrize("overflow", ["raise", "truncate", "drop", "split"])
+def test_an_example_of_exactly_max_tokens_fits(overflow: str) -> None:
+    batch = _collate(_examples(8, 3), max_tokens=8, overflow=overflow)
+    assert sorted(batch["sub_seq_lengths"].tolist()) == [[3], [8]]
+    assert batch.metadata["num_dropped"] == batch.metadata["num_cut"] == 0
+
+
+@pytest.mark.parametrize(
+    ("overflow", "lengths"), [("truncate", [[8]]), ("drop", [[]]), ("split", [[1], [8]])]
+)
+def test_an_example_of_one_token_more_overflows(overflow: str, lengths: list[list[int]]) -> None:
+    batch = _collate(_examples(9), max_tokens=8, overflow=overflow)
+    assert sorted(batch["sub_seq_lengths"].tolist()) == lengths
+    with pytest.raises(DataError, match="example 0"):
+        _collate(_examples(9), max_tokens=8)
+
+
+def test_what_fits_unaligned_but_not_aligned_is_over_long() -> None:
+    batch = _collate(_examples(9), max_tokens=10, overflow="truncate", layout={"tp": 4})
+    assert batch["sub_seq_lengths"].tolist() == [[8]]
+    with pytest.raises(DataError, match="example 0"):
+        _collate(_examples(9), max_tokens=10, layout={"tp": 4})
+
+
+def test_gaps_continue_their_segment_and_the_tail_is_its_own() -> None:
+    batch = _collate(_examples(5, 2, 3), max_tokens=16, layout={"tp": 4}, strategy="sequential")
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 0, 1, 2, 3]]
+    assert batch["cu_seq_lens"].tolist() == [[0, 8, 12, 16]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0]]
+    wider = _collate(
+        _examples(5, 2, 3),
+        max_tokens=22,
+        layout={"tp": 4},
+        strategy="sequential",
+        fixed_width=True,
+    )
+    assert wider["input_ids"].shape == (1, 20)
+    assert wider["cu_seq_lens"].tolist() == [[0, 8, 12, 16, 20]]
+    assert wider["position_ids"][0, 16:].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("layout", "align"),
+    [
+        ({"fp8": True}, 16),
+        ({"tp": 3, "fp8": True}, 48),
+        ({"cp": 3, "fp8": True}, 48),
+        ({"tp": 2, "cp": 2, "fp8": True}, 32),
+    ],
+)
+def test_fp8_aligns_every_sub_sequence(layout: dict[str, Any], align: int) -> None:
+    batch = _collate(_examples(5, 17, 33), max_tokens=200, layout=layout)
+    for boundaries in batch["cu_seq_lens"]:
+        assert (boundaries % align == 0).all()
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_fixed_width_gives_one_shape_whatever_is_in_the_batch(pp: int) -> None:
+    shapes = set()
+    for lengths in ([3], [16], [4, 4, 4], [10, 10]):
+        batch = _collate(_examples(*lengths), max_tokens=16, fixed_width=True, layout={"pp": pp})
+        shapes.add(batch["input_ids"].shape[1])
+    assert shapes == {16}
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_max_sequences_per_row(limit: int) -> None:
+    batch = _collate(_examples(1, 1, 1, 1, 1), max_tokens=64, max_sequences_per_row=limit)
+    assert len(batch) == -(-5 // limit)

@@ -1,0 +1,261 @@
+"""The collators once more, one token at a time: slow, obvious, and written from the contract alone.
+
+Nothing here imports the package. A batch comes back as a plain dict: tensors for the rectangular
+fields, lists of lists for the ragged ones, and `metadata` with lists of lists where the batch has
+a `Ragged`. Legend: R rows, W or L width in cells, A columns of `loss_mask`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+IGNORE = -100
+_MASKS = ("loss_mask", "assistant_masks", "completion_mask")
+
+
+class Plan(Protocol):
+    """Which piece of which example is in which row; what `PackingPlan` offers."""
+
+    example_indices: Any
+    starts: Any
+    lengths: Any
+    row_offsets: Any
+    dropped: Any
+    cut: Any
+
+
+class Segment:
+    """One piece of one example with its targets; its first token predicts from nothing."""
+
+    def __init__(self, example: Mapping[str, Any], start: int, length: int) -> None:
+        weights, labels = example_weights(example)
+        self.ids = [int(token) for token in example["input_ids"]][start : start + length]
+        self.weights = weights[start : start + length]
+        self.labels = labels[start : start + length]
+        self.weights[0] = 0.0
+        self.labels[0] = IGNORE
+        self.num_actions = _num_actions(example, start, self.weights)
+
+
+def example_weights(example: Mapping[str, Any]) -> tuple[list[float], list[int]]:
+    """The weight and the label of every token of the whole example, its first token included.
+
+    >>> example_weights({"input_ids": [7, 8, 9], "loss_mask": [0, 2], "num_actions": 2})
+    ([0.0, 0.0, 2.0], [-100, -100, 9])
+    """
+    ids = [int(token) for token in example["input_ids"]]
+    if "labels" in example:
+        labels = [int(label) for label in example["labels"]]
+        return [0.0 if label == IGNORE else 1.0 for label in labels], labels
+    weights = [1.0] * len(ids)
+    for name in _MASKS:
+        if name in example:
+            weights = [float(weight) for weight in example[name]]
+    while len(weights) < len(ids):  # a mask of the last num_actions tokens only
+        weights.insert(0, 0.0)
+    labels = []
+    for token, weight in zip(ids, weights, strict=True):
+        labels.append(token if weight != 0 else IGNORE)
+    return weights, labels
+
+
+def alignment(*, tp: int = 1, cp: int = 1, fp8: bool = False) -> int:
+    """What every sub-sequence is padded to a multiple of."""
+    align = tp * 2 * cp if cp > 1 else tp
+    return math.lcm(align, 16 * cp) if fp8 else align
+
+
+def padded_batch(
+    examples: Sequence[Mapping[str, Any]],
+    *,
+    pad_token_id: int,
+    padding_side: str = "left",
+    pad_to_multiple_of: int | None = None,
+    max_length: int | None = None,
+    normalize_loss: bool = True,
+) -> dict[str, Any]:
+    """One example a row, positions 0 at pads; every example fits `max_length`."""
+    segments = [Segment(example, 0, len(example["input_ids"])) for example in examples]
+    width = max(len(segment.ids) for segment in segments)
+    assert max_length is None or width <= max_length
+    while pad_to_multiple_of is not None and width % pad_to_multiple_of != 0:
+        width += 1
+    rows = []
+    for segment in segments:
+        row = _empty_row(width, pad_token_id)
+        first = width - len(segment.ids) if padding_side == "left" else 0
+        _write(row, first, segment)
+        rows.append(row)
+    num_columns = 0
+    for segment in segments:
+        pads_behind = 0 if padding_side == "left" else width - len(segment.ids)
+        if segment.num_actions > 0:
+            num_columns = max(num_columns, segment.num_actions + pads_behind)
+    batch = _stack(rows, width, num_columns, normalize_loss)
+    batch["sub_seq_lengths"] = [[len(segment.ids)] for segment in segments]
+    batch["metadata"] |= {
+        "num_examples": len(examples),
+        "num_dummy_rows": 0,
+        "num_tokens": sum(len(segment.ids) for segment in segments),
+        "example_indices": [[index] for index in range(len(examples))],
+        "example_starts": [[0] for _ in examples],
+        "num_actions": [[segment.num_actions] for segment in segments],
+        "num_dropped": 0,
+        "num_cut": 0,
+        "dropped": (),
+        "cut": (),
+    }
+    return batch
+
+
+def packed_batch(
+    examples: Sequence[Mapping[str, Any]],
+    plan: Plan,
+    *,
+    pad_token_id: int,
+    max_tokens: int,
+    align: int = 1,
+    fixed_width: bool = False,
+    normalize_loss: bool = True,
+) -> dict[str, Any]:
+    """The rows of `plan`, cell by cell; a row is aligned segments and then one segment of pads."""
+    pieces = rows_of(plan)
+    width = align  # an empty batch still has cells
+    for row_pieces in pieces:
+        width = max(width, sum(_aligned(length, align) for _, _, length in row_pieces))
+    if fixed_width:
+        width = max_tokens - max_tokens % align
+    assert width <= max_tokens
+    rows = []
+    fields: dict[str, list[list[int]]] = {
+        "sub_seq_lengths": [],
+        "cu_seq_lens": [],
+        "example_indices": [],
+        "num_actions": [],
+    }
+    for row_pieces in pieces:
+        row = _empty_row(width, pad_token_id)
+        boundaries = [0]
+        num_actions = []
+        for index, start, length in row_pieces:
+            segment = Segment(examples[index], start, length)
+            _write(row, boundaries[-1], segment)
+            for gap in range(length, _aligned(length, align)):  # a gap continues its segment
+                row["position_ids"][boundaries[-1] + gap] = gap
+            boundaries.append(boundaries[-1] + _aligned(length, align))
+            num_actions.append(segment.num_actions)
+        for cell in range(boundaries[-1], width):  # the tail is a segment of its own
+            row["position_ids"][cell] = cell - boundaries[-1]
+        if boundaries[-1] < width:
+            boundaries.append(width)
+        rows.append(row)
+        fields["sub_seq_lengths"].append([length for _, _, length in row_pieces])
+        fields["cu_seq_lens"].append(boundaries)
+        fields["example_indices"].append([index for index, _, _ in row_pieces])
+        fields["num_actions"].append(num_actions)
+    batch = _stack(rows, width, width - 1, normalize_loss)
+    batch["sub_seq_lengths"] = fields["sub_seq_lengths"]
+    batch["cu_seq_lens"] = fields["cu_seq_lens"]
+    batch["metadata"] |= {
+        "num_examples": len(examples),  # those given: num_dropped counts some of them
+        "num_dummy_rows": sum(1 for row_pieces in pieces if not row_pieces),
+        "num_tokens": sum(sum(row) for row in fields["sub_seq_lengths"]),
+        "example_indices": fields["example_indices"],
+        "example_starts": [[start for _, start, _ in row_pieces] for row_pieces in pieces],
+        "num_actions": fields["num_actions"],
+        "max_segment_length": [_largest_step(row) for row in fields["cu_seq_lens"]],
+        "num_dropped": len(plan.dropped),
+        "num_cut": len(plan.cut),
+        "dropped": tuple(int(index) for index in plan.dropped),
+        "cut": tuple(int(index) for index in plan.cut),
+    }
+    return batch
+
+
+def rows_of(plan: Plan) -> list[list[tuple[int, int, int]]]:
+    """The pieces of every row: (example index, first token inside the example, length)."""
+    rows = []
+    for row in range(len(plan.row_offsets) - 1):
+        pieces = []
+        for piece in range(int(plan.row_offsets[row]), int(plan.row_offsets[row + 1])):
+            index, start = int(plan.example_indices[piece]), int(plan.starts[piece])
+            pieces.append((index, start, int(plan.lengths[piece])))
+        rows.append(pieces)
+    return rows
+
+
+def _num_actions(example: Mapping[str, Any], start: int, weights: list[float]) -> int:
+    """Response tokens of a segment: as given, else from its first trained token to its end."""
+    for offset, weight in enumerate(weights):
+        if "num_actions" in example:
+            first_action = len(example["input_ids"]) - int(example["num_actions"])
+            is_first = start + offset >= first_action
+        else:
+            is_first = weight != 0
+        if is_first:
+            return min(len(weights) - offset, len(weights) - 1)
+    return 0
+
+
+def _empty_row(width: int, pad_token_id: int) -> dict[str, list[Any]]:
+    return {
+        "input_ids": [pad_token_id] * width,
+        "position_ids": [0] * width,
+        "attention_mask": [0] * width,
+        "labels": [IGNORE] * width,
+        "weights": [0.0] * width,
+    }
+
+
+def _write(row: dict[str, list[Any]], first: int, segment: Segment) -> None:
+    for offset in range(len(segment.ids)):
+        row["input_ids"][first + offset] = segment.ids[offset]
+        row["position_ids"][first + offset] = offset
+        row["attention_mask"][first + offset] = 1
+        row["labels"][first + offset] = segment.labels[offset]
+        row["weights"][first + offset] = segment.weights[offset]
+
+
+def _stack(
+    rows: list[dict[str, list[Any]]], width: int, num_columns: int, normalize_loss: bool
+) -> dict[str, Any]:
+    """The rectangular fields, and the metadata that the loss mask decides."""
+    batch: dict[str, Any] = {}
+    for name in ("input_ids", "position_ids", "attention_mask", "labels"):
+        values = [row[name] for row in rows]
+        batch[name] = torch.tensor(values, dtype=torch.int64).reshape(len(rows), width)
+    num_loss_tokens = 0
+    for row in rows:
+        for weight in row["weights"]:
+            if np.float32(weight) != 0:
+                num_loss_tokens += 1
+    divisor = max(1, num_loss_tokens) if normalize_loss else 1
+    loss_mask = torch.zeros(len(rows), num_columns, dtype=torch.float32)
+    for number, row in enumerate(rows):
+        for column in range(num_columns):
+            weight = row["weights"][width - num_columns + column]
+            loss_mask[number, column] = float(np.float32(weight) / np.float32(divisor))
+    batch["loss_mask"] = loss_mask
+    batch["metadata"] = {
+        "response_length": num_columns,
+        "num_loss_tokens": num_loss_tokens,
+        "loss_mask_divisor": divisor,
+    }
+    return batch
+
+
+def _aligned(length: int, align: int) -> int:
+    while length % align != 0:
+        length += 1
+    return length
+
+
+def _largest_step(boundaries: list[int]) -> int:
+    steps = [end - start for start, end in itertools.pairwise(boundaries)]
+    return max(steps, default=0)

@@ -1,0 +1,8 @@
+"""Packed attention for transformers models, and the check that packed examples stay apart."""
+
+from __future__ import annotations
+
+from torch_collate_kit.attention.isolation import check_isolation
+from torch_collate_kit.attention.varlen import register_torch_varlen
+
+__all__ = ["check_isolation", "register_torch_varlen"]

@@ -1,0 +1,199 @@
+"""Causal attention inside segments: torch's varlen kernel where it fits, else an SDPA a segment."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_collate_kit.segments import lengths_from_cu_seqlens
+
+__all__ = ["Segments", "attend", "same_dtype"]
+
+
+class Segments(NamedTuple):
+    """Boundaries flat over the rows, int32 [S + 1], and lengths that no segment exceeds."""
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Query [B, H, T, D], key and value [B, Hkv, T, D] -> a new tensor [B, T, H, D].
+
+    A token sees the tokens of its segment up to itself, with ``window`` only itself and the
+    ``window - 1`` before it. Boundaries on a CUDA device are read on the host only where the kernel
+    does not fit (fp32, an odd head dimension, an old card).
+
+    Raises:
+        ValueError: boundaries that do not fit the rows, as far as they are read on the host.
+
+    >>> cu = torch.tensor([0, 1, 3], dtype=torch.int32)
+    >>> value = torch.tensor([1.0, 2.0, 4.0]).view(1, 1, 3, 1)
+    >>> attend(torch.zeros_like(value), value, value, Segments(cu, cu, 2, 2)).flatten().tolist()
+    [1.0, 2.0, 3.0]
+    """
+    num_rows, _, width, _ = query.shape
+    query, key, value = same_dtype(query, key, value)
+    # [B, H, T, D] -> [B * T, H, D]: rows one behind the other, as the boundaries count them
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    window = None if window is None or window >= width else window
+    kernel = _load_kernel() if _fits_kernel(query, value) else None
+    if kernel is not None and (window is None or kernel.takes_window):
+        output = kernel.run(query, key, value, segments, scale, window)
+    else:
+        lengths = _segment_lengths(segments, num_rows, width)
+        output = _sdpa_by_segment(query, key, value, lengths, scale, window)
+    return output.view(num_rows, width, *output.shape[1:])
+
+
+def same_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All three in one dtype: autocast's, else that of value, which no norm has widened."""
+    device = value.device.type
+    dtype = value.dtype
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _segment_lengths(segments: Segments, num_rows: int, width: int) -> list[int]:
+    """Segment lengths on the host, checked against the rows. Free where the boundaries are."""
+    bounds: list[int] = segments.cu_q.tolist()
+    lengths: list[int] = lengths_from_cu_seqlens(segments.cu_q).tolist()
+    if segments.cu_k is not segments.cu_q and segments.cu_k.tolist() != bounds:
+        raise ValueError(
+            f"cu_seq_lens_q and cu_seq_lens_k differ, {bounds} and {segments.cu_k.tolist()}; in "
+            "self-attention over packed rows they are the same"
+        )
+    row_bounds = range(0, num_rows * width + 1, width)
+    if bounds[0] != 0 or bounds[-1] != row_bounds[-1] or min(lengths, default=0) < 0:
+        raise ValueError(
+            f"cu_seq_lens_q must rise from 0 to {row_bounds[-1]} ({num_rows} rows of {width} "
+            f"tokens, one behind the other), got {bounds}"
+        )
+    missing = sorted(set(row_bounds) - set(bounds))
+    if missing:
+        raise ValueError(
+            f"cu_seq_lens_q lacks the row boundaries {missing} of {num_rows} rows of {width} "
+            f"tokens, so a segment would cross rows; got {bounds}"
+        )
+    return [length for length in lengths if length]
+
+
+def _sdpa_by_segment(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """Causal attention inside each segment: [N, H, D] and [N, Hkv, D] -> [N, H, D]."""
+    if len(set(lengths)) == 1:  # equal segments are a batch: one call for all of them
+        shape = (len(lengths), lengths[0])
+        query, key, value = (x.view(*shape, *x.shape[1:]) for x in (query, key, value))
+        return _causal_sdpa(query, key, value, scale, window).flatten(0, 1)
+    pieces = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
+    outputs = [_causal_sdpa(q[None], k[None], v[None], scale, window)[0] for q, k, v in pieces]
+    return torch.cat(outputs)
+
+
+def _causal_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+) -> Tensor:
+    """[B, L, H, D] -> [B, L, H, D]; a token sees itself and the ``window - 1`` before it."""
+    length = query.shape[1]
+    mask = None
+    if window is not None and window < length:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device)
+        mask = mask.tril().triu(1 - window)
+    output = F.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query.shape[2] != key.shape[2],
+    )
+    return output.transpose(1, 2)
+
+
+class _Kernel(NamedTuple):
+    run: Callable[[Tensor, Tensor, Tensor, Segments, float | None, int | None], Tensor]
+    takes_window: bool
+
+
+@functools.cache
+def _load_kernel() -> _Kernel | None:
+    """torch's varlen kernel behind one signature, or None where this torch has none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return _adapt_kernel(varlen_attn)
+
+
+def _adapt_kernel(varlen_attn: Callable[..., Any]) -> _Kernel:
+    """One signature over torch's: 2.10 has is_causal only, 2.11 scale and window, 2.12 GQA too."""
+    accepted = inspect.signature(varlen_attn).parameters
+    takes_window = "window_size" in accepted
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: Segments,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
+        options: dict[str, Any] = {}
+        groups = query.shape[1] // key.shape[1]
+        if "enable_gqa" in accepted:
+            options["enable_gqa"] = groups > 1
+        elif groups > 1:
+            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        if "scale" in accepted:
+            options["scale"] = scale
+        elif scale is not None and not math.isclose(scale, default := query.shape[2] ** -0.5):
+            query = query * (scale / default)
+        if takes_window:  # (left, right) tokens beside the own one; a tuple, torch compares it
+            options["window_size"] = (-1 if window is None else window - 1, 0)
+        else:
+            options["is_causal"] = True
+        cu_q, cu_k = (cu.to(query.device, torch.int32) for cu in (segments.cu_q, segments.cu_k))
+        output: Tensor = varlen_attn(
+            query, key, value, cu_q, cu_k, segments.max_q, segments.max_k, **options
+        )
+        return output
+
+    return _Kernel(run, takes_window)
+
+
+def _fits_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether the kernel takes these inputs: its rules, read in torch's source."""
+    head_dim = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and head_dim == value.shape[-1]
+        and head_dim % 8 == 0
+        and head_dim <= 256
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
