@@ -95,5 +95,5 @@ def _plain(value):
 @pytest.mark.parametrize("counts", [torch.tensor([1, 2]), np.array([1, 2]), np.array([])])
 def test_several_numbers_of_actions_in_one_example_are_refused(counts):
     example = {"input_ids": [5, 6, 7], "loss_mask": [1, 1], "num_actions": counts}
-    with pytest.raises(DataError, match="example 0: num_actions is .* it must be an integer"):
+    with pytest.raises(DataError, match=r"example 0: num_actions is .* it must be an integer"):
         PaddedCollator(0)([example])

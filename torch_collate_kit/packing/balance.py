@@ -50,7 +50,7 @@ def level(
     It ends, because the pieces of one row always fit into one row or more. Without ``max_pieces``
     it ends when as many rows are taken apart as are added: for a piece of size n to fit nowhere,
     each of the new rows, twice as many, would hold more than ``capacity - n``; that is more than
-    the old rows' tokens, or for n over half the capacity more such pieces than the old rows can hold.
+    the old rows' tokens, or for n over half the capacity more such pieces than the old rows hold.
 
     With no row added, rows are dealt out anew only where that brings the heaviest and the lightest
     of them closer together.

@@ -59,7 +59,8 @@ def pack(
         balance: what is even over the ranks: "attention" (a piece of n tokens costs
             ``n * (24576 + n)``, see ``PackingPlan.cost_per_rank``) or "tokens"; the i-th rows
             of all ranks are alike too. None: row i goes to rank ``i % rows_multiple_of``.
-            "sequential" keeps the order of groups of ``rows_multiple_of`` rows, and None the order within.
+            "sequential" keeps the order of groups of ``rows_multiple_of`` rows, and None the order
+            within.
         overflow: what becomes of an example longer than a row: "raise"; "truncate" keeps its
             beginning; "drop" leaves it out; "split" makes consecutive pieces of it.
         max_sequences_per_row: the most pieces a row may hold; None for no limit.

@@ -1,0 +1,529 @@
+"""torch_varlen: packed rows equal one example at a time, and what it cannot do it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.tiny_models import (
+    MODELS,
+    VOCAB,
+    WINDOW,
+    packed_inputs,
+    segment_slices,
+    tiny_model,
+    token_ids,
+)
+from torch_collate_kit.attention import kernels, register_torch_varlen
+from torch_collate_kit.attention.kernels import Segments, attend
+
+ONE_ROW = ([7, 1, 5],)
+TWO_ROWS = ([6, 3], [2, 7])
+EQUAL = ([5, 5], [5, 5])  # one batched call
+LAYOUTS = pytest.mark.parametrize("rows", [ONE_ROW, TWO_ROWS, EQUAL], ids=["one", "two", "equal"])
+
+
+def alone(model: Any, ids: Tensor) -> Tensor:
+    """Logits of one example by itself."""
+    return model(input_ids=ids[None], use_cache=False).logits[0]
+
+
+# --- packed equals one at a time -----------------------------------------------------------------
+
+
+@LAYOUTS
+@pytest.mark.parametrize("attention", ["torch_varlen", "sdpa"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_segment_equals_its_example_alone(kind, attention, rows):
+    model = tiny_model(kind, attention, dtype=torch.float64)
+    reference = tiny_model(kind, "sdpa", dtype=torch.float64)
+    inputs = packed_inputs(*rows, varlen=attention == "torch_varlen")
+    with torch.no_grad():
+        logits = model(**inputs).logits
+        for row, columns in segment_slices(*rows):
+            expected = alone(reference, inputs["input_ids"][row, columns])
+            torch.testing.assert_close(logits[row, columns], expected, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [(kind, "torch_varlen") for kind in MODELS] + [("qwen3", "sdpa"), ("llama", "sdpa")],
+)
+def test_packed_training_equals_one_at_a_time(kind, attention):
+    rows = TWO_ROWS
+    model = tiny_model(kind, attention, dtype=torch.float64).train()
+    inputs = packed_inputs(*rows, varlen=attention == "torch_varlen")
+    labels = inputs["input_ids"].masked_fill(inputs["position_ids"] == 0, -100)
+
+    # not the model's own loss: transformers computes it in float32
+    logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+    loss = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    loss.backward()
+    packed = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    reference = tiny_model(kind, "sdpa", dtype=torch.float64).train()
+    total = 0.0
+    for row, columns in segment_slices(*rows):
+        ids = inputs["input_ids"][row, columns]
+        nll = F.cross_entropy(alone(reference, ids)[:-1], ids[1:], reduction="sum")
+        nll.backward()
+        total += nll.item()
+    assert abs(loss.item() - total) < 1e-9
+    atol = 2e-6 if kind == "gemma3" else 1e-9  # Gemma's norm weights get their gradient in float32
+    for name, parameter in reference.named_parameters():
+        assert parameter.grad.abs().max() > 0, f"{name} was not trained"
+        torch.testing.assert_close(packed[name], parameter.grad, atol=atol, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_gradient_checkpointing_changes_nothing(kind, use_reentrant):
+    inputs = packed_inputs(*TWO_ROWS)
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny_model(kind, dtype=torch.float64).train()
+        if checkpointing:
+            options = {"use_reentrant": use_reentrant}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            model.enable_input_require_grads()
+        model(**inputs).logits.square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(recomputed, plain, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_autocast_runs_in_bfloat16(kind):
+    # under autocast Qwen3's norms widen query and key to float32 and leave value in bfloat16
+    rows, inputs = ONE_ROW, packed_inputs(*ONE_ROW)
+    model = tiny_model(kind, initializer_range=0.05).train()
+    reference = tiny_model(kind, "sdpa", initializer_range=0.05).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(**inputs).logits
+        for row, columns in segment_slices(*rows):
+            expected = alone(reference, inputs["input_ids"][row, columns])
+            torch.testing.assert_close(logits[row, columns], expected, atol=2e-2, rtol=2e-2)
+    logits.float().square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generate_equals_sdpa(kind, use_cache):
+    prompts = token_ids(2, 2 * WINDOW)
+    mask = torch.ones_like(prompts)
+    prompts[1, :3], mask[1, :3] = 0, 0  # left padding
+    texts = [
+        tiny_model(kind, attention).generate(
+            input_ids=prompts,
+            attention_mask=mask,
+            max_new_tokens=6,
+            min_new_tokens=6,
+            do_sample=False,
+            use_cache=use_cache,
+        )
+        for attention in ("torch_varlen", "sdpa")
+    ]
+    assert texts[0].shape == (2, 2 * WINDOW + 6)
+    assert texts[0].tolist() == texts[1].tolist()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_evaluation_without_boundaries_uses_the_mask(kind):
+    inputs = packed_inputs(*TWO_ROWS, varlen=False)
+    with torch.no_grad():
+        logits = tiny_model(kind)(**inputs).logits
+        expected = tiny_model(kind, "sdpa")(**inputs).logits
+    torch.testing.assert_close(logits, expected)
+
+
+def test_a_padded_batch_can_be_evaluated():
+    ids, mask = token_ids(2, 6), torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+    with torch.no_grad():
+        logits = tiny_model("qwen3")(input_ids=ids, attention_mask=mask).logits
+        torch.testing.assert_close(logits[1, :4], alone(tiny_model("qwen3", "sdpa"), ids[1, :4]))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("max_cache_len", [12, 16])
+def test_a_static_cache_without_a_mask_equals_sdpa(kind, max_cache_len):
+    # its update moves the offset, a tensor, in place: a mask built after it would be a later one
+    transformers = pytest.importorskip("transformers")
+    ids = token_ids(1, 12)
+    logits = []
+    for attention in ("torch_varlen", "sdpa"):
+        model = tiny_model(kind, attention)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=max_cache_len)
+        with torch.no_grad():
+            model(input_ids=ids[:, :9], past_key_values=cache, use_cache=True)
+            logits.append(model(input_ids=ids[:, 9:], past_key_values=cache).logits)
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_no_mask_is_built_for_packed_rows(kind, monkeypatch):
+    from transformers import masking_utils
+
+    def fail(**_: Any) -> None:
+        raise AssertionError("a T x T mask was built")
+
+    monkeypatch.setattr(masking_utils, "sdpa_mask", fail)
+    logits = tiny_model(kind)(**packed_inputs(*TWO_ROWS)).logits
+    assert logits.shape == (2, 9, VOCAB)
+
+
+def test_a_mask_of_ones_beside_boundaries_changes_nothing():
+    inputs, model = packed_inputs(*ONE_ROW), tiny_model("llama")
+    ones = torch.ones_like(inputs["input_ids"])
+    assert torch.equal(model(**inputs).logits, model(**inputs, attention_mask=ones).logits)
+
+
+def test_a_cache_that_starts_empty_does_not_leak():
+    inputs, model = packed_inputs(*ONE_ROW), tiny_model("gemma3")
+    expected = model(**inputs).logits
+    del inputs["use_cache"]  # the config's default is True
+    assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_lengths_are_optional():
+    inputs, model = packed_inputs(*ONE_ROW), tiny_model("llama")
+    expected = model(**inputs).logits
+    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
+        del inputs[name]
+    assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_registering_twice_is_free():
+    register_torch_varlen()
+    register_torch_varlen()
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    assert "torch_varlen" in ALL_ATTENTION_FUNCTIONS.valid_keys()
+
+
+def test_importing_does_not_import_transformers():
+    code = "import sys, torch_collate_kit.attention; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- one attention call against a mask written out -----------------------------------------------
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, window: int
+) -> Tensor:
+    """[N, H, D] by softmax over an explicit mask, head by head."""
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place = torch.arange(len(segment))
+    distance = place[:, None] - place[None, :]
+    seen = (segment[:, None] == segment[None, :]) & (distance >= 0) & (distance < window)
+    heads = []
+    for head in range(query.shape[1]):
+        group = head * key.shape[1] // query.shape[1]
+        scores = (query[:, head] @ key[:, group].T * scale).masked_fill(~seen, -torch.inf)
+        heads.append(scores.softmax(-1) @ value[:, group])
+    return torch.stack(heads, 1)
+
+
+def random_heads(num_tokens: int, num_heads: int, num_kv_heads: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(num_tokens, heads, 8, dtype=torch.float64, generator=generator)
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    ]
+
+
+def as_rows(x: Tensor, num_rows: int) -> Tensor:
+    return x.view(num_rows, -1, *x.shape[1:]).transpose(1, 2)  # [B, H, T, D]
+
+
+def bounds_of(lengths: list[int], max_length: int | None = None) -> Segments:
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    max_length = max(lengths) if max_length is None else max_length
+    return Segments(cu, cu, max_length, max_length)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 3, 6, 100])
+@pytest.mark.parametrize(
+    ("num_rows", "lengths"), [(1, [6, 1, 5]), (2, [4, 2, 6]), (2, [3, 3, 3, 3]), (1, [5, 0, 7])]
+)
+def test_attend_equals_a_written_out_mask(heads, window, num_rows, lengths):
+    query, key, value = random_heads(12, *heads)
+    expected = masked_attention(query, key, value, lengths, 0.7, window or 12)
+    rows = [as_rows(x, num_rows) for x in (query, key, value)]
+    output = attend(*rows, bounds_of(lengths), scale=0.7, window=window)
+    assert output.shape == (num_rows, 12 // num_rows, heads[0], 8)
+    torch.testing.assert_close(output.flatten(0, 1), expected, atol=1e-12, rtol=0)
+
+
+def test_attend_takes_mixed_dtypes():
+    # e.g. norms kept in float32 around bfloat16 projections, without autocast
+    query, key, value = (x.float()[:, :, None] for x in random_heads(2, 4, 4))
+    query, key, value = (x.permute(2, 1, 0, 3) for x in (query, key, value))
+    output = attend(query, key, value.bfloat16(), bounds_of([2]))
+    assert output.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(torch.float32, torch.bfloat16), (torch.float64, torch.float64)]
+)
+def test_autocast_decides_the_dtype(dtype, expected):
+    # all three widened by norms; float64 is left alone, as autocast leaves it
+    query, key, value = (as_rows(x.to(dtype), 1) for x in random_heads(4, 4, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attend(query, key, value, bounds_of([3, 1])).dtype == expected
+        (query, *_) = kernels.same_dtype(query, key, value)
+    assert query.dtype == expected, "torch's kernel does not cast by itself, unlike SDPA"
+
+
+# --- the varlen kernel's signatures --------------------------------------------------------------
+
+
+def kernel_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+    assert is_causal
+    return kernel_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=(-1, 0))
+
+
+def kernel_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)
+):
+    assert query.shape[1] == key.shape[1], "no grouped heads before 2.12"
+    return kernel_2_12(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
+    )
+
+
+def kernel_2_12(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    num_splits=None,
+):
+    """The contract of torch's kernel, as its source has it: ``left`` tokens beside the own one."""
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert isinstance(window_size, tuple), "torch compares it with (-1, 0)"
+    assert window_size[1] == 0, "not causal"
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    lengths = cu_seq_q.diff().tolist()
+    assert max(lengths) <= max_q
+    assert max_q == max_k
+    window = window_size[0] + 1 or len(query)
+    scale = query.shape[2] ** -0.5 if scale is None else scale
+    return masked_attention(query, key, value, lengths, scale, window)
+
+
+@pytest.fixture
+def use_kernel(monkeypatch):
+    """Take the path of CUDA tensors, on the CPU, with a stand-in for torch's kernel."""
+
+    def use(kernel: Any) -> None:
+        monkeypatch.setattr(kernels, "_fits_kernel", lambda query, value: True)
+        monkeypatch.setattr(kernels, "_load_kernel", lambda: kernels._adapt_kernel(kernel))
+
+    return use
+
+
+@pytest.mark.parametrize("kernel", [kernel_2_10, kernel_2_11, kernel_2_12])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
+@pytest.mark.parametrize("window", [None, 3, 100])
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_every_kernel_signature_gives_the_same(use_kernel, kernel, heads, window, scale):
+    query, key, value = (as_rows(x, 2) for x in random_heads(12, *heads))
+    segments = bounds_of([4, 2, 6], max_length=6)
+    expected = attend(query, key, value, segments, scale=scale, window=window)
+    use_kernel(kernel)
+    output = attend(query, key, value, segments, scale=scale, window=window)
+    torch.testing.assert_close(output, expected, atol=1e-12, rtol=0)
+
+
+def test_the_kernel_path_never_reads_the_boundaries(use_kernel, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise AssertionError("a device tensor was read on the host")
+
+    monkeypatch.setattr(kernels, "_segment_lengths", fail)
+    use_kernel(kernel_2_12)
+    for kind in ("qwen3", "gemma3"):
+        tiny_model(kind)(**packed_inputs(*TWO_ROWS))
+
+
+def test_a_window_goes_to_sdpa_where_the_kernel_has_none(use_kernel):
+    def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+        raise AssertionError("the kernel of 2.10 was called with a window")
+
+    use_kernel(kernel)
+    query, key, value = (as_rows(x, 1) for x in random_heads(6, 4, 4))
+    assert attend(query, key, value, bounds_of([6]), window=2).shape == (1, 6, 4, 8)
+
+
+def test_the_installed_kernel_has_a_known_signature():
+    import inspect
+
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    names = set(inspect.signature(varlen.varlen_attn).parameters)
+    assert {"query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"} <= names
+    assert ("is_causal" in names) != ("window_size" in names)
+    assert kernels._load_kernel().takes_window == ("window_size" in names)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "value_dim", "capability", "fits"),
+    [
+        ("cuda", torch.bfloat16, 128, 128, (9, 0), True),
+        ("cuda", torch.float16, 64, 64, (8, 0), True),
+        ("cuda", torch.bfloat16, 256, 256, (8, 6), True),
+        ("cpu", torch.bfloat16, 64, 64, (9, 0), False),
+        ("cuda", torch.float32, 64, 64, (9, 0), False),
+        ("cuda", torch.bfloat16, 64, 64, (7, 5), False),
+        ("cuda", torch.bfloat16, 60, 60, (9, 0), False),
+        ("cuda", torch.bfloat16, 264, 264, (9, 0), False),
+        ("cuda", torch.bfloat16, 192, 128, (9, 0), False),
+    ],
+)
+def test_where_the_kernel_fits(monkeypatch, device, dtype, head_dim, value_dim, capability, fits):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    query, value = (
+        SimpleNamespace(is_cuda=device == "cuda", dtype=dtype, shape=(1, 1, dim), device=device)
+        for dim in (head_dim, value_dim)
+    )
+    assert kernels._fits_kernel(query, value) is fits
+
+
+# --- fail closed ---------------------------------------------------------------------------------
+
+
+def test_training_without_boundaries_is_refused():
+    model = tiny_model("qwen3").train()
+    with pytest.raises(
+        ValueError, match=r'no cu_seq_lens_q in training.*Batch.model_inputs\(.*"sd'
+    ):
+        model(**packed_inputs(*ONE_ROW, varlen=False))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_padding_mask_beside_boundaries_is_refused(kind):
+    inputs = packed_inputs(*ONE_ROW)
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, -5:] = 0
+    with pytest.raises(
+        ValueError, match=r"attention_mask.*beside cu_seq_lens_q.*leave attention_m"
+    ):
+        tiny_model(kind)(**inputs, attention_mask=mask)
+
+
+def test_a_4d_mask_beside_boundaries_is_refused():
+    mask = torch.ones(1, 1, 13, 13, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match=r"here as \[1, 1, 13, 13\].*pads are a segment of their"):
+        tiny_model("llama")(**packed_inputs(*ONE_ROW), attention_mask=mask)
+
+
+def test_a_filled_cache_beside_boundaries_is_refused():
+    inputs, model = packed_inputs(*ONE_ROW), tiny_model("llama")
+    inputs["use_cache"] = True
+    cache = model(**inputs).past_key_values
+    with pytest.raises(ValueError, match=r"13 query and 26 key tokens a row.*use_cache=False"):
+        model(**inputs, past_key_values=cache)
+
+
+def test_softcap_is_refused():
+    model = tiny_model("gemma2", attn_logit_softcapping=50.0)
+    with pytest.raises(ValueError, match=r"soft-capping, but Gemma2Attention.*\"eager\""):
+        model(**packed_inputs(*ONE_ROW))
+
+
+@pytest.mark.parametrize(("option", "what"), [("s_aux", "sinks"), ("position_bias", "bias")])
+def test_other_attention_extras_are_refused(option, what):
+    with pytest.raises(ValueError, match=rf"cannot do .*{what}.*passes {option}; use .*eager"):
+        call_attention([2, 1], **{option: torch.zeros(4)})
+
+
+def test_dropout_is_refused():
+    model = tiny_model("qwen3", attention_dropout=0.1)
+    model(**packed_inputs(*ONE_ROW))  # eval: there is none
+    with pytest.raises(ValueError, match=r"asks for 0.1; set config.attention_dropout = 0.0"):
+        model.train()(**packed_inputs(*ONE_ROW))
+
+
+def test_attention_that_is_not_causal_is_refused():
+    with pytest.raises(ValueError, match=r"\"text_config\": \"torch_varlen\", \"vision_config\""):
+        call_attention([2, 1], is_causal=False)
+
+
+def test_restarting_positions_that_nothing_isolates_are_refused():
+    inputs = packed_inputs(*ONE_ROW, varlen=False)
+    del inputs["use_cache"]  # with a cache transformers does not look at the positions
+    with pytest.raises(ValueError, match=r"position_ids restart inside a row.*use_cache=False"):
+        tiny_model("qwen3")(**inputs)
+
+
+def test_a_window_that_mask_and_layer_disagree_on_is_refused():
+    model = tiny_model("gemma3")
+    model.model.layers[0].self_attn.sliding_window = WINDOW - 1
+    with pytest.raises(ValueError, match=r"sliding windows \[4\].*sliding_window=3; use .*sdpa"):
+        model(**packed_inputs(*ONE_ROW))
+
+
+def test_a_mask_pattern_beyond_causal_is_refused():
+    from transformers import masking_utils
+
+    model = tiny_model("llama", attention_chunk_size=4)
+    options = {
+        "config": model.config,
+        "inputs_embeds": torch.zeros(1, 3, 8),
+        "attention_mask": None,
+        "past_key_values": None,
+    }
+    chunks = masking_utils.create_chunked_causal_mask(**options)
+    with pytest.raises(ValueError, match=r"built from \['chunked_overlay.*use .*\"sdpa\""):
+        call_attention([2, 1], attention_mask=chunks)
+
+    def image_tokens(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kv_idx >= 0
+
+    blocks = masking_utils.create_causal_mask(**options, or_mask_function=image_tokens)
+    with pytest.raises(ValueError, match="image_tokens"):
+        call_attention([2, 1], attention_mask=blocks)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "bounds_k", "message"),
+    [
+        ([0, 2], None, r"must rise from 0 to 6 \(2 rows of 3 tokens.*got \[0, 2\]"),
+        ([1, 3, 6], None, "must rise from 0 to 6"),
+        ([0, 4, 3, 6], None, "must rise from 0 to 6"),
+        ([0, 2, 6], None, r"lacks the row boundaries \[3\]"),
+        ([0, 3, 6], [0, 6], "differ.*they are the same"),
+    ],
+)
+def test_boundaries_that_do_not_fit_are_refused(bounds, bounds_k, message):
+    cu = torch.tensor(bounds, dtype=torch.int32)
+    cu_k = None if bounds_k is None else torch.tensor(bounds_k, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        call_attention([3, 3], cu_seq_lens_q=cu, cu_seq_lens_k=cu_k, num_rows=2)
+
+
+def call_attention(lengths: list[int], *, num_rows: int = 1, **options: Any) -> Any:
+    """The registered function, called as a layer of a model calls it."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    register_torch_varlen()
+    width = sum(lengths) // num_rows
+    query = torch.zeros(num_rows, 2, width, 8)
+    options = {"cu_seq_lens_q": bounds_of(lengths).cu_q, "attention_mask": None} | options
+    return ALL_ATTENTION_FUNCTIONS["torch_varlen"](nn.Identity(), query, query, query, **options)
