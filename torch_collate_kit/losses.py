@@ -25,6 +25,13 @@ class PerTokenOutputs:
     a batch has some of them). ``nll[i]`` is float32 ``[n]``: of example ``example_indices[i]`` the
     last ``n = metadata["num_actions"]`` tokens, in host memory. Of a split example these are the
     response tokens of its pieces, joined in order; nothing predicts the first token of a piece.
+
+    >>> from torch_collate_kit.collators import PackedCollator
+    >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}, {"input_ids": [3, 1, 2]}])
+    >>> logits = torch.zeros(1, 5, 4)
+    >>> _, outputs = token_loss(logits, batch, num_loss_tokens=3, return_per_token_outputs=True)
+    >>> outputs.example_indices.tolist(), [len(values) for values in outputs.nll]
+    ([0, 1], [1, 2])
     """
 
     example_indices: np.ndarray
