@@ -720,3 +720,11 @@ def test_fields_and_metadata_stay_together(data: Any) -> None:
             batch = copy.deepcopy(batch)
         assert len(batch) == len(expected)
         assert _as_rows(batch) == expected
+
+
+def test_model_inputs_come_without_labels_on_request():
+    batch = PackedCollator(0, max_tokens=8)([{"input_ids": [5, 6, 7]}])
+    with_labels = batch.model_inputs()
+    assert list(with_labels)[:3] == ["input_ids", "position_ids", "labels"]
+    without = batch.model_inputs(labels=False)
+    assert list(without) == [name for name in with_labels if name != "labels"]

@@ -64,8 +64,7 @@ def one_at_a_time(model: torch.nn.Module, data: list[dict[str, Any]]) -> torch.T
 
 
 def batch_loss(model: torch.nn.Module, batch: Batch, attention: str) -> torch.Tensor:
-    inputs = batch.model_inputs(attention)
-    del inputs["labels"]
+    inputs = batch.model_inputs(attention, labels=False)
     logits = model(**inputs).logits
     return token_loss(logits, batch, num_loss_tokens=batch.metadata["num_loss_tokens"])
 

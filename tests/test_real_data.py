@@ -120,7 +120,6 @@ def with_the_tokens_that_occur(data: list[dict[str, Any]]) -> tuple[list[dict[st
 
 
 def step_loss(model: Any, batch: Any, attention: str) -> torch.Tensor:
-    inputs = batch.model_inputs(attention)
-    del inputs["labels"]
+    inputs = batch.model_inputs(attention, labels=False)
     num_loss_tokens = batch.metadata["num_loss_tokens"]
     return token_loss(model(**inputs).logits, batch, num_loss_tokens=num_loss_tokens)

@@ -26,8 +26,7 @@ if __name__ == "__main__":
     total = torch.zeros((), dtype=torch.float64)
     for i in range(len(mine)):
         micro = mine[i : i + 1]
-        inputs = micro.model_inputs()
-        del inputs["labels"]
+        inputs = micro.model_inputs(labels=False)
         last = i == len(mine) - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
             logits = model(**inputs).logits

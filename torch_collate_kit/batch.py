@@ -301,14 +301,17 @@ class Batch(Mapping[str, Field]):
         assert whole._buffer is not None
         return self._carve(whole._buffer.pin_memory(), whole._slots, self.metadata)
 
-    def model_inputs(self, attention: str = "torch_varlen") -> dict[str, Any]:
+    def model_inputs(
+        self, attention: str = "torch_varlen", *, labels: bool = True
+    ) -> dict[str, Any]:
         """What ``model(**inputs)`` of a transformers model needs: views, in a plain dict.
 
-        ``input_ids``, ``position_ids``, ``labels`` and ``use_cache=False`` always. A padded batch
-        adds ``attention_mask``. A packed batch never does, since any 2-D mask makes transformers
-        ignore the segments; for varlen ``attention`` it adds ``cu_seq_lens_q/k`` (int32, flat over
-        the rows) and ``max_length_q/k`` (Python ints), for "sdpa" and "eager" the restarting
-        position ids do the work.
+        ``input_ids``, ``position_ids`` and ``use_cache=False`` always, and ``labels`` unless
+        ``labels=False``, which spares the model a loss of its own beside yours. A padded batch adds
+        ``attention_mask``. A packed batch never does, since any 2-D mask makes transformers ignore
+        the segments; for varlen ``attention`` it adds ``cu_seq_lens_q/k`` (int32, flat over the
+        rows) and ``max_length_q/k`` (Python ints), for "sdpa" and "eager" the restarting position
+        ids do the work.
 
         Raises:
             ValueError: an unknown ``attention``.
@@ -316,7 +319,7 @@ class Batch(Mapping[str, Field]):
         if attention not in _VARLEN_ATTENTION + _MASK_ATTENTION:
             known = ", ".join(_VARLEN_ATTENTION + _MASK_ATTENTION)
             raise ValueError(f"attention={attention!r} is unknown; use one of {known}")
-        names = ("input_ids", "position_ids", "labels")
+        names = ["input_ids", "position_ids", *(["labels"] if labels else [])]
         inputs: dict[str, Any] = {name: self._fields[name] for name in names}
         inputs["use_cache"] = False
         if "cu_seq_lens" not in self:

@@ -1,0 +1,196 @@
+"""A chat corpus whose answers can be learnt and checked, and a tokenizer and a model to learn it.
+
+Seven skills, from recalling a word pair to finding one fact in a long story; several turns, tool
+calls, and lengths with a long tail. Everything is a function of the seed. It is what sft.py trains
+on when it is given no model and no dataset.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import torch_collate_kit as kit
+
+PAIRS = """hot cold,big small,fast slow,light dark,happy sad,old young,open shut,high low,wet dry,
+loud quiet,rich poor,soft hard,full empty,early late,near far,strong weak,clean dirty,thick thin"""
+OPPOSITES = dict(pair.split()[::way] for pair in PAIRS.split(",") for way in (1, -1))
+LISTS = """Ada Ben Cleo Dan Eva Finn Gus Hana Ivo Jana Kai Lena Milo Nora Omar Pia Rosa Sam Tara Uma
+apple book chair drum egg flute glove hat iron jug kite lamp map oven pen rope scarf tent whistle
+bear cat dog eagle fox goat hare ibis koala lion mole newt otter pig seal tiger wolf
+attic barn cave forest garden harbour kitchen library market museum park river school tower
+dances hides plays rests runs sings sleeps waits"""
+NAMES, THINGS, ANIMALS, PLACES, VERBS = (line.split() for line in LISTS.splitlines())
+
+
+def qa(question: str, answer: str) -> list[dict]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def opposites(rng: np.random.Generator) -> list[dict]:
+    """Knowledge, the easiest: 36 words."""
+    ask = ["What is the opposite of {}?", "Tell me the opposite of {}.", "And the opposite of {}?"]
+    messages = []
+    for word in rng.choice(list(OPPOSITES), rng.integers(1, 4)):
+        messages += qa(
+            rng.choice(ask).format(word), f"The opposite of {word} is {OPPOSITES[word]}."
+        )
+    return messages
+
+
+def addition(rng: np.random.Generator) -> list[dict]:
+    messages = []
+    for a, b in rng.integers(0, 10, (rng.integers(1, 3), 2)).tolist():
+        messages += qa(f"How much is {a} plus {b}?", f"{a} plus {b} is {a + b}.")
+    return messages
+
+
+def memory(rng: np.random.Generator) -> list[dict]:
+    """A name from the first turn, asked for in the last."""
+    name, hello = rng.choice(NAMES), rng.choice(["My name is {}.", "I am {}.", "{} here."])
+    between = opposites(rng) if rng.random() < 0.4 else []
+    told = qa(hello.format(name), f"Hello {name}!")
+    return told + between + qa("What is my name?", f"Your name is {name}.")
+
+
+def word_list(rng: np.random.Generator) -> list[str]:
+    return rng.choice(THINGS, rng.integers(2, 7), replace=False).tolist()
+
+
+def repetition(rng: np.random.Generator) -> list[dict]:
+    words, more = " ".join(word_list(rng)), " ".join(word_list(rng))
+    return qa(f"Repeat: {words}", words) + qa(f"Repeat: {more}", more)
+
+
+def reversal(rng: np.random.Generator) -> list[dict]:
+    words, more = word_list(rng), word_list(rng)
+    first = qa(f"Reverse: {' '.join(words)}", " ".join(words[::-1]))
+    return first + qa(f"Reverse: {' '.join(more)}", " ".join(more[::-1]))
+
+
+def tool_use(rng: np.random.Generator) -> list[dict]:
+    item, price = str(rng.choice(THINGS)), int(rng.integers(10, 100))
+    call = {"name": "get_price", "arguments": json.dumps({"item": item})}
+    call = {"id": "call_0", "type": "function", "function": call}
+    result = {"role": "tool", "tool_call_id": "call_0", "content": json.dumps({"price": price})}
+    ask, answer = qa(f"What does the {item} cost?", f"The {item} costs {price} coins.")
+    return [ask, {"role": "assistant", "content": "", "tool_calls": [call]}, result, answer]
+
+
+def story(rng: np.random.Generator) -> list[dict]:
+    """One fact in a story of mostly a few, sometimes a hundred sentences: the long tail."""
+    lines = [
+        f"The {rng.choice(list(OPPOSITES))} {rng.choice(ANIMALS)} {rng.choice(VERBS)}."
+        for _ in range(min(120, 1 + int(rng.lognormal(1.4, 1.1))))
+    ]
+    thing, place = rng.choice(THINGS), rng.choice(PLACES)
+    lines.insert(rng.integers(len(lines) + 1), f"I put the {thing} in the {place}.")
+    return qa(" ".join([*lines, f"Where is the {thing}?"]), f"The {thing} is in the {place}.")
+
+
+SKILLS = (opposites, addition, memory, repetition, reversal, tool_use, story)
+# ChatML; {% generation %} marks what the assistant writes, its end mark included.
+TEMPLATE = """
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}
+    {%- generation %}{{ m.content }}
+        {%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}
+    {{- '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{ m.content + '<|im_end|>' }}
+{%- endif %}{{ '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def make_corpus(count: int, seed: int) -> list[dict]:
+    """`count` conversations, no two alike, the skills in turn."""
+    rng, seen, corpus = np.random.default_rng(np.random.SeedSequence((seed, 0))), set(), []
+    while len(corpus) < count:
+        skill = SKILLS[len(corpus) % len(SKILLS)]
+        messages = skill(rng)
+        if json.dumps(messages) not in seen:
+            seen.add(json.dumps(messages))
+            corpus.append({"skill": skill.__name__, "messages": messages})
+    return corpus
+
+
+def train_tokenizer(corpus: list[dict]) -> transformers.PreTrainedTokenizerFast:
+    """A byte-level BPE of the corpus, digits one by one, with a ChatML template."""
+    bpe = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    bpe.decoder = decoders.ByteLevel()
+    texts = [
+        m["content"] + json.dumps(m.get("tool_calls", "")) for r in corpus for m in r["messages"]
+    ]
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,
+        special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<|pad|>", eos_token="<|im_end|>", chat_template=TEMPLATE
+    )
+
+
+def make_model(tokenizer, **config) -> transformers.Qwen3ForCausalLM:
+    """A Qwen3 of two million parameters; torch's random state decides its weights."""
+    config = transformers.Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        initializer_range=0.06,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **config,
+    )
+    return transformers.Qwen3ForCausalLM(config)
+
+
+@torch.no_grad()
+def exact_match(
+    model: Any, tokenizer: Any, corpus: Iterable[dict], accelerator: Accelerator
+) -> dict[str, float]:
+    """How often the generated last answer of a conversation is the right one, by skill."""
+    model.eval()
+    tasks = []
+    for record in corpus:
+        tokens = kit.tokenize_chat(record, tokenizer, train_on="last")
+        start, ids = tokens["loss_mask"].index(1), tokens["input_ids"]
+        tasks.append((ids[:start], ids[start : start + sum(tokens["loss_mask"])], record["skill"]))
+    tasks.sort(key=lambda task: len(task[0]))  # prompts of one length need no pads
+    tasks = tasks[accelerator.process_index :: accelerator.num_processes]
+    results = []
+    for i in range(0, len(tasks), 50):
+        prompts, answers, skills = zip(*tasks[i : i + 50], strict=True)
+        batch = kit.PaddedCollator(tokenizer)([{"input_ids": prompt} for prompt in prompts])
+        output = model.generate(
+            **{name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")},
+            max_new_tokens=max(map(len, answers)),
+            do_sample=False,
+        )
+        written = output[:, batch["input_ids"].shape[1] :].tolist()
+        for skill, answer, ids in zip(skills, answers, written, strict=True):
+            results.append((skill, ids[: len(answer)] == answer))
+    asked, right = Counter(), Counter()
+    for skill, is_right in gather_object(results):
+        asked[skill] += 1
+        right[skill] += is_right
+    return {skill: right[skill] / asked[skill] for skill in sorted(asked)}

@@ -1,0 +1,252 @@
+"""examples/sft.py from start to saved model: tiny settings, in this process where that will do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from datasets import Dataset
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import sft  # noqa: E402
+import synthetic_chat  # noqa: E402
+
+TINY = "--num-conversations 80 --num-held-out 14 --batch-size 6 --max-tokens 256 --cpu --threads 1"
+BASE = f"{TINY} --max-steps 4 --checkpoint-every 2"
+
+Run = Callable[..., dict[str, Any]]
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / "summary.json").read_text())
+    return {"steps": steps, "losses": [s["loss"] for s in steps], "summary": summary}
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Call sft.main() with these arguments in this process; what it wrote."""
+    patch = pytest.MonkeyPatch()
+
+    def call(arguments: str, folder: Path) -> dict[str, Any]:
+        patch.setattr(sys, "argv", ["sft.py", *arguments.split(), "--output-dir", str(folder)])
+        sft.main()
+        return read_results(folder)
+
+    yield call
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def base(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("sft") / "base"
+    return run(BASE, folder), folder
+
+
+def launch(command: list[str], folder: Path) -> dict[str, Any]:
+    arguments = [str(EXAMPLES / "sft.py"), *BASE.split(), "--output-dir", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [sys.executable, "-m", *command, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return read_results(folder)
+
+
+def test_it_trains_evaluates_and_saves(base: tuple[dict[str, Any], Path]) -> None:
+    results, folder = base
+    assert [s["step"] for s in results["steps"]] == [1, 2, 3, 4]
+    assert results["losses"][-1] < results["losses"][0]
+    for step in results["steps"]:
+        assert 0 < step["packing_efficiency"] <= 1
+        assert {"learning_rate", "grad_norm", "tokens_per_second", "wait_seconds"} <= set(step)
+    assert results["summary"]["held_out_loss"] > 0
+    skills = {f"exact match, {skill.__name__}" for skill in synthetic_chat.SKILLS}
+    assert skills <= set(results["summary"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    assert tokenizer.chat_template == synthetic_chat.TEMPLATE
+    assert model.config.vocab_size == len(tokenizer)
+
+
+def test_some_step_accumulates_over_rows(run: Run, tmp_path: Path) -> None:
+    """Rows one by one give the losses of all rows at once, and there is more than one."""
+    wide = f"{TINY} --max-steps 3 --max-tokens 160"
+    one_by_one = run(wide, tmp_path / "one")
+    at_once = run(f"{wide} --rows-per-micro-batch 100", tmp_path / "all")
+    assert min(s["packing_efficiency"] for s in one_by_one["steps"]) < 1, "one row in every step"
+    assert one_by_one["losses"] == pytest.approx(at_once["losses"], rel=1e-5)
+
+
+def test_packed_and_padded_train_the_same_examples(run: Run, tmp_path: Path) -> None:
+    still = f"{TINY} --max-steps 1 --learning-rate 1e-30"  # so that evaluation sees equal weights
+    packed = run(still, tmp_path / "packed")
+    padded = run(f"{still} --no-packing", tmp_path / "padded")
+    assert padded["losses"] == pytest.approx(packed["losses"], rel=1e-5)
+    assert padded["steps"][0]["grad_norm"] == pytest.approx(
+        packed["steps"][0]["grad_norm"], rel=1e-4
+    )
+    assert padded["summary"]["held_out_loss"] == pytest.approx(
+        packed["summary"]["held_out_loss"], rel=1e-6
+    )
+    assert padded["summary"]["tokens"] == packed["summary"]["tokens"]
+    assert padded["summary"]["cells"] > 1.2 * packed["summary"]["cells"]
+
+
+def test_accelerate_launch(base: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    config = str(EXAMPLES / "accelerate" / "cpu.yaml")
+    found = launch(["accelerate.commands.launch", "--config_file", config], tmp_path / "out")
+    assert found["losses"] == pytest.approx(base[0]["losses"], rel=1e-6)
+
+
+def test_two_ranks_have_the_losses_of_one(
+    base: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    two = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    found = launch(two, tmp_path / "out")
+    assert found["losses"] == pytest.approx(base[0]["losses"], rel=1e-5)
+    expected = base[0]["summary"]["held_out_loss"]
+    assert found["summary"]["held_out_loss"] == pytest.approx(expected, rel=1e-4)
+    assert found["summary"]["tokens"] == base[0]["summary"]["tokens"]
+
+
+def test_resume_is_exact(base: tuple[dict[str, Any], Path], run: Run, tmp_path: Path) -> None:
+    """Four steps at once, or two, a loss of all later files, and two: the same bits."""
+    results, folder = base
+    again = tmp_path / "again"
+    shutil.copytree(folder, again)
+    for later in ("checkpoint-00000004", "model"):
+        shutil.rmtree(again / later)
+    resumed = run(f"{BASE} --resume", again)
+    assert resumed["losses"] == results["losses"]
+    assert resumed["summary"]["held_out_loss"] == results["summary"]["held_out_loss"]
+    weights = [(f / "model" / "model.safetensors").read_bytes() for f in (folder, again)]
+    assert weights[0] == weights[1]
+
+
+def test_a_kill_while_saving_leaves_the_last_checkpoint(
+    run: Run, base: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_state, saved = sft.Accelerator.save_state, []
+
+    def killed_the_second_time(self: Any, folder: str) -> None:
+        save_state(self, folder)
+        saved.append(folder)
+        if len(saved) == 2:
+            os.truncate(Path(folder) / "optimizer.bin", 100)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sft.Accelerator, "save_state", killed_the_second_time)
+        with pytest.raises(KeyboardInterrupt):
+            run(BASE, tmp_path)
+    resumed = run(f"{BASE} --resume", tmp_path)
+    assert resumed["losses"] == base[0]["losses"]
+
+
+def test_resume_refuses_another_run(
+    base: tuple[dict[str, Any], Path], run: Run, tmp_path: Path
+) -> None:
+    again = tmp_path / "again"
+    shutil.copytree(base[1], again)
+    with pytest.raises(SystemExit, match=r"another run, which had \{'seed': '0'"):
+        run(f"{BASE} --seed 1 --resume", again)
+    with pytest.raises(SystemExit, match="has checkpoints of an earlier run"):
+        run(BASE, again)
+
+
+def test_resume_without_checkpoint(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--resume: no checkpoint in"):
+        run(f"{TINY} --resume", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "missing.parquet"])
+def test_missing_dataset_file(run: Run, tmp_path: Path, name: str) -> None:
+    with pytest.raises(SystemExit, match=rf"--dataset \S*{name}: there is no such file"):
+        run(f"{TINY} --dataset {tmp_path / name}", tmp_path / "out")
+
+
+def test_a_model_and_a_local_file(
+    base: tuple[dict[str, Any], Path], run: Run, tmp_path: Path
+) -> None:
+    corpus = synthetic_chat.make_corpus(40, seed=5)
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in corpus))
+    options = f"{TINY} --max-steps 2 --dataset {path} --model {base[1] / 'model'}"
+    results = run(f"{options} --schedule linear --gradient-checkpointing", tmp_path / "out")
+    assert len(results["losses"]) == 2
+    assert results["steps"][0]["learning_rate"] == 2e-5
+    assert results["summary"]["held_out_loss"] > 0
+    assert not any(name.startswith("exact match") for name in results["summary"])
+
+
+def test_every_kind_of_local_dataset(tmp_path: Path) -> None:
+    data = Dataset.from_list(synthetic_chat.make_corpus(10, seed=5))
+    data.to_parquet(tmp_path / "chats.parquet")
+    data.to_json(tmp_path / "chats.jsonl")
+    data.save_to_disk(tmp_path / "saved")
+    for name in ("chats.parquet", "chats.jsonl", "saved"):
+        found = sft.read_dataset(str(tmp_path / name), "train")
+        assert len(found) == 10
+        assert found[0]["messages"][0]["content"] == data[0]["messages"][0]["content"]
+
+
+def test_model_without_chat_template(
+    base: tuple[dict[str, Any], Path], run: Run, tmp_path: Path
+) -> None:
+    shutil.copytree(base[1] / "model", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    with pytest.raises(SystemExit, match="has no chat template; take its chat version"):
+        run(f"{TINY} --model {tmp_path / 'model'}", tmp_path / "out")
+
+
+def test_corpus_holds_out_what_it_does_not_train() -> None:
+    corpus = synthetic_chat.make_corpus(700, seed=3)
+    assert corpus == synthetic_chat.make_corpus(700, seed=3)
+    assert len({json.dumps(record["messages"]) for record in corpus}) == 700
+    assert {record["skill"] for record in corpus} == {s.__name__ for s in synthetic_chat.SKILLS}
+    lengths = sorted(sum(len(m["content"]) for m in record["messages"]) for record in corpus)
+    assert lengths[-1] > 10 * lengths[350]  # a long tail
+    assert any(m["role"] == "tool" for record in corpus for m in record["messages"])
+
+
+def test_order_is_a_function_of_seed_and_epoch() -> None:
+    arguments = {"seed": 1, "batch_size": 4, "epochs": 2, "max_steps": None}
+    order = sft.training_order(10, sft.argparse.Namespace(**arguments))
+    assert [len(step) for step in order] == [4, 4, 2, 4, 4, 2]
+    first, second = ([i for step in part for i in step] for part in (order[:3], order[3:]))
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert order == sft.training_order(10, sft.argparse.Namespace(**arguments))
+
+
+def test_linear_attention_is_refused(
+    base: tuple[dict[str, Any], Path], run: Run, tmp_path: Path
+) -> None:
+    shutil.copytree(base[1] / "model", tmp_path / "model")
+    config = transformers.Lfm2Config(
+        vocab_size=700,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+    )
+    transformers.Lfm2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(sft.kit.IsolationError, match="use PaddedCollator for this model"):
+        run(f"{TINY} --model {tmp_path / 'model'}", tmp_path / "out")
