@@ -9,6 +9,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.batch_samples import examples
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
+
 DATA_FOLDER = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=60)
@@ -24,6 +28,22 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data: {folder.name!r} folder not found beside the project")
     return folder
+
+
+@pytest.fixture
+def packed() -> Batch:
+    """Rows [7 | 1 pad], [5 + 3], [4 + 2 | 2 pads]."""
+    return PackedCollator(0, max_tokens=8)(examples())
+
+
+@pytest.fixture
+def padded() -> Batch:
+    return PaddedCollator(0)(examples())
+
+
+@pytest.fixture(params=["packed", "padded"])
+def collated(request: pytest.FixtureRequest) -> Batch:
+    return request.getfixturevalue(request.param)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["DataError", "IsolationError"]
+__all__ = ["DataError", "IsolationError", "StateError"]
 
 
 class DataError(ValueError):
@@ -26,4 +26,16 @@ class IsolationError(RuntimeError):
     >>> raise IsolationError("segment 0 moves the logits of segment 1")
     Traceback (most recent call last):
     torch_collate_kit.errors.IsolationError: segment 0 moves the logits of segment 1
+    """
+
+
+class StateError(RuntimeError):
+    """A step, an order or a saved state that does not fit what it is given to.
+
+    Raised instead of serving a batch of another step or of an older order, and instead of resuming
+    on other data. Nothing has been changed when it is raised.
+
+    >>> raise StateError("state is of 300 examples, the dataset has 200")
+    Traceback (most recent call last):
+    torch_collate_kit.errors.StateError: state is of 300 examples, the dataset has 200
     """

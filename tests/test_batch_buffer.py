@@ -1,0 +1,213 @@
+"""Batch: one buffer, moved, pinned, pickled and sent by one copy."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
+
+from tests.batch_samples import contents, examples, loose, storages_of, tensors_of
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.ragged import Ragged
+
+# --- one buffer ----------------------------------------------------------------------------------
+
+
+def test_a_collated_batch_is_one_buffer(collated: Batch) -> None:
+    assert len(storages_of(collated)) == 1
+    addresses = [tensor.data_ptr() for tensor in tensors_of(collated)]
+    assert [address % 64 for address in addresses] == [0] * len(addresses)
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors_of(collated))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+def test_allocate_carves_every_dtype() -> None:
+    dtypes = [torch.bool, torch.int64, torch.bfloat16, torch.uint8, torch.float64, torch.int32]
+    specs: dict[str, Any] = {str(dtype): ((3, 5), dtype) for dtype in dtypes}
+    specs["ragged"] = (np.array([0, 2, 2, 7]), torch.int16)
+    specs["flat"] = ((3,), torch.float32)
+    specs["no columns"] = ((3, 0), torch.float32)
+    batch = Batch.allocate(specs, {"uids": ["a", "b", "c"]})
+    for value, tensor in enumerate(tensors_of(batch)):
+        tensor.fill_(value)
+    for value, (name, tensor) in enumerate(zip(batch, tensors_of(batch), strict=True)):
+        assert (tensor == torch.tensor(value).to(tensor.dtype)).all(), name
+        assert tensor.is_contiguous()
+    assert {str(dtype): batch[str(dtype)].dtype for dtype in dtypes} == {str(d): d for d in dtypes}
+    assert batch["ragged"].lengths.tolist() == [2, 0, 5]
+    assert batch["ragged"].values.dtype == torch.int16
+    assert batch["flat"].shape == (3,)
+    assert batch["no columns"].shape == (3, 0)
+    assert batch.metadata == {"uids": ["a", "b", "c"]}
+
+
+class _Copies(TorchFunctionMode):
+    """Names the functions called that copy data (a dispatch mode would import all of dynamo)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("to", "copy_", "clone", "cat", "cpu", "contiguous", "pin_memory"):
+            self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_collated_batch_moves_with_one_copy(collated: Batch) -> None:
+    with _Copies() as copies:
+        moved = collated.to("meta", non_blocking=True)
+    assert copies.seen == ["to"]
+    assert {tensor.device.type for tensor in tensors_of(moved)} == {"meta"}
+    assert moved.metadata == collated.metadata
+    assert moved["sub_seq_lengths"].lengths.tolist() == collated["sub_seq_lengths"].lengths.tolist()
+    assert moved["labels"].shape == collated["labels"].shape
+
+
+def test_a_slice_and_loose_tensors_are_gathered_and_then_move_with_one_copy(packed: Batch) -> None:
+    for batch in (packed[1:], loose()):
+        with _Copies() as copies:
+            batch.to("meta")
+        assert copies.seen.count("to") == 1
+    gathered = packed[1:].to("cpu")
+    assert contents(gathered) == contents(packed[1:])
+
+
+def test_a_batch_that_is_there_already_is_returned(collated: Batch) -> None:
+    assert collated.to("cpu") is collated
+    assert collated.to(torch.device("cpu"), non_blocking=True) is collated
+
+
+def test_a_slice_on_a_device_does_not_come_back_to_the_host(packed: Batch) -> None:
+    moved = packed.to("meta")[1:]
+    assert moved.to("meta")["input_ids"].shape == (2, 8)  # meta has nothing to copy to the host
+
+
+def test_pinning_pins_the_one_buffer(packed: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[torch.Tensor] = []
+
+    def pin_memory(self: torch.Tensor) -> torch.Tensor:
+        pinned.append(self.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    for batch in (packed, packed[1:], loose()):
+        pinned.clear()
+        result = batch.pin_memory()
+        assert len(pinned) == 1
+        assert storages_of(result) == {pinned[0].untyped_storage().data_ptr()}
+        assert contents(result) == contents(batch)
+
+
+# --- pickling and processes ----------------------------------------------------------------------
+
+
+class _CountTensors(pickle.Pickler):
+    """A tensor is what crosses to another process with a handle of its own."""
+
+    tensors = 0
+
+    def reducer_override(self, obj: Any) -> Any:
+        self.tensors += isinstance(obj, torch.Tensor)
+        return NotImplemented
+
+
+@pytest.mark.parametrize("index", [slice(None), slice(1, 3), slice(0, 0)])
+def test_a_pickle_is_one_tensor_and_the_same_batch(collated: Batch, index: slice) -> None:
+    batch = collated[index]
+    file = io.BytesIO()
+    pickler = _CountTensors(file)
+    pickler.dump(batch)
+    assert pickler.tensors == 1
+    loaded = pickle.loads(file.getvalue())
+    assert isinstance(loaded, Batch)
+    assert contents(loaded) == contents(batch)
+    assert len(storages_of(loaded)) == 1
+
+
+def test_loose_tensors_pickle_too() -> None:
+    for batch in (loose(), loose()[1:], loose().select([3, 1])):
+        assert contents(pickle.loads(pickle.dumps(batch))) == contents(batch)
+
+
+@pytest.mark.parametrize("kind", [PackedCollator(0, max_tokens=64), PaddedCollator(0)])
+def test_the_pickle_of_a_slice_holds_its_rows_alone(kind: Any) -> None:
+    batch = kind(examples([64] * 200))
+    row = 64 * 8 * 4 + 63 * 4
+    whole, part = (len(pickle.dumps(b)) for b in (batch, batch[100:102]))
+    assert whole > 200 * row
+    # The three ragged columns of the metadata are 24 bytes a sub-sequence of all rows (reported).
+    assert part < 2 * row + 3 * 200 * 8 + 6000
+
+
+@pytest.mark.parametrize(
+    "column", [Ragged.from_lengths(np.arange(100_000), [1000] * 100), torch.zeros(100, 1000)]
+)
+def test_the_metadata_of_a_slice_is_pickled_for_its_rows_alone(column: Any) -> None:
+    batch = Batch({"x": torch.arange(100)}, {"column": column})
+    assert len(pickle.dumps(batch[:1])) < 20_000
+
+
+def test_copies(collated: Batch) -> None:
+    deep, shallow = copy.deepcopy(collated), copy.copy(collated)
+    assert contents(deep) == contents(shallow) == contents(collated)
+    assert storages_of(shallow) == storages_of(collated)
+    before = contents(collated)
+    deep["input_ids"][:] = 1
+    deep.metadata["num_loss_tokens"] = 0
+    deep.metadata["example_indices"].values[:] = 0
+    assert contents(collated) == before
+    assert contents(copy.deepcopy(collated[1:])) == contents(collated[1:])
+
+
+@pytest.mark.parametrize("kind", [PackedCollator(0, max_tokens=8), PaddedCollator(0)])
+def test_a_dataloader_worker_sends_one_storage(kind: Any) -> None:
+    loader = DataLoader(examples() * 2, batch_size=5, collate_fn=kind, num_workers=1)
+    batches = list(loader)
+    assert len(batches) == 2
+    for batch in batches:
+        assert isinstance(batch, Batch)
+        assert len(storages_of(batch)) == 1
+        assert batch["input_ids"].is_shared()
+        assert contents(batch) == contents(kind(examples()))
+
+
+def _put_rows(queue: Any, batch: Batch) -> None:
+    queue.put(batch[1:])
+    queue.get()  # its memory is shared: stay until the other side has looked at it
+
+
+def test_a_slice_crosses_a_process_queue(packed: Batch) -> None:
+    context = torch.multiprocessing.get_context("fork")
+    queue, done = context.Queue(), context.Queue()
+
+    class Ends:
+        put, get = queue.put, done.get
+
+    process = context.Process(target=_put_rows, args=(Ends, packed))
+    process.start()
+    part = queue.get(timeout=30)
+    assert contents(part) == contents(packed[1:])
+    assert len(storages_of(part)) == 1
+    done.put(None)
+    process.join(30)
+    assert process.exitcode == 0
+
+
+def test_accelerate_moves_it_as_a_batch(packed: Batch) -> None:
+    operations = pytest.importorskip("accelerate.utils")
+    moved = operations.send_to_device(packed, torch.device("meta"), non_blocking=True)
+    assert isinstance(moved, Batch)
+    assert moved["input_ids"].device.type == "meta"
+    assert moved.metadata == packed.metadata
+    assert operations.send_to_device(packed, "cpu") is packed
+    assert operations.find_batch_size(packed) == 3

@@ -1,0 +1,126 @@
+"""Batch: what a model is given."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from tests.batch_samples import examples
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.packing import ParallelLayout
+
+VARLEN = ("torch_varlen", "flash_attention_2", "flash_attention_3")
+MASKED = ("sdpa", "eager", "flex_attention")
+
+ALWAYS = ["input_ids", "position_ids", "labels", "use_cache"]
+CU = ["cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"]
+
+
+@pytest.mark.parametrize("attention", VARLEN)
+def test_packed_rows_for_varlen_attention(packed: Batch, attention: str) -> None:
+    inputs = packed.model_inputs(attention)
+    assert list(inputs) == [*ALWAYS[:3], "use_cache", *CU]
+    assert inputs["use_cache"] is False
+    assert inputs["input_ids"].data_ptr() == packed["input_ids"].data_ptr()
+    assert inputs["labels"].data_ptr() == packed["labels"].data_ptr()
+    assert inputs["position_ids"].tolist() == [
+        [0, 1, 2, 3, 4, 5, 6, 0],
+        [0, 1, 2, 3, 4, 0, 1, 2],
+        [0, 1, 2, 3, 0, 1, 0, 1],
+    ]
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        assert inputs[name].dtype == torch.int32
+        assert inputs[name].tolist() == [0, 7, 8, 13, 16, 20, 22, 24]
+    assert (inputs["max_length_q"], inputs["max_length_k"]) == (7, 7)
+    assert type(inputs["max_length_q"]) is int
+
+
+@pytest.mark.parametrize("attention", MASKED)
+def test_packed_rows_never_come_with_a_mask(packed: Batch, attention: str) -> None:
+    assert list(packed.model_inputs(attention)) == ALWAYS
+
+
+@pytest.mark.parametrize("attention", VARLEN + MASKED)
+def test_padded_rows_come_with_their_mask(padded: Batch, attention: str) -> None:
+    inputs = padded.model_inputs(attention)
+    assert list(inputs) == [*ALWAYS, "attention_mask"]
+    assert inputs["attention_mask"] is padded["attention_mask"]
+
+
+def test_the_default_is_torch_varlen(packed: Batch) -> None:
+    assert list(packed.model_inputs()) == list(packed.model_inputs("torch_varlen"))
+
+
+def test_boundaries_of_slices_and_selections_by_hand(packed: Batch) -> None:
+    by_hand: list[tuple[Batch, list[int], int]] = [
+        (packed[:1], [0, 7, 8], 7),
+        (packed[1:], [0, 5, 8, 12, 14, 16], 5),
+        (packed[2:], [0, 4, 6, 8], 4),
+        (packed[::2], [0, 7, 8, 12, 14, 16], 7),
+        (packed.chunk(3)[1], [0, 5, 8], 5),
+        (packed.select([2, 0]), [0, 4, 6, 8, 15, 16], 7),
+        (packed.select([1, 1, 2]), [0, 5, 8, 13, 16, 20, 22, 24], 5),
+        (Batch.cat([packed[2:], packed[1:2]]), [0, 4, 6, 8, 13, 16], 5),
+        (packed[1:][1:], [0, 4, 6, 8], 4),
+        (packed[:2].pad_rows(multiple_of=3), [0, 7, 8, 13, 16, 23, 24], 7),
+        (pickle.loads(pickle.dumps(packed[1:])), [0, 5, 8, 12, 14, 16], 5),
+    ]
+    for batch, boundaries, longest in by_hand:
+        inputs = batch.model_inputs()
+        assert inputs["cu_seq_lens_q"].tolist() == boundaries
+        assert inputs["cu_seq_lens_q"].dtype == torch.int32
+        assert inputs["max_length_k"] == longest
+    assert packed["cu_seq_lens"].tolist() == [[0, 7, 8], [0, 5, 8], [0, 4, 6, 8]]  # unchanged
+
+
+def test_boundaries_of_aligned_segments_and_dummy_rows() -> None:
+    collate = PackedCollator(0, max_tokens=16, parallel=ParallelLayout(dp=3, tp=4))
+    batch = collate(examples((5, 3)))  # 5 takes 8 cells, 3 takes 4, and the third row is empty
+    assert batch.metadata["num_dummy_rows"] == 1
+    rows = sorted(batch["cu_seq_lens"].tolist())
+    assert rows == [[0, 4, 8], [0, 8], [0, 8]]
+    inputs = batch.model_inputs()
+    assert inputs["max_length_q"] == 8
+    expected = [0]
+    for i, row in enumerate(batch["cu_seq_lens"].tolist()):
+        expected += [8 * i + boundary for boundary in row[1:]]
+    assert inputs["cu_seq_lens_q"].tolist() == expected
+
+
+def test_one_row_boundaries_are_not_the_field_itself(packed: Batch) -> None:
+    packed[:1].model_inputs()["cu_seq_lens_q"][:] = 0
+    assert packed["cu_seq_lens"].tolist()[0] == [0, 7, 8]
+
+
+@pytest.mark.parametrize("attention", ["flash", "", "SDPA", None])
+def test_an_unknown_attention_is_refused(collated: Batch, attention: Any) -> None:
+    with pytest.raises(ValueError, match=r"is unknown; use one of torch_varlen, .*flex_attention"):
+        collated.model_inputs(attention)
+
+
+def test_inputs_are_made_without_reading_a_tensor(
+    packed: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device each of these would wait; the GPU tests see the waits inside torch as well."""
+
+    def refuse(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a tensor was read")
+
+    part = packed[1:]
+    for name in ("cpu", "numpy", "tolist", "item", "__array__", "__bool__", "__int__", "max"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    inputs = part.model_inputs()
+    monkeypatch.undo()
+    assert inputs["cu_seq_lens_q"].tolist() == [0, 5, 8, 12, 14, 16]
+
+
+def test_model_inputs_come_without_labels_on_request():
+    batch = PackedCollator(0, max_tokens=8)([{"input_ids": [5, 6, 7]}])
+    with_labels = batch.model_inputs()
+    assert list(with_labels)[:3] == ["input_ids", "position_ids", "labels"]
+    without = batch.model_inputs(labels=False)
+    assert list(without) == [name for name in with_labels if name != "labels"]
