@@ -22,12 +22,17 @@ torch.set_num_threads(1)  # two pytest workers on two cores
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """The folder with real data; TORCH_COLLATE_KIT_DATA names it, else ../shared/data."""
-    folder = Path(os.environ.get("TORCH_COLLATE_KIT_DATA", DATA_FOLDER))
-    if not folder.is_dir():
-        pytest.skip(f"no real data: {folder.name!r} folder not found beside the project")
-    return folder
+def data_folder() -> Path:
+    """Where real data lies, if it does: TORCH_COLLATE_KIT_DATA, else ../shared/data."""
+    return Path(os.environ.get("TORCH_COLLATE_KIT_DATA", DATA_FOLDER))
+
+
+@pytest.fixture(scope="session")
+def shared_data(data_folder: Path) -> Path:
+    """The folder with real data; without it the test is skipped."""
+    if not data_folder.is_dir():
+        pytest.skip(f"no real data: {data_folder} not found (set TORCH_COLLATE_KIT_DATA)")
+    return data_folder
 
 
 @pytest.fixture

@@ -527,3 +527,17 @@ def call_attention(lengths: list[int], *, num_rows: int = 1, **options: Any) -> 
     query = torch.zeros(num_rows, 2, width, 8)
     options = {"cu_seq_lens_q": bounds_of(lengths).cu_q, "attention_mask": None} | options
     return ALL_ATTENTION_FUNCTIONS["torch_varlen"](nn.Identity(), query, query, query, **options)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_a_packed_batch_with_its_2d_mask_is_refused_in_eval_too(kind):
+    """model(**batch): the mask keeps pads out, and lets segments see each other."""
+    model = tiny_model(kind, "torch_varlen")
+    inputs = packed_inputs([3, 4, 2], varlen=False)
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[:, -2:] = 0
+    with pytest.raises(ValueError, match="position_ids restart inside a row"):
+        model(**inputs, attention_mask=mask)
+    padded = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])  # left pads restart nothing
+    positions = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4, 5]])
+    model(**{**inputs, "position_ids": positions}, attention_mask=padded)

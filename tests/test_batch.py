@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.batch_samples import contents, examples, loose, plain, storages_of, tensors_of
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.ragged import Ragged
 
 # --- a mapping -----------------------------------------------------------------------------------
@@ -345,3 +345,24 @@ def test_fields_and_metadata_stay_together(data: Any) -> None:
             batch = copy.deepcopy(batch)
         assert len(batch) == len(expected)
         assert _as_rows(batch) == expected
+
+
+@pytest.mark.parametrize("kind", [PackedCollator(0, max_tokens=8), PaddedCollator(0)])
+def test_batches_collated_apart_are_not_joined_by_chance(kind: Any) -> None:
+    """Their counts agree here, so nothing else would tell that N is not that of the whole."""
+    a, b = (kind([{"input_ids": ids}, {"input_ids": [8, 9]}]) for ids in ([1, 2, 3], [4, 5, 6]))
+    with pytest.raises(ValueError, match=r"batches 0 and 1 both have an example \d: they were"):
+        Batch.cat([a, b])
+    joined = Batch.cat([a, b], {"num_loss_tokens": 6})
+    assert joined.metadata["num_loss_tokens"] == 6
+    assert len(Batch.cat([a[:1], a[1:]])) == len(a)
+
+
+def test_a_packed_batch_rebuilt_without_its_metadata_is_refused(packed: Batch) -> None:
+    with pytest.raises(ValueError, match=r"rebuilt without its metadata.*model_inputs=True"):
+        Batch(dict(packed.items()))
+
+
+def test_to_takes_a_device(packed: Batch) -> None:
+    with pytest.raises(TypeError, match=r"takes a device, got torch\.float16"):
+        packed.to(torch.float16)

@@ -124,3 +124,8 @@ def test_model_inputs_come_without_labels_on_request():
     assert list(with_labels)[:3] == ["input_ids", "position_ids", "labels"]
     without = batch.model_inputs(labels=False)
     assert list(without) == [name for name in with_labels if name != "labels"]
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_4", "kernels-community/flash-attn2"])
+def test_every_flash_attention_gets_boundaries(packed: Batch, attention: str) -> None:
+    assert "cu_seq_lens_q" in packed.model_inputs(attention)

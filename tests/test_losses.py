@@ -507,7 +507,7 @@ def test_off_nothing_is_copied_to_the_host(
 def test_rows_that_are_there_twice_have_no_order() -> None:
     model = Model()
     batch = PackedCollator(0, max_tokens=9)(EXAMPLES)
-    for twice in (Batch.cat([batch, batch]), batch.select([0, 0])):
+    for twice in (Batch.cat([batch, batch], {"num_loss_tokens": 2}), batch.select([0, 0])):
         with pytest.raises(ValueError, match="twice"):
             token_loss(model(twice), twice, num_loss_tokens=1, return_per_token_outputs=True)
 
@@ -544,3 +544,31 @@ def test_logits_with_too_few_or_too_many_columns_of_a_batch() -> None:
             token_loss(torch.zeros(6, columns, 11), batch, num_loss_tokens=1)
     with pytest.raises(ValueError, match=r"logits have shape \[5, 7, 11\]"):
         token_loss(torch.zeros(5, 7, 11), batch, num_loss_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((object(), torch.tensor([[0, 1]]), 1), TypeError, r"pass model\(\.\.\.\)\.logits"),
+        ((torch.zeros(1, 2, 3), {"labels": 1}, 1), TypeError, "pass what the collator returned"),
+        ((torch.zeros(1, 2, 3), torch.tensor([[0, 1]]), None), TypeError, "must be a number"),
+        (
+            (torch.zeros(1, 2, 3), torch.tensor([[0, 1]]), torch.tensor([1, 2])),
+            ValueError,
+            "must be one number",
+        ),
+    ],
+)
+def test_wrong_arguments_name_the_way_out(
+    arguments: tuple[Any, Any, Any], error: type[Exception], message: str
+) -> None:
+    logits, labels, num_loss_tokens = arguments
+    with pytest.raises(error, match=message):
+        token_loss(logits, labels, num_loss_tokens=num_loss_tokens)
+
+
+def test_a_tensor_of_one_and_int32_labels_are_taken() -> None:
+    labels = torch.tensor([[-100, 1, 2]], dtype=torch.int32)
+    loss = token_loss(torch.zeros(1, 3, 4), labels, num_loss_tokens=torch.tensor([2]))
+    assert loss.shape == ()
+    assert loss.item() == pytest.approx(np.log(4), rel=1e-6)

@@ -26,7 +26,7 @@ FILES = {
     "gsm8k_train_2k.jsonl": (64, None, 1024),
     "gsm8k_test_300.jsonl": (64, None, 1024),
     "chat_tools_tm4_900.jsonl": (48, None, 2048),
-    "chat_tools_tau_airline_128.jsonl": (8, 6144, 8192),
+    "chat_tools_tau_airline_128.jsonl": (8, 6144, 12288),
     "chat_long_squality_50.jsonl": (4, None, 16384),
 }
 
@@ -43,7 +43,10 @@ def tokenized(shared_data: Path, tokenizer: Any, name: str) -> list[dict[str, An
 
     count, max_length, _ = FILES[name]
     with open(shared_data / name, encoding="utf-8") as lines:
-        records = [{"messages": json.loads(line)["messages"]} for line in lines][:count]
+        records = [{"messages": json.loads(line)["messages"]} for line in lines]
+    if "long" in name:  # two of the shortest stories fit a row
+        records.sort(key=lambda record: len(json.dumps(record)))
+    records = records[:count]
     tools = shared_data / "chat_tools_tau_airline.tools.json" if "tau" in name else None
     dataset, skips = tokenize_chat_dataset(
         Dataset.from_list(records),
@@ -83,8 +86,8 @@ def test_real_conversations_are_packed_without_loss(name, shared_data, tokenizer
     [
         ("gsm8k_train_2k.jsonl", 16),
         ("chat_tools_tm4_900.jsonl", 12),
-        ("chat_tools_tau_airline_128.jsonl", 1),
-        ("chat_long_squality_50.jsonl", 1),
+        ("chat_tools_tau_airline_128.jsonl", 2),
+        ("chat_long_squality_50.jsonl", 2),
     ],
 )
 def test_a_model_trains_on_real_conversations(name, count, shared_data, tokenizer):
@@ -94,7 +97,8 @@ def test_a_model_trains_on_real_conversations(name, count, shared_data, tokenize
     model = tiny_model("qwen3", "torch_varlen", initializer_range=0.02, **sizes).train()
     padded_model = tiny_model("qwen3", "sdpa", initializer_range=0.02, **sizes).train()
     batch = PackedCollator(0, max_tokens=FILES[name][2])(data)
-    if count > 1:
+    assert max(len(lengths) for lengths in batch["sub_seq_lengths"]) > 1
+    if batch["input_ids"].shape[1] < 4096:  # the long ones would take minutes
         check_isolation(model, batch)
     with torch.no_grad():
         padded_loss = step_loss(padded_model, PaddedCollator(0)(data), "sdpa")
@@ -105,7 +109,7 @@ def test_a_model_trains_on_real_conversations(name, count, shared_data, tokenize
     with torch.no_grad():
         second = step_loss(model, batch, "torch_varlen")
     assert first.item() == pytest.approx(padded_loss.item(), rel=1e-5)
-    assert first.item() == pytest.approx(np.log(vocab_size), rel=0.02)
+    assert first.item() == pytest.approx(np.log(vocab_size), rel=0.02)  # nothing learnt yet
     assert second < first - 0.01
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_collate_kit._joining import check_joinable
 from torch_collate_kit._rows import cat, equal, is_per_row, take, with_empty_rows
 from torch_collate_kit.ragged import Ragged, row_indices
 
@@ -17,7 +18,6 @@ __all__ = ["IGNORE_INDEX", "Batch"]
 
 IGNORE_INDEX = -100  # a label that is not trained, as in torch and transformers
 _FIELD_ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
-_VARLEN_ATTENTION = ("torch_varlen", "flash_attention_2", "flash_attention_3")
 _MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
 # What a row added by pad_rows holds; fields not named repeat row 0, so that every model can run it.
 _PAD_ROW_FILL = {"labels": IGNORE_INDEX, "loss_mask": 0, "response_mask": 0, "rewards": 0}
@@ -71,6 +71,13 @@ class Batch(Mapping[str, Field]):
                 )
         self._fields = dict(fields)
         self.metadata: dict[str, Any] = dict(metadata or {})
+        if "cu_seq_lens" in self._fields and "max_segment_length" not in self.metadata:
+            raise ValueError(
+                "a packed batch (it has cu_seq_lens) was rebuilt without its metadata, as "
+                "transformers.Trainer and DataLoader(batch_size=None) do, and would reach a model "
+                "with a mask that lets its examples see each other; for Trainer make the collator "
+                "with model_inputs=True, for the DataLoader pass a collate_fn that changes nothing"
+            )
         self._num_rows = len(next(iter(self._fields.values())))
         self._buffer: Tensor | None = None
         self._slots: dict[str, _Slot] = {}
@@ -246,8 +253,7 @@ class Batch(Mapping[str, Field]):
         if not batches:
             raise ValueError("Batch.cat needs at least one batch, got none")
         first, merged = batches[0], dict(metadata or {})
-        for i, batch in enumerate(batches):
-            _check_cat(i, batch, first, merged)
+        check_joinable(batches, overrides=merged)
         for key, value in first.metadata.items():
             per_row = is_per_row(value)
             merged.setdefault(key, cat([b.metadata[key] for b in batches]) if per_row else value)
@@ -288,6 +294,8 @@ class Batch(Mapping[str, Field]):
 
         ``non_blocking=True`` overlaps with compute only from pinned memory.
         """
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"Batch.to takes a device, got {device}; fields keep their dtypes")
         whole = self._in_one_buffer()
         assert whole._buffer is not None
         buffer = whole._buffer.to(device, non_blocking=non_blocking)
@@ -316,15 +324,16 @@ class Batch(Mapping[str, Field]):
         Raises:
             ValueError: an unknown ``attention``.
         """
-        if attention not in _VARLEN_ATTENTION + _MASK_ATTENTION:
-            known = ", ".join(_VARLEN_ATTENTION + _MASK_ATTENTION)
+        varlen = attention == "torch_varlen" or _is_flash_attention(attention)
+        if not varlen and attention not in _MASK_ATTENTION:
+            known = ", ".join(("torch_varlen", "flash_attention_2", *_MASK_ATTENTION))
             raise ValueError(f"attention={attention!r} is unknown; use one of {known}")
         names = ["input_ids", "position_ids", *(["labels"] if labels else [])]
         inputs: dict[str, Any] = {name: self._fields[name] for name in names}
         inputs["use_cache"] = False
         if "cu_seq_lens" not in self:
             inputs["attention_mask"] = self._fields["attention_mask"]
-        elif attention in _VARLEN_ATTENTION:
+        elif varlen:
             inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = self._flat_cu_seq_lens()
             longest = max(self.metadata["max_segment_length"], default=0)
             inputs["max_length_q"] = inputs["max_length_k"] = longest
@@ -349,6 +358,12 @@ class Batch(Mapping[str, Field]):
         return f"Batch({len(self)} rows; {fields})"
 
 
+def _is_flash_attention(name: Any) -> bool:
+    """transformers' own names, and kernels of the hub such as "kernels-community/flash-attn2"."""
+    text = str(name)
+    return text.startswith("flash_attention_") or ("/" in text and "flash" in text)
+
+
 def _rebuild(buffer: Tensor, slots: dict[str, _Slot], metadata: dict[str, Any]) -> Batch:
     return Batch._carve(buffer, slots, metadata)
 
@@ -359,32 +374,3 @@ def _owned(metadata: dict[str, Any]) -> dict[str, Any]:
         k: v.clone() if isinstance(v, Tensor) and v.nbytes < v.untyped_storage().nbytes() else v
         for k, v in metadata.items()
     }
-
-
-def _check_cat(index: int, batch: Batch, first: Batch, overrides: Mapping[str, Any]) -> None:
-    if batch.keys() != first.keys():
-        raise ValueError(f"batch {index} has fields {list(batch)}, batch 0 has {list(first)}")
-    for name, field in first.items():
-        if isinstance(field, Tensor) and batch[name].shape[1:] != field.shape[1:]:
-            raise ValueError(
-                f"{name} of batch {index} has row shape {list(batch[name].shape[1:])}, of batch 0 "
-                f"{list(field.shape[1:])}; collate them together, or with fixed_width=True"
-            )
-    if batch.metadata.keys() != first.metadata.keys():
-        odd = sorted(batch.metadata.keys() ^ first.metadata.keys())
-        raise ValueError(f"only one of batch 0 and batch {index} has the metadata {odd}")
-    mine, theirs = first.metadata, batch.metadata
-    differ = {k: (v, theirs[k]) for k, v in mine.items() if not is_per_row(v) and theirs[k] != v}
-    if "loss_mask_divisor" in differ:
-        raise ValueError(
-            f"loss_mask_divisor is {differ['loss_mask_divisor'][0]} in batch 0 and "
-            f"{differ['loss_mask_divisor'][1]} in batch {index}, so their masks are divided by "
-            "different numbers; collate them together, or with normalize_loss=False"
-        )
-    differ = {k: pair for k, pair in differ.items() if k not in overrides}
-    if differ:
-        found = ", ".join(f"metadata[{k!r}] is {a!r}, {b!r}" for k, (a, b) in differ.items())
-        raise ValueError(
-            f"batches 0 and {index} disagree: {found}; pass metadata={{...}} with these keys to "
-            "say what the whole shall have"
-        )

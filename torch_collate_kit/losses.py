@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, overload
+from operator import itemgetter
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -92,6 +93,7 @@ def token_loss(
     >>> round(token_loss(logits, labels, num_loss_tokens=2).item(), 4)  # log(4)
     1.3863
     """
+    _check_types(logits, batch_or_labels, num_loss_tokens)
     if isinstance(batch_or_labels, Batch):
         batch: Batch | None = batch_or_labels
         labels, mask = batch_or_labels["labels"], batch_or_labels["loss_mask"]
@@ -126,7 +128,7 @@ def _token_nll(logits: Tensor, targets: Tensor) -> Tensor:
     The targets are shifted, not the logits: a slice of those would be copied, and they are large.
     """
     last, width = logits.shape[-2] - 1, targets.shape[-1]
-    shifted = targets.new_full(logits.shape[:-1], IGNORE_INDEX)
+    shifted = targets.new_full(logits.shape[:-1], IGNORE_INDEX, dtype=torch.int64)
     shifted[..., last - width : last] = targets
     flat = logits.reshape(-1, logits.shape[-1])
     flat = flat.float() if flat.dtype in _HALF else flat
@@ -136,13 +138,37 @@ def _token_nll(logits: Tensor, targets: Tensor) -> Tensor:
 
 def _scale(divisor: int, num_loss_tokens: float | Tensor) -> float | Tensor:
     if isinstance(num_loss_tokens, Tensor):
-        return divisor / torch.where(num_loss_tokens == 0, 1, num_loss_tokens)
+        number = num_loss_tokens.reshape(())
+        return divisor / torch.where(number == 0, 1, number)
     if num_loss_tokens < 0:
         raise ValueError(
             f"num_loss_tokens must be 0 or more, got {num_loss_tokens}; it is the number of loss "
             'tokens of the step, the sum of batch.metadata["num_loss_tokens"]'
         )
     return divisor / (num_loss_tokens or 1)
+
+
+def _check_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> None:
+    if not isinstance(logits, Tensor):
+        raise TypeError(
+            f"logits must be a tensor, got {type(logits).__name__}; pass model(...).logits"
+        )
+    if not isinstance(batch_or_labels, Batch | Tensor):
+        raise TypeError(
+            "the second argument must be the Batch or labels, got "
+            f"{type(batch_or_labels).__name__}; pass what the collator returned"
+        )
+    if isinstance(num_loss_tokens, Tensor):
+        if num_loss_tokens.numel() != 1:
+            raise ValueError(
+                f"num_loss_tokens must be one number, got shape {list(num_loss_tokens.shape)}; "
+                "sum it over the micro-batches"
+            )
+    elif not isinstance(num_loss_tokens, int | float | np.number):
+        raise TypeError(
+            f"num_loss_tokens must be a number, got {type(num_loss_tokens).__name__}; it is the "
+            'sum of batch.metadata["num_loss_tokens"] over the step'
+        )
 
 
 def _check_shapes(
@@ -183,9 +209,5 @@ def _per_token_outputs(batch: Batch, nll_RA: Tensor) -> PerTokenOutputs:
                 "order; ask for per-token outputs before batches are joined or rows repeated"
             )
     order = sorted(pieces)
-    joined = [np.concatenate([v for _, v in sorted(pieces[i], key=_first)]) for i in order]
+    joined = [np.concatenate([v for _, v in sorted(pieces[i], key=itemgetter(0))]) for i in order]
     return PerTokenOutputs(np.array(order, dtype=np.int64), joined)
-
-
-def _first(piece: tuple[int, np.ndarray]) -> int:
-    return piece[0]

@@ -37,6 +37,7 @@ class Ragged:
     Rows and row slices are views; :meth:`take`, :meth:`cat` and :meth:`from_rows` copy.
 
     Raises:
+        TypeError: values that are neither ndarray nor tensor.
         ValueError: offsets that do not run from 0 or more, without falling, to at most ``T``.
 
     >>> ragged = Ragged.from_rows([[1, 2, 3], [4], []])
@@ -49,6 +50,11 @@ class Ragged:
     __slots__ = ("offsets", "values")
 
     def __init__(self, values: np.ndarray | Tensor, offsets: np.ndarray | Sequence[int]) -> None:
+        if not isinstance(values, np.ndarray | Tensor):
+            raise TypeError(
+                f"values must be an ndarray or a tensor, got {type(values).__name__}; rows that "
+                "are lists go into Ragged.from_rows"
+            )
         given = np.asarray(offsets)
         if given.ndim != 1 or len(given) == 0 or given.dtype.kind not in "iu":
             raise ValueError(

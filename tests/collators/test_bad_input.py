@@ -97,3 +97,46 @@ def test_several_numbers_of_actions_in_one_example_are_refused(counts):
     example = {"input_ids": [5, 6, 7], "loss_mask": [1, 1], "num_actions": counts}
     with pytest.raises(DataError, match=r"example 0: num_actions is .* it must be an integer"):
         PaddedCollator(0)([example])
+
+
+@pytest.mark.parametrize("key", ["loss_masks", "assistant_mask", "label", "completion_masks"])
+def test_a_misspelt_target_does_not_train_every_token(key):
+    with pytest.raises(DataError, match=f"no loss target, but '{key}' looks like one; rename"):
+        PaddedCollator(0)([{"input_ids": [5, 6, 7], key: [0, 0, 1]}])
+    batch = PaddedCollator(0)([{"input_ids": [5, 6], "special_tokens_mask": [1, 0], "id": "a"}])
+    assert batch.metadata["num_loss_tokens"] == 1
+
+
+def test_weights_are_refused_where_only_labels_are_passed_on():
+    collate = PackedCollator(0, max_tokens=8, model_inputs=True)
+    with pytest.raises(DataError, match=r"no loss_mask, but a token has weight 0\.25; give masks"):
+        collate([{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0.25]}])
+    assert "loss_mask" not in collate([{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]}])
+
+
+@pytest.mark.parametrize(
+    ("examples", "message"),
+    [
+        ({"input_ids": 5}, "collate one example as a list"),
+        ({"input_ids": torch.tensor([5, 6])}, "collate one example as a list"),
+        (iter([]), r"of a dataset pass dataset\[i:j\]"),
+        ([{"input_ids": [5], "attention_mask": 1}], "example 0: attention_mask has 1, input_ids"),
+    ],
+)
+def test_near_misses_name_the_way_out(examples, message):
+    with pytest.raises((DataError, TypeError), match=message):
+        PaddedCollator(0)(examples)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PackedCollator(0, max_tokens=8, parallel=2), "ParallelLayout"),
+        (lambda: PaddedCollator(0, pad_to_multiple_of=True), "pad_to_multiple_of must be an int"),
+        (lambda: PaddedCollator(type("T", (), {"pad_token_id": [1]})), "pad_token_id must be an"),
+    ],
+)
+def test_wrong_settings_are_type_errors(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+    assert PaddedCollator(0, pad_to_multiple_of=np.int64(8)).pad_to_multiple_of == 8

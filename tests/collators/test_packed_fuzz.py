@@ -59,6 +59,12 @@ def test_model_inputs_are_the_fields_and_flat_boundaries(data: st.DataObject) ->
     options = data.draw(packed_options(drawn.lengths))
     collator = collator_of(options, model_inputs=True)
     expected = _expected(collator, drawn.plain, options, 0)
+    trained = expected["loss_mask"][expected["loss_mask"] != 0]
+    unit = torch.tensor(1.0) / expected["metadata"]["loss_mask_divisor"]
+    if (trained != unit).any():  # labels cannot carry weights
+        with pytest.raises(DataError, match="model_inputs=True passes on labels, no loss_mask"):
+            collator(drawn.given)
+        return
     inputs = dict(collator(drawn.given))
 
     num_rows, width = expected["input_ids"].shape

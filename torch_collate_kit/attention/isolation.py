@@ -77,6 +77,11 @@ def check_isolation(
     torch_collate_kit.errors.IsolationError: row 0 segment 0 leaks into row 0 segment 1 ...
     ... pass use_cache=False
     """
+    if not isinstance(model, nn.Module) or not isinstance(batch, Mapping):
+        raise TypeError(
+            "check_isolation takes a model and a Batch or model inputs, got "
+            f"{type(model).__name__} and {type(batch).__name__}"
+        )
     inputs = _model_inputs(model, batch)
     segments = _find_segments(inputs)
     if len(segments.rows) < 2:

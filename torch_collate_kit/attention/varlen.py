@@ -233,18 +233,29 @@ def _masked_forward(
             "for padded batches"
         )
     mask = attention_mask.build() if isinstance(attention_mask, _DeferredMask) else attention_mask
-    if mask is None and getattr(module, "layer_idx", None) in (None, 0):  # one look is enough
-        _refuse_restarts(kwargs.get("position_ids"))
+    if getattr(module, "layer_idx", None) in (None, 0):  # one look is enough
+        _refuse_restarts(kwargs.get("position_ids"), mask)
     query, key, value = same_dtype(query, key, value)
     output, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
     return output, None
 
 
-def _refuse_restarts(position_ids: Tensor | None) -> None:
-    """Without a mask a row is one sequence; positions that restart say that it is several."""
+def _refuse_restarts(position_ids: Tensor | None, mask: Tensor | None) -> None:
+    """Positions that restart say that a row is several sequences: the mask must say so too."""
     if position_ids is None or position_ids.ndim != 2 or position_ids.shape[1] < 2:
         return
-    if bool((torch.diff(position_ids) != 1).any()):
+    if mask is None:
+        leaks = bool((torch.diff(position_ids) != 1).any())
+    elif mask.shape[-2:] != (position_ids.shape[1],) * 2:  # a cache: one step of generate()
+        return
+    else:  # a real cell (it sees itself) where positions fall must see no cell before it
+        rows, cells = torch.nonzero(torch.diff(position_ids) < 0, as_tuple=True)
+        seen = mask[rows.clamp(max=len(mask) - 1), 0, cells + 1]
+        seen = seen if seen.dtype == torch.bool else seen == 0
+        own = seen.gather(1, cells[:, None] + 1)
+        earlier = torch.arange(seen.shape[1], device=seen.device) <= cells[:, None]
+        leaks = bool((seen & earlier & own).any())
+    if leaks:
         raise ValueError(
             "position_ids restart inside a row, but neither cu_seq_lens_q nor a mask keeps the "
             f'segments apart; pass what Batch.model_inputs(attention="{_NAME}") gives '

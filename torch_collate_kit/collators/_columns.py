@@ -72,6 +72,8 @@ def pad_token_id_of(tokenizer: Any) -> int:
             "the tokenizer has no pad token (pad_token_id is None); set one, for instance "
             "tokenizer.pad_token = tokenizer.eos_token, or pass the pad id as an int"
         )
+    elif not isinstance(tokenizer.pad_token_id, int | np.integer):
+        raise TypeError(f"pad_token_id must be an int, got {tokenizer.pad_token_id!r}")
     else:
         pad_token_id = int(tokenizer.pad_token_id)
     if pad_token_id < 0:
@@ -82,7 +84,7 @@ def pad_token_id_of(tokenizer: Any) -> int:
 def _raw_columns(examples: Examples) -> dict[str, Any]:
     """The known columns, unconverted: a Ragged or a list with one entry an example."""
     if isinstance(examples, Mapping):
-        if isinstance(next(iter(examples.get("input_ids", ())), None), int | np.integer):
+        if _is_one_example(examples.get("input_ids", ())):
             raise DataError(
                 "a mapping is taken as columns, but its input_ids are the tokens of one example; "
                 "collate one example as a list: [example]"
@@ -92,12 +94,15 @@ def _raw_columns(examples: Examples) -> dict[str, Any]:
         raw = _transpose(examples)
     else:
         raise TypeError(
-            f"examples must be a list of mappings or a mapping of columns, got "
-            f"{type(examples).__name__}"
+            "examples must be a list of mappings or a mapping of columns, got "
+            f"{type(examples).__name__}; of a dataset pass dataset[i:j], of a DataFrame "
+            'df.to_dict("records")'
         )
     if "input_ids" not in raw:
         given = sorted(map(str, examples if isinstance(examples, Mapping) else examples[0]))
         raise DataError(f"no input_ids in example 0, got keys {given}; tokenize the text first")
+    if not any(key in raw for key in TARGETS):
+        _refuse_misspelt_target(examples if isinstance(examples, Mapping) else examples[0])
     num_examples = len(raw["input_ids"])
     if not num_examples:
         raise DataError("the batch is empty (0 examples); give at least one")
@@ -107,13 +112,38 @@ def _raw_columns(examples: Examples) -> dict[str, Any]:
     return raw
 
 
+def _is_one_example(column: Any) -> bool:
+    """Whether ``input_ids`` are tokens, not rows of tokens."""
+    if isinstance(column, Ragged):
+        return False
+    if isinstance(column, np.ndarray | Tensor):
+        return column.ndim < 2 and not (isinstance(column, np.ndarray) and column.dtype.hasobject)
+    return not hasattr(column, "__iter__") or isinstance(
+        next(iter(column), None), int | float | np.number
+    )
+
+
+def _refuse_misspelt_target(keys: Mapping[str, Any]) -> None:
+    """Without a target every token is trained, so a near miss must not pass."""
+    for key in map(str, keys):
+        looks = ("mask" in key or "label" in key) and not key.endswith(
+            ("attention_mask", "_tokens_mask")
+        )
+        if looks and key not in _KNOWN:
+            raise DataError(
+                f"example 0 has no loss target, but {key!r} looks like one; rename it to one of "
+                f"{', '.join(TARGETS)}, or remove it to train every token"
+            )
+
+
 def _transpose(examples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     if not len(examples):
         raise DataError("the batch is empty (0 examples); give at least one")
     for i, example in enumerate(examples):
         if not isinstance(example, Mapping):
             raise DataError(
-                f"example {i} is a {type(example).__name__}; an example is a mapping with input_ids"
+                f"example {i} is a {type(example).__name__}; an example is a mapping with "
+                "input_ids (of a pandas row pass row.to_dict())"
             )
     first = examples[0].keys()
     known = [key for key in _KNOWN if key in first]
@@ -190,8 +220,9 @@ def _check_target_lengths(
 
 def _check_attention_mask(column: Any, lengths: np.ndarray) -> None:
     for i, (row, length) in enumerate(zip(column, lengths.tolist(), strict=True)):
-        if row is None or len(row) != length:
-            got = "None" if row is None else f"{len(row)} entries"
+        if not hasattr(row, "__len__") or isinstance(row, str) or len(row) != length:
+            sized = hasattr(row, "__len__") and not isinstance(row, str)
+            got = f"{len(row)} entries" if sized else repr(row)
             raise DataError(f"example {i}: attention_mask has {got}, input_ids has {length} tokens")
         if (0 in row) if isinstance(row, list | tuple) else not bool(row.all()):
             raise DataError(

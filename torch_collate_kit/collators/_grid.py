@@ -18,7 +18,7 @@ from torch_collate_kit.batch import IGNORE_INDEX, Batch
 from torch_collate_kit.collators._columns import Columns
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.segments import position_ids_from_lengths
+from torch_collate_kit.segments import cu_seqlens_from_lengths, position_ids_from_lengths
 
 __all__ = ["Grid", "fill_batch"]
 
@@ -195,14 +195,10 @@ def _fill_tokens(batch: Batch, grid: Grid, columns: Columns, pad_token_id: int) 
         return
     segments = grid.segment_lengths
     positions.reshape(-1)[:] = position_ids_from_lengths(segments.values)
-    boundaries = batch["cu_seq_lens"]
-    ends = np.cumsum(segments.values)
-    starts_of_rows = np.repeat(np.arange(grid.num_rows) * grid.width, segments.lengths)
-    cu_seq_lens = boundaries.values.numpy()
-    is_start = np.zeros(len(cu_seq_lens), dtype=bool)
-    is_start[boundaries.offsets[:-1]] = True
-    cu_seq_lens[is_start] = 0
-    cu_seq_lens[~is_start] = ends - starts_of_rows
+    # A row's boundaries begin where those of the row before it end: that one is there twice.
+    rows = np.repeat(np.arange(grid.num_rows), segments.lengths + 1)
+    flat = cu_seqlens_from_lengths(segments.values)[np.arange(len(rows)) - rows]
+    batch["cu_seq_lens"].values.numpy()[:] = flat - rows * grid.width
 
 
 def _fill_loss(

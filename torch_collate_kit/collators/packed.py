@@ -10,6 +10,7 @@ import numpy as np
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators._columns import Examples, pad_token_id_of, read_columns
 from torch_collate_kit.collators._grid import Grid, fill_batch
+from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingPlan, ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
 
@@ -32,6 +33,8 @@ class PackedCollator:
         balance: what is made even over ranks: "attention" cost, "tokens", or None (round robin).
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
         model_inputs: return the plain dict of ``Batch.model_inputs()``, for transformers.Trainer.
+            It has labels and no ``loss_mask``, so weights other than 0 and 1 are refused, and
+            ``normalize_loss`` has no effect.
 
     Calling it takes a list of examples, or a mapping of ragged columns, and returns a new
     :class:`~torch_collate_kit.batch.Batch` (docs/contract.md): ``input_ids``, ``position_ids``,
@@ -69,6 +72,10 @@ class PackedCollator:
         self.max_tokens = max_tokens
         self.strategy = strategy
         self.parallel = ParallelLayout() if parallel is None else parallel
+        if not isinstance(self.parallel, ParallelLayout):
+            raise TypeError(
+                f"parallel must be a ParallelLayout, got {parallel!r}; ParallelLayout(dp=2)"
+            )
         self.overflow = overflow
         self.max_sequences_per_row = max_sequences_per_row
         self.fixed_width = fixed_width
@@ -110,7 +117,10 @@ class PackedCollator:
                 "max_segment_length": [int(row.max()) for row in grid.segment_lengths],
             },
         )
-        return batch.model_inputs() if self.model_inputs else batch
+        if not self.model_inputs:
+            return batch
+        _refuse_weights(batch)
+        return batch.model_inputs()
 
     def _grid(self, plan: PackingPlan) -> Grid:
         align = self.parallel.align
@@ -128,6 +138,19 @@ class PackedCollator:
             cells=before - row_starts[rows] + rows * width,
             row_offsets=offsets,
             segment_lengths=_with_tails(Ragged(aligned, offsets), width),
+        )
+
+
+def _refuse_weights(batch: Batch) -> None:
+    """Labels say which tokens are trained, not how much."""
+    mask = batch["loss_mask"].numpy()
+    one = np.float32(1) / np.float32(batch.metadata["loss_mask_divisor"])
+    odd = mask[(mask != 0) & (mask != one)]
+    if len(odd):
+        weight = float(odd[0] / one)
+        raise DataError(
+            f"model_inputs=True passes on labels, no loss_mask, but a token has weight {weight:g}; "
+            "give masks of 0 and 1, or take the Batch and token_loss"
         )
 
 

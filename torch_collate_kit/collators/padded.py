@@ -10,6 +10,7 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators._columns import Examples, pad_token_id_of, read_columns
 from torch_collate_kit.collators._grid import Grid, fill_batch
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing._checks import checked_int
 
 __all__ = ["PaddedCollator"]
 
@@ -53,8 +54,8 @@ class PaddedCollator:
         if padding_side not in ("left", "right"):
             raise ValueError(f'padding_side must be "left" or "right", got {padding_side!r}')
         for name, value in (("pad_to_multiple_of", pad_to_multiple_of), ("max_length", max_length)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a positive integer or None, got {value!r}")
+            if value is not None:
+                checked_int(name, value, hint="None switches it off")
         self.pad_token_id = pad_token_id_of(tokenizer)
         self.padding_side = padding_side
         self.pad_to_multiple_of = pad_to_multiple_of

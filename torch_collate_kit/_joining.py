@@ -1,0 +1,66 @@
+"""What batches must share to be joined by ``Batch.cat``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torch_collate_kit._rows import is_per_row
+from torch_collate_kit.ragged import Ragged
+
+__all__ = ["check_joinable"]
+
+
+def check_joinable(batches: Sequence[Any], *, overrides: Mapping[str, Any]) -> None:
+    """ValueError where fields, widths or batch metadata disagree and nothing overrides them."""
+    for i, batch in enumerate(batches):
+        _check_pair(i, batch, batches[0], overrides)
+    if "num_loss_tokens" not in overrides:
+        _check_one_collation(batches)
+
+
+def _check_pair(index: int, batch: Any, first: Any, overrides: Mapping[str, Any]) -> None:
+    if batch.keys() != first.keys():
+        raise ValueError(f"batch {index} has fields {list(batch)}, batch 0 has {list(first)}")
+    for name, field in first.items():
+        if isinstance(field, Tensor) and batch[name].shape[1:] != field.shape[1:]:
+            raise ValueError(
+                f"{name} of batch {index} has row shape {list(batch[name].shape[1:])}, of batch 0 "
+                f"{list(field.shape[1:])}; collate them together, or with fixed_width=True"
+            )
+    if batch.metadata.keys() != first.metadata.keys():
+        odd = sorted(batch.metadata.keys() ^ first.metadata.keys())
+        raise ValueError(f"only one of batch 0 and batch {index} has the metadata {odd}")
+    mine, theirs = first.metadata, batch.metadata
+    differ = {k: (v, theirs[k]) for k, v in mine.items() if not is_per_row(v) and theirs[k] != v}
+    if "loss_mask_divisor" in differ:
+        raise ValueError(
+            f"loss_mask_divisor is {differ['loss_mask_divisor'][0]} in batch 0 and "
+            f"{differ['loss_mask_divisor'][1]} in batch {index}, so their masks are divided by "
+            "different numbers; collate them together, or with normalize_loss=False"
+        )
+    differ = {k: pair for k, pair in differ.items() if k not in overrides}
+    if differ:
+        found = ", ".join(f"metadata[{k!r}] is {a!r}, {b!r}" for k, (a, b) in differ.items())
+        raise ValueError(
+            f"batches 0 and {index} disagree: {found}; pass metadata={{...}} with these keys to "
+            "say what the whole shall have"
+        )
+
+
+def _check_one_collation(batches: Sequence[Any]) -> None:
+    """Parts of one batch name different examples; batches collated apart each begin at 0."""
+    owner: dict[tuple[int, int], int] = {}
+    for i, batch in enumerate(batches):
+        columns = [batch.metadata.get(key) for key in ("example_indices", "example_starts")]
+        if not all(isinstance(column, Ragged) for column in columns):
+            return
+        for piece in zip(*(column.flat_values.tolist() for column in columns), strict=True):
+            if owner.setdefault(piece, i) != i:
+                raise ValueError(
+                    f"batches {owner[piece]} and {i} both have an example {piece[0]}: they were "
+                    "collated apart, so their num_loss_tokens is not that of the whole; collate "
+                    "them together, or pass metadata={'num_loss_tokens': ...}"
+                )
