@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from datasets import Dataset, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -493,11 +494,70 @@ YO = {"role": "assistant", "content": "yo"}
             {"messages": None, "text": "x"},
             r"no `messages` and no `instruction` .* columns \['text'\]; rename",
         ),
+        (
+            {"messages": [USER, {**YO, "function_call": {"name": "f", "arguments": "{}"}}]},
+            r"messages\[1\] has a `function_call`, .*; convert it to `tool_calls`: \[\{'type'",
+        ),
+        (
+            {"instruction": "x", "context": "y", "response": "z", "output": None},
+            r"a `response` but no `output`; rename `response` to `output` \(and `context`",
+        ),
     ],
 )
 def test_bad_records(tagged: Any, example: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         tokenize_chat(example, tagged)
+
+
+@pytest.mark.parametrize("role", ["gpt", "model", "bot", "Assistant", "chatgpt", "human"])
+def test_unknown_role_instead_of_an_assistant(tagged: Any, role: str) -> None:
+    """A role of the user's own is fine where there is an assistant, and a skip is no error."""
+    message = rf"messages\[1\] has the unknown role '{role}', .* rename .* answers to assistant"
+    with pytest.raises(DataError, match=message):
+        tokenize_chat(chat("user: hi", f"{role}: yo"), tagged)
+    assert tokenize_chat(chat(f"{role}: hi", "assistant: yo"), tagged)["skip_reason"] == ""
+    known = chat("system: a", "developer: b", "user: c", "tool: d", "function: e")
+    assert tokenize_chat(known, tagged)["skip_reason"] == "no_assistant_turn"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("weight", 0), ("weight", 0.0), ("weight", 0.5), ("train", False), ("trainable", False)],
+)
+def test_turn_that_says_not_to_train_it(tokenizer: Any, key: str, value: Any) -> None:
+    plain = {"messages": [USER, YO, USER, YO]}
+    example = {"messages": [USER, {**YO, key: value}, USER, {**YO, key: type(value)(1)}]}
+    message = rf"messages\[1\] has {key} {value}, but .*; remove `{key}` .* pass train_on='last'"
+    with pytest.raises(DataError, match=message):
+        tokenize_chat(example, tokenizer)
+    # As the message says: nothing is trained of the turns before the last.
+    last = tokenize_chat(example, tokenizer, train_on="last")
+    assert last == tokenize_chat(plain, tokenizer, train_on="last")
+    example["messages"].reverse()
+    with pytest.raises(DataError, match=rf"messages\[2\] has {key}"):
+        tokenize_chat({"messages": example["messages"][:3]}, tokenizer, train_on="last")
+
+
+def test_keys_that_say_what_is_done_anyway(tokenizer: Any) -> None:
+    answer = {**YO, "weight": 1, "train": True, "trainable": None, "function_call": None}
+    example = {"messages": [{**USER, "weight": 0, "train": False}, answer]}
+    check(tokenize_chat(example, tokenizer), tokenizer, HEAD, "yo<|im_end|>", "\n")
+    filled_by_arrow = {**answer, "function_call": {"name": None}}
+    result = tokenize_chat({"messages": [USER, filled_by_arrow]}, tokenizer)
+    check(result, tokenizer, HEAD, "yo<|im_end|>", "\n")
+
+
+@pytest.mark.parametrize("broken", ["{% if %}", "{{ 'a' | nofilter }}"])
+def test_template_that_is_no_jinja(broken: str) -> None:
+    """The template is named, not the record: no DataError, no index, no roles."""
+    for template in (broken, "{% generation %}{% endgeneration %}" + broken):
+        tokenizer = byte_tokenizer("\n" + template)
+        message = r"^the chat template is no valid Jinja, line 2: .*mend tokenizer\.chat_template$"
+        with pytest.raises(ValueError, match=message) as caught:
+            tokenize_chat({"messages": [USER, YO]}, tokenizer)
+        assert not isinstance(caught.value, DataError)
+        with pytest.raises(ValueError, match=message):
+            tokenize_chat_dataset(Dataset.from_list(MIXED), tokenizer)
 
 
 def test_template_that_refuses() -> None:
@@ -528,6 +588,35 @@ def test_wrong_options(tagged: Any) -> None:
         tokenize_chat(example, byte_tokenizer(None))
     with pytest.raises(DataError, match="multiple values for keyword argument 'tokenize'"):
         tokenize_chat(example, byte_tokenizer(NO_TAGS), chat_template_kwargs={"tokenize": True})
+
+
+@pytest.mark.parametrize("example", [[USER, YO], None, Dataset.from_list([{"messages": [USER]}])])
+def test_not_a_record(tagged: Any, example: Any) -> None:
+    message = rf"a record is a mapping with `messages`, got {type(example).__name__}; wrap a list"
+    with pytest.raises(TypeError, match=message):
+        tokenize_chat(example, tagged)
+
+
+@pytest.mark.parametrize("other", ["gpt2", None, Tokenizer(models.BPE())])
+def test_not_a_tokenizer(other: Any) -> None:
+    message = rf"tokenizer must be a tokenizer, got {type(other).__name__}; load it with AutoTok"
+    with pytest.raises(TypeError, match=message):
+        tokenize_chat({"messages": [USER, YO]}, other)
+    with pytest.raises(TypeError, match=message):
+        tokenize_chat_dataset(Dataset.from_list(MIXED), other)
+
+
+def test_max_length_is_an_integer(tagged: Any) -> None:
+    example = {"messages": [USER, YO]}
+    for wrong in ("10", 10.0):
+        message = rf"max_length must be an integer or None, got {wrong!r}"
+        with pytest.raises(TypeError, match=message):
+            tokenize_chat(example, tagged, max_length=wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=message):
+            tokenize_chat_dataset(Dataset.from_list(MIXED), tagged, max_length=wrong)  # type: ignore[arg-type]
+    assert tokenize_chat(example, tagged, max_length=np.int64(40)) == tokenize_chat(
+        example, tagged, max_length=40
+    )
 
 
 def test_import_is_light() -> None:
@@ -631,13 +720,26 @@ def test_errors_name_the_example(tagged: Any, num_proc: int | None) -> None:
         tokenize_chat_dataset(Dataset.from_list(rows), tagged, num_proc=num_proc)
 
 
-@pytest.mark.parametrize("rows", [[chat("user: hi")] * 2, []])
-def test_nothing_kept(tagged: Any, rows: list[dict[str, Any]]) -> None:
-    source = Dataset.from_list(rows or MIXED).select(range(len(rows)))
-    tokenized, skips = tokenize_chat_dataset(source, tagged)
-    assert (len(tokenized), skips.total()) == (0, len(rows))
+def test_nothing_kept(tagged: Any) -> None:
+    rows = [chat("user: hi"), chat("user: hi"), chat("user: " + "x" * 60, "assistant: yo")]
+    counts = "{'no_assistant_turn': 2, 'nothing_left_after_truncation': 1}"
+    message = f"^all 3 examples are skipped: {counts}; a record needs an assistant"
+    with pytest.raises(DataError, match=message):
+        tokenize_chat_dataset(Dataset.from_list(rows), tagged, max_length=60)
+
+
+def test_empty_dataset(tagged: Any) -> None:
+    tokenized, skips = tokenize_chat_dataset(Dataset.from_list(MIXED).select([]), tagged)
+    assert (len(tokenized), skips) == (0, Counter())
     assert tokenized.column_names == ["input_ids", "loss_mask"]
     assert tokenized.features["input_ids"].feature.dtype == "int32"
+
+
+def test_first_batch_with_skips_alone(tagged: Any) -> None:
+    rows = [chat("user: hi")] * 1001 + MIXED[:1]
+    tokenized, skips = tokenize_chat_dataset(Dataset.from_list(rows), tagged)
+    assert tokenized["input_ids"] == [tokenize_chat(MIXED[0], tagged)["input_ids"]]
+    assert skips == Counter(no_assistant_turn=1001)
 
 
 def test_dataset_with_a_format(tagged: Any) -> None:

@@ -11,7 +11,6 @@ Price: one tokenisation a record; one template rendering with tags, two a traine
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from bisect import bisect_left, bisect_right
@@ -22,6 +21,12 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch_collate_kit._chat_records import (
+    assistant_turns,
+    check_weights,
+    read_dicts,
+    read_messages,
+)
 from torch_collate_kit.errors import DataError
 
 if TYPE_CHECKING:
@@ -33,7 +38,7 @@ __all__ = ["tokenize_chat", "tokenize_chat_dataset"]
 _logger = logging.getLogger(__name__)
 
 # Goes into the fingerprint of the `datasets` cache: raise it when a record's output changes.
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -53,7 +58,9 @@ def tokenize_chat(
 
     - ``messages``: dicts with ``role`` and ``content``; a None ``content`` is an empty text. Keys
       whose value is None are dropped at every depth, because Arrow fills them in. Messages after
-      the last assistant turn are cut off: nothing there can be trained.
+      the last assistant turn are cut off: nothing there can be trained. A ``weight``, ``train`` or
+      ``trainable`` that says not to train a turn that is trained is an error, as are a legacy
+      ``function_call`` and, without any assistant turn, a role that is none of OpenAI's.
     - ``instruction``, ``input``, ``output``: read when there is no ``messages``; one user turn
       (instruction, blank line, input) and one assistant turn.
     - ``system``: becomes the first message; a system message that differs from it is an error.
@@ -71,7 +78,8 @@ def tokenize_chat(
 
     Raises:
         DataError: the record has another form, or the template cannot render it or rewrites it.
-        ValueError: a wrong option, or a tokenizer without a chat template.
+        ValueError: a wrong option, no chat template, or one that is no valid Jinja.
+        TypeError: not a mapping, not a tokenizer, or a ``max_length`` that is no integer.
 
     >>> from tokenizers import Tokenizer, models, pre_tokenizers
     >>> from transformers import PreTrainedTokenizerFast
@@ -88,15 +96,22 @@ def tokenize_chat(
     'skip_reason': ''}
     """
     _check_options(tokenizer, train_on, max_length)
-    messages = _read_messages(example, decode_arguments)
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not isinstance(example, Mapping):
+        raise TypeError(
+            f"a record is a mapping with `messages`, got {type(example).__name__}; wrap a list of "
+            "messages as {'messages': ...}, and pass a dataset to tokenize_chat_dataset"
+        )
+    messages = read_messages(example, decode_arguments)
+    turns = assistant_turns(messages)
     if not turns:
         return _result(skip_reason="no_assistant_turn")
-    schemas = _read_dicts(example.get("tools"), "`tools`") or _read_dicts(tools, "`tools`")
-    own_kwargs = _read_dicts([example.get("chat_template_kwargs") or {}], "`chat_template_kwargs`")
+    trained = turns if train_on == "all" else turns[-1:]
+    check_weights(messages, trained)
+    schemas = read_dicts(example.get("tools"), "`tools`") or read_dicts(tools, "`tools`")
+    own_kwargs = read_dicts([example.get("chat_template_kwargs") or {}], "`chat_template_kwargs`")
     kwargs = {**(chat_template_kwargs or {}), **own_kwargs[0]}
     chat = _Chat(tokenizer, messages[: turns[-1] + 1], schemas or None, kwargs)
-    input_ids, loss_mask = chat.tokenize(turns if train_on == "all" else turns[-1:])
+    input_ids, loss_mask = chat.tokenize(trained)
     kept = len(input_ids) if max_length is None else min(max_length, len(input_ids))
     if not any(loss_mask[1:]):
         return _result(skip_reason="no_trained_tokens")
@@ -123,8 +138,9 @@ def tokenize_chat_dataset(
     are logged, one warning each. ``datasets.map`` shows the progress and caches the result.
 
     Raises:
-        DataError, ValueError: as :func:`tokenize_chat`; a DataError names the example's index.
-        TypeError: not a ``datasets.Dataset``.
+        DataError: as :func:`tokenize_chat`, naming the example's index; or all are skipped.
+        ValueError: as :func:`tokenize_chat`.
+        TypeError: not a ``datasets.Dataset``, or as :func:`tokenize_chat`.
 
     >>> tokenize_chat_dataset([{"messages": []}], tokenizer=None)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -144,6 +160,11 @@ def tokenize_chat_dataset(
     reasons = list(tokenized["skip_reason"])
     cuts = [cut for cut in tokenized["num_cut_tokens"] if cut]
     skips = Counter(reason for reason in reasons if reason)
+    if reasons and skips.total() == len(reasons):
+        raise DataError(
+            f"all {len(reasons)} examples are skipped: {dict(skips)}; a record needs an assistant "
+            "turn, of which the chat template trains tokens before max_length"
+        )
     tokenized = tokenized.select_columns(["input_ids", "loss_mask"])
     if cuts:
         _logger.warning("cut %d tokens off %d of %d examples", sum(cuts), len(cuts), len(reasons))
@@ -158,7 +179,7 @@ def tokenize_chat_dataset(
 def _map(dataset: Any, fn_kwargs: dict[str, Any], num_proc: int | None) -> Any:
     import datasets
 
-    # Named types, because an all-skipped dataset would get lists of null.
+    # Named types, because a first batch with skips alone would fix them as lists of null.
     features = {
         "input_ids": datasets.Sequence(datasets.Value("int32")),
         "loss_mask": datasets.Sequence(datasets.Value("int8")),
@@ -196,105 +217,20 @@ def _result(ids: Any = (), mask: Any = (), cut: int = 0, skip_reason: str = "") 
 def _check_options(tokenizer: Any, train_on: str, max_length: int | None) -> None:
     if train_on not in ("all", "last"):
         raise ValueError(f"train_on must be 'all' or 'last', got {train_on!r}")
+    if max_length is not None and not hasattr(max_length, "__index__"):
+        raise TypeError(f"max_length must be an integer or None, got {max_length!r}; convert it")
     if max_length is not None and max_length < 2:
         raise ValueError(f"max_length must be at least 2, got {max_length}; None is no limit")
+    if not hasattr(tokenizer, "get_chat_template"):
+        raise TypeError(
+            f"tokenizer must be a tokenizer, got {type(tokenizer).__name__}; load it with "
+            "AutoTokenizer.from_pretrained, or take the processor's .tokenizer"
+        )
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"{type(tokenizer).__name__} has no chat_template; take the tokenizer of the model's "
             "chat version, or set tokenizer.chat_template"
         )
-
-
-def _read_messages(example: Mapping[str, Any], decode_arguments: bool) -> list[dict[str, Any]]:
-    found, system = example.get("messages"), example.get("system")
-    if found is None:
-        found = _alpaca_messages(example)
-    if not isinstance(found, (list, tuple)):
-        raise DataError(
-            f"`messages` must be a list of dicts, got {type(found).__name__}; decode a JSON string "
-            "or turn a dict of lists around"
-        )
-    messages = [_read_message(m, f"messages[{i}]", decode_arguments) for i, m in enumerate(found)]
-    if system is None or system == "":
-        return messages
-    if not isinstance(system, str):
-        raise DataError(f"`system` must be a string, got {type(system).__name__}; convert it")
-    present = {str(m["content"]) for m in messages if m["role"] in ("system", "developer")}
-    if present - {system}:
-        raise DataError("the `system` column and a system message differ; remove one of the two")
-    return messages if present else [{"role": "system", "content": system}, *messages]
-
-
-def _alpaca_messages(example: Mapping[str, Any]) -> list[dict[str, Any]]:
-    columns = {name: example.get(name) for name in ("instruction", "input", "output")}
-    if columns["instruction"] is None:
-        raise DataError(
-            f"no `messages` and no `instruction` in the columns {sorted(_drop_none(example))}; "
-            "rename the chat column to `messages`, or give `instruction` and `output` (Alpaca)"
-        )
-    for name, value in columns.items():
-        if not isinstance(value, (str, type(None))):
-            raise DataError(f"`{name}` must be a string, got {type(value).__name__}; convert it")
-    prompt = "\n\n".join(part for part in (columns["instruction"], columns["input"]) if part)
-    messages = [("user", prompt), ("assistant", columns["output"])]
-    return [{"role": role, "content": text} for role, text in messages if text is not None]
-
-
-def _read_message(found: Any, where: str, decode_arguments: bool) -> dict[str, Any]:
-    message = _drop_none(found)
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        got = f"keys {sorted(found)}" if isinstance(found, Mapping) else type(found).__name__
-        raise DataError(
-            f"{where} must be a dict with a `role` string and `content`, got {got}; rename other "
-            "keys (ShareGPT: from, value) and roles (to system, user, assistant, tool)"
-        )
-    content = message.setdefault("content", "")
-    if not isinstance(content, (str, list)):
-        raise DataError(f"{where} `content` must be text, parts or None, got {content!r:.60}")
-    # An empty list would count in templates that ask `'tool_calls' in message`.
-    calls = _read_dicts(message.pop("tool_calls", None), f"{where} `tool_calls`")
-    if calls and decode_arguments:
-        calls = [_decode_call(call) for call in calls]
-    return {**message, "tool_calls": calls} if calls else message
-
-
-def _decode_call(call: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _decode_call(call["function"])}
-    try:
-        arguments = json.loads(call.get("arguments") or "{}")
-    except (TypeError, ValueError):  # a dict already, or no JSON: a model may have written anything
-        return call
-    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
-
-
-def _read_dicts(found: Any, what: str) -> list[dict[str, Any]]:
-    """A list of dicts, from dicts or JSON strings or the JSON of the whole list."""
-
-    def decode(value: Any) -> Any:
-        try:
-            return json.loads(value) if isinstance(value, str) else _drop_none(value)
-        except ValueError as error:
-            raise DataError(f"{what}: invalid JSON {value[:60]!r} ({error}); mend it") from error
-
-    value = decode(found or []) or []
-    items = value if isinstance(value, list) else [value, "[]"]  # not a list: fails below
-    dicts: list[Any] = [decode(item) if isinstance(item, str) else item for item in items]
-    if not all(isinstance(item, dict) for item in dicts):
-        raise DataError(
-            f"{what} must be a list of dicts or of their JSON, got {value!r:.60}; Python functions "
-            "become schemas with transformers.utils.get_json_schema"
-        )
-    return dicts
-
-
-def _drop_none(value: Any) -> Any:
-    """A copy without None-valued keys: Arrow gives every struct the keys of all others."""
-    if isinstance(value, Mapping):
-        return {key: _drop_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, (list, tuple)):
-        return [_drop_none(item) for item in value]
-    return value
 
 
 @dataclass(frozen=True)
@@ -387,10 +323,15 @@ class _Chat:
 
     @contextmanager
     def _explained(self, messages: list[dict[str, Any]]) -> Iterator[None]:
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
 
         try:
             yield
+        except TemplateSyntaxError as error:
+            raise ValueError(
+                f"the chat template is no valid Jinja, line {error.lineno}: {error.message}; mend "
+                "tokenizer.chat_template"
+            ) from error
         except (TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(
