@@ -1,0 +1,89 @@
+"""Small data for loader tests, and a collate function that can be watched and made to fail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.loading.prefetch import PrefetchLoader
+from torch_collate_kit.loading.sampler import PrefetchingSampler
+from torch_collate_kit.testing import batch_digest
+
+EXAMPLES = [{"input_ids": list(range(10 * i, 10 * i + 1 + i % 5))} for i in range(13)]
+COLLATORS: dict[str, Callable[[Any], Any]] = {
+    "padded": PaddedCollator(0),
+    "packed": PackedCollator(0, max_tokens=8),
+}
+
+
+def make_sampler(**options: Any) -> PrefetchingSampler:
+    return PrefetchingSampler(len(EXAMPLES), 4, **{"seed": 3, **options})
+
+
+def make_loader(
+    collate: Callable[[Any], Any] = COLLATORS["packed"],
+    *,
+    num_workers: int = 0,
+    persistent_workers: bool = False,
+    prefetch: bool = True,
+    **sampler_options: Any,
+) -> PrefetchLoader:
+    loader = DataLoader(
+        EXAMPLES,  # type: ignore[arg-type]
+        batch_sampler=make_sampler(**sampler_options),
+        collate_fn=collate,
+        num_workers=num_workers,
+        persistent_workers=persistent_workers,
+    )
+    return PrefetchLoader(loader, prefetch=prefetch)
+
+
+def expected_digests(num_epochs: int, collate: Any = COLLATORS["packed"], **options: Any) -> list:
+    """The stream written out: no loader, no thread."""
+    sampler = make_sampler(**options)
+    steps = [step for _ in range(num_epochs) for step in sampler]
+    return [batch_digest(collate([EXAMPLES[i] for i in step])) for step in steps]
+
+
+class Watched:
+    """The packed collator: counts, blocks before a batch, fails at a batch."""
+
+    def __init__(self) -> None:
+        self.num_begun = self.num_built = 0
+        self.is_reading = False
+        self.began = threading.Condition()
+        self.errors: dict[int, BaseException] = {}  # by the number of the batch
+        self.gates: dict[int, threading.Event] = {}
+        self.failed = threading.Event()
+
+    def __call__(self, examples: Any) -> Any:
+        self.is_reading = True
+        try:
+            number = self.num_begun
+            with self.began:
+                self.num_begun += 1
+                self.began.notify_all()
+            if number in self.gates:
+                self.gates[number].wait()
+            self._explode(self.errors.get(number))
+            self.num_built += 1
+            return COLLATORS["packed"](examples)
+        finally:
+            self.is_reading = False
+
+    def _explode(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.failed.set()
+            raise error
+
+    def wait_until_begun(self, count: int) -> None:
+        with self.began:
+            self.began.wait_for(lambda: self.num_begun >= count)
+
+    def release_later(self, number: int) -> None:
+        """Opens a gate after the caller has gone on to wait behind it."""
+        threading.Timer(0.05, self.gates[number].set).start()

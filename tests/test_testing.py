@@ -1,0 +1,242 @@
+"""The public harness: what it accepts, and the faults that it is there to find."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.loading.sampler import PrefetchingSampler
+from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.testing import assert_exact_resume, batch_digest
+
+
+def make_batch(**changes: Any) -> Batch:
+    fields = {"x": torch.tensor([[1, 2], [3, 4]]), "r": Ragged(torch.arange(3), [0, 1, 3])}
+    return Batch(fields | changes.pop("fields", {}), {"n": 3, "ids": ["a", "b"]} | changes)
+
+
+DIFFERENT = {
+    "int64": torch.tensor([1, 2]),
+    "int32": torch.tensor([1, 2], dtype=torch.int32),
+    "value": torch.tensor([1, 3]),
+    "shape": torch.tensor([[1, 2]]),
+    "bfloat16": torch.tensor([1, 2], dtype=torch.bfloat16),
+    "0-d": torch.tensor(1),
+    "minus zero": torch.tensor(-0.0),
+    "zero": torch.tensor(0.0),
+    "empty": torch.tensor([]),
+    "array": np.array([1, 2]),
+    "big-endian": np.array([1, 2], dtype=">i8"),
+    "array shape": np.array([[1, 2]]),
+    "list": [1, 2],
+    "tuple": (1, 2),
+    "nested": [[1], [2]],
+    "nested otherwise": [[1, 2], []],
+    "int": 1,
+    "float": 1.0,
+    "bool": True,
+    "str": "1",
+    "bytes": b"1",
+    "None": None,
+    "mapping": {"a": 1},
+    "other key": {"b": 1},
+    "ragged": Ragged(torch.arange(3), [0, 1, 3]),
+    "other rows": Ragged(torch.arange(3), [0, 2, 3]),
+    "batch": make_batch(),
+    "metadata": make_batch(n=4),
+    "row metadata": make_batch(ids=["a", "c"]),
+    "field": make_batch(fields={"x": torch.tensor([[1, 2], [3, 5]])}),
+}
+
+
+def test_digests_differ_when_anything_does():
+    found = {name: batch_digest(value) for name, value in DIFFERENT.items()}
+    assert len(set(found.values())) == len(found)
+
+
+def test_digests_are_equal_for_equal_batches_in_any_memory():
+    batch = make_batch()
+    assert batch_digest(batch) == batch_digest(make_batch())
+    assert batch_digest(batch[1:]) == batch_digest(batch.select([1]))
+    assert batch_digest({"a": 1, "b": 2}) == batch_digest({"b": 2, "a": 1})
+    wide = torch.arange(6).reshape(2, 3)
+    assert batch_digest(wide.T) == batch_digest(wide.T.contiguous())
+    assert batch_digest(np.arange(6)[::2]) == batch_digest(np.array([0, 2, 4]))
+    assert batch_digest(torch.ones(2, requires_grad=True)) == batch_digest(torch.ones(2))
+
+
+@pytest.mark.parametrize("value", [object(), {"a": {1, 2}}, np.array([object()])])
+def test_digests_of_other_things_are_refused(value):
+    with pytest.raises(TypeError, match="batch_digest of a"):
+        batch_digest(value)
+
+
+class Counter:
+    """Epochs of numbers, counted from the last epoch's end; resumes exactly."""
+
+    def __init__(self, num_steps: int = 3) -> None:
+        self.num_steps, self.epoch, self.step = num_steps, 0, 0
+        self.is_closed = False
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.step < self.num_steps:
+            self.step += 1
+            yield self.value()
+        self.epoch, self.step = self.epoch + 1, 0
+
+    def value(self) -> Any:
+        return {"x": torch.tensor([100 * self.epoch + self.step])}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.step = state["epoch"], state["step"]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_an_exact_loader_passes_and_every_one_is_closed():
+    made: list[Counter] = []
+
+    def make() -> Counter:
+        made.append(Counter())
+        return made[-1]
+
+    found = assert_exact_resume(make, num_steps=7)
+    values = [1, 2, 3, 101, 102, 103, 201]
+    assert found == [batch_digest({"x": torch.tensor([v])}) for v in values]
+    assert len(made) == 2 + 7  # two whole runs, and one for every stop
+    assert all(counter.is_closed for counter in made)
+
+
+@pytest.mark.parametrize("tail", ["keep", "drop", "wrap"])
+def test_samplers_are_saved_by_what_was_consumed(tail):
+    found = assert_exact_resume(lambda: PrefetchingSampler(11, 4, tail=tail), num_steps=9)
+    assert len(found) == 9
+
+
+def test_stops_may_be_chosen():
+    made: list[Counter] = []
+    assert_exact_resume(lambda: made.append(Counter()) or made[-1], num_steps=7, stops=[0, 5])
+    assert len(made) == 2 + 2
+
+
+def test_epochs_without_a_batch_may_occur_but_a_source_may_not_run_dry():
+    with pytest.raises(AssertionError, match="asked for 4 batches, the source has 0"):
+        assert_exact_resume(lambda: Counter(0), num_steps=4)
+
+
+class OffByOne(Counter):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.step += self.step == 2
+
+
+class ForgetsTheEpoch(Counter):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+class OfTheProducer(Counter):
+    """Saves where its lookahead is."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "step": min(self.step + 1, self.num_steps)}
+
+
+class DisturbedBySaving(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        self.step += self.step == 2
+        return super().state_dict()
+
+
+class NotRepeatable(Counter):
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        NotRepeatable.made += 1
+
+    def value(self) -> Any:
+        return NotRepeatable.made
+
+
+class EpochBeginsElsewhere(Counter):
+    """The same batches after a resume, but the epochs are cut in other places."""
+
+    cut = 99
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield batch
+            if self.step == self.cut:
+                return
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.cut = 2
+
+
+class NeedsTuples(Counter):
+    """What was a tuple is a list after JSON."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": (self.epoch, self.step)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if isinstance(state["at"], tuple):
+            self.epoch, self.step = state["at"]
+
+
+class OfTensors(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": torch.tensor(self.step)}
+
+
+class OfData(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        return {"buffer": list(range(10_000))}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (OffByOne, "resumed after 2 of 7 batches: batch 2 is another one"),
+        (ForgetsTheEpoch, "resumed after 4 of 7 batches: batch 4 is another one"),
+        (OfTheProducer, "resumed after 0 of 7 batches: batch 0 is another one"),
+        (DisturbedBySaving, "the run that saves at every step: batch 2 is another one"),
+        (NotRepeatable, "the run that saves at every step: batch 0 is another one"),
+        (EpochBeginsElsewhere, "resumed after 0 of 7 batches: an epoch begins elsewhere, at 2"),
+        (NeedsTuples, "resumed after 1 of 7 batches: batch 1 is another one"),
+        (OfTensors, "the state after 0 batches is not JSON"),
+        (OfData, "the state after 0 batches has 58902 bytes as JSON, more than"),
+    ],
+)
+def test_faults_are_found_and_named(make: Callable[[], Any], message: str):
+    with pytest.raises(AssertionError, match=message):
+        assert_exact_resume(make, num_steps=7)
+
+
+def test_states_of_a_live_sampler_would_be_found():
+    """Saving state_dict() of a sampler in the middle of its epoch is the classic mistake."""
+
+    class Live:
+        def __init__(self) -> None:
+            self.sampler = PrefetchingSampler(8, 4)
+            self.state_dict = self.sampler.state_dict
+            self.load_state_dict = self.sampler.load_state_dict
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter(self.sampler)
+
+    assert json.dumps(Live().state_dict())
+    with pytest.raises(AssertionError, match="resumed after 1 of 5 batches"):
+        assert_exact_resume(Live, num_steps=5)

@@ -1,0 +1,91 @@
+"""Checks on a sampler's arguments, and which part of a batch is a rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_collate_kit.packing._checks import checked_choice, checked_int
+
+Indices: TypeAlias = npt.NDArray[np.int64]
+
+
+def rank_slice(num_examples: int, rank: int, world_size: int) -> slice:
+    """The rank-th of ``world_size`` contiguous runs of a batch; the first ones may be longer."""
+    each, longer = divmod(num_examples, world_size)
+    start = rank * each + min(rank, longer)
+    return slice(start, start + each + (rank < longer))
+
+
+def checked_length(data: int | Sized, name: str = "data") -> int:
+    """The number of examples of ``data``, at least 1."""
+    hint = "an empty dataset has no batches"
+    if not isinstance(data, bool) and hasattr(data, "__index__") and not hasattr(data, "__len__"):
+        return checked_int(name, data, hint=hint)
+    if not hasattr(data, "__len__"):
+        raise TypeError(
+            f"{name} must be a number of examples or have len(), got {data!r} of type "
+            f"{type(data).__name__}; for a stream use an iterable dataset, without a sampler"
+        )
+    return checked_int(f"len({name})", len(data), hint=hint)
+
+
+def checked_rank(rank: int, world_size: int) -> int:
+    rank = checked_int("rank", rank, minimum=0)
+    if rank >= world_size:
+        raise ValueError(
+            f"rank must be below world_size={world_size}, got {rank}; ranks count from 0"
+        )
+    return rank
+
+
+def checked_batch_size(batch_size: int, world_size: int) -> int:
+    batch_size = checked_int("batch_size", batch_size)
+    if batch_size % world_size:
+        raise ValueError(
+            f"batch_size counts the examples of all ranks and must be a multiple of "
+            f"world_size={world_size}, got {batch_size}; take "
+            f"{-(-batch_size // world_size) * world_size}"
+        )
+    return batch_size
+
+
+def checked_bool(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def checked_tail(tail: str, drop_last: bool) -> str:
+    checked_choice("tail", tail, ("keep", "drop", "wrap"))
+    if drop_last and tail == "wrap":
+        raise ValueError(
+            "drop_last=True drops the tail and tail='wrap' carries it over; pass only one of them"
+        )
+    return "drop" if drop_last else tail
+
+
+def checked_order(indices: npt.ArrayLike, epoch: int, length: int) -> Indices:
+    """A user's order as its own read-only int64 array, after a look at every index."""
+    what = f"order(epoch={epoch}, rng)"
+    array = np.asarray(indices)
+    if array.ndim != 1:
+        raise ValueError(f"{what} must return a 1-D sequence of indices, got shape {array.shape}")
+    if not array.size:
+        raise ValueError(f"{what} returned no index; an epoch needs at least one example")
+    if array.dtype.kind not in "iu":
+        raise TypeError(
+            f"{what} must return ints, got dtype {array.dtype}; return indices, no mask"
+        )
+    outside = (array < 0) | (array >= length)
+    if outside.any():
+        at = int(outside.argmax())
+        raise ValueError(
+            f"{what}[{at}] is {array[at]}, but the {length} examples have indices 0 to {length - 1}"
+        )
+    own = array.astype(np.int64)
+    own.flags.writeable = False
+    return own

@@ -1,0 +1,213 @@
+"""What a TokenizedDataset may be made of, brought into one of four forms.
+
+A ``datasets.Dataset``, a ``pyarrow.Table``, :class:`ArrowFiles`, or a dict of columns in memory:
+each with the kept columns alone, and each as cheap to send to a worker as it can be.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.ragged import Ragged
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
+
+__all__ = ["ArrowFiles", "Source", "from_state", "is_a", "normalised", "to_state"]
+
+Source: TypeAlias = (
+    "datasets.Dataset | pa.Table | pa.RecordBatch | str | os.PathLike[str] "
+    "| Sequence[str | os.PathLike[str]] | Sequence[Mapping[str, Any]]"
+)
+
+_KNOWN = (
+    "input_ids",
+    "loss_mask",
+    "labels",
+    "assistant_masks",
+    "completion_mask",
+    "num_actions",
+    "attention_mask",
+)
+_IDS = ("input_ids", "labels")  # tokens; masks may be weights
+
+
+class ArrowFiles:
+    """Arrow files by path: what a worker needs to map them again."""
+
+    def __init__(self, paths: list[str], columns: Sequence[str] | None) -> None:
+        self._paths = [os.path.abspath(path) for path in paths]  # a worker may start elsewhere
+        self._names = _chosen(_mapped(self._paths[0]).column_names, columns)
+
+    def table(self) -> pa.Table:
+        import pyarrow as pa
+
+        tables = [_chosen_table(_mapped(path), self._names) for path in self._paths]
+        try:
+            return pa.concat_tables(tables)
+        except pa.ArrowInvalid as error:
+            raise ValueError(
+                f"the files of the source have columns of different types ({error}); cast them"
+            ) from error
+
+
+def _mapped(path: str) -> pa.Table:
+    import pyarrow as pa
+
+    file = pa.memory_map(path)
+    is_file_format = file.read(6) == b"ARROW1"
+    file.seek(0)
+    try:
+        return (pa.ipc.open_file if is_file_format else pa.ipc.open_stream)(file).read_all()
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"{path!r} is neither an Arrow nor a Parquet file ({error}); load it with datasets and "
+            "pass the Dataset"
+        ) from error
+
+
+def normalised(source: Any, columns: Sequence[str] | None) -> Any:
+    """A Dataset or Table of the chosen columns, Arrow files, or a dict of columns."""
+    if isinstance(source, str | os.PathLike):
+        source = [source]
+    if is_a(source, "datasets", "Dataset"):
+        if source.format["type"] == "custom":
+            raise TypeError(
+                "the datasets.Dataset computes its rows on the fly (set_transform), and columns "
+                "would bypass that; apply it with .map first"
+            )
+        return source.with_format(None).select_columns(_chosen(source.format["columns"], columns))
+    if is_a(source, "pyarrow", "RecordBatch"):
+        import pyarrow as pa
+
+        source = pa.Table.from_batches([source])
+    if is_a(source, "pyarrow", "Table"):
+        return _chosen_table(source, _chosen(source.column_names, columns))
+    if isinstance(source, list | tuple):
+        if source and all(isinstance(entry, str | os.PathLike) for entry in source):
+            return _open_files([os.fspath(path) for path in source], columns)
+        if all(isinstance(entry, Mapping) for entry in source):
+            return _copied(source, columns)
+    raise TypeError(
+        f"source is a {type(source).__name__}; pass a datasets.Dataset (of a DatasetDict one "
+        "split), a pyarrow Table, paths of Arrow or Parquet files, or a list of mappings"
+    )
+
+
+def _chosen(available: Sequence[str], columns: Sequence[str] | None) -> list[str]:
+    if columns is None:
+        columns = [name for name in _KNOWN if name in available]
+    for name in columns:
+        if name not in available:
+            raise ValueError(f"columns names {name!r}, the source has {list(available)}")
+    if "input_ids" not in columns:
+        given = list(available if "input_ids" not in available else columns)
+        raise DataError(f"no input_ids, got columns {given}; tokenize the text first")
+    return list(dict.fromkeys(columns))
+
+
+def _chosen_table(table: pa.Table, names: list[str]) -> pa.Table:
+    missing = [name for name in names if name not in table.column_names]
+    if missing:
+        raise ValueError(f"a file has no column {missing[0]!r}, the first one has; pass columns=")
+    return table.select(names)
+
+
+def _open_files(paths: list[str], columns: Sequence[str] | None) -> Any:
+    is_parquet = []
+    for path in paths:
+        if os.path.isdir(path):
+            raise ValueError(f"{path!r} is a folder; pass datasets.load_from_disk(folder)")
+        with open(path, "rb") as file:
+            is_parquet.append(file.read(4) == b"PAR1")
+    if not any(is_parquet):
+        return ArrowFiles(paths, columns)
+    if not all(is_parquet):
+        raise ValueError("the source mixes Parquet and Arrow files; make two datasets of them")
+    import datasets
+    import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
+
+    names = _chosen(pq.read_schema(paths[0]).names, columns)
+    found = datasets.Dataset.from_parquet(paths, columns=names)
+    return found.select_columns(names)
+
+
+def _copied(
+    examples: Sequence[Mapping[str, Any]], columns: Sequence[str] | None
+) -> dict[str, Ragged | np.ndarray]:
+    """Examples as columns in memory: one copy."""
+    available = list(dict.fromkeys(name for example in examples for name in example))
+    copied: dict[str, Ragged | np.ndarray] = {}
+    for name in _chosen(available, columns):
+        rows = [_as_array(name, i, example) for i, example in enumerate(examples)]
+        if all(row.ndim == 0 for row in rows):
+            copied[name] = np.stack(rows)
+            continue
+        for i, row in enumerate(rows):
+            if row.ndim != 1:
+                raise DataError(
+                    f"row {i}: {name} has shape {row.shape}; an example is one flat list of numbers"
+                )
+        copied[name] = Ragged.from_rows(rows)
+    return copied
+
+
+def _as_array(name: str, index: int, example: Mapping[str, Any]) -> np.ndarray:
+    """The entry of an example: 1-D, or 0-D for a number."""
+    if name not in example:
+        raise DataError(
+            f"row {index} has no {name}, other rows have; give every row the same keys, or pass "
+            "columns="
+        )
+    entry = example[name]
+    if isinstance(entry, Tensor):
+        entry = entry.detach().cpu()
+        entry = entry.float() if entry.is_floating_point() else entry
+    try:
+        row = np.asarray(entry)
+    except (ValueError, TypeError):
+        row = np.empty(0, dtype=object)
+    if name == "num_actions" and row.size == 1:
+        row = row.reshape(())
+    if not row.size and row.dtype.kind != "O":
+        return np.empty(0, dtype=np.int64)  # of an empty list NumPy makes floats
+    kinds = "iu" if name in _IDS else "iufb"
+    if row.dtype.kind not in kinds:
+        wanted = "integers" if name in _IDS else "numbers"
+        raise DataError(f"row {index}: {name} is {entry!r:.40}; it must be a flat list of {wanted}")
+    return row
+
+
+def is_a(value: Any, module: str, name: str) -> bool:
+    """isinstance without the import: who holds such an object has imported its module."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(value, getattr(loaded, name, ()))
+
+
+def to_state(source: Any) -> Any:
+    """What is pickled. A slice of a table would take the whole table along; the IPC format cuts."""
+    if not is_a(source, "pyarrow", "Table"):
+        return source
+    import pyarrow as pa
+
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, source.schema) as writer:
+        writer.write_table(source)
+    return sink.getvalue()
+
+
+def from_state(state: Any) -> Any:
+    """The source again."""
+    if not is_a(state, "pyarrow", "Buffer"):
+        return state
+    import pyarrow as pa
+
+    return pa.ipc.open_stream(state).read_all()

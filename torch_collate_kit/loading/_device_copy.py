@@ -1,0 +1,90 @@
+"""Batches to a device, the copy overlapping compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_collate_kit.ragged import Ragged
+
+
+class Sent(NamedTuple):
+    """A batch on its way to the device, and what is recorded behind its copy on a CUDA stream."""
+
+    batch: Any
+    copied: torch.cuda.Event | None
+
+
+class DeviceCopy:
+    """Sends batches from the thread that builds them, receives them in the one that trains.
+
+    On CUDA, ``send`` copies from page-locked memory on a stream of its own and waits for nothing;
+    ``receive`` makes the current stream of the consumer wait for the copy, not the consumer.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            if device.index is None:  # the current device is a thread's own
+                self._device = device = torch.device("cuda", torch.cuda.current_device())
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def send(self, batch: Any) -> Sent:
+        if self._stream is None:
+            return Sent(_mapped(batch, lambda part: part.to(self._device)), None)
+        pinned = _mapped(batch, _pin)
+        with torch.cuda.stream(self._stream):
+            moved = _mapped(pinned, lambda part: part.to(self._device, non_blocking=True))
+            return Sent(moved, self._stream.record_event())
+
+    def receive(self, sent: Sent) -> Any:
+        if sent.copied is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(sent.copied)
+            for tensor in _tensors(sent.batch):
+                # it was allocated on the other stream, which may not reuse it before this one is
+                # done with it
+                tensor.record_stream(stream)
+        return sent.batch
+
+
+def device_copy(device: torch.device | str | int | None) -> DeviceCopy | None:
+    """None where there is nothing to do: no device, or the CPU."""
+    if device is None or torch.device(device).type == "cpu":
+        return None
+    return DeviceCopy(torch.device(device))
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same structure with every tensor and every object with ``.to()`` changed."""
+    if hasattr(value, "to"):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_mapped(item, change) for item in value)
+    if isinstance(value, tuple):  # a named tuple
+        return type(value)(*(_mapped(item, change) for item in value))
+    return value
+
+
+def _pin(part: Any) -> Any:
+    on_host = not isinstance(part, Tensor) or part.device.type == "cpu"
+    return part.pin_memory() if on_host and hasattr(part, "pin_memory") else part
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Ragged):
+        yield from _tensors(value.values)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

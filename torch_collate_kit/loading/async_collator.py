@@ -1,0 +1,149 @@
+"""One batch ahead: the next one is built on a thread while this one trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from torch_collate_kit.errors import StateError
+
+__all__ = ["AsyncBatchCollator"]
+
+T = TypeVar("T")
+
+
+class _Slot(NamedTuple):
+    """The one batch that is being built or waits to be taken."""
+
+    step: int
+    generation: int  # how often clear() had been called when it was submitted
+    future: Future[Any]
+
+
+class AsyncBatchCollator(Generic[T]):
+    """A double buffer with a single slot: ``submit(step)`` builds ahead, ``get(step)`` takes.
+
+    Args:
+        compute: builds the batch of a step. It runs on one background thread after ``submit``, in
+            the caller's thread in a ``get`` without one, and never twice at the same time.
+
+    A batch is handed out for the step that it was built for, or not at all. All methods are for one
+    consumer thread. The thread starts with the first ``submit`` and ends with ``shutdown``, which
+    leaving the ``with`` block calls, or when the object is gone.
+
+    Raises:
+        StateError: a second ``submit`` before ``get``; a ``get`` while the slot holds another step,
+            or a batch from before a ``clear``; either of them after ``shutdown``.
+
+    >>> with AsyncBatchCollator(lambda step: [step] * 2) as collator:
+    ...     for step in range(3):
+    ...         batch = collator.get(step)
+    ...         collator.submit(step + 1)
+    >>> batch
+    [2, 2]
+    """
+
+    def __init__(self, compute: Callable[[int], T]) -> None:
+        self._compute = compute
+        self._slot: _Slot | None = None
+        self._generation = 0
+        self._executor: ThreadPoolExecutor | None = None
+        self._is_shut_down = False
+
+    def submit(self, step: int) -> None:
+        """Begin to build the batch of ``step`` on the thread."""
+        self._check_open("submit", step)
+        if self._slot is not None:
+            raise StateError(
+                f"submit({step}) while the slot holds step {self._slot.step}; there is one slot: "
+                f"get({self._slot.step}) takes the batch, clear() drops it"
+            )
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch_collate_kit")
+        future: Future[T] = Future()
+        self._slot = _Slot(step, self._generation, future)  # first: nothing flies unseen
+        try:
+            self._executor.submit(_fill, future, self._compute, step)
+        except BaseException:  # Ctrl-C in here: either the thread has begun, or it never will
+            if future.cancel():
+                self._slot = None
+            raise
+
+    def get(self, step: int) -> T:
+        """The batch of ``step``: waited for if it was submitted, else built here and now.
+
+        What ``compute`` raised is raised here, with the traceback of the thread, and the slot is
+        empty again. An interrupt while waiting leaves the batch in the slot.
+        """
+        self._check_open("get", step)
+        slot = self._slot
+        if slot is None:
+            return self._compute(step)
+        if slot.generation != self._generation:
+            raise StateError(
+                f"get({step}), but the slot holds step {slot.step} from before clear(), which was "
+                "interrupted; call clear() again"
+            )
+        if slot.step != step:
+            raise StateError(
+                f"get({step}), but the slot holds step {slot.step}; get({slot.step}), or clear() "
+                "to drop it"
+            )
+        try:
+            return slot.future.result()
+        finally:
+            if slot.future.done():
+                self._slot = None
+
+    def clear(self) -> None:
+        """Wait until nothing is being built and drop what was; the slot is then empty.
+
+        What the dropped batch raised is dropped with it, except ``KeyboardInterrupt``,
+        ``SystemExit`` and their like, which are raised here.
+        """
+        self._generation += 1
+        if self._slot is None:
+            return
+        future = self._slot.future
+        wait([future])
+        self._slot = None
+        error = future.exception()
+        if error is not None and not isinstance(error, Exception):
+            raise error
+
+    def shutdown(self) -> None:
+        """``clear()``, then end the thread, also if ``clear`` raises. May be called again."""
+        self._is_shut_down = True
+        try:
+            self.clear()
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown(wait=True)
+
+    def __enter__(self) -> AsyncBatchCollator[T]:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _check_open(self, method: str, step: int) -> None:
+        if self._is_shut_down:
+            raise StateError(f"{method}({step}) after shutdown(); make a new AsyncBatchCollator")
+
+
+def _fill(future: Future[T], compute: Callable[[int], T], step: int) -> None:
+    """What the thread does for a step."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(compute(step))
+    except BaseException as error:
+        future.set_exception(error)
+        del future  # or the error's traceback would keep itself alive

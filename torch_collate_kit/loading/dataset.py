@@ -1,0 +1,126 @@
+"""Tokenised rows as columns: random reads without a Python object per token.
+
+A list column of Arrow is one flat array of values and one of offsets. Both are looked at where they
+lie (a memory-mapped file, a table, a slice of one), so a batch costs one memcpy a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading._dataset_columns import ListColumn, NumberColumn, column_of
+from torch_collate_kit.loading._dataset_sources import (
+    ArrowFiles,
+    Source,
+    from_state,
+    is_a,
+    normalised,
+    to_state,
+)
+from torch_collate_kit.ragged import row_indices
+
+__all__ = ["TokenizedDataset"]
+
+
+class TokenizedDataset(Dataset[dict[str, Any]]):
+    """A map-style dataset that hands a DataLoader's collator whole columns.
+
+    Args:
+        source: one of
+            a ``datasets.Dataset``, also after shuffle, select, sort, train_test_split, ...;
+            a ``pyarrow.Table`` or ``RecordBatch``, in chunks or sliced;
+            a path, or a list of paths, of Arrow files (stream or file format, memory-mapped unless
+            they are compressed) or of Parquet files (decoded once into the disk cache of
+            ``datasets``, and mapped from there);
+            a list of examples, copied once into columns.
+        columns: the columns to keep, each of lists of numbers or of numbers. By default those that
+            the collators know (``input_ids``, ``num_actions``, ``attention_mask``, target forms).
+
+    ``ds[i]`` is a dict of 1-D ndarrays in the dtype of the source, read-only views (bool: copies,
+    Arrow has them in bits). ``ds[a:b]`` and ``ds.__getitems__(indices)``, which a DataLoader calls,
+    are dicts of columns, copied: :class:`~torch_collate_kit.ragged.Ragged` with a row an index, and
+    ndarrays for columns of numbers (integers int64). Indices may be negative and may repeat; no
+    index gives columns of 0 rows in the same dtypes. The collators check the values.
+
+    Reading is lazy: of a memory-mapped source only the rows asked for are touched, and the system
+    may take their pages back. Pickled into workers it goes by path where the source has one (a
+    memory-mapped ``datasets.Dataset``, Arrow and Parquet files), otherwise with the kept columns.
+
+    Raises:
+        DataError: no ``input_ids``; a column without numbers; a null, when its row is read.
+        IndexError: an index outside the dataset.
+        TypeError: a source that is none of the above; an index that is not an integer.
+        ValueError: a name in ``columns`` that does not exist; files that do not fit together.
+
+    >>> ds = TokenizedDataset([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4]}])
+    >>> len(ds), ds.lengths.tolist(), ds[0]
+    (3, [3, 1, 2], {'input_ids': array([5, 6, 7])})
+    >>> ds.__getitems__([2, 0, -1])["input_ids"].tolist()
+    [[9, 4], [5, 6, 7], [9, 4]]
+    """
+
+    def __init__(self, source: Source, *, columns: Sequence[str] | None = None) -> None:
+        self._read_from(normalised(source, columns))
+
+    def _read_from(self, source: Any) -> None:
+        """``source`` holds the kept columns and no others; it is what is pickled."""
+        self._source = source
+        self._mapping: NumberColumn | None = None  # row of the dataset -> row of its table
+        if is_a(source, "datasets", "Dataset"):
+            if source._indices is not None:
+                self._mapping = NumberColumn("indices", np.int64, source._indices.column(0).chunks)
+            source = source.data.table
+        elif isinstance(source, ArrowFiles):
+            source = source.table()
+        names = list(source) if isinstance(source, dict) else source.column_names
+        self._columns = {name: column_of(name, source[name]) for name in names}
+        tokens = self._columns["input_ids"]
+        if not isinstance(tokens, ListColumn):
+            raise DataError("input_ids holds one number a row; it must be a list of token ids")
+        self._tokens = tokens
+        self._num_rows = len(tokens if self._mapping is None else self._mapping)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of every row: int64 [N], a new array each time, from offsets; reads no token."""
+        return self._tokens.lengths(None if self._mapping is None else self._mapping.all())
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int | slice) -> dict[str, Any]:
+        if isinstance(index, slice):
+            return self.__getitems__(range(*index.indices(len(self))))
+        named, rows = self._rows([index])
+        return {name: column.parts(rows, named)[0] for name, column in self._columns.items()}
+
+    def __getitems__(self, indices: Sequence[int] | np.ndarray | Tensor) -> dict[str, Any]:
+        named, rows = self._rows(indices)
+        return {name: column.take(rows, named) for name, column in self._columns.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"source": to_state(self._source)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._read_from(from_state(state["source"]))
+
+    def _rows(self, indices: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The indices, 0 to N - 1, and the rows of the table that they stand for."""
+        picked = row_indices(indices)
+        if picked.ndim != 1:
+            raise TypeError(f"indices must be a flat list of integers, got shape {picked.shape}")
+        n = len(self)
+        outside = (picked < -n) | (picked >= n)
+        if outside.any():
+            raise IndexError(
+                f"index {picked[outside][0]} is outside the dataset, which has {n} rows; give "
+                f"{-n} to {n - 1}"
+            )
+        picked = np.where(picked < 0, picked + n, picked)
+        return picked, picked if self._mapping is None else self._mapping.take(picked, picked)

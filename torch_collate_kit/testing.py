@@ -1,0 +1,189 @@
+"""What a loader of your own can be tested with: digests of batches, and resuming at every step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.ragged import Ragged
+
+__all__ = ["assert_exact_resume", "batch_digest"]
+
+
+def batch_digest(batch: Any) -> str:
+    """A hash of everything in a batch: equal exactly if the batches are equal to the last byte.
+
+    Takes a Batch (fields and metadata), tensors, arrays, Ragged, numbers, strings, None, and
+    mappings, lists and tuples of these. The order of keys does not count; dtypes, shapes, and
+    whether a sequence is a list or a tuple do. Nothing is changed.
+
+    Raises:
+        TypeError: something else is inside.
+
+    >>> batch_digest({"a": torch.tensor([1])}) == batch_digest({"a": torch.tensor([1])})
+    True
+    >>> batch_digest(torch.tensor([1])) == batch_digest(torch.tensor([1], dtype=torch.int32))
+    False
+    """
+    found = hashlib.blake2b(digest_size=16)
+    for part in _parts(batch):
+        found.update(len(part).to_bytes(8, "little"))  # so that no two parts run together
+        found.update(part)
+    return found.hexdigest()
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """The bytes of a value: what kind of thing it is, then what is in it."""
+    if isinstance(value, torch.Tensor):
+        yield f"tensor {value.dtype} {list(value.shape)}".encode()
+        cells = value.detach().cpu().contiguous().reshape(-1)
+        yield cells.view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, (np.ndarray, np.generic)):
+        if value.dtype.hasobject:
+            raise TypeError(f"batch_digest of an array of {value.dtype}: its bytes are addresses")
+        yield f"array {value.dtype.str} {list(value.shape)}".encode()
+        yield value.tobytes()
+    elif isinstance(value, Ragged):
+        yield b"ragged"
+        yield from _parts(value.lengths)
+        yield from _parts(value.flat_values)
+    elif isinstance(value, Mapping):
+        yield f"{'batch' if isinstance(value, Batch) else 'mapping'} {len(value)}".encode()
+        for key in sorted(value, key=repr):
+            yield repr(key).encode()
+            yield from _parts(value[key])
+        if isinstance(value, Batch):
+            yield from _parts(value.metadata)
+    elif isinstance(value, (list, tuple)):
+        yield f"{type(value).__name__} {len(value)}".encode()
+        for item in value:
+            yield from _parts(item)
+    elif value is None or isinstance(value, (bool, int, float, str, bytes)):
+        yield f"{type(value).__name__} {value!r}".encode()
+    else:
+        raise TypeError(
+            f"batch_digest of a {type(value).__name__}; it knows Batch, Ragged, tensors, arrays, "
+            "numbers, strings, None, and mappings, lists and tuples of these"
+        )
+
+
+def assert_exact_resume(
+    make: Callable[[], Any],
+    *,
+    num_steps: int,
+    stops: Iterable[int] | None = None,
+    max_state_bytes: int = 16_384,
+) -> list[str]:
+    """Stop at every step, load the state into a new object, and compare all that follows.
+
+    Args:
+        make: makes the object anew, always the same one. It is iterable, an ``iter()`` being an
+            epoch, and has ``state_dict`` and ``load_state_dict``: a loader, an iterable dataset,
+            or a sampler (then ``state_at`` is used, which says what a consumer of so many steps
+            would save). It may have ``close``.
+        num_steps: how many batches are compared, over as many epochs as it takes.
+        stops: after how many batches to stop; by default after 0, 1, ... ``num_steps`` - 1.
+        max_state_bytes: the most that a state may be as JSON.
+
+    Every state goes through JSON. Saving must not disturb: the run that saves at every step is
+    compared with one that does not. Returns the digest of every batch, in order.
+
+    Raises:
+        AssertionError: a batch differs, an epoch begins elsewhere, the batches run out before
+            ``num_steps``, or a state is not JSON or too large.
+
+    >>> from torch_collate_kit.loading.sampler import PrefetchingSampler
+    >>> len(assert_exact_resume(lambda: PrefetchingSampler(10, 4, seed=1), num_steps=7))
+    7
+    """
+    expected = _digests(make, num_steps)
+    states: list[str] = []
+
+    def save(state: dict[str, Any]) -> None:
+        states.append(_as_json(state, after=len(states), max_bytes=max_state_bytes))
+
+    _compare(_digests(make, num_steps, save=save), expected, "the run that saves at every step")
+    for stop in range(num_steps) if stops is None else stops:
+        found = _digests(make, num_steps - stop, state=json.loads(states[stop]))
+        _compare(found, expected[stop:], f"resumed after {stop} of {num_steps} batches", stop)
+    return [digest for digest, _ in expected]
+
+
+def _digests(
+    make: Callable[[], Any],
+    num_steps: int,
+    *,
+    state: dict[str, Any] | None = None,
+    save: Callable[[dict[str, Any]], None] | None = None,
+) -> list[tuple[str, bool]]:
+    """The digest of each of the next batches, and whether it is the first one of its iter()."""
+    found: list[tuple[str, bool]] = []
+    with _closing(make()) as source:
+        if state is not None:
+            source.load_state_dict(state)
+        if save is not None:
+            save(source.state_dict())
+        num_empty = 0
+        while len(found) < num_steps and num_empty < 2:
+            before = len(found)
+            position = _position(source)
+            for batch in source:
+                found.append((batch_digest(batch), len(found) == before))
+                if save is not None:
+                    save(_state_of(source, position, len(found) - before))
+                if len(found) == num_steps:
+                    break
+            num_empty = num_empty + 1 if len(found) == before else 0
+    assert len(found) == num_steps, f"asked for {num_steps} batches, the source has {len(found)}"
+    return found
+
+
+@contextmanager
+def _closing(source: Any) -> Iterator[Any]:
+    try:
+        yield source
+    finally:
+        if hasattr(source, "close"):
+            source.close()
+
+
+def _position(source: Any) -> tuple[int, int] | None:
+    """Where a sampler's next iter() begins; None for what counts its batches itself."""
+    if not hasattr(source, "state_at"):
+        return None
+    return source.epoch, source.state_dict()["step"]
+
+
+def _state_of(source: Any, position: tuple[int, int] | None, num_taken: int) -> dict[str, Any]:
+    if position is None:
+        return source.state_dict()
+    epoch, step = position
+    return source.state_at(epoch, step + num_taken)
+
+
+def _as_json(state: dict[str, Any], *, after: int, max_bytes: int) -> str:
+    try:
+        text = json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise AssertionError(f"the state after {after} batches is not JSON: {error}") from error
+    assert len(text) <= max_bytes, (
+        f"the state after {after} batches has {len(text)} bytes as JSON, more than "
+        f"max_state_bytes={max_bytes}; a state is a position, not what lies there"
+    )
+    return text
+
+
+def _compare(
+    found: list[tuple[str, bool]], expected: list[tuple[str, bool]], run: str, first: int = 0
+) -> None:
+    for i, (mine, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert mine[0] == wanted[0], f"{run}: batch {first + i} is another one"
+        # the first batch after a resume is the first one of its iter() in any case
+        assert mine[1] == wanted[1] or i == 0, f"{run}: an epoch begins elsewhere, at {first + i}"
