@@ -136,11 +136,8 @@ def test_ranks_in_turn_are_one_rank(n, world_size, tail):
         assert all(len(rank[epoch]) == len(batches) for rank in ranks)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_as_a_dataloaders_batch_sampler(num_workers, persistent):
-    if persistent and not num_workers:
-        pytest.skip("DataLoader refuses it")
     sampler = PrefetchingSampler(11, 4, seed=1, tail="wrap")
     loader = DataLoader(
         torch.arange(11),
