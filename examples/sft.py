@@ -4,7 +4,6 @@ Without arguments it makes up a chat corpus whose answers can be checked (synthe
 a tokenizer and a small Qwen3 on it in a minute on two CPU cores, and measures what was learnt:
 
     python examples/sft.py
-    python examples/sft.py --no-packing                  # the same examples, padded
     accelerate launch examples/sft.py --model Qwen/Qwen3-0.6B --dataset chats.jsonl
 
 A step is `--batch-size` conversations, whatever the layout and the number of ranks. Every rank
@@ -36,7 +35,8 @@ from tqdm import tqdm
 
 import torch_collate_kit as kit
 
-FREE_WHEN_RESUMING = {"output_dir", "checkpoint_every", "resume", "num_workers", "max_steps"}
+FREE_WHEN_RESUMING = {"output_dir", "checkpoint_every", "resume", "num_workers", "threads"}
+COUNTS = "batch_size rows_per_micro_batch epochs max_steps max_tokens num_conversations threads"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -51,9 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument_group("layout").add_argument
     add("--no-packing", action="store_true", help="one conversation a row, padded")
     add("--max-tokens", type=int, default=1024, help="of a row; longer conversations are cut")
-    add(
-        "--rows-per-micro-batch", type=int, help="rows of a backward pass; none: 1 packed, 8 padded"
-    )
+    add("--rows-per-micro-batch", type=int, help="rows at a time; none: 1 packed, 8 padded")
     add = parser.add_argument_group("training").add_argument
     add("--batch-size", type=int, default=8, help="conversations a step, over all ranks")
     add("--epochs", type=int, default=1, help="passes over the data")
@@ -73,10 +71,16 @@ def parse_arguments() -> argparse.Namespace:
     add("--cpu", action="store_true", help="do not use a GPU")
     add("--threads", type=int, help="CPU threads of a rank; none: all cores")
     args = parser.parse_args()
-    args.attention = "sdpa" if args.no_packing else "torch_varlen"
+    for name in COUNTS.split():
+        if (value := getattr(args, name)) is not None and value < 1:
+            fail(f"--{name.replace('_', '-')} {value}: must be 1 or more")
     args.rows_per_micro_batch = args.rows_per_micro_batch or (8 if args.no_packing else 1)
-    args.learning_rate = args.learning_rate or (2e-5 if args.model else 2e-3)
+    if args.learning_rate is None:
+        args.learning_rate = 2e-5 if args.model else 2e-3
     args.cpu |= parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    kept = {k: str(v) for k, v in vars(args).items() if k not in FREE_WHEN_RESUMING}
+    args.run = {f"--{k.replace('_', '-')}": v for k, v in kept.items()}
+    args.attention = "sdpa" if args.no_packing else "torch_varlen"
     return args
 
 
@@ -115,7 +119,10 @@ def read_dataset(name: str, split: str) -> datasets.Dataset:
 def load_tokenizer(args: argparse.Namespace, conversations: datasets.Dataset) -> Any:
     if not args.model:
         return synthetic_chat.train_tokenizer(conversations)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        fail(f"--model {args.model}: neither here nor on the hub: {str(error).splitlines()[0]}")
     if args.chat_template:
         tokenizer.chat_template = args.chat_template.read_text()
     if not tokenizer.chat_template:
@@ -191,10 +198,9 @@ def train_step(
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
     """Linear warm-up, and down to 0. A function of the step: there is no state to resume."""
-    warm = min(1, (step + 1) / max(1, round(args.warmup * args.num_steps)))
-    done = step / args.num_steps
+    done, num_warm = step / args.num_steps, round(args.warmup * args.num_steps)
     left = 1 - done if args.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return args.learning_rate * warm * left
+    return args.learning_rate * left * min(1, (step + 1) / max(1, num_warm))
 
 
 def train(
@@ -203,8 +209,7 @@ def train(
     """Train on every batch of the loader, from step `args.first_step`; returns what it took."""
     took: Counter[str] = Counter()
     began, batches = time.perf_counter(), iter(loader)
-    steps = range(args.first_step, args.num_steps)
-    bar = tqdm(steps, desc="Training", disable=not accelerator.is_main_process)
+    bar = tqdm(range(args.first_step, args.num_steps), disable=not accelerator.is_main_process)
     model.train()
     for step in bar:
         asked = time.perf_counter()
@@ -243,7 +248,7 @@ def save_checkpoint(accelerator: Accelerator, step: int, args: argparse.Namespac
     accelerator.save_state(str(unfinished))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        state = {"version": 1, "step": step, "run": args.run}
+        state = {"version": 2, "step": step, "run": args.run}
         (unfinished / "run.json").write_text(json.dumps(state, indent=2))
         unfinished.rename(args.output_dir / f"checkpoint-{step:08d}")
         for old in checkpoints(args)[:-2]:
@@ -255,9 +260,9 @@ def resume(accelerator: Accelerator, args: argparse.Namespace) -> int:
     """Load the latest checkpoint, if it is of this very run; the number of its step."""
     latest = checkpoints(args)[-1]
     state = json.loads((latest / "run.json").read_text())
-    other = {k: was for k, was in state["run"].items() if args.run.get(k) != was}
-    if state["version"] != 1 or other:
-        fail(f"--resume: {latest} is of another run, which had {other}; give it the same")
+    other = [f"{k} {was}" for k, was in state["run"].items() if args.run.get(k) != was]
+    if state["version"] != 2 or other:
+        fail(f"--resume: {latest} is of another run, which had {', '.join(other)}")
     accelerator.load_state(str(latest))
     if accelerator.is_main_process:  # forget the steps that came after it
         metrics = args.output_dir / "metrics.jsonl"
@@ -290,31 +295,28 @@ def main() -> None:
     if checkpoints(args) and not args.resume:
         fail(f"{args.output_dir} has checkpoints of an earlier run; --resume it, or go elsewhere")
     set_seed(args.seed)
-
     with accelerator.main_process_first():  # the others find its result in the cache of datasets
         conversations, held_out = load_conversations(args)
         tokenizer = load_tokenizer(args, conversations)
-        examples, held_out_examples = (
-            kit.tokenize_chat_dataset(part, tokenizer, max_length=args.max_tokens)[0].with_format(
-                "numpy"
-            )
+        tokenized = [
+            kit.tokenize_chat_dataset(part, tokenizer, max_length=args.max_tokens)[0]
             for part in (conversations, held_out)
-        )
+        ]
+    examples, held_out_examples = (part.with_format("numpy") for part in tokenized)
     if len(examples) < 2:
         fail(f"{len(examples)} conversations have something to train within --max-tokens")
     collate = make_collator(tokenizer, args)
     order = training_order(len(examples), args)
-    args.num_steps, args.num_tokens = len(order), sum(map(len, examples["input_ids"]))
-    args.run = {k: str(v) for k, v in vars(args).items() if k not in FREE_WHEN_RESUMING}
-
-    model = load_model(args, tokenizer).to(accelerator.device)
+    args.num_steps, lengths = len(order), [len(ids) for ids in examples["input_ids"]]
+    args.run |= {"ranks:": str(args.num_ranks), "tokens in the data:": str(sum(lengths))}
+    model = load_model(args, tokenizer).to(accelerator.device).train()  # it may be in eval mode
     if not args.no_packing:
-        pair = kit.PackedCollator(tokenizer, max_tokens=2 * args.max_tokens)([*examples.take(2)])
+        shortest = examples.select(np.argsort(lengths, kind="stable")[:2])  # a few forwards
+        pair = kit.PackedCollator(tokenizer, max_tokens=2 * args.max_tokens)([*shortest])
         with accelerator.autocast():
             kit.check_isolation(model, pair.to(accelerator.device))
-    optimizer = torch.optim.AdamW(
-        model.parameters(), betas=(0.9, 0.98), weight_decay=args.weight_decay, fused=True
-    )
+    options = {"betas": (0.9, 0.98), "weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
     model, optimizer = accelerator.prepare(model, optimizer)
     args.first_step = resume(accelerator, args) if args.resume else 0
     options = {"collate_fn": collate, "num_workers": args.num_workers}
@@ -323,7 +325,6 @@ def main() -> None:
         args.output_dir.mkdir(parents=True, exist_ok=True)
         (args.output_dir / "metrics.jsonl").write_text("")
     summary = train(model, loader, optimizer, accelerator, args)
-
     model_alone = accelerator.unwrap_model(model)
     if len(held_out_examples):
         loader = DataLoader(held_out_examples, batch_size=args.batch_size, **options)

@@ -98,6 +98,7 @@ def story(rng: np.random.Generator) -> list[dict]:
 
 
 SKILLS = (opposites, addition, memory, repetition, reversal, tool_use, story)
+MAX_REPEATS = 20_000  # in a row; then a skill has nothing new: the smallest has 1,710 conversations
 # ChatML; {% generation %} marks what the assistant writes, its end mark included.
 TEMPLATE = """
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
@@ -112,14 +113,22 @@ TEMPLATE = """
 
 
 def make_corpus(count: int, seed: int) -> list[dict]:
-    """`count` conversations, no two alike, the skills in turn."""
+    """`count` conversations, no two alike, the skills in turn; DataError if there are fewer."""
     rng, seen, corpus = np.random.default_rng(np.random.SeedSequence((seed, 0))), set(), []
+    repeats = 0
     while len(corpus) < count:
         skill = SKILLS[len(corpus) % len(SKILLS)]
         messages = skill(rng)
         if json.dumps(messages) not in seen:
             seen.add(json.dumps(messages))
             corpus.append({"skill": skill.__name__, "messages": messages})
+            repeats = 0
+        elif (repeats := repeats + 1) == MAX_REPEATS:
+            raise kit.DataError(
+                f"a made-up corpus of {count} conversations is not possible: {skill.__name__} has "
+                f"no more than {len(corpus) // len(SKILLS)} different ones, all {len(SKILLS)} "
+                f"skills together {len(corpus)}; make fewer"
+            )
     return corpus
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from datasets import Dataset
+from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -23,6 +25,8 @@ import synthetic_chat  # noqa: E402
 
 TINY = "--num-conversations 80 --num-held-out 14 --batch-size 6 --max-tokens 256 --cpu --threads 1"
 BASE = f"{TINY} --max-steps 4 --checkpoint-every 2"
+
+TWO_RANKS = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 Run = Callable[..., dict[str, Any]]
 
@@ -53,8 +57,8 @@ def base(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, 
     return run(BASE, folder), folder
 
 
-def launch(command: list[str], folder: Path) -> dict[str, Any]:
-    arguments = [str(EXAMPLES / "sft.py"), *BASE.split(), "--output-dir", str(folder)]
+def launch(command: list[str], folder: Path, *options: str) -> dict[str, Any]:
+    arguments = [str(EXAMPLES / "sft.py"), *BASE.split(), "--output-dir", str(folder), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
         [sys.executable, "-m", *command, *arguments],
@@ -116,9 +120,10 @@ def test_accelerate_launch(base: tuple[dict[str, Any], Path], tmp_path: Path) ->
 def test_two_ranks_have_the_losses_of_one(
     base: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
-    two = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    found = launch(two, tmp_path / "out")
+    found = launch(TWO_RANKS, tmp_path / "out")
     assert found["losses"] == pytest.approx(base[0]["losses"], rel=1e-5)
+    norms, expected = ([s["grad_norm"] for s in r["steps"]] for r in (found, base[0]))
+    assert norms == pytest.approx(expected, rel=1e-4)  # Adam would hide a factor in the losses
     expected = base[0]["summary"]["held_out_loss"]
     assert found["summary"]["held_out_loss"] == pytest.approx(expected, rel=1e-4)
     assert found["summary"]["tokens"] == base[0]["summary"]["tokens"]
@@ -163,10 +168,23 @@ def test_resume_refuses_another_run(
 ) -> None:
     again = tmp_path / "again"
     shutil.copytree(base[1], again)
-    with pytest.raises(SystemExit, match=r"another run, which had \{'seed': '0'"):
+    with pytest.raises(SystemExit, match="is of another run, which had --seed 0, tokens in"):
         run(f"{BASE} --seed 1 --resume", again)
+    with pytest.raises(SystemExit, match=r"is of another run, which had --max-steps 4$"):
+        run(f"{BASE} --max-steps 3 --resume", again)
     with pytest.raises(SystemExit, match="has checkpoints of an earlier run"):
         run(BASE, again)
+
+
+def test_resume_with_other_threads(
+    base: tuple[dict[str, Any], Path], run: Run, tmp_path: Path
+) -> None:
+    again = tmp_path / "again"
+    shutil.copytree(base[1], again)
+    shutil.rmtree(again / "checkpoint-00000004")
+    resumed = run(f"{BASE} --threads 2 --resume", again)
+    assert resumed["losses"] == pytest.approx(base[0]["losses"], rel=1e-4)
+    sft.torch.set_num_threads(1)
 
 
 def test_resume_without_checkpoint(run: Run, tmp_path: Path) -> None:
@@ -178,6 +196,80 @@ def test_resume_without_checkpoint(run: Run, tmp_path: Path) -> None:
 def test_missing_dataset_file(run: Run, tmp_path: Path, name: str) -> None:
     with pytest.raises(SystemExit, match=rf"--dataset \S*{name}: there is no such file"):
         run(f"{TINY} --dataset {tmp_path / name}", tmp_path / "out")
+
+
+def test_missing_model(run: Run, tmp_path: Path) -> None:
+    name = str(tmp_path / "nothing" / "here")
+    with pytest.raises(SystemExit, match=f"--model {name}: neither here nor on the hub") as caught:
+        run(f"{TINY} --model {name}", tmp_path / "out")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "option", ["--batch-size 0", "--rows-per-micro-batch 0", "--epochs 0", "--max-steps -1"]
+)
+def test_counts_below_one(run: Run, tmp_path: Path, option: str) -> None:
+    with pytest.raises(SystemExit, match=f"{option}: must be 1 or more"):
+        run(f"{TINY} {option}", tmp_path / "out")
+
+
+def weights(run: Run, folder: Path, options: str) -> torch.Tensor:
+    """All weights after one step, in one vector."""
+    results = run(f"{TINY} --num-held-out 0 --max-steps 1 {options}", folder)
+    assert results["steps"][0]["learning_rate"] == float(options.split()[1])
+    tensors = load_file(folder / "model" / "model.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def test_clipping_and_weight_decay(run: Run, tmp_path: Path) -> None:
+    """One step of AdamW that gradients of no size cannot move, and that decay alone can."""
+    at_first = weights(run, tmp_path / "first", "--learning-rate 0")
+    moved = weights(run, tmp_path / "moved", "--learning-rate 0.1")
+    assert (moved - at_first).abs().max() > 0.05
+    clipped = weights(run, tmp_path / "clipped", "--learning-rate 0.1 --max-grad-norm 1e-15")
+    torch.testing.assert_close(clipped, at_first, rtol=0, atol=1e-6)
+    options = "--learning-rate 0.1 --max-grad-norm 1e-15 --weight-decay 0.5"
+    decayed = weights(run, tmp_path / "decayed", options)
+    torch.testing.assert_close(decayed, at_first * 0.95, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "expected"),
+    [
+        ("linear", 0.0, {0: 1, 50: 0.5, 99: 0.01}),
+        ("linear", 0.1, {0: 0.1, 4: 0.5 * 0.96, 9: 0.91, 10: 0.9, 50: 0.5, 99: 0.01}),
+        ("cosine", 0.0, {0: 1, 25: (1 + 2**-0.5) / 2, 50: 0.5, 99: 2.4672e-4}),
+        ("cosine", 0.1, {0: 0.1, 10: 0.97553, 50: 0.5, 75: (1 - 2**-0.5) / 2, 99: 2.4672e-4}),
+    ],
+)
+def test_learning_rate(schedule: str, warmup: float, expected: dict[int, float]) -> None:
+    """Up to the highest in warmup * num_steps steps, half of it half-way, nearly 0 in the last."""
+    options = {"schedule": schedule, "warmup": warmup, "num_steps": 100, "learning_rate": 3.0}
+    args = sft.argparse.Namespace(**options)
+    found = {step: sft.learning_rate(step, args) / 3 for step in expected}
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_isolation_is_checked_as_the_model_is_trained(
+    base: tuple[dict[str, Any], Path],
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In training mode, also after from_pretrained(), on the two shortest of the examples."""
+    checked = []
+
+    def check(model: Any, batch: Any) -> None:
+        checked.append((model.training, batch.metadata["num_tokens"]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sft.kit, "check_isolation", check)
+        options = f"{TINY} --num-held-out 0 --max-steps 1"
+        run(f"{options} --model {base[1] / 'model'}", tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base[1] / "model")
+    corpus = synthetic_chat.make_corpus(80, seed=0)
+    lengths = sorted(len(sft.kit.tokenize_chat(r, tokenizer)["input_ids"]) for r in corpus)
+    assert checked == [(True, sum(lengths[:2]))]
 
 
 def test_a_model_and_a_local_file(
@@ -222,6 +314,14 @@ def test_corpus_holds_out_what_it_does_not_train() -> None:
     lengths = sorted(sum(len(m["content"]) for m in record["messages"]) for record in corpus)
     assert lengths[-1] > 10 * lengths[350]  # a long tail
     assert any(m["role"] == "tool" for record in corpus for m in record["messages"])
+
+
+def test_corpus_ends_when_a_skill_has_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(synthetic_chat, "THINGS", ["apple"])  # 90 prices
+    monkeypatch.setattr(synthetic_chat, "SKILLS", (synthetic_chat.story, synthetic_chat.tool_use))
+    assert len(synthetic_chat.make_corpus(180, seed=0)) == 180
+    with pytest.raises(sft.kit.DataError, match="tool_use has no more than 90 different ones"):
+        synthetic_chat.make_corpus(182, seed=0)
 
 
 def test_order_is_a_function_of_seed_and_epoch() -> None:

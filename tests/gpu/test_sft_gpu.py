@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sft.py"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+import sft
 
 
-def run(folder: Path, *options: str) -> list[float]:
+def run(folder: Path, patch: pytest.MonkeyPatch, *options: str) -> tuple[list[float], set[Any]]:
+    """The losses, and the types of (the weights, the products in training steps, their device)."""
+    load_model, seen = sft.load_model, set()
+
+    def watch(layer: Any, inputs: Any, output: torch.Tensor) -> None:
+        if torch.is_grad_enabled():  # a training step, no check or evaluation
+            seen.add((layer.weight.dtype, output.dtype, output.device.type))
+
+    def load_and_watch(*args: Any) -> Any:
+        model = load_model(*args)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_hook(watch)
+        return model
+
     arguments = ["--max-steps", "20", "--num-conversations", "700", "--output-dir", str(folder)]
-    command = [sys.executable, str(EXAMPLE), *arguments, "--num-held-out", "70", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    with patch.context() as patched:
+        patched.setattr(sft, "load_model", load_and_watch)
+        patched.setattr(sys, "argv", ["sft.py", *arguments, "--num-held-out", "70", *options])
+        sft.main()
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return [json.loads(line)["loss"] for line in lines], seen
 
 
 @pytest.mark.gpu
-def test_twenty_steps(tmp_path: Path) -> None:
-    packed = run(tmp_path / "packed")
-    padded = run(tmp_path / "padded", "--no-packing")
+def test_twenty_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, types = run(tmp_path / "packed", monkeypatch)
+    padded, padded_types = run(tmp_path / "padded", monkeypatch, "--no-packing")
+    assert types == padded_types == {(torch.float32, torch.bfloat16, "cuda")}
     assert len(packed) == len(padded) == 20
     assert packed[-1] < 0.7 * packed[0]
     assert packed[0] == pytest.approx(padded[0], rel=1e-2)  # bf16
