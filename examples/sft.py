@@ -3,7 +3,6 @@
 Without arguments it makes up a chat corpus whose answers can be checked (synthetic_chat.py), trains
 a tokenizer and a small Qwen3 on it in a minute on two CPU cores, and measures what was learnt:
 
-    python examples/sft.py
     accelerate launch examples/sft.py --model Qwen/Qwen3-0.6B --dataset chats.jsonl
 
 A step is `--batch-size` conversations, whatever the layout and the number of ranks. Every rank
@@ -305,7 +304,6 @@ def main() -> None:
     examples, held_out_examples = (part.with_format("numpy") for part in tokenized)
     if len(examples) < 2:
         fail(f"{len(examples)} conversations have something to train within --max-tokens")
-    collate = make_collator(tokenizer, args)
     order = training_order(len(examples), args)
     args.num_steps, lengths = len(order), [len(ids) for ids in examples["input_ids"]]
     args.run |= {"ranks:": str(args.num_ranks), "tokens in the data:": str(sum(lengths))}
@@ -319,7 +317,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     model, optimizer = accelerator.prepare(model, optimizer)
     args.first_step = resume(accelerator, args) if args.resume else 0
-    options = {"collate_fn": collate, "num_workers": args.num_workers}
+    options = {"collate_fn": make_collator(tokenizer, args), "num_workers": args.num_workers}
     loader = DataLoader(examples, batch_sampler=order[args.first_step :], **options)
     if accelerator.is_main_process and not args.resume:
         args.output_dir.mkdir(parents=True, exist_ok=True)
@@ -339,6 +337,8 @@ def main() -> None:
         for name, value in summary.items():
             print(f"{name:<24}{value:>12,.0f}" if value >= 1000 else f"{name:<24}{value:>12.4g}")
         print(f"model, metrics and summary are in {args.output_dir}")
+    model, optimizer = accelerator.free_memory(model, optimizer)  # DDP holds the process group
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 

@@ -42,4 +42,7 @@ if __name__ == "__main__":
             "gradients": torch.cat(gradients).tolist(),
         }
         Path(sys.argv[1]).write_text(json.dumps(found))
+    # DDP holds the process group, whose threads must have ended before the interpreter does.
+    model = accelerator.free_memory(model)
+    accelerator.wait_for_everyone()
     accelerator.end_training()
