@@ -14,7 +14,7 @@ _MAX_WORD = 2**32 - 1  # one word of a SeedSequence each, or (2**32 + 1, 0) woul
 _NEW_RUN = "build the sampler with the arguments of the saved run, or start without the state"
 
 
-class StepIterator(Iterator[list[int]]):
+class StepIterator(Iterator[Any]):
     """The steps of one epoch from ``first`` on; ``drawn`` once a step has been asked for.
 
     Has a state of its own, its position, because torchdata's StatefulDataLoader saves that of the
@@ -22,17 +22,17 @@ class StepIterator(Iterator[list[int]]):
     """
 
     def __init__(
-        self, sampler: EpochSampler, plan: Iterable[list[int]], epoch: int, first: int
+        self, sampler: EpochSampler, plan: Iterable[Any], epoch: int, first: int
     ) -> None:
         self.sampler, self.plan, self.epoch, self.first = sampler, plan, epoch, first
         self._num_drawn = 0
-        self._steps: Iterator[list[int]] | None = None
+        self._steps: Iterator[Any] | None = None
 
     @property
     def drawn(self) -> bool:
         return self._steps is not None
 
-    def __next__(self) -> list[int]:
+    def __next__(self) -> Any:
         if self._steps is None:
             self._steps = iter(self.plan)
         batch = next(self._steps)
@@ -63,7 +63,7 @@ class EpochSampler(ABC):
         """Steps of an epoch, from its step 0."""
 
     @abstractmethod
-    def _plan(self, epoch: int, step: int) -> Iterable[list[int]]:
+    def _plan(self, epoch: int, step: int) -> Iterable[Any]:
         """The batches of an epoch from ``step`` on; what it holds does not change any more."""
 
     @abstractmethod

@@ -89,9 +89,9 @@ class _Steps:
     StatefulDataLoader takes what the sampler will yield next for its position.
     """
 
-    current: Iterator[list[int]]
+    current: Iterator[Any]
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         return self.current
 
 
