@@ -10,22 +10,39 @@ from torch_collate_kit.attention import check_isolation, register_torch_varlen
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
 from torch_collate_kit.chat import tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
-from torch_collate_kit.errors import DataError, IsolationError
+from torch_collate_kit.errors import DataError, IsolationError, StateError
+from torch_collate_kit.loading import (
+    AsyncBatchCollator,
+    MixedSampler,
+    PackedBatchSampler,
+    PackedIterableDataset,
+    PrefetchingSampler,
+    PrefetchLoader,
+    TokenizedDataset,
+)
 from torch_collate_kit.losses import PerTokenOutputs, token_loss
 from torch_collate_kit.packing import PackingPlan, ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
 
 __all__ = [
     "IGNORE_INDEX",
+    "AsyncBatchCollator",
     "Batch",
     "DataError",
     "IsolationError",
+    "MixedSampler",
+    "PackedBatchSampler",
     "PackedCollator",
+    "PackedIterableDataset",
     "PackingPlan",
     "PaddedCollator",
     "ParallelLayout",
     "PerTokenOutputs",
+    "PrefetchLoader",
+    "PrefetchingSampler",
     "Ragged",
+    "StateError",
+    "TokenizedDataset",
     "__version__",
     "check_isolation",
     "pack",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,8 +22,8 @@ def batch_digest(batch: Any) -> str:
     """A hash of everything in a batch: equal exactly if the batches are equal to the last byte.
 
     Takes a Batch (fields and metadata), tensors, arrays, Ragged, numbers, strings, None, and
-    mappings, lists and tuples of these. The order of keys does not count; dtypes, shapes, and
-    whether a sequence is a list or a tuple do. Nothing is changed.
+    mappings, lists, tuples and dataclasses of these. The order of keys does not count; dtypes,
+    shapes, and whether a sequence is a list or a tuple do. Nothing is changed.
 
     Raises:
         TypeError: something else is inside.
@@ -65,12 +66,17 @@ def _parts(value: Any) -> Iterator[Any]:
         yield f"{type(value).__name__} {len(value)}".encode()
         for item in value:
             yield from _parts(item)
+    elif dataclasses.is_dataclass(value):
+        yield type(value).__name__.encode()
+        for field in dataclasses.fields(value):
+            yield field.name.encode()
+            yield from _parts(getattr(value, field.name))
     elif value is None or isinstance(value, (bool, int, float, str, bytes)):
         yield f"{type(value).__name__} {value!r}".encode()
     else:
         raise TypeError(
             f"batch_digest of a {type(value).__name__}; it knows Batch, Ragged, tensors, arrays, "
-            "numbers, strings, None, and mappings, lists and tuples of these"
+            "numbers, strings, None, and mappings, lists, tuples and dataclasses of these"
         )
 
 

@@ -619,3 +619,25 @@ def test_the_module_imports_neither_datasets_nor_pyarrow():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_num_loss_tokens_are_those_of_the_collators():
+    rng = np.random.default_rng(4)
+    lengths = rng.integers(1, 30, size=2500)
+    rows = [
+        {"input_ids": rng.integers(1, 99, size=n), "loss_mask": rng.integers(0, 2, size=n)}
+        for n in lengths
+    ]
+    counts = TokenizedDataset(rows).num_loss_tokens
+    assert counts.dtype == np.int64
+    collate = PaddedCollator(0)
+    assert counts.tolist() == [collate([row]).metadata["num_loss_tokens"] for row in rows]
+    assert counts.sum() > 10_000
+
+
+def test_num_loss_tokens_of_wrong_rows_say_where():
+    rows = [{"input_ids": [1, 2], "loss_mask": [0, 1]}] * 1203
+    rows[1101] = {"input_ids": [1, 2], "loss_mask": [1]}
+    message = r"rows 1000 to 1202, counted from 0: example 101: loss_mask has 1 entries"
+    with pytest.raises(DataError, match=message):
+        _ = TokenizedDataset(rows).num_loss_tokens

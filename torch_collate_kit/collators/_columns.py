@@ -16,10 +16,19 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["TARGETS", "Columns", "Examples", "pad_token_id_of", "read_columns"]
+__all__ = [
+    "NO_EXAMPLES",
+    "TARGETS",
+    "Columns",
+    "Examples",
+    "loss_token_counts",
+    "pad_token_id_of",
+    "read_columns",
+]
 
 TARGETS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
 _KNOWN = ("input_ids", "attention_mask", "num_actions", *TARGETS)
@@ -39,6 +48,9 @@ class Columns:
     num_actions: np.ndarray | None  # int64 [N], as given
 
 
+NO_EXAMPLES = Columns([], np.zeros(0, dtype=np.int64), None, None, None)
+
+
 def read_columns(examples: Examples) -> Columns:
     """Check the examples (DataError names the bad one) and look at them as columns."""
     raw = _raw_columns(examples)
@@ -56,6 +68,22 @@ def read_columns(examples: Examples) -> Columns:
     target = (_int_arrays if name == "labels" else _weight_arrays)(name, raw[name])
     _check_target_lengths(name, target, lengths, num_actions)
     return Columns(input_ids, lengths, name, target, num_actions)
+
+
+def loss_token_counts(columns: Columns) -> np.ndarray:
+    """Trained tokens of each example: int64 [N]. Its first token is none: nothing predicts it."""
+    if columns.target is None:
+        return columns.lengths - 1
+    parts = [np.empty(0, dtype=np.float32), *columns.target]
+    untrained = IGNORE_INDEX if columns.target_name == "labels" else 0
+    # in the dtype of loss_mask, where a tiny weight may be 0
+    values = np.concatenate(parts, dtype=np.float32, casting="unsafe")
+    num_entries = np.array([len(part) for part in columns.target], dtype=np.int64)
+    stops = np.cumsum(num_entries)
+    is_trained = values != untrained
+    is_trained[(stops - num_entries)[num_entries == columns.lengths]] = False
+    before = np.append(0, np.cumsum(is_trained))
+    return before[stops] - before[stops - num_entries]
 
 
 def pad_token_id_of(tokenizer: Any) -> int:

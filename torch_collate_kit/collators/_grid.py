@@ -79,12 +79,16 @@ def fill_batch(
     response_length: int | None,
     normalize_loss: bool,
     metadata: dict[str, Any],
+    num_loss_tokens_elsewhere: int = 0,
 ) -> Batch:
-    """The Batch of a grid. ``response_length=None``: the cells from the first trained one on."""
+    """The Batch of a grid. ``response_length=None``: the cells from the first trained one on.
+
+    ``num_loss_tokens_elsewhere``: of rows that other ranks collate. ``metadata`` goes last.
+    """
     targets = _place_targets(grid, columns)
     if response_length is None:
         response_length = _cells_to_row_end(grid, targets.num_actions)
-    num_loss_tokens = int(np.count_nonzero(targets.weights))
+    num_loss_tokens = int(np.count_nonzero(targets.weights)) + num_loss_tokens_elsewhere
     divisor = max(1, num_loss_tokens) if normalize_loss else 1
     shape = (grid.num_rows, grid.width)
     names = ("input_ids", "position_ids", "attention_mask", "labels")

@@ -8,10 +8,22 @@ from typing import Any
 import numpy as np
 
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators._columns import Examples, pad_token_id_of, read_columns
+from torch_collate_kit.collators._columns import (
+    NO_EXAMPLES,
+    Columns,
+    Examples,
+    pad_token_id_of,
+    read_columns,
+)
 from torch_collate_kit.collators._grid import Grid, fill_batch
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing import PackingPlan, ParallelLayout, pack
+from torch_collate_kit.packing import (
+    PackingPlan,
+    ParallelLayout,
+    PlannedExamples,
+    RankPlan,
+    pack,
+)
 from torch_collate_kit.ragged import Ragged
 
 __all__ = ["PackedCollator"]
@@ -40,11 +52,13 @@ class PackedCollator:
     :class:`~torch_collate_kit.batch.Batch` (docs/contract.md): ``input_ids``, ``position_ids``,
     ``attention_mask`` and ``labels`` int64 ``[R, W]``, ``loss_mask`` float32 ``[R, W - 1]``,
     ``sub_seq_lengths`` ragged int64, ``cu_seq_lens`` ragged int32. It can be pickled into
-    DataLoader workers. Inputs are copied, never changed.
+    DataLoader workers. Inputs are copied, never changed. Behind a ``PackedBatchSampler`` it follows
+    the sampler's plan, its strategy, overflow and balance included, and returns the rank's rows of
+    the batch.
 
     Raises:
         DataError: an example is wrong, or too long with ``overflow="raise"``.
-        ValueError, TypeError: a setting is wrong.
+        ValueError, TypeError: a setting is wrong, or does not fit the sampler's.
 
     >>> collate = PackedCollator(0, max_tokens=6)
     >>> batch = collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
@@ -97,18 +111,75 @@ class PackedCollator:
             max_sequences_per_row=self.max_sequences_per_row,
         )
 
-    def __call__(self, examples: Examples) -> Batch | dict[str, Any]:
-        columns = read_columns(examples)
-        plan = self.plan(columns.lengths)
-        grid = self._grid(plan)
+    def __call__(self, examples: Examples | PlannedExamples) -> Batch | dict[str, Any]:
+        if isinstance(examples, PlannedExamples):
+            batch = self._collate_part(examples.plan, examples.examples)
+        else:
+            columns = read_columns(examples)
+            plan = self.plan(columns.lengths)
+            rows, num_examples = range(plan.num_rows), len(columns.lengths)
+            batch = self._fill(plan, rows, plan.example_indices, columns, num_examples)
+        if not self.model_inputs:
+            return batch
+        _refuse_weights(batch)
+        return batch.model_inputs()
+
+    def _collate_part(self, part: RankPlan, examples: Examples) -> Batch:
+        """A rank's rows of a batch that is planned as a whole."""
+        plan = part.plan
+        given = {"max_tokens": plan.max_tokens, "align": plan.align, "dp": plan.num_ranks}
+        layout = self.parallel
+        mine = {"max_tokens": self.max_tokens, "align": layout.align, "dp": layout.dp}
+        if given != mine:
+            raise ValueError(
+                f"the batch was planned for {given}, the collator has {mine}; give "
+                "PackedBatchSampler and PackedCollator the same max_tokens and parallel"
+            )
+        is_known = part.num_loss_tokens is not None or plan.num_ranks == 1
+        if self.normalize_loss and not self.model_inputs and not is_known:
+            raise ValueError(
+                "normalize_loss=True divides by the loss tokens of the whole batch, and this rank "
+                f"reads one of its {plan.num_ranks} parts; pass num_loss_tokens="
+                "dataset.num_loss_tokens to PackedBatchSampler, or normalize_loss=False here and "
+                "the sum over the ranks to token_loss"
+            )
+        columns = read_columns(examples) if part.indices else NO_EXAMPLES
+        _check_lengths(part, columns.lengths)
+        elsewhere = (part.num_loss_tokens or 0) - (part.own_num_loss_tokens or 0)
+        batch = self._fill(plan, part.rows, part.positions, columns, part.num_examples, elsewhere)
+        if part.num_loss_tokens not in (None, batch.metadata["num_loss_tokens"]):
+            raise DataError(
+                f"the examples at {part.indices} of the dataset have "
+                f"{batch.metadata['num_loss_tokens'] - elsewhere} loss tokens, the sampler was "
+                f"told {part.own_num_loss_tokens}; its num_loss_tokens must be those of the "
+                "dataset that is read: pass dataset.num_loss_tokens"
+            )
+        return batch
+
+    def _fill(
+        self,
+        plan: PackingPlan,
+        rows: range,
+        positions: np.ndarray,
+        columns: Columns,
+        num_examples: int,
+        num_loss_tokens_elsewhere: int = 0,
+    ) -> Batch:
+        """Rows of a plan; ``positions`` are where in the columns the examples of its pieces are."""
+        grid = self._grid(plan, rows, positions)
         assert grid.segment_lengths is not None
-        batch = fill_batch(
+        pieces = slice(plan.row_offsets[rows.start], plan.row_offsets[rows.stop])
+        return fill_batch(
             grid,
             columns,
             pad_token_id=self.pad_token_id,
             response_length=grid.width - 1,
             normalize_loss=self.normalize_loss,
+            num_loss_tokens_elsewhere=num_loss_tokens_elsewhere,
             metadata={
+                "num_examples": num_examples,
+                "num_tokens": int(plan.lengths.sum()),
+                "example_indices": Ragged(plan.example_indices[pieces], grid.row_offsets),
                 "num_dummy_rows": plan.num_dummy_rows,
                 "num_dropped": len(plan.dropped),
                 "num_cut": len(plan.cut),
@@ -117,27 +188,42 @@ class PackedCollator:
                 "max_segment_length": [int(row.max()) for row in grid.segment_lengths],
             },
         )
-        if not self.model_inputs:
-            return batch
-        _refuse_weights(batch)
-        return batch.model_inputs()
 
-    def _grid(self, plan: PackingPlan) -> Grid:
+    def _grid(self, plan: PackingPlan, rows: range, positions: np.ndarray) -> Grid:
         align = self.parallel.align
         width = self.max_tokens // align * align if self.fixed_width else plan.width
-        aligned, offsets = plan.aligned_lengths, plan.row_offsets
+        first, stop = plan.row_offsets[[rows.start, rows.stop]]
+        offsets = plan.row_offsets[rows.start : rows.stop + 1] - first
+        aligned = plan.aligned_lengths[first:stop]
         before = np.cumsum(aligned) - aligned  # cells before each piece, over all rows
-        rows = np.repeat(np.arange(plan.num_rows), np.diff(offsets))
+        row_of = np.repeat(np.arange(len(rows)), np.diff(offsets))
         row_starts = np.append(before, aligned.sum())[offsets[:-1]]
         return Grid(
-            num_rows=plan.num_rows,
+            num_rows=len(rows),
             width=width,
-            examples=plan.example_indices,
-            starts=plan.starts,
-            lengths=plan.lengths,
-            cells=before - row_starts[rows] + rows * width,
+            examples=positions,
+            starts=plan.starts[first:stop],
+            lengths=plan.lengths[first:stop],
+            cells=before - row_starts[row_of] + row_of * width,
             row_offsets=offsets,
             segment_lengths=_with_tails(Ragged(aligned, offsets), width),
+        )
+
+
+def _check_lengths(part: RankPlan, lengths: np.ndarray) -> None:
+    """A plan made of other lengths would cut examples, or leave holes."""
+    if len(lengths) != len(part.indices):
+        raise DataError(
+            f"the batch has {len(lengths)} examples where {len(part.indices)} were asked for; a "
+            "dataset's __getitems__ must return one an index, in their order"
+        )
+    wrong = np.flatnonzero(lengths != part.lengths)
+    if len(wrong):
+        i = int(wrong[0])
+        raise DataError(
+            f"example {part.indices[i]} of the dataset has {lengths[i]} tokens, the sampler was "
+            f"told {part.lengths[i]}; its lengths must be those of the dataset that is read: pass "
+            "dataset.lengths"
         )
 
 

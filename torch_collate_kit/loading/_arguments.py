@@ -33,12 +33,10 @@ def checked_length(data: int | Sized, name: str = "data") -> int:
     return checked_int(f"len({name})", len(data), hint=hint)
 
 
-def checked_rank(rank: int, world_size: int) -> int:
+def checked_rank(rank: int, world_size: int, name: str = "world_size") -> int:
     rank = checked_int("rank", rank, minimum=0)
     if rank >= world_size:
-        raise ValueError(
-            f"rank must be below world_size={world_size}, got {rank}; ranks count from 0"
-        )
+        raise ValueError(f"rank must be below {name}={world_size}, got {rank}; ranks count from 0")
     return rank
 
 

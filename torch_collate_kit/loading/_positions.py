@@ -21,9 +21,7 @@ class StepIterator(Iterator[Any]):
     iterator: the sampler's is ahead by the rest of the epoch.
     """
 
-    def __init__(
-        self, sampler: EpochSampler, plan: Iterable[Any], epoch: int, first: int
-    ) -> None:
+    def __init__(self, sampler: EpochSampler, plan: Iterable[Any], epoch: int, first: int) -> None:
         self.sampler, self.plan, self.epoch, self.first = sampler, plan, epoch, first
         self._num_drawn = 0
         self._steps: Iterator[Any] | None = None

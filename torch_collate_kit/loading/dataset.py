@@ -7,12 +7,13 @@ lie (a memory-mapped file, a table, a slice of one), so a batch costs one memcpy
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from torch_collate_kit.collators._columns import loss_token_counts, read_columns
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading._dataset_columns import ListColumn, NumberColumn, column_of
 from torch_collate_kit.loading._dataset_sources import (
@@ -23,9 +24,12 @@ from torch_collate_kit.loading._dataset_sources import (
     normalised,
     to_state,
 )
+from torch_collate_kit.packing import PlannedExamples, RankPlan
 from torch_collate_kit.ragged import row_indices
 
 __all__ = ["TokenizedDataset"]
+
+_ROWS_AT_A_TIME = 1000  # where all rows are gone through
 
 
 class TokenizedDataset(Dataset[dict[str, Any]]):
@@ -46,7 +50,8 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     Arrow has them in bits). ``ds[a:b]`` and ``ds.__getitems__(indices)``, which a DataLoader calls,
     are dicts of columns, copied: :class:`~torch_collate_kit.ragged.Ragged` with a row an index, and
     ndarrays for columns of numbers (integers int64). Indices may be negative and may repeat; no
-    index gives columns of 0 rows in the same dtypes. The collators check the values.
+    index gives columns of 0 rows in the same dtypes. The collators check the values. With a
+    ``PackedBatchSampler`` the columns go on together with its plan.
 
     Reading is lazy: of a memory-mapped source only the rows asked for are touched, and the system
     may take their pages back. Pickled into workers it goes by path where the source has one (a
@@ -100,7 +105,36 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         named, rows = self._rows([index])
         return {name: column.parts(rows, named)[0] for name, column in self._columns.items()}
 
-    def __getitems__(self, indices: Sequence[int] | np.ndarray | Tensor) -> dict[str, Any]:
+    @property
+    def num_loss_tokens(self) -> np.ndarray:
+        """Trained tokens of every row, as the collators count them: int64 [N], a new array.
+
+        Reads all targets once, a thousand rows at a time. No first token counts: nothing predicts
+        it. What a collator cuts off is counted here.
+
+        Raises:
+            DataError: a row that no collator would take.
+
+        >>> rows = [{"input_ids": [5, 6, 7], "labels": [5, -100, 7]}, {"input_ids": [8, 9]}]
+        >>> [TokenizedDataset([row]).num_loss_tokens.tolist() for row in rows]
+        [[1], [1]]
+        """
+        parts = [np.empty(0, dtype=np.int64)]
+        for start in range(0, len(self), _ROWS_AT_A_TIME):
+            stop = min(start + _ROWS_AT_A_TIME, len(self))
+            try:
+                parts.append(loss_token_counts(read_columns(self[start:stop])))
+            except DataError as error:
+                raise DataError(f"rows {start} to {stop - 1}, counted from 0: {error}") from error
+        return np.concatenate(parts)
+
+    @overload
+    def __getitems__(self, indices: RankPlan) -> PlannedExamples: ...
+    @overload
+    def __getitems__(self, indices: Sequence[int] | np.ndarray | Tensor) -> dict[str, Any]: ...
+    def __getitems__(self, indices: Any) -> Any:
+        if isinstance(indices, RankPlan):
+            return indices.with_examples(self.__getitems__(indices.indices))
         named, rows = self._rows(indices)
         return {name: column.take(rows, named) for name, column in self._columns.items()}
 

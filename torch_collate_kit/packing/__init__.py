@@ -5,5 +5,6 @@ from __future__ import annotations
 from torch_collate_kit.packing.layout import ParallelLayout
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.planner import pack
+from torch_collate_kit.packing.rank_plan import PlannedExamples, RankPlan
 
-__all__ = ["PackingPlan", "ParallelLayout", "pack"]
+__all__ = ["PackingPlan", "ParallelLayout", "PlannedExamples", "RankPlan", "pack"]
