@@ -6,7 +6,7 @@ a tokenizer and a small Qwen3 on it in a minute on two CPU cores, and measures w
     accelerate launch examples/sft.py --model Qwen/Qwen3-0.6B --dataset chats.jsonl
 
 A step is `--batch-size` conversations, whatever the layout and the number of ranks. Every rank
-collates the global batch and trains its own rows, so the loss is the exact token mean.
+plans the whole batch and trains its own rows of it, so the loss is the exact token mean.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 import torch_collate_kit as kit
 
-FREE_WHEN_RESUMING = {"output_dir", "checkpoint_every", "resume", "num_workers", "threads"}
+FREE_WHEN_RESUMING = "output_dir checkpoint_every resume num_workers prefetch threads"
 COUNTS = "batch_size rows_per_micro_batch epochs max_steps max_tokens num_conversations threads"
 
 
@@ -67,6 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--checkpoint-every", type=int, default=0, help="steps; 0: never")
     add("--resume", action="store_true", help="go on from the latest checkpoint")
     add("--num-workers", type=int, default=0, help="DataLoader workers")
+    add("--prefetch", action=argparse.BooleanOptionalAction, default=True, help="build ahead")
     add("--cpu", action="store_true", help="do not use a GPU")
     add("--threads", type=int, help="CPU threads of a rank; none: all cores")
     args = parser.parse_args()
@@ -77,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     if args.learning_rate is None:
         args.learning_rate = 2e-5 if args.model else 2e-3
     args.cpu |= parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
-    kept = {k: str(v) for k, v in vars(args).items() if k not in FREE_WHEN_RESUMING}
+    kept = {k: str(v) for k, v in vars(args).items() if k not in FREE_WHEN_RESUMING.split()}
     args.run = {f"--{k.replace('_', '-')}": v for k, v in kept.items()}
     args.attention = "sdpa" if args.no_packing else "torch_varlen"
     return args
@@ -144,31 +145,30 @@ def load_model(args: argparse.Namespace, tokenizer: Any) -> Any:
     return model
 
 
-def make_collator(tokenizer: Any, args: argparse.Namespace) -> Any:
+def make_loader(
+    examples: kit.TokenizedDataset, tokenizer: Any, accelerator: Any, args: Any, shuffle: bool
+) -> kit.PrefetchLoader:
+    """Batches on their device, one built ahead; their order is a function of (seed, epoch)."""
+    options = {"batch_size": args.batch_size, "shuffle": shuffle, "seed": args.seed}
+    if args.no_packing:  # every rank collates the whole batch
+        sampler: Any = kit.PrefetchingSampler(examples, **options)
+        collate: Any = kit.PaddedCollator(tokenizer)
+    else:  # every rank plans the whole batch, and reads its own rows: as narrow as can be
+        options |= {"strategy": "balanced", "num_loss_tokens": examples.num_loss_tokens}
+        layout = {"max_tokens": args.max_tokens, "parallel": kit.ParallelLayout(dp=args.num_ranks)}
+        sampler = kit.PackedBatchSampler(examples.lengths, rank=args.rank, **options, **layout)
+        collate = kit.PackedCollator(tokenizer, **layout)
+    options = {"collate_fn": collate, "num_workers": args.num_workers}
+    loader = DataLoader(examples, batch_sampler=sampler, **options)
+    return kit.PrefetchLoader(loader, prefetch=args.prefetch, device=accelerator.device)
+
+
+def micro_batches(batch: kit.Batch, args: argparse.Namespace) -> list[kit.Batch]:
+    """This rank's rows, a few at a time."""
     if args.no_packing:
-        return kit.PaddedCollator(tokenizer)
-    layout = kit.ParallelLayout(dp=args.num_ranks)
-    options = {"max_tokens": args.max_tokens, "strategy": "balanced"}  # as narrow as can be
-    return kit.PackedCollator(tokenizer, parallel=layout, **options)
-
-
-def training_order(num_examples: int, args: argparse.Namespace) -> list[list[int]]:
-    """The examples of every step of every epoch, a function of (seed, epoch)."""
-    steps: list[list[int]] = []
-    for epoch in range(args.epochs):
-        rng = np.random.default_rng(np.random.SeedSequence((args.seed, 2, epoch)))
-        order = rng.permutation(num_examples).tolist()
-        steps += [order[i : i + args.batch_size] for i in range(0, num_examples, args.batch_size)]
-    return steps[: args.max_steps]
-
-
-def micro_batches(batch: kit.Batch, accelerator: Accelerator, args: Any) -> list[kit.Batch]:
-    """This rank's rows of the global batch, a few at a time, on its device."""
-    batch = batch.pad_rows(multiple_of=accelerator.num_processes)  # packed rows divide already
-    rows = batch.chunk(accelerator.num_processes)[accelerator.process_index]
+        batch = batch.pad_rows(multiple_of=args.num_ranks).chunk(args.num_ranks)[args.rank]
     size = args.rows_per_micro_batch
-    parts = [rows[i : i + size] for i in range(0, len(rows), size)]
-    return [part.to(accelerator.device, non_blocking=True) for part in parts]
+    return [batch[i : i + size] for i in range(0, len(batch), size)]
 
 
 def batch_loss(model: Any, batch: kit.Batch, num_loss_tokens: int, args: Any) -> torch.Tensor:
@@ -177,11 +177,10 @@ def batch_loss(model: Any, batch: kit.Batch, num_loss_tokens: int, args: Any) ->
 
 
 def train_step(
-    model: Any, batch: kit.Batch, optimizer: Any, accelerator: Accelerator, args: Any
+    model: Any, parts: list[kit.Batch], optimizer: Any, accelerator: Accelerator, args: Any
 ) -> tuple[float, float]:
     """One optimizer step: the loss over all micro-batches and ranks, and the gradient norm."""
-    num_loss_tokens = batch.metadata["num_loss_tokens"]  # of all micro-batches and ranks
-    parts = micro_batches(batch, accelerator, args)
+    num_loss_tokens = parts[0].metadata["num_loss_tokens"]  # of all micro-batches and ranks
     total = torch.zeros((), device=accelerator.device)
     for i, part in enumerate(parts):
         is_last = i == len(parts) - 1  # only the last backward exchanges gradients
@@ -203,23 +202,23 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 
 
 def train(
-    model: Any, loader: DataLoader, optimizer: Any, accelerator: Accelerator, args: Any
+    model: Any, loader: kit.PrefetchLoader, optimizer: Any, accelerator: Accelerator, args: Any
 ) -> dict[str, float]:
-    """Train on every batch of the loader, from step `args.first_step`; returns what it took."""
+    """Train from step `args.first_step` on, where the loader stands; returns what it took."""
     took: Counter[str] = Counter()
-    began, batches = time.perf_counter(), iter(loader)
-    bar = tqdm(range(args.first_step, args.num_steps), disable=not accelerator.is_main_process)
+    began, steps = time.perf_counter(), range(args.first_step, args.num_steps)
+    bar = tqdm(loader.steps(len(steps)), total=len(steps), disable=not accelerator.is_main_process)
     model.train()
-    for step in bar:
-        asked = time.perf_counter()
-        batch = next(batches)
-        got, rate = time.perf_counter(), learning_rate(step, args)
+    for step, batch in zip(steps, bar, strict=True):
+        waited, rate = loader.wait_seconds - took["wait_seconds"], learning_rate(step, args)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss, grad_norm = train_step(model, batch, optimizer, accelerator, args)
-        num_tokens, num_cells = batch.metadata["num_tokens"], batch["input_ids"].numel()
-        took.update(wait_seconds=got - asked, tokens=num_tokens, cells=num_cells)
-        took["train_seconds"] = time.perf_counter() - began
+        parts = micro_batches(batch, args)
+        loss, grad_norm = train_step(model, parts, optimizer, accelerator, args)
+        num_cells = args.num_ranks * sum(part["input_ids"].numel() for part in parts)
+        num_tokens = batch.metadata["num_tokens"]  # of all ranks, as are the cells
+        seconds = time.perf_counter() - began - took["train_seconds"]
+        took.update(train_seconds=seconds, wait_seconds=waited, tokens=num_tokens, cells=num_cells)
         took["tokens_per_second"] = took["tokens"] / took["train_seconds"]
         took["packing_efficiency"] = took["tokens"] / took["cells"]
         bar.set_postfix_str(
@@ -227,8 +226,8 @@ def train(
             f"rows {took['packing_efficiency']:.0%} full, waited {took['wait_seconds']:.1f} s"
         )
         record = {"step": step + 1, "loss": loss, "learning_rate": rate, "grad_norm": grad_norm}
-        record |= {"packing_efficiency": num_tokens / num_cells, "wait_seconds": got - asked}
-        record |= {"tokens_per_second": num_tokens / (time.perf_counter() - asked)}
+        record |= {"packing_efficiency": num_tokens / num_cells, "wait_seconds": waited}
+        record |= {"tokens_per_second": num_tokens / seconds}
         if accelerator.is_main_process:
             with open(args.output_dir / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(record) + "\n")
@@ -247,7 +246,7 @@ def save_checkpoint(accelerator: Accelerator, step: int, args: argparse.Namespac
     accelerator.save_state(str(unfinished))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        state = {"version": 2, "step": step, "run": args.run}
+        state = {"version": 3, "step": step, "run": args.run}
         (unfinished / "run.json").write_text(json.dumps(state, indent=2))
         unfinished.rename(args.output_dir / f"checkpoint-{step:08d}")
         for old in checkpoints(args)[:-2]:
@@ -260,7 +259,7 @@ def resume(accelerator: Accelerator, args: argparse.Namespace) -> int:
     latest = checkpoints(args)[-1]
     state = json.loads((latest / "run.json").read_text())
     other = [f"{k} {was}" for k, was in state["run"].items() if args.run.get(k) != was]
-    if state["version"] != 2 or other:
+    if state["version"] != 3 or other:
         fail(f"--resume: {latest} is of another run, which had {', '.join(other)}")
     accelerator.load_state(str(latest))
     if accelerator.is_main_process:  # forget the steps that came after it
@@ -270,12 +269,12 @@ def resume(accelerator: Accelerator, args: argparse.Namespace) -> int:
 
 
 @torch.no_grad()
-def held_out_loss(model: Any, loader: DataLoader, accelerator: Accelerator, args: Any) -> float:
+def held_out_loss(model: Any, loader: Any, accelerator: Accelerator, args: Any) -> float:
     """Mean loss over the trained tokens of the held-out conversations, whatever the layout."""
     model.eval()
     nll, num_loss_tokens = torch.zeros((), dtype=torch.float64, device=accelerator.device), 0
     for batch in loader:
-        for part in micro_batches(batch, accelerator, args):
+        for part in micro_batches(batch, args):
             nll += batch_loss(model, part, 1, args)
         num_loss_tokens += batch.metadata["num_loss_tokens"]
     return accelerator.reduce(nll, "sum").item() / num_loss_tokens
@@ -284,7 +283,7 @@ def held_out_loss(model: Any, loader: DataLoader, accelerator: Accelerator, args
 def main() -> None:
     args = parse_arguments()
     accelerator = Accelerator(cpu=args.cpu, mixed_precision="no" if args.cpu else "bf16")
-    args.num_ranks = accelerator.num_processes
+    args.num_ranks, args.rank = accelerator.num_processes, accelerator.process_index
     if args.cpu:  # `accelerate launch` and torchrun leave one thread
         torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // args.num_ranks))
     if not accelerator.is_main_process:
@@ -301,32 +300,33 @@ def main() -> None:
             kit.tokenize_chat_dataset(part, tokenizer, max_length=args.max_tokens)[0]
             for part in (conversations, held_out)
         ]
-    examples, held_out_examples = (part.with_format("numpy") for part in tokenized)
-    if len(examples) < 2:
-        fail(f"{len(examples)} conversations have something to train within --max-tokens")
-    order = training_order(len(examples), args)
-    args.num_steps, lengths = len(order), [len(ids) for ids in examples["input_ids"]]
-    args.run |= {"ranks:": str(args.num_ranks), "tokens in the data:": str(sum(lengths))}
+    if len(tokenized[0]) < 2:
+        fail(f"{len(tokenized[0])} conversations have something to train within --max-tokens")
+    examples = kit.TokenizedDataset(tokenized[0])
+    loader = make_loader(examples, tokenizer, accelerator, args, shuffle=True)
+    args.num_steps = min(args.epochs * len(loader), args.max_steps or args.epochs * len(loader))
+    args.run |= {"ranks:": str(args.num_ranks), "tokens in the data:": str(examples.lengths.sum())}
     model = load_model(args, tokenizer).to(accelerator.device).train()  # it may be in eval mode
     if not args.no_packing:
-        shortest = examples.select(np.argsort(lengths, kind="stable")[:2])  # a few forwards
-        pair = kit.PackedCollator(tokenizer, max_tokens=2 * args.max_tokens)([*shortest])
+        two = examples.__getitems__(np.argsort(examples.lengths, kind="stable")[:2])  # the shortest
+        pair = kit.PackedCollator(tokenizer, max_tokens=2 * args.max_tokens)(two)
         with accelerator.autocast():
             kit.check_isolation(model, pair.to(accelerator.device))
     options = {"betas": (0.9, 0.98), "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.register_for_checkpointing(loader)
     args.first_step = resume(accelerator, args) if args.resume else 0
-    options = {"collate_fn": make_collator(tokenizer, args), "num_workers": args.num_workers}
-    loader = DataLoader(examples, batch_sampler=order[args.first_step :], **options)
     if accelerator.is_main_process and not args.resume:
         args.output_dir.mkdir(parents=True, exist_ok=True)
         (args.output_dir / "metrics.jsonl").write_text("")
-    summary = train(model, loader, optimizer, accelerator, args)
+    with loader:
+        summary = train(model, loader, optimizer, accelerator, args)
     model_alone = accelerator.unwrap_model(model)
-    if len(held_out_examples):
-        loader = DataLoader(held_out_examples, batch_size=args.batch_size, **options)
-        summary["held_out_loss"] = held_out_loss(model, loader, accelerator, args)
+    if len(tokenized[1]):
+        held_out_examples = kit.TokenizedDataset(tokenized[1])
+        with make_loader(held_out_examples, tokenizer, accelerator, args, shuffle=False) as loader:
+            summary["held_out_loss"] = held_out_loss(model, loader, accelerator, args)
     if not args.dataset:
         rates = synthetic_chat.exact_match(model_alone, tokenizer, held_out, accelerator)
         summary |= {f"exact match, {skill}": rate for skill, rate in rates.items()}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +70,7 @@ def launch(command: list[str], folder: Path, *options: str) -> dict[str, Any]:
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout + done.stderr
     return read_results(folder)
 
 
@@ -127,6 +130,11 @@ def test_two_ranks_have_the_losses_of_one(
     expected = base[0]["summary"]["held_out_loss"]
     assert found["summary"]["held_out_loss"] == pytest.approx(expected, rel=1e-4)
     assert found["summary"]["tokens"] == base[0]["summary"]["tokens"]
+    for later in ("checkpoint-00000004", "model"):
+        shutil.rmtree(tmp_path / "out" / later)
+    resumed = launch(TWO_RANKS, tmp_path / "out", "--resume")
+    assert resumed["losses"] == found["losses"]
+    assert resumed["summary"]["held_out_loss"] == found["summary"]["held_out_loss"]
 
 
 def test_resume_is_exact(base: tuple[dict[str, Any], Path], run: Run, tmp_path: Path) -> None:
@@ -141,6 +149,38 @@ def test_resume_is_exact(base: tuple[dict[str, Any], Path], run: Run, tmp_path: 
     assert resumed["summary"]["held_out_loss"] == results["summary"]["held_out_loss"]
     weights = [(f / "model" / "model.safetensors").read_bytes() for f in (folder, again)]
     assert weights[0] == weights[1]
+
+
+def test_killed_at_any_step_and_resumed(run: Run, tmp_path: Path) -> None:
+    """SIGKILL at some step: the losses are those of a run that was let alone, to the last bit.
+
+    Over the end of an epoch, with batches in flight in a worker, and without prefetch afterwards.
+    """
+    options = f"{TINY} --epochs 2 --batch-size 26 --num-held-out 0"
+    expected = run(options, tmp_path / "quiet")["losses"]
+    assert len(expected) == 8
+    folder, step = tmp_path / "killed", random.SystemRandom().randint(2, 7)
+    arguments = f"{options} --checkpoint-every 1 --num-workers 1 --output-dir {folder}"
+    command = [sys.executable, str(EXAMPLES / "sft.py"), *arguments.split()]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() or metrics.read_text().count("\n") < step:
+        assert process.poll() is None, f"the run ended before step {step}"
+        assert time.monotonic() < deadline, f"no step {step}"
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    resumed = run(f"{options} --checkpoint-every 1 --resume --no-prefetch", folder)
+    assert resumed["losses"] == expected, f"killed at step {step}"
+
+
+def test_prefetch_and_workers_change_nothing(
+    base: tuple[dict[str, Any], Path], run: Run, tmp_path: Path
+) -> None:
+    without = run(f"{BASE} --no-prefetch", tmp_path / "without")
+    assert without["losses"] == base[0]["losses"]
+    with_workers = run(f"{BASE} --num-workers 2", tmp_path / "workers")
+    assert with_workers["losses"] == base[0]["losses"]
 
 
 def test_a_kill_while_saving_leaves_the_last_checkpoint(
@@ -322,16 +362,6 @@ def test_corpus_ends_when_a_skill_has_nothing_new(monkeypatch: pytest.MonkeyPatc
     assert len(synthetic_chat.make_corpus(180, seed=0)) == 180
     with pytest.raises(sft.kit.DataError, match="tool_use has no more than 90 different ones"):
         synthetic_chat.make_corpus(182, seed=0)
-
-
-def test_order_is_a_function_of_seed_and_epoch() -> None:
-    arguments = {"seed": 1, "batch_size": 4, "epochs": 2, "max_steps": None}
-    order = sft.training_order(10, sft.argparse.Namespace(**arguments))
-    assert [len(step) for step in order] == [4, 4, 2, 4, 4, 2]
-    first, second = ([i for step in part for i in step] for part in (order[:3], order[3:]))
-    assert sorted(first) == sorted(second) == list(range(10))
-    assert first != second
-    assert order == sft.training_order(10, sft.argparse.Namespace(**arguments))
 
 
 def test_linear_attention_is_refused(
