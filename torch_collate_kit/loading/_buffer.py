@@ -1,8 +1,9 @@
 """Which examples of a buffer are packed now, and which of them make a batch: integers only.
 
-Of the examples in the buffer the longest beginning that fills whole batches is packed; what is
-behind it waits, and is packed with what comes. So rows are as full as they would be at the end of
-a buffer of just the right length, and nothing has to be remembered but where the beginning ends.
+Two answers. Within a window the fullest rows are given out, and what was in poor rows is packed
+again with what comes: a long example without a partner waits for one. At the end of a window the
+longest beginning of the buffer that fills whole batches is given out, so that nothing has to be
+remembered but where the beginning ends.
 """
 
 from __future__ import annotations
@@ -14,7 +15,36 @@ import numpy as np
 
 from torch_collate_kit.packing import PackingPlan
 
-__all__ = ["groups_to_pack"]
+__all__ = ["fullest_groups", "groups_to_pack"]
+
+
+def fullest_groups(
+    lengths: np.ndarray, plan: Callable[[np.ndarray], PackingPlan], rows_per_batch: int
+) -> list[np.ndarray]:
+    """The indices of each batch's examples, ascending; none if too few rows would stay behind.
+
+    ``lengths`` int64 [N] are of the examples in the buffer, in the order of the stream. The batches
+    hold a third of the examples or more, so an example is packed some three times.
+
+    >>> from torch_collate_kit.packing import pack
+    >>> groups = fullest_groups(np.array([4, 2, 6, 3]), lambda n: pack(n, 6), 1)
+    >>> [group.tolist() for group in groups]  # and 6 and 3 wait
+    [[0, 1]]
+    """
+    packed = plan(lengths)
+    if packed.num_rows < 2 * rows_per_batch:
+        return []
+    # Of rows that are full to the same percent those go first whose longest example is oldest. By
+    # the longest examples would pack uniform lengths by 0.1% better, and give out the long examples
+    # at the beginning of a window: by 1.6 times the mean length in its first eighth.
+    percent_free = (packed.max_tokens - packed.row_cells) * 100 // packed.max_tokens
+    order = np.lexsort((packed.example_indices[packed.row_offsets[:-1]], percent_free))
+    num_examples = np.cumsum(np.diff(packed.row_offsets)[order])
+    num_rows = 1 + int(np.searchsorted(num_examples, num_examples[-1] / 3))
+    num_rows = -(-num_rows // rows_per_batch) * rows_per_batch
+    if num_rows + rows_per_batch > packed.num_rows:  # next time they might not fill a batch
+        return []
+    return _grouped(packed, order[:num_rows], rows_per_batch)
 
 
 def groups_to_pack(
@@ -27,8 +57,6 @@ def groups_to_pack(
     """The indices of each batch's examples, ascending; together they are ``range(num_packed)``.
 
     ``lengths`` int64 [N] are of the examples in the buffer, ``ended`` says that no more will come.
-    Best fit, first fit and sequential packing put the examples of some of their rows into as many
-    rows again, so a collator gives ``rows_per_batch`` rows for each group but perhaps the last.
 
     >>> from torch_collate_kit.packing import pack
     >>> groups = groups_to_pack(np.array([4, 2, 6, 3]), lambda n: pack(n, 6), 1, ended=False)
@@ -36,7 +64,17 @@ def groups_to_pack(
     [[0, 1], [2]]
     """
     packed = plan(lengths if ended else lengths[: _num_ready(lengths, plan, rows_per_batch)])
-    rows = np.split(packed.example_indices, packed.row_offsets[1:-1])
+    return _grouped(packed, np.arange(packed.num_rows), rows_per_batch)
+
+
+def _grouped(packed: PackingPlan, chosen: np.ndarray, rows_per_batch: int) -> list[np.ndarray]:
+    """The examples of the rows ``chosen``, ``rows_per_batch`` rows a group.
+
+    Best fit, first fit and sequential packing put the examples of some of their rows (sequential:
+    of neighbours) into as many rows again, so a collator makes ``rows_per_batch`` rows of a group.
+    """
+    all_rows = np.split(packed.example_indices, packed.row_offsets[1:-1])
+    rows = [all_rows[row] for row in chosen.tolist()]
     # A row begins with its longest example. Rows as they were opened would come longest first, and
     # rows by their oldest example those with many short ones first.
     rows.sort(key=lambda row: row[0] if len(row) else 0)

@@ -1,0 +1,106 @@
+"""A stream of entries as lists that make a batch each, through a bounded buffer.
+
+The stream is cut into windows of some buffers. Which entries make a batch follows from their
+lengths and the window's first entry alone, so a place and a number of batches say where a pass
+stands, and a window that is read again falls into the same batches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from torch_collate_kit.loading._buffer import fullest_groups, groups_to_pack
+from torch_collate_kit.loading._stream import Example, Place
+from torch_collate_kit.packing import PackingPlan
+
+__all__ = ["Entry", "Windows"]
+
+
+class Entry(NamedTuple):
+    """What waits in the buffer: an example, or a piece of one that was split."""
+
+    example: Example
+    position: int  # of the example in the source
+    start: int  # its first token in the example
+    is_piece: bool
+    num_tokens: int
+    after: Place  # where a pass goes on that has given out all up to this entry
+
+
+class Windows:
+    """Iterates once: the entries of a batch, and with a window's last one where the next begins.
+
+    At most ``buffer_size`` entries are held. A window reads at most ``num_buffers`` times as many,
+    and one buffer more where whole batches did not reach behind the entries that were held back.
+    ``plan`` packs lengths into rows.
+    """
+
+    def __init__(
+        self,
+        entries: Iterator[Entry],
+        plan: Callable[[np.ndarray], PackingPlan],
+        *,
+        rows_per_batch: int,
+        buffer_size: int,
+        num_buffers: int,
+    ) -> None:
+        self._unread, self._plan, self._rows_per_batch = entries, plan, rows_per_batch
+        self._buffer_size, self._num_buffers = buffer_size, num_buffers
+        self._buffer: list[Entry] = []
+        self._num_read = 0  # since the window began
+        self._num_broken = 0  # of the buffer: all behind them has waited in one piece
+        self._end = Place()  # of what has been read
+
+    def __iter__(self) -> Iterator[tuple[list[Entry], Place | None]]:
+        while self._fill():
+            ended = len(self._buffer) < self._buffer_size
+            lengths = np.array([entry.num_tokens for entry in self._buffer], dtype=np.int64)
+            groups, next_window = [], None
+            if not ended and self._num_read <= (self._num_buffers - 1) * self._buffer_size:
+                groups = fullest_groups(lengths, self._plan, self._rows_per_batch)
+                self._num_broken = len(lengths) if groups else self._num_broken
+            if not groups:
+                groups = groups_to_pack(lengths, self._plan, self._rows_per_batch, ended=ended)
+                next_window = self._window_behind(sum(map(len, groups)))
+            batches = self._taken_out(groups)
+            while len(batches) > 1:
+                yield batches.popleft(), None
+            yield batches.popleft(), next_window  # nothing here refers to it while the buffer fills
+
+    def _fill(self) -> bool:
+        """Read on until the buffer is full; whether there is anything in it."""
+        num_waiting = len(self._buffer)
+        self._buffer += islice(self._unread, self._buffer_size - num_waiting)
+        if len(self._buffer) > num_waiting:
+            self._end = self._buffer[-1].after
+        self._num_read += len(self._buffer) - num_waiting
+        return bool(self._buffer)
+
+    def _window_behind(self, num_packed: int) -> Place | None:
+        """Where the next window begins if the first ``num_packed`` are given out, if it may.
+
+        It is read from one place on, so what waits must be an unbroken piece of the stream.
+        """
+        if num_packed == len(self._buffer):
+            next_window = self._end
+        elif num_packed > self._num_broken:
+            next_window = self._buffer[num_packed - 1].after
+        else:  # go on: what was held back is at the beginning, so some rounds give it all
+            self._num_broken -= num_packed
+            return None
+        self._num_read, self._num_broken = len(self._buffer) - num_packed, 0
+        return next_window
+
+    def _taken_out(self, groups: list[np.ndarray]) -> deque[list[Entry]]:
+        """The entries of each group; the others stay, in their order."""
+        taken = np.zeros(len(self._buffer), dtype=bool)
+        taken[np.concatenate(groups)] = True
+        batches = deque([self._buffer[i] for i in group.tolist()] for group in groups)
+        self._buffer = [self._buffer[i] for i in np.flatnonzero(~taken).tolist()]
+        self._num_broken = min(self._num_broken, len(self._buffer))
+        return batches
