@@ -51,8 +51,8 @@ def lengths_from_cu_seqlens(cu_seqlens: Array) -> Array:
     return np.diff(cu_seqlens.astype(np.int64))
 
 
-def position_ids_from_lengths(lengths_S: Array) -> Array:
-    """Positions that restart at 0 in every segment: int64 [T], a new array.
+def position_ids_from_lengths(lengths_S: Array, *, out: Array | None = None) -> Array:
+    """Positions that restart at 0 in every segment: int64 [T], a new array, or written to ``out``.
 
     >>> position_ids_from_lengths(np.array([3, 2]))
     array([0, 1, 2, 0, 1])
@@ -61,10 +61,10 @@ def position_ids_from_lengths(lengths_S: Array) -> Array:
         lengths_S = lengths_S.long()
         starts = torch.cumsum(lengths_S, 0) - lengths_S
         first = torch.repeat_interleave(starts, lengths_S)
-        return torch.arange(len(first), device=first.device) - first
+        return torch.sub(torch.arange(len(first), device=first.device), first, out=out)
     lengths = np.asarray(lengths_S, dtype=np.int64)
     first = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return np.arange(len(first), dtype=np.int64) - first
+    return np.subtract(np.arange(len(first), dtype=np.int64), first, out=out)
 
 
 def segment_ids_from_lengths(lengths_S: Array) -> Array:

@@ -1,14 +1,17 @@
 """Pieces of examples placed on a grid of rows: the one fast path behind every layout.
 
 A collator decides with integers where each piece starts (:class:`Grid`); :func:`fill_batch` then
-moves whole arrays there. There is one ``np.concatenate`` a field, whose parts are the pieces and
-views of one block of fill between them, so no token is touched from Python.
+moves whole columns. Nothing here is done once a piece, let alone once a token, in Python.
+
+The loss is worked out on lanes, the places that pieces are moved to. Where most of the grid holds
+tokens, the lanes are its cells and a column is gathered straight into the batch; what lands in the
+gaps is overwritten. Where most of it is pads, there is a lane a token, and lanes are scattered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,34 +43,74 @@ class Grid:
     def size(self) -> int:
         return self.num_rows * self.width
 
-    def pieces(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The piece of each example's array: views."""
-        whole = [arrays[i] for i in self.examples.tolist()]
-        bounds = zip(whole, self.starts.tolist(), self.lengths.tolist(), strict=True)
-        return [array if len(array) == n else array[a : a + n] for array, a, n in bounds]
+    @cached_property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
 
-    def place(
-        self, parts: Sequence[np.ndarray], cells: np.ndarray, out: np.ndarray, fill: Any
-    ) -> None:
-        """Write ``parts[i]`` to ``out[cells[i]:]`` and ``fill`` everywhere else."""
-        ends = cells + np.array([len(part) for part in parts], dtype=np.int64)
-        gaps = np.diff(np.concatenate(([0], np.stack([cells, ends], axis=1).ravel(), [len(out)])))
-        gaps = gaps[::2]
-        block = np.full(int(gaps.max()), fill, dtype=out.dtype)
-        pieces: list[np.ndarray] = []
-        for gap, part in zip(gaps.tolist(), [*parts, block[:0]], strict=True):
-            if gap:
-                pieces.append(block[:gap])
-            pieces.append(part)
-        np.concatenate(pieces, out=out, casting="same_kind")
+    @cached_property
+    def is_dense(self) -> bool:
+        return 2 * self.num_tokens > self.size
+
+    @cached_property
+    def num_lanes(self) -> int:
+        return self.size if self.is_dense else self.num_tokens
+
+    @cached_property
+    def lanes(self) -> np.ndarray:
+        """int64 [S], the first lane of each piece."""
+        return self.cells if self.is_dense else np.cumsum(self.lengths) - self.lengths
+
+    @cached_property
+    def token_cells(self) -> np.ndarray:
+        """int64 [num_tokens], the cell of every token."""
+        return _spans(self.cells, self.lengths)
+
+    @cached_property
+    def gap_cells(self) -> np.ndarray:
+        """int64 [size - num_tokens], the cells without a token."""
+        ends = np.append(0, self.cells + self.lengths)
+        return _spans(ends, np.append(self.cells, self.size) - ends)
+
+    def sources(self, offsets: np.ndarray) -> np.ndarray:
+        """What each lane reads of a column whose example i begins at ``offsets[i]``.
+
+        int64 [num_lanes - lanes[0]]. A gap reads on behind its piece.
+        """
+        spans = np.diff(self.lanes, append=self.num_lanes)
+        return _spans(offsets[self.examples] + self.starts, spans)
+
+    def gather(self, values: np.ndarray, sources: np.ndarray, out: np.ndarray, fill: Any) -> None:
+        """A column to its lanes; ``fill`` to the lanes without a token."""
+        if self.num_tokens:
+            rest = out[self.num_lanes - len(sources) :]
+            if values.dtype == out.dtype:
+                np.take(values, sources, out=rest, mode="clip")
+            else:
+                rest[:] = values.take(sources, mode="clip")
+        if self.is_dense:
+            out[self.gap_cells] = fill
+
+    def scatter(self, lanes: np.ndarray, out: np.ndarray, fill: Any) -> None:
+        """From lanes that are tokens to the cells of the grid."""
+        out.fill(fill)
+        out[self.token_cells] = lanes
+
+
+def _spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """``starts[0], starts[0] + 1, ...`` of each length, one span behind the other: int64."""
+    before = np.cumsum(lengths) - lengths
+    spans = np.repeat(starts - before, lengths)
+    spans += np.arange(len(spans))
+    return spans
 
 
 @dataclass(frozen=True)
-class _Targets:
-    """Where the loss is, on the grid's flat cells, first tokens of segments already cleared."""
+class _Loss:
+    """Where the loss is; first tokens of segments are cleared already."""
 
-    weights: np.ndarray  # float32 [size]
-    labels: np.ndarray | None  # int64 [size], where the caller gave labels
+    weights: np.ndarray  # float32 [num_lanes]
+    trained: np.ndarray  # bool [num_lanes]: weights that are not 0
+    labels: np.ndarray | None  # int64 [num_lanes], where the caller gave labels
     num_actions: np.ndarray  # int64 [S]
 
 
@@ -85,10 +128,11 @@ def fill_batch(
 
     ``num_loss_tokens_elsewhere``: of rows that other ranks collate. ``metadata`` goes last.
     """
-    targets = _place_targets(grid, columns)
+    sources = grid.sources(columns.input_ids.offsets)
+    loss = _find_loss(grid, columns, sources)
     if response_length is None:
-        response_length = _cells_to_row_end(grid, targets.num_actions)
-    num_loss_tokens = int(np.count_nonzero(targets.weights)) + num_loss_tokens_elsewhere
+        response_length = _cells_to_row_end(grid, loss.num_actions)
+    num_loss_tokens = int(np.count_nonzero(loss.trained)) + num_loss_tokens_elsewhere
     divisor = max(1, num_loss_tokens) if normalize_loss else 1
     shape = (grid.num_rows, grid.width)
     names = ("input_ids", "position_ids", "attention_mask", "labels")
@@ -105,69 +149,72 @@ def fill_batch(
             "num_loss_tokens": num_loss_tokens,
             "loss_mask_divisor": divisor,
             "num_examples": len(columns.lengths),
-            "num_tokens": int(grid.lengths.sum()),
+            "num_tokens": grid.num_tokens,
             "example_indices": Ragged(grid.examples, grid.row_offsets),
             "example_starts": Ragged(grid.starts, grid.row_offsets),
-            "num_actions": Ragged(targets.num_actions, grid.row_offsets),
+            "num_actions": Ragged(loss.num_actions, grid.row_offsets),
             **metadata,
         },
     )
-    _fill_tokens(batch, grid, columns, pad_token_id)
-    _fill_loss(batch, grid, targets, response_length, divisor)
+    _fill_tokens(batch, grid, columns.input_ids.values, sources, loss, pad_token_id)
+    _fill_layout(batch, grid)
+    _fill_loss_mask(batch["loss_mask"].numpy(), grid, loss.weights, divisor)
     return batch
 
 
-def _place_targets(grid: Grid, columns: Columns) -> _Targets:
+def _find_loss(grid: Grid, columns: Columns, sources: np.ndarray) -> _Loss:
+    weights = np.empty(grid.num_lanes, dtype=np.float32)
     labels = None
     if columns.target is None:
-        weights = np.empty(grid.size, dtype=np.float32)
-        ones = np.ones(int(grid.lengths.max(initial=0)), dtype=np.float32)
-        grid.place([ones[:n] for n in grid.lengths.tolist()], grid.cells, weights, 0)
+        weights.fill(1)
+        if grid.is_dense:
+            weights[grid.gap_cells] = 0
     elif columns.target_name == "labels":
-        labels = np.empty(grid.size, dtype=np.int64)
-        grid.place(grid.pieces(columns.target), grid.cells, labels, IGNORE_INDEX)
+        labels = np.empty(grid.num_lanes, dtype=np.int64)
+        grid.gather(columns.target.values, sources, labels, IGNORE_INDEX)
         _check_labels(labels, grid)
-        labels[grid.cells] = IGNORE_INDEX
-        weights = (labels != IGNORE_INDEX).astype(np.float32)
+        labels[grid.lanes] = IGNORE_INDEX
+        weights[:] = labels != IGNORE_INDEX
     else:
-        weights = _place_weights(grid, columns)
-    weights[grid.cells] = 0  # nothing predicts the first token of a segment
-    return _Targets(weights, labels, _num_actions(grid, columns, weights))
+        _gather_weights(grid, columns, sources, weights)
+    weights[grid.lanes] = 0  # nothing predicts the first token of a segment
+    trained = weights != 0
+    return _Loss(weights, trained, labels, _num_actions(grid, columns, trained))
 
 
-def _place_weights(grid: Grid, columns: Columns) -> np.ndarray:
+def _gather_weights(grid: Grid, columns: Columns, sources: np.ndarray, weights: np.ndarray) -> None:
     assert columns.target is not None
-    weights = np.empty(grid.size, dtype=np.float32)
     if columns.num_actions is None:
-        grid.place(grid.pieces(columns.target), grid.cells, weights, 0)
+        grid.gather(columns.target.values, sources, weights, 0)
     else:
         # The mask speaks of tokens n - a .. n of an example; a piece may hold a part of them.
         prompt = (columns.lengths - columns.num_actions)[grid.examples]
         first = np.clip(prompt - grid.starts, 0, grid.lengths)
-        skip = np.maximum(grid.starts - prompt, 0)
-        spans = zip(grid.examples, skip, skip + grid.lengths - first, strict=True)
-        parts = [columns.target[i][a:b] for i, a, b in spans]
-        grid.place(parts, grid.cells + first, weights, 0)
+        masks = columns.target.offsets[grid.examples] + np.maximum(grid.starts - prompt, 0)
+        num_entries = grid.lengths - first
+        weights.fill(0)
+        given = columns.target.values[_spans(masks, num_entries)]
+        weights[_spans(grid.lanes + first, num_entries)] = given
     if not (weights.min(initial=0) >= 0 and weights.max(initial=0) < np.inf):
-        cell = int(np.flatnonzero(~((weights >= 0) & (weights < np.inf)))[0])
-        where = _where(grid, cell)
+        lane = int(np.flatnonzero(~((weights >= 0) & (weights < np.inf)))[0])
+        where = _where(grid, lane)
         raise DataError(
-            f"{where[0]}: {columns.target_name} is {weights[cell]} at token {where[1]}; weights "
+            f"{where[0]}: {columns.target_name} is {weights[lane]} at token {where[1]}; weights "
             "must be finite and 0 or more"
         )
-    return weights
 
 
-def _num_actions(grid: Grid, columns: Columns, weights: np.ndarray) -> np.ndarray:
+def _num_actions(grid: Grid, columns: Columns, trained: np.ndarray) -> np.ndarray:
     """Response tokens of each piece: as given, or from the first trained one to the end."""
     if columns.num_actions is not None:
         prompt = (columns.lengths - columns.num_actions)[grid.examples]
         return np.clip(grid.starts + grid.lengths - prompt, 0, grid.lengths - 1)
     if columns.target is None:
         return grid.lengths - 1
-    trained = np.append(np.flatnonzero(weights), grid.size)
-    first = trained[np.searchsorted(trained, grid.cells)]
-    return np.maximum(grid.cells + grid.lengths - first, 0)
+    # The first lane of a piece is not trained, so trained ones begin behind one that is not.
+    begins = np.append(np.flatnonzero(trained[1:] > trained[:-1]) + 1, grid.num_lanes)
+    first = begins[np.searchsorted(begins, grid.lanes)]
+    return np.maximum(grid.lanes + grid.lengths - first, 0)
 
 
 def _cells_to_row_end(grid: Grid, num_actions: np.ndarray) -> int:
@@ -177,64 +224,83 @@ def _cells_to_row_end(grid: Grid, num_actions: np.ndarray) -> int:
     return int(np.where(num_actions > 0, num_actions + tail, 0).max(initial=0))
 
 
-def _fill_tokens(batch: Batch, grid: Grid, columns: Columns, pad_token_id: int) -> None:
-    input_ids = batch["input_ids"].numpy().reshape(-1)
-    grid.place(grid.pieces(columns.input_ids), grid.cells, input_ids, pad_token_id)
+def _fill_tokens(
+    batch: Batch,
+    grid: Grid,
+    token_ids: np.ndarray,
+    sources: np.ndarray,
+    loss: _Loss,
+    pad_token_id: int,
+) -> None:
+    names = ("input_ids", "labels", "attention_mask")
+    fields = [batch[name].numpy().reshape(-1) for name in names]
+    lanes = fields if grid.is_dense else [np.empty(grid.num_lanes, np.int64) for _ in names]
+    input_ids, labels, attention_mask = lanes
+    grid.gather(token_ids, sources, input_ids, pad_token_id)
     if input_ids.min(initial=0) < 0:
-        cell = int(np.flatnonzero(input_ids < 0)[0])
-        where = _where(grid, cell)
+        lane = int(np.flatnonzero(input_ids < 0)[0])
+        where = _where(grid, lane)
         raise DataError(
-            f"{where[0]}: input_ids is {input_ids[cell]} at token {where[1]}; token ids are 0 or "
+            f"{where[0]}: input_ids is {input_ids[lane]} at token {where[1]}; token ids are 0 or "
             "more (-100 belongs into labels)"
         )
-    mask = batch["attention_mask"].numpy().reshape(-1)
-    ones = np.ones(int(grid.lengths.max(initial=0)), dtype=np.int64)
-    grid.place([ones[:n] for n in grid.lengths.tolist()], grid.cells, mask, 0)
-    positions = batch["position_ids"].numpy()
+    if loss.labels is not None:
+        labels[:] = loss.labels
+    else:  # arithmetic: a masked copy takes five times as long where the mask is irregular
+        np.subtract(input_ids, IGNORE_INDEX, out=labels)
+        labels *= loss.trained
+        labels += IGNORE_INDEX
+    attention_mask.fill(1)
+    if grid.is_dense:
+        attention_mask[grid.gap_cells] = 0
+        return
+    for field, values, fill in zip(fields, lanes, (pad_token_id, IGNORE_INDEX, 0), strict=True):
+        grid.scatter(values, field, fill)
+
+
+def _fill_layout(batch: Batch, grid: Grid) -> None:
+    positions = batch["position_ids"].numpy().reshape(-1)
     batch["sub_seq_lengths"].values.numpy()[:] = grid.lengths
     if grid.segment_lengths is None:
-        first_columns = (grid.cells % grid.width)[:, None]
-        np.subtract(np.arange(grid.width), first_columns, out=positions)
-        positions *= batch["attention_mask"].numpy()
+        grid.scatter(position_ids_from_lengths(grid.lengths), positions, 0)
         return
     segments = grid.segment_lengths
-    positions.reshape(-1)[:] = position_ids_from_lengths(segments.values)
+    position_ids_from_lengths(segments.values, out=positions)
     # A row's boundaries begin where those of the row before it end: that one is there twice.
     rows = np.repeat(np.arange(grid.num_rows), segments.lengths + 1)
     flat = cu_seqlens_from_lengths(segments.values)[np.arange(len(rows)) - rows]
     batch["cu_seq_lens"].values.numpy()[:] = flat - rows * grid.width
 
 
-def _fill_loss(
-    batch: Batch, grid: Grid, targets: _Targets, response_length: int, divisor: int
-) -> None:
-    labels = batch["labels"].numpy().reshape(-1)
-    if targets.labels is not None:
-        labels[:] = targets.labels
-    else:
-        labels[:] = IGNORE_INDEX
-        np.copyto(labels, batch["input_ids"].numpy().reshape(-1), where=targets.weights != 0)
-    weights = targets.weights.reshape(grid.num_rows, grid.width)
-    np.divide(
-        weights[:, grid.width - response_length :],
-        np.float32(divisor),
-        out=batch["loss_mask"].numpy(),
-    )
+def _fill_loss_mask(loss_mask: np.ndarray, grid: Grid, weights: np.ndarray, divisor: int) -> None:
+    """The last columns of every row, divided."""
+    first_column = grid.width - loss_mask.shape[1]
+    if grid.is_dense:
+        of_cells = weights.reshape(grid.num_rows, grid.width)
+        np.divide(of_cells[:, first_column:], np.float32(divisor), out=loss_mask)
+        return
+    rows, columns = np.divmod(grid.cells, grid.width)
+    skipped = np.clip(first_column - columns, 0, grid.lengths)
+    cells = rows * loss_mask.shape[1] + columns + skipped - first_column
+    kept = grid.lengths - skipped
+    loss_mask.fill(0)
+    divided = weights[_spans(grid.lanes + skipped, kept)] / np.float32(divisor)
+    loss_mask.reshape(-1)[_spans(cells, kept)] = divided
 
 
 def _check_labels(labels: np.ndarray, grid: Grid) -> None:
     bad = (labels < 0) & (labels != IGNORE_INDEX)
     if bad.any():
-        cell = int(np.flatnonzero(bad)[0])
-        where = _where(grid, cell)
+        lane = int(np.flatnonzero(bad)[0])
+        where = _where(grid, lane)
         raise DataError(
-            f"{where[0]}: labels is {labels[cell]} at token {where[1]}; a label is a token id, or "
+            f"{where[0]}: labels is {labels[lane]} at token {where[1]}; a label is a token id, or "
             f"{IGNORE_INDEX} where nothing is trained"
         )
 
 
-def _where(grid: Grid, cell: int) -> tuple[str, int]:
-    """The example and its token that lie in a flat cell, for messages."""
-    piece = int(np.searchsorted(grid.cells, cell, side="right")) - 1
-    token = cell - int(grid.cells[piece]) + int(grid.starts[piece])
+def _where(grid: Grid, lane: int) -> tuple[str, int]:
+    """The example and its token that lie in a lane, for messages."""
+    piece = int(np.searchsorted(grid.lanes, lane, side="right")) - 1
+    token = lane - int(grid.lanes[piece]) + int(grid.starts[piece])
     return f"example {grid.examples[piece]}", token
