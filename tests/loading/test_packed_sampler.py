@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from tests.loading.hang_guard import fails_when_it_hangs, our_threads
+from tests.loading.sampler_oracle import epochs_of
 from tests.strategies import FORMS, FUZZ, DrawnBatch, PackedOptions, batches, packed_options
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
@@ -212,6 +213,11 @@ def test_counts_of_examples_that_are_cut(overflow):
         return make_sampler(max_tokens=4, overflow=overflow, num_loss_tokens=counts)
 
     if overflow == "drop":
+        whole = list(PrefetchingSampler(13, 4, seed=3))
+        kept = [[i for i in step if LENGTHS[i] <= 4] for step in whole]
+        counts = [DATASET.num_loss_tokens[step].sum() for step in kept]
+        assert [part.num_loss_tokens for part in make()] == counts
+        assert sum(counts) < DATASET.num_loss_tokens.sum(), "what is dropped has loss tokens too"
         parts = [part for part in make() if len(part.plan.dropped)]
         assert parts
         collate = make_collator(max_tokens=4, normalize_loss=True)
@@ -258,6 +264,15 @@ def test_wrong_arguments(options, error, message):
         make_sampler(**options)
 
 
+def test_what_fits_is_a_multiple_of_the_alignment():
+    layout = {"batch_size": 1, "max_tokens": 10, "parallel": ParallelLayout(tp=4)}
+    with pytest.raises(DataError, match="example 1 has 9 tokens, more than the 8 that"):
+        PackedBatchSampler([8, 9], **layout)
+    with pytest.raises(ValueError, match="left of example 1, cut to 8 tokens by overflow='split'"):
+        PackedBatchSampler([8, 9], num_loss_tokens=[7, 8], overflow="split", **layout)
+    assert len(PackedBatchSampler([8, 8], num_loss_tokens=[7, 7], **layout)) == 2
+
+
 def test_wrong_lengths():
     with pytest.raises(DataError, match="example 1 has length 0, but a length must be at least 1"):
         PackedBatchSampler([3, 0], batch_size=1, max_tokens=4)
@@ -280,7 +295,10 @@ def test_lengths_are_copied():
     ]
 
 
-@pytest.mark.parametrize("other", [{"max_tokens": 9}, {"parallel": ParallelLayout(dp=2, tp=2)}])
+OTHER_LAYOUTS = [ParallelLayout(dp=2, tp=2), ParallelLayout(dp=4)]
+
+
+@pytest.mark.parametrize("other", [{"max_tokens": 9}, *({"parallel": x} for x in OTHER_LAYOUTS)])
 def test_a_collator_of_another_layout_is_refused(other):
     part = next(iter(make_sampler()))
     message = r"planned for \{'max_tokens': 8, 'align': 1, 'dp': 2\}, the collator has \{.*the same"
@@ -359,3 +377,22 @@ def test_the_plan_is_that_of_pack():
     part = next(iter(make_sampler(shuffle=False, balance="tokens", strategy="balanced")))
     expected = pack(LENGTHS[:4], 8, rows_multiple_of=2, balance="tokens", strategy="balanced")
     assert part.plan.bins == expected.bins
+
+
+def test_a_reshuffle_whose_examples_are_carried_over_two_epochs_stays_in_the_state():
+    def make() -> PackedBatchSampler:
+        return PackedBatchSampler([1, 2, 3], batch_size=8, max_tokens=8, tail="wrap", seed=1)
+
+    sampler, resumed = make(), make()
+    sampler.reshuffle()  # of epoch 0, which is shorter than a batch, as is epoch 1
+    resumed.load_state_dict(json.loads(json.dumps(sampler.state_at(2, 0))))
+    (whole,) = epochs_of(3, 8, 3, tail="wrap", seed=1, reshuffles=[(0, 0)])[2]
+    assert [*sampler, *sampler] == []
+    for (part,) in (sampler, resumed):
+        assert part.plan.bins == pack([i + 1 for i in whole], 8).bins
+
+
+def test_a_weight_too_small_for_the_mask_is_no_loss_token():
+    rows = [{"input_ids": [1, 2, 3], "loss_mask": [0.0, 1e-60, 1.0]}]
+    assert TokenizedDataset(rows).num_loss_tokens.tolist() == [1]
+    assert PackedCollator(0, max_tokens=8)(rows).metadata["num_loss_tokens"] == 1
