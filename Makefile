@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: sft test check format clean
+.PHONY: sft test bench check format clean
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,6 +16,16 @@ sft: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# Peers in an environment of their own; the two with --no-deps would replace torch.
+build/bench/.installed: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv build/bench
+	build/bench/bin/pip install --quiet -c constraints.txt -e '.[bench]'
+	build/bench/bin/pip install --quiet --no-deps -c constraints.txt axolotl skyrl
+	touch $@
+
+bench: build/bench/.installed
+	for name in packing collate loader; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .

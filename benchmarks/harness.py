@@ -1,0 +1,206 @@
+"""What the benchmarks share: alternating runs, the machine, and a report as JSON and Markdown.
+
+Runs of one comparison alternate in one process, each round beginning with another one, because the
+state of the allocator and of the machine moves figures by a factor of two and moves all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+__all__ = ["STATES", "Report", "Times", "alternate", "arguments", "timed"]
+
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
+_HERE = Path(__file__).resolve().parent
+_DISTRIBUTIONS = (
+    *("torch_collate_kit", "torch", "numpy", "pyarrow", "datasets", "transformers"),
+    *("torchdata", "trl", "axolotl", "numba", "skyrl"),
+)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of the rounds of one candidate."""
+
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+    least: float
+    rounds: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Times:
+        quartiles = statistics.quantiles(seconds, n=4, method="inclusive")
+        return cls(quartiles[1], quartiles[0], quartiles[2], min(seconds), len(seconds))
+
+    def cells(self) -> list[str]:
+        """Median, quartiles and minimum for a table, in ms."""
+        quartiles = f"{_ms(self.lower_quartile)} - {_ms(self.upper_quartile)}"
+        return [_ms(self.median), quartiles, _ms(self.least)]
+
+
+def _ms(seconds: float) -> str:
+    ms = seconds * 1e3
+    return f"{ms:,.0f}" if ms >= 1000 else f"{ms:.3g}" if ms >= 0.01 else f"{ms:.4f}"
+
+
+STATES = {
+    "kept": "the last batch is alive while the next is built",
+    "freed": "the last batch is freed by then",
+    "cold": "the last batch is freed, and the allocator has given all free memory back",
+}
+
+
+def timed(function: Callable[[], object], state: str) -> Callable[[], float]:
+    """A run of ``function`` that returns its seconds, with memory in one of the ``STATES``.
+
+    "kept" is a training loop that rebinds ``batch``. In "cold" the pages are fresh to every run, as
+    in the first batches of a process, or where something else uses the memory in between.
+    """
+    kept: list[object] = [None]
+
+    def run() -> float:
+        if state == "cold" and _malloc_trim is not None:
+            _malloc_trim(0)
+        began = time.perf_counter()
+        result = function()
+        seconds = time.perf_counter() - began
+        if state == "kept":
+            kept[0] = result
+        return seconds
+
+    return run
+
+
+def alternate(
+    runs: Mapping[str, Callable[[], float]], *, rounds: int, warm_up: int = 2
+) -> dict[str, Times]:
+    """Every run once a round, in turn, each returning its seconds; no garbage collection inside."""
+    names = list(runs)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(-warm_up, rounds):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            gc.collect()
+            gc.disable()
+            try:
+                took = runs[name]()
+            finally:
+                gc.enable()
+            if i >= 0:
+                seconds[name].append(took)
+    return {name: Times.of(values) for name, values in seconds.items()}
+
+
+@dataclass
+class Report:
+    """Targets and tables of one script, written to ``<name>.json`` and ``<name>.md``."""
+
+    name: str
+    claim: str
+    targets: list[list[str]] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def target(self, what: str, value: float, unit: str, limit: float, *, aim: float | None = None):
+        """A promise kept or not: at least ``limit``, or at most where the unit begins with "<"."""
+        at_most = unit.startswith("<")
+        unit = unit.removeprefix("<")
+        sign = "at most" if at_most else "at least"
+
+        def met(bound: float) -> bool:
+            return value <= bound if at_most else value >= bound
+
+        verdict = (
+            "aim reached" if aim is not None and met(aim) else "met" if met(limit) else "MISSED"
+        )
+        aimed = "" if aim is None else f", aim {aim:g}{unit}"
+        row = [what, f"{value:.3g}{unit}", f"{sign} {limit:g}{unit}{aimed}", verdict]
+        self.targets.append(row)
+        self.data.setdefault("targets", []).append(
+            {"what": what, "value": value, "limit": limit, "aim": aim, "verdict": verdict}
+        )
+        print(" | ".join(row), flush=True)
+
+    def table(self, heading: str, header: Sequence[str], rows: Sequence[Sequence[str]], note=""):
+        text = f"## {heading}\n\n" + (f"{note}\n\n" if note else "") + _table(header, rows)
+        self.parts.append(text)
+        print("\n" + text, flush=True)
+
+    def text(self, text: str) -> None:
+        self.parts.append(text + "\n")
+        print(text, flush=True)
+
+    def times(self, key: str, times: Mapping[str, Times]) -> None:
+        """Keep every figure of a comparison in the JSON."""
+        self.data[key] = {name: asdict(value) for name, value in times.items()}
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        command = "python " + " ".join(["benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]])
+        where = {"command": command, **_machine()}
+        everything = {"name": self.name, "claim": self.claim, **where, **self.data}
+        (folder / f"{self.name}.json").write_text(json.dumps(everything, indent=1) + "\n")
+        head = [f"# {self.name}", self.claim, f"`{command}`"]
+        if self.targets:
+            head.append(_table(["claim", "measured", "target", ""], self.targets).rstrip())
+        facts = "\n".join(
+            f"- {key}: {_versions(value) if isinstance(value, dict) else value}"
+            for key, value in where.items()
+        )
+        tail = f"## Machine and versions\n\n{facts}\n"
+        page = "\n\n".join(head) + "\n\n" + "\n".join([*self.parts, tail])
+        (folder / f"{self.name}.md").write_text(page)
+
+
+def arguments(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """The options that every script has."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=rounds, help="rounds of alternating runs")
+    parser.add_argument("--out", type=Path, default=_HERE / "results", help="folder for results")
+    return parser
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _versions(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _machine() -> dict[str, Any]:
+    versions = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    cpu = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        cpu = lines[0].split(":", 1)[1].strip() if lines else cpu
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "cpu": f"{cpu}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}",
+        "load": f"{os.getloadavg()[0]:.1f} processes waiting or running at the end",
+        "versions": versions,
+    }
