@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_collate_kit._host_memory import host_bytes
 from torch_collate_kit._joining import check_joinable
 from torch_collate_kit._rows import cat, equal, is_per_row, take, with_empty_rows
 from torch_collate_kit.ragged import Ragged, row_indices
@@ -118,7 +119,7 @@ class Batch(Mapping[str, Field]):
         device = torch.device("cpu") if like is None else like.device
         pin_memory = like is not None and device.type == "cpu" and like.is_pinned()
         if device.type == "cpu" and not pin_memory:
-            buffer = _host_buffer(end)
+            buffer = host_bytes(end)
         else:
             buffer = torch.empty(end, dtype=torch.uint8, device=device, pin_memory=pin_memory)
         return cls._carve(buffer, slots, metadata)
@@ -377,12 +378,3 @@ def _owned(metadata: dict[str, Any]) -> dict[str, Any]:
         k: v.clone() if isinstance(v, Tensor) and v.nbytes < v.untyped_storage().nbytes() else v
         for k, v in metadata.items()
     }
-
-
-def _host_buffer(num_bytes: int) -> Tensor:
-    """Uninitialised bytes. NumPy asks for large pages, torch does not: four times the page faults'
-    cost at 75 MB.
-    """
-    block = np.empty(num_bytes + _FIELD_ALIGNMENT, dtype=np.uint8)
-    start = -block.ctypes.data % _FIELD_ALIGNMENT
-    return torch.from_numpy(block[start : start + num_bytes])

@@ -66,7 +66,7 @@ class Ragged:
         if (
             self.offsets[0] < 0
             or self.offsets[-1] > len(values)
-            or (np.diff(self.offsets) < 0).any()
+            or (self.offsets[1:] < self.offsets[:-1]).any()
         ):
             raise ValueError(
                 f"offsets must not fall and must lie within 0..{len(values)} (the values), got "
@@ -105,7 +105,7 @@ class Ragged:
     @property
     def lengths(self) -> np.ndarray:
         """Row lengths: int64 [N], a new array."""
-        return np.diff(self.offsets)
+        return self.offsets[1:] - self.offsets[:-1]  # np.diff takes ten times as long to begin
 
     @property
     def flat_values(self) -> Any:

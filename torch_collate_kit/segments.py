@@ -63,8 +63,13 @@ def position_ids_from_lengths(lengths_S: Array, *, out: Array | None = None) -> 
         first = torch.repeat_interleave(starts, lengths_S)
         return torch.sub(torch.arange(len(first), device=first.device), first, out=out)
     lengths = np.asarray(lengths_S, dtype=np.int64)
-    first = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return np.subtract(np.arange(len(first), dtype=np.int64), first, out=out)
+    lengths = lengths[lengths > 0]
+    ends = np.cumsum(lengths)
+    positions = np.empty(ends[-1] if len(ends) else 0, np.int64) if out is None else out
+    positions.fill(1)  # a running sum of steps needs no other array; fresh memory is dear
+    positions[ends[:-1]] = 1 - lengths[:-1]
+    positions[:1] = 0
+    return np.cumsum(positions, out=positions)
 
 
 def segment_ids_from_lengths(lengths_S: Array) -> Array:

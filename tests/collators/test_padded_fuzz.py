@@ -35,6 +35,7 @@ def test_equals_the_oracle_and_keeps_the_contract(form: str, data: st.DataObject
     before = frozen(drawn.given)
 
     batch = PaddedCollator(pad_token_id, **options)(drawn.given)
+    del options["compiled"]  # the oracle knows one way
 
     assert same_value(drawn.given, before), "an argument was changed"
     assert_equals_oracle(batch, padded_batch(drawn.plain, pad_token_id=pad_token_id, **options))

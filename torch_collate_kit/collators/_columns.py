@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from torch_collate_kit._host_memory import host_array
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
@@ -165,12 +166,13 @@ def _refuse_misspelt_target(keys: Mapping[str, Any]) -> None:
 def _transpose(examples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     if not len(examples):
         raise DataError("the batch is empty (0 examples); give at least one")
-    for i, example in enumerate(examples):
-        if not isinstance(example, Mapping):
-            raise DataError(
-                f"example {i} is a {type(example).__name__}; an example is a mapping with "
-                "input_ids (of a pandas row pass row.to_dict())"
-            )
+    if set(map(type, examples)) != {dict}:
+        for i, example in enumerate(examples):
+            if not isinstance(example, Mapping):
+                raise DataError(
+                    f"example {i} is a {type(example).__name__}; an example is a mapping with "
+                    "input_ids (of a pandas row pass row.to_dict())"
+                )
     first = examples[0].keys()
     known = [key for key in _KNOWN if key in first]
     for i, example in enumerate(examples):
@@ -274,10 +276,13 @@ def _column(name: str, column: Any, typecode: str, kinds: str, advice: str) -> R
         if flat.ndim != 1:
             raise DataError(f"column {name} has {flat.ndim}-D values; a column holds flat rows")
         rows, offsets = [flat], column.offsets - column.offsets[0]
-    elif all(type(row) is list for row in column):
-        return _from_lists(name, column, typecode)
     else:
-        rows = [_as_array(name, i, row, typecode) for i, row in enumerate(column)]
+        types = set(map(type, column))
+        if types == {list}:
+            return _from_lists(name, column, typecode)
+        rows = list(column)
+        if types != {np.ndarray} or {row.ndim for row in rows} != {1}:
+            rows = [_as_array(name, i, row, typecode) for i, row in enumerate(column)]
         offsets = np.cumsum([0, *map(len, rows)])
     dtypes = {row.dtype for row in rows}
     if any(dtype.kind not in kinds for dtype in dtypes):
@@ -288,7 +293,8 @@ def _column(name: str, column: Any, typecode: str, kinds: str, advice: str) -> R
         return Ragged(rows[0], offsets)
     # a uint64 among int64s would make them floats
     mixed = {"q": np.int64, "d": np.float64}[typecode] if len(dtypes) > 1 else None
-    return Ragged(np.concatenate(rows, dtype=mixed, casting="same_kind"), offsets)
+    flat = host_array(int(offsets[-1]), mixed or rows[0].dtype)
+    return Ragged(np.concatenate(rows, out=flat, casting="same_kind"), offsets)
 
 
 def _from_lists(name: str, rows: Sequence[list[Any]], typecode: str, first: int = 0) -> Ragged:

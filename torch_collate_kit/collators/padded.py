@@ -8,7 +8,8 @@ import numpy as np
 
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators._columns import Examples, pad_token_id_of, read_columns
-from torch_collate_kit.collators._grid import Grid, fill_batch
+from torch_collate_kit.collators._fill import checked_compiled, fill_batch
+from torch_collate_kit.collators._grid import Grid
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing._checks import checked_int
 
@@ -25,6 +26,8 @@ class PaddedCollator:
         pad_to_multiple_of: round the width up to it; a width that is a multiple already stays.
         max_length: the most tokens an example may have. A longer one raises; nothing is cut.
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
+        compiled: run the inner loops through numba, as for
+            :class:`~torch_collate_kit.collators.PackedCollator`.
 
     Calling it takes a list of examples, or a mapping of ragged columns, and returns a new
     :class:`~torch_collate_kit.batch.Batch` (docs/contract.md): ``input_ids``, ``position_ids``
@@ -50,6 +53,7 @@ class PaddedCollator:
         pad_to_multiple_of: int | None = None,
         max_length: int | None = None,
         normalize_loss: bool = True,
+        compiled: bool = False,
     ) -> None:
         if padding_side not in ("left", "right"):
             raise ValueError(f'padding_side must be "left" or "right", got {padding_side!r}')
@@ -61,6 +65,7 @@ class PaddedCollator:
         self.pad_to_multiple_of = pad_to_multiple_of
         self.max_length = max_length
         self.normalize_loss = normalize_loss
+        self.compiled = checked_compiled(compiled)
 
     def __call__(self, examples: Examples) -> Batch:
         columns = read_columns(examples)
@@ -70,6 +75,7 @@ class PaddedCollator:
             pad_token_id=self.pad_token_id,
             response_length=None,
             normalize_loss=self.normalize_loss,
+            compiled=self.compiled,
             metadata={
                 "num_dummy_rows": 0,
                 "num_dropped": 0,

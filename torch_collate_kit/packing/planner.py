@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,8 @@ from torch_collate_kit.packing.strategies import Rows
 __all__ = ["pack"]
 
 _Ints = npt.NDArray[np.int64]
-_FILL: dict[str, Callable[[_Ints, int, int | None], Rows]] = {
+_Fill = Callable[[_Ints, int, int | None], Rows]
+_FILL: dict[str, _Fill] = {
     "best_fit_decreasing": strategies.best_fit_decreasing,
     "first_fit_decreasing": strategies.first_fit_decreasing,
     "balanced": strategies.best_fit_decreasing,  # decides the number of rows, then levelled
@@ -41,6 +43,7 @@ def pack(
     balance: str | None = "attention",
     overflow: str = "raise",
     max_sequences_per_row: int | None = None,
+    compiled: bool = False,
 ) -> PackingPlan:
     """Plan rows of at most ``max_tokens`` tokens that hold every example exactly once.
 
@@ -64,6 +67,7 @@ def pack(
         overflow: what becomes of an example longer than a row: "raise"; "truncate" keeps its
             beginning; "drop" leaves it out; "split" makes consecutive pieces of it.
         max_sequences_per_row: the most pieces a row may hold; None for no limit.
+        compiled: best fit as a loop compiled by numba (the extra ``fast``): the same rows.
 
     Returns:
         A new plan. With one rank the rows come in the order in which the strategy opened them.
@@ -92,7 +96,10 @@ def pack(
     sizes = -(-pieces.lengths // align) * align if align > 1 else pieces.lengths
     attention = balance == "attention" and num_ranks > 1
     costs = _balance.attention_cost(sizes) if attention else sizes
-    rows = _fill_rows(sizes, costs, max_tokens, max_sequences_per_row, strategy, num_ranks)
+    fill = _FILL[strategy]
+    if compiled and fill is strategies.best_fit_decreasing:
+        fill = partial(fill, compiled=True)
+    rows = _fill_rows(sizes, costs, max_tokens, max_sequences_per_row, strategy, num_ranks, fill)
     if num_ranks > 1:
         row_costs = None if balance is None else rows.totals(costs)
         num_rows, keep_order = len(rows.offsets) - 1, strategy == "sequential"
@@ -123,13 +130,19 @@ def _checked_capacity(max_tokens: int, align: int) -> tuple[int, int]:
 
 
 def _fill_rows(
-    sizes: _Ints, costs: _Ints, capacity: int, max_pieces: int | None, strategy: str, num_ranks: int
+    sizes: _Ints,
+    costs: _Ints,
+    capacity: int,
+    max_pieces: int | None,
+    strategy: str,
+    num_ranks: int,
+    fill: _Fill,
 ) -> Rows:
     """Pieces into rows, as many as a multiple of ``num_ranks``, before rows go to ranks."""
     if not len(sizes):
         return Rows(sizes, np.zeros(num_ranks + 1, dtype=np.int64))
     capacity = min(capacity, int(sizes.sum()))  # the same rows, and no sum overflows
-    rows = _FILL[strategy](sizes, capacity, max_pieces)
+    rows = fill(sizes, capacity, max_pieces)
     filled = len(rows.offsets) - 1
     num_rows = -(-filled // num_ranks) * num_ranks
     if strategy != "balanced" and num_ranks == 1:

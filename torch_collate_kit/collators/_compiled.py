@@ -1,0 +1,205 @@
+"""What ``Lanes`` does, as loops compiled by numba, to the same bytes. Imported on use.
+
+The loops let go of the GIL, go over one piece at a time, so that it stays in the cache from field
+to field, and are written so that the compiler finds vector instructions: slices instead of sums of
+indices, arithmetic instead of branches. All signatures are compiled on import, and kept on disk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import boolean, float32, int32, int64, njit, types, uint8, void
+
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators._columns import Columns
+from torch_collate_kit.collators._grid import Grid
+from torch_collate_kit.collators._lanes import Lanes
+
+__all__ = ["CompiledLanes"]
+
+_TOKEN_IDS = int32, int64
+_WEIGHTS = uint8, float32
+
+
+def _read(dtype: Any) -> Any:
+    """A contiguous array that is not written; one that could be will do as well."""
+    return types.Array(dtype, 1, "C", readonly=True)
+
+
+def _loop(*signatures: Any) -> Any:
+    return njit(list(signatures), nogil=True, cache=True, error_model="numpy")
+
+
+_PIECES = types.UniTuple(_read(int64), 3)  # first token, length, cell
+
+
+class CompiledLanes:
+    """As ``Lanes``, for examples with a mask of all their tokens, or without a target."""
+
+    def __init__(self, grid: Grid, columns: Columns) -> None:
+        self._grid, self._columns = grid, columns
+        firsts = columns.input_ids.offsets[grid.examples] + grid.starts
+        contiguous = np.ascontiguousarray
+        self._pieces = firsts, contiguous(grid.lengths), contiguous(grid.cells)
+        self._token_ids = _plain_ids(columns.input_ids.values)
+        if columns.target is None:
+            self._weights = np.ones(int(grid.lengths.max(initial=0)), dtype=np.uint8)
+            self._weight_firsts = np.zeros_like(firsts)
+        else:
+            self._weights, self._weight_firsts = _plain_weights(columns.target.values), firsts
+        actions = np.empty_like(grid.lengths)
+        num_loss_tokens, is_valid = _find_loss(
+            self._weights, self._weight_firsts, self._pieces[1], actions
+        )
+        if not is_valid:
+            self._refuse()
+        self.num_loss_tokens = int(num_loss_tokens)
+        self.num_actions = grid.lengths - 1 if columns.target is None else actions
+
+    @staticmethod
+    def supports(columns: Columns) -> bool:
+        return columns.target_name != "labels" and columns.num_actions is None
+
+    def fill(self, batch: Batch, pad_token_id: int, divisor: int) -> None:
+        """As ``Lanes.fill``."""
+        grid = self._grid
+        names = ("input_ids", "labels", "attention_mask", "position_ids")
+        input_ids, labels, mask, positions = (batch[name].numpy().reshape(-1) for name in names)
+        if not _fill_tokens(self._token_ids, self._pieces, pad_token_id, input_ids, mask):
+            self._refuse(batch, pad_token_id)
+        weights = self._weights, self._weight_firsts
+        _fill_labels(input_ids, *weights, self._pieces, labels)
+        if grid.segment_lengths is None:
+            _fill_positions(self._pieces[1], self._pieces[2], positions)
+        else:
+            lengths = np.ascontiguousarray(grid.segment_lengths.values)
+            _fill_positions(lengths, np.cumsum(lengths) - lengths, positions)
+        _fill_loss_mask(
+            *weights, self._pieces, grid.width, np.float32(divisor), batch["loss_mask"].numpy()
+        )
+
+    def _refuse(self, batch: Batch | None = None, pad_token_id: int = 0) -> None:
+        """Raises what NumPy says is wrong."""
+        lanes = Lanes(self._grid, self._columns)
+        if batch is not None:
+            lanes.fill(batch, pad_token_id, 1)
+        raise AssertionError("the compiled loops refuse what NumPy takes")
+
+
+def _plain_ids(token_ids: np.ndarray) -> np.ndarray:
+    dtype = np.int32 if token_ids.dtype == np.int32 else np.int64
+    return np.ascontiguousarray(token_ids, dtype=dtype)
+
+
+def _plain_weights(weights: np.ndarray) -> np.ndarray:
+    if weights.dtype == np.bool_:
+        weights = weights.view(np.uint8)
+    dtype = np.uint8 if weights.dtype == np.uint8 else np.float32
+    return np.ascontiguousarray(weights, dtype=dtype)
+
+
+@_loop(
+    *(
+        types.Tuple((int64, boolean))(_read(dtype), _read(int64), _read(int64), int64[::1])
+        for dtype in _WEIGHTS
+    )
+)
+def _find_loss(weights: Any, firsts: Any, lengths: Any, num_actions: Any) -> Any:
+    """The number of loss tokens, and whether all weights are valid; fills ``num_actions``."""
+    total = num_bad = 0
+    for piece in range(len(firsts)):
+        length = lengths[piece]
+        mine = weights[firsts[piece] : firsts[piece] + length]
+        count = 0
+        for i in range(length):
+            weight = np.float32(mine[i])
+            count += weight != 0
+            num_bad += not (weight >= 0 and weight < np.inf)
+        count -= np.float32(mine[0]) != 0  # nothing predicts the first token
+        first = length
+        if count:
+            first = 1
+            while np.float32(mine[first]) == 0:
+                first += 1
+        num_actions[piece] = length - first
+        total += count
+    return total, num_bad == 0
+
+
+@_loop(*(boolean(_read(d), _PIECES, int64, int64[::1], int64[::1]) for d in _TOKEN_IDS))
+def _fill_tokens(token_ids: Any, pieces: Any, pad_token_id: Any, input_ids: Any, mask: Any) -> Any:
+    """Fills both; whether no id is negative."""
+    firsts, lengths, cells = pieces
+    bits, done = np.int64(0), 0
+    for piece in range(len(firsts)):
+        start, stop = cells[piece], cells[piece] + lengths[piece]
+        input_ids[done:start] = pad_token_id
+        mask[done:start] = 0
+        mine = token_ids[firsts[piece] : firsts[piece] + lengths[piece]]
+        out = input_ids[start:stop]
+        for i in range(len(mine)):
+            out[i] = np.int64(mine[i])
+        for i in range(len(mine)):
+            bits |= out[i]
+        mask[start:stop] = 1
+        done = stop
+    input_ids[done:] = pad_token_id
+    mask[done:] = 0
+    return bits >= 0
+
+
+@_loop(*(void(_read(int64), _read(d), _read(int64), _PIECES, int64[::1]) for d in _WEIGHTS))
+def _fill_labels(input_ids: Any, weights: Any, firsts: Any, pieces: Any, labels: Any) -> None:
+    _, lengths, cells = pieces
+    done = 0
+    for piece in range(len(firsts)):
+        start, stop = cells[piece], cells[piece] + lengths[piece]
+        labels[done:start] = -100
+        mine = weights[firsts[piece] : firsts[piece] + lengths[piece]]
+        ids, out = input_ids[start:stop], labels[start:stop]
+        for i in range(len(mine)):
+            kept = -np.int64(np.float32(mine[i]) != 0)  # all bits, or none
+            out[i] = ((ids[i] + 100) & kept) - 100
+        out[0] = -100
+        done = stop
+    labels[done:] = -100
+
+
+@_loop(void(_read(int64), _read(int64), int64[::1]))
+def _fill_positions(lengths: Any, cells: Any, positions: Any) -> None:
+    done = 0
+    for segment in range(len(lengths)):
+        start, stop = cells[segment], cells[segment] + lengths[segment]
+        positions[done:start] = 0
+        out = positions[start:stop]
+        for i in range(len(out)):
+            out[i] = i
+        done = stop
+    positions[done:] = 0
+
+
+@_loop(
+    *(
+        void(_read(dtype), _read(int64), _PIECES, int64, float32, float32[:, ::1])
+        for dtype in _WEIGHTS
+    )
+)
+def _fill_loss_mask(
+    weights: Any, firsts: Any, pieces: Any, width: Any, divisor: Any, loss_mask: Any
+) -> None:
+    """The last columns of every row, divided."""
+    _, lengths, cells = pieces
+    first_column = width - loss_mask.shape[1]
+    loss_mask[:] = 0
+    for piece in range(len(firsts)):
+        row, column = cells[piece] // width, cells[piece] % width
+        skipped = min(max(first_column - column, 0), lengths[piece])
+        mine = weights[firsts[piece] + skipped : firsts[piece] + lengths[piece]]
+        start = max(column - first_column, 0)
+        out = loss_mask[row, start : start + len(mine)]
+        for i in range(len(mine)):
+            out[i] = np.float32(mine[i]) / divisor
+        if not skipped:
+            out[0] = 0  # nothing predicts the first token

@@ -1,0 +1,108 @@
+"""From pieces on a grid to a Batch: the one path behind every layout.
+
+A collator decides with integers where each piece lies (``Grid``); then whole columns are moved
+there, with NumPy or by compiled loops, to the same bytes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators._columns import Columns
+from torch_collate_kit.collators._grid import Grid
+from torch_collate_kit.collators._lanes import Lanes
+from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.segments import cu_seqlens_from_lengths
+
+__all__ = ["checked_compiled", "fill_batch"]
+
+
+def checked_compiled(compiled: bool) -> bool:
+    """ImportError now, not in a worker, where the loops cannot be compiled."""
+    if not isinstance(compiled, bool):
+        raise TypeError(f"compiled must be True or False, got {compiled!r}")
+    if compiled and importlib.util.find_spec("numba") is None:
+        raise ImportError(
+            "compiled=True needs numba: pip install 'torch_collate_kit[fast]'; without it leave "
+            "compiled out, the batches are the same"
+        )
+    return compiled
+
+
+def fill_batch(
+    grid: Grid,
+    columns: Columns,
+    *,
+    pad_token_id: int,
+    response_length: int | None,
+    normalize_loss: bool,
+    compiled: bool,
+    metadata: dict[str, Any],
+    num_loss_tokens_elsewhere: int = 0,
+) -> Batch:
+    """The Batch of a grid. ``response_length=None``: the cells from the first trained one on.
+
+    ``num_loss_tokens_elsewhere``: of rows that other ranks collate. ``metadata`` goes last.
+    """
+    mover = _mover(grid, columns, compiled=compiled)
+    if response_length is None:
+        response_length = _cells_to_row_end(grid, mover.num_actions)
+    num_loss_tokens = mover.num_loss_tokens + num_loss_tokens_elsewhere
+    divisor = max(1, num_loss_tokens) if normalize_loss else 1
+    shape = (grid.num_rows, grid.width)
+    names = ("input_ids", "position_ids", "attention_mask", "labels")
+    specs: dict[str, Any] = dict.fromkeys(names, (shape, torch.int64))
+    specs["loss_mask"] = ((grid.num_rows, response_length), torch.float32)
+    specs["sub_seq_lengths"] = (grid.row_offsets, torch.int64)
+    if grid.segment_lengths is not None:
+        boundaries = grid.segment_lengths.lengths + 1
+        specs["cu_seq_lens"] = (np.append(0, np.cumsum(boundaries)), torch.int32)
+    batch = Batch.allocate(
+        specs,
+        {
+            "response_length": response_length,
+            "num_loss_tokens": num_loss_tokens,
+            "loss_mask_divisor": divisor,
+            "num_examples": len(columns.lengths),
+            "num_tokens": grid.num_tokens,
+            "example_indices": Ragged(grid.examples, grid.row_offsets),
+            "example_starts": Ragged(grid.starts, grid.row_offsets),
+            "num_actions": Ragged(mover.num_actions, grid.row_offsets),
+            **metadata,
+        },
+    )
+    mover.fill(batch, pad_token_id, divisor)
+    batch["sub_seq_lengths"].values.numpy()[:] = grid.lengths
+    if grid.segment_lengths is not None:
+        batch["cu_seq_lens"].values.numpy()[:] = _boundaries(grid.segment_lengths, grid.width)
+    return batch
+
+
+def _mover(grid: Grid, columns: Columns, *, compiled: bool) -> Any:
+    if compiled:
+        from torch_collate_kit.collators._compiled import CompiledLanes
+
+        if CompiledLanes.supports(columns):
+            return CompiledLanes(grid, columns)
+    return Lanes(grid, columns)
+
+
+def _cells_to_row_end(grid: Grid, num_actions: np.ndarray) -> int:
+    """The widest run of cells from a row's first response token to the row's end."""
+    ends = grid.cells + grid.lengths
+    tail = -ends % grid.width
+    return int(np.where(num_actions > 0, num_actions + tail, 0).max(initial=0))
+
+
+def _boundaries(segment_lengths: Ragged, width: int) -> np.ndarray:
+    """0, ..., width of every row, one row behind the other."""
+    # A row's boundaries begin where those of the row before it end: that one is there twice.
+    rows = np.repeat(np.arange(len(segment_lengths)), segment_lengths.lengths + 1)
+    flat = cu_seqlens_from_lengths(segment_lengths.values)[np.arange(len(rows)) - rows]
+    boundaries: np.ndarray = flat - rows * width
+    return boundaries
