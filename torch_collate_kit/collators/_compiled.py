@@ -65,20 +65,29 @@ class CompiledLanes:
     def fill(self, batch: Batch, pad_token_id: int, divisor: int) -> None:
         """As ``Lanes.fill``."""
         grid = self._grid
-        names = ("input_ids", "labels", "attention_mask", "position_ids")
-        input_ids, labels, mask, positions = (batch[name].numpy().reshape(-1) for name in names)
-        if not _fill_tokens(self._token_ids, self._pieces, pad_token_id, input_ids, mask):
+        names = ("input_ids", "labels", "attention_mask")
+        input_ids, labels, mask = (batch[name].numpy().reshape(-1) for name in names)
+        is_valid = _fill_tokens(
+            self._token_ids,
+            self._weights,
+            self._weight_firsts,
+            self._pieces,
+            pad_token_id,
+            np.float32(divisor),
+            input_ids,
+            labels,
+            mask,
+            batch["loss_mask"].numpy(),
+            grid.width,
+        )
+        if not is_valid:
             self._refuse(batch, pad_token_id)
-        weights = self._weights, self._weight_firsts
-        _fill_labels(input_ids, *weights, self._pieces, labels)
+        positions = batch["position_ids"].numpy().reshape(-1)
         if grid.segment_lengths is None:
             _fill_positions(self._pieces[1], self._pieces[2], positions)
         else:
             lengths = np.ascontiguousarray(grid.segment_lengths.values)
             _fill_positions(lengths, np.cumsum(lengths) - lengths, positions)
-        _fill_loss_mask(
-            *weights, self._pieces, grid.width, np.float32(divisor), batch["loss_mask"].numpy()
-        )
 
     def _refuse(self, batch: Batch | None = None, pad_token_id: int = 0) -> None:
         """Raises what NumPy says is wrong."""
@@ -128,78 +137,86 @@ def _find_loss(weights: Any, firsts: Any, lengths: Any, num_actions: Any) -> Any
     return total, num_bad == 0
 
 
-@_loop(*(boolean(_read(d), _PIECES, int64, int64[::1], int64[::1]) for d in _TOKEN_IDS))
-def _fill_tokens(token_ids: Any, pieces: Any, pad_token_id: Any, input_ids: Any, mask: Any) -> Any:
-    """Fills both; whether no id is negative."""
+@_loop(
+    *(
+        boolean(
+            _read(token_id),
+            _read(weight),
+            _read(int64),
+            _PIECES,
+            int64,
+            float32,
+            int64[::1],
+            int64[::1],
+            int64[::1],
+            float32[:, ::1],
+            int64,
+        )
+        for token_id in _TOKEN_IDS
+        for weight in _WEIGHTS
+    )
+)
+def _fill_tokens(
+    token_ids: Any,
+    weights: Any,
+    weight_firsts: Any,
+    pieces: Any,
+    pad_token_id: Any,
+    divisor: Any,
+    input_ids: Any,
+    labels: Any,
+    mask: Any,
+    loss_mask: Any,
+    width: Any,
+) -> Any:
+    """Fills the last four fields; whether no token id is negative."""
     firsts, lengths, cells = pieces
+    first_column = width - loss_mask.shape[1]
+    loss_mask[:] = 0
     bits, done = np.int64(0), 0
     for piece in range(len(firsts)):
-        start, stop = cells[piece], cells[piece] + lengths[piece]
+        length, start = lengths[piece], cells[piece]
+        stop = start + length
         input_ids[done:start] = pad_token_id
+        labels[done:start] = -100
         mask[done:start] = 0
-        mine = token_ids[firsts[piece] : firsts[piece] + lengths[piece]]
-        out = input_ids[start:stop]
-        for i in range(len(mine)):
-            out[i] = np.int64(mine[i])
-        for i in range(len(mine)):
-            bits |= out[i]
-        mask[start:stop] = 1
         done = stop
+        ids = token_ids[firsts[piece] : firsts[piece] + length]
+        mine = weights[weight_firsts[piece] : weight_firsts[piece] + length]
+        out, label = input_ids[start:stop], labels[start:stop]
+        for i in range(length):
+            out[i] = np.int64(ids[i])
+        for i in range(length):
+            bits |= out[i]
+        for i in range(length):
+            kept = -np.int64(np.float32(mine[i]) != 0)  # all bits, or none
+            label[i] = ((out[i] + 100) & kept) - 100
+        label[0] = -100  # nothing predicts the first token
+        mask[start:stop] = 1
+        row, column = start // width, start % width
+        skipped = min(max(first_column - column, 0), length)
+        begin = max(column - first_column, 0)
+        loss = loss_mask[row, begin : begin + length - skipped]
+        kept_weights = mine[skipped:]
+        for i in range(len(loss)):
+            loss[i] = np.float32(kept_weights[i]) / divisor
+        if not skipped:
+            loss[0] = 0
     input_ids[done:] = pad_token_id
+    labels[done:] = -100
     mask[done:] = 0
     return bits >= 0
 
 
-@_loop(*(void(_read(int64), _read(d), _read(int64), _PIECES, int64[::1]) for d in _WEIGHTS))
-def _fill_labels(input_ids: Any, weights: Any, firsts: Any, pieces: Any, labels: Any) -> None:
-    _, lengths, cells = pieces
-    done = 0
-    for piece in range(len(firsts)):
-        start, stop = cells[piece], cells[piece] + lengths[piece]
-        labels[done:start] = -100
-        mine = weights[firsts[piece] : firsts[piece] + lengths[piece]]
-        ids, out = input_ids[start:stop], labels[start:stop]
-        for i in range(len(mine)):
-            kept = -np.int64(np.float32(mine[i]) != 0)  # all bits, or none
-            out[i] = ((ids[i] + 100) & kept) - 100
-        out[0] = -100
-        done = stop
-    labels[done:] = -100
-
-
 @_loop(void(_read(int64), _read(int64), int64[::1]))
 def _fill_positions(lengths: Any, cells: Any, positions: Any) -> None:
+    """0, 1, 2, ... in every span of cells, 0 between them."""
     done = 0
-    for segment in range(len(lengths)):
-        start, stop = cells[segment], cells[segment] + lengths[segment]
+    for span in range(len(lengths)):
+        start, stop = cells[span], cells[span] + lengths[span]
         positions[done:start] = 0
         out = positions[start:stop]
         for i in range(len(out)):
             out[i] = i
         done = stop
     positions[done:] = 0
-
-
-@_loop(
-    *(
-        void(_read(dtype), _read(int64), _PIECES, int64, float32, float32[:, ::1])
-        for dtype in _WEIGHTS
-    )
-)
-def _fill_loss_mask(
-    weights: Any, firsts: Any, pieces: Any, width: Any, divisor: Any, loss_mask: Any
-) -> None:
-    """The last columns of every row, divided."""
-    _, lengths, cells = pieces
-    first_column = width - loss_mask.shape[1]
-    loss_mask[:] = 0
-    for piece in range(len(firsts)):
-        row, column = cells[piece] // width, cells[piece] % width
-        skipped = min(max(first_column - column, 0), lengths[piece])
-        mine = weights[firsts[piece] + skipped : firsts[piece] + lengths[piece]]
-        start = max(column - first_column, 0)
-        out = loss_mask[row, start : start + len(mine)]
-        for i in range(len(mine)):
-            out[i] = np.float32(mine[i]) / divisor
-        if not skipped:
-            out[0] = 0  # nothing predicts the first token
