@@ -280,9 +280,10 @@ def _column(name: str, column: Any, typecode: str, kinds: str, advice: str) -> R
         types = set(map(type, column))
         if types == {list}:
             return _from_lists(name, column, typecode)
-        rows = list(column)
-        if types != {np.ndarray} or {row.ndim for row in rows} != {1}:
-            rows = [_as_array(name, i, row, typecode) for i, row in enumerate(column)]
+        joined = _joined(column, kinds) if types == {np.ndarray} else None
+        if joined is not None:
+            return joined
+        rows = [_as_array(name, i, row, typecode) for i, row in enumerate(column)]
         offsets = np.cumsum([0, *map(len, rows)])
     dtypes = {row.dtype for row in rows}
     if any(dtype.kind not in kinds for dtype in dtypes):
@@ -295,6 +296,20 @@ def _column(name: str, column: Any, typecode: str, kinds: str, advice: str) -> R
     mixed = {"q": np.int64, "d": np.float64}[typecode] if len(dtypes) > 1 else None
     flat = host_array(int(offsets[-1]), mixed or rows[0].dtype)
     return Ragged(np.concatenate(rows, out=flat, casting="same_kind"), offsets)
+
+
+def _joined(arrays: Sequence[np.ndarray], kinds: str) -> Ragged | None:
+    """Flat arrays of one dtype, end to end; None where they are anything else."""
+    dtype, ndim = arrays[0].dtype, arrays[0].ndim
+    if dtype.kind not in kinds or ndim != 1:
+        return None
+    offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
+    np.cumsum(np.fromiter(map(len, arrays), dtype=np.int64, count=len(arrays)), out=offsets[1:])
+    flat = host_array(int(offsets[-1]), dtype)
+    try:
+        return Ragged(np.concatenate(arrays, out=flat, casting="no"), offsets)
+    except (TypeError, ValueError):  # another dtype, or more dimensions
+        return None
 
 
 def _from_lists(name: str, rows: Sequence[list[Any]], typecode: str, first: int = 0) -> Ragged:
