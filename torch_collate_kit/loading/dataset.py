@@ -1,7 +1,7 @@
 """Tokenised rows as columns: random reads without a Python object per token.
 
 A list column of Arrow is one flat array of values and one of offsets. Both are looked at where they
-lie (a memory-mapped file, a table, a slice of one), so a batch costs one memcpy a row.
+lie (a memory-mapped file, a table, a slice of one), so a batch costs a memory view a row.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         if isinstance(index, slice):
             return self.__getitems__(range(*index.indices(len(self))))
         named, rows = self._rows([index])
-        return {name: column.parts(rows, named)[0] for name, column in self._columns.items()}
+        return {name: column.row(rows, named) for name, column in self._columns.items()}
 
     @property
     def num_loss_tokens(self) -> np.ndarray:

@@ -1,0 +1,157 @@
+"""What tests of streams share: examples, sources of every kind, the rule in a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.packing import pack
+
+datasets = pytest.importorskip("datasets")
+SETTINGS: dict[str, Any] = {"tokenizer": 0, "max_tokens": 12, "buffer_size": 7}
+
+
+def make_examples(lengths: list[int], *, masks: bool = False) -> list[dict[str, Any]]:
+    """Example i has the tokens 1000 * (i + 1), 1000 * (i + 1) + 1, ..."""
+    examples = [
+        {"input_ids": [1000 * (i + 1) + j for j in range(n)]} for i, n in enumerate(lengths)
+    ]
+    if masks:  # of every third token
+        examples = [e | {"loss_mask": [int(t % 3 == 0) for t in e["input_ids"]]} for e in examples]
+    return examples
+
+
+LENGTHS = np.random.default_rng(0).integers(1, 9, size=43).tolist()
+EXAMPLES = make_examples(LENGTHS)
+
+
+class StatefulSource:
+    """A list that can be put back to a place, and counts how often it was read."""
+
+    def __init__(self, examples: list[dict[str, Any]]) -> None:
+        self.examples, self.start, self.next, self.num_reads = examples, 0, 0, 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.next, self.start = self.start, 0
+        while self.next < len(self.examples):
+            self.next += 1
+            self.num_reads += 1
+            yield self.examples[self.next - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["next"]
+
+
+def tokens_of(batches: list[Any]) -> list[int]:
+    """All real tokens, sorted."""
+    real = [batch["input_ids"][batch["attention_mask"] == 1] for batch in batches]
+    return sorted(torch.cat(real).tolist()) if real else []
+
+
+def all_tokens(examples: list[dict[str, Any]]) -> list[int]:
+    return sorted(token for example in examples for token in example["input_ids"])
+
+
+def plain_loop(
+    examples: list[dict[str, Any]], collator: PackedCollator, buffer_size: int, rows_per_batch: int
+) -> list[Batch]:
+    """Give out full rows while a window of eight buffers lasts, then a beginning of the buffer."""
+    limit, align = collator.max_tokens, collator.parallel.align
+    settings: dict[str, Any] = {
+        "strategy": collator.strategy,
+        "align": align,
+        "overflow": collator.overflow,
+        "max_sequences_per_row": collator.max_sequences_per_row,
+    }
+    batches: list[Batch] = []
+    unread, buffer, held_back, num_read = list(range(len(examples))), [], set(), 0
+    num_buffers = 1 if collator.strategy == "sequential" else 8
+
+    def rows_of(waiting: list[int]) -> list[list[int]]:
+        plan = pack([len(examples[i]["input_ids"]) for i in waiting], limit, **settings)
+        return [[waiting[j] for j in row] for row in plan.bins if row]
+
+    def percent_free(row: list[int]) -> int:
+        lengths = [min(len(examples[i]["input_ids"]), limit) for i in row]
+        return (limit - sum(-(-n // align) * align for n in lengths)) * 100 // limit
+
+    def give(rows: list[list[int]], among: list[int]) -> None:
+        kept = {i for row in rows_of(among) for i in row}
+        lost = [i for i in among if i not in kept]
+        rows.sort(key=lambda row: row[0])
+        for i in range(0, max(1, len(rows)), rows_per_batch):
+            members = sum(rows[i : i + rows_per_batch], lost if i == 0 else [])
+            batches.append(collator([examples[j] for j in sorted(members)]))
+            buffer[:] = [j for j in buffer if j not in members]
+
+    def full_rows() -> list[list[int]]:
+        rows = sorted(rows_of(buffer), key=lambda row: (percent_free(row), row[0]))
+        for most in range(rows_per_batch, len(rows) - rows_per_batch + 1, rows_per_batch):
+            if 3 * sum(map(len, rows[:most])) >= sum(map(len, rows)):
+                return rows[:most]
+        return []
+
+    def beginning() -> list[int]:
+        num_rows = len(rows_of(buffer))
+        for fewer in range(len(buffer) - 1, 0, -1):
+            made = len(rows_of(buffer[:fewer]))
+            if 0 < made < num_rows and made % rows_per_batch == 0:
+                return buffer[:fewer]
+        return list(buffer)
+
+    while unread or buffer:
+        while unread and len(buffer) < buffer_size:
+            buffer.append(unread.pop(0))
+            num_read += 1
+        is_full = len(buffer) == buffer_size  # there may be more
+        if is_full and num_read <= (num_buffers - 1) * buffer_size and (rows := full_rows()):
+            give(rows, buffer)
+            held_back = set(buffer)
+        else:
+            given = beginning() if is_full else list(buffer)
+            give(rows_of(given), given)
+            if not buffer or given[-1] not in held_back:
+                held_back, num_read = set(), len(buffer)
+    return batches
+
+
+def shard_by_generator(shards: list[int]) -> Iterator[dict[str, Any]]:
+    for shard in shards:
+        yield from EXAMPLES[shard::6]
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "list": lambda: EXAMPLES,
+    "callable": lambda: lambda: iter(EXAMPLES),
+    "stateful": lambda: StatefulSource(EXAMPLES),
+    "map-style": lambda: datasets.Dataset.from_list(EXAMPLES),
+    "one shard": lambda: datasets.Dataset.from_list(EXAMPLES).to_iterable_dataset(),
+    "shards": lambda: datasets.Dataset.from_list(EXAMPLES).to_iterable_dataset(num_shards=4),
+    "odd shards": lambda: datasets.Dataset.from_list(EXAMPLES).to_iterable_dataset(num_shards=3),
+    "generator": lambda: datasets.IterableDataset.from_generator(
+        shard_by_generator, gen_kwargs={"shards": list(range(6))}
+    ),
+    "mapped": lambda: (
+        datasets.Dataset.from_list(EXAMPLES)
+        .to_iterable_dataset(num_shards=3)
+        .map(
+            lambda e: {"input_ids": [[*ids] for ids in e["input_ids"]]}, batched=True, batch_size=5
+        )
+        .filter(lambda e: e["input_ids"][0] >= 0)
+    ),
+    "shuffled": lambda: (
+        datasets.Dataset.from_list(EXAMPLES)
+        .to_iterable_dataset(num_shards=3)
+        .shuffle(seed=1, buffer_size=10)
+    ),
+}
+STREAMS = ("one shard", "shards", "odd shards", "generator", "mapped", "shuffled")

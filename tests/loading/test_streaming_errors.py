@@ -1,0 +1,173 @@
+"""Packing a stream: wrong states and wrong arguments are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.batch_checks import assert_same_batch
+from tests.loading.streaming_oracle import (
+    EXAMPLES,
+    SETTINGS,
+    SOURCES,
+    all_tokens,
+    tokens_of,
+)
+from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.streaming import PackedIterableDataset
+from torch_collate_kit.packing import ParallelLayout
+
+split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_tokens": 13}, "state is of max_tokens=12, the dataset has max_tokens=13; resume"),
+        ({"buffer_size": 8}, "buffer_size=7, the dataset has buffer_size=8"),
+        ({"rows_per_batch": 2}, "rows_per_batch=1, the dataset has rows_per_batch=2"),
+        (
+            {"strategy": "sequential"},
+            "strategy='best_fit_decreasing', the dataset has strategy='seq",
+        ),
+        ({"overflow": "drop"}, "overflow='raise', the dataset has overflow='drop'"),
+        ({"parallel": ParallelLayout(tp=2)}, "align=1, the dataset has align=2"),
+        ({"max_sequences_per_row": 3}, "max_sequences_per_row=None, the dataset has"),
+        ({"world_size": 2}, "world_size=1, the dataset has world_size=2"),
+        ({"presharded": True}, "presharded=False, the dataset has presharded=True"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(change: dict[str, Any], message: str) -> None:
+    dataset = PackedIterableDataset(EXAMPLES, **SETTINGS)
+    next(iter(dataset))
+    other = PackedIterableDataset(EXAMPLES, **SETTINGS | change)
+    before = other.state_dict()
+    with pytest.raises(StateError, match=message):
+        other.load_state_dict(dataset.state_dict())
+    assert other.state_dict() == before
+    assert tokens_of(list(other)) == all_tokens(EXAMPLES[:: change.get("world_size", 1)])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"version": 1}, "the state has version 1, this one reads version 2"),
+        ({"num_read": -1}, r"num_read, start, num_batches are \[-1, 0, 0\]; it is damaged"),
+        ({"num_batches": True}, "are .*True.*; it is damaged"),
+        ({"rank": 1}, "rank=1, the dataset has rank=0"),
+    ],
+)
+def test_a_damaged_state_is_refused(damage: dict[str, Any], message: str) -> None:
+    dataset = PackedIterableDataset(EXAMPLES, **SETTINGS)
+    with pytest.raises(StateError, match=message):
+        dataset.load_state_dict(dataset.state_dict() | damage)
+    with pytest.raises(StateError, match="the state has version None"):
+        dataset.load_state_dict([])  # type: ignore[arg-type]
+    assert dataset.state_dict()["num_read"] == 0
+
+
+def test_a_state_of_a_longer_or_another_stream_is_refused() -> None:
+    dataset = PackedIterableDataset(EXAMPLES, **SETTINGS)
+    state = dataset.state_dict()
+    shorter = PackedIterableDataset(EXAMPLES[:9], **SETTINGS)
+    shorter.load_state_dict(state | {"num_read": 20})
+    with pytest.raises(StateError, match="after example 20 of the stream, which has 9; the source"):
+        next(iter(shorter))
+    dataset.load_state_dict(state | {"num_batches": 80})
+    with pytest.raises(
+        StateError, match=r"is 80 batches after example 0 .* at most \d\d follow now"
+    ):
+        next(iter(dataset))
+    dataset.load_state_dict(state | {"num_read": len(EXAMPLES), "num_batches": 1})
+    with pytest.raises(StateError, match=r"is 1 batches after example 43 .* at most 1 follow now"):
+        next(iter(dataset))
+    dataset.load_state_dict(state | {"source": {"next": 20}})
+    with pytest.raises(StateError, match="holds a state of the source, but this source takes none"):
+        next(iter(dataset))
+
+
+def test_the_epoch_of_the_source_must_agree() -> None:
+    stream = SOURCES["shuffled"]()
+    stream.set_epoch(3)
+    dataset = PackedIterableDataset(stream, **SETTINGS)
+    batches = iter(dataset)
+    next(batches)
+    state, expected = dataset.state_dict(), next(batches)
+    resumed = PackedIterableDataset(fresh := SOURCES["shuffled"](), **SETTINGS)
+    with pytest.raises(StateError, match="epoch=3, the dataset has epoch=0"):
+        resumed.load_state_dict(state)
+    fresh.set_epoch(3)
+    resumed.load_state_dict(state)
+    assert_same_batch(next(iter(resumed)), expected)
+
+
+def test_the_rank_of_a_source_split_by_node_must_agree() -> None:
+    parts = [
+        PackedIterableDataset(split_dataset_by_node(SOURCES["shards"](), rank, 2), **SETTINGS)
+        for rank in range(2)
+    ]
+    with pytest.raises(StateError, match="rank=0, the dataset has rank=1"):
+        parts[1].load_state_dict(parts[0].state_dict())
+
+
+def test_a_state_taken_without_workers_is_refused_in_a_worker() -> None:
+    dataset = PackedIterableDataset(EXAMPLES, **SETTINGS)
+    next(iter(dataset))
+    dataset.load_state_dict(dataset.state_dict())
+    with pytest.raises(StateError, match="num_workers=0, the dataset has num_workers=1"):
+        list(DataLoader(dataset, batch_size=None, num_workers=1))
+
+
+# --- arguments ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (
+            {"source": iter(EXAMPLES)},
+            TypeError,
+            "source is a list_iterator, an iterator that can be",
+        ),
+        (
+            {"source": 5},
+            TypeError,
+            "source must be an iterable of examples or a callable .* got int",
+        ),
+        ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
+        ({"buffer_size": 0}, ValueError, "buffer_size must be at least 1, got 0"),
+        ({"buffer_size": 2.5}, TypeError, "buffer_size must be an int, got 2.5"),
+        ({"rows_per_batch": 0}, ValueError, "rows_per_batch must be at least 1, got 0"),
+        ({"rows_per_batch": 9}, ValueError, "buffer_size must be at least rows_per_batch=9, got 7"),
+        ({"world_size": 0}, ValueError, "world_size must be at least 1, got 0"),
+        ({"rank": 2, "world_size": 2}, ValueError, "rank must be below world_size=2, got 2"),
+        ({"presharded": 1}, TypeError, "presharded must be True or False, got 1"),
+        ({"tokenizer": None}, TypeError, "tokenizer must be an int pad id or have .pad_token_id"),
+        ({"overflow": "cut"}, ValueError, "overflow must be one of .*; got 'cut'"),
+        ({"max_length": 5}, TypeError, "unexpected keyword argument 'max_length'"),
+        (
+            {"parallel": ParallelLayout(dp=2), "rows_per_batch": 3},
+            ValueError,
+            "rows_per_batch must be a multiple of dp=2, got 3",
+        ),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    source = arguments.get("source", EXAMPLES)
+    rest = {key: value for key, value in arguments.items() if key != "source"}
+    with pytest.raises(kind, match=message):
+        PackedIterableDataset(source, **SETTINGS | rest)
+
+
+def test_a_source_is_not_split_twice() -> None:
+    stream = split_dataset_by_node(SOURCES["shards"](), 1, 2)
+    with pytest.raises(
+        ValueError, match=r"already \(rank 1 of 2\) .* again by world_size=2; leave"
+    ):
+        PackedIterableDataset(stream, **SETTINGS, rank=1, world_size=2)
+    with pytest.raises(ValueError, match=r"already \(rank 1 of 2\)"):
+        next(iter(PackedIterableDataset(lambda: stream, **SETTINGS, world_size=2)))
+    with pytest.raises(TypeError, match="the callable source returned a int; it must return"):
+        next(iter(PackedIterableDataset(lambda: 5, **SETTINGS)))  # type: ignore[arg-type, return-value]
