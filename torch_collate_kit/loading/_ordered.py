@@ -77,6 +77,7 @@ class OrderedSampler(EpochSampler):
         ``set_epoch(epoch, step=batches consumed)``. A jump to a position before a reshuffle
         forgets it.
 
+        >>> from torch_collate_kit.loading.sampler import PrefetchingSampler
         >>> sampler = PrefetchingSampler(6, batch_size=2, shuffle=False)
         >>> sampler.set_epoch(0, step=1)
         >>> sampler.reshuffle()
