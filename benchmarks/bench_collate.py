@@ -18,6 +18,7 @@ batch is alive while the next is built, as in a training loop; "freed" that it i
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -70,23 +71,32 @@ def rows_of(times: Mapping[str, Times], ours: str, fields: Mapping[str, str]) ->
     ]
 
 
+def ways(collator: Callable[..., Any], inputs: Mapping[str, Any], **options: Any) -> Runs:
+    """A collator on every kind of input, and with compiled loops where numba is installed."""
+    runs: Runs = {kind: partial(collator(0, **options), given) for kind, given in inputs.items()}
+    if importlib.util.find_spec("numba"):
+        fast = collator(0, compiled=True, **options)
+        runs |= {f"{kind}, compiled": partial(fast, given) for kind, given in inputs.items()}
+    return runs
+
+
 def packed_runs(examples: Examples, max_tokens: int) -> Runs:
     """Ours from three kinds of input, and the plain versions, all checked to be equal."""
-    columns, lists = columns_of(examples), lists_of(examples)
+    lists = lists_of(examples)
+    inputs = {"columns": columns_of(examples), "ndarrays": examples, "lists": lists}
+    runs = ways(PackedCollator, inputs, max_tokens=max_tokens)
     ours = PackedCollator(0, max_tokens=max_tokens)
     batch = ours(examples)
-    for other in (ours(columns), ours(lists)):
-        check_equal(batch, {name: _plain(field) for name, field in other.items()})
+    for run in runs.values():
+        check_equal(batch, {name: _plain(field) for name, field in run().items()})  # type: ignore[attr-defined]
     plan = ours.plan([len(example["input_ids"]) for example in examples])
     check_equal(batch, packed(examples, max_tokens=max_tokens, fill=lambda *_: plan.bins))
     by_first_fit = PackedCollator(0, max_tokens=max_tokens, strategy="first_fit_decreasing")
-    for inputs in (examples, lists):
-        plain = packed(inputs, max_tokens=max_tokens, fill=first_fit)
-        check_equal(by_first_fit(inputs), plain)
+    for given in (examples, lists):
+        plain = packed(given, max_tokens=max_tokens, fill=first_fit)
+        check_equal(by_first_fit(given), plain)
     return {
-        "columns": lambda: ours(columns),
-        "ndarrays": lambda: ours(examples),
-        "lists": lambda: ours(lists),
+        **runs,
         "row by row, ndarrays, first fit": lambda: packed(
             examples, max_tokens=max_tokens, fill=first_fit
         ),
@@ -101,16 +111,16 @@ def packed_runs(examples: Examples, max_tokens: int) -> Runs:
 
 
 def padded_runs(examples: Examples) -> Runs:
-    columns, lists, ours = columns_of(examples), lists_of(examples), PaddedCollator(0)
-    for inputs in (columns, examples, lists):
-        check_equal(ours(inputs), padded(examples))
+    lists = lists_of(examples)
+    inputs = {"columns": columns_of(examples), "ndarrays": examples, "lists": lists}
+    runs = ways(PaddedCollator, inputs)
+    for run in runs.values():
+        check_equal(run(), padded(examples))  # type: ignore[arg-type]
     return {
-        "columns": lambda: ours(columns),
-        "ndarrays": lambda: ours(examples),
-        "lists": lambda: ours(lists),
+        **runs,
         "row by row, ndarrays": lambda: padded(examples),
         "row by row, lists": lambda: padded(lists),
-        **copies(ours(columns)),
+        **copies(PaddedCollator(0)(examples)),
     }
 
 
@@ -210,12 +220,16 @@ def targets(report: Report, layout: str, mix: str, times: Mapping[str, Times]) -
             ("ndarrays", "row by row, ndarrays, first fit", 2.5, 5),
             ("lists", "row by row, lists, first fit", 1.3, 1.6),
         ]
-    for ours, theirs, limit, aim in promises:
-        what = f"{layout} from {ours}, against {theirs} ({mix})"
-        report.target(what, median[theirs] / median[ours], "x", limit, aim=aim)
-    if layout == "packed":
-        floor = median["columns"] / median["memcpy of the output"]
-        report.target(f"packed from columns over a memcpy ({mix})", floor, "<x", 3, aim=1.5)
+    for suffix in ("", ", compiled"):
+        if f"columns{suffix}" not in median:
+            continue
+        for ours, theirs, limit, aim in promises:
+            what = f"{layout} from {ours}{suffix}, against {theirs} ({mix})"
+            report.target(what, median[theirs] / median[ours + suffix], "x", limit, aim=aim)
+        floor = median[f"columns{suffix}"] / median["memcpy of the output"]
+        if layout == "packed":
+            what = f"packed from columns{suffix}, over a memcpy ({mix})"
+            report.target(what, floor, "<x", 3, aim=1.5)
 
 
 def growth(report: Report, folder: Path, rounds: int) -> None:
