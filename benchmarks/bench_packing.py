@@ -14,6 +14,7 @@ package imported, so the lengths themselves (8 bytes each) are counted.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -46,11 +47,16 @@ def check(plan: PackingPlan, lengths: np.ndarray) -> None:
 def packers(count: int) -> dict[str, Callable[[np.ndarray, int], int] | None]:
     """Name -> function of lengths and row size that returns the number of rows."""
 
-    def ours(strategy: str) -> Callable[[np.ndarray, int], int]:
-        return lambda lengths, max_tokens: pack(lengths, max_tokens, strategy=strategy).num_rows
+    def ours(strategy: str, **options: bool) -> Callable[[np.ndarray, int], int]:
+        return lambda lengths, n: pack(lengths, n, strategy=strategy, **options).num_rows
 
     found: dict[str, Callable[[np.ndarray, int], int] | None] = {
         "pack, best fit": ours("best_fit_decreasing"),
+        **(
+            {"pack, best fit, compiled": ours("best_fit_decreasing", compiled=True)}
+            if importlib.util.find_spec("numba")
+            else {}
+        ),
         "pack, first fit": ours("first_fit_decreasing"),
         "TRL best fit": peers.trl_packer(),
         **(peers.axolotl_packers() or {"axolotl first fit": None}),

@@ -1,0 +1,124 @@
+"""What a batch costs, counted and not timed, so that a busy machine cannot fail it.
+
+A batch from columns takes as many calls for a thousand examples as for a hundred, and little more
+memory than its fields. Planning is counted apart: it takes some calls a distinct length.
+"""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torch_collate_kit import _host_memory
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.loading import TokenizedDataset
+from torch_collate_kit.packing import pack
+from torch_collate_kit.packing.plan import PackingPlan
+from torch_collate_kit.ragged import Ragged
+
+
+def columns_of(num_examples: int, *, longest: int = 300) -> dict[str, Ragged]:
+    lengths = np.random.default_rng(1).integers(2, longest, size=num_examples)
+    flat = np.arange(int(lengths.sum())) % 1000
+    return {
+        "input_ids": Ragged.from_lengths(flat, lengths),
+        "loss_mask": Ragged.from_lengths((flat % 3 > 0).astype(np.int8), lengths),
+    }
+
+
+def num_calls(function: Callable[[], Any]) -> int:
+    """Calls of Python and of C functions."""
+    function()  # imports, caches
+    counts: Counter[str] = Counter()
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        counts[event] += 1
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return counts["call"] + counts["c_call"]
+
+
+class Planned(PackedCollator):
+    """With the plan made before: what is left is the moving."""
+
+    def plan(self, lengths: Any) -> PackingPlan:
+        if len(lengths) not in PLANS:
+            PLANS[len(lengths)] = super().plan(lengths)
+        return PLANS[len(lengths)]
+
+
+PLANS: dict[int, PackingPlan] = {}
+COLLATORS: dict[str, Callable[[], Any]] = {
+    "packed": lambda: Planned(0, max_tokens=512),
+    "padded": lambda: PaddedCollator(0),
+}
+
+
+@pytest.mark.parametrize("name", COLLATORS)
+def test_calls_do_not_grow_with_the_batch(name):
+    collate = COLLATORS[name]()
+    few, many = (num_calls(lambda n=n: collate(columns_of(n))) for n in (100, 3000))
+    few_made, many_made = (num_calls(lambda n=n: columns_of(n)) for n in (100, 3000))
+    assert few - few_made > 50, "nothing was counted"
+    assert many - many_made <= few - few_made + 100  # for blocks of memory that are used again
+    assert many - many_made < 1000
+
+
+def test_calls_of_planning_grow_with_the_distinct_lengths():
+    """About five C calls a distinct length; none a piece."""
+    for num_pieces in (2_000, 200_000):
+        lengths = np.random.default_rng(2).integers(1, 300, size=num_pieces)
+        assert num_calls(lambda lengths=lengths: pack(lengths, 1000)) < 300 * 40
+
+
+def test_calls_of_reading_are_few():
+    """Some C calls an example and column, of memoryviews; no Python call."""
+    rows = columns_of(3000)
+    dataset = TokenizedDataset(
+        [{"input_ids": a, "loss_mask": b} for a, b in zip(*rows.values(), strict=True)]
+    )
+    few, many = (num_calls(lambda n=n: dataset.__getitems__(range(n))) for n in (100, 3000))
+    assert many - few < 500
+
+
+@pytest.mark.parametrize("name", COLLATORS)
+def test_memory_is_little_more_than_the_fields(name, monkeypatch):
+    monkeypatch.setattr(_host_memory, "_kept", {})
+    collate, columns = COLLATORS[name](), columns_of(1000)
+    collate(columns)
+    monkeypatch.setattr(_host_memory, "_kept", {})
+    tracemalloc.start()
+    try:
+        batch = collate(columns)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    fields = (field.values if isinstance(field, Ragged) else field for field in batch.values())
+    num_bytes = sum(field.nbytes for field in fields)
+    assert num_bytes > 5_000_000
+    assert peak < 1.9 * num_bytes
+
+
+def test_a_second_batch_takes_no_new_memory(monkeypatch):
+    """Of any size that matters: the blocks of the first one serve it."""
+    monkeypatch.setattr(_host_memory, "_kept", {})
+    collate, columns = Planned(0, max_tokens=512), columns_of(3000)
+    for _ in range(3):
+        collate(columns)
+    tracemalloc.start()
+    try:
+        collate(columns)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3_000_000  # of a batch of 16 MB
