@@ -61,8 +61,8 @@ def _ms(seconds: float) -> str:
 STATES = {
     "kept": "the last batch is alive while the next is built",
     "freed": "the last batch is freed by then",
-    "cold": "the last batch is freed, and the C library has given all free memory back (the kit keeps "
-    "the blocks of its last batches, so this is cold for the others)",
+    "cold": "the last batch is freed, and the C library has given all free memory back (the kit "
+    "keeps the blocks of its last batches, so this is cold for the others)",
 }
 
 
