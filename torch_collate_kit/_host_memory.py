@@ -41,7 +41,9 @@ def host_bytes(num_bytes: int) -> Tensor:
 
 
 def host_array(length: int, dtype: Any) -> np.ndarray:
-    """The same as an uninitialised array [length]."""
+    """The same as an uninitialised array [length]; a small one is any array."""
+    if length * np.dtype(dtype).itemsize < _LEAST_KEPT:
+        return np.empty(length, dtype=dtype)
     array: np.ndarray = host_bytes(length * np.dtype(dtype).itemsize).numpy().view(dtype)
     return array
 
