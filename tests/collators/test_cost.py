@@ -1,7 +1,7 @@
 """What a batch costs, counted and not timed, so that a busy machine cannot fail it.
 
-A batch from columns takes as many calls for six thousand examples as for one thousand, and little more
-memory than its fields. Planning is counted apart: it takes some calls a distinct length.
+A batch from columns takes as many calls for six thousand examples as for one thousand, and little
+more memory than its fields. Planning is counted apart: it takes some calls a distinct length.
 """
 
 from __future__ import annotations
