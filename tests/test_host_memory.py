@@ -100,6 +100,23 @@ def test_what_is_kept_is_bounded():
     assert sum(sizes) <= 3 * max(sizes) <= 3 * 1.2 * 3 * BIG
 
 
+def test_the_oldest_are_dropped_first():
+    blocks = [host_bytes(BIG) for _ in range(4)]
+    pointers = [block.data_ptr() for block in blocks]
+    while blocks:
+        del blocks[0]
+    kept = [pointer for pointer in pointers if any(0 <= pointer - a < 64 for a in addresses())]
+    assert kept == pointers[1:]
+
+
+def test_the_smallest_that_fits_is_used():
+    large, small = host_bytes(int(1.2 * BIG)), host_bytes(BIG)
+    address = small.data_ptr()
+    del large, small
+    assert len(addresses()) == 2
+    assert host_bytes(BIG - 1000).data_ptr() == address
+
+
 def test_small_blocks_are_not_kept():
     del (small := [host_bytes(1000)])[:]
     assert small == []

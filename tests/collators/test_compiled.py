@@ -67,11 +67,26 @@ def test_a_capacity_too_large_for_the_loop_is_planned_without_it():
     assert plain.bins == compiled.bins
 
 
+def test_plans_go_through_the_loop_where_its_table_is_small(monkeypatch):
+    compiled_planning = importlib.import_module("torch_collate_kit.packing._compiled")
+    loop, capacities = compiled_planning.best_fit_rows, []
+
+    def counted(distinct, counts, capacity, max_pieces):
+        capacities.append(capacity)
+        return loop(distinct, counts, capacity, max_pieces)
+
+    monkeypatch.setattr(compiled_planning, "best_fit_rows", counted)
+    for max_tokens, limit in [(131_072, None), (4096, 500), (6_000_000, None), (131_072, 50)]:
+        pack([max_tokens, 2, 7], max_tokens, max_sequences_per_row=limit, compiled=True)
+    assert capacities == [131_072, 4096]
+
+
 @pytest.mark.parametrize("cls", [PaddedCollator, PackedCollator])
 @pytest.mark.parametrize(
     "wrong",
     [
         {"input_ids": [1, -2], "loss_mask": [1, 1]},
+        {"input_ids": [-1, 2], "loss_mask": [1, 1]},
         {"input_ids": [1, 2], "loss_mask": [0.0, -1.0]},
         {"input_ids": [1, 2], "loss_mask": [0.0, float("nan")]},
         {"input_ids": [1, 2], "loss_mask": [float("inf"), 0.0]},

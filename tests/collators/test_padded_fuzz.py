@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -86,6 +88,15 @@ def test_a_batch_without_trained_tokens_divides_by_one(side: str) -> None:
     assert batch["loss_mask"].shape == (3, 0)
 
 
+@pytest.mark.parametrize(("weight", "trained"), [(1e-35, 1), (1e-60, 0)])
+def test_a_token_is_trained_where_its_float32_weight_is_not_zero(
+    weight: float, trained: int
+) -> None:
+    batch = PaddedCollator(0)([{"input_ids": [5, 6, 7], "loss_mask": [0, 0, weight]}])
+    assert batch.metadata["num_loss_tokens"] == trained
+    assert batch["labels"].tolist() == [[-100, -100, 7 if trained else -100]]
+
+
 @pytest.mark.parametrize("side", SIDES)
 def test_num_actions_of_the_whole_example_leave_its_first_token_untrained(side: str) -> None:
     examples = [
@@ -138,6 +149,13 @@ def test_num_actions_may_be_a_column_of_any_kind(kind: str) -> None:
         "num_actions": count_column(kind, [2, 1]),
     }
     assert_equals_oracle(PaddedCollator(0)(columns), padded_batch(examples, pad_token_id=0))
+
+
+@pytest.mark.parametrize("container", [list, np.array, torch.tensor])
+def test_wide_token_ids_behind_narrow_ones_are_kept(container: Any) -> None:
+    narrow, wide = np.array([1, 2], dtype=np.int32), container([1 << 40, 5])
+    batch = PaddedCollator(0)([{"input_ids": narrow}, {"input_ids": wide}])
+    assert batch["input_ids"].tolist() == [[1, 2], [1 << 40, 5]]
 
 
 def test_examples_of_one_batch_share_their_target_form() -> None:
