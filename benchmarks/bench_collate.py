@@ -37,7 +37,7 @@ from samples import DEFAULT_DATA, Examples, examples_of, long_tail, real_mix
 from torch_collate_kit import Batch, PackedCollator, PaddedCollator, Ragged
 from torch_collate_kit.loading import TokenizedDataset
 
-Runs = dict[str, Callable[[], object]]
+Runs = dict[str, Callable[[], Any]]
 _HEADER = ["", "median", "quartiles", "minimum", "time / ours", "fields"]
 _ALL = "the contract's"
 
@@ -88,7 +88,7 @@ def packed_runs(examples: Examples, max_tokens: int) -> Runs:
     ours = PackedCollator(0, max_tokens=max_tokens)
     batch = ours(examples)
     for run in runs.values():
-        check_equal(batch, {name: _plain(field) for name, field in run().items()})  # type: ignore[attr-defined]
+        check_equal(batch, {name: _plain(field) for name, field in run().items()})
     plan = ours.plan([len(example["input_ids"]) for example in examples])
     check_equal(batch, packed(examples, max_tokens=max_tokens, fill=lambda *_: plan.bins))
     by_first_fit = PackedCollator(0, max_tokens=max_tokens, strategy="first_fit_decreasing")
@@ -115,7 +115,7 @@ def padded_runs(examples: Examples) -> Runs:
     inputs = {"columns": columns_of(examples), "ndarrays": examples, "lists": lists}
     runs = ways(PaddedCollator, inputs)
     for run in runs.values():
-        check_equal(run(), padded(examples))  # type: ignore[arg-type]
+        check_equal(run(), padded(examples))
     return {
         **runs,
         "row by row, ndarrays": lambda: padded(examples),

@@ -141,5 +141,7 @@ def test_without_numba(cls, monkeypatch):
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ImportError, match=r"needs numba: pip install 'torch_collate_kit\[fast"):
             cls(0, compiled=True, **options)
+        with pytest.raises(ImportError, match="compiled=True needs numba: pip install"):
+            pack([3, 2], 8, compiled=True)
     with pytest.raises(TypeError, match="compiled must be True or False, got 1"):
         cls(0, compiled=1, **options)

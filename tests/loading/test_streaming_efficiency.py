@@ -21,11 +21,10 @@ from torch_collate_kit.packing import pack
 
 @pytest.mark.parametrize("num_skipped", [0, 15])
 def test_never_holds_more_than_the_buffer(num_skipped: int) -> None:
-    class Example(dict):  # type: ignore[type-arg]
-        pass
+    class Example(dict[str, Any]):
+        __hash__ = object.__hash__
 
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
-    Example.__hash__ = object.__hash__  # type: ignore[assignment, method-assign]
     num_made = most = 0
 
     def source() -> Iterator[Example]:

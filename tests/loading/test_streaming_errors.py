@@ -64,7 +64,7 @@ def test_a_damaged_state_is_refused(damage: dict[str, Any], message: str) -> Non
     with pytest.raises(StateError, match=message):
         dataset.load_state_dict(dataset.state_dict() | damage)
     with pytest.raises(StateError, match="the state has version None"):
-        dataset.load_state_dict([])  # type: ignore[arg-type]
+        dataset.load_state_dict([])
     assert dataset.state_dict()["num_read"] == 0
 
 
@@ -170,4 +170,4 @@ def test_a_source_is_not_split_twice() -> None:
     with pytest.raises(ValueError, match=r"already \(rank 1 of 2\)"):
         next(iter(PackedIterableDataset(lambda: stream, **SETTINGS, world_size=2)))
     with pytest.raises(TypeError, match="the callable source returned a int; it must return"):
-        next(iter(PackedIterableDataset(lambda: 5, **SETTINGS)))  # type: ignore[arg-type, return-value]
+        next(iter(PackedIterableDataset(lambda: 5, **SETTINGS)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -85,8 +86,11 @@ def test_a_presharded_source_is_not_split_again(monkeypatch: pytest.MonkeyPatch)
     dataset = PackedIterableDataset(mine, **SETTINGS, rank=1, world_size=2, presharded=True)
     assert tokens_of(list(dataset)) == all_tokens(mine)
     found = []
-    for worker in range(2):  # a callable that iterates over a stream, which looks at the worker
-        source = lambda: (example for example in SOURCES["shards"]())  # noqa: E731
+
+    def source() -> Iterator[Any]:  # iterates over a stream, which looks at the worker
+        yield from SOURCES["shards"]()
+
+    for worker in range(2):
         dataset = PackedIterableDataset(source, **SETTINGS, presharded=True)
         found += in_worker(monkeypatch, dataset, worker, 2)
     assert tokens_of(found) == all_tokens(EXAMPLES)

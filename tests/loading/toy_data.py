@@ -33,7 +33,7 @@ def make_loader(
     **sampler_options: Any,
 ) -> PrefetchLoader:
     loader = DataLoader(
-        EXAMPLES,  # type: ignore[arg-type]
+        EXAMPLES,
         batch_sampler=make_sampler(**sampler_options),
         collate_fn=collate,
         num_workers=num_workers,

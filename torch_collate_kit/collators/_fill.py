@@ -6,7 +6,6 @@ there, with NumPy or by compiled loops, to the same bytes.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import numpy as np
@@ -19,19 +18,7 @@ from torch_collate_kit.collators._lanes import Lanes
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.segments import cu_seqlens_from_lengths
 
-__all__ = ["checked_compiled", "fill_batch"]
-
-
-def checked_compiled(compiled: bool) -> bool:
-    """ImportError now, not in a worker, where the loops cannot be compiled."""
-    if not isinstance(compiled, bool):
-        raise TypeError(f"compiled must be True or False, got {compiled!r}")
-    if compiled and importlib.util.find_spec("numba") is None:
-        raise ImportError(
-            "compiled=True needs numba: pip install 'torch_collate_kit[fast]'; without it leave "
-            "compiled out, the batches are the same"
-        )
-    return compiled
+__all__ = ["fill_batch"]
 
 
 def fill_batch(

@@ -15,7 +15,7 @@ from torch_collate_kit.collators._columns import (
     pad_token_id_of,
     read_columns,
 )
-from torch_collate_kit.collators._fill import checked_compiled, fill_batch
+from torch_collate_kit.collators._fill import fill_batch
 from torch_collate_kit.collators._grid import Grid
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import (
@@ -25,6 +25,7 @@ from torch_collate_kit.packing import (
     RankPlan,
     pack,
 )
+from torch_collate_kit.packing._checks import checked_compiled
 from torch_collate_kit.ragged import Ragged
 
 __all__ = ["PackedCollator"]

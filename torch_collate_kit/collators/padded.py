@@ -8,10 +8,10 @@ import numpy as np
 
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators._columns import Examples, pad_token_id_of, read_columns
-from torch_collate_kit.collators._fill import checked_compiled, fill_batch
+from torch_collate_kit.collators._fill import fill_batch
 from torch_collate_kit.collators._grid import Grid
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing._checks import checked_int
+from torch_collate_kit.packing._checks import checked_compiled, checked_int
 
 __all__ = ["PaddedCollator"]
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from torch_collate_kit.collators._columns import TARGETS
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 
@@ -28,15 +29,7 @@ Source: TypeAlias = (
     "| Sequence[str | os.PathLike[str]] | Sequence[Mapping[str, Any]]"
 )
 
-_KNOWN = (
-    "input_ids",
-    "loss_mask",
-    "labels",
-    "assistant_masks",
-    "completion_mask",
-    "num_actions",
-    "attention_mask",
-)
+_KNOWN = ("input_ids", *TARGETS, "num_actions", "attention_mask")
 _IDS = ("input_ids", "labels")  # tokens; masks may be weights
 
 

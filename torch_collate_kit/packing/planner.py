@@ -12,7 +12,12 @@ import numpy.typing as npt
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import balance as _balance
 from torch_collate_kit.packing import strategies
-from torch_collate_kit.packing._checks import checked_choice, checked_int, checked_lengths
+from torch_collate_kit.packing._checks import (
+    checked_choice,
+    checked_compiled,
+    checked_int,
+    checked_lengths,
+)
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.strategies import Rows
 
@@ -97,7 +102,7 @@ def pack(
     attention = balance == "attention" and num_ranks > 1
     costs = _balance.attention_cost(sizes) if attention else sizes
     fill = _FILL[strategy]
-    if compiled and fill is strategies.best_fit_decreasing:
+    if checked_compiled(compiled) and fill is strategies.best_fit_decreasing:
         fill = partial(fill, compiled=True)
     rows = _fill_rows(sizes, costs, max_tokens, max_sequences_per_row, strategy, num_ranks, fill)
     if num_ranks > 1:
