@@ -11,10 +11,10 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators._columns import (
     NO_EXAMPLES,
     Columns,
-    Examples,
     pad_token_id_of,
     read_columns,
 )
+from torch_collate_kit.collators._examples import Examples
 from torch_collate_kit.collators._fill import fill_batch
 from torch_collate_kit.collators._grid import Grid
 from torch_collate_kit.errors import DataError

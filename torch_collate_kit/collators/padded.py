@@ -7,7 +7,8 @@ from typing import Any, Literal
 import numpy as np
 
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators._columns import Examples, pad_token_id_of, read_columns
+from torch_collate_kit.collators._columns import pad_token_id_of, read_columns
+from torch_collate_kit.collators._examples import Examples
 from torch_collate_kit.collators._fill import fill_batch
 from torch_collate_kit.collators._grid import Grid
 from torch_collate_kit.errors import DataError

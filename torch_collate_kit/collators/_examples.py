@@ -1,0 +1,96 @@
+"""Examples in, raw columns out: the known keys, one entry an example, nothing converted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.ragged import Ragged
+
+__all__ = ["Examples", "first_keys", "is_sequence", "one_value", "raw_columns"]
+
+Examples = Sequence[Mapping[str, Any]] | Mapping[str, Any]
+
+
+def raw_columns(examples: Examples, known: Sequence[str], ids: str) -> dict[str, Any]:
+    """The known columns: a Ragged or a list each. ``ids`` is the one that counts the examples."""
+    if isinstance(examples, Mapping):
+        if _is_one_example(examples.get(ids, ())):
+            raise DataError(
+                f"a mapping is taken as columns, but its {ids} are the tokens of one example; "
+                "collate one example as a list: [example]"
+            )
+        raw = {key: examples[key] for key in known if key in examples}
+    elif is_sequence(examples):
+        raw = _transpose(examples, known)
+    else:
+        raise TypeError(
+            "examples must be a list of mappings or a mapping of columns, got "
+            f"{type(examples).__name__}; of a dataset pass dataset[i:j], of a DataFrame "
+            'df.to_dict("records")'
+        )
+    if ids not in raw:
+        given = sorted(map(str, first_keys(examples)))
+        raise DataError(f"no {ids} in example 0, got keys {given}; tokenize the text first")
+    num_examples = len(raw[ids])
+    if not num_examples:
+        raise DataError("the batch is empty (0 examples); give at least one")
+    for key, column in raw.items():
+        if len(column) != num_examples:
+            raise DataError(f"column {key} has {len(column)} rows, {ids} has {num_examples}")
+    return raw
+
+
+def first_keys(examples: Examples) -> Mapping[str, Any]:
+    """A mapping with the keys of example 0."""
+    return examples if isinstance(examples, Mapping) else examples[0]
+
+
+def _is_one_example(column: Any) -> bool:
+    """Whether the ids are tokens, not rows of tokens."""
+    if isinstance(column, Ragged):
+        return False
+    if isinstance(column, np.ndarray | Tensor):
+        return column.ndim < 2 and not (isinstance(column, np.ndarray) and column.dtype.hasobject)
+    return not hasattr(column, "__iter__") or isinstance(
+        next(iter(column), None), int | float | np.number
+    )
+
+
+def _transpose(examples: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
+    if not len(examples):
+        raise DataError("the batch is empty (0 examples); give at least one")
+    if set(map(type, examples)) != {dict}:
+        for i, example in enumerate(examples):
+            if not isinstance(example, Mapping):
+                raise DataError(
+                    f"example {i} is a {type(example).__name__}; an example is a mapping with "
+                    "input_ids (of a pandas row pass row.to_dict())"
+                )
+    first = examples[0].keys()
+    known = [key for key in names if key in first]
+    for i, example in enumerate(examples):
+        if example.keys() != first and {k for k in names if k in example} != set(known):
+            odd = sorted(set(known) ^ {k for k in names if k in example})
+            raise DataError(
+                f"example {i} and example 0 differ in {', '.join(odd)}; every example of a batch "
+                "needs the same keys"
+            )
+    return {key: [example[key] for example in examples] for key in known}
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether a value is a sequence, and no string."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def one_value(value: Any) -> Any:
+    """The number in a NumPy scalar, or in an array or tensor of one entry."""
+    if isinstance(value, Tensor):
+        value = value.numpy(force=True)
+    single = isinstance(value, np.generic | np.ndarray) and value.size == 1
+    return value.item() if single else value
