@@ -178,6 +178,121 @@ def packed_batch(
     return batch
 
 
+def rollout_batch(
+    rollouts: Sequence[Mapping[str, Any]], *, pad_token_id: int, normalize_loss: bool = False
+) -> dict[str, Any]:
+    """One rollout a row, left-padded; what belongs to response tokens is right-aligned."""
+    lengths = [len(rollout["prompt_ids"]) + len(rollout["response_ids"]) for rollout in rollouts]
+    width, num_columns = max(lengths), max(len(rollout["response_ids"]) for rollout in rollouts)
+    rows = []
+    for rollout, length in zip(rollouts, lengths, strict=True):
+        row = _empty_row(width, pad_token_id) | _empty_responses(width, rollouts)
+        _write(row, width - length, Segment(_as_example(rollout), 0, length))
+        _write_response(row, width - length, rollout)
+        rows.append(row)
+    batch = _stack(rows, width, num_columns, normalize_loss)
+    del batch["labels"]
+    batch |= _stack_responses(rows, width, num_columns)
+    batch["sub_seq_lengths"] = [[length] for length in lengths]
+    batch["metadata"] |= {
+        "num_examples": len(rollouts),
+        "num_dummy_rows": 0,
+        "num_tokens": sum(lengths),
+        "example_indices": [[index] for index in range(len(rollouts))],
+        "example_starts": [[0] for _ in rollouts],
+        "num_actions": [[len(rollout["response_ids"])] for rollout in rollouts],
+        "num_dropped": 0,
+        "num_cut": 0,
+        "dropped": (),
+        "cut": (),
+    }
+    for key, name in (("uid", "uids"), ("is_last_step", "is_last_step")):
+        if key in rollouts[0]:
+            batch["metadata"][name] = [rollout[key] for rollout in rollouts]
+    return batch
+
+
+def packed_rollouts(
+    rollouts: Sequence[Mapping[str, Any]], plan: Plan, *, pad_token_id: int, **options: Any
+) -> dict[str, Any]:
+    """The rows of `plan`: what `packed_batch` gives, and a cell a token of what rollouts add."""
+    examples = [_as_example(rollout) for rollout in rollouts]
+    batch = packed_batch(examples, plan, pad_token_id=pad_token_id, **options)
+    width = batch["input_ids"].shape[1]
+    rows = []
+    for row_pieces, boundaries in zip(rows_of(plan), batch["cu_seq_lens"], strict=True):
+        row = _empty_responses(width, rollouts)
+        for (index, _, _), first in zip(row_pieces, boundaries, strict=False):
+            _write_response(row, first, rollouts[index])
+        rows.append(row)
+    return batch | _stack_responses(rows, width, width - 1)
+
+
+_RESPONSE_FIELDS = {
+    "rewards": "rewards",
+    "logprobs": "rollout_logprobs",
+    "advantages": "advantages",
+}
+
+
+def _as_example(rollout: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "input_ids": [*rollout["prompt_ids"], *rollout["response_ids"]],
+        "loss_mask": list(rollout["loss_mask"]),
+        "num_actions": len(rollout["response_ids"]),
+    }
+
+
+def _empty_responses(width: int, rollouts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    row: dict[str, list[Any]] = {"response_mask": [0] * width}
+    for key, name in _RESPONSE_FIELDS.items():
+        if key in rollouts[0]:
+            row[name] = [0.0] * width
+    if "rollout_expert_indices" in rollouts[0]:
+        layers, top_k = np.shape(rollouts[0]["rollout_expert_indices"])[1:]
+        row["routes"] = [[list(range(top_k))] * layers] * width
+        row["is_pad"] = [True] * width
+    return row
+
+
+def _write_response(row: dict[str, list[Any]], first: int, rollout: Mapping[str, Any]) -> None:
+    """The rollout starts at cell `first`."""
+    num_tokens = len(rollout["response_ids"])
+    response = first + len(rollout["prompt_ids"])
+    for key, name in _RESPONSE_FIELDS.items():
+        if key not in rollout:
+            continue
+        for token in range(num_tokens):
+            value = rollout[key]
+            if isinstance(value, list):
+                value = value[token]
+            elif key == "rewards" and token < num_tokens - 1:
+                value = 0.0  # one reward is that of the last token
+            row[name][response + token] = float(value)
+    for token in range(num_tokens):
+        row["response_mask"][response + token] = 1
+    for token, route in enumerate(rollout.get("rollout_expert_indices", [])):
+        row["routes"][first + token] = route
+        row["is_pad"][first + token] = False
+
+
+def _stack_responses(
+    rows: list[dict[str, list[Any]]], width: int, num_columns: int
+) -> dict[str, torch.Tensor]:
+    """Right-aligned: the last `num_columns` cells of every row; routes have all cells."""
+    fields = {}
+    for name in ("response_mask", *_RESPONSE_FIELDS.values()):
+        if name in rows[0]:
+            dtype = torch.int64 if name == "response_mask" else torch.float32
+            values = [row[name][width - num_columns :] for row in rows]
+            fields[name] = torch.tensor(values, dtype=dtype).reshape(len(rows), num_columns)
+    if "routes" in rows[0]:
+        routes = torch.tensor([row["routes"] for row in rows], dtype=torch.int16)
+        fields["rollout_expert_indices"] = routes
+        fields["router_padding_mask"] = torch.tensor([row["is_pad"] for row in rows])
+    return fields
+
+
 def rows_of(plan: Plan) -> list[list[tuple[int, int, int]]]:
     """The pieces of every row: (example index, first token inside the example, length)."""
     rows = []

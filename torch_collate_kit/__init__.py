@@ -9,7 +9,7 @@ from torch_collate_kit._version import __version__
 from torch_collate_kit.attention import check_isolation, register_torch_varlen
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
 from torch_collate_kit.chat import tokenize_chat, tokenize_chat_dataset
-from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.errors import DataError, IsolationError, StateError
 from torch_collate_kit.loading import (
     AsyncBatchCollator,
@@ -41,6 +41,7 @@ __all__ = [
     "PrefetchLoader",
     "PrefetchingSampler",
     "Ragged",
+    "RolloutCollator",
     "StateError",
     "TokenizedDataset",
     "__version__",

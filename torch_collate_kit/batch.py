@@ -22,6 +22,7 @@ _FIELD_ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
 _MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
 # What a row added by pad_rows holds; fields not named repeat row 0, so that every model can run it.
 _PAD_ROW_FILL = {"labels": IGNORE_INDEX, "loss_mask": 0, "response_mask": 0, "rewards": 0}
+_IMAGE_FIELDS = ("pixel_values", "image_grid_thw")
 _PAD_ROW_EMPTY = ("sub_seq_lengths",)
 
 Field = Tensor | Ragged
@@ -93,7 +94,7 @@ class Batch(Mapping[str, Field]):
     @classmethod
     def allocate(
         cls,
-        specs: Mapping[str, tuple[tuple[int, ...] | np.ndarray, torch.dtype]],
+        specs: Mapping[str, tuple[tuple[Any, ...] | np.ndarray, torch.dtype]],
         metadata: Mapping[str, Any] | None = None,
         *,
         like: Tensor | None = None,
@@ -102,7 +103,8 @@ class Batch(Mapping[str, Field]):
 
         ``like``: on the device of this tensor, and page-locked if it is.
 
-        ``specs`` maps a name to ``(shape, dtype)``, or for a ragged field to ``(offsets, dtype)``.
+        ``specs`` maps a name to ``(shape, dtype)``, or for a ragged field to ``(offsets, dtype)``;
+        with offsets for its first dimension a shape is that of a ragged field of ``[T, ...]``.
 
         >>> specs = {"a": ((2, 3), torch.int64), "b": (np.array([0, 1, 4]), torch.int32)}
         >>> batch = Batch.allocate(specs)
@@ -111,10 +113,11 @@ class Batch(Mapping[str, Field]):
         """
         slots, end = {}, 0
         for name, (shape, dtype) in specs.items():
-            offsets = shape if isinstance(shape, np.ndarray) else None
-            dims = shape if offsets is None else (int(offsets[-1]),)
+            first, *rest = (shape,) if isinstance(shape, np.ndarray) else shape
+            offsets = first if isinstance(first, np.ndarray) else None
+            dims = (first if offsets is None else int(offsets[-1]), *rest)
             start = -(-end // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
-            slots[name] = _Slot(start, tuple(dims), dtype, offsets)
+            slots[name] = _Slot(start, dims, dtype, offsets)
             end = start + math.prod(dims) * dtype.itemsize
         device = torch.device("cpu") if like is None else like.device
         pin_memory = like is not None and device.type == "cpu" and like.is_pinned()
@@ -148,10 +151,9 @@ class Batch(Mapping[str, Field]):
         specs: dict[str, tuple[Any, torch.dtype]] = {}
         for name, field in self._fields.items():
             if isinstance(field, Ragged):
-                specs[name] = (
-                    field.offsets - field.offsets[0],
-                    torch.as_tensor(field.values).dtype,
-                )
+                values = torch.as_tensor(field.values)
+                shape = (field.offsets - field.offsets[0], *values.shape[1:])
+                specs[name] = (shape, values.dtype)
             else:
                 specs[name] = (tuple(field.shape), field.dtype)
         copy = Batch.allocate(specs, self.metadata, like=next(iter(self._tensors())))
@@ -318,12 +320,14 @@ class Batch(Mapping[str, Field]):
     ) -> dict[str, Any]:
         """What ``model(**inputs)`` of a transformers model needs: views, in a plain dict.
 
-        ``input_ids``, ``position_ids`` and ``use_cache=False`` always, and ``labels`` unless
-        ``labels=False``, which spares the model a loss of its own beside yours. A padded batch adds
-        ``attention_mask``. A packed batch never does, since any 2-D mask makes transformers ignore
-        the segments; for varlen ``attention`` it adds ``cu_seq_lens_q/k`` (int32, flat over the
-        rows) and ``max_length_q/k`` (Python ints), for "sdpa" and "eager" the restarting position
-        ids do the work.
+        ``input_ids``, ``position_ids`` and ``use_cache=False``, and ``labels`` where the batch has
+        them, unless ``labels=False``, which spares the model a loss of its own beside yours. With
+        images, ``pixel_values`` and ``image_grid_thw`` of all rows in place of ``position_ids``,
+        which the model makes of the grids. A padded batch adds ``attention_mask``. A packed batch
+        never does, since any 2-D mask makes transformers ignore the segments; for varlen
+        ``attention`` it adds ``cu_seq_lens_q/k`` (int32, flat over the rows) and
+        ``max_length_q/k`` (Python ints), for "sdpa" and "eager" the restarting position ids do the
+        work.
 
         Raises:
             ValueError: an unknown ``attention``.
@@ -332,8 +336,12 @@ class Batch(Mapping[str, Field]):
         if not varlen and attention not in _MASK_ATTENTION:
             known = ", ".join(("torch_varlen", "flash_attention_2", *_MASK_ATTENTION))
             raise ValueError(f"attention={attention!r} is unknown; use one of {known}")
-        names = ["input_ids", "position_ids", *(["labels"] if labels else [])]
+        # a vision model makes positions of its own, by the grids of the images
+        names = ("input_ids", *(() if "pixel_values" in self else ("position_ids",)))
         inputs: dict[str, Any] = {name: self._fields[name] for name in names}
+        if labels and "labels" in self:
+            inputs["labels"] = self._fields["labels"]
+        inputs |= {name: self[name].flat_values for name in _IMAGE_FIELDS if name in self}
         inputs["use_cache"] = False
         if "cu_seq_lens" not in self:
             inputs["attention_mask"] = self._fields["attention_mask"]

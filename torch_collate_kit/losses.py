@@ -96,7 +96,9 @@ def token_loss(
     _check_types(logits, batch_or_labels, num_loss_tokens)
     if isinstance(batch_or_labels, Batch):
         batch: Batch | None = batch_or_labels
-        labels, mask = batch_or_labels["labels"], batch_or_labels["loss_mask"]
+        # a batch of rollouts has no labels: its mask alone says what is trained
+        labels = batch_or_labels["labels" if "labels" in batch_or_labels else "input_ids"]
+        mask = batch_or_labels["loss_mask"]
         response_length = mask.shape[1]
         divisor = batch_or_labels.metadata.get("loss_mask_divisor", 1)
     else:

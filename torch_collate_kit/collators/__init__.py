@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from torch_collate_kit.collators.packed import PackedCollator
 from torch_collate_kit.collators.padded import PaddedCollator
+from torch_collate_kit.collators.rollout import RolloutCollator
 
-__all__ = ["PackedCollator", "PaddedCollator"]
+__all__ = ["PackedCollator", "PaddedCollator", "RolloutCollator"]

@@ -45,7 +45,7 @@ NO_EXAMPLES = Columns(
 
 def read_columns(examples: Examples) -> Columns:
     """Check the examples (DataError names the bad one) and look at them as columns."""
-    raw = raw_columns(examples, _KNOWN, "input_ids")
+    raw = raw_columns(examples, _KNOWN, "input_ids", "tokenize the text first")
     if not any(key in raw for key in TARGETS):
         _refuse_misspelt_target(first_keys(examples))
     input_ids = int_column("input_ids", raw["input_ids"])

@@ -15,7 +15,7 @@ from numba import boolean, float32, int32, int64, njit, types, uint8, void
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators._columns import Columns
 from torch_collate_kit.collators._grid import Grid
-from torch_collate_kit.collators._lanes import Lanes
+from torch_collate_kit.collators._lanes import Lanes, token_specs
 
 __all__ = ["CompiledLanes"]
 
@@ -62,8 +62,12 @@ class CompiledLanes:
     def supports(columns: Columns) -> bool:
         return columns.target_name != "labels" and columns.num_actions is None
 
+    def specs(self, response_length: int) -> dict[str, Any]:
+        """As ``Mover.specs``."""
+        return token_specs(self._grid, response_length)
+
     def fill(self, batch: Batch, pad_token_id: int, divisor: int) -> None:
-        """As ``Lanes.fill``."""
+        """As ``Mover.fill``."""
         grid = self._grid
         names = ("input_ids", "labels", "attention_mask")
         input_ids, labels, mask = (batch[name].numpy().reshape(-1) for name in names)

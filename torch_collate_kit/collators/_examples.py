@@ -16,7 +16,7 @@ __all__ = ["Examples", "first_keys", "is_sequence", "one_value", "raw_columns"]
 Examples = Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 
-def raw_columns(examples: Examples, known: Sequence[str], ids: str) -> dict[str, Any]:
+def raw_columns(examples: Examples, known: Sequence[str], ids: str, hint: str) -> dict[str, Any]:
     """The known columns: a Ragged or a list each. ``ids`` is the one that counts the examples."""
     if isinstance(examples, Mapping):
         if _is_one_example(examples.get(ids, ())):
@@ -35,7 +35,9 @@ def raw_columns(examples: Examples, known: Sequence[str], ids: str) -> dict[str,
         )
     if ids not in raw:
         given = sorted(map(str, first_keys(examples)))
-        raise DataError(f"no {ids} in example 0, got keys {given}; tokenize the text first")
+        if ids == "input_ids" and "prompt_ids" in given:
+            hint = "rollouts go into RolloutCollator"
+        raise DataError(f"no {ids} in example 0, got keys {given}; {hint}")
     num_examples = len(raw[ids])
     if not num_examples:
         raise DataError("the batch is empty (0 examples); give at least one")

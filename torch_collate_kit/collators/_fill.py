@@ -6,7 +6,7 @@ there, with NumPy or by compiled loops, to the same bytes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,17 +18,43 @@ from torch_collate_kit.collators._lanes import Lanes
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.segments import cu_seqlens_from_lengths
 
-__all__ = ["fill_batch"]
+__all__ = ["NOTHING_LOST", "Mover", "fill_batch", "token_mover"]
+
+NOTHING_LOST: dict[str, Any] = {  # metadata of a layout that has a row for every example
+    "num_dummy_rows": 0,
+    "num_dropped": 0,
+    "num_cut": 0,
+    "dropped": (),
+    "cut": (),
+}
+
+
+class Mover(Protocol):
+    """Moves what the examples hold onto a grid."""
+
+    num_loss_tokens: int
+    num_actions: np.ndarray
+    """int64 [S], response tokens of each piece."""
+
+    def specs(self, response_length: int) -> dict[str, Any]:
+        """What ``Batch.allocate`` is to make for the fields that ``fill`` fills."""
+
+    def fill(self, batch: Batch, pad_token_id: int, divisor: int) -> None:
+        """Fill them; ``loss_mask`` is divided.
+
+        Raises:
+            DataError: a negative token id.
+        """
 
 
 def fill_batch(
     grid: Grid,
-    columns: Columns,
+    mover: Mover,
     *,
+    num_examples: int,
     pad_token_id: int,
     response_length: int | None,
     normalize_loss: bool,
-    compiled: bool,
     metadata: dict[str, Any],
     num_loss_tokens_elsewhere: int = 0,
 ) -> Batch:
@@ -36,15 +62,11 @@ def fill_batch(
 
     ``num_loss_tokens_elsewhere``: of rows that other ranks collate. ``metadata`` goes last.
     """
-    mover = _mover(grid, columns, compiled=compiled)
     if response_length is None:
         response_length = _cells_to_row_end(grid, mover.num_actions)
     num_loss_tokens = mover.num_loss_tokens + num_loss_tokens_elsewhere
     divisor = max(1, num_loss_tokens) if normalize_loss else 1
-    shape = (grid.num_rows, grid.width)
-    names = ("input_ids", "position_ids", "attention_mask", "labels")
-    specs: dict[str, Any] = dict.fromkeys(names, (shape, torch.int64))
-    specs["loss_mask"] = ((grid.num_rows, response_length), torch.float32)
+    specs = mover.specs(response_length)
     specs["sub_seq_lengths"] = (grid.row_offsets, torch.int64)
     if grid.segment_lengths is not None:
         boundaries = grid.segment_lengths.lengths + 1
@@ -55,7 +77,7 @@ def fill_batch(
             "response_length": response_length,
             "num_loss_tokens": num_loss_tokens,
             "loss_mask_divisor": divisor,
-            "num_examples": len(columns.lengths),
+            "num_examples": num_examples,
             "num_tokens": grid.num_tokens,
             "example_indices": Ragged(grid.examples, grid.row_offsets),
             "example_starts": Ragged(grid.starts, grid.row_offsets),
@@ -70,7 +92,8 @@ def fill_batch(
     return batch
 
 
-def _mover(grid: Grid, columns: Columns, *, compiled: bool) -> Any:
+def token_mover(grid: Grid, columns: Columns, *, compiled: bool) -> Mover:
+    """For SFT examples."""
     if compiled:
         from torch_collate_kit.collators._compiled import CompiledLanes
 

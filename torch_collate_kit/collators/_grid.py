@@ -10,7 +10,7 @@ import numpy as np
 from torch_collate_kit._host_memory import host_array
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["Grid", "spans"]
+__all__ = ["Grid", "one_a_row", "spans"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,22 @@ class Grid:
         """int64 [size - num_tokens], the cells without a token."""
         ends = np.append(0, self.cells + self.lengths)
         return spans(ends, np.append(self.cells, self.size) - ends)
+
+
+def one_a_row(lengths: np.ndarray, width: int, *, padding_side: str = "left") -> Grid:
+    """Whole examples, each in a row of its own."""
+    rows = np.arange(len(lengths), dtype=np.int64)
+    pads = width - lengths if padding_side == "left" else 0
+    return Grid(
+        num_rows=len(lengths),
+        width=width,
+        examples=rows,
+        starts=np.zeros_like(rows),
+        lengths=lengths,
+        cells=rows * width + pads,
+        row_offsets=np.arange(len(lengths) + 1, dtype=np.int64),
+        segment_lengths=None,
+    )
 
 
 def spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

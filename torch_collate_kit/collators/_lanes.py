@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from torch_collate_kit._host_memory import host_array
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
@@ -18,15 +19,19 @@ from torch_collate_kit.collators._grid import Grid, spans
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.segments import position_ids_from_lengths
 
-__all__ = ["Lanes"]
+__all__ = ["Lanes", "token_specs"]
+
+
+def token_specs(grid: Grid, response_length: int) -> dict[str, Any]:
+    """The fields of an SFT batch that have a cell a token, for ``Batch.allocate``."""
+    names = ("input_ids", "position_ids", "attention_mask", "labels")
+    specs: dict[str, Any] = dict.fromkeys(names, ((grid.num_rows, grid.width), torch.int64))
+    specs["loss_mask"] = ((grid.num_rows, response_length), torch.float32)
+    return specs
 
 
 class Lanes:
     """Finds the loss of the pieces, and fills the fields that have a cell a token."""
-
-    num_loss_tokens: int
-    num_actions: np.ndarray
-    """int64 [S], response tokens of each piece."""
 
     def __init__(self, grid: Grid, columns: Columns) -> None:
         self._grid, self._columns = grid, columns
@@ -109,12 +114,12 @@ class Lanes:
         first = begins[np.searchsorted(begins, self._lanes)]
         return np.maximum(self._lanes + grid.lengths - first, 0)
 
-    def fill(self, batch: Batch, pad_token_id: int, divisor: int) -> None:
-        """Everything but ``sub_seq_lengths`` and ``cu_seq_lens``.
+    def specs(self, response_length: int) -> dict[str, Any]:
+        """As ``Mover.specs``."""
+        return token_specs(self._grid, response_length)
 
-        Raises:
-            DataError: a negative token id.
-        """
+    def fill(self, batch: Batch, pad_token_id: int, divisor: int) -> None:
+        """As ``Mover.fill``."""
         names = ("input_ids", "labels", "attention_mask")
         fields = [batch[name].numpy().reshape(-1) for name in names]
         lanes = fields

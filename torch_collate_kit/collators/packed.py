@@ -15,8 +15,10 @@ from torch_collate_kit.collators._columns import (
     read_columns,
 )
 from torch_collate_kit.collators._examples import Examples
-from torch_collate_kit.collators._fill import fill_batch
+from torch_collate_kit.collators._fill import Mover, fill_batch, token_mover
 from torch_collate_kit.collators._grid import Grid
+from torch_collate_kit.collators._rollout_fields import PackedRollouts
+from torch_collate_kit.collators._rollouts import Rollouts, are_rollouts, read_rollouts
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import (
     PackingPlan,
@@ -60,6 +62,11 @@ class PackedCollator:
     DataLoader workers. Inputs are copied, never changed. Behind a ``PackedBatchSampler`` it follows
     the sampler's plan, its strategy, overflow and balance included, and returns the rank's rows of
     the batch.
+
+    Rollouts (see :class:`~torch_collate_kit.collators.RolloutCollator`) can be packed too: their
+    ``response_mask``, ``rewards``, ``rollout_logprobs`` and ``advantages`` are ``[R, W - 1]``, as
+    ``loss_mask`` is, and ``token_loss(..., return_per_token_outputs=True)`` gives what the model
+    makes of them in the order of the rollouts. They are never cut.
 
     Raises:
         DataError: an example is wrong, or too long with ``overflow="raise"``.
@@ -123,8 +130,12 @@ class PackedCollator:
         if isinstance(examples, PlannedExamples):
             batch = self._collate_part(examples.plan, examples.examples)
         else:
-            columns = read_columns(examples)
+            columns: Columns | Rollouts = (
+                read_rollouts(examples) if are_rollouts(examples) else read_columns(examples)
+            )
             plan = self.plan(columns.lengths)
+            if isinstance(columns, Rollouts):
+                self._check_rollouts(columns, plan)
             rows, num_examples = range(plan.num_rows), len(columns.lengths)
             batch = self._fill(plan, rows, plan.example_indices, columns, num_examples)
         if not self.model_inputs:
@@ -169,7 +180,7 @@ class PackedCollator:
         plan: PackingPlan,
         rows: range,
         positions: np.ndarray,
-        columns: Columns,
+        columns: Columns | Rollouts,
         num_examples: int,
         num_loss_tokens_elsewhere: int = 0,
     ) -> Batch:
@@ -179,14 +190,13 @@ class PackedCollator:
         pieces = slice(plan.row_offsets[rows.start], plan.row_offsets[rows.stop])
         return fill_batch(
             grid,
-            columns,
+            self._mover(grid, columns),
+            num_examples=num_examples,
             pad_token_id=self.pad_token_id,
             response_length=grid.width - 1,
             normalize_loss=self.normalize_loss,
-            compiled=self.compiled,
             num_loss_tokens_elsewhere=num_loss_tokens_elsewhere,
             metadata={
-                "num_examples": num_examples,
                 "num_tokens": int(plan.lengths.sum()),
                 "example_indices": Ragged(plan.example_indices[pieces], grid.row_offsets),
                 "num_dummy_rows": plan.num_dummy_rows,
@@ -197,6 +207,30 @@ class PackedCollator:
                 "max_segment_length": _longest(grid.segment_lengths),
             },
         )
+
+    def _mover(self, grid: Grid, columns: Columns | Rollouts) -> Mover:
+        if isinstance(columns, Columns):
+            return token_mover(grid, columns, compiled=self.compiled)
+        tokens = token_mover(grid, columns.as_columns(), compiled=self.compiled)
+        return PackedRollouts(grid, columns, tokens)
+
+    def _check_rollouts(self, rollouts: Rollouts, plan: PackingPlan) -> None:
+        if rollouts.images:
+            raise DataError(
+                "example 0 is a rollout with pixel_values; rollouts with images are not packed, "
+                "for their positions are the model's: collate them with RolloutCollator"
+            )
+        if self.model_inputs:
+            raise ValueError(
+                "model_inputs=True passes on labels alone, so the rewards of rollouts would be "
+                "lost; take the Batch, and batch.model_inputs(labels=False) for the model"
+            )
+        if len(plan.cut):
+            raise DataError(
+                f"example {plan.cut[0]} is a rollout longer than a row of {self.max_tokens}, and "
+                f"overflow={self.overflow!r} would part it from its rewards; raise max_tokens, or "
+                'pass overflow="drop"'
+            )
 
     def _grid(self, plan: PackingPlan, rows: range, positions: np.ndarray) -> Grid:
         align = self.parallel.align

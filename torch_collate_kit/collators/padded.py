@@ -9,8 +9,8 @@ import numpy as np
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators._columns import pad_token_id_of, read_columns
 from torch_collate_kit.collators._examples import Examples
-from torch_collate_kit.collators._fill import fill_batch
-from torch_collate_kit.collators._grid import Grid
+from torch_collate_kit.collators._fill import NOTHING_LOST, fill_batch, token_mover
+from torch_collate_kit.collators._grid import Grid, one_a_row
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing._checks import checked_compiled, checked_int
 
@@ -70,24 +70,19 @@ class PaddedCollator:
 
     def __call__(self, examples: Examples) -> Batch:
         columns = read_columns(examples)
+        grid = self._grid(columns.lengths)
         return fill_batch(
-            self._grid(columns.lengths),
-            columns,
+            grid,
+            token_mover(grid, columns, compiled=self.compiled),
+            num_examples=grid.num_rows,
             pad_token_id=self.pad_token_id,
             response_length=None,
             normalize_loss=self.normalize_loss,
-            compiled=self.compiled,
-            metadata={
-                "num_dummy_rows": 0,
-                "num_dropped": 0,
-                "num_cut": 0,
-                "dropped": (),
-                "cut": (),
-            },
+            metadata=dict(NOTHING_LOST),
         )
 
     def _grid(self, lengths: np.ndarray) -> Grid:
-        width, num_rows = int(lengths.max()), len(lengths)
+        width = int(lengths.max())
         if self.max_length is not None and width > self.max_length:
             i = int(np.flatnonzero(lengths > self.max_length)[0])
             raise DataError(
@@ -96,15 +91,4 @@ class PaddedCollator:
             )
         if self.pad_to_multiple_of is not None:
             width = -(-width // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        rows = np.arange(num_rows, dtype=np.int64)
-        pads = width - lengths if self.padding_side == "left" else 0
-        return Grid(
-            num_rows=num_rows,
-            width=width,
-            examples=rows,
-            starts=np.zeros(num_rows, dtype=np.int64),
-            lengths=lengths,
-            cells=rows * width + pads,
-            row_offsets=np.arange(num_rows + 1, dtype=np.int64),
-            segment_lengths=None,
-        )
+        return one_a_row(lengths, width, padding_side=self.padding_side)
