@@ -18,7 +18,6 @@ batch is alive while the next is built, as in a training loop; "freed" that it i
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -30,54 +29,13 @@ import datasets
 import numpy as np
 import peers
 import torch
-from harness import STATES, Report, Times, alternate, arguments, timed
+from harness import STATES, Report, Times, arguments
 from row_by_row import best_fit, check_equal, first_fit, packed, padded
+from runs import HEADER, Runs, columns_of, copies, lists_of, measured, rows_of, ways
 from samples import DEFAULT_DATA, Examples, examples_of, long_tail, real_mix
 
-from torch_collate_kit import Batch, PackedCollator, PaddedCollator, Ragged
+from torch_collate_kit import PackedCollator, PaddedCollator, Ragged
 from torch_collate_kit.loading import TokenizedDataset
-
-Runs = dict[str, Callable[[], Any]]
-_HEADER = ["", "median", "quartiles", "minimum", "time / ours", "fields"]
-_ALL = "the contract's"
-
-
-def columns_of(examples: Examples) -> dict[str, Ragged]:
-    """What a TokenizedDataset hands over: one array a field."""
-    return {name: Ragged.from_rows([e[name] for e in examples]) for name in examples[0]}
-
-
-def lists_of(examples: Examples) -> list[dict[str, list[float]]]:
-    return [{name: row.tolist() for name, row in example.items()} for example in examples]
-
-
-def copies(batch: Batch) -> Runs:
-    """The floor: the bytes of the batch, copied to where memory is, and to new memory."""
-    fields = (field.values if isinstance(field, Ragged) else field for field in batch.values())
-    source = torch.zeros(sum(field.nbytes for field in fields), dtype=torch.uint8)
-    there = torch.zeros_like(source)
-    return {"memcpy of the output": lambda: there.copy_(source), "and to new memory": source.clone}
-
-
-def measured(runs: Runs, rounds: int, state: str) -> dict[str, Times]:
-    return alternate({k: timed(f, state) for k, f in runs.items()}, rounds=rounds, warm_up=3)
-
-
-def rows_of(times: Mapping[str, Times], ours: str, fields: Mapping[str, str]) -> list[list[str]]:
-    base = times[ours].median
-    return [
-        [name, *t.cells(), f"{t.median / base:.2f}x", fields.get(name, _ALL)]
-        for name, t in times.items()
-    ]
-
-
-def ways(collator: Callable[..., Any], inputs: Mapping[str, Any], **options: Any) -> Runs:
-    """A collator on every kind of input, and with compiled loops where numba is installed."""
-    runs: Runs = {kind: partial(collator(0, **options), given) for kind, given in inputs.items()}
-    if importlib.util.find_spec("numba"):
-        fast = collator(0, compiled=True, **options)
-        runs |= {f"{kind}, compiled": partial(fast, given) for kind, given in inputs.items()}
-    return runs
 
 
 def packed_runs(examples: Examples, max_tokens: int) -> Runs:
@@ -188,7 +146,7 @@ def compare(report: Report, folder: Path, rounds: int) -> None:
                 report.times(heading, times)
                 note = f"ms; {about}; {STATES[state]}; medians of {rounds} rounds."
                 rows = [row[:-1] for row in rows_of(times, "columns", {})]
-                report.table(heading, _HEADER[:-1], rows, note)
+                report.table(heading, HEADER[:-1], rows, note)
                 if state != "freed":
                     targets(report, layout, f"{mix}, {state}", times)
             if mix == "real mix":
@@ -206,7 +164,7 @@ def compare_peers(
     rows = rows_of(times, "columns", fields)
     rows += [[name, *["-"] * 4, made] for name, made in fields.items() if name not in times]
     note = f"ms; {about}; last batch kept; medians of 5 rounds."
-    report.table(f"{layout}, other collators", _HEADER, rows, note)
+    report.table(f"{layout}, other collators", HEADER, rows, note)
 
 
 def targets(report: Report, layout: str, mix: str, times: Mapping[str, Times]) -> None:
@@ -350,7 +308,7 @@ def reading(report: Report, folder: Path, rounds: int) -> None:
             "The arrow format gives an Arrow table, which no collator takes."
         )
         rows = [row[:-1] for row in rows_of(times, "TokenizedDataset", {})]
-        report.table("Reading from Arrow", _HEADER[:-1], rows, note)
+        report.table("Reading from Arrow", HEADER[:-1], rows, note)
         factor = times["datasets, default rows"].median / times["TokenizedDataset"].median
         report.target("TokenizedDataset against datasets' rows", factor, "x", 15, aim=25)
         whole: dict[str, Callable[[list[int]], object]] = {
@@ -366,7 +324,7 @@ def reading(report: Report, folder: Path, rounds: int) -> None:
         times = measured({k: drawn(f) for k, f in whole.items()}, rounds, "kept")
         report.times("from Arrow to a packed batch", times)
         rows = rows_of(times, "TokenizedDataset, PackedCollator", {})
-        report.table("From Arrow to a packed batch", _HEADER, rows, "ms; the same batches.")
+        report.table("From Arrow to a packed batch", HEADER, rows, "ms; the same batches.")
 
 
 def main() -> None:

@@ -147,6 +147,21 @@ def _skyrl_padded() -> Collator | None:
     return lambda examples: collate(examples, tokenizer)
 
 
+def skyrl_rollouts() -> Collator | None:
+    """Its loops over prompts and responses; lists in."""
+    module = _skyrl_module("skyrl.train.dataset.preprocess")
+    if module is None:
+        return None
+    names = ("prompt_ids", "response_ids", "rewards", "loss_mask", "logprobs")
+    tokenizer = SimpleNamespace(pad_token_id=0)
+
+    def collate(examples: Any) -> Any:
+        columns = [[example[name] for example in examples] for name in names]
+        return module.convert_prompts_responses_to_batch_tensors(tokenizer, *columns)
+
+    return collate
+
+
 def _skyrl_module(name: str) -> ModuleType | None:
     """A module of SkyRL; the packages above it become empty ones that only know their folder."""
     if name in sys.modules:

@@ -17,11 +17,13 @@ import torch
 
 from torch_collate_kit import Batch
 
-__all__ = ["best_fit", "check_equal", "first_fit", "packed", "padded"]
+__all__ = ["best_fit", "check_equal", "first_fit", "packed", "padded", "rollouts"]
 
 Example = Mapping[str, Any]  # input_ids and loss_mask, as lists or ndarrays
 Fill = Callable[[Sequence[int], int], list[list[int]]]
 IGNORE_INDEX = -100
+ROLLOUT_CELLS = ("input_ids", "attention_mask", "position_ids")
+ROLLOUT_VALUES = {"rewards": "rewards", "loss_mask": "loss_mask", "logprobs": "rollout_logprobs"}
 
 
 def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -134,6 +136,32 @@ def padded(examples: Sequence[Example]) -> dict[str, Any]:
         "labels": torch.from_numpy(labels),
         "loss_mask": torch.from_numpy(loss_mask),
         "sub_seq_lengths": [np.array([length]) for length in lengths],
+    }
+
+
+def rollouts(examples: Sequence[Example]) -> dict[str, Any]:
+    """The fields of ``RolloutCollator(0)`` for rollouts with log-probs and a reward a token."""
+    prompts = [len(example["prompt_ids"]) for example in examples]
+    responses = [len(example["response_ids"]) for example in examples]
+    lengths = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    shape, of_responses = (len(examples), max(lengths)), (len(examples), max(responses))
+    fields = {name: np.zeros(shape, dtype=np.int64) for name in ROLLOUT_CELLS}
+    fields["response_mask"] = np.zeros(of_responses, dtype=np.int64)
+    for name in ROLLOUT_VALUES.values():
+        fields[name] = np.zeros(of_responses, dtype=np.float32)
+    count_up = np.arange(shape[1])
+    for r, example in enumerate(examples):
+        start, response = shape[1] - lengths[r], shape[1] - responses[r]
+        fields["input_ids"][r, start:response] = example["prompt_ids"]
+        fields["input_ids"][r, response:] = example["response_ids"]
+        fields["attention_mask"][r, start:] = 1
+        fields["position_ids"][r, start:] = count_up[: lengths[r]]
+        first = of_responses[1] - responses[r]
+        fields["response_mask"][r, first:] = 1
+        for key, name in ROLLOUT_VALUES.items():
+            fields[name][r, first:] = example[key]
+    return {name: torch.from_numpy(field) for name, field in fields.items()} | {
+        "sub_seq_lengths": [np.array([length]) for length in lengths]
     }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["DEFAULT_DATA", "Examples", "examples_of", "long_tail", "real_mix"]
+__all__ = ["DEFAULT_DATA", "Examples", "examples_of", "long_tail", "real_mix", "rollouts_of"]
 
 DEFAULT_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 Examples = list[dict[str, np.ndarray]]
@@ -50,3 +50,24 @@ def examples_of(lengths: np.ndarray, *, seed: int = 0) -> Examples:
         ids = rng.integers(1, 32_000, length)
         examples.append({"input_ids": ids, "loss_mask": mask})
     return examples
+
+
+def rollouts_of(lengths: np.ndarray, *, seed: int = 0) -> Examples:
+    """Rollouts of these lengths: a prompt of 10 to 60%, rewards and log-probs of each token."""
+    rng = np.random.default_rng(np.random.SeedSequence((seed, len(lengths), 3)))
+    rollouts = []
+    for length in lengths.tolist():
+        prompt = max(1, int(length * rng.uniform(0.1, 0.6)))
+        response = length - prompt
+        rewards = np.zeros(response, dtype=np.float32)
+        rewards[-1] = rng.integers(0, 2)
+        rollouts.append(
+            {
+                "prompt_ids": rng.integers(1, 32_000, prompt),
+                "response_ids": rng.integers(1, 32_000, response),
+                "rewards": rewards,
+                "loss_mask": (rng.random(response) < 0.9).astype(np.float32),
+                "logprobs": np.log(rng.uniform(0.01, 1, response)).astype(np.float32),
+            }
+        )
+    return rollouts

@@ -17,22 +17,23 @@ from torch_collate_kit.collators._columns import Columns
 from torch_collate_kit.collators._grid import Grid
 from torch_collate_kit.collators._lanes import Lanes, token_specs
 
-__all__ = ["CompiledLanes"]
+__all__ = ["TOKEN_IDS", "CompiledLanes", "compiled_loop", "plain_ids", "read_only"]
 
-_TOKEN_IDS = int32, int64
+TOKEN_IDS = int32, int64
 _WEIGHTS = uint8, float32
 
 
-def _read(dtype: Any) -> Any:
+def read_only(dtype: Any) -> Any:
     """A contiguous array that is not written; one that could be will do as well."""
     return types.Array(dtype, 1, "C", readonly=True)
 
 
-def _loop(*signatures: Any) -> Any:
+def compiled_loop(*signatures: Any) -> Any:
+    """A function compiled on import for these signatures; it lets go of the GIL."""
     return njit(list(signatures), nogil=True, cache=True, error_model="numpy")
 
 
-_PIECES = types.UniTuple(_read(int64), 3)  # first token, length, cell
+_PIECES = types.UniTuple(read_only(int64), 3)  # first token, length, cell
 
 
 class CompiledLanes:
@@ -43,7 +44,7 @@ class CompiledLanes:
         firsts = columns.input_ids.offsets[grid.examples] + grid.starts
         contiguous = np.ascontiguousarray
         self._pieces = firsts, contiguous(grid.lengths), contiguous(grid.cells)
-        self._token_ids = _plain_ids(columns.input_ids.values)
+        self._token_ids = plain_ids(columns.input_ids.values)
         if columns.target is None:
             self._weights = np.ones(int(grid.lengths.max(initial=0)), dtype=np.uint8)
             self._weight_firsts = np.zeros_like(firsts)
@@ -101,7 +102,8 @@ class CompiledLanes:
         raise AssertionError("the compiled loops refuse what NumPy takes")
 
 
-def _plain_ids(token_ids: np.ndarray) -> np.ndarray:
+def plain_ids(token_ids: np.ndarray) -> np.ndarray:
+    """In one of ``TOKEN_IDS``, contiguous."""
     dtype = np.int32 if token_ids.dtype == np.int32 else np.int64
     return np.ascontiguousarray(token_ids, dtype=dtype)
 
@@ -113,9 +115,11 @@ def _plain_weights(weights: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(weights, dtype=dtype)
 
 
-@_loop(
+@compiled_loop(
     *(
-        types.Tuple((int64, boolean))(_read(dtype), _read(int64), _read(int64), int64[::1])
+        types.Tuple((int64, boolean))(
+            read_only(dtype), read_only(int64), read_only(int64), int64[::1]
+        )
         for dtype in _WEIGHTS
     )
 )
@@ -141,12 +145,12 @@ def _find_loss(weights: Any, firsts: Any, lengths: Any, num_actions: Any) -> Any
     return total, num_bad == 0
 
 
-@_loop(
+@compiled_loop(
     *(
         boolean(
-            _read(token_id),
-            _read(weight),
-            _read(int64),
+            read_only(token_id),
+            read_only(weight),
+            read_only(int64),
             _PIECES,
             int64,
             float32,
@@ -156,7 +160,7 @@ def _find_loss(weights: Any, firsts: Any, lengths: Any, num_actions: Any) -> Any
             float32[:, ::1],
             int64,
         )
-        for token_id in _TOKEN_IDS
+        for token_id in TOKEN_IDS
         for weight in _WEIGHTS
     )
 )
@@ -212,7 +216,7 @@ def _fill_tokens(
     return bits >= 0
 
 
-@_loop(void(_read(int64), _read(int64), int64[::1]))
+@compiled_loop(void(read_only(int64), read_only(int64), int64[::1]))
 def _fill_positions(lengths: Any, cells: Any, positions: Any) -> None:
     """0, 1, 2, ... in every span of cells, 0 between them."""
     done = 0

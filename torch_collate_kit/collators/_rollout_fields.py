@@ -21,7 +21,7 @@ from torch_collate_kit.segments import position_ids_from_lengths
 __all__ = ["PackedRollouts", "RolloutBlock"]
 
 
-class _ResponseFields:
+class ResponseFields:
     """Fields of response tokens, and expert routes, for whole rollouts on a grid."""
 
     def __init__(self, grid: Grid, rollouts: Rollouts, names: list[str]) -> None:
@@ -39,7 +39,7 @@ class _ResponseFields:
             specs["router_padding_mask"] = (cells, torch.bool)
         return specs
 
-    def fill(self, batch: Batch, divisor: int) -> None:
+    def fill_values(self, batch: Batch, divisor: int) -> None:
         grid, rollouts = self._grid, self._rollouts
         counts = rollouts.response_ids.lengths[grid.examples]
         width = batch["response_mask"].shape[1]
@@ -53,8 +53,6 @@ class _ResponseFields:
             out, values = batch[name].numpy().reshape(-1), self._in_order(rollouts.fields[name])
             out.fill(0)
             out[cells] = values / np.float32(divisor) if name == "loss_mask" else values
-        if rollouts.expert_indices is not None:
-            self._fill_routes(batch, rollouts.expert_indices)
 
     def _in_order(self, column: Ragged) -> np.ndarray:
         """The values of a column, in the order of the pieces; as they lie where that is theirs."""
@@ -62,8 +60,11 @@ class _ResponseFields:
             return column.values
         return column.take(self._grid.examples).values
 
-    def _fill_routes(self, batch: Batch, routes: Ragged) -> None:
+    def fill_routes(self, batch: Batch) -> None:
         """Tokens without a route get distinct experts: routers refuse one that is there twice."""
+        routes = self._rollouts.expert_indices
+        if routes is None:
+            return
         indices = batch["rollout_expert_indices"].numpy()
         is_pad = batch["router_padding_mask"].numpy()
         indices[:] = np.arange(indices.shape[-1], dtype=np.int16)
@@ -76,9 +77,9 @@ class _ResponseFields:
 class RolloutBlock:
     """One rollout a row, as whole columns."""
 
-    def __init__(self, grid: Grid, rollouts: Rollouts) -> None:
-        self._grid, self._rollouts = grid, rollouts
-        self._responses = _ResponseFields(grid, rollouts, list(rollouts.fields))
+    def __init__(self, grid: Grid, rollouts: Rollouts, *, compiled: bool) -> None:
+        self._grid, self._rollouts, self._compiled = grid, rollouts, compiled
+        self._responses = ResponseFields(grid, rollouts, list(rollouts.fields))
         self.num_loss_tokens = int(np.count_nonzero(rollouts.fields["loss_mask"].values))
         self.num_actions = rollouts.response_ids.lengths
 
@@ -95,6 +96,18 @@ class RolloutBlock:
 
     def fill(self, batch: Batch, pad_token_id: int, divisor: int) -> None:
         """As ``Mover.fill``."""
+        if self._compiled:
+            from torch_collate_kit.collators._compiled_rollouts import fill_block
+
+            fill_block(batch, self._rollouts, pad_token_id, divisor)
+        else:
+            self._fill_cells(batch, pad_token_id)
+            self._responses.fill_values(batch, divisor)
+        self._responses.fill_routes(batch)
+        for name, images in self._rollouts.images.items():
+            batch[name].values.numpy()[:] = images.values
+
+    def _fill_cells(self, batch: Batch, pad_token_id: int) -> None:
         grid, rollouts = self._grid, self._rollouts
         names = ("input_ids", "attention_mask", "position_ids")
         input_ids, mask, positions = (batch[name].numpy().reshape(-1) for name in names)
@@ -107,9 +120,6 @@ class RolloutBlock:
         mask[grid.token_cells] = 1
         positions.fill(0)
         positions[grid.token_cells] = position_ids_from_lengths(grid.lengths)
-        self._responses.fill(batch, divisor)
-        for name, images in rollouts.images.items():
-            batch[name].values.numpy()[:] = images.values
 
 
 class PackedRollouts:
@@ -117,7 +127,7 @@ class PackedRollouts:
 
     def __init__(self, grid: Grid, rollouts: Rollouts, tokens: Mover) -> None:
         names = [name for name in rollouts.fields if name != "loss_mask"]
-        self._tokens, self._responses = tokens, _ResponseFields(grid, rollouts, names)
+        self._tokens, self._responses = tokens, ResponseFields(grid, rollouts, names)
         self.num_loss_tokens, self.num_actions = tokens.num_loss_tokens, tokens.num_actions
 
     def specs(self, response_length: int) -> dict[str, Any]:
@@ -127,4 +137,5 @@ class PackedRollouts:
     def fill(self, batch: Batch, pad_token_id: int, divisor: int) -> None:
         """As ``Mover.fill``."""
         self._tokens.fill(batch, pad_token_id, divisor)
-        self._responses.fill(batch, divisor)
+        self._responses.fill_values(batch, divisor)
+        self._responses.fill_routes(batch)

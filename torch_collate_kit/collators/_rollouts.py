@@ -174,6 +174,8 @@ def _spread(name: str, column: Any, lengths: np.ndarray) -> Any:
     if isinstance(column, np.ndarray | Tensor) and column.ndim == 1:
         column = tensor_to_numpy(column) if isinstance(column, Tensor) else column
         column = column if column.dtype.hasobject else column.tolist()
+    if set(map(type, column)) == {list}:
+        return column
     is_number = [_is_number(value) for value in column]
     if not any(is_number):
         return column

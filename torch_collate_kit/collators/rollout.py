@@ -14,7 +14,7 @@ from torch_collate_kit.collators._fill import NOTHING_LOST, fill_batch
 from torch_collate_kit.collators._grid import one_a_row
 from torch_collate_kit.collators._rollout_fields import RolloutBlock
 from torch_collate_kit.collators._rollouts import read_rollouts
-from torch_collate_kit.packing._checks import checked_int
+from torch_collate_kit.packing._checks import checked_compiled, checked_int
 
 __all__ = ["RolloutCollator"]
 
@@ -34,6 +34,8 @@ class RolloutCollator:
         tokenizer: an int pad id, or anything with ``pad_token_id``.
         max_seq_len: prompt and response longer than this are warned of; nothing is cut.
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
+        compiled: run the inner loops through numba, as for
+            :class:`~torch_collate_kit.collators.PackedCollator`.
 
     Calling it takes a list of rollouts, or a mapping of columns, and returns a new
     :class:`~torch_collate_kit.batch.Batch` (docs/contract.md). The width ``W`` is that of the
@@ -62,13 +64,19 @@ class RolloutCollator:
     """
 
     def __init__(
-        self, tokenizer: Any, *, max_seq_len: int | None = None, normalize_loss: bool = False
+        self,
+        tokenizer: Any,
+        *,
+        max_seq_len: int | None = None,
+        normalize_loss: bool = False,
+        compiled: bool = False,
     ) -> None:
         if max_seq_len is not None:
             checked_int("max_seq_len", max_seq_len, hint="None switches it off")
         self.pad_token_id = pad_token_id_of(tokenizer)
         self.max_seq_len = max_seq_len
         self.normalize_loss = normalize_loss
+        self.compiled = checked_compiled(compiled)
 
     def __call__(self, examples: Examples) -> Batch:
         rollouts = read_rollouts(examples)
@@ -77,7 +85,7 @@ class RolloutCollator:
         grid = one_a_row(rollouts.lengths, int(rollouts.lengths.max()))
         return fill_batch(
             grid,
-            RolloutBlock(grid, rollouts),
+            RolloutBlock(grid, rollouts, compiled=self.compiled),
             num_examples=grid.num_rows,
             pad_token_id=self.pad_token_id,
             response_length=int(rollouts.response_ids.lengths.max()),
