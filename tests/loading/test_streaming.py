@@ -222,6 +222,17 @@ def test_split_pieces_are_those_of_the_collator(form: str, rows_per_batch: int) 
     assert all(len(b.metadata["cut"]) == b.metadata["num_cut"] for b in found)
 
 
+def test_an_attention_mask_is_split_too() -> None:
+    examples = [
+        e | {"attention_mask": [1] * len(e["input_ids"])} for e in make_examples([3, 40, 5])
+    ]
+    settings = SETTINGS | {"overflow": "split"}
+    found = list(PackedIterableDataset(examples, **settings))
+    expected = list(PackedIterableDataset(make_examples([3, 40, 5]), **settings))
+    for batch, wanted in zip(found, expected, strict=True):
+        assert_same_batch(batch, wanted)
+
+
 def test_dropped_examples_alone_make_one_dummy_row() -> None:
     dataset = PackedIterableDataset(make_examples([13, 20]), **SETTINGS, overflow="drop")
     (batch,) = dataset

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.batch_checks import assert_same_batch
@@ -17,8 +18,9 @@ from tests.loading.streaming_oracle import (
     make_examples,
     tokens_of,
 )
+from torch_collate_kit.loading._entries import ENTRY
 from torch_collate_kit.loading._stream import Place
-from torch_collate_kit.loading._window import Entry, Windows
+from torch_collate_kit.loading._window import Windows
 from torch_collate_kit.loading.streaming import PackedIterableDataset
 from torch_collate_kit.packing import pack
 from torch_collate_kit.testing import assert_exact_resume
@@ -122,9 +124,10 @@ def test_resume_reads_at_most_one_window_again(settings: dict[str, Any], num_buf
 
 def test_a_window_ends_behind_all_that_was_held_back() -> None:
     settings = {"rows_per_batch": 1, "buffer_size": 10, "num_buffers": 8}
-    windows = Windows(iter([]), lambda lengths: pack(lengths, 12), **settings)
-    entry = Entry({}, 0, 0, False, 1, Place(9))
-    windows._buffer, windows._num_broken = [entry] * 10, 6
+    nothing = np.empty(0, dtype=ENTRY)
+    windows = Windows(lambda n: nothing, lambda lengths: pack(lengths, 12), **settings)
+    entry = (0, 0, 1, False, *Place(9), {})
+    windows._buffer, windows._num_broken = np.array([entry] * 10, dtype=ENTRY), 6
     assert windows._window_behind(4) is None
     assert windows._window_behind(3) == Place(9)  # 2 of the 6 were left
 

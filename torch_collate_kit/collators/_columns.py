@@ -21,6 +21,7 @@ __all__ = [
     "loss_token_counts",
     "pad_token_id_of",
     "read_columns",
+    "refuse_misspelt_target",
 ]
 
 TARGETS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
@@ -47,7 +48,7 @@ def read_columns(examples: Examples) -> Columns:
     """Check the examples (DataError names the bad one) and look at them as columns."""
     raw = raw_columns(examples, _KNOWN, "input_ids", "tokenize the text first")
     if not any(key in raw for key in TARGETS):
-        _refuse_misspelt_target(first_keys(examples))
+        refuse_misspelt_target(first_keys(examples))
     input_ids = int_column("input_ids", raw["input_ids"])
     lengths = input_ids.lengths
     if not lengths.all():
@@ -100,7 +101,7 @@ def pad_token_id_of(tokenizer: Any) -> int:
     return pad_token_id
 
 
-def _refuse_misspelt_target(keys: Mapping[str, Any]) -> None:
+def refuse_misspelt_target(keys: Mapping[str, Any]) -> None:
     """Without a target every token is trained, so a near miss must not pass."""
     for key in map(str, keys):
         looks = ("mask" in key or "label" in key) and not key.endswith(
@@ -128,14 +129,7 @@ def _num_actions(raw: Mapping[str, Any], lengths: np.ndarray) -> np.ndarray:
             "example 0 has num_actions but no loss_mask; give the mask of its last num_actions "
             "tokens, or remove num_actions"
         )
-    counts = [one_value(value) for value in raw["num_actions"]]
-    for i, count in enumerate(counts):
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise DataError(
-                f"example {i}: num_actions is {count!r:.40}; it must be an integer, the number of "
-                "tokens at the end that loss_mask speaks of"
-            )
-    values = np.array(counts, dtype=np.int64)
+    values = _int_per_example(raw["num_actions"])
     bad = np.flatnonzero((values < 0) | (values > lengths))
     if len(bad):
         i = int(bad[0])
@@ -144,6 +138,19 @@ def _num_actions(raw: Mapping[str, Any], lengths: np.ndarray) -> np.ndarray:
             "tokens at the end, 0 to all of them"
         )
     return values
+
+
+def _int_per_example(column: Any) -> np.ndarray:
+    if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in "iu":
+        return column.astype(np.int64, copy=False)
+    counts = [one_value(value) for value in column]
+    for i, count in enumerate(counts):
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise DataError(
+                f"example {i}: num_actions is {count!r:.40}; it must be an integer, the number of "
+                "tokens at the end that loss_mask speaks of"
+            )
+    return np.array(counts, dtype=np.int64)
 
 
 def _check_target_lengths(
@@ -167,6 +174,9 @@ def _check_target_lengths(
 
 
 def _check_attention_mask(column: Any, lengths: np.ndarray) -> None:
+    whole = isinstance(column, Ragged) and np.array_equal(column.lengths, lengths)
+    if whole and column.flat_values.all():
+        return
     for i, (row, length) in enumerate(zip(column, lengths.tolist(), strict=True)):
         if not hasattr(row, "__len__") or isinstance(row, str) or len(row) != length:
             sized = hasattr(row, "__len__") and not isinstance(row, str)

@@ -6,9 +6,9 @@ some 50 MB.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice, repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
 
 __all__ = ["ListColumn", "NumberColumn", "column_of"]
+
+Cut: TypeAlias = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class _Column:
@@ -42,8 +44,10 @@ class _Column:
     def _add(self, chunk: Any) -> None:
         raise NotImplementedError
 
-    def _places(self, rows: np.ndarray, named: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Chunk and row in it, of every row; a null in one of them is an error."""
+    def _places(
+        self, rows: np.ndarray, named: np.ndarray, *, look_inside: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Chunk and row in it, of every row; a null row, or a null in one, is an error."""
         if len(self._values) == 1:
             chunks = np.zeros_like(rows)
         else:
@@ -52,7 +56,7 @@ class _Column:
         if self._suspects:
             places = zip(named.tolist(), chunks.tolist(), rows.tolist(), strict=True)
             for i, chunk, row in places:
-                if chunk in self._suspects and _has_null(self._suspects[chunk][row]):
+                if chunk in self._suspects and _has_null(self._suspects[chunk][row], look_inside):
                     raise _null_error(self.name, i)
         return chunks, rows
 
@@ -110,10 +114,17 @@ class ListColumn(_Column):
             return self._bools(chunks, starts, stops)
         return np.frombuffer(self._values[chunks[0]][starts[0] : stops[0]], dtype=self.dtype)
 
-    def take(self, rows: np.ndarray, named: np.ndarray) -> Ragged:
-        """The rows, copied one behind the other."""
+    def lengths_at(self, rows: np.ndarray, named: np.ndarray) -> np.ndarray:
+        """int64, of the given rows, and nothing of the others is looked at; no token is."""
+        starts, stops = self._bounds(*self._places(rows, named, look_inside=False))
+        return (stops - starts).astype(np.int64)
+
+    def take(self, rows: np.ndarray, named: np.ndarray, cut: Cut | None = None) -> Ragged:
+        """The rows, or what ``cut`` makes of where they start and stop, copied end to end."""
         chunks, rows = self._places(rows, named)
         starts, stops = self._bounds(chunks, rows)
+        if cut is not None:
+            starts, stops = cut(starts, stops)
         if self._first_bits:
             values = self._bools(chunks, starts, stops)
         else:
@@ -260,9 +271,9 @@ def _ints(values: np.ndarray) -> Any:
     return values.data if values.dtype.kind in "iu" else values
 
 
-def _has_null(entry: pa.Scalar) -> bool:
-    if not entry.is_valid:
-        return True
+def _has_null(entry: pa.Scalar, look_inside: bool) -> bool:
+    if not (entry.is_valid and look_inside):
+        return not entry.is_valid
     values = getattr(entry, "values", None)  # of a list
     return values is not None and values.null_count > 0
 

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
 
-__all__ = ["ArrowFiles", "Source", "from_state", "is_a", "normalised", "to_state"]
+__all__ = ["IDS", "KNOWN", "ArrowFiles", "Source", "from_state", "is_a", "normalised", "to_state"]
 
 Source: TypeAlias = (
     "datasets.Dataset | pa.Table | pa.RecordBatch | str | os.PathLike[str] "
     "| Sequence[str | os.PathLike[str]] | Sequence[Mapping[str, Any]]"
 )
 
-_KNOWN = ("input_ids", *TARGETS, "num_actions", "attention_mask")
-_IDS = ("input_ids", "labels")  # tokens; masks may be weights
+KNOWN = ("input_ids", *TARGETS, "num_actions", "attention_mask")
+IDS = ("input_ids", "labels")  # tokens; masks may be weights
 
 
 class ArrowFiles:
@@ -97,7 +97,7 @@ def normalised(source: Any, columns: Sequence[str] | None) -> Any:
 
 def _chosen(available: Sequence[str], columns: Sequence[str] | None) -> list[str]:
     if columns is None:
-        columns = [name for name in _KNOWN if name in available]
+        columns = [name for name in KNOWN if name in available]
     for name in columns:
         if name not in available:
             raise ValueError(f"columns names {name!r}, the source has {list(available)}")
@@ -172,9 +172,9 @@ def _as_array(name: str, index: int, example: Mapping[str, Any]) -> np.ndarray:
         row = row.reshape(())
     if not row.size and row.dtype.kind != "O":
         return np.empty(0, dtype=np.int64)  # of an empty list NumPy makes floats
-    kinds = "iu" if name in _IDS else "iufb"
+    kinds = "iu" if name in IDS else "iufb"
     if row.dtype.kind not in kinds:
-        wanted = "integers" if name in _IDS else "numbers"
+        wanted = "integers" if name in IDS else "numbers"
         raise DataError(f"row {index}: {name} is {entry!r:.40}; it must be a flat list of {wanted}")
     return row
 

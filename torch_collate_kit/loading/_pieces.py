@@ -33,6 +33,8 @@ def pieces_of(example: Example, limit: int) -> Iterator[tuple[int, dict[str, Any
             piece[columns.target_name] = target[max(start - prompt, 0) : max(stop - prompt, 0)]
         if columns.num_actions is not None:
             piece["num_actions"] = len(piece["loss_mask"])
+        if "attention_mask" in example:
+            piece["attention_mask"] = example["attention_mask"][start:stop]
         yield start, piece
 
 
@@ -42,7 +44,8 @@ def at_position(error: DataError, position: int) -> DataError:
     >>> at_position(DataError("example 0 is empty"), 7)
     DataError('example 7 of the stream is empty')
     """
-    name, message = f"example {position} of the stream", str(error)
+    name = f"example {position} of the stream"
+    message = str(error).removeprefix(f"row {position}: ")
     if "example 0" in message:
         return DataError(message.replace("example 0", name, 1))
     return DataError(f"{name}: {message}")

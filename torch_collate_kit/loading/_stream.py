@@ -1,4 +1,4 @@
-"""A stream of examples: opened at a place, divided over ranks and workers, read one by one."""
+"""A stream of examples: opened at a place, divided over ranks and workers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from torch_collate_kit.errors import StateError
+from torch_collate_kit.collators._columns import TARGETS, refuse_misspelt_target
+from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.loading._dataset_sources import is_a
+from torch_collate_kit.loading.dataset import TokenizedDataset
 
-__all__ = ["Example", "Place", "Source", "Stream"]
+__all__ = ["Columns", "Example", "Place", "Source", "Stream"]
 
 Example = Mapping[str, Any]
 Source = Iterable[Example] | Callable[[], Iterable[Example]]
@@ -24,6 +27,13 @@ class Place(NamedTuple):
     num_read: int = 0  # examples of the source before it, those of other shards included
     start: int = 0  # tokens of the next example before it
     source: Any = None  # the source's own state after num_read examples, if it has one
+
+
+class Columns(NamedTuple):
+    """A source that is read by position."""
+
+    dataset: TokenizedDataset
+    positions: range  # that this rank and worker reads
 
 
 class Stream:
@@ -47,8 +57,12 @@ class Stream:
         epoch = getattr(self._source, "epoch", None)
         return epoch if type(epoch) is int else None
 
-    def read(self, place: Place) -> Iterator[tuple[Example, int, Place]]:
-        """Examples from ``place.num_read`` on: example, position in the source, place after it."""
+    def read(self, place: Place) -> Columns | Iterator[tuple[Example, int, Place]]:
+        """What comes behind ``place.num_read`` examples.
+
+        Columns if the source has them, otherwise one by one: example, its position in the source,
+        place after it.
+        """
         source = self._source
         if not _is_iterable(source):
             assert callable(source)
@@ -59,11 +73,20 @@ class Stream:
                     "iterable of examples"
                 )
             self._check_split_once(source)
-        has_state = _has_exact_state(source)
         index, num_shards = self._shard(source)
+        if place.source is None and (dataset := _as_columns(source)) is not None:
+            _check_num_read(place, min(len(dataset), place.num_read))
+            first = place.num_read + (index - place.num_read) % num_shards
+            return Columns(dataset, range(first, len(dataset), num_shards))
+        return self._examples(source, place, index, num_shards)
+
+    def _examples(
+        self, source: Any, place: Place, index: int, num_shards: int
+    ) -> Iterator[tuple[Example, int, Place]]:
+        has_state = _has_exact_state(source)
         for position, example in enumerate(self._open(source, place, has_state), place.num_read):
             if position % num_shards == index:
-                state = source.state_dict() if has_state else None  # type: ignore[union-attr]
+                state = source.state_dict() if has_state else None
                 yield example, position, Place(position + 1, 0, state)
 
     def _open(self, source: Any, place: Place, has_state: bool) -> Iterator[Example]:
@@ -80,12 +103,7 @@ class Stream:
             source.load_state_dict(None)
             self._was_moved = False
         examples = iter(source)
-        num_skipped = sum(1 for _ in islice(examples, place.num_read))
-        if num_skipped < place.num_read:
-            raise StateError(
-                f"the state is after example {place.num_read} of the stream, which has "
-                f"{num_skipped}; the source is not what it was when the state was saved"
-            )
+        _check_num_read(place, sum(1 for _ in islice(examples, place.num_read)))
         return examples
 
     def _shard(self, source: Any) -> tuple[int, int]:
@@ -118,6 +136,33 @@ def _check_source(source: Any) -> None:
             "source must be an iterable of examples or a callable that makes one, got "
             f"{type(source).__name__}"
         )
+
+
+def _check_num_read(place: Place, num_skipped: int) -> None:
+    if num_skipped < place.num_read:
+        raise StateError(
+            f"the state is after example {place.num_read} of the stream, which has "
+            f"{num_skipped}; the source is not what it was when the state was saved"
+        )
+
+
+def _as_columns(source: Any) -> TokenizedDataset | None:
+    """The source by position, where that gives what iterating over it gives.
+
+    A ``datasets.IterableDataset`` stays out: its state is exact between the tables it is read in,
+    not at each example of one, and fits no pass that reads by example (docs/design_log.md).
+    """
+    if is_a(source, "datasets", "Dataset") and type(source).__module__ == "datasets.arrow_dataset":
+        form = source.format
+        if form["type"] is not None or form["columns"] != source.column_names:
+            return None
+        try:
+            if not any(name in TARGETS for name in source.column_names):
+                refuse_misspelt_target(dict.fromkeys(source.column_names))
+            source = TokenizedDataset(source)
+        except DataError:  # which is raised where it is used, and with its position
+            return None
+    return source if type(source) is TokenizedDataset and source._is_plain() else None
 
 
 def _is_iterable(source: Any) -> bool:

@@ -9,27 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
 from torch_collate_kit.loading._buffer import fullest_groups, groups_to_pack
-from torch_collate_kit.loading._stream import Example, Place
+from torch_collate_kit.loading._entries import ENTRY, place_behind
+from torch_collate_kit.loading._stream import Place
 from torch_collate_kit.packing import PackingPlan
 
-__all__ = ["Entry", "Windows"]
-
-
-class Entry(NamedTuple):
-    """What waits in the buffer: an example, or a piece of one that was split."""
-
-    example: Example
-    position: int  # of the example in the source
-    start: int  # its first token in the example
-    is_piece: bool
-    num_tokens: int
-    after: Place  # where a pass goes on that has given out all up to this entry
+__all__ = ["Windows"]
 
 
 class Windows:
@@ -37,29 +25,29 @@ class Windows:
 
     At most ``buffer_size`` entries are held. A window reads at most ``num_buffers`` times as many,
     and one buffer more where whole batches did not reach behind the entries that were held back.
-    ``plan`` packs lengths into rows.
+    ``read`` gives so many of the next entries, ``plan`` packs lengths into rows.
     """
 
     def __init__(
         self,
-        entries: Iterator[Entry],
+        read: Callable[[int], np.ndarray],
         plan: Callable[[np.ndarray], PackingPlan],
         *,
         rows_per_batch: int,
         buffer_size: int,
         num_buffers: int,
     ) -> None:
-        self._unread, self._plan, self._rows_per_batch = entries, plan, rows_per_batch
+        self._read, self._plan, self._rows_per_batch = read, plan, rows_per_batch
         self._buffer_size, self._num_buffers = buffer_size, num_buffers
-        self._buffer: list[Entry] = []
+        self._buffer = np.empty(0, dtype=ENTRY)
         self._num_read = 0  # since the window began
         self._num_broken = 0  # of the buffer: all behind them has waited in one piece
         self._end = Place()  # of what has been read
 
-    def __iter__(self) -> Iterator[tuple[list[Entry], Place | None]]:
+    def __iter__(self) -> Iterator[tuple[np.ndarray, Place | None]]:
         while self._fill():
             ended = len(self._buffer) < self._buffer_size
-            lengths = np.array([entry.num_tokens for entry in self._buffer], dtype=np.int64)
+            lengths = np.ascontiguousarray(self._buffer["num_tokens"])
             groups, next_window = [], None
             if not ended and self._num_read <= (self._num_buffers - 1) * self._buffer_size:
                 groups = fullest_groups(lengths, self._plan, self._rows_per_batch)
@@ -74,12 +62,12 @@ class Windows:
 
     def _fill(self) -> bool:
         """Read on until the buffer is full; whether there is anything in it."""
-        num_waiting = len(self._buffer)
-        self._buffer += islice(self._unread, self._buffer_size - num_waiting)
-        if len(self._buffer) > num_waiting:
-            self._end = self._buffer[-1].after
-        self._num_read += len(self._buffer) - num_waiting
-        return bool(self._buffer)
+        more = self._read(self._buffer_size - len(self._buffer))
+        if len(more):
+            self._end = place_behind(more[-1])
+            self._buffer = np.concatenate([self._buffer, more])
+        self._num_read += len(more)
+        return len(self._buffer) > 0
 
     def _window_behind(self, num_packed: int) -> Place | None:
         """Where the next window begins if the first ``num_packed`` are given out, if it may.
@@ -89,18 +77,18 @@ class Windows:
         if num_packed == len(self._buffer):
             next_window = self._end
         elif num_packed > self._num_broken:
-            next_window = self._buffer[num_packed - 1].after
+            next_window = place_behind(self._buffer[num_packed - 1])
         else:  # go on: what was held back is at the beginning, so some rounds give it all
             self._num_broken -= num_packed
             return None
         self._num_read, self._num_broken = len(self._buffer) - num_packed, 0
         return next_window
 
-    def _taken_out(self, groups: list[np.ndarray]) -> deque[list[Entry]]:
+    def _taken_out(self, groups: list[np.ndarray]) -> deque[np.ndarray]:
         """The entries of each group; the others stay, in their order."""
         taken = np.zeros(len(self._buffer), dtype=bool)
         taken[np.concatenate(groups)] = True
-        batches = deque([self._buffer[i] for i in group.tolist()] for group in groups)
-        self._buffer = [self._buffer[i] for i in np.flatnonzero(~taken).tolist()]
+        batches = deque(self._buffer[group] for group in groups)
+        self._buffer = self._buffer[~taken]
         self._num_broken = min(self._num_broken, len(self._buffer))
         return batches

@@ -17,6 +17,8 @@ from torch_collate_kit.collators._columns import loss_token_counts, read_columns
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading._dataset_columns import ListColumn, NumberColumn, column_of
 from torch_collate_kit.loading._dataset_sources import (
+    IDS,
+    KNOWN,
     ArrowFiles,
     Source,
     from_state,
@@ -137,6 +139,46 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
             return indices.with_examples(self.__getitems__(indices.indices))
         named, rows = self._rows(indices)
         return {name: column.take(rows, named) for name, column in self._columns.items()}
+
+    def _is_plain(self) -> bool:
+        """Whether its columns are what a collator wants of examples: lists, of ids integers."""
+        lists = {name for name, column in self._columns.items() if isinstance(column, ListColumn)}
+        ids = [column.dtype for name, column in self._columns.items() if name in IDS]
+        is_number = {name for name in self._columns if name == "num_actions"}
+        return lists == set(self._columns) - is_number and all(d.kind in "iu" for d in ids)
+
+    def _lengths_at(self, indices: np.ndarray) -> np.ndarray:
+        """Tokens of these rows alone: int64."""
+        named, rows = self._rows(indices)
+        return self._tokens.lengths_at(rows, named)
+
+    def _pieces(
+        self, indices: np.ndarray, is_piece: np.ndarray, starts: np.ndarray, stops: np.ndarray
+    ) -> dict[str, Any]:
+        """As ``__getitems__``, with the tokens ``starts`` to ``stops`` alone where ``is_piece``.
+
+        The columns are those that the collators know; the rows that are cut must be sound.
+        """
+        named, rows = self._rows(indices)
+        lengths = self._tokens.lengths_at(rows, named)
+
+        def cut(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            before = lengths - (stop - first)  # tokens that the column says nothing of
+            cut_first = first + np.maximum(starts - before, 0)
+            cut_stop = first + np.maximum(stops - before, 0)
+            return np.where(is_piece, cut_first, first), np.where(is_piece, cut_stop, stop)
+
+        pieces: dict[str, Any] = {}
+        for name in filter(self._columns.__contains__, KNOWN):
+            column = self._columns[name]
+            if isinstance(column, ListColumn):
+                pieces[name] = column.take(rows, named, cut)
+            else:
+                pieces[name] = column.take(rows, named)
+        if "num_actions" in pieces:
+            counts = pieces["loss_mask"].lengths
+            pieces["num_actions"] = np.where(is_piece, counts, pieces["num_actions"])
+        return pieces
 
     def __getstate__(self) -> dict[str, Any]:
         return {"source": to_state(self._source)}

@@ -20,9 +20,10 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading._arguments import checked_bool, checked_rank
-from torch_collate_kit.loading._pieces import at_position, pieces_of
+from torch_collate_kit.loading._entries import Reader, reader_of
+from torch_collate_kit.loading._pieces import at_position
 from torch_collate_kit.loading._stream import Place, Source, Stream
-from torch_collate_kit.loading._window import Entry, Windows
+from torch_collate_kit.loading._window import Windows
 from torch_collate_kit.packing import PackingPlan, pack
 from torch_collate_kit.packing._checks import checked_int
 from torch_collate_kit.ragged import Ragged
@@ -48,11 +49,15 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
     Args:
         source: any iterable of examples that can be iterated again (a list, ``datasets.Dataset``,
             ``datasets.IterableDataset``), or a callable that makes one, or that makes an iterator.
+            A :class:`~torch_collate_kit.loading.TokenizedDataset`, and a ``datasets.Dataset``
+            without a format whose columns one can hold, are read as columns: no Python object an
+            example, and tokens are copied once, when their batch is made. Others go one by one.
         tokenizer: an int pad id, or anything with ``pad_token_id``.
         max_tokens: the most cells a row may have, alignment gaps included.
-        buffer_size: the most examples held at a time. Rows are as full as those of packing all the
-            data at once to within 1% at 1,000: 0.1% on real and long-tailed lengths, 0.8% on
-            lengths spread evenly up to ``max_tokens`` (two a row; 1.7% at 250, 0.1% at 4,000).
+        buffer_size: the most examples held at a time; of columns only where they lie, and, while
+            they are checked, those of a buffer that are split. Rows are as full as those of packing
+            all the data at once to within 1% at 1,000: 0.1% on real and long-tailed lengths, 0.8%
+            on lengths spread evenly up to ``max_tokens`` (two a row; 1.7% at 250, 0.1% at 4,000).
         rows_per_batch: rows of a batch, a multiple of ``parallel.dp``. The last batch of a pass has
             fewer, and so has one of a buffer whose examples fill fewer.
         rank, world_size: which part of the stream is read, without collectives.
@@ -213,8 +218,9 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         return _Position(place, state["num_batches"])
 
     def _batches(self, position: _Position) -> Iterator[Batch | dict[str, Any]]:
+        reader = reader_of(self._stream, position.place, self.collator)
         windows = Windows(
-            self._entries(position.place),
+            reader.read,
             self._plan,
             rows_per_batch=self.rows_per_batch,
             buffer_size=self.buffer_size,
@@ -230,7 +236,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
                     "follow now; the source is not what it was when the state was saved"
                 )
         for entries, next_window in batches:
-            batch = self._collate(entries)
+            batch = self._collate(reader, entries)
             position.num_batches += 1
             if next_window is not None:
                 position.place, position.num_batches = next_window, 0
@@ -247,57 +253,28 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             align=collator.parallel.align,
             overflow=collator.overflow,
             max_sequences_per_row=collator.max_sequences_per_row,
+            compiled=collator.compiled,
         )
 
-    def _entries(self, place: Place) -> Iterator[Entry]:
-        before = place
-        for example, position, after in self._stream.read(place):
-            for entry in self._split(Entry(example, position, 0, False, 0, after), before):
-                if entry.start >= before.start:
-                    yield entry
-            before = after
-
-    def _split(self, entry: Entry, before: Place) -> Iterator[Entry]:
-        """The example itself, or with overflow="split" its pieces; checks what packing needs."""
-        align, overflow = self.collator.parallel.align, self.collator.overflow
-        limit = self.collator.max_tokens // align * align
+    def _collate(self, reader: Reader, entries: np.ndarray) -> Batch | dict[str, Any]:
         try:
-            num_tokens = len(entry.example["input_ids"])
-        except (TypeError, KeyError, IndexError):
-            num_tokens = 0
-        if not num_tokens or (num_tokens > limit and overflow == "raise"):
-            self._collate([entry])  # raises what is wrong with it
-        if num_tokens <= limit or overflow != "split":
-            yield entry._replace(num_tokens=num_tokens)
-            return
-        try:
-            pieces = list(pieces_of(entry.example, limit))
+            batch = self.collator(reader.examples(entries))
         except DataError as error:
-            raise at_position(error, entry.position) from error
-        for start, piece in pieces:
-            stop = min(start + limit, num_tokens)
-            after = entry.after if stop == num_tokens else before._replace(start=stop)
-            yield Entry(piece, entry.position, start, True, stop - start, after)
-
-    def _collate(self, entries: list[Entry]) -> Batch | dict[str, Any]:
-        try:
-            batch = self.collator([entry.example for entry in entries])
-        except DataError as error:
-            raise self._located(error, entries) from error
-        pieces = tuple(i for i, entry in enumerate(entries) if entry.is_piece)
+            raise self._located(error, reader, entries) from error
+        pieces = tuple(np.flatnonzero(entries["is_piece"]).tolist())
         if pieces and isinstance(batch, Batch):
-            starts = np.array([entry.start for entry in entries], dtype=np.int64)
             indices: Ragged = batch.metadata["example_indices"]
-            batch.metadata["example_starts"] = Ragged(starts[indices.values], indices.offsets)
+            starts = entries["start"][indices.values]
+            batch.metadata["example_starts"] = Ragged(starts, indices.offsets)
             batch.metadata |= {"num_cut": len(pieces), "cut": pieces}
         return batch
 
-    def _located(self, error: DataError, entries: list[Entry]) -> DataError:
+    def _located(self, error: DataError, reader: Reader, entries: np.ndarray) -> DataError:
         """The error, with the position in the stream of the example that it is about."""
-        for entry in entries:
+        positions = entries["position"].tolist()
+        for i, position in enumerate(positions):
             try:
-                self.collator([entry.example])
+                self.collator(reader.examples(entries[i : i + 1]))
             except DataError as single:
-                return at_position(single, entry.position)
-        positions = [entry.position for entry in entries]
+                return at_position(single, position)
         return DataError(f"{error} (a batch of examples {positions} of the stream)")

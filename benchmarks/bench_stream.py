@@ -1,0 +1,118 @@
+"""What packing a stream costs an example, by the kind of source, next to packing all of it offline.
+
+Claimed: over columns (a TokenizedDataset, a datasets.Dataset) a stream costs at most 1.5 times the
+collation of the same rows, planned beforehand.
+
+    python benchmarks/bench_stream.py
+
+Real lengths, int32 ids, an int8 loss_mask, rows of 4,096 tokens, four a batch, a buffer of 1,000.
+"offline" reads the rows of one plan of everything through ``TokenizedDataset.__getitems__`` and
+collates them. "no batch" is the stream over columns without reading and collating: the planning.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import torch
+from harness import Report, alternate, arguments
+from samples import DEFAULT_DATA, real_mix
+
+from torch_collate_kit import PackedCollator
+from torch_collate_kit.loading import PackedIterableDataset, TokenizedDataset
+from torch_collate_kit.packing import pack
+
+_MAX_TOKENS, _ROWS = 4096, 4
+
+
+def table_of(lengths: np.ndarray) -> pa.Table:
+    rng = np.random.default_rng(0)
+    num_tokens = int(lengths.sum())
+    offsets = pa.array(np.append(0, np.cumsum(lengths)).astype(np.int32))
+    columns = {
+        "input_ids": rng.integers(0, 32_000, num_tokens).astype(np.int32),
+        "loss_mask": (rng.random(num_tokens) < 0.5).astype(np.int8),
+    }
+    return pa.table(
+        {k: pa.ListArray.from_arrays(offsets, pa.array(flat)) for k, flat in columns.items()}
+    )
+
+
+class Unmade(PackedIterableDataset):
+    """Which examples make a batch, and no batch."""
+
+    def _collate(self, reader: Any, entries: Any) -> Any:
+        return {}
+
+
+def runs_over(lengths: np.ndarray) -> dict[str, Callable[[], object]]:
+    table = table_of(lengths)
+    columns, rows = TokenizedDataset(table), datasets.Dataset(datasets.table.InMemoryTable(table))
+    examples = [columns[i] for i in range(len(columns))]
+    collate = PackedCollator(0, max_tokens=_MAX_TOKENS)
+    bins = [np.sort(row) for row in pack(lengths, _MAX_TOKENS).bins]
+
+    def offline() -> None:
+        for i in range(0, len(bins), _ROWS):
+            collate(columns.__getitems__(np.concatenate(bins[i : i + _ROWS])))
+
+    def stream(source: Any, kind: Any = PackedIterableDataset) -> Callable[[], object]:
+        settings = {"max_tokens": _MAX_TOKENS, "rows_per_batch": _ROWS, "buffer_size": 1000}
+        return lambda: sum(1 for _ in kind(source, tokenizer=0, **settings))
+
+    return {
+        "offline": offline,
+        "TokenizedDataset": stream(columns),
+        "datasets.Dataset": stream(rows),
+        "list of dicts of arrays": stream(examples),
+        "datasets.IterableDataset": stream(rows.to_iterable_dataset(num_shards=4)),
+        "TokenizedDataset, no batch": stream(columns, Unmade),
+    }
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=7)
+    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with real lengths")
+    parser.add_argument("--examples", type=int, default=20_000)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    lengths, what = real_mix(options.data, options.examples, longest=_MAX_TOKENS)
+
+    def timed(run: Callable[[], object]) -> Callable[[], float]:
+        def seconds() -> float:
+            began = time.perf_counter()
+            run()
+            return time.perf_counter() - began
+
+        return seconds
+
+    runs = {name: timed(run) for name, run in runs_over(lengths).items()}
+    times = alternate(runs, rounds=options.rounds, warm_up=1)
+    report = Report("stream", "Over columns, packing a stream costs little more than collating it.")
+    report.times("pass", times)
+    each = {name: 1e6 / len(lengths) for name in times}
+    rows = [
+        [
+            name,
+            *(f"{seconds * each[name]:.1f}" for seconds in (t.median, t.lower_quartile, t.least)),
+        ]
+        for name, t in times.items()
+    ]
+    note = (
+        f"us an example, {options.rounds} passes over {len(lengths):,} lengths drawn from {what}."
+    )
+    report.table("A pass", ["source", "median", "lower quartile", "minimum"], rows, note)
+    for name in ("TokenizedDataset", "datasets.Dataset"):
+        ratio = times[name].median / times["offline"].median
+        report.target(f"{name} against offline", ratio, "<x", 1.5)
+    report.write(options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""What waits in the buffer, as arrays: examples, or pieces of those that were split.
+
+Two readers make them. A source of columns is read by integers alone: an entry says which tokens of
+which row, and the tokens are copied once, when their batch is made. Any other source is read
+example by example, and an entry holds its example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+
+from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.collators._columns import read_columns
+from torch_collate_kit.collators._examples import Examples
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading._pieces import at_position, pieces_of
+from torch_collate_kit.loading._stream import Columns, Example, Place, Stream
+
+__all__ = ["ENTRY", "Reader", "place_behind", "reader_of"]
+
+ENTRY = np.dtype(
+    [
+        ("position", np.int64),  # of the example in the source
+        ("start", np.int64),  # its first token in the example
+        ("num_tokens", np.int64),
+        ("is_piece", np.bool_),
+        ("num_read", np.int64),  # where a pass goes on that has given out all up to this entry:
+        ("next_start", np.int64),  # the fields of its Place
+        ("source", np.object_),
+        ("example", np.object_),  # or the piece; None where rows are read by position
+    ]
+)
+
+
+class Reader(Protocol):
+    def read(self, num_entries: int) -> np.ndarray:
+        """The next entries, ENTRY [num_entries]; fewer at the end of the stream only.
+
+        Raises:
+            DataError: an example cannot be packed; names its position in the stream.
+        """
+
+    def examples(self, entries: np.ndarray) -> Examples:
+        """What a collator takes for them."""
+
+
+def reader_of(stream: Stream, place: Place, collator: PackedCollator) -> Reader:
+    """What comes behind ``place``."""
+    found = stream.read(place)
+    kind: Any = _ColumnReader if isinstance(found, Columns) else _ExampleReader
+    reader: Reader = kind(found, place, collator)
+    return reader
+
+
+def place_behind(entry: Any) -> Place:
+    """Where a pass goes on that has given out all up to this entry."""
+    return Place(int(entry["num_read"]), int(entry["next_start"]), entry["source"])
+
+
+class _ExampleReader:
+    """Looks at every example by itself, for they may be anything."""
+
+    def __init__(
+        self,
+        examples: Iterator[tuple[Example, int, Place]],
+        place: Place,
+        collator: PackedCollator,
+    ) -> None:
+        self._collator = collator
+        self._entries = self._read(examples, place)
+
+    def read(self, num_entries: int) -> np.ndarray:
+        return np.fromiter(islice(self._entries, num_entries), dtype=ENTRY)
+
+    def examples(self, entries: np.ndarray) -> Examples:
+        examples: list[Example] = entries["example"].tolist()
+        return examples
+
+    def _read(
+        self, examples: Iterator[tuple[Example, int, Place]], before: Place
+    ) -> Iterator[tuple[Any, ...]]:
+        limit = _limit(self._collator)
+        for example, position, after in examples:
+            try:
+                num_tokens = self._checked_length(example)
+                pieces = [(0, example)]
+                if is_split := self._collator.overflow == "split" and num_tokens > limit:
+                    pieces = list(pieces_of(example, limit))
+            except DataError as error:
+                raise at_position(error, position) from error
+            for start, piece in pieces:
+                stop = min(start + limit, num_tokens) if is_split else num_tokens
+                behind = after if stop == num_tokens else before._replace(start=stop)
+                if start >= before.start:
+                    yield position, start, stop - start, is_split, *behind, piece
+            before = after
+
+    def _checked_length(self, example: Example) -> int:
+        try:
+            num_tokens = len(example["input_ids"])
+        except (TypeError, KeyError, IndexError):
+            num_tokens = 0
+        if not num_tokens or _is_too_long(self._collator, num_tokens):
+            self._collator([example])  # raises what is wrong with it
+        return num_tokens
+
+
+class _ColumnReader:
+    """No Python object an example: lengths come from offsets, rows when their batch is made."""
+
+    def __init__(self, columns: Columns, place: Place, collator: PackedCollator) -> None:
+        self._dataset, self._positions = columns
+        self._collator = collator
+        self._before = place  # of the first of the positions
+        self._ready = np.empty(0, dtype=ENTRY)  # pieces of the last example before them
+        is_split = collator.overflow == "split"
+        self._limit = _limit(collator) if is_split else np.iinfo(np.int64).max
+
+    def read(self, num_entries: int) -> np.ndarray:
+        while len(self._ready) < num_entries and self._positions:
+            more = self._read(num_entries - len(self._ready))
+            self._ready = np.concatenate([self._ready, more])
+        entries, self._ready = np.split(self._ready, [num_entries])
+        return entries
+
+    def examples(self, entries: np.ndarray) -> Examples:
+        positions, is_piece = entries["position"], entries["is_piece"]
+        if not is_piece.any():
+            return self._dataset.__getitems__(positions)
+        stops = entries["start"] + entries["num_tokens"]
+        return self._dataset._pieces(positions, is_piece, entries["start"], stops)
+
+    def _read(self, num_entries: int) -> np.ndarray:
+        """Entries of one example or more, of no more than make ``num_entries``."""
+        span = self._positions[:num_entries]
+        positions = np.arange(span.start, span.stop, span.step)
+        try:
+            lengths = self._dataset._lengths_at(positions)
+            num_pieces = -(-lengths // self._limit)
+            counts = num_pieces.copy()  # without those that are before the place
+            counts[0] = max(0, counts[0] + -self._before.start // self._limit)
+            num_used = 1 + int(np.searchsorted(np.cumsum(counts), num_entries))
+            positions, lengths = positions[:num_used], lengths[:num_used]
+            self._check(positions, lengths)
+        except DataError as error:
+            if len(span) > 1:
+                return self._read(1)  # those before the wrong one are given out
+            raise at_position(error, span[0]) from error
+        entries = self._entries_of(positions, lengths, num_pieces[:num_used], counts[:num_used])
+        self._positions = self._positions[len(positions) :]
+        self._before = Place(int(positions[-1]) + 1)
+        return entries
+
+    def _check(self, positions: np.ndarray, lengths: np.ndarray) -> None:
+        is_wrong = (lengths == 0) | _is_too_long(self._collator, lengths)
+        if is_wrong.any():  # the collator says what is
+            self._collator(self._dataset.__getitems__(positions[is_wrong][:1]))
+        is_split = lengths > self._limit
+        if is_split.any():  # its pieces would hide what is wrong with the whole
+            read_columns(self._dataset.__getitems__(positions[is_split]))
+
+    def _entries_of(
+        self, positions: np.ndarray, lengths: np.ndarray, num_pieces: np.ndarray, counts: np.ndarray
+    ) -> np.ndarray:
+        """The last ``counts`` of the pieces of each example; the whole is one piece."""
+        rows = np.repeat(np.arange(len(counts)), counts)
+        nth = num_pieces[rows] - np.cumsum(counts)[rows] + np.arange(len(rows))
+        starts = nth * self._limit
+        num_tokens = np.minimum(lengths[rows] - starts, self._limit)
+        is_last = nth + 1 == num_pieces[rows]
+        num_read_before = np.append(self._before.num_read, positions[:-1] + 1)
+        entries = np.empty(len(rows), dtype=ENTRY)  # objects are None
+        entries["position"], entries["start"] = positions[rows], starts
+        entries["num_tokens"], entries["is_piece"] = num_tokens, num_pieces[rows] > 1
+        entries["num_read"] = np.where(is_last, positions[rows] + 1, num_read_before[rows])
+        entries["next_start"] = np.where(is_last, 0, starts + num_tokens)
+        return entries
+
+
+def _limit(collator: PackedCollator) -> int:
+    """The most tokens of an example in a row."""
+    align = collator.parallel.align
+    return collator.max_tokens // align * align
+
+
+def _is_too_long(collator: PackedCollator, num_tokens: Any) -> Any:
+    return (num_tokens > _limit(collator)) & (collator.overflow == "raise")
