@@ -300,6 +300,41 @@ def test_row_metadata_and_rewards_of_added_rows() -> None:
     assert batch.metadata["step"] == 1
 
 
+def test_what_is_multiplied_into_a_loss_is_0_in_added_rows() -> None:
+    ones, mask = torch.ones(1, 3), torch.ones(1, 3, dtype=torch.int64)
+    batch = Batch(
+        {
+            "loss_mask": torch.ones(1, 2),
+            "response_mask": mask,
+            "advantages": torch.ones(1),  # one a row
+            "returns": torch.ones(1, 7, dtype=torch.int64),
+            "rewards": Ragged.from_rows([[1.0]]),
+            "values": ones,
+            "old_logprobs": ones[:, :2].to(torch.bfloat16),
+            "turn": mask,  # not floating point
+            "pixel_values": torch.ones(1, 3, 2),
+            "embeddings": torch.ones(1, 5),
+        }
+    ).pad_rows(multiple_of=3)
+    names = ("loss_mask", "response_mask", "advantages", "returns", "values", "old_logprobs")
+    for name in names:
+        assert (batch[name][0] == 1).all()
+        assert (batch[name][1:] == 0).all(), name
+    for name in ("turn", "pixel_values", "embeddings"):
+        assert (batch[name] == 1).all(), name
+    assert batch["rewards"].tolist() == [[1.0], [], []]
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_an_added_row_is_a_trajectory_of_its_own(kind: Any) -> None:
+    flags = kind([False, True])
+    batch = Batch({"x": torch.arange(2)}, {"is_last_step": flags}).pad_rows(multiple_of=4)
+    assert plain(batch.metadata["is_last_step"]) == [False, True, True, True]
+    assert plain(flags) == [False, True]
+    whole = Batch({"x": torch.arange(2)}, {"is_last_step": "yes"}).pad_rows(multiple_of=4)
+    assert whole.metadata["is_last_step"] == "yes"
+
+
 def test_pad_rows_errors(packed: Batch) -> None:
     for multiple_of in (0, -2):
         with pytest.raises(ValueError, match=f"at least 1, got {multiple_of}"):

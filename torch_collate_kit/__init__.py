@@ -5,6 +5,7 @@ Importing the package loads torch and NumPy and nothing heavier.
 
 from __future__ import annotations
 
+from torch_collate_kit import rl
 from torch_collate_kit._version import __version__
 from torch_collate_kit.attention import check_isolation, register_torch_varlen
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
@@ -48,6 +49,7 @@ __all__ = [
     "check_isolation",
     "pack",
     "register_torch_varlen",
+    "rl",
     "token_loss",
     "tokenize_chat",
     "tokenize_chat_dataset",

@@ -20,10 +20,13 @@ __all__ = ["IGNORE_INDEX", "Batch"]
 IGNORE_INDEX = -100  # a label that is not trained, as in torch and transformers
 _FIELD_ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
 _MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
-# What a row added by pad_rows holds; fields not named repeat row 0, so that every model can run it.
-_PAD_ROW_FILL = {"labels": IGNORE_INDEX, "loss_mask": 0, "response_mask": 0, "rewards": 0}
 _IMAGE_FIELDS = ("pixel_values", "image_grid_thw")
-_PAD_ROW_EMPTY = ("sub_seq_lengths",)
+# What a row added by pad_rows holds; fields not named repeat row 0, so that every model can run it,
+# but floating-point fields of the shape of one of the masks (values, log-probabilities) hold 0.
+_LOSS_MASKS = ("loss_mask", "response_mask")
+_TARGETS = ("rewards", "advantages", "returns")  # 0 whatever their shape: one a row, say
+_PAD_ROW_FILL = {"labels": IGNORE_INDEX, **dict.fromkeys((*_LOSS_MASKS, *_TARGETS), 0)}
+_PAD_ROW_EMPTY = ("sub_seq_lengths", *_PAD_ROW_FILL)  # where they are ragged
 
 Field = Tensor | Ragged
 
@@ -269,8 +272,10 @@ class Batch(Mapping[str, Field]):
         """Rows added at the end until ``multiple_of`` divides them: a copy, or self if it does.
 
         An added row repeats row 0, so that every model can run it, with zero loss, and without
-        sub-sequences: labels -100, loss_mask, response_mask and rewards 0, ``sub_seq_lengths`` and
-        ragged metadata empty. ``metadata["num_dummy_rows"]`` counts them.
+        sub-sequences: labels -100; loss_mask, response_mask, rewards, advantages, returns, and
+        every floating-point field of the shape of a mask 0; ``sub_seq_lengths`` and ragged metadata
+        empty; metadata ``is_last_step`` True, a trajectory of its own that no other row continues.
+        Other metadata, ``uids`` too, repeats row 0's. ``metadata["num_dummy_rows"]`` counts them.
 
         >>> batch = Batch({"input_ids": torch.tensor([[5]]), "loss_mask": torch.tensor([[1.0]])})
         >>> padded = batch.pad_rows(multiple_of=2)
@@ -283,15 +288,20 @@ class Batch(Mapping[str, Field]):
         if not added:
             return self
         padded = self.select([*range(len(self)), *[0] * added])
-        for name, fill in _PAD_ROW_FILL.items():
-            if name in padded:
-                padded[name][len(self) :] = fill
-        for name in _PAD_ROW_EMPTY:
-            if name in padded:
-                padded._fields[name] = with_empty_rows(self[name], added)
+        tensors = {name: field for name, field in self.items() if isinstance(field, Tensor)}
+        masks = [field.shape for name, field in tensors.items() if name in _LOSS_MASKS]
+        for name, field in self.items():
+            if isinstance(field, Ragged):
+                if name in _PAD_ROW_EMPTY:
+                    padded._fields[name] = with_empty_rows(field, added)
+            elif name in _PAD_ROW_FILL or (field.is_floating_point() and field.shape in masks):
+                padded[name][len(self) :] = _PAD_ROW_FILL.get(name, 0)
         for key, value in self.metadata.items():
             if isinstance(value, Ragged):
                 padded.metadata[key] = with_empty_rows(value, added)
+            elif key == "is_last_step" and is_per_row(value):
+                flags = [True] * added if isinstance(value, list) else True
+                padded.metadata[key][len(self) :] = flags
         padded.metadata["num_dummy_rows"] = self.metadata.get("num_dummy_rows", 0) + added
         return padded
 

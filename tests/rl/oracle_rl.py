@@ -1,0 +1,193 @@
+"""The rl helpers once more, a token at a time in Python floats: slow, obvious, from the contract.
+
+Nothing here imports the package. Rows, masks and rewards are lists of lists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Grid = Sequence[Sequence[float]]
+
+
+def prompt_starts(uids: Sequence[Any]) -> list[int]:
+    starts = [i for i in range(len(uids)) if i == 0 or uids[i] != uids[i - 1]]
+    return [*starts, len(uids)]
+
+
+def mean_and_std(numbers: Sequence[float]) -> tuple[float, float]:
+    """The std is unbiased, and 0 of one number."""
+    mean = math.fsum(numbers) / len(numbers)
+    if len(numbers) == 1:
+        return mean, 0.0
+    return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1))
+
+
+def outcome(scores: Sequence[float], estimator: str, epsilon: float) -> list[float]:
+    """The advantages of the scores of one group."""
+    mean, std = mean_and_std(scores)
+    advantages = []
+    for i, score in enumerate(scores):
+        if estimator == "grpo":
+            advantages.append((score - mean) / (std + epsilon))
+        elif estimator == "grpo_no_std":
+            advantages.append(score - mean)
+        elif estimator == "rloo":
+            others = [*scores[:i], *scores[i + 1 :]]
+            advantages.append(score - math.fsum(others) / len(others) if others else 0.0)
+        elif estimator == "maxrl":
+            advantages.append((score - mean) / (mean + epsilon))
+    return advantages
+
+
+def advantages(
+    rewards: Grid,
+    mask: Grid,
+    uids: Sequence[Any],
+    *,
+    estimator: str,
+    is_last_step: Sequence[bool] | None = None,
+    values: Grid | None = None,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    epsilon: float = 1e-6,
+) -> list[list[float]]:
+    result = [[0.0] * len(row) for row in rewards]
+    real = [i for i, row in enumerate(mask) if any(row)]
+    if estimator in ("gae", "reinforce++"):
+        for i in real:
+            tokens = [t for t, valid in enumerate(mask[i]) if valid]
+            for k, t in enumerate(tokens):
+                if estimator == "gae":
+                    assert values is not None
+                    result[i][t] = _gae(tokens[k:], rewards[i], values[i], gamma, lam)
+                else:
+                    result[i][t] = sum(gamma**j * rewards[i][u] for j, u in enumerate(tokens[k:]))
+        if estimator == "reinforce++":
+            cells = [(i, t) for i in real for t, valid in enumerate(mask[i]) if valid]
+            if cells:
+                mean, std = mean_and_std([result[i][t] for i, t in cells])
+                for i, t in cells:
+                    result[i][t] = (result[i][t] - mean) / (std + epsilon)
+        return result
+    trajectories: list[list[int]] = [[]]
+    for i in real:
+        trajectories[-1].append(i)
+        if is_last_step is None or is_last_step[i]:
+            trajectories.append([])
+    assert not trajectories.pop()
+    for uid in {uids[rows[0]] for rows in trajectories}:
+        group = [rows for rows in trajectories if uids[rows[0]] == uid]
+        scores = [math.fsum(rewards[rows[-1]]) for rows in group]
+        for rows, advantage in zip(group, outcome(scores, estimator, epsilon), strict=True):
+            for i in rows:
+                result[i] = [advantage if valid else 0.0 for valid in mask[i]]
+    return result
+
+
+def _gae(
+    tokens: Sequence[int],
+    rewards: Sequence[float],
+    values: Sequence[float],
+    gamma: float,
+    lam: float,
+) -> float:
+    """The sum of (gamma * lam)^j * error_j over the tokens from here on."""
+    total = 0.0
+    for j, t in enumerate(tokens):
+        after = values[tokens[j + 1]] if j + 1 < len(tokens) else 0.0
+        total += (gamma * lam) ** j * (rewards[t] + gamma * after - values[t])
+    return total
+
+
+def normalized(
+    advantages: Grid,
+    mask: Grid,
+    boundaries: Sequence[int],
+    *,
+    reduction: str,
+    uids: Sequence[Any],
+    max_response_length: int,
+    z_score: bool,
+    epsilon: float,
+) -> list[list[float]]:
+    result = [[0.0] * len(row) for row in advantages]
+    for m in range(len(boundaries) - 1):
+        rows = range(boundaries[m], boundaries[m + 1])
+        cells = [(i, t) for i in rows for t, weight in enumerate(mask[i]) if weight != 0]
+        if not cells:
+            continue
+        mean, std = mean_and_std([advantages[i][t] for i, t in cells])
+        trained = {i for i, _ in cells}
+        for i, t in cells:
+            value = advantages[i][t]
+            if z_score:
+                value = 0.0 if len(cells) == 1 else (value - mean) / (std + epsilon)
+            of_row = len([1 for j, _ in cells if j == i])
+            of_prompt = len([1 for j, _ in cells if uids[j] == uids[i]])
+            result[i][t] = (
+                value
+                / {
+                    "token_mean": len(cells),
+                    "sequence_mean": len(trained) * of_row,
+                    "prompt_mean": len({uids[j] for j in trained}) * of_prompt,
+                    "constant_length_mean": len(trained) * max_response_length,
+                }[reduction]
+            )
+    return result
+
+
+def merged(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Merged examples, every column a list; of examples with lists and a reward a token."""
+    result: list[dict[str, Any]] = []
+    for example in examples:
+        step = {k: list(v) if isinstance(v, list) else v for k, v in example.items()}
+        previous = result[-1] if result else None
+        if previous is None or not _continues(previous, step):
+            result.append(step)
+            continue
+        tokens = previous["prompt_ids"] + previous["response_ids"]
+        response = list(previous["response_ids"])
+        columns = [k for k in ("loss_mask", "rewards", "logprobs") if k in step]
+        joined = {key: list(previous[key]) for key in columns}
+        for token in step["prompt_ids"][len(tokens) :]:
+            response.append(token)
+            for key in columns:
+                joined[key].append(0)
+        for k, token in enumerate(step["response_ids"]):
+            response.append(token)
+            for key in columns:
+                joined[key].append(step[key][k])
+        if "rollout_expert_indices" in step:
+            routes = list(previous["rollout_expert_indices"])
+            while len(routes) < len(step["rollout_expert_indices"]):
+                routes.append(step["rollout_expert_indices"][len(routes)])
+            joined["rollout_expert_indices"] = routes
+        result[-1] = {
+            **step,
+            **joined,
+            "prompt_ids": previous["prompt_ids"],
+            "response_ids": response,
+        }
+    return result
+
+
+def _continues(previous: Mapping[str, Any], step: Mapping[str, Any]) -> bool:
+    if previous["uid"] != step["uid"] or previous["is_last_step"]:
+        return False
+    tokens = previous["prompt_ids"] + previous["response_ids"]
+    for key in ("pixel_values", "image_grid_thw"):
+        images = previous.get(key, [])
+        if step.get(key, [])[: len(images)] != images:
+            return False
+    return step["prompt_ids"][: len(tokens)] == tokens
+
+
+def response_values(values: Grid, mask: Grid) -> list[list[float]]:
+    result = []
+    for row, valid in zip(values, mask, strict=True):
+        count = sum(1 for v in valid if v)
+        result.append([float(row[len(row) - count + k]) for k in range(count)])
+    return result

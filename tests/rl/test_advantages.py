@@ -1,0 +1,340 @@
+"""Advantages against the oracle, step-wise, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rl import oracle_rl as oracle
+from tests.rl.rollouts import OUTCOME
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.rl import compute_advantages
+
+ESTIMATORS = (*OUTCOME, "gae", "reinforce++")
+
+
+@st.composite
+def drawn(draw: st.DrawFn, *, steps: bool = False, holes: bool = False) -> dict[str, Any]:
+    """Rows of a batch: tensors, uids, and with ``steps`` trajectories; some rows are pads."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    width, num_uids = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    counts = [int(rng.integers(1, 4)) if steps else 1 for _ in range(draw(st.integers(1, 8)))]
+    uids = [uid for count in counts for uid in ["abc"[rng.integers(num_uids)]] * count]
+    last = [k == count - 1 for count in counts for k in range(count)]
+    rows = []
+    for is_last in last:
+        n = int(rng.integers(1, width + 1))
+        mask = np.arange(width) >= width - n
+        if holes:
+            mask[:-1] &= rng.integers(0, 2, width - 1) == 1
+        amounts = rng.choice([0.0, 1.0, 0.1, 0.5, 3.25], width) * is_last
+        rows.append((amounts * mask, mask.astype(np.int64)))
+    for _ in range(draw(st.integers(0, 2))):  # pads, as pad_rows makes them, anywhere
+        i = int(rng.integers(len(rows) + 1))
+        rows.insert(i, (np.zeros(width), np.zeros(width, np.int64)))
+        uids.insert(i, uids[0])
+        last.insert(i, draw(st.booleans()))
+    return {
+        "rewards": torch.from_numpy(np.stack([r for r, _ in rows])),
+        "mask": torch.from_numpy(np.stack([m for _, m in rows])),
+        "uids": uids,
+        "last": last,
+        "values": torch.from_numpy(rng.normal(size=(len(rows), width))),
+    }
+
+
+def close(found: torch.Tensor, expected: list[list[float]]) -> None:
+    wanted = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@given(batch=drawn(), estimator=st.sampled_from(OUTCOME))
+def test_outcomes(batch: dict[str, Any], estimator: str) -> None:
+    args = batch["rewards"], batch["mask"], batch["uids"]
+    found = compute_advantages(*args, estimator=estimator)
+    assert found.dtype == torch.float64
+    close(found, oracle.advantages(*(as_list(a) for a in args), estimator=estimator))
+    assert (found[batch["mask"] == 0] == 0).all()
+    all_last = compute_advantages(
+        *args, estimator=estimator, is_last_step=[True] * len(batch["uids"])
+    )
+    assert torch.equal(all_last, found)
+    narrow = compute_advantages(batch["rewards"].float(), *args[1:], estimator=estimator)
+    assert narrow.dtype == torch.float32
+    torch.testing.assert_close(narrow.double(), found, rtol=1e-6, atol=1e-6)
+
+
+def as_list(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+@given(batch=drawn(steps=True), estimator=st.sampled_from(OUTCOME))
+def test_steps(batch: dict[str, Any], estimator: str) -> None:
+    args, last = (batch["rewards"], batch["mask"], batch["uids"]), batch["last"]
+    found = compute_advantages(*args, estimator=estimator, is_last_step=last)
+    wanted = oracle.advantages(*(as_list(a) for a in args), estimator=estimator, is_last_step=last)
+    close(found, wanted)
+    for flags in (np.array(last), torch.tensor(last), [int(flag) for flag in last]):
+        again = compute_advantages(*args, estimator=estimator, is_last_step=flags)
+        assert torch.equal(again, found)
+    real = (batch["mask"] != 0).any(dim=1).tolist()
+    assert (found[~torch.tensor(real)] == 0).all()
+    advantage = 0.0
+    for i in reversed(range(len(last))):  # every response token of every step has the same
+        if real[i]:
+            advantage = found[i, -1].item() if last[i] else advantage
+            assert set(found[i][batch["mask"][i] != 0].tolist()) == {advantage}
+
+
+def test_a_longer_earlier_step_gets_it_at_all_its_tokens() -> None:
+    """A peer spread the last step's row of tokens: what lies left of it got 0."""
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 1, 1]])
+    rewards = torch.tensor([[0.0] * 4, [0.0, 0, 0, 3], [0.0, 0, 0, 1]])
+    found = compute_advantages(
+        rewards, mask, ["a"] * 3, estimator="grpo_no_std", is_last_step=[False, True, True]
+    )
+    assert found.tolist() == [[1.0] * 4, [0, 0, 0, 1.0], [0, 0, -1.0, -1.0]]
+    assert found.dtype == torch.float32
+
+
+@given(
+    batch=drawn(holes=True),
+    gamma=st.sampled_from([1.0, 0.9, 0.0]),
+    lam=st.sampled_from([1.0, 0.8, 0.0]),
+    estimator=st.sampled_from(["gae", "reinforce++"]),
+)
+def test_token_estimators(batch: dict[str, Any], gamma: float, lam: float, estimator: str) -> None:
+    options: dict[str, Any] = {"estimator": estimator, "gamma": gamma, "lam": lam}
+    if estimator == "gae":
+        options["values"] = batch["values"]
+    args = batch["rewards"], batch["mask"], batch["uids"]
+    found = compute_advantages(*args, **options, is_last_step=np.ones(len(batch["uids"]), bool))
+    wanted = oracle.advantages(
+        *(as_list(a) for a in args), **{key: as_list(value) for key, value in options.items()}
+    )
+    close(found, wanted)
+    assert (found[batch["mask"] == 0] == 0).all()
+
+
+def test_gae_written_out() -> None:
+    rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.25, float("nan"), 0.5]])
+    found = compute_advantages(
+        rewards,
+        torch.tensor([[1, 0, 1]]),
+        ["a"],
+        estimator="gae",
+        values=values,
+        gamma=0.5,
+        lam=0.5,
+    )
+    # last: 1 - 0.5 = 0.5; first: (0.5 * 0.5 - 0.25) + 0.25 * 0.5; the masked one is no time step
+    assert found.tolist() == [[0.125, 0.0, 0.5]]
+
+
+def test_reinforce_written_out() -> None:
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    mask = torch.tensor([[1, 1], [0, 1]])
+    found = compute_advantages(
+        rewards, mask, [1, 2], estimator="reinforce++", gamma=0.5, epsilon=0.5
+    )
+    # returns 0.5, 1, 0: mean 0.5, unbiased std 0.5
+    assert found.tolist() == [[0.0, 0.5], [0.0, -0.5]]
+    one = compute_advantages(rewards[:1], torch.tensor([[0, 1]]), [1], estimator="reinforce++")
+    assert one.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("estimator", OUTCOME)
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, 1e8])
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_equal_scores_teach_nothing(estimator: str, reward: float, size: int) -> None:
+    """In float32 a mean of equal scores can be off by a bit, and that over epsilon is not small."""
+    rewards = torch.tensor([[0.0, reward]] * size, dtype=torch.float32)
+    mask = torch.ones(size, 2)
+    found = compute_advantages(rewards, mask, ["a"] * size, estimator=estimator)
+    assert found.tolist() == [[0.0, 0.0]] * size
+
+
+def test_a_group_of_one_beside_others() -> None:
+    rewards = torch.tensor([[5.0], [1.0], [3.0]])
+    for estimator, expected in (("grpo_no_std", [0.0, -1.0, 1.0]), ("rloo", [0.0, -2.0, 2.0])):
+        found = compute_advantages(rewards, torch.ones(3, 1), ["x", "y", "y"], estimator=estimator)
+        assert found.flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_pads_count_nowhere(estimator: str) -> None:
+    torch.manual_seed(0)
+    rewards, mask = torch.rand(4, 3), torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1], [1, 1, 1]])
+    rewards = rewards * mask
+    uids = ["a", "a", "b", "b"]
+    values = torch.rand(4, 3) if estimator == "gae" else None
+    found = compute_advantages(rewards, mask, uids, estimator=estimator, values=values)
+    junk = torch.tensor([[float("nan"), 9.0, float("inf")]])
+    more = compute_advantages(
+        torch.cat([junk, rewards, junk]),
+        torch.cat([torch.zeros(1, 3, dtype=torch.int64), mask, torch.zeros(1, 3)]),
+        ["a", *uids, "a"],
+        estimator=estimator,
+        values=None if values is None else torch.cat([junk, values, junk]),
+    )
+    assert torch.equal(more[1:5], found)
+    assert (more[[0, 5]] == 0).all()
+    assert found.abs().sum() > 0
+    only_pads = compute_advantages(
+        junk,
+        torch.zeros(1, 3),
+        ["a"],
+        estimator=estimator,
+        values=values if values is None else junk,
+    )
+    assert only_pads.tolist() == [[0.0] * 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.float32])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_dtypes_graph_and_arguments(
+    dtype: torch.dtype, mask_dtype: torch.dtype, estimator: str
+) -> None:
+    rewards = torch.tensor([[0, 1], [0, 3]]).to(dtype)
+    mask = torch.tensor([[0, 1], [1, 1]]).to(mask_dtype)
+    values = torch.tensor([[0.5, 1.0], [2.0, 3.0]], requires_grad=True)
+    if dtype.is_floating_point:
+        rewards.requires_grad_()
+    uids, last = ["a", "a"], [True, True]
+    copies = rewards.detach().clone(), mask.clone(), values.detach().clone()
+    found = compute_advantages(
+        rewards,
+        mask,
+        uids,
+        estimator=estimator,
+        values=values if estimator == "gae" else None,
+        is_last_step=last,
+    )
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert not found.requires_grad
+    assert found.shape == rewards.shape
+    for kept, now in zip(copies, (rewards, mask, values), strict=True):
+        assert torch.equal(kept, now)
+    assert (uids, last) == (["a", "a"], [True, True])
+
+
+ONE_BY_ONE = list(torch.tensor([1, 2, 1]))  # tensors hash by identity
+
+
+def test_groups_by_any_uids() -> None:
+    rewards, mask = torch.tensor([[1.0], [5.0], [3.0]]), torch.ones(3, 1)
+    for uids in (
+        [1, 2, 1],
+        np.array([1, 2, 1]),
+        torch.tensor([1, 2, 1]),
+        ("x", "y", "x"),
+        ONE_BY_ONE,
+    ):
+        found = compute_advantages(rewards, mask, uids, estimator="grpo_no_std")
+        assert found.flatten().tolist() == [-1.0, 0.0, 1.0]
+
+
+R, M = torch.tensor([[0.0, 1.0], [0.0, 2.0]]), torch.tensor([[0, 1], [1, 1]])
+NAN = torch.tensor([[0.0, 1.0], [0.0, float("nan")]])
+MINUS = torch.tensor([[0.0, 1.0], [0.0, -1.5]])
+SHAPE = r"has shape \[2, 1\], rewards has \[2, 2\]; they must be of the same rows"
+TOKENS = r"needs one time axis, but row 0 is not the last step .*merge_steps, or use an outcome"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"estimator": "ppo"}, ValueError, r"estimator must be one of 'grpo', .*; got 'ppo'"),
+        ({"estimator": None}, ValueError, "estimator must be one of"),
+        ({"rewards": [[1.0]]}, TypeError, r"rewards must be a tensor \[B, A\], got list"),
+        ({"response_mask": M.numpy()}, TypeError, "response_mask must be a tensor .*got ndarray"),
+        ({"rewards": R[0]}, ValueError, r"rewards must be \[B, A\], .* got \[2\]"),
+        ({"response_mask": M[:, :1]}, ValueError, "response_mask " + SHAPE),
+        ({"estimator": "gae"}, ValueError, "needs values .*the critic's estimates"),
+        ({"estimator": "gae", "values": R[:, :1]}, ValueError, "values " + SHAPE),
+        ({"estimator": "gae", "values": [[1]]}, TypeError, "values must be a tensor"),
+        ({"values": R}, ValueError, "read by estimator=\"gae\" only, got them with 'grpo'; leave"),
+        ({"estimator": "reinforce++", "values": R}, ValueError, "got them with 'reinforce"),
+        ({"uids": ["a"]}, ValueError, "uids has 1 entries for 2 rows; give one uid a row"),
+        ({"uids": None}, TypeError, "uids must be one uid a row, got None of type NoneType; pass"),
+        ({"uids": "ab"}, TypeError, "got 'ab' of type str"),
+        ({"gamma": 1.5}, ValueError, "gamma must be from 0 to 1, got 1.5"),
+        ({"lam": -0.5}, ValueError, "lam must be from 0 to 1, got -0.5"),
+        ({"lam": float("nan")}, ValueError, "lam must be from 0 to 1, got nan"),
+        ({"epsilon": 0.0}, ValueError, "epsilon must be above 0, got 0.0"),
+        ({"rewards": NAN}, DataError, "row 1: the reward at column 1 is nan; rewards must be fin"),
+        ({"rewards": NAN * 0 + float("inf")}, DataError, "row 0: the reward at column 0 is inf"),
+        (
+            {"rewards": R + 1},
+            DataError,
+            "row 0: the reward at column 0 is 1.0; response_mask is 0 there, so no token",
+        ),
+        (
+            {"estimator": "gae", "values": NAN},
+            DataError,
+            "row 1: the value at column 1 is nan; values of response tokens must be finite",
+        ),
+        ({"is_last_step": [True]}, ValueError, r"is_last_step has shape \[1\] for 2 rows"),
+        ({"is_last_step": [1.0, 0.0]}, TypeError, r"True or False a row, got \[1.0, 0.0\]"),
+        ({"is_last_step": [2, 1]}, TypeError, r"True or False a row, got \[2, 1\]"),
+        (
+            {"is_last_step": [True, False], "rewards": R * 0},
+            DataError,
+            "row 1 of uid 'a' is not a last step, and no step follows; the last row of every",
+        ),
+        (
+            {"is_last_step": [False, True], "uids": ["a", "b"], "rewards": R * 0},
+            DataError,
+            "row 0 of uid 'a' is not a last step, but the next step, row 1, is of uid 'b'",
+        ),
+        (
+            {"is_last_step": [False, True]},
+            DataError,
+            "row 0 is not the last step of its trajectory, but has reward 1.0 at column 1, which "
+            "would be lost; add it to the last step",
+        ),
+        ({"is_last_step": [False, True], "estimator": "reinforce++"}, ValueError, TOKENS),
+        ({"is_last_step": [False, True], "estimator": "gae", "values": R}, ValueError, TOKENS),
+        (
+            {"estimator": "maxrl", "uids": ["y", "z"], "rewards": MINUS},
+            DataError,
+            "mean reward of uid 'z' is -1.5: maxrl divides by it",
+        ),
+    ],
+)
+def test_errors(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"rewards": R, "response_mask": M, "uids": ["a", "a"], "estimator": "grpo"}
+    with pytest.raises(error, match=message):
+        compute_advantages(**{**arguments, **changes})
+
+
+def test_rows_are_named_in_the_batch_not_among_the_real_ones() -> None:
+    """A pad in front must not shift the row that a message names."""
+    rewards = torch.tensor([[0.0], [2.0], [1.0]])
+    mask = torch.tensor([[0], [1], [1]])
+    with pytest.raises(DataError, match=r"row 1 is not the last step .* reward 2.0"):
+        compute_advantages(
+            rewards, mask, ["a"] * 3, estimator="rloo", is_last_step=[True, False, True]
+        )
+    with pytest.raises(DataError, match=r"row 2 of uid 'a' is not a last step, and no step"):
+        compute_advantages(
+            rewards * 0, mask, ["a"] * 3, estimator="rloo", is_last_step=[True, True, False]
+        )
+    with pytest.raises(DataError, match=r"row 0 of uid 'a' .* the next step, row 2, is of uid 'b'"):
+        compute_advantages(
+            rewards * 0,
+            torch.tensor([[1], [0], [1]]),
+            ["a", "a", "b"],
+            estimator="rloo",
+            is_last_step=[False, True, True],
+        )
+    with pytest.raises(ValueError, match="row 1 is not the last step"):
+        compute_advantages(
+            rewards, mask, ["a"] * 3, estimator="reinforce++", is_last_step=[False, False, True]
+        )

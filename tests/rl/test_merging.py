@@ -1,0 +1,318 @@
+"""Steps that continue each other, as one example."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rl import oracle_rl as oracle
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.rl import merge_steps
+
+
+@st.composite
+def rollouts(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Trajectories of steps, of which some rewrite their prompt; lists, and a reward a token."""
+    examples: list[dict[str, Any]] = []
+    extras = draw(st.sets(st.sampled_from(["logprobs", "routes", "images"])))
+    token = st.integers(0, 3)
+    for uid in draw(st.lists(st.sampled_from("ab"), min_size=1, max_size=3)):
+        history: list[int] = []
+        images: list[list[float]] = []
+        for step in range(count := draw(st.integers(1, 4))):
+            if draw(st.integers(0, 4)) == 0:
+                history, images = history[1:], images[1:]  # rewritten
+            prompt = history + draw(st.lists(token, min_size=not history, max_size=3))
+            response = draw(st.lists(token, min_size=1, max_size=3))
+            history = prompt + response
+            n = len(response)
+            example = {
+                "uid": uid,
+                "is_last_step": step == count - 1 and draw(st.integers(0, 9)) > 0,
+                "prompt_ids": prompt,
+                "response_ids": response,
+                "loss_mask": draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)),
+                "rewards": [0.0] * (n - 1) + [float(draw(token))],
+                "tag": f"step {step}",
+            }
+            if "logprobs" in extras:
+                example["logprobs"] = [-0.5 - step] * n
+            if "routes" in extras:
+                covered = draw(st.integers(0, len(history)))
+                example["rollout_expert_indices"] = [
+                    [[100 * step + t, 7], [t, 8]] for t in range(covered)
+                ]
+            if "images" in extras:
+                images = images + [[float(draw(token))] * 2] * draw(st.integers(0, 1))
+                example["pixel_values"] = list(images)
+                example["image_grid_thw"] = [[1, 1, 1]] * len(images)
+            examples.append(example)
+    return examples
+
+
+def plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def as_arrays(example: dict[str, Any], kind: str) -> dict[str, Any]:
+    shapes = {
+        "rollout_expert_indices": (-1, 2, 2),
+        "pixel_values": (-1, 2),
+        "image_grid_thw": (-1, 3),
+    }
+    result = dict(example)
+    for key, value in example.items():
+        if isinstance(value, list):
+            array = np.array(value)
+            if key == "rollout_expert_indices":
+                array = array.astype(np.int16)
+            array = array.reshape(shapes.get(key, (-1,)))
+            result[key] = array if kind == "ndarray" else torch.from_numpy(array)
+    if kind == "scalar":
+        result |= {k: example[k] for k in example if k != "rollout_expert_indices"}
+        result["rewards"] = example["rewards"][-1]
+    return result
+
+
+@pytest.mark.parametrize("kind", ["ndarray", "tensor", "scalar"])
+@given(examples=rollouts())
+def test_against_the_oracle(examples: list[dict[str, Any]], kind: str) -> None:
+    given_examples = [as_arrays(example, kind) for example in examples]
+    before = copy.deepcopy(given_examples)
+    found = merge_steps(given_examples)
+    for kept, now in zip(before, given_examples, strict=True):
+        assert {k: plain(v) for k, v in kept.items()} == {k: plain(v) for k, v in now.items()}
+    expected = oracle.merged(examples)
+    assert len(found) == len(expected)
+    for merged, wanted in zip(found, expected, strict=True):
+        values = {key: plain(value) for key, value in merged.items()}
+        if not isinstance(values["rewards"], list):
+            values["rewards"] = [0.0] * (len(wanted["rewards"]) - 1) + [values["rewards"]]
+        assert values == wanted
+        if "rollout_expert_indices" in merged:
+            routes = merged["rollout_expert_indices"]
+            assert routes.dtype in (np.int16, torch.int16)
+            assert len(routes) <= len(values["prompt_ids"]) + len(values["response_ids"])
+
+
+def step(prompt: list[int], response: list[int], **changes: Any) -> dict[str, Any]:
+    return {
+        "uid": "a",
+        "is_last_step": False,
+        "prompt_ids": prompt,
+        "response_ids": response,
+        "loss_mask": [1] * len(response),
+        "rewards": 0,
+        **changes,
+    }
+
+
+def test_three_steps_written_out() -> None:
+    routes = [np.full((n, 1, 1), value, np.uint8) for n, value in ((2, 1), (5, 2), (6, 3))]
+    steps = [
+        step([1, 2], [3], rewards=1, logprobs=[-1.0], note=1, rollout_expert_indices=routes[0]),
+        step(
+            [1, 2, 3, 4, 5],
+            [6],
+            loss_mask=[0.5],
+            logprobs=np.array([-2.0], np.float32),
+            note=2,
+            rollout_expert_indices=routes[1],
+        ),
+        step(
+            [1, 2, 3, 4, 5, 6],
+            [7, 8],
+            is_last_step=True,
+            rewards=2.5,
+            logprobs=[-3, -4],
+            rollout_expert_indices=routes[2],
+        ),
+    ]
+    [merged] = merge_steps(steps)
+    assert merged["prompt_ids"] is steps[0]["prompt_ids"]
+    assert merged["response_ids"].tolist() == [3, 4, 5, 6, 7, 8]
+    assert merged["response_ids"].dtype == np.int64
+    assert merged["loss_mask"].tolist() == [1, 0, 0, 0.5, 1, 1]
+    assert merged["rewards"].tolist() == [1, 0, 0, 0, 0, 2.5]
+    assert merged["rewards"].dtype == np.float64
+    assert merged["logprobs"].tolist() == [-1, 0, 0, -2, -3, -4]
+    assert merged["rollout_expert_indices"].flatten().tolist() == [1, 1, 2, 2, 2, 3]
+    assert merged["rollout_expert_indices"].dtype == np.uint8
+    assert merged["is_last_step"] is True
+    assert "note" not in merged
+
+
+def test_what_is_not_merged_is_shared() -> None:
+    examples = [step([1], [2], is_last_step=True), step([1, 2, 3], [4], is_last_step=True)]
+    found = merge_steps(examples)
+    assert found == examples
+    for new, old in zip(found, examples, strict=True):
+        assert new is not old
+        assert all(new[key] is old[key] for key in old)
+    assert merge_steps([]) == []
+
+
+@pytest.mark.parametrize(
+    ("later", "count"),
+    [
+        (step([1, 2, 3], [4]), 1),
+        (step([1, 2], [4]), 1),  # nothing in between
+        (step([1, 2, 3], [4], uid="b"), 2),
+        (step([1, 9, 3], [4]), 2),
+        (step([1], [2]), 2),  # shorter than what it would continue
+        (step([1, 2, 3], [4], logprobs=None), 1),
+    ],
+)
+def test_what_continues(later: dict[str, Any], count: int) -> None:
+    assert len(merge_steps([step([1], [2]), later])) == count
+
+
+def test_a_rewritten_prompt_starts_anew() -> None:
+    steps = [step([1], [2]), step([1, 2], [3]), step([9, 3], [4]), step([9, 3, 4, 5], [6])]
+    found = merge_steps(steps)
+    assert [plain(m["prompt_ids"]) + plain(m["response_ids"]) for m in found] == [
+        [1, 2, 3],
+        [9, 3, 4, 5, 6],
+    ]
+    assert [merged["rewards"].dtype for merged in found] == [np.float64] * 2  # given as ints
+    assert [merged["loss_mask"].dtype for merged in found] == [np.int64] * 2
+
+
+IMAGE = {"pixel_values": np.ones((4, 2)), "image_grid_thw": np.array([[1, 2, 2]])}
+TWO = {"pixel_values": np.ones((8, 2)), "image_grid_thw": np.array([[1, 2, 2]] * 2)}
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "count"),
+    [
+        ({}, IMAGE, 1),
+        (IMAGE, IMAGE, 1),
+        (IMAGE, copy.deepcopy(IMAGE), 1),
+        (IMAGE, TWO, 1),
+        (IMAGE, {k: torch.from_numpy(v) for k, v in TWO.items()}, 1),
+        (TWO, IMAGE, 2),
+        (IMAGE, {}, 2),
+        (IMAGE, {"pixel_values": None, "image_grid_thw": None}, 2),
+        (IMAGE, {**TWO, "pixel_values": np.zeros((8, 2))}, 2),
+        (IMAGE, {**TWO, "image_grid_thw": np.array([[1, 4, 2]])}, 2),
+        (IMAGE, {**TWO, "pixel_values": np.ones((8, 3))}, 2),
+        ({"pixel_values": np.ones((0, 2))}, {}, 1),
+    ],
+)
+def test_images(earlier: dict[str, Any], later: dict[str, Any], count: int) -> None:
+    found = merge_steps([step([1], [2], **earlier), step([1, 2, 3], [4], **later)])
+    assert len(found) == count
+    if count == 1:
+        assert all(found[0][key] is value for key, value in later.items())
+
+
+def test_tensors_of_any_dtype() -> None:
+    steps = [
+        step(
+            [1],
+            [2],
+            rewards=torch.tensor(1.0, dtype=torch.bfloat16, requires_grad=True),
+            logprobs=torch.tensor([-1.5], dtype=torch.bfloat16),
+            loss_mask=torch.tensor([True]),
+            uid=torch.tensor(3),
+        ),
+        step(
+            [1, 2],
+            [4],
+            rewards=np.float32(2),
+            logprobs=torch.tensor([-2.5]),
+            loss_mask=[True],
+            uid=torch.tensor(3),
+            is_last_step=np.bool_(True),
+        ),
+    ]
+    [merged] = merge_steps(steps)
+    assert merged["rewards"].tolist() == [1.0, 2.0]
+    assert merged["logprobs"].tolist() == [-1.5, -2.5]
+    assert merged["rewards"].dtype == merged["logprobs"].dtype == np.float32
+    assert merged["loss_mask"].tolist() == [True, True]
+
+
+ROUTES = np.zeros((2, 1, 1), np.int8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_ids": []}, "example 1: prompt_ids has 0 tokens; filter it out"),
+        ({"response_ids": [[4]]}, r"example 1: response_ids has shape \[1, 1\]; it is one flat"),
+        ({"prompt_ids": [1.0, 2.0, 3.0]}, "example 1: prompt_ids has dtype float64; token ids are"),
+        ({"prompt_ids": [[1], [2, 3]]}, "example 1: prompt_ids has dtype object"),
+        (
+            {"rewards": None},
+            r"example 1 has no rewards, got keys \['is_last_step', .* merging need",
+        ),
+        ({"is_last_step": None}, "example 1 has no is_last_step"),
+        ({"uid": None}, "example 1 has no uid"),
+        ({"loss_mask": None}, "example 1 has no loss_mask"),
+        ({"is_last_step": 1}, "example 1: is_last_step is 1; it is True or False"),
+        ({"loss_mask": [1, 1]}, r"example 1: loss_mask has shape \[2\], but there are 1 response"),
+        ({"loss_mask": ["x"]}, "example 1: loss_mask has dtype <U1; give numbers"),
+        (
+            {"rewards": [1.0, 0.0]},
+            r"example 1: rewards has shape \[2\], but there are 1 .*one numb",
+        ),
+        ({"rewards": "1"}, "example 1: rewards has dtype <U1; give numbers"),
+        (
+            {"logprobs": [0.5]},
+            "examples 0 and 1 are steps that continue each other, but only example 1 has logprobs; "
+            "give it for both or neither",
+        ),
+        ({"rollout_expert_indices": ROUTES}, "only example 1 has rollout_expert_indices"),
+    ],
+)
+def test_errors(changes: dict[str, Any], message: str) -> None:
+    examples = [step([1], [2]), step([1, 2, 3], [4], **changes)]
+    with pytest.raises(DataError, match=message):
+        merge_steps(examples)
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        (
+            ROUTES[0],
+            r"example 1: rollout_expert_indices has shape \[1, 1\]; it is \[tokens, layers",
+        ),
+        (
+            np.zeros((5, 1, 1)),
+            "example 1: rollout_expert_indices has routes of 5 tokens, but prompt and resp",
+        ),
+        (
+            np.zeros((4, 2, 1)),
+            r"example 1: rollout_expert_indices has \[layers, top_k\] \[2, 1\], example 0 has "
+            r"\[1, 1\]; both are of one model",
+        ),
+    ],
+)
+def test_route_errors(routes: Any, message: str) -> None:
+    examples = [
+        step([1], [2], rollout_expert_indices=ROUTES),
+        step([1, 2, 3], [4], rollout_expert_indices=routes),
+    ]
+    with pytest.raises(DataError, match=message):
+        merge_steps(examples)
+
+
+def test_type_errors() -> None:
+    with pytest.raises(
+        TypeError, match="examples must be a list of mappings, one a step, got dict"
+    ):
+        merge_steps(step([1], [2]))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="got generator"):
+        merge_steps(e for e in [])  # type: ignore[arg-type, var-annotated]
+    with pytest.raises(TypeError, match="example 1 is a list; a step is a mapping"):
+        merge_steps([step([1], [2]), []])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"the uid of row 0 is \{\} of type dict"):
+        merge_steps([step([1], [2], uid={})])

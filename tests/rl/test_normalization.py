@@ -1,0 +1,175 @@
+"""Advantages whose plain sum is the mean that is wanted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rl import oracle_rl as oracle
+from tests.rl.rollouts import grouped_uids
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.rl import normalize_advantages, prompt_boundaries
+
+REDUCTIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant_length_mean")
+
+
+@given(
+    uids=grouped_uids(),
+    width=st.integers(1, 5),
+    seed=st.integers(0, 99),
+    reduction=st.sampled_from(REDUCTIONS),
+    z_score=st.booleans(),
+    every=st.integers(1, 3),
+    weight=st.sampled_from([1.0, 1 / 7]),
+)
+def test_against_the_oracle(
+    uids: list[str],
+    width: int,
+    seed: int,
+    reduction: str,
+    z_score: bool,
+    every: int,
+    weight: float,
+) -> None:
+    rng = np.random.default_rng(seed)
+    advantages = torch.from_numpy(rng.normal(size=(len(uids), width)))
+    mask = torch.from_numpy(rng.integers(0, 3, (len(uids), width)) * weight)
+    mask[rng.random(len(uids)) < 0.3] = 0
+    copies = advantages.clone(), mask.clone()
+    starts = prompt_boundaries(uids)
+    edges = np.unique([*starts[::every], len(uids)])
+    options: dict[str, Any] = {
+        "reduction": reduction,
+        "uids": uids,
+        "max_response_length": 11,
+        "z_score": z_score,
+        "epsilon": 1e-3,
+    }
+    found = normalize_advantages(advantages, mask, edges, **options)
+    expected = oracle.normalized(advantages.tolist(), mask.tolist(), edges.tolist(), **options)
+    wanted = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    assert found.dtype == torch.float64
+    assert (found[mask == 0] == 0).all()
+    assert torch.equal(advantages, copies[0])
+    assert torch.equal(mask, copies[1])
+    narrow = normalize_advantages(advantages.float(), mask, edges.tolist(), **options)
+    assert narrow.dtype == torch.float32
+    torch.testing.assert_close(narrow.double(), found, rtol=1e-4, atol=1e-5)
+
+
+def test_written_out() -> None:
+    advantages = torch.tensor([[9.0, 2.0], [4.0, 6.0], [8.0, 9.0], [9.0, 9.0]])
+    mask = torch.tensor([[0, 1], [1, 1], [1, 0], [0, 0]])
+
+    def scaled(reduction: str, **options: Any) -> list[list[float]]:
+        return normalize_advantages(
+            advantages, mask, [0, 2, 4], reduction=reduction, **options
+        ).tolist()
+
+    last = [[8.0, 0.0], [0.0, 0.0]]
+    assert scaled("token_mean") == [[0.0, pytest.approx(2 / 3)], [pytest.approx(4 / 3), 2.0], *last]
+    assert scaled("sequence_mean") == [[0.0, 1.0], [1.0, 1.5], *last]
+    assert scaled("prompt_mean", uids=[1, 2, 3, 3]) == [[0.0, 1.0], [1.0, 1.5], *last]
+    assert scaled("prompt_mean", uids=["a", "a", 3, 3]) == scaled("token_mean")
+    assert scaled("constant_length_mean", max_response_length=4) == [
+        [0.0, 0.25],
+        [0.5, 0.75],
+        [2.0, 0.0],
+        [0.0, 0.0],
+    ]
+
+
+def test_z_score_written_out() -> None:
+    advantages = torch.tensor([[1.0, 3.0], [float("nan"), 5.0]])
+    mask = torch.tensor([[1, 1], [0, 1]])
+    found = normalize_advantages(
+        advantages, mask, [0, 1, 2], reduction="token_mean", z_score=True, epsilon=2**0.5
+    )
+    # the first: mean 2, unbiased std sqrt(2); then over 2 tokens. The second: one token, 0.
+    torch.testing.assert_close(found, torch.tensor([[-(8**-0.5) / 2, 8**-0.5 / 2], [0, 0]]))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_mini_batch_without_loss_tokens(reduction: str) -> None:
+    found = normalize_advantages(
+        torch.full((2, 3), torch.inf),
+        torch.zeros(2, 3),
+        [0, 1, 2],
+        reduction=reduction,
+        uids=["a", "b"],
+        max_response_length=3,
+        z_score=True,
+    )
+    assert found.tolist() == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.float32])
+def test_dtypes_and_graph(dtype: torch.dtype, mask_dtype: torch.dtype) -> None:
+    advantages = torch.tensor([[1.0, 3.0]], dtype=dtype, requires_grad=True)
+    mask = torch.ones(1, 2, dtype=mask_dtype)
+    edges = torch.tensor([0, 1])
+    found = normalize_advantages(advantages, mask, edges, reduction="token_mean")
+    assert found.dtype == (dtype if dtype == torch.float64 else torch.float32)
+    assert not found.requires_grad
+    assert found.tolist() == [[0.5, 1.5]]
+
+
+A, M = torch.ones(2, 2), torch.ones(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"reduction": "mean"}, ValueError, "reduction must be one of 'token_mean', .*got 'mean'"),
+        ({"reduction": None}, ValueError, "reduction must be one of"),
+        ({"reduction": "prompt_mean"}, ValueError, 'reduction="prompt_mean" needs uids, the prom'),
+        ({"reduction": "prompt_mean", "uids": [1]}, ValueError, "uids has 1 entries for 2 rows"),
+        ({"reduction": "constant_length_mean"}, ValueError, "needs max_response_length, the most"),
+        (
+            {"reduction": "constant_length_mean", "max_response_length": 0},
+            ValueError,
+            "max_response_length must be at least 1, got 0",
+        ),
+        ({"epsilon": 0}, ValueError, "epsilon must be above 0, got 0"),
+        ({"advantages": [[1.0]]}, TypeError, "advantages must be a tensor"),
+        ({"advantages": A.long()}, TypeError, r"must be floating point, got torch\.int64; pass"),
+        ({"advantages": A[0]}, ValueError, r"advantages must be \[B, A\], .*got \[2\]"),
+        (
+            {"loss_mask": M[:1]},
+            ValueError,
+            r"loss_mask has shape \[1, 2\], advantages has \[2, 2\]; they must be of the same rows",
+        ),
+        (
+            {"advantages": A / torch.tensor([[1.0, 1.0], [1.0, 0.0]])},
+            DataError,
+            "row 1: the advantage at column 1 is inf; advantages of loss tokens must be finite",
+        ),
+        (
+            {"boundaries": [0, 1]},
+            ValueError,
+            "boundaries end at 1, but there are 2 rows; pass what",
+        ),
+        ({"boundaries": [1, 2]}, ValueError, "boundaries must start at 0, got 1"),
+        (
+            {"boundaries": [0, 1, 1, 2]},
+            ValueError,
+            "boundaries must rise, got 1 and then 1 at entry 2: a mini-batch has at least one row",
+        ),
+        ({"boundaries": [0, 2, 1]}, ValueError, "must rise, got 2 and then 1 at entry 2"),
+        ({"boundaries": [2]}, ValueError, r"at least 2 entries, got shape \[1\]"),
+        ({"boundaries": []}, ValueError, r"at least 2 entries, got shape \[0\]"),
+        ({"boundaries": [[0, 2]]}, ValueError, r"one-dimensional .*got shape \[1, 2\]"),
+        ({"boundaries": [0.0, 2.0]}, TypeError, "boundaries must be integers, got float64"),
+    ],
+)
+def test_errors(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"advantages": A, "loss_mask": M, "boundaries": [0, 2], "reduction": "token_mean"}
+    with pytest.raises(error, match=message):
+        normalize_advantages(**{**arguments, **changes})

@@ -1,0 +1,398 @@
+"""Mini-batches on ranks: the same rows, the same gradients, and back again."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.batch_samples import contents
+from tests.rl.rollouts import grouped_uids, rollout_batch
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.losses import token_loss
+from torch_collate_kit.packing.balance import attention_cost
+from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.rl import (
+    mini_batch_boundaries,
+    normalize_advantages,
+    prompt_boundaries,
+    stage_mini_batches,
+    unstage,
+)
+
+BALANCES = (None, "tokens", "attention")
+ZERO_FIELDS = ("response_mask", "loss_mask", "rewards", "rollout_logprobs", "advantages")
+
+
+def rows_of(staged: list[list[Batch]]) -> list[list[list[int]]]:
+    return [[part.metadata["row_indices"].tolist() for part in ranks] for ranks in staged]
+
+
+def drawn_shape(uids: list[str], seed: int) -> list[tuple[int, int]]:
+    rng = np.random.default_rng(seed)
+    return [(int(rng.integers(1, 6)), int(rng.integers(1, 8))) for _ in uids]
+
+
+# --- which rows go where -------------------------------------------------------------------------
+
+
+def test_written_out() -> None:
+    batch = rollout_batch([(2, 2)] * 7, ["a", "a", "b", "b", "b", "c", "d"])
+    batch.metadata["is_last_step"] = [False, True, False, True, True, True, True]
+    staged = stage_mini_batches(batch, np.array([0, 5, 6, 7]), 4)
+    assert rows_of(staged) == [
+        [[0, 1], [2, 3], [4, -1], [-1, -1]],
+        [[5], [-1], [-1], [-1]],
+        [[6], [-1], [-1], [-1]],
+    ]
+    assert [part.metadata["uids"] for part in staged[0]] == [
+        ["a", "a"],
+        ["b", "b"],
+        ["b", "a"],
+        ["a", "a"],
+    ]
+    assert [part.metadata["is_last_step"] for part in staged[0]] == [
+        [False, True],
+        [False, True],
+        [True, True],
+        [True, True],
+    ]
+    for ranks in staged:
+        for part in ranks:
+            assert part.metadata["row_indices"].dtype == np.int64
+            assert part.metadata["response_length"] == 2
+
+
+@given(
+    uids=grouped_uids(),
+    seed=st.integers(0, 99),
+    dp_size=st.sampled_from([1, 2, 3, 8]),
+    balance=st.sampled_from(BALANCES),
+    divided=st.booleans(),
+)
+def test_every_mini_batch_keeps_its_rows(
+    uids: list[str], seed: int, dp_size: int, balance: Any, divided: bool
+) -> None:
+    batch = rollout_batch(drawn_shape(uids, seed), uids, seed=seed, divided=divided)
+    before = contents(batch)
+    edges = mini_batch_boundaries(uids, 1)
+    staged = stage_mini_batches(batch, edges, dp_size, balance=balance)
+    assert contents(batch) == before
+    assert len(staged) == len(edges) - 1
+    for (start, stop), ranks in zip(pairwise(edges.tolist()), staged, strict=True):
+        assert len(ranks) == dp_size
+        assert len({len(part) for part in ranks}) == 1
+        whole = Batch.cat(ranks)  # refuses other batch metadata
+        rows = whole.metadata["row_indices"]
+        real = rows >= 0
+        assert sorted(rows[real].tolist()) == list(range(start, stop))
+        assert len(rows) == -(-(stop - start) // dp_size) * dp_size
+        if balance is None:
+            assert rows[: stop - start].tolist() == list(range(start, stop))
+        mini, meta = batch[start:stop], whole.metadata
+        count = int((mini["loss_mask"] != 0).sum())
+        assert meta["num_loss_tokens"] == count
+        assert meta["num_examples"] == stop - start
+        assert meta["num_tokens"] == int(mini["attention_mask"].sum())
+        assert meta["num_dummy_rows"] == len(rows) - (stop - start)
+        assert meta["uids"] == [uids[i] if i >= 0 else uids[start] for i in rows.tolist()]
+        for name, field in batch.items():
+            found = whole[name]
+            assert found.dtype == field.dtype
+            if name == "loss_mask":
+                continue
+            assert torch.equal(found[real], field[torch.from_numpy(rows[real])])
+        weights = whole["loss_mask"] * meta["loss_mask_divisor"]
+        wanted = batch["loss_mask"] * batch.metadata["loss_mask_divisor"]
+        torch.testing.assert_close(weights[real], wanted[torch.from_numpy(rows[real])])
+        divides = batch.metadata["loss_mask_divisor"] != 1
+        assert meta["loss_mask_divisor"] == (max(count, 1) if divides else 1)
+        for name in ZERO_FIELDS:
+            assert (whole[name][~real] == 0).all()
+        repeated = batch["input_ids"][start].tolist()
+        assert whole["input_ids"][~real].tolist() == [repeated] * int((~real).sum())
+
+
+def test_views_where_nothing_is_added() -> None:
+    batch = rollout_batch([(2, 2)] * 4, list("aabb"))
+    [[first], [second]] = stage_mini_batches(batch, [0, 2, 4], 1)
+    assert first["input_ids"].data_ptr() == batch["input_ids"].data_ptr()
+    assert second["loss_mask"].data_ptr() == batch["loss_mask"][2:].data_ptr()
+    assert "row_indices" not in batch.metadata
+    again = pickle.loads(pickle.dumps(second))
+    assert again.metadata["row_indices"].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("boundaries", [[0, 1, 3], (0, 1, 3), torch.tensor([0, 1, 3])])
+def test_boundaries_of_any_kind(boundaries: Any) -> None:
+    batch = rollout_batch([(1, 1)] * 3, list("abb"))
+    assert rows_of(stage_mini_batches(batch, boundaries, 2)) == [[[0], [-1]], [[1], [2]]]
+
+
+# --- balance -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("balance", ["tokens", "attention"])
+def test_balance_lowers_the_largest_load(balance: Any) -> None:
+    rng = np.random.default_rng(5)
+    responses = np.sort(rng.exponential(600, 61).astype(int) % 2500 + 1)
+    responses = np.concatenate([responses[::2], responses[1::2][::-1]])  # up, then down
+    lengths = responses + 3
+    shape = [(3, int(n)) for n in responses]
+    uids = [i // 4 for i in range(61)]
+    batch = rollout_batch(shape, uids)
+    edges = [0, 31, 61]
+    costs = lengths if balance == "tokens" else attention_cost(lengths)
+
+    def loads(staged: list[list[Batch]]) -> list[list[int]]:
+        rows = [[part.metadata["row_indices"] for part in ranks] for ranks in staged]
+        return [[int(costs[i[i >= 0]].sum()) for i in ranks] for ranks in rows]
+
+    plain, even = (stage_mini_batches(batch, edges, 8, balance=how) for how in (None, balance))
+    for ranks, before, after in zip(even, loads(plain), loads(even), strict=True):
+        assert sum(before) == sum(after)
+        assert max(after) < 0.7 * max(before)
+        assert max(after) < 1.3 * sum(after) / 8
+        for part in ranks:  # longest first, so that the i-th rows of all ranks are about as long
+            rows = part.metadata["row_indices"]
+            own = np.where(rows < 0, 0, lengths[rows])
+            assert (np.diff(own) <= 0).all()
+            assert (rows < 0).sum() <= 1  # pads are spread
+    assert [ranks[0].metadata["num_dummy_rows"] for ranks in even] == [1, 2]
+
+
+def test_tokens_and_attention_balance_differently() -> None:
+    lengths = Ragged.from_rows([[59000], [51000], [31000], [19000], [16000], [1000]])
+    batch = Batch({"sub_seq_lengths": lengths})
+    by_tokens, by_cost = (
+        rows_of(stage_mini_batches(batch, [0, 6], 2, balance=how))
+        for how in ("tokens", "attention")
+    )
+    assert by_tokens == [[[0, 3, 4], [1, 2, 5]]]
+    assert by_cost == [[[0, 3, 5], [1, 2, 4]]]
+
+
+def test_lengths_come_from_sub_sequences_first() -> None:
+    """Two pieces of 100 cost less attention than one of 200."""
+    lengths = Ragged.from_rows([[20000, 20000], [39000], [10], [10]])
+    batch = Batch(
+        {"attention_mask": torch.ones(4, 3, dtype=torch.int64), "sub_seq_lengths": lengths}
+    )
+    assert rows_of(stage_mini_batches(batch, [0, 4], 2, balance="tokens")) == [[[0, 3], [1, 2]]]
+    assert rows_of(stage_mini_batches(batch, [0, 4], 2, balance="attention")) == [[[1, 3], [0, 2]]]
+    [[whole]] = stage_mini_batches(batch, [0, 4], 1)
+    assert whole.metadata["num_tokens"] == 79020
+    assert "num_loss_tokens" not in whole.metadata
+
+
+# --- what the collators give ----------------------------------------------------------------------
+
+
+EXAMPLES = [
+    {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 0]},
+    {"input_ids": [8, 9], "loss_mask": [0, 2]},
+    {"input_ids": [1, 2, 3, 4, 5, 6], "loss_mask": [0, 0, 0, 1, 1, 1]},
+]
+
+
+@pytest.mark.parametrize("normalize_loss", [True, False])
+@pytest.mark.parametrize("packs", [True, False])
+def test_token_loss_of_a_mini_batch(normalize_loss: bool, packs: bool) -> None:
+    """With its own divisor, staged or collated alone, summed plainly or by token_loss."""
+    if packs:
+        collate: Any = PackedCollator(0, max_tokens=6, normalize_loss=normalize_loss)
+    else:
+        collate = PaddedCollator(0, normalize_loss=normalize_loss)
+    batch = collate(EXAMPLES)
+    assert len(batch) > 1
+    torch.manual_seed(0)
+    logits = torch.randn(*batch["input_ids"].shape, 11, dtype=torch.float64)
+    edges = [0, 1, len(batch)]
+    for (start, stop), ranks in zip(
+        pairwise(edges), stage_mini_batches(batch, edges, 4), strict=True
+    ):
+        rows = batch[start:stop]
+        count = int((rows["loss_mask"] != 0).sum())
+        weights = rows["loss_mask"].double() * batch.metadata["loss_mask_divisor"]
+        nll = torch.nn.functional.cross_entropy(
+            logits[start:stop, :-1].mT, rows["labels"][:, 1:], reduction="none"
+        )
+        wanted = float((nll[:, -weights.shape[1] :] * weights).sum()) / count
+        found = plain = 0.0
+        for part in ranks:
+            meta = part.metadata
+            assert meta["num_loss_tokens"] == count
+            own = logits[np.maximum(meta["row_indices"], 0)]
+            total = token_loss(own, part, num_loss_tokens=count)
+            found += float(total)
+            plain += float(token_loss(own, part, num_loss_tokens=meta["loss_mask_divisor"]))
+        assert found == pytest.approx(wanted, rel=1e-6)
+        assert plain == pytest.approx(wanted if normalize_loss else wanted * count, rel=1e-6)
+        wanted_examples = {int(i) for row in rows.metadata["example_indices"] for i in row}
+        assert ranks[0].metadata["num_examples"] == len(wanted_examples)
+        assert ranks[0].metadata["num_tokens"] == int(rows["attention_mask"].sum())
+
+
+@pytest.mark.parametrize("make", ["rollout", "padded"])
+def test_rows_that_were_padded_before_are_dummies_still(make: str) -> None:
+    if make == "rollout":
+        batch = rollout_batch([(1, 2), (2, 3)], list("ab"))
+    else:
+        batch = PaddedCollator(0)([{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2, 3, 4, 5]}])
+    padded = batch.pad_rows(multiple_of=4)
+    [[first], [second]] = stage_mini_batches(padded, [0, 1, 4], 1)
+    assert (first.metadata["num_examples"], first.metadata["num_dummy_rows"]) == (1, 0)
+    assert (second.metadata["num_examples"], second.metadata["num_dummy_rows"]) == (1, 2)
+    assert (first.metadata["num_tokens"], second.metadata["num_tokens"]) == (3, 5)
+    assert second.metadata["row_indices"].tolist() == [1, 2, 3]
+
+
+def test_a_divided_batch_with_a_mini_batch_without_loss_tokens() -> None:
+    batch = rollout_batch([(1, 2)] * 4, list("abbb"), divided=True)
+    batch["loss_mask"][0] = 0
+    [first, _] = stage_mini_batches(batch, [0, 1, 4], 2)
+    for part in first:
+        assert (part.metadata["num_loss_tokens"], part.metadata["loss_mask_divisor"]) == (0, 1)
+        assert (part["loss_mask"] == 0).all()
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def policy_gradient(parts: list[Batch]) -> torch.Tensor:
+    """The sum over ranks and rows of -advantages * log-probabilities, of a toy policy."""
+    generator = torch.Generator().manual_seed(3)
+    table = torch.randn(12, 11, generator=generator, dtype=torch.float64, requires_grad=True)
+    for part in parts:
+        ids = part["input_ids"]
+        width = part["advantages"].shape[1]
+        log_probs = torch.log_softmax(table[ids], dim=-1)
+        chosen = log_probs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0][:, -width:]
+        (-(part["advantages"] * chosen)).sum().backward()
+    assert table.grad is not None
+    return table.grad
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "prompt_mean"])
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize("dp_size", [1, 2, 4, 8])
+def test_gradients_do_not_depend_on_the_ranks(dp_size: int, balance: Any, reduction: str) -> None:
+    """Not even of a mini-batch smaller than dp_size; what pads hold adds nothing."""
+    uids = list("aaabbbbbbbbc") + list("d") * 7
+    batch = rollout_batch(drawn_shape(uids, 7), uids, seed=7)
+    edges = prompt_boundaries(uids)
+    advantages = normalize_advantages(
+        batch["advantages"], batch["loss_mask"], edges, reduction=reduction, uids=uids
+    )
+    batch = Batch({**batch, "advantages": advantages}, batch.metadata)
+    staged = stage_mini_batches(batch, edges, dp_size, balance=balance)
+    for (start, stop), ranks in zip(pairwise(edges.tolist()), staged, strict=True):
+        whole = policy_gradient([batch[start:stop]])
+        assert whole.abs().max() > 1e-3
+        torch.testing.assert_close(policy_gradient(ranks), whole, rtol=1e-10, atol=1e-10)
+
+
+# --- unstage --------------------------------------------------------------------------------------
+
+
+@given(
+    uids=grouped_uids(),
+    dp_size=st.sampled_from([1, 2, 4, 8]),
+    balance=st.sampled_from(BALANCES),
+)
+def test_there_and_back(uids: list[str], dp_size: int, balance: Any) -> None:
+    batch = rollout_batch(drawn_shape(uids, 1), uids)
+    staged = stage_mini_batches(batch, prompt_boundaries(uids), dp_size, balance=balance)
+    tensors = [[part["input_ids"] for part in ranks] for ranks in staged]
+    found = unstage(staged, tensors)
+    assert torch.equal(found, batch["input_ids"])
+    assert found.dtype == torch.int64
+    arrays = unstage(staged, [[t.numpy() for t in ranks] for ranks in tensors])
+    assert isinstance(arrays, np.ndarray)
+    assert np.array_equal(arrays, batch["input_ids"].numpy())
+    lists = unstage(staged, [[part.metadata["uids"] for part in ranks] for ranks in staged])
+    assert lists == uids
+
+
+def test_gradients_flow_back() -> None:
+    batch = rollout_batch([(1, 1)] * 3, list("abc"))
+    staged = stage_mini_batches(batch, [0, 3], 2)
+    outputs = [[torch.ones(2, requires_grad=True) for _ in range(2)]]
+    (unstage(staged, outputs) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert [part.grad.tolist() for part in outputs[0]] == [[1.0, 2.0], [3.0, 0.0]]  # type: ignore[union-attr]
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def test_errors() -> None:
+    batch = rollout_batch([(1, 1)] * 2, list("ab"))
+    with pytest.raises(TypeError, match="batch must be a Batch, got dict; collate first"):
+        stage_mini_batches({}, [0, 2], 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dp_size must be at least 1, got 0; 1 means no data par"):
+        stage_mini_batches(batch, [0, 2], 0)
+    with pytest.raises(ValueError, match=r"balance must be one of 'tokens', .*got 'flops'"):
+        stage_mini_batches(batch, [0, 2], 1, balance="flops")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="boundaries end at 1, but there are 2 rows"):
+        stage_mini_batches(batch, [0, 1], 1)
+    with pytest.raises(
+        ValueError,
+        match=r"balance='tokens' needs the lengths .*, only \['x'\]; pass balance=None",
+    ):
+        stage_mini_batches(Batch({"x": torch.ones(2)}), [0, 2], 1, balance="tokens")
+    [[plain]] = stage_mini_batches(
+        Batch({"x": torch.ones(2)}, {"num_tokens": 9, "num_loss_tokens": 9}), [0, 2], 1
+    )
+    assert plain.metadata.keys() == {"row_indices", "num_examples", "num_dummy_rows"}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "error", "message"),
+    [
+        ([[[1], [2]]], ValueError, r"outputs has 1 mini-batches, staged has 2; give one for each"),
+        ([[[1], [2]], [[3]]], ValueError, r"outputs\[1\] has 1 ranks, staged has 2"),
+        ([[[1], [2, 2]], [[3], [4]]], ValueError, r"outputs\[0\]\[1\] has 2 rows, staged has 1"),
+        ([[[1], (2,)], [[3], [4]]], TypeError, r"outputs\[0\]\[1\] is tuple; give a tensor or"),
+        ([[torch.tensor(1), [2]], [[3], [4]]], TypeError, r"outputs\[0\]\[0\] is Tensor; give"),
+        (
+            [[[1], torch.ones(1)], [[3], [4]]],
+            TypeError,
+            r"outputs\[0\]\[1\] is Tensor, outputs\[0\]\[0\] is list; give all outputs as one kind",
+        ),
+        (
+            [[torch.ones(1, 2), torch.ones(1, 2)], [torch.ones(1, 3), torch.ones(1, 2)]],
+            ValueError,
+            r"outputs\[1\]\[0\] has rows of shape \[3\], outputs\[0\]\[0\] of \[2\]; rows must",
+        ),
+        (
+            [[torch.ones(1), torch.ones(1, device="meta")], [torch.ones(1), torch.ones(1)]],
+            ValueError,
+            r"outputs\[0\]\[1\] is on meta, outputs\[0\]\[0\] on cpu; move all to one device",
+        ),
+    ],
+)
+def test_unstage_errors(outputs: Any, error: type[Exception], message: str) -> None:
+    batch = rollout_batch([(1, 1)] * 3, list("aab"))
+    staged = stage_mini_batches(batch, [0, 2, 3], 2)
+    with pytest.raises(error, match=message):
+        unstage(staged, outputs)
+
+
+def test_unstage_of_other_batches() -> None:
+    batch = rollout_batch([(1, 1)] * 3, list("abc"))
+    staged = stage_mini_batches(batch, [0, 1, 3], 1)
+    with pytest.raises(ValueError, match="row 0 of the batch is missing or there twice"):
+        unstage(staged[1:], [[[1, 2]]])
+    with pytest.raises(ValueError, match="row 1 of the batch is missing or there twice"):
+        unstage([staged[0], *staged], [[[1]], [[1]], [[2, 3]]])
+    with pytest.raises(ValueError, match=r"staged\[0\]\[0\] has no row_indices in its metadata"):
+        unstage([[batch]], [[[1, 2, 3]]])
+    with pytest.raises(ValueError, match="staged is empty; pass what stage_mini_batches returned"):
+        unstage([], [])

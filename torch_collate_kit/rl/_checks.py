@@ -1,0 +1,109 @@
+"""Checks that several modules of this folder share: uids, boundaries, and tensors of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Uids", "checked_boundaries", "checked_tensors", "checked_uids", "wide_dtype"]
+
+Uids = Sequence[Hashable] | np.ndarray | Tensor
+
+
+def checked_uids(uids: Any, num_rows: int | None = None) -> list[Hashable]:
+    """``uids`` as a list of hashables that compare by value; a tensor's are its numbers.
+
+    Raises:
+        TypeError: a string, nothing to iterate over, or a uid that cannot be hashed.
+        ValueError: not one-dimensional, or another number of them than ``num_rows``.
+    """
+    if isinstance(uids, str | bytes) or not isinstance(uids, Iterable):
+        raise TypeError(
+            f"uids must be one uid a row, got {uids!r} of type {type(uids).__name__}; pass a list"
+        )
+    if isinstance(uids, np.ndarray | Tensor):
+        if uids.ndim != 1:
+            raise ValueError(f"uids must be one uid a row, got shape {list(uids.shape)}")
+        keys = uids.tolist()
+    else:
+        # Tensors hash by identity, so two equal ones would be two prompts.
+        keys = [uid.item() if isinstance(uid, Tensor | np.ndarray) else uid for uid in uids]
+    for i, key in enumerate(keys):
+        try:
+            hash(key)
+        except TypeError:
+            raise TypeError(
+                f"the uid of row {i} is {key!r} of type {type(key).__name__}, which cannot be "
+                "hashed; use a string, an int or a tuple"
+            ) from None
+    if num_rows is not None and len(keys) != num_rows:
+        raise ValueError(f"uids has {len(keys)} entries for {num_rows} rows; give one uid a row")
+    return keys
+
+
+def checked_boundaries(boundaries: Any, num_rows: int) -> list[int]:
+    """``boundaries`` as Python ints 0, ..., ``num_rows`` that rise.
+
+    Raises:
+        TypeError: anything but integers.
+        ValueError: they do not start at 0, do not rise, or do not end at ``num_rows``.
+    """
+    way_out = "pass what mini_batch_boundaries(uids, ...) of these rows returned"
+    on_host = boundaries.cpu() if isinstance(boundaries, Tensor) else boundaries
+    edges = np.asarray(on_host)
+    if edges.dtype.kind not in "iu" and edges.size:
+        raise TypeError(f"boundaries must be integers, got {edges.dtype}; {way_out}")
+    if edges.ndim != 1 or len(edges) < 2:
+        raise ValueError(
+            f"boundaries must be one-dimensional with at least 2 entries, got shape "
+            f"{list(edges.shape)}; {way_out}"
+        )
+    numbers: list[int] = edges.tolist()
+    if numbers[0] != 0:
+        raise ValueError(f"boundaries must start at 0, got {numbers[0]}; {way_out}")
+    for i in range(1, len(numbers)):
+        if numbers[i] <= numbers[i - 1]:
+            raise ValueError(
+                f"boundaries must rise, got {numbers[i - 1]} and then {numbers[i]} at entry {i}: "
+                f"a mini-batch has at least one row; {way_out}"
+            )
+    if numbers[-1] != num_rows:
+        raise ValueError(
+            f"boundaries end at {numbers[-1]}, but there are {num_rows} rows; {way_out}"
+        )
+    return numbers
+
+
+def checked_tensors(**tensors: Any) -> None:
+    """All are tensors of the shape of the first, ``[B, A]``.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: not two-dimensional, or of another shape than the first.
+    """
+    first_name, first = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor [B, A], got {type(tensor).__name__}")
+        if tensor.ndim != 2:
+            raise ValueError(
+                f"{name} must be [B, A], one value a response token, got {list(tensor.shape)}"
+            )
+        if tensor.shape != first.shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}, {first_name} has {list(first.shape)}; "
+                "they must be of the same rows and response columns"
+            )
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """What sums are formed in: float64, except where the device has none.
+
+    In float32 the mean of equal rewards can be off by one bit, and that bit divided by
+    ``0 + epsilon`` is an advantage of 0.01 where there is nothing to learn.
+    """
+    return torch.float32 if tensor.device.type == "mps" else torch.float64

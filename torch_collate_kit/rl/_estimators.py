@@ -1,0 +1,85 @@
+"""The arithmetic of the estimators: over groups in NumPy, over tokens in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_collate_kit.errors import DataError
+
+__all__ = ["discounted_returns", "gae", "group_advantages", "whiten"]
+
+
+def group_advantages(
+    scores: np.ndarray, uids: Sequence[Hashable], *, estimator: str, epsilon: float
+) -> np.ndarray:
+    """The advantage of every score within the scores of its uid: float64 [N], as ``scores``.
+
+    In a group of one the deviation is exactly 0, and so is the advantage.
+
+    >>> group_advantages(np.array([1.0, 3.0]), "aa", estimator="rloo", epsilon=1e-6).tolist()
+    [-2.0, 2.0]
+    """
+    numbers: dict[Hashable, int] = {}
+    groups = np.array([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=np.int64)
+    sizes = np.bincount(groups, minlength=len(numbers))
+    means = np.bincount(groups, weights=scores, minlength=len(numbers)) / np.maximum(sizes, 1)
+    deviation = scores - means[groups]
+    others = np.maximum(sizes - 1, 1)
+    if estimator == "grpo":
+        variance = np.bincount(groups, weights=deviation**2, minlength=len(numbers)) / others
+        return deviation / (np.sqrt(variance) + epsilon)[groups]
+    if estimator == "rloo":  # s - (sum - s) / (n - 1), without the difference of large sums
+        return deviation * (sizes / others)[groups]
+    if estimator == "maxrl":
+        if (means < 0).any():
+            group = int(np.flatnonzero(means < 0)[0])
+            raise DataError(
+                f"the mean reward of uid {list(numbers)[group]!r} is {means[group]}: maxrl divides "
+                "by it, which would turn the advantages around; give it rewards of 0 or more, or "
+                'use estimator="grpo"'
+            )
+        return deviation / (means + epsilon)[groups]
+    return deviation
+
+
+def gae(rewards: Tensor, values: Tensor, valid: Tensor, *, gamma: float, lam: float) -> Tensor:
+    """Generalized advantage estimates [B, A], a scan from the right; cells not valid are skipped.
+
+    >>> rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]])
+    >>> gae(rewards, values, torch.tensor([[True, True]]), gamma=1.0, lam=1.0).tolist()
+    [[0.5, 0.5]]
+    """
+    advantages = torch.zeros_like(rewards)
+    next_value = next_advantage = rewards.new_zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        error = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = error + gamma * lam * next_advantage
+        next_value = torch.where(valid[:, t], values[:, t], next_value)
+        next_advantage = torch.where(valid[:, t], advantage, next_advantage)
+        advantages[:, t] = torch.where(valid[:, t], advantage, 0)
+    return advantages
+
+
+def discounted_returns(rewards: Tensor, valid: Tensor, *, gamma: float) -> Tensor:
+    """The discounted sum of the rewards from each cell on [B, A]; cells not valid are skipped.
+
+    >>> discounted_returns(torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool), gamma=0.5).tolist()
+    [[1.75, 1.5, 1.0]]
+    """
+    return gae(rewards, torch.zeros_like(rewards), valid, gamma=gamma, lam=1.0)
+
+
+def whiten(values: Tensor, valid: Tensor, *, epsilon: float) -> Tensor:
+    """``(v - mean) / (std + epsilon)`` over all valid cells, 0 elsewhere; 0 of a single cell.
+
+    >>> whiten(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[True, True, False]]), epsilon=0.5)
+    tensor([[-0.5224,  0.5224,  0.0000]])
+    """
+    picked = values[valid]
+    if len(picked) < 2:
+        return torch.zeros_like(values)
+    return torch.where(valid, (values - picked.mean()) / (picked.std() + epsilon), 0)

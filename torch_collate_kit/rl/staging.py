@@ -1,0 +1,233 @@
+"""A rollout batch cut into mini-batches, each padded by itself and dealt to the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from torch_collate_kit._rows import cat, is_per_row, take
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.packing._checks import checked_choice, checked_int
+from torch_collate_kit.packing.balance import attention_cost, over_ranks
+from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.rl._checks import checked_boundaries
+
+__all__ = ["stage_mini_batches", "unstage"]
+
+
+class _RowCounts(NamedTuple):
+    """int64 [B] each; None where the batch does not say."""
+
+    is_dummy: np.ndarray  # bool: a row that was added before
+    tokens: np.ndarray | None
+    loss_tokens: np.ndarray | None
+    costs: np.ndarray | None
+
+
+def stage_mini_batches(
+    batch: Batch,
+    boundaries: Any,
+    dp_size: int,
+    *,
+    balance: Literal["tokens", "attention"] | None = None,
+) -> list[list[Batch]]:
+    """The rows of every mini-batch and rank: ``staged[mini_batch][dp_rank]``.
+
+    Mini-batch ``m`` has the rows ``boundaries[m]`` to ``boundaries[m + 1]``, and nothing changes
+    that: it is padded by itself, with zero-loss rows (``Batch.pad_rows``), until ``dp_size``
+    divides it, then cut into equal runs. Every rank gets as many rows as the others, even of a
+    mini-batch smaller than ``dp_size``.
+
+    A staged batch is a part of its mini-batch as a rank's batch is a part of the collated one
+    (docs/contract.md): same width, and metadata that is not per row speaks of the mini-batch over
+    all ranks. ``num_loss_tokens``, ``num_examples``, ``num_tokens`` and ``num_dummy_rows`` are
+    counted anew (the first where there is a ``loss_mask``, ``num_tokens`` where lengths are known).
+    A ``loss_mask`` that was divided is multiplied so that it is divided by its mini-batch's
+    ``num_loss_tokens``, and ``loss_mask_divisor`` says so: a plain sum is the token mean of the
+    mini-batch, and ``token_loss(..., num_loss_tokens=metadata["num_loss_tokens"])`` too.
+
+    Row metadata goes with the rows; what pads hold there, ``Batch.pad_rows`` says (uids repeat the
+    first row's, ``is_last_step`` is True). ``metadata["row_indices"]`` is added, int64: the row of
+    ``batch`` that each row was, -1 for pads; :func:`unstage` reads it.
+
+    With ``balance`` rows are dealt to the ranks so that their tokens, or their attention cost
+    (linear plus quadratic), are even, and the i-th rows of all ranks are about as long; pads count
+    0 and go to different ranks. Row lengths are ``sub_seq_lengths``, else of ``attention_mask``.
+    Without, rows keep their order.
+
+    Advantages are computed and normalized before: the rows of a group or of a trajectory may go to
+    different ranks, and with ``balance`` in another order.
+
+    Fields are views of ``batch`` where nothing was added, moved or multiplied, else copies.
+
+    Raises:
+        ValueError: boundaries that do not run from 0, rising, to ``len(batch)``, an unknown
+            ``balance``, or balance without lengths.
+        TypeError: not a Batch, or not integers.
+
+    >>> import torch
+    >>> batch = Batch({"input_ids": torch.arange(5)[:, None]}, {"uids": ["a", "a", "b", "c", "c"]})
+    >>> staged = stage_mini_batches(batch, [0, 3, 5], dp_size=2)
+    >>> [[part.metadata["row_indices"].tolist() for part in ranks] for ranks in staged]
+    [[[0, 1], [2, -1]], [[3], [4]]]
+    """
+    if not isinstance(batch, Batch):
+        raise TypeError(f"batch must be a Batch, got {type(batch).__name__}; collate first")
+    checked_int("dp_size", dp_size, hint="1 means no data parallelism")
+    checked_choice("balance", balance, ("tokens", "attention", None))
+    edges = checked_boundaries(boundaries, len(batch))
+    counts = _row_counts(batch, balance)
+    return [_stage(batch, a, b, dp_size, counts) for a, b in pairwise(edges)]
+
+
+def unstage(staged: Sequence[Sequence[Batch]], outputs: Sequence[Sequence[Any]]) -> Any:
+    """What the ranks computed, in the order of the rows that were staged, without the pads.
+
+    ``outputs[mini_batch][dp_rank]`` has a row for every row of ``staged[mini_batch][dp_rank]``: a
+    tensor or ndarray, rows first, or a list. All are of one kind; so is the result, a copy (for
+    tensors one that gradients flow through).
+
+    Raises:
+        ValueError: other numbers of mini-batches, ranks or rows, shapes or devices that differ, or
+            staged batches that are not all of those that ``stage_mini_batches`` returned.
+        TypeError: outputs of another kind, or of several.
+
+    >>> import torch
+    >>> batch = Batch({"input_ids": torch.arange(3)[:, None]})
+    >>> staged = stage_mini_batches(batch, [0, 3], dp_size=2)
+    >>> unstage(staged, [[part["input_ids"] * 10 for part in ranks] for ranks in staged]).tolist()
+    [[0], [10], [20]]
+    """
+    parts: list[Any] = []
+    rows: list[np.ndarray] = []
+    _check_length("outputs", len(outputs), len(staged), "mini-batches")
+    for m, (ranks, of_ranks) in enumerate(zip(staged, outputs, strict=True)):
+        _check_length(f"outputs[{m}]", len(of_ranks), len(ranks), "ranks")
+        for r, (part, output) in enumerate(zip(ranks, of_ranks, strict=True)):
+            name = f"outputs[{m}][{r}]"
+            if "row_indices" not in part.metadata:
+                raise ValueError(
+                    f"staged[{m}][{r}] has no row_indices in its metadata; pass what "
+                    "stage_mini_batches returned"
+                )
+            if not is_per_row(output) or isinstance(output, Ragged):
+                raise TypeError(
+                    f"{name} is {type(output).__name__}; give a tensor or ndarray with rows first, "
+                    "or a list with one entry a row"
+                )
+            _check_length(name, len(output), len(part), "rows")
+            if parts:
+                _check_alike(name, output, parts[0])
+            parts.append(output)
+            rows.append(part.metadata["row_indices"])
+    if not parts:
+        raise ValueError("staged is empty; pass what stage_mini_batches returned")
+    row_of = np.concatenate(rows)
+    kept = np.flatnonzero(row_of >= 0)
+    order = kept[np.argsort(row_of[kept], kind="stable")]
+    if not np.array_equal(row_of[order], np.arange(len(order))):
+        odd = int(np.flatnonzero(row_of[order] != np.arange(len(order)))[0])
+        raise ValueError(
+            f"row {odd} of the batch is missing or there twice among the staged rows; pass every "
+            "mini-batch of one stage_mini_batches call, and no other"
+        )
+    return take(cat(parts), order)
+
+
+def _stage(batch: Batch, start: int, stop: int, dp_size: int, counts: _RowCounts) -> list[Batch]:
+    whole = batch[start:stop]
+    fields = dict(whole)
+    metadata = {**whole.metadata, "row_indices": np.arange(start, stop, dtype=np.int64)}
+    is_dummy = counts.is_dummy[start:stop]
+    metadata["num_dummy_rows"] = int(is_dummy.sum())
+    metadata["num_examples"] = _num_examples(whole, is_dummy)
+    metadata.pop("num_tokens", None)
+    metadata.pop("num_loss_tokens", None)
+    if counts.tokens is not None:
+        metadata["num_tokens"] = int(counts.tokens[start:stop].sum())
+    if counts.loss_tokens is not None:
+        number = int(counts.loss_tokens[start:stop].sum())
+        metadata["num_loss_tokens"] = number
+        old_divisor = metadata.get("loss_mask_divisor", 1)
+        if old_divisor != 1:  # normalize_loss=False, or a batch with at most one loss token
+            metadata["loss_mask_divisor"] = max(number, 1)
+            fields["loss_mask"] = whole["loss_mask"] * (old_divisor / max(number, 1))
+    mini = Batch(fields, metadata).pad_rows(multiple_of=dp_size)
+    mini.metadata["row_indices"][stop - start :] = -1
+    if counts.costs is not None:
+        costs = np.zeros(len(mini), dtype=np.int64)
+        costs[: stop - start] = counts.costs[start:stop]
+        mini = mini.select(over_ranks(costs, len(mini), dp_size, keep_order=False))
+    return mini.chunk(dp_size)
+
+
+def _num_examples(rows: Batch, is_dummy: np.ndarray) -> int:
+    pieces = rows.metadata.get("example_indices")  # a packed row holds several examples
+    if isinstance(pieces, Ragged):
+        return len(np.unique(np.asarray(pieces.to("cpu").values)))
+    return int((~is_dummy).sum())
+
+
+def _row_counts(batch: Batch, balance: str | None) -> _RowCounts:
+    """Read the device once for all mini-batches."""
+    is_dummy = np.zeros(len(batch), dtype=bool)
+    if "response_mask" in batch:
+        is_dummy |= ~_nonzero_cells(batch["response_mask"]).astype(bool)
+    tokens = costs = None
+    lengths = batch.get("sub_seq_lengths")
+    if isinstance(lengths, Ragged):
+        on_host = lengths.to("cpu")
+        is_dummy |= on_host.lengths == 0
+        pieces = np.asarray(on_host.values, dtype=np.int64)
+        tokens = _row_sums(pieces, on_host.offsets)
+        costs = _row_sums(attention_cost(pieces), on_host.offsets)
+    elif "attention_mask" in batch:
+        tokens = np.where(is_dummy, 0, _nonzero_cells(batch["attention_mask"]))
+        costs = attention_cost(tokens)
+    if balance == "tokens":
+        costs = tokens
+    if balance is not None and costs is None:
+        raise ValueError(
+            f"balance={balance!r} needs the lengths of the rows, but the batch has neither "
+            f"sub_seq_lengths nor attention_mask, only {list(batch)}; pass balance=None"
+        )
+    loss_tokens = _nonzero_cells(batch["loss_mask"]) if "loss_mask" in batch else None
+    return _RowCounts(is_dummy, tokens, loss_tokens, costs if balance else None)
+
+
+def _nonzero_cells(field: Tensor) -> np.ndarray:
+    return (field != 0).flatten(1).sum(dim=1).cpu().numpy()
+
+
+def _row_sums(pieces: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    sums = np.concatenate([[0], np.cumsum(pieces)])
+    return sums[offsets[1:]] - sums[offsets[:-1]]
+
+
+def _check_length(name: str, found: int, wanted: int, what: str) -> None:
+    if found != wanted:
+        raise ValueError(f"{name} has {found} {what}, staged has {wanted}; give one for each")
+
+
+def _check_alike(name: str, output: Any, first: Any) -> None:
+    if type(output) is not type(first):
+        raise TypeError(
+            f"{name} is {type(output).__name__}, outputs[0][0] is {type(first).__name__}; give "
+            "all outputs as one kind"
+        )
+    if isinstance(output, list):
+        return
+    if output.shape[1:] != first.shape[1:]:
+        raise ValueError(
+            f"{name} has rows of shape {list(output.shape[1:])}, outputs[0][0] of "
+            f"{list(first.shape[1:])}; rows must have one shape, or be given as lists"
+        )
+    if isinstance(output, Tensor) and output.device != first.device:
+        raise ValueError(
+            f"{name} is on {output.device}, outputs[0][0] on {first.device}; move all to one "
+            "device, for instance with .cpu()"
+        )
