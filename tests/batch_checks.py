@@ -107,7 +107,7 @@ def same_value(value: Any, other: Any) -> bool:
         return value.dtype == other.dtype and np.array_equal(value, other)
     if isinstance(value, Mapping):
         return list(value) == list(other) and all(same_value(value[k], other[k]) for k in value)
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         pairs = zip(value, other, strict=False)
         return len(value) == len(other) and all(same_value(a, b) for a, b in pairs)
     return bool(value == other)

@@ -209,6 +209,9 @@ def rollout_batch(
     for key, name in (("uid", "uids"), ("is_last_step", "is_last_step")):
         if key in rollouts[0]:
             batch["metadata"][name] = [rollout[key] for rollout in rollouts]
+    if any(rollout.get("pixel_values") is not None for rollout in rollouts):
+        for name in ("pixel_values", "image_grid_thw"):  # ragged: those of a row, or none
+            batch[name] = [rollout[name] or [] for rollout in rollouts]
     return batch
 
 

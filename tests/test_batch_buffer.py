@@ -50,6 +50,29 @@ def test_allocate_carves_every_dtype() -> None:
     assert batch.metadata == {"uids": ["a", "b", "c"]}
 
 
+def test_allocate_carves_ragged_fields_of_more_dimensions() -> None:
+    offsets = np.array([0, 2, 2, 5])
+    specs: dict[str, Any] = {
+        "before": ((3, 1), torch.int64),
+        "patches": ((offsets, 4), torch.float32),
+        "blocks": ((offsets, 2, 3), torch.int16),
+        "after": (offsets, torch.int64),
+    }
+    batch = Batch.allocate(specs)
+    for value, tensor in enumerate(tensors_of(batch)):
+        tensor.fill_(value)
+    assert [list(t.shape) for t in tensors_of(batch)] == [[3, 1], [5, 4], [5, 2, 3], [5]]
+    for value, tensor in enumerate(tensors_of(batch)):
+        assert (tensor == value).all()
+    assert batch["blocks"][2].shape == (3, 2, 3)
+    assert batch["patches"].lengths.tolist() == [2, 0, 3]
+    for part, size in ((batch[1:], 3), (batch[:2], 2), (batch[1:2], 0)):  # gathered
+        sent = pickle.loads(pickle.dumps(part))
+        assert sent == part
+        assert sent["blocks"].values.shape == (size, 2, 3)
+        assert len(storages_of(sent)) == 1
+
+
 class _Copies(TorchFunctionMode):
     """Names the functions called that copy data (a dispatch mode would import all of dynamo)."""
 

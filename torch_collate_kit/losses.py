@@ -96,9 +96,8 @@ def token_loss(
     _check_types(logits, batch_or_labels, num_loss_tokens)
     if isinstance(batch_or_labels, Batch):
         batch: Batch | None = batch_or_labels
-        # a batch of rollouts has no labels: its mask alone says what is trained
-        labels = batch_or_labels["labels" if "labels" in batch_or_labels else "input_ids"]
         mask = batch_or_labels["loss_mask"]
+        labels = _labels(batch_or_labels, mask)
         response_length = mask.shape[1]
         divisor = batch_or_labels.metadata.get("loss_mask_divisor", 1)
     else:
@@ -122,6 +121,15 @@ def token_loss(
     if batch is not None and return_per_token_outputs:
         return loss, _per_token_outputs(batch, nll)
     return loss
+
+
+def _labels(batch: Batch, mask: Tensor) -> Tensor:
+    """Of a batch of rollouts, which has none: its ids where the mask is not 0."""
+    if "labels" in batch:
+        return batch["labels"]
+    ids: Tensor = batch["input_ids"]
+    hidden = ids.shape[1] - mask.shape[1]
+    return torch.where(F.pad(mask, (hidden, 0)) != 0, ids, IGNORE_INDEX)
 
 
 def _token_nll(logits: Tensor, targets: Tensor) -> Tensor:

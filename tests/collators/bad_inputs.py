@@ -9,11 +9,22 @@ import numpy as np
 import torch
 
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.packing import ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
 
 GOOD = {"input_ids": [5, 6, 7]}
+ROLLOUT = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "rewards": 1.0, "loss_mask": [1, 1, 1]}
+COLUMNS = {
+    "prompt_ids": [[5, 6], [5]],
+    "response_ids": [[7], [8]],
+    "rewards": [1.0, 0.0],
+    "loss_mask": [[1], [1]],
+}
+ROUTES = np.arange(20).reshape(5, 2, 2)  # 5 tokens, 2 layers, 2 experts
+IMAGE = {"pixel_values": np.ones((4, 3)), "image_grid_thw": [[1, 2, 2]]}
+NO_IMAGE = {"pixel_values": None, "image_grid_thw": None}
+NAN = float("nan")
 
 
 class _NoPad:
@@ -41,6 +52,100 @@ def _example(**keys: Any) -> Callable[[], Any]:
 def _padded(*examples: Any, **settings: Any) -> Callable[[], Any]:
     return lambda: PaddedCollator(0, **settings)(list(examples))
 
+
+def _rollouts(*examples: Any, **settings: Any) -> Callable[[], Any]:
+    return lambda: RolloutCollator(0, **settings)(list(examples))
+
+
+def _rollout(**keys: Any) -> Callable[[], Any]:
+    """A good rollout, then one of which these entries are wrong."""
+    good = {"logprobs": [-1, -1, -1], "advantages": 1.0, "uid": "a", "is_last_step": True}
+    good |= {"rollout_expert_indices": ROUTES, **IMAGE}
+    first = {**ROLLOUT, **{key: good[key] for key in keys if key in good}}
+    return _rollouts(first, {**ROLLOUT, **keys})
+
+
+def _without(*keys: str) -> Callable[[], Any]:
+    return _rollouts({key: value for key, value in ROLLOUT.items() if key not in keys})
+
+
+def _packed_rollouts(*examples: Any, **settings: Any) -> Callable[[], Any]:
+    return lambda: PackedCollator(0, **{"max_tokens": 8, **settings})(list(examples))
+
+
+ROLLOUT_INPUTS = [
+    BadInput("no `rewards`", _without("rewards")),
+    BadInput("no `prompt_ids` and no `loss_mask`", _without("prompt_ids", "loss_mask")),
+    BadInput("no `response_ids`", _without("response_ids")),
+    BadInput("an empty response", _rollout(response_ids=[], loss_mask=[])),
+    BadInput("an empty prompt", _rollout(prompt_ids=[])),
+    BadInput("a negative id in a response", _rollout(response_ids=[7, -1, 9])),
+    BadInput("a prompt that is None", _rollout(prompt_ids=None)),
+    BadInput("rewards of some tokens", _rollout(rewards=[0.5, 1.0])),
+    BadInput("a list of one reward", _rollout(rewards=[1.0])),
+    BadInput("advantages of some tokens", _rollout(advantages=[0.5, 1.0])),
+    BadInput("a response mask of all tokens", _rollout(loss_mask=[0, 0, 1, 1, 1])),
+    BadInput("a `loss_mask` that is one number", _rollout(loss_mask=1)),
+    BadInput("log-probs of some tokens", _rollout(logprobs=[-0.5, -1.0])),
+    BadInput("log-probs that are one number", _rollout(logprobs=-0.5)),
+    BadInput("a reward that is NaN", _rollout(rewards=NAN)),
+    BadInput("a reward of a token that is NaN", _rollout(rewards=torch.tensor([0, NAN, 1]))),
+    BadInput("a reward over float32", _rollout(rewards=1e39)),
+    BadInput("a log-prob of -inf", _rollout(logprobs=[-1.0, -np.inf, -1.0])),
+    BadInput("an advantage that is NaN", _rollout(advantages=NAN)),
+    BadInput("a response weight that is NaN", _rollout(loss_mask=[1, NAN, 1])),
+    BadInput("a negative response weight", _rollout(loss_mask=[1, -1, 1])),
+    BadInput("a reward that is None", _rollout(rewards=None)),
+    BadInput("a reward that is a string", _rollout(rewards="1.0")),
+    BadInput("a complex reward", _rollout(rewards=torch.tensor(1j))),
+    BadInput("rewards of strings", _rollout(rewards=["a", "b", "c"])),
+    BadInput("rewards in an object array", _rollout(rewards=np.array([1, None, 1]))),
+    BadInput("nested rewards", _rollout(rewards=[[1.0], [0.0], [0.0]])),
+    BadInput("2-D rewards", _rollout(rewards=np.ones((1, 3)))),
+    BadInput("rewards on the meta device", _rollout(rewards=torch.ones(3, device="meta"))),
+    BadInput("`log_probs` for `logprobs`", _rollouts({**ROLLOUT, "log_probs": [-1, -1, -1]})),
+    BadInput("`advantage` for `advantages`", _rollouts({**ROLLOUT, "advantage": 1.0})),
+    BadInput("a `uid` of some rollouts", _rollouts({**ROLLOUT, "uid": "a"}, ROLLOUT)),
+    BadInput("a `uid` that is None", _rollout(uid=None)),
+    BadInput("a `uid` that pandas found missing", _rollout(uid=NAN)),
+    BadInput("a `uid` that is an array", _rollout(uid=np.array([1, 2]))),
+    BadInput("`is_last_step` that is a string", _rollout(is_last_step="True")),
+    BadInput("routes of more tokens", _rollout(rollout_expert_indices=np.tile(ROUTES, (2, 1, 1)))),
+    BadInput("routes of another `top_k`", _rollout(rollout_expert_indices=ROUTES[..., :1])),
+    BadInput("2-D routes", _rollout(rollout_expert_indices=ROUTES[0])),
+    BadInput("routes that are None", _rollout(rollout_expert_indices=None)),
+    BadInput("float routes", _rollout(rollout_expert_indices=ROUTES / 2)),
+    BadInput("an uneven list of routes", _rollout(rollout_expert_indices=[[[1, 2], [3]]])),
+    BadInput(
+        "routes without experts", _rollouts({**ROLLOUT, "rollout_expert_indices": ROUTES[:, :, :0]})
+    ),
+    BadInput("an expert over int16", _rollout(rollout_expert_indices=ROUTES + 40_000)),
+    BadInput("pixels without a grid", _rollouts({**ROLLOUT, "pixel_values": np.ones((4, 3))})),
+    BadInput("a grid that is None", _rollout(**{**IMAGE, "image_grid_thw": None})),
+    BadInput("3-D pixels", _rollout(**{**IMAGE, "pixel_values": np.ones((1, 4, 3))})),
+    BadInput("integer pixels", _rollout(**{**IMAGE, "pixel_values": np.ones((4, 3), dtype=int)})),
+    BadInput("patches of another size", _rollout(**{**IMAGE, "pixel_values": np.ones((4, 5))})),
+    BadInput("a grid of other patches", _rollout(**{**IMAGE, "image_grid_thw": [[1, 2, 3]]})),
+    BadInput("a grid with a 0", _rollout(**{**IMAGE, "image_grid_thw": [[1, 2, 2], [1, 1, 0]]})),
+    BadInput(
+        "a rollout column of another length", lambda: RolloutCollator(0)({**COLUMNS, "uid": ["a"]})
+    ),
+    BadInput("a number as a column", lambda: RolloutCollator(0)({**COLUMNS, "rewards": 1.0})),
+    BadInput("one rollout without its list", lambda: RolloutCollator(0)(ROLLOUT)),
+    BadInput("a rollout that is not a mapping", _rollouts([5, 6, 7])),
+    BadInput("no rollouts", _rollouts()),
+    BadInput("examples with `input_ids` in RolloutCollator", _rollouts(GOOD)),
+    BadInput("rollouts in PaddedCollator", _padded(ROLLOUT)),
+    BadInput("a `max_seq_len` of 0", lambda: RolloutCollator(0, max_seq_len=0)),
+    BadInput("packed rollouts with images", _packed_rollouts({**ROLLOUT, **IMAGE})),
+    BadInput("packed rollouts as model inputs", _packed_rollouts(ROLLOUT, model_inputs=True)),
+    BadInput(
+        "packed rollouts to truncate",
+        _packed_rollouts({**ROLLOUT, "prompt_ids": [5] * 9}, overflow="truncate"),
+    ),
+    BadInput("packed rollouts over a row", _packed_rollouts({**ROLLOUT, "prompt_ids": [5] * 9})),
+    BadInput("packed rollouts without `prompt_ids`", _packed_rollouts({"response_ids": [5]})),
+]
 
 BAD_INPUTS = [
     BadInput("an empty list of examples", _collated()),
@@ -109,6 +214,7 @@ BAD_INPUTS = [
     BadInput("an attention that is not known", lambda: _batch().model_inputs("flash")),
     BadInput("rows that do not divide", lambda: _batch().chunk(2)),
     BadInput("a row by its number", lambda: _batch()[0]),
+    *ROLLOUT_INPUTS,
 ]
 
 

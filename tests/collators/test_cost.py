@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from torch_collate_kit import _host_memory
-from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.packing import pack
 from torch_collate_kit.packing.plan import PackingPlan
@@ -29,6 +29,23 @@ def columns_of(num_examples: int, *, longest: int = 300) -> dict[str, Ragged]:
     return {
         "input_ids": Ragged.from_lengths(flat, lengths),
         "loss_mask": Ragged.from_lengths((flat % 3 > 0).astype(np.int8), lengths),
+    }
+
+
+def rollout_columns_of(num_examples: int) -> dict[str, Any]:
+    """The tokens of ``columns_of`` as responses, each to a prompt of one token."""
+    columns = columns_of(num_examples)
+    ids, mask = columns["input_ids"], columns["loss_mask"]
+    prompts = Ragged(ids.values, np.arange(num_examples + 1))
+    values = Ragged(-mask.values.astype(np.float32), mask.offsets)
+    return {
+        "prompt_ids": prompts,
+        "response_ids": ids,
+        "loss_mask": mask,
+        "logprobs": values,
+        "rewards": np.ones(num_examples),
+        "uid": [str(i // 8) for i in range(num_examples)],
+        "is_last_step": np.ones(num_examples, dtype=bool),
     }
 
 
@@ -58,17 +75,19 @@ class Planned(PackedCollator):
 
 
 PLANS: dict[int, PackingPlan] = {}
-COLLATORS: dict[str, Callable[[], Any]] = {
-    "packed": lambda: Planned(0, max_tokens=512),
-    "padded": lambda: PaddedCollator(0),
+COLLATORS: dict[str, tuple[Callable[[], Any], Callable[[int], Any]]] = {
+    "packed": (lambda: Planned(0, max_tokens=512), columns_of),
+    "padded": (lambda: PaddedCollator(0), columns_of),
+    "rollouts": (lambda: RolloutCollator(0), rollout_columns_of),
 }
 
 
 @pytest.mark.parametrize("name", COLLATORS)
 def test_calls_do_not_grow_with_the_batch(name):
-    collate = COLLATORS[name]()
-    few, many = (num_calls(lambda n=n: collate(columns_of(n))) for n in (1000, 6000))
-    few_made, many_made = (num_calls(lambda n=n: columns_of(n)) for n in (1000, 6000))
+    make, columns = COLLATORS[name]
+    collate = make()
+    few, many = (num_calls(lambda n=n: collate(columns(n))) for n in (1000, 6000))
+    few_made, many_made = (num_calls(lambda n=n: columns(n)) for n in (1000, 6000))
     assert few - few_made > 50, "nothing was counted"
     assert many - many_made <= few - few_made + 100  # for blocks of memory that are used again
     assert many - many_made < 1000
@@ -94,7 +113,8 @@ def test_calls_of_reading_are_few():
 @pytest.mark.parametrize("name", COLLATORS)
 def test_memory_is_little_more_than_the_fields(name, monkeypatch):
     monkeypatch.setattr(_host_memory, "_kept", {})
-    collate, columns = COLLATORS[name](), columns_of(1000)
+    make, columns_of_batch = COLLATORS[name]
+    collate, columns = make(), columns_of_batch(1000)
     collate(columns)
     monkeypatch.setattr(_host_memory, "_kept", {})
     tracemalloc.start()

@@ -26,7 +26,7 @@ def raw_columns(examples: Examples, known: Sequence[str], ids: str, hint: str) -
             )
         raw = {key: examples[key] for key in known if key in examples}
     elif is_sequence(examples):
-        raw = _transpose(examples, known)
+        raw = _transpose(examples, known, ids)
     else:
         raise TypeError(
             "examples must be a list of mappings or a mapping of columns, got "
@@ -35,9 +35,17 @@ def raw_columns(examples: Examples, known: Sequence[str], ids: str, hint: str) -
         )
     if ids not in raw:
         given = sorted(map(str, first_keys(examples)))
-        if ids == "input_ids" and "prompt_ids" in given:
-            hint = "rollouts go into RolloutCollator"
+        if ids == "input_ids" and {"prompt_ids", "response_ids"} & set(given):
+            hint = "rollouts go into RolloutCollator, or into PackedCollator without a sampler"
+        if ids == "response_ids" and "input_ids" in given:
+            hint += "; examples with input_ids go into PaddedCollator"
         raise DataError(f"no {ids} in example 0, got keys {given}; {hint}")
+    for key, column in raw.items():
+        if not hasattr(column, "__len__") or getattr(column, "ndim", 1) == 0:
+            raise DataError(
+                f"column {key} is {type(column).__name__}, which has no rows; a mapping is taken "
+                "as columns, with an entry an example"
+            )
     num_examples = len(raw[ids])
     if not num_examples:
         raise DataError("the batch is empty (0 examples); give at least one")
@@ -63,7 +71,9 @@ def _is_one_example(column: Any) -> bool:
     )
 
 
-def _transpose(examples: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
+def _transpose(
+    examples: Sequence[Mapping[str, Any]], names: Sequence[str], ids: str
+) -> dict[str, list[Any]]:
     if not len(examples):
         raise DataError("the batch is empty (0 examples); give at least one")
     if set(map(type, examples)) != {dict}:
@@ -71,7 +81,7 @@ def _transpose(examples: Sequence[Mapping[str, Any]], names: Sequence[str]) -> d
             if not isinstance(example, Mapping):
                 raise DataError(
                     f"example {i} is a {type(example).__name__}; an example is a mapping with "
-                    "input_ids (of a pandas row pass row.to_dict())"
+                    f"{ids} (of a pandas row pass row.to_dict())"
                 )
     first = examples[0].keys()
     known = [key for key in names if key in first]
@@ -93,6 +103,6 @@ def is_sequence(value: Any) -> bool:
 def one_value(value: Any) -> Any:
     """The number in a NumPy scalar, or in an array or tensor of one entry."""
     if isinstance(value, Tensor):
-        value = value.numpy(force=True)
+        return value.item() if value.numel() == 1 and not value.is_meta else value
     single = isinstance(value, np.generic | np.ndarray) and value.size == 1
     return value.item() if single else value

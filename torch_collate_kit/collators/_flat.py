@@ -28,15 +28,15 @@ def int_column(name: str, column: Any) -> Ragged:
     return _column(name, column, "q", "iu", advice)
 
 
-def weight_column(name: str, column: Any) -> Ragged:
-    return _column(name, column, "d", "iufb", "give 0/1 or weights")
+def weight_column(name: str, column: Any, advice: str = "give 0/1 or weights") -> Ragged:
+    return _column(name, column, "d", "iufb", advice)
 
 
 def _column(name: str, column: Any, typecode: str, kinds: str, advice: str) -> Ragged:
     """Flat values of a NumPy dtype of these kinds, and offsets from 0 on."""
     if isinstance(column, Ragged):
         values = column.flat_values
-        flat = values if isinstance(values, np.ndarray) else tensor_to_numpy(values)
+        flat = values if isinstance(values, np.ndarray) else tensor_to_numpy(name, None, values)
         if flat.ndim != 1:
             raise DataError(f"column {name} has {flat.ndim}-D values; a column holds flat rows")
         rows, offsets = [flat], column.offsets - column.offsets[0]
@@ -44,7 +44,8 @@ def _column(name: str, column: Any, typecode: str, kinds: str, advice: str) -> R
         types = set(map(type, column))
         if types == {list}:
             return _from_lists(name, column, typecode)
-        joined = _joined(column, kinds) if types == {np.ndarray} else None
+        # a pandas column has labels, not places
+        joined = _joined(list(column), kinds) if types == {np.ndarray} else None
         if joined is not None:
             return joined
         rows = [_as_array(name, i, row, typecode) for i, row in enumerate(column)]
@@ -96,7 +97,7 @@ def _from_lists(name: str, rows: Sequence[list[Any]], typecode: str, first: int 
 
 def _as_array(name: str, index: int, row: Any, typecode: str) -> np.ndarray:
     if isinstance(row, Tensor):
-        row = tensor_to_numpy(row)
+        row = tensor_to_numpy(name, index, row)
     elif is_sequence(row):
         return _from_lists(name, [list(row)], typecode, index).values
     elif not isinstance(row, np.ndarray):
@@ -107,14 +108,22 @@ def _as_array(name: str, index: int, row: Any, typecode: str) -> np.ndarray:
     if row.ndim != 1:
         raise DataError(
             f"example {index}: {name} is {row.ndim}-D with shape {row.shape}; an example is one "
-            "flat row, take it out of its batch first (ids[0])"
+            f"flat row, take it out of its batch first ({name}[0])"
         )
     return row
 
 
-def tensor_to_numpy(tensor: Tensor) -> np.ndarray:
-    tensor = tensor.detach().cpu()
-    return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+def tensor_to_numpy(name: str, index: int | None, tensor: Tensor) -> np.ndarray:
+    """A tensor of any dtype and device; floats as float32. No ``index``: it is the whole column."""
+    try:
+        values = tensor.detach().cpu()
+        return (values.float() if values.is_floating_point() else values).numpy()
+    except (NotImplementedError, TypeError):  # a meta or sparse tensor
+        where = f"column {name}" if index is None else f"example {index}: {name}"
+        raise DataError(
+            f"{where} is a tensor of layout {tensor.layout} on device {tensor.device}; give a "
+            "dense one that holds its values"
+        ) from None
 
 
 def _bad_entry(name: str, index: int, row: list[Any], typecode: str) -> DataError:

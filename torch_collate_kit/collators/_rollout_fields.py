@@ -128,7 +128,8 @@ class PackedRollouts:
     def __init__(self, grid: Grid, rollouts: Rollouts, tokens: Mover) -> None:
         names = [name for name in rollouts.fields if name != "loss_mask"]
         self._tokens, self._responses = tokens, ResponseFields(grid, rollouts, names)
-        self.num_loss_tokens, self.num_actions = tokens.num_loss_tokens, tokens.num_actions
+        self.num_loss_tokens = tokens.num_loss_tokens
+        self.num_actions = rollouts.response_ids.lengths[grid.examples]
 
     def specs(self, response_length: int) -> dict[str, Any]:
         """As ``Mover.specs``."""

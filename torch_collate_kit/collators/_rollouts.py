@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from torch_collate_kit.collators._columns import Columns
-from torch_collate_kit.collators._examples import Examples, first_keys, one_value, raw_columns
+from torch_collate_kit.collators._examples import (
+    Examples,
+    first_keys,
+    is_sequence,
+    one_value,
+    raw_columns,
+)
 from torch_collate_kit.collators._flat import int_column, tensor_to_numpy, weight_column
+from torch_collate_kit.collators._rollout_arrays import IMAGES, image_columns, route_column
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 
@@ -27,9 +35,7 @@ _RESPONSE_FIELDS = {
 }
 _REQUIRED = ("prompt_ids", "response_ids", "rewards", "loss_mask")
 _PER_ROLLOUT = ("uid", "is_last_step")
-_IMAGES = ("pixel_values", "image_grid_thw")
-_KNOWN = (*_REQUIRED, "logprobs", "advantages", *_PER_ROLLOUT, "rollout_expert_indices", *_IMAGES)
-_MOST_EXPERTS = np.iinfo(np.int16).max
+_KNOWN = (*_REQUIRED, "logprobs", "advantages", *_PER_ROLLOUT, "rollout_expert_indices", *IMAGES)
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Rollouts:
     response_ids: Ragged
     fields: dict[str, Ragged]  # float32, one value a response token, by the name in a batch
     expert_indices: Ragged | None  # int16 [tokens with a route, layers, top_k]
-    images: dict[str, Ragged]  # pixel_values float32 [patches, dim], image_grid_thw int64 [n, 3]
+    images: dict[str, Ragged]  # pixel_values [patches, dim], image_grid_thw [n, 3], of any dtype
     per_rollout: dict[str, list[Any]]  # uids, is_last_step
 
     @cached_property
@@ -49,20 +55,26 @@ class Rollouts:
         return self.prompt_ids.lengths + self.response_ids.lengths
 
     def as_columns(self) -> Columns:
-        """As SFT examples with the mask of their last tokens; the tokens are copied."""
-        pairs = zip(self.prompt_ids, self.response_ids, strict=True)
-        tokens = np.concatenate([part for pair in pairs for part in pair])
-        counts = self.response_ids.lengths
-        ids = Ragged.from_lengths(tokens, self.lengths)
-        return Columns(ids, self.lengths, "loss_mask", self.fields["loss_mask"], counts)
+        """As SFT examples with a mask of all their tokens: copies."""
+        loss_mask, counts = self.fields["loss_mask"], self.prompt_ids.lengths
+        untrained = Ragged.from_lengths(np.zeros(int(counts.sum()), np.float32), counts)
+        ids, mask = (
+            Ragged.from_lengths(np.concatenate([*chain(*zip(a, b, strict=True))]), self.lengths)
+            for a, b in ((self.prompt_ids, self.response_ids), (untrained, loss_mask))
+        )
+        return Columns(ids, self.lengths, "loss_mask", mask, None)
 
 
 def are_rollouts(examples: Examples) -> bool:
-    """Whether the examples come as prompt and response."""
-    if isinstance(examples, Mapping):
-        return "prompt_ids" in examples
-    is_list = isinstance(examples, Sequence) and len(examples) > 0
-    return is_list and isinstance(examples[0], Mapping) and "prompt_ids" in examples[0]
+    """Whether the examples come as prompt and response; with ``input_ids`` too, as a whole."""
+    if not isinstance(examples, Mapping) and (not is_sequence(examples) or not len(examples)):
+        return False
+    keys = first_keys(examples)
+    if not isinstance(keys, Mapping):
+        return False
+    if "input_ids" in keys:
+        return all(key in keys for key in _REQUIRED)
+    return "prompt_ids" in keys or "response_ids" in keys
 
 
 def read_rollouts(examples: Examples) -> Rollouts:
@@ -87,8 +99,8 @@ def read_rollouts(examples: Examples) -> Rollouts:
         prompt_ids,
         response_ids,
         fields,
-        None if routes is None else _routes(routes, prompt_ids.lengths + lengths),
-        _images(raw),
+        None if routes is None else route_column(routes, prompt_ids.lengths + lengths),
+        image_columns(raw),
         per_rollout,
     )
 
@@ -100,23 +112,33 @@ def _check_keys(raw: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             f"no {' and no '.join(missing)} in example 0, got keys {sorted(map(str, given))}; a "
             f"rollout has {', '.join(_REQUIRED)}"
         )
-    if "logprobs" not in raw:
-        for key in map(str, given):
-            if "prob" in key:
+    for name in (name for name in _KNOWN if name not in raw):
+        for key in (key for key in map(str, given) if key not in raw):
+            if _bare(key) == _bare(name) or (name == "logprobs" and _is_logprobs(key)):
                 raise DataError(
-                    f"example 0 has no logprobs, but {key!r} looks like them; rename it to "
-                    "logprobs, or remove it"
+                    f"example 0 has no {name}, but {key!r} looks like it; rename it to {name}, or "
+                    "remove it"
                 )
-    alone = [key for key in _IMAGES if key in raw]
+    alone = [key for key in IMAGES if key in raw]
     if len(alone) == 1:
         raise DataError(
-            f"example 0 has {alone[0]}, but not both of {' and '.join(_IMAGES)}; give what the "
+            f"example 0 has {alone[0]}, but not both of {' and '.join(IMAGES)}; give what the "
             "processor returned"
         )
 
 
+def _bare(key: str) -> str:
+    return key.lower().replace("_", "").rstrip("s")
+
+
+def _is_logprobs(key: str) -> bool:
+    return "logprob" in _bare(key) or _bare(key).endswith("logp")
+
+
 def _ids(name: str, column: Any) -> Ragged:
     ids = int_column(name, column)
+    if ids.values.dtype == np.uint64:  # input_ids would wrap what int64 does not hold
+        ids = Ragged(ids.values.astype(np.int64), ids.offsets)
     lengths = ids.lengths
     if not lengths.all():
         i = int(np.flatnonzero(lengths == 0)[0])
@@ -146,7 +168,7 @@ def _response_field(name: str, column: Any, response_ids: Ragged) -> Ragged:
     lengths = response_ids.lengths
     if name in ("rewards", "advantages"):
         column = _spread(name, column, lengths)
-    given = weight_column(name, column)
+    given = weight_column(name, column, "give numbers")
     wrong = np.flatnonzero(given.lengths != lengths)
     if len(wrong):
         i = int(wrong[0])
@@ -155,14 +177,16 @@ def _response_field(name: str, column: Any, response_ids: Ragged) -> Ragged:
             f"example {i}: {name} has {given.lengths[i]} entries, response_ids has {lengths[i]} "
             f"tokens; give {one.get(name, '')}one entry a response token"
         )
-    with np.errstate(over="ignore"):  # what float32 does not hold is refused below
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused below
         values = given.values.astype(np.float32, copy=False)
-    if not np.isfinite(values.sum(dtype=np.float64)) and not np.isfinite(values).all():
+        total = values.sum(dtype=np.float64)
+    if not np.isfinite(total):
         i, token = _where(given, ~np.isfinite(values))
-        hint = "; of a token that the policy did not sample give 0.0" if name == "logprobs" else ""
+        is_logprob = name == "logprobs"
+        hint = "of a token that the policy did not sample give 0.0, or " if is_logprob else ""
         raise DataError(
             f"example {i}: {name} is {given[i][token]} at response token {token}; it must be "
-            f"finite in float32{hint}"
+            f"finite in float32: {hint}filter such rollouts out"
         )
     return Ragged(values, given.offsets)
 
@@ -172,28 +196,49 @@ def _spread(name: str, column: Any, lengths: np.ndarray) -> Any:
     if isinstance(column, Ragged):
         return column
     if isinstance(column, np.ndarray | Tensor) and column.ndim == 1:
-        column = tensor_to_numpy(column) if isinstance(column, Tensor) else column
-        column = column if column.dtype.hasobject else column.tolist()
+        column = tensor_to_numpy(name, None, column) if isinstance(column, Tensor) else column
+        if column.dtype.kind in "iufb":
+            return _rows_of(name, column, lengths)
+        column = column.tolist()
     if set(map(type, column)) == {list}:
         return column
     is_number = [_is_number(value) for value in column]
+    for i, (value, is_one) in enumerate(zip(column, is_number, strict=True)):
+        if not is_one and not is_sequence(value) and not isinstance(value, np.ndarray | Tensor):
+            kind = "None" if value is None else type(value).__name__
+            raise DataError(
+                f"example {i}: {name} is {kind}; give one number, or one a response token"
+            )
     if not any(is_number):
         return column
-    if all(is_number):
-        numbers = np.array([one_value(value) for value in column], dtype=np.float64)
-        return _rows_of(name, numbers, lengths)
-    numbers = np.array(
-        [one_value(v) if is_one else 0 for v, is_one in zip(column, is_number, strict=True)],
-        dtype=np.float64,
-    )
+    numbers = np.zeros(len(lengths))
+    for i, (value, is_one) in enumerate(zip(column, is_number, strict=True)):
+        if is_one:
+            numbers[i] = _number(name, i, value)
     rows = _rows_of(name, numbers, lengths)
-    return [rows[i] if is_one else column[i] for i, is_one in enumerate(is_number)]
+    if all(is_number):
+        return rows
+    parts = zip(column, rows, is_number, strict=True)
+    return [row if is_one else value for value, row, is_one in parts]
 
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, np.ndarray | Tensor):
         return value.ndim == 0
     return isinstance(value, int | float | np.number | np.bool_)
+
+
+def _number(name: str, index: int, value: Any) -> float:
+    number = one_value(value)
+    try:
+        if isinstance(number, str | bytes):
+            raise TypeError
+        return float(number)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise DataError(
+            f"example {index}: {name} is {number!r:.40} ({type(number).__name__}); give one number "
+            "that float32 holds, or one a response token"
+        ) from None
 
 
 def _rows_of(name: str, numbers: np.ndarray, lengths: np.ndarray) -> Ragged:
@@ -214,89 +259,29 @@ def _check_loss_mask(loss_mask: Ragged) -> None:
 
 
 def _uids(column: Any) -> list[Any]:
+    if set(map(type, column)) <= {str, int}:
+        return list(column)
     uids = [one_value(value) for value in column]
-    if None in uids:
-        raise DataError(
-            f"example {uids.index(None)}: uid is None; give the id of its prompt, or no uid in any "
-            "example"
-        )
+    for i, uid in enumerate(uids):
+        if not isinstance(uid, Hashable) or isinstance(uid, Tensor):
+            raise DataError(
+                f"example {i}: uid is {uid!r:.40} ({type(uid).__name__}); rollouts are grouped by "
+                "it, so give a string or an integer"
+            )
+        if uid is None or (uid == uid) is not True:  # NaN and NA: pandas' missing values
+            raise DataError(
+                f"example {i}: uid is {uid}; give the id of its prompt, or no uid in any example"
+            )
     return uids
 
 
 def _flags(name: str, column: Any) -> list[bool]:
+    if isinstance(column, np.ndarray) and column.dtype == np.bool_ and column.ndim == 1:
+        return column.tolist()
+    if set(map(type, column)) == {bool}:
+        return list(column)
     flags = [one_value(value) for value in column]
     for i, flag in enumerate(flags):
-        if not isinstance(flag, bool) and flag not in (0, 1):
+        if not isinstance(flag, bool | int | float) or flag not in (0, 1):
             raise DataError(f"example {i}: {name} is {flag!r:.40}; it must be True or False")
     return [bool(flag) for flag in flags]
-
-
-def _arrays(name: str, column: Any, num_dims: int, kinds: str, shape: str) -> list[np.ndarray]:
-    """The entries as ndarrays of so many dimensions, of a dtype of these kinds."""
-    arrays: list[np.ndarray] = []
-    for i, entry in enumerate(column):
-        try:
-            array = tensor_to_numpy(entry) if isinstance(entry, Tensor) else np.asarray(entry)
-        except ValueError:  # rows of different length
-            array = np.empty(0, dtype=object)
-        if array.ndim != num_dims or array.dtype.kind not in kinds:
-            raise DataError(
-                f"example {i}: {name} has shape {array.shape} and dtype {array.dtype}; give {shape}"
-            )
-        if arrays and array.shape[1:] != arrays[0].shape[1:]:
-            raise DataError(
-                f"example {i}: {name} has shape {array.shape}, example 0 has {arrays[0].shape}; "
-                "only the first dimension may differ"
-            )
-        arrays.append(array)
-    return arrays
-
-
-def _routes(column: Any, lengths: np.ndarray) -> Ragged:
-    name = "rollout_expert_indices"
-    arrays = _arrays(name, column, 3, "iu", "integers [tokens, layers, top_k]")
-    counts = np.array([len(array) for array in arrays], dtype=np.int64)
-    too_many = np.flatnonzero(counts > lengths)
-    if len(too_many):
-        i = int(too_many[0])
-        raise DataError(
-            f"example {i}: {name} has {counts[i]} tokens, the rollout has {lengths[i]}; give "
-            "routes for all of them, or for the first ones"
-        )
-    flat = np.concatenate(arrays)
-    if flat.size and not (flat.min() >= 0 and flat.max() <= _MOST_EXPERTS):
-        bad = int(flat[(flat < 0) | (flat > _MOST_EXPERTS)][0])
-        raise DataError(f"{name} has an expert {bad}; experts are 0 to {_MOST_EXPERTS}")
-    return Ragged.from_lengths(flat.astype(np.int16), counts)
-
-
-def _images(raw: Mapping[str, Any]) -> dict[str, Ragged]:
-    """Patches and grids of the images; None stands for no image."""
-    if "pixel_values" not in raw:
-        return {}
-    pixels, grids = (list(raw[name]) for name in _IMAGES)
-    for i, (pixel, grid) in enumerate(zip(pixels, grids, strict=True)):
-        if (pixel is None) != (grid is None):
-            raise DataError(
-                f"example {i} has one of {' and '.join(_IMAGES)}; both are None without an image"
-            )
-    some = next((pixel for pixel in pixels if pixel is not None), None)
-    if some is None:
-        return {}
-    without = np.zeros((0, *np.shape(some)[1:])), np.zeros((0, 3), dtype=np.int64)
-    pixels = [without[0] if pixel is None else pixel for pixel in pixels]
-    grids = [without[1] if grid is None else grid for grid in grids]
-    pixels = _arrays("pixel_values", pixels, 2, "f", "floats [patches, patch size]")
-    grids = _arrays("image_grid_thw", grids, 2, "iu", "integers [images, 3]")
-    for i, (pixel, grid) in enumerate(zip(pixels, grids, strict=True)):
-        patches = int(grid.prod(axis=1).sum())
-        if patches != len(pixel) or grid.shape[1] != 3:
-            raise DataError(
-                f"example {i}: pixel_values has {len(pixel)} patches, image_grid_thw of shape "
-                f"{grid.shape} speaks of {patches}; give what the processor returned"
-            )
-    columns = {}
-    for name, arrays, dtype in zip(_IMAGES, (pixels, grids), (np.float32, np.int64), strict=True):
-        flat = np.concatenate(arrays).astype(dtype, copy=False)
-        columns[name] = Ragged.from_lengths(flat, [len(array) for array in arrays])
-    return columns

@@ -133,9 +133,9 @@ class PackedCollator:
             columns: Columns | Rollouts = (
                 read_rollouts(examples) if are_rollouts(examples) else read_columns(examples)
             )
-            plan = self.plan(columns.lengths)
             if isinstance(columns, Rollouts):
-                self._check_rollouts(columns, plan)
+                self._check_rollouts(columns)
+            plan = self.plan(columns.lengths)
             rows, num_examples = range(plan.num_rows), len(columns.lengths)
             batch = self._fill(plan, rows, plan.example_indices, columns, num_examples)
         if not self.model_inputs:
@@ -186,6 +186,7 @@ class PackedCollator:
     ) -> Batch:
         """Rows of a plan; ``positions`` are where in the columns the examples of its pieces are."""
         grid = self._grid(plan, rows, positions)
+        per_rollout = columns.per_rollout if isinstance(columns, Rollouts) else {}
         assert grid.segment_lengths is not None
         pieces = slice(plan.row_offsets[rows.start], plan.row_offsets[rows.stop])
         return fill_batch(
@@ -205,6 +206,7 @@ class PackedCollator:
                 "dropped": tuple(plan.dropped.tolist()),
                 "cut": tuple(plan.cut.tolist()),
                 "max_segment_length": _longest(grid.segment_lengths),
+                **{name: tuple(values) for name, values in per_rollout.items()},
             },
         )
 
@@ -214,22 +216,26 @@ class PackedCollator:
         tokens = token_mover(grid, columns.as_columns(), compiled=self.compiled)
         return PackedRollouts(grid, columns, tokens)
 
-    def _check_rollouts(self, rollouts: Rollouts, plan: PackingPlan) -> None:
+    def _check_rollouts(self, rollouts: Rollouts) -> None:
         if rollouts.images:
+            first = int(np.flatnonzero(rollouts.images["pixel_values"].lengths)[0])
             raise DataError(
-                "example 0 is a rollout with pixel_values; rollouts with images are not packed, "
-                "for their positions are the model's: collate them with RolloutCollator"
+                f"example {first} is a rollout with pixel_values; rollouts with images are not "
+                "packed, for their positions are the model's: collate them with RolloutCollator"
             )
         if self.model_inputs:
             raise ValueError(
                 "model_inputs=True passes on labels alone, so the rewards of rollouts would be "
                 "lost; take the Batch, and batch.model_inputs(labels=False) for the model"
             )
-        if len(plan.cut):
+        capacity = self.max_tokens // self.parallel.align * self.parallel.align
+        too_long = np.flatnonzero(rollouts.lengths > capacity)
+        if len(too_long) and self.overflow != "drop":
+            i = int(too_long[0])
             raise DataError(
-                f"example {plan.cut[0]} is a rollout longer than a row of {self.max_tokens}, and "
-                f"overflow={self.overflow!r} would part it from its rewards; raise max_tokens, or "
-                'pass overflow="drop"'
+                f"example {i} is a rollout of {rollouts.lengths[i]} tokens, more "
+                f"than the {capacity} that fit in a row with max_tokens={self.max_tokens}, and a "
+                'rollout is never cut; raise max_tokens, or pass overflow="drop"'
             )
 
     def _grid(self, plan: PackingPlan, rows: range, positions: np.ndarray) -> Grid:

@@ -1,0 +1,213 @@
+"""Hostile rollouts: each is refused by name, and never with an error of NumPy or torch."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from tests.collators.bad_inputs import COLUMNS, IMAGE, NO_IMAGE, ROLLOUT, ROUTES
+from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.ragged import Ragged
+
+META = torch.ones(3, device="meta")
+GOOD = {
+    "logprobs": [-1.0] * 3,
+    "advantages": 1.0,
+    "uid": "a",
+    "is_last_step": True,
+    "rollout_expert_indices": ROUTES,
+    **IMAGE,
+}
+HOSTILE: list[tuple[dict[str, Any], str]] = [
+    ({"prompt_ids": np.array([2**63 + 1], dtype=np.uint64)}, "prompt_ids is -92.* at token 0"),
+    ({"prompt_ids": META.long()}, "prompt_ids is a tensor of layout .* on device meta"),
+    ({"prompt_ids": torch.tensor([1, 0]).to_sparse()}, "prompt_ids is a tensor of .*sparse_coo"),
+    ({"prompt_ids": np.array([1], dtype=object)}, "prompt_ids has dtype object"),
+    ({"prompt_ids": 5}, "prompt_ids is int"),
+    ({"response_ids": "abc"}, "response_ids is str"),
+    ({"rewards": np.array("a")}, r"rewards is 'a' \(str\); give one number"),
+    ({"rewards": np.array(b"1.5")}, r"rewards is b'1.5' \(bytes\); give one number"),
+    ({"rewards": np.array("1.5")}, r"rewards is '1.5' \(str\); give one number"),
+    ({"rewards": np.array(None)}, r"rewards is None \(NoneType\); give one number"),
+    ({"rewards": np.complex64(1j)}, r"rewards is 1j \(complex\); give one number"),
+    ({"rewards": 1j}, "rewards is complex; give one number"),
+    ({"rewards": np.timedelta64(1, "s")}, "rewards is datetime.timedelta"),
+    ({"rewards": np.datetime64("2020-01-01")}, "rewards is datetime64"),
+    ({"rewards": datetime.timedelta(1)}, "rewards is timedelta"),
+    ({"rewards": 10**400}, r"rewards is 1000.*\(int\); give one number"),
+    ({"rewards": [10**400, 0, 0]}, r"rewards\[0\] is 1000.*\(int\); it must be a number"),
+    ({"rewards": -np.inf}, "rewards is -inf at response token 2; .*filter such rollouts out"),
+    ({"rewards": [np.inf, -np.inf, 0]}, "rewards is inf at response token 0"),
+    ({"rewards": np.array([1e39, 0, 0])}, r"rewards is 1e\+39 at response token 0"),
+    ({"rewards": META[0]}, r"rewards is tensor\(.*meta.* give one number"),
+    ({"rewards": torch.tensor([1j, 1, 1])}, "rewards has dtype complex64; give numbers"),
+    ({"rewards": {"a": 1}}, "rewards is dict; give one number, or one a response token"),
+    ({"rewards": b"abc"}, "rewards is bytes; give one number"),
+    ({"rewards": (x for x in "abc")}, "rewards is generator"),
+    ({"rewards": []}, "rewards has 0 entries, response_ids has 3 tokens; give one number"),
+    ({"rewards": [None, 1, 1]}, r"rewards\[0\] is None"),
+    ({"rewards": [[1, 2, 3]]}, r"rewards\[0\] is \[1, 2, 3\], so rewards is nested"),
+    ({"advantages": None}, "advantages is None; give one number"),
+    ({"advantages": [1.0]}, "advantages has 1 entries, .* tokens; give one number, or one entry"),
+    ({"advantages": [0, 0, np.inf]}, "advantages is inf at response token 2"),
+    ({"loss_mask": np.array(1)}, r"loss_mask is 0-D .* \(loss_mask\[0\]\)"),
+    ({"loss_mask": np.array([1, 1, 1], dtype=object)}, "loss_mask has dtype object; give numbers"),
+    ({"loss_mask": [1, 1]}, "loss_mask has 2 entries, response_ids has 3 tokens; give one entry a"),
+    ({"logprobs": [0, np.nan, 0]}, "logprobs is nan .* did not sample give 0.0, or filter such"),
+    ({"uid": META[0]}, r"uid is tensor\(.*\(Tensor\); rollouts are grouped by it"),
+    ({"uid": torch.tensor([1, 2])}, r"uid is tensor\(\[1, 2\]\)"),
+    ({"uid": np.array([])}, "uid is array"),
+    ({"uid": ["a"]}, r"uid is \['a'\] \(list\)"),
+    ({"is_last_step": None}, "is_last_step is None; it must be True or False"),
+    ({"is_last_step": 2}, "is_last_step is 2"),
+    ({"is_last_step": np.array([1, 0])}, "is_last_step is array"),
+    ({"is_last_step": torch.tensor([True, False])}, "is_last_step is tensor"),
+    ({"rollout_expert_indices": np.zeros((6, 2, 2), int)}, "has 6 tokens, the rollout has 5; give"),
+    ({"rollout_expert_indices": []}, r"has shape \(0,\) .* an array \[0, layers, top_k\] where"),
+    ({"rollout_expert_indices": "abc"}, "rollout_expert_indices is str"),
+    ({"rollout_expert_indices": {"a": 1}}, "rollout_expert_indices is dict"),
+    ({"rollout_expert_indices": ROUTES > 1}, "dtype bool; give integers"),
+    ({"rollout_expert_indices": ROUTES.astype(object)}, "dtype object; give integers"),
+    ({"rollout_expert_indices": META.view(1, 1, 3).long()}, "is a tensor of layout"),
+    ({"rollout_expert_indices": [torch.ones(2, 2, requires_grad=True)]}, "dtype float32; give int"),
+    ({"rollout_expert_indices": [[[2**70, 1], [1, 2]]]}, "dtype object; give integers"),
+    ({"rollout_expert_indices": ROUTES - 1}, "has the expert -1; experts are 0 to 32767"),
+    ({"rollout_expert_indices": ROUTES + 32_749}, "has the expert 32768; experts"),
+    ({**IMAGE, "pixel_values": [[1.0, 2.0], [3.0]]}, "pixel_values is a list whose parts differ"),
+    ({**IMAGE, "pixel_values": "x"}, "pixel_values is str; give floats"),
+    ({**IMAGE, "pixel_values": META}, "pixel_values is a tensor of layout"),
+    ({**IMAGE, "pixel_values": np.ones((1, 4, 3))}, r"shape \(1, 4, 3\)"),
+    ({**IMAGE, "pixel_values": None}, "one of pixel_values and image_grid_thw; both are None"),
+    ({**IMAGE, "image_grid_thw": [1, 2, 2]}, r"shape \(3,\) .* give integers \[images, 3\]"),
+    ({**IMAGE, "image_grid_thw": [[1.0, 2.0, 2.0]]}, "image_grid_thw has .* dtype float64"),
+    ({**IMAGE, "image_grid_thw": [[-1, -2, 2]]}, "image_grid_thw has the size -2"),
+    ({**IMAGE, "image_grid_thw": [[1, 2]]}, r"has shape \(1, 2\)"),
+]
+
+
+@pytest.mark.parametrize("wrong", HOSTILE, ids=[message for _, message in HOSTILE])
+@pytest.mark.parametrize("collator", ["block", "packed"])
+def test_a_hostile_entry_is_refused_by_name(
+    wrong: tuple[dict[str, Any], str], collator: str
+) -> None:
+    entries, message = wrong
+    collate: Any = RolloutCollator(0)
+    if collator == "packed":
+        collate = PackedCollator(0, max_tokens=64)
+    good = {**ROLLOUT, **{key: GOOD[key] for key in entries if key in GOOD}}
+    with pytest.raises(DataError, match=rf"^example 1\b.*{message}"):
+        collate([good, {**ROLLOUT, **entries}])
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {**IMAGE, "pixel_values": np.ones((1, 4, 3))},
+        {**IMAGE, "pixel_values": [[1.0, 2.0], [3.0]]},
+        {**IMAGE, "image_grid_thw": [[1, 2]]},
+        {**IMAGE, "image_grid_thw": [[1, 2, 2, 1]]},
+    ],
+)
+def test_an_image_behind_a_rollout_without_one_is_refused_by_name(entries: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"^example 1: (pixel_values|image_grid_thw)"):
+        RolloutCollator(0)([{**ROLLOUT, **NO_IMAGE}, {**ROLLOUT, **entries}])
+    other = {**IMAGE, "pixel_values": np.ones((4, 5))}
+    with pytest.raises(DataError, match=r"^example 2: .* example 1 has \(4, 3\)"):
+        RolloutCollator(0)([{**ROLLOUT, **e} for e in (NO_IMAGE, IMAGE, other)])
+    with pytest.raises(DataError, match=r"^example 1 is a rollout with pixel_values"):
+        PackedCollator(0, max_tokens=8)([{**ROLLOUT, **e} for e in (NO_IMAGE, IMAGE)])
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_the_example_of_a_bad_expert_is_named_past_empty_routes(empty: int) -> None:
+    parts = [ROUTES[:empty], ROUTES, ROUTES[:0], ROUTES + 40_000, ROUTES]
+    examples = [{**ROLLOUT, "rollout_expert_indices": part} for part in parts]
+    with pytest.raises(DataError, match=r"^example 3: rollout_expert_indices has the expert 40000"):
+        RolloutCollator(0)(examples)
+    assert RolloutCollator(0)([examples[1]])["rollout_expert_indices"].max() == 19
+    largest = {**ROLLOUT, "rollout_expert_indices": ROUTES + 32_767 - 19}
+    assert RolloutCollator(0)([largest])["rollout_expert_indices"].max() == 32_767
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"rewards": 1.0}, "column rewards is float, which has no rows"),
+        ({"rewards": torch.tensor(1.0)}, "column rewards is Tensor, which has no rows"),
+        ({"rewards": np.array(1.0)}, "column rewards is ndarray, which has no rows"),
+        ({"rewards": None}, "column rewards is NoneType"),
+        ({"rewards": (x for x in "ab")}, "column rewards is generator"),
+        ({"prompt_ids": None}, "column prompt_ids is NoneType"),
+        ({"response_ids": [7, 8]}, r"collate one example as a list: \[example\]"),
+        ({"prompt_ids": [5, 6]}, "example 0: prompt_ids is int"),
+        ({"rewards": [1.0]}, "column rewards has 1 rows, response_ids has 2"),
+        ({"uid": ["a", "b", "c"]}, "column uid has 3 rows, response_ids has 2"),
+        ({"rewards": np.array(["a", "b"])}, "example 0: rewards is str"),
+        ({"rewards": np.array([1j, 0])}, "example 0: rewards is complex"),
+        ({"rewards": np.array([1.0, None], dtype=object)}, "example 1: rewards is None"),
+        ({"rewards": np.ones((2, 1, 1))}, "example 0: rewards is 2-D"),
+        ({"rewards": META[:2]}, "column rewards is a tensor of layout"),
+        ({"rewards": Ragged(META, [0, 1, 2])}, "column rewards is a tensor of layout"),
+        ({"rewards": Ragged(np.ones((2, 2)), [0, 1, 2])}, "column rewards has 2-D values"),
+        ({"uid": np.ones((2, 2))}, "example 0: uid is array"),
+        ({"uid": np.array(["a", None], dtype=object)}, "example 1: uid is None"),
+        ({"uid": np.array([1.0, np.nan])}, "example 1: uid is nan"),
+        ({"uid": pd.Series(["a", None], dtype="string")}, "example 1: uid is <NA>"),
+        ({"rollout_expert_indices": np.ones((2, 2), dtype=int)}, r"shape \(2,\)"),
+    ],
+)
+def test_a_hostile_column_is_refused_by_name(entries: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        RolloutCollator(0)({**COLUMNS, **entries})
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("log_probs", "logprobs"),
+        ("logprob", "logprobs"),
+        ("rollout_log_probs", "logprobs"),
+        ("logps", "logprobs"),
+        ("Advantages", "advantages"),
+        ("uids", "uid"),
+        ("is_last_steps", "is_last_step"),
+        ("rollout_expert_index", None),
+        ("pixel_value", "pixel_values"),
+    ],
+)
+def test_a_near_miss_is_not_left_out_in_silence(key: str, name: str | None) -> None:
+    example = {**ROLLOUT, key: [-1.0, -1.0, -1.0]}
+    if name is None:
+        RolloutCollator(0)([example])
+        return
+    message = f"example 0 has no {name}, but '{key}' looks like it; rename it to {name}, or"
+    with pytest.raises(DataError, match=re.escape(message)):
+        RolloutCollator(0)([example])
+
+
+@pytest.mark.parametrize("collate", [PaddedCollator(0), PackedCollator(0, max_tokens=8)])
+@pytest.mark.parametrize("examples", ["hello", [], [[1]], [None], {}, 3, None])
+def test_what_is_no_batch_has_the_message_of_examples(collate: Any, examples: Any) -> None:
+    with pytest.raises((DataError, TypeError), match=r"examples must|empty|is a |no input_ids"):
+        collate(examples)
+
+
+@pytest.mark.parametrize("key", ["prompt_ids", "response_ids"])
+def test_an_id_over_64_bits_does_not_wrap(key: str) -> None:
+    """A column of uint64 alone stays one."""
+    wide = {**ROLLOUT, key: np.array([5, 2**63, 7], dtype=np.uint64)}
+    for collate in (RolloutCollator(0), PackedCollator(0, max_tokens=8)):
+        with pytest.raises(DataError, match=f"example 0: {key} is -9223372036854775808 at token 1"):
+            collate([wide])
+
+
+def test_a_tuple_of_rollouts_is_a_batch() -> None:
+    expected = RolloutCollator(0)([ROLLOUT, ROLLOUT])
+    assert RolloutCollator(0)((ROLLOUT, ROLLOUT)) == expected

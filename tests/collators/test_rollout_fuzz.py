@@ -1,0 +1,116 @@
+"""RolloutCollator, and PackedCollator on rollouts, against the oracle: drawn batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.batch_checks import (
+    assert_contract_dtypes,
+    assert_equals_oracle,
+    assert_one_buffer,
+    assert_round_trips,
+    frozen,
+    same_value,
+)
+from tests.oracle import packed_rollouts, rollout_batch
+from tests.rollout_strategies import packed_rollout_options, rollout_options, rollouts
+from tests.strategies import COMPILED, FUZZ, PackedOptions
+from torch_collate_kit.collators import PackedCollator, RolloutCollator
+from torch_collate_kit.packing import ParallelLayout
+
+PAD_IDS = st.sampled_from((0, 3, 150_003))
+
+
+@pytest.mark.parametrize("routes", [False, True])
+@pytest.mark.parametrize("images", [False, True])
+@FUZZ
+@given(data=st.data())
+def test_one_block_equals_the_oracle(images: bool, routes: bool, data: st.DataObject) -> None:
+    drawn = data.draw(rollouts(images=images, pixel_values=True, rollout_expert_indices=routes))
+    options = data.draw(rollout_options(drawn.lengths))
+    pad_token_id = data.draw(PAD_IDS)
+    before = frozen(drawn.given)
+
+    batch = RolloutCollator(pad_token_id, **options)(drawn.given)
+
+    assert same_value(drawn.given, before), "an argument was changed"
+    del options["max_seq_len"]  # nothing is longer
+    options.pop("compiled", None)  # the oracle knows one way
+    assert_equals_oracle(batch, rollout_batch(drawn.plain, pad_token_id=pad_token_id, **options))
+    assert_contract_dtypes(batch)
+    assert_one_buffer(batch)
+    assert_round_trips(batch, data.draw(st.integers(0, len(batch))))
+    assert all(type(flag) is bool for flag in batch.metadata.get("is_last_step", []))
+    uids = batch.metadata.get("uids", [])
+    assert not any(isinstance(uid, np.generic | torch.Tensor) for uid in uids)
+
+
+@pytest.mark.parametrize("routes", [False, True])
+@FUZZ
+@given(data=st.data())
+def test_packed_rows_equal_the_oracle(routes: bool, data: st.DataObject) -> None:
+    drawn = data.draw(rollouts(images=False, rollout_expert_indices=routes))
+    options = data.draw(packed_rollout_options(drawn.lengths))
+    pad_token_id = data.draw(PAD_IDS)
+    collator = _packed_collator(options, pad_token_id)
+    before = frozen(drawn.given)
+
+    batch = collator(drawn.given)
+
+    assert same_value(drawn.given, before), "an argument was changed"
+    expected = packed_rollouts(
+        drawn.plain,
+        collator.plan(drawn.lengths),
+        pad_token_id=pad_token_id,
+        max_tokens=options.collator["max_tokens"],
+        align=options.align,
+        fixed_width=options.collator["fixed_width"],
+        normalize_loss=options.collator["normalize_loss"],
+    )
+    assert_equals_oracle(batch, expected)
+    assert_contract_dtypes(batch)
+    assert_one_buffer(batch)
+    assert_round_trips(batch, data.draw(st.integers(0, len(batch))))
+
+
+@FUZZ
+@given(data=st.data())
+def test_compiled_loops_give_the_same_packed_rows(data: st.DataObject) -> None:
+    pytest.importorskip("numba", reason="the extra 'fast' is not installed")
+    drawn = data.draw(rollouts(images=False))
+    options = data.draw(packed_rollout_options(drawn.lengths))
+    del options.collator["compiled"]
+    plain, compiled = (_packed_collator(options, 3, compiled=c) for c in (False, True))
+    assert plain(drawn.given) == compiled(drawn.given)
+
+
+@FUZZ
+@given(data=st.data())
+def test_both_layouts_hold_the_same_numbers(data: st.DataObject) -> None:
+    """Of every rollout: the same tokens and response values, wherever they lie."""
+    drawn = data.draw(rollouts(images=False))
+    block = RolloutCollator(0)(drawn.given)
+    packed = PackedCollator(0, max_tokens=40, normalize_loss=False, compiled=data.draw(COMPILED))(
+        drawn.given
+    )
+    found = {}
+    for row, boundaries in enumerate(packed["cu_seq_lens"].tolist()):
+        for k, i in enumerate(packed.metadata["example_indices"][row].tolist()):
+            found[i] = row, boundaries[k] + drawn.lengths[i]
+    assert sorted(found) == list(range(len(block)))
+    for i, (row, end) in found.items():
+        count = len(drawn.plain[i]["response_ids"])
+        for name in ("response_mask", "rewards", "loss_mask", "rollout_logprobs", "advantages"):
+            if name in block:  # column j of a packed row is cell j + 1
+                piece = packed[name][row, end - 1 - count : end - 1]
+                assert torch.equal(block[name][i, -count:], piece), name
+                assert not block[name][i, :-count].any()
+
+
+def _packed_collator(options: PackedOptions, pad_token_id: int, **more: bool) -> PackedCollator:
+    layout = ParallelLayout(**options.layout)
+    return PackedCollator(pad_token_id, parallel=layout, **options.collator, **more)
