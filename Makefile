@@ -1,9 +1,9 @@
-# `make sft` trains the example, `make test` runs the whole suite; both set up .venv first.
+# `make sft` and `make grpo` train the examples, `make test` runs the whole suite; both set up .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: sft test bench check format clean
+.PHONY: sft grpo test bench check format clean
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -13,6 +13,9 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 
 sft: $(VENV)/.installed
 	$(BIN)/accelerate launch examples/sft.py $(ARGS)
+
+grpo: $(VENV)/.installed
+	$(BIN)/accelerate launch examples/grpo.py $(ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)

@@ -401,3 +401,18 @@ def test_a_packed_batch_rebuilt_without_its_metadata_is_refused(packed: Batch) -
 def test_to_takes_a_device(packed: Batch) -> None:
     with pytest.raises(TypeError, match=r"takes a device, got torch\.float16"):
         packed.to(torch.float16)
+
+
+def test_with_fields_adds_and_replaces_without_a_copy() -> None:
+    batch = Batch({"a": torch.zeros(3, 2), "b": torch.ones(3)}, {"uids": ["x", "y", "z"]})
+    c = torch.arange(3)
+    changed = batch.with_fields(c=c, b=torch.zeros(3))
+    assert list(changed) == ["a", "b", "c"]
+    assert changed["a"] is batch["a"]
+    assert changed["c"] is c
+    assert batch["b"].sum() == 3
+    assert list(batch) == ["a", "b"]
+    assert changed.metadata == batch.metadata
+    assert changed.metadata is not batch.metadata
+    with pytest.raises(ValueError, match="c has 2 rows, but a has 3"):
+        batch.with_fields(c=torch.zeros(2))

@@ -10,23 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_collate_kit._added_rows import IGNORE_INDEX, clear_added_rows
 from torch_collate_kit._host_memory import host_bytes
 from torch_collate_kit._joining import check_joinable
-from torch_collate_kit._rows import cat, equal, is_per_row, take, with_empty_rows
+from torch_collate_kit._rows import cat, equal, is_per_row, take
 from torch_collate_kit.ragged import Ragged, row_indices
 
 __all__ = ["IGNORE_INDEX", "Batch"]
 
-IGNORE_INDEX = -100  # a label that is not trained, as in torch and transformers
 _FIELD_ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
 _MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
 _IMAGE_FIELDS = ("pixel_values", "image_grid_thw")
-# What a row added by pad_rows holds; fields not named repeat row 0, so that every model can run it,
-# but floating-point fields of the shape of one of the masks (values, log-probabilities) hold 0.
-_LOSS_MASKS = ("loss_mask", "response_mask")
-_TARGETS = ("rewards", "advantages", "returns")  # 0 whatever their shape: one a row, say
-_PAD_ROW_FILL = {"labels": IGNORE_INDEX, **dict.fromkeys((*_LOSS_MASKS, *_TARGETS), 0)}
-_PAD_ROW_EMPTY = ("sub_seq_lengths", *_PAD_ROW_FILL)  # where they are ragged
 
 Field = Tensor | Ragged
 
@@ -216,6 +210,15 @@ class Batch(Mapping[str, Field]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def with_fields(self, **fields: Field) -> Batch:
+        """The same rows with fields added or replaced; nothing is copied.
+
+        >>> batch = Batch({"input_ids": torch.tensor([[5], [6]])})
+        >>> list(batch.with_fields(advantages=torch.zeros(2, 1)))
+        ['input_ids', 'advantages']
+        """
+        return Batch({**self._fields, **fields}, self.metadata)
+
     def chunk(self, num_chunks: int) -> list[Batch]:
         """The rows in ``num_chunks`` equal runs (views): chunk ``r`` is rank ``r``'s part.
 
@@ -288,20 +291,7 @@ class Batch(Mapping[str, Field]):
         if not added:
             return self
         padded = self.select([*range(len(self)), *[0] * added])
-        tensors = {name: field for name, field in self.items() if isinstance(field, Tensor)}
-        masks = [field.shape for name, field in tensors.items() if name in _LOSS_MASKS]
-        for name, field in self.items():
-            if isinstance(field, Ragged):
-                if name in _PAD_ROW_EMPTY:
-                    padded._fields[name] = with_empty_rows(field, added)
-            elif name in _PAD_ROW_FILL or (field.is_floating_point() and field.shape in masks):
-                padded[name][len(self) :] = _PAD_ROW_FILL.get(name, 0)
-        for key, value in self.metadata.items():
-            if isinstance(value, Ragged):
-                padded.metadata[key] = with_empty_rows(value, added)
-            elif key == "is_last_step" and is_per_row(value):
-                flags = [True] * added if isinstance(value, list) else True
-                padded.metadata[key][len(self) :] = flags
+        clear_added_rows(padded._fields, padded.metadata, self, added)
         padded.metadata["num_dummy_rows"] = self.metadata.get("num_dummy_rows", 0) + added
         return padded
 
