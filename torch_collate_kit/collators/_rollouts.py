@@ -200,7 +200,8 @@ def _spread(name: str, column: Any, lengths: np.ndarray) -> Any:
         if column.dtype.kind in "iufb":
             return _rows_of(name, column, lengths)
         column = column.tolist()
-    if set(map(type, column)) == {list}:
+    types = set(map(type, column))
+    if types == {list} or (types == {np.ndarray} and all(value.ndim for value in column)):
         return column
     is_number = [_is_number(value) for value in column]
     for i, (value, is_one) in enumerate(zip(column, is_number, strict=True)):
