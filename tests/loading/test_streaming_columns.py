@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,10 @@ from torch.utils.data._utils.worker import WorkerInfo
 
 from tests.batch_checks import assert_same_batch
 from tests.collators.test_cost import num_calls
-from tests.loading.streaming_oracle import EXAMPLES, SETTINGS, datasets, make_examples
+from tests.loading.column_sources import FORMS, SOURCES, dataset_of, examples_of, table_of
+from tests.loading.streaming_oracle import EXAMPLES, SETTINGS
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import TokenizedDataset, streaming
 from torch_collate_kit.loading._dataset_columns import ListColumn
 from torch_collate_kit.loading._stream import Columns, Place, Stream
@@ -27,70 +27,6 @@ from torch_collate_kit.packing import ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
 
 pa = pytest.importorskip("pyarrow")
-FORMS = ("none", "loss_mask", "bools", "weights", "last tokens", "labels", "padding mask")
-
-
-def examples_of(form: str, lengths: list[int]) -> list[dict[str, Any]]:
-    """Arrays, with a target in every form."""
-    rng = np.random.default_rng(len(lengths))
-    examples: list[dict[str, Any]] = []
-    for example in make_examples(lengths):
-        ids = np.array(example["input_ids"], dtype=np.int32)
-        n = len(ids)
-        made: dict[str, Any] = {"input_ids": ids}
-        if form == "last tokens":
-            made["num_actions"] = int(rng.integers(0, n + 1))
-            made["loss_mask"] = rng.integers(0, 2, made["num_actions"]).astype(np.int8)
-        elif form == "labels":
-            made["labels"] = np.where(rng.random(n) < 0.5, ids, -100)
-        elif form == "bools":
-            made["completion_mask"] = rng.random(n) < 0.5
-        elif form == "weights":
-            made["loss_mask"] = rng.random(n).astype(np.float32)
-        elif form == "padding mask":
-            made["attention_mask"] = np.ones(n, dtype=np.int8)
-        if form in ("loss_mask", "padding mask"):
-            made["loss_mask"] = rng.integers(0, 2, n).astype(np.int8)
-        examples.append(made)
-    return examples
-
-
-def table_of(examples: list[dict[str, Any]], *, num_chunks: int = 1) -> Any:
-    ragged = {
-        name: [e[name] for e in examples] for name in (examples[0] if examples else ("input_ids",))
-    }
-    columns = {}
-    for name, rows in ragged.items():
-        kind = None if name == "num_actions" else pa.list_(pa.int32())
-        if kind is not None and rows and len(flat := np.concatenate(rows)):
-            kind = pa.list_(pa.from_numpy_dtype(flat.dtype))
-        parts = np.array_split(np.arange(len(rows)), num_chunks)
-        chunks = [pa.array([rows[i] for i in part], type=kind or pa.int64()) for part in parts]
-        columns[name] = pa.chunked_array(chunks)
-    return pa.table(columns)
-
-
-def permuted(examples: list[dict[str, Any]]) -> Any:
-    """A datasets.Dataset whose rows lie in another order than they are given in."""
-    order = np.random.default_rng(1).permutation(len(examples))
-    mixed = datasets.Dataset(
-        datasets.table.InMemoryTable(table_of([examples[i] for i in order] or examples))
-    )
-    return mixed.select(np.argsort(order)) if len(examples) else mixed
-
-
-def dataset_of(examples: list[dict[str, Any]]) -> Any:
-    return datasets.Dataset(datasets.table.InMemoryTable(table_of(examples)))
-
-
-SOURCES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
-    "table": lambda examples: TokenizedDataset(table_of(examples)),
-    "chunks": lambda examples: TokenizedDataset(table_of(examples, num_chunks=3)),
-    "dataset": dataset_of,
-    "permuted": permuted,
-    "with text": lambda examples: dataset_of(examples).add_column("text", ["x"] * len(examples)),
-    "callable": lambda examples: lambda: TokenizedDataset(table_of(examples)),
-}
 
 
 def passes(
@@ -247,133 +183,6 @@ def test_what_gives_something_else_is_iterated_over(source: Any) -> None:
     assert found
     for batch, wanted in zip(found, expected, strict=True):
         assert_same_batch(batch, wanted)
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ({"input_ids": [[1, 2]], "loss_masks": [[1, 1]]}, "'loss_masks' looks like one; rename it"),
-        ({"text": ["a"]}, r"no input_ids in example 0 of the stream, got keys \['text'\]"),
-        ({"input_ids": ["a b"]}, "example 0 of the stream: input_ids is str; give a list"),
-        ({"input_ids": [[1.5, 2.0]]}, r"example 0 of the stream: input_ids\[0\] is 1.5 \(float\)"),
-        ({"input_ids": [7]}, "example 0 of the stream: input_ids"),
-        ({"input_ids": [[1, 2]], "labels": [3]}, "example 0 of the stream: labels is int"),
-        (
-            {"input_ids": [[1, 2]], "loss_mask": [[1]], "num_actions": [[1]]},
-            r"example 0 of the stream: num_actions is \[1\]",
-        ),
-        (
-            {"input_ids": [[1, 2]], "loss_mask": [[1]], "num_actions": [1.0]},
-            "example 0 of the stream: num_actions is 1.0",
-        ),
-    ],
-)
-def test_columns_that_no_collator_takes(rows: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        list(PackedIterableDataset(datasets.Dataset.from_dict(rows), **SETTINGS))
-
-
-# --- wrong rows ---
-
-
-def with_bad_row(kind: str) -> Any:
-    """43 rows, of which 23 and 37 are wrong."""
-    rows: list[Any] = [example["input_ids"] for example in EXAMPLES]
-    weights: list[Any] = [[1.0] * len(row) for row in rows]
-    for bad in (23, 37):
-        if kind == "null row":
-            rows[bad] = None
-        elif kind == "null weights":
-            weights[bad] = None
-        elif kind == "a null":
-            rows[bad] = [None] * len(rows[bad])
-        elif kind == "empty":
-            rows[bad], weights[bad] = [], []
-        elif kind == "negative":
-            rows[bad] = [-5] * len(rows[bad])
-        elif kind == "nan":
-            weights[bad] = [float("nan")] * len(rows[bad])
-        elif kind == "lengths":
-            weights[bad] = [1.0] * (len(rows[bad]) + 1)
-        elif kind == "long":
-            rows[bad], weights[bad] = [1] * 30, [1.0] * 30
-        elif kind == "long lengths":
-            rows[bad], weights[bad] = [1] * 30, [1.0] * 31
-    return pa.table({"input_ids": rows, "loss_mask": weights})
-
-
-@pytest.mark.parametrize(
-    ("kind", "overflow", "message"),
-    [
-        ("null row", "raise", "example 23 of the stream: input_ids is null or holds a null; drop"),
-        ("null row", "split", "example 23 of the stream: input_ids is null or holds a null; drop"),
-        ("null weights", "raise", "example 23 of the stream: loss_mask is null or holds a null"),
-        ("a null", "raise", "example 23 of the stream: input_ids is null or holds a null"),
-        ("empty", "raise", "example 23 of the stream is empty"),
-        ("empty", "split", "example 23 of the stream is empty"),
-        ("negative", "raise", "example 23 of the stream: input_ids is -5 at token 0"),
-        ("nan", "raise", "example 23 of the stream.*nan"),
-        ("lengths", "raise", r"example 23 of the stream: loss_mask has \d entries, input_ids has"),
-        ("lengths", "split", r"example 23 of the stream: loss_mask has \d entries, input_ids has"),
-        ("long", "raise", "example 23 of the stream has 30 tokens, more than the 12 that fit"),
-        ("long lengths", "split", "example 23 of the stream: loss_mask has 31 entries, input_ids"),
-    ],
-)
-@pytest.mark.parametrize("shard", [{}, {"rank": 1, "world_size": 2}])
-def test_a_wrong_row_is_named_by_its_position(
-    kind: str, overflow: str, message: str, shard: dict[str, int]
-) -> None:
-    table = with_bad_row(kind)
-    settings = SETTINGS | shard | {"overflow": overflow, "buffer_size": 20}
-    num_given_out = []
-    for source in (
-        datasets.Dataset(datasets.table.InMemoryTable(table)),
-        TokenizedDataset(table),
-        table.to_pylist(),
-    ):
-        found: list[Any] = []
-        pattern = "23 of the stream" if isinstance(source, list) else message
-        with pytest.raises(DataError, match=pattern):
-            found.extend(PackedIterableDataset(source, **settings))
-        num_given_out.append(len(found))
-    assert num_given_out[0] == num_given_out[1] >= num_given_out[2]  # no earlier than one by one
-
-
-@pytest.mark.parametrize("buffer_size", range(1, 9))
-@pytest.mark.parametrize("bad", [None, [], [1] * 13])
-def test_a_wrong_row_behind_what_is_needed_waits(buffer_size: int, bad: Any) -> None:
-    """As many batches come before the error as from the examples, whatever they are split into."""
-    rows = [[1] * 5, [2] * 26, [3] * 4, [4] * 17, [5] * 30, [6] * 2, bad, [7]]
-    masks = [row if row is None else row + [1] * (len(row) == 13) for row in rows]
-    table = pa.table({"input_ids": rows, "labels": masks})
-    settings = SETTINGS | {"overflow": "split", "max_tokens": 6, "buffer_size": buffer_size}
-    counts = []
-    for source in (TokenizedDataset(table), table.to_pylist()):
-        found: list[Any] = []
-        with pytest.raises(DataError, match="example 6 of the stream"):
-            found.extend(PackedIterableDataset(source, **settings))
-        counts.append(len(found))
-    assert counts[0] == counts[1]
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"labels": [[1] * 26, [2] * 5]}, "labels has 5 entries, input_ids has 4 tokens"),
-        ({"loss_mask": [[1] * 26, [2] * 2]}, "loss_mask has 2 entries, input_ids has 4 tokens"),
-        (
-            {"loss_mask": [[1] * 26, [1] * 2], "num_actions": [26, 3]},
-            "loss_mask has 2 entries, num_actions=3",
-        ),
-    ],
-)
-def test_a_wrong_row_beside_a_piece_is_not_cut_to_fit(
-    columns: dict[str, Any], message: str
-) -> None:
-    table = pa.table({"input_ids": [[1] * 26, [2] * 4], **columns})
-    settings = SETTINGS | {"overflow": "split", "max_tokens": 6}
-    with pytest.raises(DataError, match=f"example 1 of the stream: {message}"):
-        list(PackedIterableDataset(TokenizedDataset(table), **settings))
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -1,0 +1,104 @@
+"""Rows that fill up a batch: they run like row 0, and nothing of them is trained or counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.batch_samples import contents, plain
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.ragged import Ragged
+
+
+def test_rows_that_divide_already_are_returned_as_they_are(collated: Batch) -> None:
+    assert collated.pad_rows(multiple_of=1) is collated
+    assert collated.pad_rows(multiple_of=len(collated)) is collated
+
+
+def test_an_added_row_runs_like_row_0_and_trains_nothing(packed: Batch) -> None:
+    before = contents(packed)
+    batch = packed.pad_rows(multiple_of=5)
+    assert len(batch) == 5
+    assert contents(batch[:3])["fields"] == before["fields"]
+    for name in ("input_ids", "position_ids", "attention_mask"):
+        assert batch[name][3:].tolist() == [packed[name][0].tolist()] * 2
+    assert batch["cu_seq_lens"].tolist()[3:] == [[0, 7, 8]] * 2
+    assert (batch["labels"][3:] == -100).all()
+    assert (batch["loss_mask"][3:] == 0).all()
+    assert batch["sub_seq_lengths"].tolist() == [[7], [5, 3], [4, 2], [], []]
+    assert batch.metadata["example_indices"].tolist() == [[4], [0, 1], [2, 3], [], []]
+    assert batch.metadata["num_actions"].tolist()[3:] == [[], []]
+    assert batch.metadata["max_segment_length"] == [7, 5, 4, 7, 7]
+    assert batch.metadata["num_dummy_rows"] == 2
+    assert batch.metadata["num_loss_tokens"] == 16
+    assert batch.pad_rows(multiple_of=2).metadata["num_dummy_rows"] == 3
+    assert contents(packed) == before
+
+
+def test_rows_are_added_to_a_slice_that_starts_anywhere(packed: Batch) -> None:
+    batch = packed[1:].pad_rows(multiple_of=3)
+    assert batch["input_ids"][2].tolist() == packed["input_ids"][1].tolist()
+    assert batch["sub_seq_lengths"].tolist() == [[5, 3], [4, 2], []]
+    assert batch.metadata["example_starts"].tolist() == [[0, 0], [0, 0], []]
+    assert batch.model_inputs()["cu_seq_lens_q"].tolist() == [0, 5, 8, 12, 14, 16, 21, 24]
+
+
+def test_row_metadata_and_rewards_of_added_rows() -> None:
+    batch = Batch(
+        {"rewards": torch.tensor([5.0]), "response_mask": torch.tensor([[1, 1]])},
+        {"uids": ["a"], "turns": np.array([3]), "step": 1},
+    ).pad_rows(multiple_of=2)
+    assert batch["rewards"].tolist() == [5.0, 0.0]
+    assert batch["response_mask"].tolist() == [[1, 1], [0, 0]]
+    assert batch.metadata["uids"] == ["a", "a"]
+    assert batch.metadata["turns"].tolist() == [3, 3]
+    assert batch.metadata["step"] == 1
+
+
+def test_what_is_multiplied_into_a_loss_is_0_in_added_rows() -> None:
+    ones, mask = torch.ones(1, 3), torch.ones(1, 3, dtype=torch.int64)
+    batch = Batch(
+        {
+            "loss_mask": torch.ones(1, 2),
+            "response_mask": mask,
+            "advantages": torch.ones(1),  # one a row
+            "returns": torch.ones(1, 7, dtype=torch.int64),
+            "rewards": Ragged.from_rows([[1.0]]),
+            "values": ones,
+            "old_logprobs": ones[:, :2].to(torch.bfloat16),
+            "turn": mask,  # not floating point
+            "pixel_values": torch.ones(1, 3, 2),
+            "embeddings": torch.ones(1, 5),
+        }
+    ).pad_rows(multiple_of=3)
+    names = ("loss_mask", "response_mask", "advantages", "returns", "values", "old_logprobs")
+    for name in names:
+        assert (batch[name][0] == 1).all()
+        assert (batch[name][1:] == 0).all(), name
+    for name in ("turn", "pixel_values", "embeddings"):
+        assert (batch[name] == 1).all(), name
+    assert batch["rewards"].tolist() == [[1.0], [], []]
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_an_added_row_is_a_trajectory_of_its_own(kind: Any) -> None:
+    flags = kind([False, True])
+    batch = Batch({"x": torch.arange(2)}, {"is_last_step": flags}).pad_rows(multiple_of=4)
+    assert plain(batch.metadata["is_last_step"]) == [False, True, True, True]
+    assert plain(flags) == [False, True]
+    whole = Batch({"x": torch.arange(2)}, {"is_last_step": "yes"}).pad_rows(multiple_of=4)
+    assert whole.metadata["is_last_step"] == "yes"
+
+
+def test_pad_rows_errors(packed: Batch) -> None:
+    for multiple_of in (0, -2):
+        with pytest.raises(ValueError, match=f"at least 1, got {multiple_of}"):
+            packed.pad_rows(multiple_of=multiple_of)
+    no_rows = packed[:0]  # 0 is a multiple of everything
+    assert no_rows.pad_rows(multiple_of=2) is no_rows
+
+
+# --- any sequence of operations ------------------------------------------------------------------
