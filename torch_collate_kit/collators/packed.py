@@ -52,7 +52,7 @@ class PackedCollator:
             It has labels and no ``loss_mask``, so weights other than 0 and 1 are refused, and
             ``normalize_loss`` has no effect.
         compiled: run the inner loops through numba (``pip install 'torch_collate_kit[fast]'``), off
-            the GIL: the same batches in little more than half the time. The first batch in a new
+            the GIL: the same batches in two thirds of the time. The first batch in a new
             environment waits some seconds for the compiler.
 
     Calling it takes a list of examples, or a mapping of ragged columns, and returns a new
