@@ -23,7 +23,7 @@ import lost_things  # noqa: E402
 import synthetic_chat  # noqa: E402
 
 TINY = (
-    "--warm-start-steps 25 --iterations 2 --prompts 8 --group-size 4 --prompts-per-mini-batch 4 "
+    "--warm-start-steps 60 --iterations 2 --prompts 8 --group-size 4 --prompts-per-mini-batch 4 "
     "--rows-per-micro-batch 16 --cpu --threads 1"
 )
 TWO_RANKS = """
