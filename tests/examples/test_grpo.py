@@ -10,18 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpo
+import lost_things
 import numpy as np
 import pytest
+import synthetic_chat
 import torch
 import transformers
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import grpo  # noqa: E402
-import lost_things  # noqa: E402
-import synthetic_chat  # noqa: E402
-
 TINY = (
     "--warm-start-steps 60 --iterations 2 --prompts 8 --group-size 4 --prompts-per-mini-batch 4 "
     "--rows-per-micro-batch 16 --cpu --threads 1"
@@ -31,7 +28,7 @@ import sys
 
 import torch
 
-sys.path.insert(0, {root!r})
+sys.path[:0] = [{root!r}, {root!r} + "/examples"]
 from tests.examples.test_grpo import grpo, make_small_model, synthetic_chat
 
 free_memory, train_step, updates = grpo.Accelerator.free_memory, grpo.train_step, []

@@ -15,17 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sft
+import synthetic_chat
 import torch
 import transformers
 from datasets import Dataset
 from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import sft  # noqa: E402
-import synthetic_chat  # noqa: E402
-
 TINY = "--num-conversations 80 --num-held-out 14 --batch-size 6 --max-tokens 256 --cpu --threads 1"
 BASE = f"{TINY} --max-steps 4 --checkpoint-every 2"
 

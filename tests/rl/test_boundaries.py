@@ -85,10 +85,10 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="prompts_per_mini_batch must be at least 1, got 0"):
         mini_batch_boundaries(["a"], 0)
     with pytest.raises(TypeError, match=r"prompts_per_mini_batch must be an int, got 1\.0"):
-        mini_batch_boundaries(["a"], 1.0)  # type: ignore[arg-type]
+        mini_batch_boundaries(["a"], 1.0)
     with pytest.raises(TypeError, match="got 'aab' of type str; pass a list"):
         prompt_boundaries("aab")
     with pytest.raises(ValueError, match=r"one uid a row, got shape \[2, 1\]"):
         prompt_boundaries(np.zeros((2, 1)))
     with pytest.raises(TypeError, match=r"the uid of row 1 is \['b'\] of type list, which cannot"):
-        prompt_boundaries(["a", ["b"]])  # type: ignore[list-item]
+        prompt_boundaries(["a", ["b"]])

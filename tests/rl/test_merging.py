@@ -309,10 +309,10 @@ def test_type_errors() -> None:
     with pytest.raises(
         TypeError, match="examples must be a list of mappings, one a step, got dict"
     ):
-        merge_steps(step([1], [2]))  # type: ignore[arg-type]
+        merge_steps(step([1], [2]))
     with pytest.raises(TypeError, match="got generator"):
-        merge_steps(e for e in [])  # type: ignore[arg-type, var-annotated]
+        merge_steps(e for e in [])
     with pytest.raises(TypeError, match="example 1 is a list; a step is a mapping"):
-        merge_steps([step([1], [2]), []])  # type: ignore[list-item]
+        merge_steps([step([1], [2]), []])
     with pytest.raises(TypeError, match=r"the uid of row 0 is \{\} of type dict"):
         merge_steps([step([1], [2], uid={})])

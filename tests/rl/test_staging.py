@@ -326,7 +326,7 @@ def test_gradients_flow_back() -> None:
     staged = stage_mini_batches(batch, [0, 3], 2)
     outputs = [[torch.ones(2, requires_grad=True) for _ in range(2)]]
     (unstage(staged, outputs) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
-    assert [part.grad.tolist() for part in outputs[0]] == [[1.0, 2.0], [3.0, 0.0]]  # type: ignore[union-attr]
+    assert [part.grad.tolist() for part in outputs[0]] == [[1.0, 2.0], [3.0, 0.0]]
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -335,11 +335,11 @@ def test_gradients_flow_back() -> None:
 def test_errors() -> None:
     batch = rollout_batch([(1, 1)] * 2, list("ab"))
     with pytest.raises(TypeError, match="batch must be a Batch, got dict; collate first"):
-        stage_mini_batches({}, [0, 2], 1)  # type: ignore[arg-type]
+        stage_mini_batches({}, [0, 2], 1)
     with pytest.raises(ValueError, match="dp_size must be at least 1, got 0; 1 means no data par"):
         stage_mini_batches(batch, [0, 2], 0)
     with pytest.raises(ValueError, match=r"balance must be one of 'tokens', .*got 'flops'"):
-        stage_mini_batches(batch, [0, 2], 1, balance="flops")  # type: ignore[arg-type]
+        stage_mini_batches(batch, [0, 2], 1, balance="flops")
     with pytest.raises(ValueError, match="boundaries end at 1, but there are 2 rows"):
         stage_mini_batches(batch, [0, 1], 1)
     with pytest.raises(
