@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_collate_kit._rows import is_per_row, with_empty_rows
@@ -19,6 +20,7 @@ _LOSS_MASKS = ("loss_mask", "response_mask")
 _TARGETS = ("rewards", "advantages", "returns")  # 0 whatever their shape: one a row, say
 _FILL = {"labels": IGNORE_INDEX, **dict.fromkeys((*_LOSS_MASKS, *_TARGETS), 0)}
 _EMPTY = ("sub_seq_lengths", *_FILL)  # where they are ragged
+_FILL["router_padding_mask"] = 1  # True: a router counts and balances none of their tokens
 
 
 def clear_added_rows(
@@ -32,6 +34,8 @@ def clear_added_rows(
                 fields[name] = with_empty_rows(field, added)
         elif name in _FILL or (field.is_floating_point() and field.shape in masks):
             fields[name][len(field) :] = _FILL.get(name, 0)
+        elif name == "rollout_expert_indices":  # what pads hold: no expert is there twice
+            fields[name][len(field) :] = torch.arange(field.shape[-1], device=field.device)
     for key, value in metadata.items():
         if isinstance(value, Ragged):
             metadata[key] = with_empty_rows(value[: len(value) - added], added)

@@ -276,7 +276,8 @@ class Batch(Mapping[str, Field]):
 
         An added row repeats row 0, so that every model can run it, with zero loss, and without
         sub-sequences: labels -100; loss_mask, response_mask, rewards, advantages, returns, and
-        every floating-point field of the shape of a mask 0; ``sub_seq_lengths`` and ragged metadata
+        every floating-point field of the shape of a mask 0; ``router_padding_mask`` True and
+        ``rollout_expert_indices`` what pads hold; ``sub_seq_lengths`` and ragged metadata
         empty; metadata ``is_last_step`` True, a trajectory of its own that no other row continues.
         Other metadata, ``uids`` too, repeats row 0's. ``metadata["num_dummy_rows"]`` counts them.
 

@@ -25,6 +25,7 @@ from torch_collate_kit.collators import PackedCollator, RolloutCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.losses import token_loss
 from torch_collate_kit.packing import ParallelLayout
+from torch_collate_kit.rl import stage_mini_batches
 
 
 def rollout(prompt: int, response: int, **more: Any) -> dict[str, Any]:
@@ -112,6 +113,25 @@ def test_routes_by_hand() -> None:
         [[own], [[8, 4, 6]], [own]],
     ]
     assert batch["router_padding_mask"].tolist() == [[False, False, True], [True, False, True]]
+
+
+@pytest.mark.parametrize("kind", ["block", "packed"])
+def test_the_routes_of_an_added_row_are_those_of_a_pad(kind: str) -> None:
+    """They were row 0's, not marked as padding: a router counted them as tokens of the batch."""
+    collate: Any = RolloutCollator(0) if kind == "block" else PackedCollator(0, max_tokens=5)
+    batch = collate([rollout(1, 2, rollout_expert_indices=[[[5, 9, 7]], [[1, 2, 3]]])] * 3)
+    names = ("rollout_expert_indices", "router_padding_mask")
+    expected = {name: batch[name].clone() for name in names}
+    padded = batch.pad_rows(multiple_of=4)
+    [ranks] = stage_mini_batches(batch, [0, 3], 4)
+    for rows in (padded, Batch.cat(ranks)):
+        assert rows["router_padding_mask"].dtype == torch.bool
+        assert rows["rollout_expert_indices"].dtype == torch.int16
+        assert rows["router_padding_mask"][3].all()
+        assert rows["rollout_expert_indices"][3].tolist() == [[[0, 1, 2]]] * 3
+        for name, field in expected.items():
+            assert torch.equal(rows[name][:3], field)
+            assert torch.equal(batch[name], field)
 
 
 def test_the_width_is_that_of_the_longest_rollout() -> None:
