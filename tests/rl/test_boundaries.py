@@ -86,6 +86,11 @@ def test_errors() -> None:
         mini_batch_boundaries(["a"], 0)
     with pytest.raises(TypeError, match=r"prompts_per_mini_batch must be an int, got 1\.0"):
         mini_batch_boundaries(["a"], 1.0)
+    for missing in (None, float("nan")):  # they were one prompt, and one each
+        with pytest.raises(
+            DataError, match=f"the uid of row 1 is {missing}; give every row the id"
+        ):
+            prompt_boundaries(["a", missing, missing])
     with pytest.raises(TypeError, match="got 'aab' of type str; pass a list"):
         prompt_boundaries("aab")
     with pytest.raises(ValueError, match=r"one uid a row, got shape \[2, 1\]"):

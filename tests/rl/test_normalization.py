@@ -152,6 +152,17 @@ A, M = torch.ones(2, 2), torch.ones(2, 2)
             "row 1: the advantage at column 1 is inf; advantages of loss tokens must be finite",
         ),
         (
+            {"loss_mask": M * float("nan")},
+            DataError,
+            "row 0: loss_mask is nan at column 0; it must be finite and 0 or more",
+        ),
+        ({"loss_mask": -M}, DataError, "row 0: loss_mask is -1.0 at column 0; it must be finite"),
+        (
+            {"reduction": "prompt_mean", "uids": ["a", None]},
+            DataError,
+            "the uid of row 1 is None; give every row the id of its prompt",
+        ),
+        (
             {"boundaries": [0, 1]},
             ValueError,
             "boundaries end at 1, but there are 2 rows; pass what",

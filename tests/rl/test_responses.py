@@ -77,6 +77,12 @@ def test_against_the_oracle(lengths: list[int], extra: int, more: int) -> None:
             DataError,
             "row 0: response_mask has 2 response tokens .*right-aligned without gaps",
         ),
+        (
+            torch.zeros(1, 2),
+            torch.tensor([[0, float("nan")]]),
+            DataError,
+            "row 0: response_mask is nan at column 1; it must be finite and 0 or more",
+        ),
     ],
 )
 def test_errors(values: Any, mask: Any, error: type[Exception], message: str) -> None:

@@ -9,7 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Uids", "checked_boundaries", "checked_tensors", "checked_uids", "wide_dtype"]
+from torch_collate_kit.errors import DataError
+
+__all__ = [
+    "Uids",
+    "checked_boundaries",
+    "checked_mask",
+    "checked_tensors",
+    "checked_uids",
+    "wide_dtype",
+]
 
 Uids = Sequence[Hashable] | np.ndarray | Tensor
 
@@ -20,6 +29,7 @@ def checked_uids(uids: Any, num_rows: int | None = None) -> list[Hashable]:
     Raises:
         TypeError: a string, nothing to iterate over, or a uid that cannot be hashed.
         ValueError: not one-dimensional, or another number of them than ``num_rows``.
+        DataError: a uid that is missing, None or NaN: such rows would be one prompt, or one each.
     """
     if isinstance(uids, str | bytes) or not isinstance(uids, Iterable):
         raise TypeError(
@@ -31,7 +41,8 @@ def checked_uids(uids: Any, num_rows: int | None = None) -> list[Hashable]:
         keys = uids.tolist()
     else:
         # Tensors hash by identity, so two equal ones would be two prompts.
-        keys = [uid.item() if isinstance(uid, Tensor | np.ndarray) else uid for uid in uids]
+        has_item = Tensor | np.ndarray | np.generic
+        keys = [uid.item() if isinstance(uid, has_item) else uid for uid in uids]
     for i, key in enumerate(keys):
         try:
             hash(key)
@@ -40,6 +51,11 @@ def checked_uids(uids: Any, num_rows: int | None = None) -> list[Hashable]:
                 f"the uid of row {i} is {key!r} of type {type(key).__name__}, which cannot be "
                 "hashed; use a string, an int or a tuple"
             ) from None
+        if key is None or (key == key) is not True:  # NaN and NA: pandas' missing values
+            raise DataError(
+                f"the uid of row {i} is {key}; give every row the id of its prompt, for rows are "
+                "grouped by it"
+            )
     if num_rows is not None and len(keys) != num_rows:
         raise ValueError(f"uids has {len(keys)} entries for {num_rows} rows; give one uid a row")
     return keys
@@ -98,6 +114,23 @@ def checked_tensors(**tensors: Any) -> None:
                 f"{name} has shape {list(tensor.shape)}, {first_name} has {list(first.shape)}; "
                 "they must be of the same rows and response columns"
             )
+
+
+def checked_mask(name: str, mask: Tensor) -> Tensor:
+    """bool, where ``mask`` is not 0.
+
+    Raises:
+        DataError: an entry that is negative or not finite, which would count as one that is kept.
+    """
+    given = mask.detach()
+    wrong = (~((given >= 0) & given.isfinite())).nonzero()
+    if len(wrong):
+        row, column = wrong[0].tolist()
+        raise DataError(
+            f"row {row}: {name} is {given[row, column].item()} at column {column}; it must be "
+            "finite and 0 or more: 0 where the token does not count"
+        )
+    return given != 0
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:

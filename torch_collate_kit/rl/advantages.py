@@ -10,7 +10,13 @@ from torch import Tensor
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing._checks import checked_choice
-from torch_collate_kit.rl._checks import Uids, checked_tensors, checked_uids, wide_dtype
+from torch_collate_kit.rl._checks import (
+    Uids,
+    checked_mask,
+    checked_tensors,
+    checked_uids,
+    wide_dtype,
+)
 from torch_collate_kit.rl._estimators import discounted_returns, gae, group_advantages, whiten
 from torch_collate_kit.rl._trajectories import checked_last_steps, trajectories
 
@@ -72,7 +78,8 @@ def compute_advantages(
         formed in float64, so group scores are the same on every device.
 
     Raises:
-        DataError: a reward or value that is not finite, a reward that no token or no trajectory
+        DataError: a reward or value that is not finite, a mask that is negative or not finite, a
+            uid that is None or NaN, a reward that no token or no trajectory
             would get, trajectories that do not end or have several uids, a mean reward below 0
             with "maxrl".
         ValueError: shapes that do not fit, ``values`` missing or not needed, an unknown estimator,
@@ -86,7 +93,7 @@ def compute_advantages(
     _check(rewards, response_mask, estimator, values, (gamma, lam), epsilon)
     keys = checked_uids(uids, len(rewards))
     given = rewards.detach()
-    valid = response_mask.detach().to(given.device) != 0
+    valid = checked_mask("response_mask", response_mask).to(given.device)
     real = np.flatnonzero(valid.any(dim=1).cpu().numpy())  # the others are pads
     _check_rewards(given, valid)
     wide = given.to(wide_dtype(given))  # what pads hold is never read

@@ -21,7 +21,7 @@ def prompt_boundaries(uids: Uids) -> np.ndarray:
     were not padded yet: a row that ``Batch.pad_rows`` added repeats the uid of row 0.
 
     Raises:
-        DataError: no rows, or a uid that comes back after another one.
+        DataError: no rows, a uid that comes back after another one, or one that is None or NaN.
         TypeError, ValueError: uids that are not one hashable a row.
 
     >>> prompt_boundaries(["a", "a", "b", "c", "c", "c"]).tolist()

@@ -14,6 +14,7 @@ from torch_collate_kit.packing._checks import checked_choice, checked_int
 from torch_collate_kit.rl._checks import (
     Uids,
     checked_boundaries,
+    checked_mask,
     checked_tensors,
     checked_uids,
     wide_dtype,
@@ -73,7 +74,8 @@ def normalize_advantages(
     Raises:
         ValueError, TypeError: an unknown reduction, shapes or boundaries that do not fit, or
             ``uids`` or ``max_response_length`` missing.
-        DataError: an advantage of a loss token that is not finite.
+        DataError: an advantage of a loss token that is not finite, a mask that is negative or not
+            finite, a uid that is None or NaN.
 
     >>> advantages, mask = torch.tensor([[0.0, 4.0], [8.0, 8.0]]), torch.tensor([[0, 1], [1, 1]])
     >>> normalize_advantages(advantages, mask, [0, 1, 2], reduction="token_mean").tolist()
@@ -81,7 +83,7 @@ def normalize_advantages(
     """
     _check(advantages, loss_mask, reduction, epsilon)
     edges = checked_boundaries(boundaries, len(advantages))
-    trained = (loss_mask.detach() != 0).to(advantages.device)
+    trained = checked_mask("loss_mask", loss_mask).to(advantages.device)
     wide = advantages.detach().to(wide_dtype(advantages))
     wide = torch.where(trained, wide, 0)
     _check_finite(wide)

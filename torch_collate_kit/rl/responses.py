@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.rl._checks import checked_mask
 
 __all__ = ["response_values"]
 
@@ -26,14 +27,15 @@ def response_values(values: Tensor, response_mask: Tensor) -> list[list[float]]:
     Raises:
         TypeError: not tensors.
         ValueError: other numbers of rows, or fewer values than response tokens.
-        DataError: a mask that is not one run of ones at the right end of its row.
+        DataError: a mask that is not one run of ones at the right end of its row, or that is
+            negative or not finite.
 
     >>> values = torch.tensor([[9.0, 1.0, 2.0], [9.0, 9.0, 3.0]])
     >>> response_values(values, torch.tensor([[0, 1, 1], [0, 0, 1]]))
     [[1.0, 2.0], [3.0]]
     """
     _check(values, response_mask)
-    mask = (response_mask.detach() != 0).cpu()
+    mask = checked_mask("response_mask", response_mask).cpu()
     lengths = mask.sum(dim=1)
     columns = torch.arange(mask.shape[1])
     wrong = (mask != (columns >= mask.shape[1] - lengths[:, None])).any(dim=1).nonzero().flatten()
