@@ -15,6 +15,7 @@ import torch
 from tests.batch_checks import assert_equals_oracle
 from tests.oracle import packed_rollouts, rollout_batch
 from torch_collate_kit import PackedCollator, RolloutCollator, rl
+from torch_collate_kit.errors import DataError
 
 TOKENIZER = "tokenizers/mistral-32k-chatml"
 Rollouts = list[dict[str, Any]]
@@ -91,9 +92,10 @@ def test_gsm8k_rollouts_are_collated_as_the_oracle_does(gsm8k: Rollouts) -> None
 def test_gsm8k_advantages_compare_the_solutions_of_a_prompt(gsm8k: Rollouts) -> None:
     batch = RolloutCollator(0)(gsm8k)
     uids = batch.metadata["uids"]
-    advantages = rl.compute_advantages(
-        batch["rewards"], batch["response_mask"], uids, estimator="grpo"
-    )
+    values = batch["rewards"], batch["response_mask"], uids
+    with pytest.raises(DataError, match=r"has only one score .* filter such rows out"):
+        rl.compute_advantages(*values, estimator="grpo")
+    advantages = rl.compute_advantages(*values, estimator="grpo", group_of_one="zero")
     by_prompt: dict[str, list[float]] = {}
     for rollout in gsm8k:
         by_prompt.setdefault(rollout["uid"], []).append(rollout["rewards"])

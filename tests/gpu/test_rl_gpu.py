@@ -34,7 +34,7 @@ def batch() -> Batch:
 def test_advantages(batch: Batch, estimator: str) -> None:
     rewards, mask, last = batch["rewards"], batch["response_mask"], [True] * len(batch)
     values = torch.rand_like(rewards) if estimator == "gae" else None
-    options: dict[str, Any] = {"estimator": estimator, "epsilon": 0.5}
+    options: dict[str, Any] = {"estimator": estimator, "epsilon": 0.5, "group_of_one": "score"}
     on_host = compute_advantages(rewards, mask, UIDS, values=values, **options)
     for flags in (last, torch.tensor(last).cuda()):
         found = compute_advantages(
@@ -56,7 +56,7 @@ def test_steps(batch: Batch) -> None:
     last = [i % 3 == 2 for i in range(9)]
     rewards[[not flag for flag in last]] = 0
     uids = list("aaaaaabbb")
-    options: dict[str, Any] = {"estimator": "grpo", "is_last_step": last}
+    options: dict[str, Any] = {"estimator": "grpo", "is_last_step": last, "group_of_one": "zero"}
     on_host = compute_advantages(rewards, mask, uids, **options)
     found = compute_advantages(rewards.cuda(), mask.cuda(), uids, **options)
     assert torch.equal(found.cpu(), on_host)

@@ -25,8 +25,18 @@ def mean_and_std(numbers: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1))
 
 
-def outcome(scores: Sequence[float], estimator: str, epsilon: float) -> list[float]:
+class GroupOfOneError(Exception):
+    pass
+
+
+def outcome(
+    scores: Sequence[float], estimator: str, epsilon: float, group_of_one: str
+) -> list[float]:
     """The advantages of the scores of one group."""
+    if len(scores) == 1:
+        if group_of_one == "raise":
+            raise GroupOfOneError
+        return [0.0] if group_of_one == "zero" else [scores[0]]
     mean, std = mean_and_std(scores)
     advantages = []
     for i, score in enumerate(scores):
@@ -36,7 +46,7 @@ def outcome(scores: Sequence[float], estimator: str, epsilon: float) -> list[flo
             advantages.append(score - mean)
         elif estimator == "rloo":
             others = [*scores[:i], *scores[i + 1 :]]
-            advantages.append(score - math.fsum(others) / len(others) if others else 0.0)
+            advantages.append(score - math.fsum(others) / len(others))
         elif estimator == "maxrl":
             advantages.append((score - mean) / (mean + epsilon))
     return advantages
@@ -53,6 +63,7 @@ def advantages(
     gamma: float = 1.0,
     lam: float = 1.0,
     epsilon: float = 1e-6,
+    group_of_one: str = "raise",
 ) -> list[list[float]]:
     result = [[0.0] * len(row) for row in rewards]
     real = [i for i, row in enumerate(mask) if any(row)]
@@ -81,7 +92,8 @@ def advantages(
     for uid in {uids[rows[0]] for rows in trajectories}:
         group = [rows for rows in trajectories if uids[rows[0]] == uid]
         scores = [math.fsum(rewards[rows[-1]]) for rows in group]
-        for rows, advantage in zip(group, outcome(scores, estimator, epsilon), strict=True):
+        found = outcome(scores, estimator, epsilon, group_of_one)
+        for rows, advantage in zip(group, found, strict=True):
             for i in rows:
                 result[i] = [advantage if valid else 0.0 for valid in mask[i]]
     return result

@@ -14,36 +14,57 @@ __all__ = ["discounted_returns", "gae", "group_advantages", "whiten"]
 
 
 def group_advantages(
-    scores: np.ndarray, uids: Sequence[Hashable], *, estimator: str, epsilon: float
+    scores: np.ndarray,
+    uids: Sequence[Hashable],
+    *,
+    estimator: str,
+    epsilon: float,
+    group_of_one: str,
 ) -> np.ndarray:
     """The advantage of every score within the scores of its uid: float64 [N], as ``scores``.
 
-    In a group of one the deviation is exactly 0, and so is the advantage.
-
-    >>> group_advantages(np.array([1.0, 3.0]), "aa", estimator="rloo", epsilon=1e-6).tolist()
-    [-2.0, 2.0]
+    >>> options = {"estimator": "rloo", "epsilon": 1e-6, "group_of_one": "score"}
+    >>> group_advantages(np.array([1.0, 3.0, 7.0]), "aab", **options).tolist()
+    [-2.0, 2.0, 7.0]
     """
     numbers: dict[Hashable, int] = {}
     groups = np.array([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=np.int64)
     sizes = np.bincount(groups, minlength=len(numbers))
+    is_alone = sizes == 1
+    if group_of_one == "raise" and is_alone.any():
+        raise DataError(
+            f"uid {list(numbers)[int(is_alone.argmax())]!r} has only one score (so have "
+            f"{np.count_nonzero(is_alone)} of {len(sizes)} uids), and {estimator=} compares the "
+            "scores of a uid; sample its prompt more than once, filter such rows out, or pass "
+            'group_of_one="zero" (advantage 0) or "score" (its score, as if the mean were 0 and '
+            "the std 1)"
+        )
     means = np.bincount(groups, weights=scores, minlength=len(numbers)) / np.maximum(sizes, 1)
-    deviation = scores - means[groups]
+    if estimator == "maxrl":
+        _check_means(means, is_alone, list(numbers))
+    deviation = scores - means[groups]  # exactly 0 of a group of one
     others = np.maximum(sizes - 1, 1)
     if estimator == "grpo":
         variance = np.bincount(groups, weights=deviation**2, minlength=len(numbers)) / others
-        return deviation / (np.sqrt(variance) + epsilon)[groups]
-    if estimator == "rloo":  # s - (sum - s) / (n - 1), without the difference of large sums
-        return deviation * (sizes / others)[groups]
-    if estimator == "maxrl":
-        if (means < 0).any():
-            group = int(np.flatnonzero(means < 0)[0])
-            raise DataError(
-                f"the mean reward of uid {list(numbers)[group]!r} is {means[group]}: maxrl divides "
-                "by it, which would turn the advantages around; give it rewards of 0 or more, or "
-                'use estimator="grpo"'
-            )
-        return deviation / (means + epsilon)[groups]
-    return deviation
+        advantages = deviation / (np.sqrt(variance) + epsilon)[groups]
+    elif estimator == "rloo":  # s - (sum - s) / (n - 1), without the difference of large sums
+        advantages = deviation * (sizes / others)[groups]
+    elif estimator == "maxrl":
+        advantages = deviation / np.where(is_alone, 1, means + epsilon)[groups]
+    else:
+        advantages = deviation
+    return np.where(is_alone[groups], scores, advantages) if group_of_one == "score" else advantages
+
+
+def _check_means(means: np.ndarray, is_alone: np.ndarray, uids: Sequence[Hashable]) -> None:
+    negative = (means < 0) & ~is_alone
+    if negative.any():
+        group = int(negative.argmax())
+        raise DataError(
+            f"the mean reward of uid {uids[group]!r} is {means[group]}: maxrl divides by it, which "
+            "would turn the advantages around; give it rewards of 0 or more, or use "
+            'estimator="grpo"'
+        )
 
 
 def gae(rewards: Tensor, values: Tensor, valid: Tensor, *, gamma: float, lam: float) -> Tensor:

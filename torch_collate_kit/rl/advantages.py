@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ __all__ = ["compute_advantages"]
 
 _OUTCOME = ("grpo", "grpo_no_std", "rloo", "maxrl")
 _ESTIMATORS = (*_OUTCOME, "gae", "reinforce++")
+_GROUPS_OF_ONE = ("raise", "zero", "score")
 
 
 def compute_advantages(
@@ -37,6 +40,7 @@ def compute_advantages(
     gamma: float = 1.0,
     lam: float = 1.0,
     epsilon: float = 1e-6,
+    group_of_one: Literal["raise", "zero", "score"] = "raise",
 ) -> Tensor:
     """The advantage of every response token: a new tensor [B, A], 0 outside ``response_mask``.
 
@@ -49,7 +53,8 @@ def compute_advantages(
     - ``"maxrl"``: ``(score - mean) / (mean + epsilon)`` (Tajwar et al. 2026, arXiv 2602.02710).
       It is derived for rewards of 0 and 1; a negative mean is refused.
 
-    A group of one has nothing to be compared with: 0. Token estimators look at every row alone:
+    The only score of a uid has nothing to be compared with: ``group_of_one`` says what it gets.
+    Token estimators look at every row alone:
 
     - ``"gae"``: generalized advantage estimation (Schulman et al. 2016) with ``values``. Cells in a
       row with mask 0 are no time steps: the next response token follows.
@@ -72,6 +77,11 @@ def compute_advantages(
         gamma: discount a token, 0 to 1; read by "gae" and "reinforce++".
         lam: 0 to 1; read by "gae".
         epsilon: above 0.
+        group_of_one: read by outcome estimators where a uid has one score, because the others were
+            filtered out, say: ``"raise"``, as TRL refuses one sample per prompt; ``"zero"``, so the
+            row teaches nothing, but its tokens still count in ``normalize_advantages``;
+            ``"score"``, as if the mean were 0 and the std 1, which is what verl does: a row without
+            a baseline, often far larger than the others.
 
     Returns:
         On the device of ``rewards``, float64 if they are, else float32; no autograd graph. Sums are
@@ -80,8 +90,8 @@ def compute_advantages(
     Raises:
         DataError: a reward or value that is not finite, a mask that is negative or not finite, a
             uid that is None or NaN, a reward that no token or no trajectory
-            would get, trajectories that do not end or have several uids, a mean reward below 0
-            with "maxrl".
+            would get, trajectories that do not end or have several uids, a uid with one score and
+            ``group_of_one="raise"``, a mean reward below 0 with "maxrl".
         ValueError: shapes that do not fit, ``values`` missing or not needed, an unknown estimator,
             or a token estimator with trajectories of several steps.
         TypeError: not tensors.
@@ -91,6 +101,7 @@ def compute_advantages(
     [[0.0, -1.0], [1.0, 1.0]]
     """
     _check(rewards, response_mask, estimator, values, (gamma, lam), epsilon)
+    checked_choice("group_of_one", group_of_one, _GROUPS_OF_ONE)
     keys = checked_uids(uids, len(rewards))
     given = rewards.detach()
     valid = checked_mask("response_mask", response_mask).to(given.device)
@@ -101,7 +112,10 @@ def compute_advantages(
     if estimator in _OUTCOME:
         scores = wide.sum(dim=1).cpu().double().numpy()[real]
         outcome = np.zeros(len(rewards))
-        outcome[real] = _outcome(scores, real, keys, last, wide, estimator, epsilon)
+        compare = partial(
+            group_advantages, estimator=estimator, epsilon=epsilon, group_of_one=group_of_one
+        )
+        outcome[real] = _outcome(scores, real, keys, last, wide, compare)
         per_row = torch.from_numpy(outcome).to(wide.device, wide.dtype)
         advantages = torch.where(valid, per_row[:, None], 0)
     else:
@@ -121,20 +135,16 @@ def _outcome(
     keys: list[Any],
     last: np.ndarray | None,
     rewards: Tensor,
-    estimator: str,
-    epsilon: float,
+    compare: Callable[[np.ndarray, list[Any]], np.ndarray],
 ) -> np.ndarray:
     """The advantage of every real row, float64: that of its trajectory."""
     uids = [keys[i] for i in real.tolist()]
     if last is None:
-        return group_advantages(scores, uids, estimator=estimator, epsilon=epsilon)
+        return compare(scores, uids)
     _check_earlier_steps(rewards, real[~last])
     numbers = trajectories(last, uids, real)
-    of_last = group_advantages(
-        scores[last],
-        [uid for uid, is_last in zip(uids, last.tolist(), strict=True) if is_last],
-        estimator=estimator,
-        epsilon=epsilon,
+    of_last = compare(
+        scores[last], [uid for uid, is_last in zip(uids, last.tolist(), strict=True) if is_last]
     )
     return of_last[numbers]
 

@@ -1,0 +1,77 @@
+"""Which scores are compared with each other: by uid, and what a uid with one score gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rl.rollouts import OUTCOME
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.rl import compute_advantages
+
+
+@pytest.mark.parametrize("estimator", OUTCOME)
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, 1e8])
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_equal_scores_teach_nothing(estimator: str, reward: float, size: int) -> None:
+    """In float32 a mean of equal scores can be off by a bit, and that over epsilon is not small."""
+    rewards = torch.tensor([[0.0, reward]] * size, dtype=torch.float32)
+    mask = torch.ones(size, 2)
+    found = compute_advantages(rewards, mask, ["a"] * size, estimator=estimator)
+    assert found.tolist() == [[0.0, 0.0]] * size
+
+
+@pytest.mark.parametrize("estimator", OUTCOME)
+def test_a_group_of_one_is_said(estimator: str) -> None:
+    """It got 0 without a word: a rollout whose peers were filtered out taught nothing."""
+    rewards, mask = torch.tensor([[5.0], [1.0], [3.0], [-2.0]]), torch.ones(4, 1)
+    with pytest.raises(
+        DataError,
+        match=r"^uid 'x' has only one score \(so have 2 of 3 uids\), and estimator='.*' compares "
+        r"the scores of a uid; sample its prompt more than once, filter such rows out, or pass "
+        r'group_of_one="zero" \(advantage 0\) or "score" \(its score, as if the mean were 0 and '
+        r"the std 1\)$",
+    ):
+        compute_advantages(rewards, mask, list("xyyz"), estimator=estimator)
+    zero, score = (
+        compute_advantages(rewards, mask, list("xyyz"), estimator=estimator, group_of_one=way)
+        for way in ("zero", "score")
+    )
+    assert zero.flatten()[[0, 3]].tolist() == [0.0, 0.0]
+    assert score.flatten()[[0, 3]].tolist() == [5.0, -2.0]
+    assert torch.equal(zero[1:3], score[1:3])
+    alone = compute_advantages(rewards[1:3], mask[1:3], list("yy"), estimator=estimator)
+    assert torch.equal(zero[1:3], alone)
+    assert alone.sum() == 0
+    assert alone[1] > 0
+
+
+def test_a_group_is_of_trajectories_not_of_steps_or_pads() -> None:
+    rewards, mask = torch.tensor([[0.0], [3.0], [0.0]]), torch.tensor([[1], [1], [0]])
+    last = [False, True, True]
+    options: dict[str, Any] = {"estimator": "grpo", "is_last_step": last}
+    with pytest.raises(DataError, match=r"uid 'a' has only one score \(so have 1 of 1 uids\)"):
+        compute_advantages(rewards, mask, ["a"] * 3, **options)
+    found = compute_advantages(rewards, mask, ["a"] * 3, **options, group_of_one="score")
+    assert found.flatten().tolist() == [3.0, 3.0, 0.0]
+
+
+ONE_BY_ONE = list(torch.tensor([1, 2, 1]))  # tensors hash by identity
+
+
+def test_groups_by_any_uids() -> None:
+    rewards, mask = torch.tensor([[1.0], [5.0], [3.0]]), torch.ones(3, 1)
+    for uids in (
+        [1, 2, 1],
+        np.array([1, 2, 1]),
+        torch.tensor([1, 2, 1]),
+        ("x", "y", "x"),
+        ONE_BY_ONE,
+    ):
+        found = compute_advantages(
+            rewards, mask, uids, estimator="grpo_no_std", group_of_one="zero"
+        )
+        assert found.flatten().tolist() == [-1.0, 0.0, 1.0]
