@@ -206,8 +206,9 @@ def rollout_batch(
         "dropped": (),
         "cut": (),
     }
-    for key, name in (("uid", "uids"), ("is_last_step", "is_last_step")):
-        if key in rollouts[0]:
+    per_rollout = {"uid": "uids", "trajectory_id": "trajectory_ids", "is_last_step": "is_last_step"}
+    for key, name in per_rollout.items():
+        if rollouts[0].get(key) is not None:
             batch["metadata"][name] = [rollout[key] for rollout in rollouts]
     if any(rollout.get("pixel_values") is not None for rollout in rollouts):
         for name in ("pixel_values", "image_grid_thw"):  # ragged: those of a row, or none

@@ -141,7 +141,8 @@ def rollouts(
             max_size=max_examples,
         )
     )
-    optional = ["logprobs", "advantages", "uid", "is_last_step", "rollout_expert_indices"]
+    optional = ["logprobs", "advantages", "uid", "trajectory_id", "is_last_step"]
+    optional += ["rollout_expert_indices"]
     optional += ["pixel_values"] * images
     keys = {key: forced.get(key, draw(st.booleans())) for key in optional}
     in_columns = draw(st.booleans())
@@ -166,9 +167,10 @@ def rollouts(
         put("logprobs", draw(_rows(_filled(num_tokens, (-0.1, -1 / 3, 0.0, -20.0)), _FLOATS)))
     if keys["advantages"]:
         put("advantages", draw(_numbers(num_tokens)))
-    if keys["uid"]:
-        kinds = draw(_kinds(_UIDS, len(lengths)))
-        put("uid", [_UIDS[kind](i) for i, kind in enumerate(kinds)])
+    for key in ("uid", "trajectory_id"):
+        if keys[key]:
+            kinds = draw(_kinds(_UIDS, len(lengths)))
+            put(key, [_UIDS[kind](i) for i, kind in enumerate(kinds)])
     if keys["is_last_step"]:
         kinds = draw(_kinds(_FLAGS, len(lengths)))
         put("is_last_step", [(_FLAGS[k](i % 3 == 0), i % 3 == 0) for i, k in enumerate(kinds)])
@@ -295,7 +297,7 @@ def _as_columns(
         known = [rollout[key] for rollout in plain]
         if key in ("pixel_values", "image_grid_thw") or draw(st.booleans()):
             columns[key] = [rollout[key] for rollout in given]
-        elif key == "uid":
+        elif key in ("uid", "trajectory_id"):
             column = np.empty(len(known), dtype=object)
             column[:] = known
             columns[key] = column

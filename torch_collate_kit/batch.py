@@ -279,7 +279,8 @@ class Batch(Mapping[str, Field]):
         every floating-point field of the shape of a mask 0; ``router_padding_mask`` True and
         ``rollout_expert_indices`` what pads hold; ``sub_seq_lengths`` and ragged metadata
         empty; metadata ``is_last_step`` True, a trajectory of its own that no other row continues.
-        Other metadata, ``uids`` too, repeats row 0's. ``metadata["num_dummy_rows"]`` counts them.
+        Other metadata, ``uids`` and ``trajectory_ids`` too, repeats row 0's.
+        ``metadata["num_dummy_rows"]`` counts them.
 
         >>> batch = Batch({"input_ids": torch.tensor([[5]]), "loss_mask": torch.tensor([[1.0]])})
         >>> padded = batch.pad_rows(multiple_of=2)

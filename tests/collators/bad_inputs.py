@@ -60,7 +60,7 @@ def _rollouts(*examples: Any, **settings: Any) -> Callable[[], Any]:
 def _rollout(**keys: Any) -> Callable[[], Any]:
     """A good rollout, then one of which these entries are wrong."""
     good = {"logprobs": [-1, -1, -1], "advantages": 1.0, "uid": "a", "is_last_step": True}
-    good |= {"rollout_expert_indices": ROUTES, **IMAGE}
+    good |= {"rollout_expert_indices": ROUTES, "trajectory_id": "t", **IMAGE}
     first = {**ROLLOUT, **{key: good[key] for key in keys if key in good}}
     return _rollouts(first, {**ROLLOUT, **keys})
 
@@ -109,6 +109,7 @@ ROLLOUT_INPUTS = [
     BadInput("a `uid` that is None", _rollout(uid=None)),
     BadInput("a `uid` that pandas found missing", _rollout(uid=NAN)),
     BadInput("a `uid` that is an array", _rollout(uid=np.array([1, 2]))),
+    BadInput("a `trajectory_id` that is None", _rollout(trajectory_id=None)),
     BadInput("`is_last_step` that is a string", _rollout(is_last_step="True")),
     BadInput("routes of more tokens", _rollout(rollout_expert_indices=np.tile(ROUTES, (2, 1, 1)))),
     BadInput("routes of another `top_k`", _rollout(rollout_expert_indices=ROUTES[..., :1])),

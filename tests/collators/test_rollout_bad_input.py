@@ -22,6 +22,7 @@ GOOD = {
     "advantages": 1.0,
     "uid": "a",
     "is_last_step": True,
+    "trajectory_id": "t",
     "rollout_expert_indices": ROUTES,
     **IMAGE,
 }
@@ -65,6 +66,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"uid": torch.tensor([1, 2])}, r"uid is tensor\(\[1, 2\]\)"),
     ({"uid": np.array([])}, "uid is array"),
     ({"uid": ["a"]}, r"uid is \['a'\] \(list\)"),
+    ({"trajectory_id": ["t"]}, r"trajectory_id is \['t'\] \(list\); rollouts are grouped by it"),
     ({"is_last_step": None}, "is_last_step is None; it must be True or False"),
     ({"is_last_step": 2}, "is_last_step is 2"),
     ({"is_last_step": np.array([1, 0])}, "is_last_step is array"),
@@ -177,6 +179,7 @@ def test_a_hostile_column_is_refused_by_name(entries: dict[str, Any], message: s
         ("logps", "logprobs"),
         ("Advantages", "advantages"),
         ("uids", "uid"),
+        ("trajectory_ids", "trajectory_id"),
         ("is_last_steps", "is_last_step"),
         ("rollout_expert_index", None),
         ("pixel_value", "pixel_values"),

@@ -59,6 +59,7 @@ def advantages(
     *,
     estimator: str,
     is_last_step: Sequence[bool] | None = None,
+    trajectory_ids: Sequence[Any] | None = None,
     values: Grid | None = None,
     gamma: float = 1.0,
     lam: float = 1.0,
@@ -86,7 +87,11 @@ def advantages(
     trajectories: list[list[int]] = [[]]
     for i in real:
         trajectories[-1].append(i)
-        if is_last_step is None or is_last_step[i]:
+        is_last = is_last_step is None or is_last_step[i]
+        if trajectory_ids is not None:
+            name = uids[i], trajectory_ids[i]
+            is_last = not any((uids[k], trajectory_ids[k]) == name for k in real if k > i)
+        if is_last:
             trajectories.append([])
     assert not trajectories.pop()
     for uid in {uids[rows[0]] for rows in trajectories}:

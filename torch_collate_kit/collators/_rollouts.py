@@ -34,7 +34,8 @@ _RESPONSE_FIELDS = {
     "advantages": "advantages",
 }
 _REQUIRED = ("prompt_ids", "response_ids", "rewards", "loss_mask")
-_PER_ROLLOUT = ("uid", "is_last_step")
+_IDS = {"uid": "uids", "trajectory_id": "trajectory_ids"}  # and their names in metadata
+_PER_ROLLOUT = (*_IDS, "is_last_step")
 _KNOWN = (*_REQUIRED, "logprobs", "advantages", *_PER_ROLLOUT, "rollout_expert_indices", *IMAGES)
 
 
@@ -47,7 +48,7 @@ class Rollouts:
     fields: dict[str, Ragged]  # float32, one value a response token, by the name in a batch
     expert_indices: Ragged | None  # int16 [tokens with a route, layers, top_k]
     images: dict[str, Ragged]  # pixel_values [patches, dim], image_grid_thw [n, 3], of any dtype
-    per_rollout: dict[str, list[Any]]  # uids, is_last_step
+    per_rollout: dict[str, list[Any]]  # uids, trajectory_ids, is_last_step
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -89,9 +90,7 @@ def read_rollouts(examples: Examples) -> Rollouts:
         if name in raw
     }
     _check_loss_mask(fields["loss_mask"])
-    per_rollout = {}
-    if "uid" in raw:
-        per_rollout["uids"] = _uids(raw["uid"])
+    per_rollout = {field: _uids(name, raw[name]) for name, field in _IDS.items() if name in raw}
     if "is_last_step" in raw:
         per_rollout["is_last_step"] = _flags("is_last_step", raw["is_last_step"])
     routes = raw.get("rollout_expert_indices")
@@ -259,19 +258,21 @@ def _check_loss_mask(loss_mask: Ragged) -> None:
         )
 
 
-def _uids(column: Any) -> list[Any]:
+def _uids(name: str, column: Any) -> list[Any]:
     if set(map(type, column)) <= {str, int}:
         return list(column)
     uids = [one_value(value) for value in column]
     for i, uid in enumerate(uids):
         if not isinstance(uid, Hashable) or isinstance(uid, Tensor):
             raise DataError(
-                f"example {i}: uid is {uid!r:.40} ({type(uid).__name__}); rollouts are grouped by "
-                "it, so give a string or an integer"
+                f"example {i}: {name} is {uid!r:.40} ({type(uid).__name__}); rollouts are grouped "
+                "by it, so give a string or an integer"
             )
         if uid is None or (uid == uid) is not True:  # NaN and NA: pandas' missing values
+            owner = "prompt" if name == "uid" else "trajectory"
             raise DataError(
-                f"example {i}: uid is {uid}; give the id of its prompt, or no uid in any example"
+                f"example {i}: {name} is {uid}; give the id of its {owner}, or no {name} in any "
+                "example"
             )
     return uids
 

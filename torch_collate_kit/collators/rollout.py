@@ -25,10 +25,11 @@ class RolloutCollator:
     A rollout has ``prompt_ids`` and ``response_ids``, ``rewards`` (one number, which goes to the
     last token, or one a response token) and ``loss_mask`` (one weight a response token; 0 where the
     policy did not write it). It may have ``logprobs`` of the response tokens, ``advantages`` (one
-    number, for all response tokens, or one each), ``uid`` (of its prompt), ``is_last_step`` (of its
-    trajectory), ``rollout_expert_indices`` (integers ``[tokens, layers, top_k]``: the experts that
-    a mixture-of-experts router chose, for all tokens or the first ones), and ``pixel_values`` with
-    ``image_grid_thw``. Each of them is a list, an ndarray, or a tensor of any dtype and device.
+    number, for all response tokens, or one each), ``uid`` (of its prompt), ``trajectory_id`` (of
+    the trajectory it is a step of), ``is_last_step`` (of it), ``rollout_expert_indices`` (integers
+    ``[tokens, layers, top_k]``: the experts that a mixture-of-experts router chose, for all tokens
+    or the first ones), and ``pixel_values`` with ``image_grid_thw``. Each of them is a list, an
+    ndarray, or a tensor of any dtype and device.
 
     Args:
         tokenizer: an int pad id, or anything with ``pad_token_id``.
@@ -49,8 +50,8 @@ class RolloutCollator:
       ``[B, W]``: True where no route was given, which holds ``top_k`` distinct experts;
     - ``pixel_values`` float32 and ``image_grid_thw`` int64, ragged: those of a row.
 
-    ``metadata["uids"]`` and ``metadata["is_last_step"]`` have an entry a row. It can be pickled
-    into DataLoader workers. Inputs are copied, never changed.
+    ``metadata["uids"]``, ``["trajectory_ids"]`` and ``["is_last_step"]`` have an entry a row. It
+    can be pickled into DataLoader workers. Inputs are copied, never changed.
 
     Raises:
         DataError: a rollout is wrong; says which, and what.

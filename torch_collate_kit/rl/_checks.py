@@ -23,8 +23,17 @@ __all__ = [
 Uids = Sequence[Hashable] | np.ndarray | Tensor
 
 
-def checked_uids(uids: Any, num_rows: int | None = None) -> list[Hashable]:
+def checked_uids(
+    uids: Any,
+    num_rows: int | None = None,
+    *,
+    name: str = "uid",
+    owner: str = "prompt",
+    row: str = "row",
+) -> list[Hashable]:
     """``uids`` as a list of hashables that compare by value; a tensor's are its numbers.
+
+    ``name``, ``owner`` and ``row`` are the words for one of them, for messages.
 
     Raises:
         TypeError: a string, nothing to iterate over, or a uid that cannot be hashed.
@@ -33,11 +42,12 @@ def checked_uids(uids: Any, num_rows: int | None = None) -> list[Hashable]:
     """
     if isinstance(uids, str | bytes) or not isinstance(uids, Iterable):
         raise TypeError(
-            f"uids must be one uid a row, got {uids!r} of type {type(uids).__name__}; pass a list"
+            f"{name}s must be one {name} a {row}, got {uids!r} of type {type(uids).__name__}; pass "
+            "a list"
         )
     if isinstance(uids, np.ndarray | Tensor):
         if uids.ndim != 1:
-            raise ValueError(f"uids must be one uid a row, got shape {list(uids.shape)}")
+            raise ValueError(f"{name}s must be one {name} a {row}, got shape {list(uids.shape)}")
         keys = uids.tolist()
     else:
         # Tensors hash by identity, so two equal ones would be two prompts.
@@ -48,16 +58,18 @@ def checked_uids(uids: Any, num_rows: int | None = None) -> list[Hashable]:
             hash(key)
         except TypeError:
             raise TypeError(
-                f"the uid of row {i} is {key!r} of type {type(key).__name__}, which cannot be "
+                f"the {name} of {row} {i} is {key!r} of type {type(key).__name__}, which cannot be "
                 "hashed; use a string, an int or a tuple"
             ) from None
         if key is None or (key == key) is not True:  # NaN and NA: pandas' missing values
             raise DataError(
-                f"the uid of row {i} is {key}; give every row the id of its prompt, for rows are "
-                "grouped by it"
+                f"the {name} of {row} {i} is {key}; give every {row} the id of its {owner}, for "
+                f"{row}s are grouped by it"
             )
     if num_rows is not None and len(keys) != num_rows:
-        raise ValueError(f"uids has {len(keys)} entries for {num_rows} rows; give one uid a row")
+        raise ValueError(
+            f"{name}s has {len(keys)} entries for {num_rows} {row}s; give one {name} a {row}"
+        )
     return keys
 
 

@@ -9,11 +9,75 @@ import numpy as np
 from torch import Tensor
 
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.rl._checks import checked_uids
 
-__all__ = ["checked_last_steps", "trajectories"]
+__all__ = ["checked_trajectory_ids", "last_steps", "trajectories"]
 
 
-def checked_last_steps(is_last_step: Any, num_rows: int) -> np.ndarray:
+def last_steps(
+    is_last_step: Any, trajectory_ids: Any, uids: Sequence[Hashable], rows: np.ndarray
+) -> np.ndarray | None:
+    """bool [N], whether each of ``rows`` is the last step of its trajectory; None: nothing says.
+
+    Raises:
+        DataError: ``is_last_step`` and ``trajectory_ids`` contradict each other.
+        TypeError, ValueError: not one bool, not one id for every uid.
+    """
+    last = None if is_last_step is None else _checked_flags(is_last_step, len(uids))[rows]
+    if trajectory_ids is None:
+        return last
+    ids = checked_uids(trajectory_ids, len(uids), name="trajectory_id", owner="trajectory")
+    return checked_trajectory_ids([(uids[i], ids[i]) for i in rows.tolist()], last, rows)
+
+
+def checked_trajectory_ids(
+    names: Sequence[tuple[Hashable, Hashable]],
+    last: np.ndarray | None,
+    rows: np.ndarray,
+    *,
+    row: str = "row",
+) -> np.ndarray:
+    """``last``, checked against the uids and trajectory ids of the steps, or made of them.
+
+    Raises:
+        DataError: a trajectory that comes back, or a flag that contradicts the ids; not the last
+            flag of all, behind which nothing comes.
+
+    >>> checked_trajectory_ids([("a", 0), ("a", 0), ("a", 1)], None, np.arange(3)).tolist()
+    [False, True, True]
+    """
+    begins: dict[tuple[Hashable, Hashable], int] = {}
+    ends = np.ones(len(names), dtype=bool)
+    for i, name in enumerate(names):
+        if i and name == names[i - 1]:
+            ends[i - 1] = False
+        elif begins.setdefault(name, i) != i:
+            raise DataError(
+                f"trajectory_id {name[1]!r} of uid {name[0]!r} begins at {row} "
+                f"{rows[begins[name]]} and comes back at {row} {rows[i]}; the {row}s of a "
+                "trajectory lie next to each other, in the order of their steps, and other "
+                "trajectories have other ids"
+            )
+    if last is None:
+        return ends
+    for i in np.flatnonzero(last[:-1] != ends[:-1]).tolist():
+        (uid, own), (next_uid, other) = names[i], names[i + 1]
+        if last[i]:
+            raise DataError(
+                f"{row} {rows[i]} has is_last_step=True, but {row} {rows[i + 1]} is of the same "
+                f"trajectory, trajectory_id {own!r} of uid {uid!r}; only the last {row} of a "
+                "trajectory is its last step"
+            )
+        raise DataError(
+            f"{row} {rows[i]} has is_last_step=False, but {row} {rows[i + 1]}, the next step, is "
+            f"of trajectory_id {other!r} of uid {next_uid!r}, not of {own!r} of {uid!r}; set "
+            f"is_last_step=True at the last {row} of every trajectory, or give both {row}s one "
+            "trajectory_id"
+        )
+    return last
+
+
+def _checked_flags(is_last_step: Any, num_rows: int) -> np.ndarray:
     """``is_last_step`` as bool [num_rows].
 
     Raises:

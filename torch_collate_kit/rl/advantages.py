@@ -20,7 +20,7 @@ from torch_collate_kit.rl._checks import (
     wide_dtype,
 )
 from torch_collate_kit.rl._estimators import discounted_returns, gae, group_advantages, whiten
-from torch_collate_kit.rl._trajectories import checked_last_steps, trajectories
+from torch_collate_kit.rl._trajectories import last_steps, trajectories
 
 __all__ = ["compute_advantages"]
 
@@ -36,6 +36,7 @@ def compute_advantages(
     *,
     estimator: str,
     is_last_step: Any = None,
+    trajectory_ids: Uids | None = None,
     values: Tensor | None = None,
     gamma: float = 1.0,
     lam: float = 1.0,
@@ -73,6 +74,9 @@ def compute_advantages(
             trajectory lie next to each other, and the last of them is True and has all the reward.
             Groups are then the trajectories of a uid, and the advantage of a trajectory goes to the
             response tokens of all its steps.
+        trajectory_ids: the trajectory of each row, within its uid; hashables as ``uids``. They
+            check ``is_last_step``, which alone cannot tell that a True was forgotten between two
+            trajectories of one uid, or stand for it where it is None.
         values: ``[B, A]``, for "gae" only. The critic's targets are ``advantages + values``.
         gamma: discount a token, 0 to 1; read by "gae" and "reinforce++".
         lam: 0 to 1; read by "gae".
@@ -90,7 +94,8 @@ def compute_advantages(
     Raises:
         DataError: a reward or value that is not finite, a mask that is negative or not finite, a
             uid that is None or NaN, a reward that no token or no trajectory
-            would get, trajectories that do not end or have several uids, a uid with one score and
+            would get, trajectories that do not end, have several uids, are interrupted by others,
+            or contradict ``is_last_step``, a uid with one score and
             ``group_of_one="raise"``, a mean reward below 0 with "maxrl".
         ValueError: shapes that do not fit, ``values`` missing or not needed, an unknown estimator,
             or a token estimator with trajectories of several steps.
@@ -108,7 +113,7 @@ def compute_advantages(
     real = np.flatnonzero(valid.any(dim=1).cpu().numpy())  # the others are pads
     _check_rewards(given, valid)
     wide = given.to(wide_dtype(given))  # what pads hold is never read
-    last = None if is_last_step is None else checked_last_steps(is_last_step, len(rewards))[real]
+    last = last_steps(is_last_step, trajectory_ids, keys, real)
     if estimator in _OUTCOME:
         scores = wide.sum(dim=1).cpu().double().numpy()[real]
         outcome = np.zeros(len(rewards))

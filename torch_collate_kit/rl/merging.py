@@ -11,6 +11,7 @@ import numpy as np
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.rl._checks import checked_uids
 from torch_collate_kit.rl._steps import array_of, flag_of, ids_of, per_token, rewards_of, routes_of
+from torch_collate_kit.rl._trajectories import checked_trajectory_ids
 
 __all__ = ["merge_steps"]
 
@@ -34,6 +35,8 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Consecutive examples of one ``uid``, the earlier without ``is_last_step``, become one if the
     prompt of the later begins with all tokens of the earlier, prompt and response: a forward pass
     over the result computes every token once. A step whose prompt was rewritten starts a new one.
+    Where the examples have a ``trajectory_id``, ``is_last_step`` is checked against it: a True
+    forgotten between two trajectories of one uid would merge them.
 
     Of a merged example:
 
@@ -51,8 +54,9 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     (floats where ints and floats meet); all else is the objects of the examples, not copies.
 
     Raises:
-        DataError: a key is missing or has a wrong length, or only one of two steps to be merged has
-            ``logprobs`` or ``rollout_expert_indices``.
+        DataError: a key is missing or has a wrong length; ``trajectory_id`` contradicts
+            ``is_last_step``, comes back later, or is there in some examples only; or only one of
+            two steps to be merged has ``logprobs`` or ``rollout_expert_indices``.
         TypeError: not a list of mappings.
 
     >>> steps = [
@@ -97,6 +101,12 @@ def _read(examples: Any) -> list[_Step]:
         prompt, response = (ids_of(i, example, key) for key in ("prompt_ids", "response_ids"))
         tokens = np.concatenate([prompt, response])
         steps.append(_Step(i, example, uid, flag_of(i, example), len(prompt), tokens))
+    ids = [example.get("trajectory_id") for example in examples]
+    if any(own is not None for own in ids):
+        ids = checked_uids(ids, name="trajectory_id", owner="trajectory", row="example")
+        last = np.array([step.is_last for step in steps])
+        names = list(zip(uids, ids, strict=True))
+        checked_trajectory_ids(names, last, np.arange(len(steps)), row="example")
     return steps
 
 

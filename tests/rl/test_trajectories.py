@@ -1,0 +1,192 @@
+"""trajectory_ids: they say which rows are the steps of one trajectory, and check is_last_step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rl import oracle_rl as oracle
+from torch_collate_kit.collators import PackedCollator, RolloutCollator
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.rl import compute_advantages, merge_steps
+
+REWARDS = torch.tensor([[0.0], [1.0], [0.0], [3.0]])
+MASK = torch.ones(4, 1)
+LAST = [False, True, False, True]
+
+
+def advantages(**changes: Any) -> list[float]:
+    options: dict[str, Any] = {"uids": ["a"] * 4, "estimator": "grpo_no_std", **changes}
+    rewards, mask = options.pop("rewards", REWARDS), options.pop("response_mask", MASK)
+    return compute_advantages(rewards, mask, options.pop("uids"), **options).flatten().tolist()
+
+
+def test_a_forgotten_last_step_is_found() -> None:
+    """Two trajectories of one uid became one, and the first one's reward was refused at best."""
+    ids = [0, 0, 1, 1]
+    rewards = REWARDS * torch.tensor([[1.0], [0.0], [1.0], [1.0]])  # the first one earned nothing
+    message = (
+        r"^row 1 has is_last_step=False, but row 2, the next step, is of trajectory_id 1 of uid "
+        r"'a', not of 0 of 'a'; set is_last_step=True at the last row of every trajectory, or give "
+        r"both rows one trajectory_id$"
+    )
+    with pytest.raises(DataError, match=message):
+        advantages(rewards=rewards, is_last_step=[False, False, False, True], trajectory_ids=ids)
+    assert advantages(is_last_step=LAST, trajectory_ids=ids) == [-1.0, -1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [7, 7, 5, 5],
+        ["x", "x", "y", "y"],
+        np.array([7, 7, 5, 5]),
+        torch.tensor([7, 7, 5, 5]),
+        [("a", 1), ("a", 1), ("a", 2), ("a", 2)],
+    ],
+)
+def test_ids_alone_say_where_trajectories_end(ids: Any) -> None:
+    assert advantages(trajectory_ids=ids) == advantages(is_last_step=LAST)
+
+
+def test_an_id_is_of_its_uid() -> None:
+    """Trajectories may be numbered anew within every prompt."""
+    uids, ids = ["a", "a", "b", "b"], [0, 1, 0, 1]
+    rewards = torch.tensor([[1.0], [3.0], [0.0], [0.0]])
+    found = advantages(rewards=rewards, uids=uids, trajectory_ids=ids)
+    assert found == [-1.0, 1.0, 0.0, 0.0]
+    wrong: dict[str, Any] = {"is_last_step": LAST, "uids": ["a", "a", "b", "c"]}
+    with pytest.raises(DataError, match=r"row 2 has .* is of trajectory_id 1 of uid 'c', not of 1"):
+        advantages(**wrong, trajectory_ids=[0, 0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"is_last_step": [True] * 4},
+            "row 0 has is_last_step=True, but row 1 is of the same trajectory, trajectory_id 0 of "
+            "uid 'a'; only the last row of a trajectory is its last step",
+        ),
+        (
+            {"trajectory_ids": [0, 1, 0, 1]},
+            "trajectory_id 0 of uid 'a' begins at row 0 and comes back at row 2; the rows of a "
+            "trajectory lie next to each other, in the order of their steps, and other",
+        ),
+        ({"trajectory_ids": [0, 0, None, None]}, "the trajectory_id of row 2 is None; give every"),
+        (
+            {"rewards": REWARDS * 0, "is_last_step": [False, True, False, False]},
+            "row 3 of uid 'a' is not a last step, and",
+        ),
+    ],
+)
+def test_errors(changes: dict[str, Any], message: str) -> None:
+    rewards = REWARDS * torch.tensor([[0.0], [0.0], [0.0], [1.0]])
+    with pytest.raises(DataError, match=message):
+        advantages(**{"rewards": rewards, "trajectory_ids": [0, 0, 1, 1], **changes})
+
+
+def test_argument_errors() -> None:
+    with pytest.raises(ValueError, match="trajectory_ids has 1 entries for 4 rows; give one traj"):
+        advantages(trajectory_ids=[0])
+    with pytest.raises(
+        TypeError, match="trajectory_ids must be one trajectory_id a row, got 'abcd'"
+    ):
+        advantages(trajectory_ids="abcd")
+    with pytest.raises(TypeError, match=r"the trajectory_id of row 1 is \[0\] of type list"):
+        advantages(trajectory_ids=[0, [0], 1, 1])
+    for estimator, values in (("reinforce++", None), ("gae", REWARDS)):
+        with pytest.raises(ValueError, match=r"row 0 is not the last step .*make a trajectory one"):
+            advantages(estimator=estimator, values=values, trajectory_ids=[0, 0, 1, 1])
+    assert len(advantages(estimator="reinforce++", trajectory_ids=[0, 1, 2, 3])) == 4
+
+
+@given(
+    counts=st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 3)), min_size=1, max_size=6),
+    pads=st.lists(st.integers(0, 20), max_size=2),
+    numbered=st.booleans(),
+    forget=st.integers(0, 5),
+)
+def test_drawn_trajectories(
+    counts: list[tuple[str, int]], pads: list[int], numbered: bool, forget: int
+) -> None:
+    """Like is_last_step; and whichever flag is wrong, it is found, wherever pads lie."""
+    rows: list[tuple[str, Any, bool, float]] = []
+    for number, (uid, count) in enumerate(sorted(counts)):
+        of_uid = [u for u, _ in sorted(counts)[:number]].count(uid)
+        for k in range(count):
+            is_last = k == count - 1
+            rows.append((uid, of_uid if numbered else number, is_last, number * 1.5 * is_last))
+    real = [True] * len(rows)
+    for pad in pads:  # as pad_rows makes them
+        at = min(pad, len(rows))
+        rows.insert(at, (rows[0][0], rows[0][1], True, 0.0))
+        real.insert(at, False)
+    uids, ids, last, scores = (list(column) for column in zip(*rows, strict=True))
+    rewards, mask = torch.tensor(scores)[:, None], torch.tensor(real).long()[:, None]
+    options: dict[str, Any] = {"estimator": "grpo", "group_of_one": "score"}
+    found = compute_advantages(rewards, mask, uids, trajectory_ids=ids, **options)
+    wanted = oracle.advantages(rewards.tolist(), mask.tolist(), uids, trajectory_ids=ids, **options)
+    torch.testing.assert_close(found, torch.tensor(wanted), rtol=1e-6, atol=1e-6)
+    both = compute_advantages(rewards, mask, uids, trajectory_ids=ids, is_last_step=last, **options)
+    assert torch.equal(both, found)
+    places = [i for i, is_real in enumerate(real) if is_real]
+    wrong = places[forget % len(places)]
+    last[wrong] = not last[wrong]
+    with pytest.raises(DataError, match=rf"row {wrong} (has is_last_step=|of uid .* no step foll)"):
+        compute_advantages(
+            rewards * 0, mask, uids, trajectory_ids=ids, is_last_step=last, **options
+        )
+
+
+def step(uid: str, trajectory_id: Any, prompt: list[int], last: bool) -> dict[str, Any]:
+    example = {"uid": uid, "trajectory_id": trajectory_id, "is_last_step": last}
+    parts = {"prompt_ids": prompt, "response_ids": [prompt[-1] + 1], "loss_mask": [1]}
+    return {**example, **parts, "rewards": float(last)}
+
+
+def test_merging_checks_it_too() -> None:
+    """A trajectory whose prompt begins like the one before was merged into it."""
+    steps = [step("a", 0, [1], True), step("a", 1, [1, 2, 3], True)]
+    assert [example["trajectory_id"] for example in merge_steps(steps)] == [0, 1]
+    steps[0] |= {"is_last_step": False}
+    with pytest.raises(
+        DataError, match=r"^example 0 has is_last_step=False, but example 1, the ne"
+    ):
+        merge_steps(steps)
+    steps[1] |= {"trajectory_id": 0}
+    [merged] = merge_steps(steps)
+    assert merged["trajectory_id"] == 0
+    assert merged["response_ids"].tolist() == [2, 3, 4]
+    steps[1] |= {"trajectory_id": None}
+    with pytest.raises(
+        DataError, match="the trajectory_id of example 1 is None; give every example"
+    ):
+        merge_steps(steps)
+    assert len(merge_steps([{**s, "trajectory_id": None} for s in steps])) == 1  # not given
+    del steps[1]["trajectory_id"]
+    with pytest.raises(DataError, match="the trajectory_id of example 1 is None"):
+        merge_steps(steps)
+
+
+def test_collators_carry_it() -> None:
+    steps = [step("a", "t0", [1], False), step("a", "t0", [1, 2, 3], True), step("a", 5, [1], True)]
+    batch = RolloutCollator(0)(steps)
+    assert batch.metadata["trajectory_ids"] == ["t0", "t0", 5]
+    assert batch[1:].metadata["trajectory_ids"] == ["t0", 5]
+    packed = PackedCollator(0, max_tokens=16)(steps)
+    assert packed.metadata["trajectory_ids"] == ("t0", "t0", 5)
+    padded = batch.pad_rows(multiple_of=4)
+    given_rows = padded["rewards"], padded["response_mask"], padded.metadata["uids"]
+    found = compute_advantages(
+        *given_rows,
+        estimator="grpo_no_std",
+        is_last_step=padded.metadata["is_last_step"],
+        trajectory_ids=padded.metadata["trajectory_ids"],
+    )
+    assert found.tolist() == [[0.0]] * 4
