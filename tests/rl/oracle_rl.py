@@ -129,6 +129,7 @@ def normalized(
     max_response_length: int,
     z_score: bool,
     epsilon: float,
+    count_masked_rows: bool,
 ) -> list[list[float]]:
     result = [[0.0] * len(row) for row in advantages]
     for m in range(len(boundaries) - 1):
@@ -137,7 +138,7 @@ def normalized(
         if not cells:
             continue
         mean, std = mean_and_std([advantages[i][t] for i, t in cells])
-        trained = {i for i, _ in cells}
+        counted = set(rows) if count_masked_rows else {i for i, _ in cells}
         for i, t in cells:
             value = advantages[i][t]
             if z_score:
@@ -148,9 +149,9 @@ def normalized(
                 value
                 / {
                     "token_mean": len(cells),
-                    "sequence_mean": len(trained) * of_row,
-                    "prompt_mean": len({uids[j] for j in trained}) * of_prompt,
-                    "constant_length_mean": len(trained) * max_response_length,
+                    "sequence_mean": len(counted) * of_row,
+                    "prompt_mean": len({uids[j] for j in counted}) * of_prompt,
+                    "constant_length_mean": len(counted) * max_response_length,
                 }[reduction]
             )
     return result

@@ -26,6 +26,7 @@ REDUCTIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant_length_mea
     z_score=st.booleans(),
     every=st.integers(1, 3),
     weight=st.sampled_from([1.0, 1 / 7]),
+    count_masked_rows=st.booleans(),
 )
 def test_against_the_oracle(
     uids: list[str],
@@ -35,6 +36,7 @@ def test_against_the_oracle(
     z_score: bool,
     every: int,
     weight: float,
+    count_masked_rows: bool,
 ) -> None:
     rng = np.random.default_rng(seed)
     advantages = torch.from_numpy(rng.normal(size=(len(uids), width)))
@@ -49,6 +51,7 @@ def test_against_the_oracle(
         "max_response_length": 11,
         "z_score": z_score,
         "epsilon": 1e-3,
+        "count_masked_rows": count_masked_rows,
     }
     found = normalize_advantages(advantages, mask, edges, **options)
     expected = oracle.normalized(advantages.tolist(), mask.tolist(), edges.tolist(), **options)
@@ -85,6 +88,33 @@ def test_written_out() -> None:
     ]
 
 
+def test_masked_rows_in_the_denominator() -> None:
+    """A row of four, and the only row of a prompt, is masked: it counts if it is asked for."""
+    advantages = torch.tensor([[2.0, 4.0], [6.0, 6.0], [9.0, 9.0], [8.0, 8.0]])
+    mask = torch.tensor([[1, 1], [0, 1], [0, 0], [1, 0]])
+
+    def scaled(reduction: str, count: bool, **options: Any) -> list[float]:
+        found = normalize_advantages(
+            advantages, mask, [0, 4], reduction=reduction, count_masked_rows=count, **options
+        )
+        assert (found[mask == 0] == 0).all()
+        return found[mask == 1].tolist()
+
+    assert scaled("sequence_mean", False) == pytest.approx([1 / 3, 2 / 3, 2.0, 8 / 3])
+    assert scaled("sequence_mean", True) == [0.25, 0.5, 1.5, 2.0]
+    options = {"max_response_length": 5}
+    assert scaled("constant_length_mean", False, **options) == pytest.approx(
+        [2 / 15, 4 / 15, 6 / 15, 8 / 15]
+    )
+    assert scaled("constant_length_mean", True, **options) == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    uids = {"uids": ["a", "a", "b", "c"]}
+    assert scaled("prompt_mean", False, **uids) == pytest.approx([2 / 6, 4 / 6, 6 / 6, 8 / 2])
+    assert scaled("prompt_mean", True, **uids) == pytest.approx([2 / 9, 4 / 9, 6 / 9, 8 / 3])
+    same = {"uids": ["a", "a", "a", "c"]}
+    assert scaled("prompt_mean", True, **same) == scaled("prompt_mean", False, **same)
+    assert scaled("token_mean", True) == scaled("token_mean", False) == [0.5, 1.0, 1.5, 2.0]
+
+
 def test_z_score_written_out() -> None:
     advantages = torch.tensor([[1.0, 3.0], [float("nan"), 5.0]])
     mask = torch.tensor([[1, 1], [0, 1]])
@@ -95,8 +125,9 @@ def test_z_score_written_out() -> None:
     torch.testing.assert_close(found, torch.tensor([[-(8**-0.5) / 2, 8**-0.5 / 2], [0, 0]]))
 
 
+@pytest.mark.parametrize("count_masked_rows", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_mini_batch_without_loss_tokens(reduction: str) -> None:
+def test_a_mini_batch_without_loss_tokens(reduction: str, count_masked_rows: bool) -> None:
     found = normalize_advantages(
         torch.full((2, 3), torch.inf),
         torch.zeros(2, 3),
@@ -105,6 +136,7 @@ def test_a_mini_batch_without_loss_tokens(reduction: str) -> None:
         uids=["a", "b"],
         max_response_length=3,
         z_score=True,
+        count_masked_rows=count_masked_rows,
     )
     assert found.tolist() == [[0.0] * 3] * 2
 
@@ -138,6 +170,11 @@ A, M = torch.ones(2, 2), torch.ones(2, 2)
             "max_response_length must be at least 1, got 0",
         ),
         ({"epsilon": 0}, ValueError, "epsilon must be above 0, got 0"),
+        (
+            {"count_masked_rows": "no"},
+            TypeError,
+            "count_masked_rows must be True or False, got 'no'",
+        ),
         ({"advantages": [[1.0]]}, TypeError, "advantages must be a tensor"),
         ({"advantages": A.long()}, TypeError, r"must be floating point, got torch\.int64; pass"),
         ({"advantages": A[0]}, ValueError, r"advantages must be \[B, A\], .*got \[2\]"),

@@ -14,6 +14,7 @@ from torch_collate_kit.errors import DataError
 __all__ = [
     "Uids",
     "checked_boundaries",
+    "checked_flag",
     "checked_mask",
     "checked_tensors",
     "checked_uids",
@@ -126,6 +127,13 @@ def checked_tensors(**tensors: Any) -> None:
                 f"{name} has shape {list(tensor.shape)}, {first_name} has {list(first.shape)}; "
                 "they must be of the same rows and response columns"
             )
+
+
+def checked_flag(name: str, value: Any) -> bool:
+    """``value``, which must be a bool: "no" would count as True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
 
 
 def checked_mask(name: str, mask: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch_collate_kit.packing._checks import checked_choice, checked_int
 from torch_collate_kit.rl._checks import (
     Uids,
     checked_boundaries,
+    checked_flag,
     checked_mask,
     checked_tensors,
     checked_uids,
@@ -35,6 +36,7 @@ def normalize_advantages(
     max_response_length: int | None = None,
     z_score: bool = False,
     epsilon: float = 1e-6,
+    count_masked_rows: bool = False,
 ) -> Tensor:
     """Advantages divided, mini-batch by mini-batch, by what a loss would be divided by.
 
@@ -45,15 +47,20 @@ def normalize_advantages(
     divided (``normalize_loss=True``) must not be multiplied in: use ``loss_mask != 0``, or
     ``loss_mask * metadata["loss_mask_divisor"]`` where the mask holds weights.
 
-    A loss token is a cell of ``loss_mask`` that is not 0, whatever its weight. ``reduction``:
+    A loss token is a cell of ``loss_mask`` that is not 0, whatever its weight. A masked row has
+    none: a response that was cut off by its limit, say. It adds 0 to the sum; whether it counts in
+    the denominator is the choice of ``count_masked_rows``. ``reduction``:
 
     - ``"token_mean"``: the mean over the loss tokens of the mini-batch (DAPO, Yu et al. 2025).
-    - ``"sequence_mean"``: the mean over rows, those with a loss token, of their token means (GRPO,
-      Shao et al. 2024).
-    - ``"prompt_mean"``: the mean over prompts, those with a loss token, of the mean over all the
-      prompt's loss tokens. A prompt that boundaries cut in two counts in each part.
+      Masked rows never count.
+    - ``"sequence_mean"``: the mean over rows of their token means (GRPO, Shao et al. 2024): over
+      the rows with a loss token, or with ``count_masked_rows`` over all rows of the mini-batch.
+    - ``"prompt_mean"``: the mean over prompts of the mean over all the prompt's loss tokens: over
+      the prompts with a loss token, or with ``count_masked_rows`` over all prompts. A prompt that
+      boundaries cut in two counts in each part.
     - ``"constant_length_mean"``: the token sum over ``max_response_length`` times the number of
-      rows with a loss token (Dr. GRPO, Liu et al. 2025).
+      rows (Dr. GRPO, Liu et al. 2025): of those with a loss token, or with ``count_masked_rows`` of
+      all rows of the mini-batch.
 
     A mini-batch without loss tokens divides by 1.
 
@@ -66,6 +73,10 @@ def normalize_advantages(
         z_score: first take ``(a - mean) / (std + epsilon)`` over the loss tokens of the mini-batch,
             with the unbiased std (0 of a single token).
         epsilon: above 0.
+        count_masked_rows: False: a row without loss tokens leaves the denominators above, and the
+            others weigh more for it. True: it stays, so a row weighs the same however many of its
+            peers are masked, as in TRL. Rows that ``Batch.pad_rows`` added look masked and would
+            count too: normalize before padding or staging.
 
     Returns:
         A new tensor on the device of ``advantages``, float64 if they are, else float32; 0 where
@@ -82,6 +93,7 @@ def normalize_advantages(
     [[0.0, 4.0], [4.0, 4.0]]
     """
     _check(advantages, loss_mask, reduction, epsilon)
+    count_masked = checked_flag("count_masked_rows", count_masked_rows)
     edges = checked_boundaries(boundaries, len(advantages))
     trained = checked_mask("loss_mask", loss_mask).to(advantages.device)
     wide = advantages.detach().to(wide_dtype(advantages))
@@ -92,11 +104,12 @@ def normalize_advantages(
         wide = torch.cat(parts)
     counts = trained.sum(dim=1).cpu().numpy()
     if reduction == "prompt_mean":
-        divisors = _per_prompt(counts, edges, uids)
+        divisors = _per_prompt(counts, edges, uids, count_masked)
     elif reduction == "constant_length_mean":
-        divisors = _per_sequence(counts, edges, _checked_length(max_response_length))
+        length = _checked_length(max_response_length)
+        divisors = _num_rows(counts, edges, count_masked) * length
     elif reduction == "sequence_mean":
-        divisors = _per_sequence(counts, edges, counts)
+        divisors = _num_rows(counts, edges, count_masked) * counts
     else:
         divisors = np.concatenate([np.full(b - a, counts[a:b].sum()) for a, b in pairwise(edges)])
     scale = torch.from_numpy(1.0 / np.maximum(divisors, 1)).to(wide.device, wide.dtype)
@@ -112,14 +125,17 @@ def _z_score(advantages: Tensor, trained: Tensor, epsilon: float) -> Tensor:
     return torch.where(trained, scaled, 0)
 
 
-def _per_sequence(counts: np.ndarray, edges: list[int], length: Any) -> np.ndarray:
-    """Rows with a loss token in the mini-batch of each row, times ``length``: [B]."""
-    trained_rows = [np.full(b - a, np.count_nonzero(counts[a:b])) for a, b in pairwise(edges)]
-    return np.concatenate(trained_rows) * length
+def _num_rows(counts: np.ndarray, edges: list[int], count_masked: bool) -> np.ndarray:
+    """Rows that count in the mini-batch of each row: [B]."""
+    sizes = np.diff(edges)
+    trained = np.array([np.count_nonzero(counts[a:b]) for a, b in pairwise(edges)])
+    return np.repeat(sizes if count_masked else trained, sizes)
 
 
-def _per_prompt(counts: np.ndarray, edges: list[int], uids: Uids | None) -> np.ndarray:
-    """Prompts with a loss token in the row's mini-batch, times the loss tokens of its own: [B]."""
+def _per_prompt(
+    counts: np.ndarray, edges: list[int], uids: Uids | None, count_masked: bool
+) -> np.ndarray:
+    """Prompts that count in the row's mini-batch, times the loss tokens of its own: [B]."""
     if uids is None:
         raise ValueError('reduction="prompt_mean" needs uids, the prompt of each row')
     keys, divisors = checked_uids(uids, len(counts)), np.zeros(len(counts), dtype=np.int64)
@@ -128,7 +144,9 @@ def _per_prompt(counts: np.ndarray, edges: list[int], uids: Uids | None) -> np.n
         prompts = np.array([numbers.setdefault(key, len(numbers)) for key in keys[a:b]])
         tokens = np.zeros(len(numbers), dtype=np.int64)
         np.add.at(tokens, prompts, counts[a:b])
-        divisors[a:b] = tokens[prompts] * np.count_nonzero(tokens)
+        divisors[a:b] = tokens[prompts] * (
+            len(tokens) if count_masked else np.count_nonzero(tokens)
+        )
     return divisors
 
 
