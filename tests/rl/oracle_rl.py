@@ -65,6 +65,7 @@ def advantages(
     lam: float = 1.0,
     epsilon: float = 1e-6,
     group_of_one: str = "raise",
+    whiten: bool = False,
 ) -> list[list[float]]:
     result = [[0.0] * len(row) for row in rewards]
     real = [i for i, row in enumerate(mask) if any(row)]
@@ -77,7 +78,7 @@ def advantages(
                     result[i][t] = _gae(tokens[k:], rewards[i], values[i], gamma, lam)
                 else:
                     result[i][t] = sum(gamma**j * rewards[i][u] for j, u in enumerate(tokens[k:]))
-        if estimator == "reinforce++":
+        if estimator == "reinforce++" or whiten:
             cells = [(i, t) for i in real for t, valid in enumerate(mask[i]) if valid]
             if cells:
                 mean, std = mean_and_std([result[i][t] for i, t in cells])

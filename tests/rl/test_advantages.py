@@ -119,12 +119,16 @@ def test_a_longer_earlier_step_gets_it_at_all_its_tokens() -> None:
     batch=drawn(holes=True),
     gamma=st.sampled_from([1.0, 0.9, 0.0]),
     lam=st.sampled_from([1.0, 0.8, 0.0]),
-    estimator=st.sampled_from(["gae", "reinforce++"]),
+    estimator=st.sampled_from(["gae", "gae, whitened", "reinforce++"]),
+    epsilon=st.sampled_from([1e-6, 0.5]),
 )
-def test_token_estimators(batch: dict[str, Any], gamma: float, lam: float, estimator: str) -> None:
-    options: dict[str, Any] = {"estimator": estimator, "gamma": gamma, "lam": lam}
-    if estimator == "gae":
-        options["values"] = batch["values"]
+def test_token_estimators(
+    batch: dict[str, Any], gamma: float, lam: float, estimator: str, epsilon: float
+) -> None:
+    options: dict[str, Any] = {"gamma": gamma, "lam": lam, "epsilon": epsilon}
+    options["estimator"] = estimator.removesuffix(", whitened")
+    if options["estimator"] == "gae":
+        options |= {"values": batch["values"], "whiten": estimator != "gae"}
     args = batch["rewards"], batch["mask"], batch["uids"]
     found = compute_advantages(*args, **options, is_last_step=np.ones(len(batch["uids"]), bool))
     wanted = oracle.advantages(
@@ -149,6 +153,22 @@ def test_gae_written_out() -> None:
     assert found.tolist() == [[0.125, 0.0, 0.5]]
 
 
+def test_gae_whitened_written_out() -> None:
+    """As PPO does in TRL and verl: over the response tokens of the whole batch, by unbiased std."""
+    rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 4.0], [0.0, 0.0]]), torch.tensor([[1, 1]] * 3)
+    mask[1:, 0] = mask[2] = 0
+    arguments: dict[str, Any] = {"estimator": "gae", "values": torch.zeros(3, 2), "lam": 0.0}
+    plain = compute_advantages(rewards, mask, [1, 2, 3], **arguments)
+    assert plain.tolist() == [[0.0, 1.0], [0.0, 4.0], [0.0, 0.0]]
+    whitened = compute_advantages(rewards, mask, [1, 2, 3], **arguments, whiten=True, epsilon=0.5)
+    deviation = torch.tensor([[-5 / 3, -2 / 3], [0.0, 7 / 3], [0.0, 0.0]])
+    torch.testing.assert_close(whitened, deviation / ((13 / 3) ** 0.5 + 0.5))
+    one = compute_advantages(
+        rewards[1:], mask[1:], [2, 3], **{**arguments, "values": mask[1:] * 1.0}, whiten=True
+    )
+    assert one.tolist() == [[0.0, 0.0]] * 2
+
+
 def test_reinforce_written_out() -> None:
     rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     mask = torch.tensor([[1, 1], [0, 1]])
@@ -161,20 +181,23 @@ def test_reinforce_written_out() -> None:
     assert one.tolist() == [[0.0, 0.0]]
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_pads_count_nowhere(estimator: str) -> None:
+@pytest.mark.parametrize(
+    ("estimator", "options"), [*((name, {}) for name in ESTIMATORS), ("gae", {"whiten": True})]
+)
+def test_pads_count_nowhere(estimator: str, options: dict[str, Any]) -> None:
+    options = {"estimator": estimator, **options}
     torch.manual_seed(0)
     rewards, mask = torch.rand(4, 3), torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1], [1, 1, 1]])
     rewards = rewards * mask
     uids = ["a", "a", "b", "b"]
     values = torch.rand(4, 3) if estimator == "gae" else None
-    found = compute_advantages(rewards, mask, uids, estimator=estimator, values=values)
+    found = compute_advantages(rewards, mask, uids, **options, values=values)
     junk = torch.tensor([[float("nan"), 9.0, float("inf")]])
     more = compute_advantages(
         torch.cat([junk, rewards, junk]),
         torch.cat([torch.zeros(1, 3, dtype=torch.int64), mask, torch.zeros(1, 3)]),
         ["a", *uids, "a"],
-        estimator=estimator,
+        **options,
         values=None if values is None else torch.cat([junk, values, junk]),
     )
     assert torch.equal(more[1:5], found)
@@ -184,7 +207,7 @@ def test_pads_count_nowhere(estimator: str) -> None:
         junk,
         torch.zeros(1, 3),
         ["a"],
-        estimator=estimator,
+        **options,
         values=values if values is None else junk,
     )
     assert only_pads.tolist() == [[0.0] * 3]
@@ -239,6 +262,13 @@ TOKENS = r"needs one time axis, but row 0 is not the last step .*merge_steps, or
         ({"estimator": "gae", "values": R[:, :1]}, ValueError, "values " + SHAPE),
         ({"estimator": "gae", "values": [[1]]}, TypeError, "values must be a tensor"),
         ({"values": R}, ValueError, "read by estimator=\"gae\" only, got them with 'grpo'; leave"),
+        (
+            {"whiten": True},
+            ValueError,
+            "whiten=True is read by estimator=\"gae\" only, got it with 'grpo'; reinforce",
+        ),
+        ({"whiten": True, "estimator": "reinforce++"}, ValueError, "got it with 'reinforce"),
+        ({"whiten": 1}, TypeError, "whiten must be True or False, got 1"),
         ({"estimator": "reinforce++", "values": R}, ValueError, "got them with 'reinforce"),
         ({"uids": ["a"]}, ValueError, "uids has 1 entries for 2 rows; give one uid a row"),
         ({"uids": None}, TypeError, "uids must be one uid a row, got None of type NoneType; pass"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_collate_kit.errors import DataError
 
-__all__ = ["discounted_returns", "gae", "group_advantages", "whiten"]
+__all__ = ["discounted_returns", "gae", "group_advantages", "whitened"]
 
 
 def group_advantages(
@@ -94,10 +94,10 @@ def discounted_returns(rewards: Tensor, valid: Tensor, *, gamma: float) -> Tenso
     return gae(rewards, torch.zeros_like(rewards), valid, gamma=gamma, lam=1.0)
 
 
-def whiten(values: Tensor, valid: Tensor, *, epsilon: float) -> Tensor:
+def whitened(values: Tensor, valid: Tensor, *, epsilon: float) -> Tensor:
     """``(v - mean) / (std + epsilon)`` over all valid cells, 0 elsewhere; 0 of a single cell.
 
-    >>> whiten(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[True, True, False]]), epsilon=0.5)
+    >>> whitened(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[True, True, False]]), epsilon=0.5)
     tensor([[-0.5224,  0.5224,  0.0000]])
     """
     picked = values[valid]

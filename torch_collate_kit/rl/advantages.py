@@ -14,12 +14,13 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing._checks import checked_choice
 from torch_collate_kit.rl._checks import (
     Uids,
+    checked_flag,
     checked_mask,
     checked_tensors,
     checked_uids,
     wide_dtype,
 )
-from torch_collate_kit.rl._estimators import discounted_returns, gae, group_advantages, whiten
+from torch_collate_kit.rl._estimators import discounted_returns, gae, group_advantages, whitened
 from torch_collate_kit.rl._trajectories import last_steps, trajectories
 
 __all__ = ["compute_advantages"]
@@ -40,6 +41,7 @@ def compute_advantages(
     values: Tensor | None = None,
     gamma: float = 1.0,
     lam: float = 1.0,
+    whiten: bool = False,
     epsilon: float = 1e-6,
     group_of_one: Literal["raise", "zero", "score"] = "raise",
 ) -> Tensor:
@@ -80,6 +82,10 @@ def compute_advantages(
         values: ``[B, A]``, for "gae" only. The critic's targets are ``advantages + values``.
         gamma: discount a token, 0 to 1; read by "gae" and "reinforce++".
         lam: 0 to 1; read by "gae".
+        whiten: for "gae" only: ``(a - mean) / (std + epsilon)`` over all response tokens of the
+            batch, as PPO does in TRL and verl. Then ``advantages + values`` are no targets of the
+            critic; take these from a call without it. Over the loss tokens of every mini-batch
+            instead: ``normalize_advantages(..., z_score=True)``.
         epsilon: above 0.
         group_of_one: read by outcome estimators where a uid has one score, because the others were
             filtered out, say: ``"raise"``, as TRL refuses one sample per prompt; ``"zero"``, so the
@@ -93,12 +99,12 @@ def compute_advantages(
 
     Raises:
         DataError: a reward or value that is not finite, a mask that is negative or not finite, a
-            uid that is None or NaN, a reward that no token or no trajectory
-            would get, trajectories that do not end, have several uids, are interrupted by others,
-            or contradict ``is_last_step``, a uid with one score and
-            ``group_of_one="raise"``, a mean reward below 0 with "maxrl".
-        ValueError: shapes that do not fit, ``values`` missing or not needed, an unknown estimator,
-            or a token estimator with trajectories of several steps.
+            uid that is None or NaN, a reward that no token or no trajectory would get, trajectories
+            that do not end, have several uids, are interrupted by others or contradict
+            ``is_last_step``, a uid with one score and ``group_of_one="raise"``, a mean reward below
+            0 with "maxrl".
+        ValueError: shapes that do not fit, ``values`` missing or not needed, ``whiten`` without
+            "gae", an unknown estimator, or a token estimator with trajectories of several steps.
         TypeError: not tensors.
 
     >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 3.0]]), torch.tensor([[0, 1], [1, 1]])
@@ -106,7 +112,7 @@ def compute_advantages(
     [[0.0, -1.0], [1.0, 1.0]]
     """
     _check(rewards, response_mask, estimator, values, (gamma, lam), epsilon)
-    checked_choice("group_of_one", group_of_one, _GROUPS_OF_ONE)
+    _check_choices(estimator, group_of_one, whiten)
     keys = checked_uids(uids, len(rewards))
     given = rewards.detach()
     valid = checked_mask("response_mask", response_mask).to(given.device)
@@ -128,9 +134,11 @@ def compute_advantages(
         if values is not None:
             _check_values(values.detach().to(given.device), valid)
             advantages = gae(wide, values.detach().to(wide), valid, gamma=gamma, lam=lam)
+            if whiten:
+                advantages = whitened(advantages, valid, epsilon=epsilon)
         else:
             returns = discounted_returns(wide, valid, gamma=gamma)
-            advantages = whiten(returns, valid, epsilon=epsilon)
+            advantages = whitened(returns, valid, epsilon=epsilon)
     return advantages.to(torch.float64 if given.dtype == torch.float64 else torch.float32)
 
 
@@ -177,6 +185,15 @@ def _check(
             raise ValueError(f"{name} must be from 0 to 1, got {discount}")
     if not epsilon > 0:
         raise ValueError(f"epsilon must be above 0, got {epsilon}; it keeps a std of 0 from 0 / 0")
+
+
+def _check_choices(estimator: str, group_of_one: str, whiten: bool) -> None:
+    checked_choice("group_of_one", group_of_one, _GROUPS_OF_ONE)
+    if checked_flag("whiten", whiten) and estimator != "gae":
+        raise ValueError(
+            f'whiten=True is read by estimator="gae" only, got it with {estimator!r}; reinforce++ '
+            "is always whitened, for the others use normalize_advantages(..., z_score=True)"
+        )
 
 
 def _check_rewards(rewards: Tensor, valid: Tensor) -> None:
