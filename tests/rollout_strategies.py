@@ -180,6 +180,9 @@ def rollouts(
         pixels, grids = draw(_images(len(lengths)))
         put("pixel_values", pixels)
         put("image_grid_thw", grids)
+    absent = draw(st.sets(st.sampled_from(optional)))  # None everywhere, as if it were not there
+    for example in given:
+        example |= {key: None for key in optional if key in absent and not keys[key]}
     if in_columns:
         return DrawnRollouts(plain, draw(_as_columns(plain, given)))
     return DrawnRollouts(plain, tuple(given) if draw(st.booleans()) else given)
@@ -292,7 +295,7 @@ def _as_columns(
     draw: st.DrawFn, plain: list[dict[str, Any]], given: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """A column a key: a Ragged (NumPy or torch, perhaps a slice), a flat column, or a list."""
-    columns: dict[str, Any] = {}
+    columns: dict[str, Any] = {key: [None] * len(given) for key in given[0] if key not in plain[0]}
     for key in plain[0]:
         known = [rollout[key] for rollout in plain]
         if key in ("pixel_values", "image_grid_thw") or draw(st.booleans()):

@@ -219,6 +219,49 @@ def test_other_keys_are_left_alone(name: str) -> None:
     assert set(batch.metadata) & {name, "uids"} == set()
 
 
+OPTIONAL = {
+    "logprobs": [-1.0],
+    "advantages": 1.0,
+    "uid": "a",
+    "trajectory_id": "t",
+    "is_last_step": True,
+    "rollout_expert_indices": routes(2),
+}
+
+
+@pytest.mark.parametrize("name", [*OPTIONAL, "pixel_values", "image_grid_thw"])
+@pytest.mark.parametrize("as_columns", [False, True])
+@pytest.mark.parametrize("collate", [RolloutCollator(0), PackedCollator(0, max_tokens=8)])
+def test_an_optional_key_that_is_none_everywhere_is_not_there(
+    collate: Any, as_columns: bool, name: str
+) -> None:
+    """A table has the column for all of its rows, also of a policy that gave no log-probs."""
+    examples = [rollout(1, 1), rollout(2, 1)]
+    with_none: Any = [{**example, name: None} for example in examples]
+    if as_columns:
+        with_none = {key: [example[key] for example in with_none] for key in with_none[0]}
+        for column in ([None, None], pd.Series([None, None]), np.array([None, None])):
+            assert_same_batch(collate({**with_none, name: column}), collate(examples))
+    assert_same_batch(collate(with_none), collate(examples))
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+@pytest.mark.parametrize("missing", [0, 1])
+def test_an_optional_key_that_is_none_somewhere_is_refused(name: str, missing: int) -> None:
+    examples = [rollout(1, 1, **{name: OPTIONAL[name]}) for _ in range(2)]
+    examples[missing][name] = None
+    for collate in (RolloutCollator(0), PackedCollator(0, max_tokens=8)):
+        with pytest.raises(DataError, match=f"^example {missing}: {name} is None; "):
+            collate(examples)
+
+
+def test_a_key_that_is_none_does_not_hide_a_near_miss() -> None:
+    with pytest.raises(DataError, match="has no logprobs, but 'log_probs' looks like it"):
+        RolloutCollator(0)([rollout(1, 1, logprobs=None, log_probs=[-1.0])])
+    with pytest.raises(DataError, match="example 0: rewards is None; give one number"):
+        RolloutCollator(0)([rollout(1, 1, rewards=None)] * 2)
+
+
 def test_an_sft_example_may_have_a_prompt_beside_its_ids() -> None:
     example = {"input_ids": [1, 2, 3], "prompt_ids": [1], "response_ids": [2, 3]}
     batch = PackedCollator(0, max_tokens=4)([example])

@@ -81,6 +81,7 @@ def are_rollouts(examples: Examples) -> bool:
 def read_rollouts(examples: Examples) -> Rollouts:
     """Check the rollouts (DataError names the bad one) and look at them as columns."""
     raw = raw_columns(examples, _KNOWN, "response_ids", f"a rollout has {', '.join(_REQUIRED)}")
+    raw = {k: column for k, column in raw.items() if k in _REQUIRED or not _is_all_none(column)}
     _check_keys(raw, first_keys(examples))
     prompt_ids, response_ids = (_ids(name, raw[name]) for name in ("prompt_ids", "response_ids"))
     lengths = response_ids.lengths
@@ -104,6 +105,15 @@ def read_rollouts(examples: Examples) -> Rollouts:
     )
 
 
+def _is_all_none(column: Any) -> bool:
+    """Whether an optional column stands for one that is not there."""
+    if isinstance(column, Ragged | Tensor):
+        return False
+    if isinstance(column, np.ndarray) and not column.dtype.hasobject:
+        return False
+    return all(entry is None for entry in column)
+
+
 def _check_keys(raw: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     missing = [key for key in _REQUIRED if key not in raw]
     if missing:
@@ -112,7 +122,7 @@ def _check_keys(raw: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             f"rollout has {', '.join(_REQUIRED)}"
         )
     for name in (name for name in _KNOWN if name not in raw):
-        for key in (key for key in map(str, given) if key not in raw):
+        for key in (key for key in map(str, given) if key not in _KNOWN):
             if _bare(key) == _bare(name) or (name == "logprobs" and _is_logprobs(key)):
                 raise DataError(
                     f"example 0 has no {name}, but {key!r} looks like it; rename it to {name}, or "
