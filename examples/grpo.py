@@ -62,9 +62,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--cpu", action="store_true", help="do not use a GPU")
     add("--threads", type=int, help="CPU threads of a rank; none: all cores")
     args = parser.parse_args()
-    for name in COUNTS.split():
-        if (value := getattr(args, name)) is not None and value < 1:
-            fail(f"--{name.replace('_', '-')} {value}: must be 1 or more")
+    for name, value in vars(args).items():
+        lowest = 1 if name in COUNTS.split() else 0
+        if isinstance(value, (int, float)) and not value >= lowest:  # refuses nan too
+            fail(f"--{name.replace('_', '-')} {value}: must be {lowest} or more")
     if args.group_size < 2:
         fail("--group-size 1: a trajectory alone has nothing to be compared with, take 2 or more")
     if args.prompts % args.prompts_per_mini_batch:
@@ -312,6 +313,12 @@ def main() -> None:
         fail(f"--prompts {args.prompts}: must be a multiple of the number of ranks, {num_ranks}")
     if args.cpu:  # `accelerate launch` and torchrun leave one thread
         torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // num_ranks))
+    try:  # on all ranks, so that all of them stop
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+        if accelerator.is_main_process:
+            (args.output_dir / "metrics.jsonl").write_text("")
+    except OSError as error:
+        fail(f"--output-dir {args.output_dir}: cannot be made and written to: {error.strerror}")
     set_seed(args.seed)
     began = time.perf_counter()
     tokenizer = lost_things.make_tokenizer()
@@ -323,9 +330,6 @@ def main() -> None:
         model.parameters(), lr=args.learning_rate, betas=(0.9, 0.98), weight_decay=0.0
     )
     model, optimizer = accelerator.prepare(model, optimizer)
-    if accelerator.is_main_process:
-        args.output_dir.mkdir(parents=True, exist_ok=True)
-        (args.output_dir / "metrics.jsonl").write_text("")
     seed = np.random.SeedSequence((args.seed, 3, accelerator.process_index))
     torch.manual_seed(int(seed.generate_state(1)[0]))  # every rank samples on its own
     summary |= train(model, tokenizer, optimizer, accelerator, args)

@@ -303,6 +303,9 @@ def test_clipped_loss(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--iterations 0", "--iterations 0: must be 1 or more"),
         ("--max-turns -1", "--max-turns -1: must be 1 or more"),
         ("--rows-per-micro-batch 0", "--rows-per-micro-batch 0: must be 1 or more"),
+        ("--learning-rate -0.1", "--learning-rate -0.1: must be 0 or more"),
+        ("--learning-rate nan", "--learning-rate nan: must be 0 or more"),
+        ("--warm-start-steps -1", "--warm-start-steps -1: must be 0 or more"),
         ("--group-size 1", "--group-size 1: a trajectory alone has nothing to be compared with"),
         ("--prompts 10", "--prompts 10: must be a multiple of --prompts-per-mini-batch 4"),
     ],
@@ -322,3 +325,19 @@ def test_prompts_that_do_not_divide_over_ranks(
         SystemExit, match="--prompts 8: must be a multiple of the number of ranks, 3"
     ):
         run(TINY, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_an_output_folder_that_cannot_be_made(tmp_path: Path, name: str) -> None:
+    """Said before anything is trained."""
+    (tmp_path / "file").write_text("not a folder")
+
+    def warm_start(*_: Any) -> float:
+        raise AssertionError("trained first")
+
+    with pytest.raises(SystemExit) as caught:
+        run(TINY, tmp_path / name, warm_start)
+    message = str(caught.value)
+    assert message.startswith(f"grpo.py: --output-dir {tmp_path / name}: cannot be made")
+    assert "\n" not in message
+    assert (tmp_path / "file").read_text() == "not a folder"
