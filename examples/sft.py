@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -44,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--dataset", help="JSON Lines or Parquet file, saved folder, or hub name; none: made up")
     add("--split", default="train", help="split of a hub dataset or saved folder")
     add("--num-conversations", type=int, default=5000, help="made up for training")
-    add("--num-held-out", type=int, default=350, help="conversations that are not trained on")
+    add("--num-held-out", type=int, help="to evaluate on; none: 350, of a dataset at most 5%%")
     add("--model", help="hub name or folder; none: a small Qwen3, from scratch")
     add("--chat-template", type=Path, help="Jinja file, for a tokenizer that has no template")
     add = parser.add_argument_group("layout").add_argument
@@ -71,9 +72,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--cpu", action="store_true", help="do not use a GPU")
     add("--threads", type=int, help="CPU threads of a rank; none: all cores")
     args = parser.parse_args()
-    for name in COUNTS.split():
-        if (value := getattr(args, name)) is not None and value < 1:
-            fail(f"--{name.replace('_', '-')} {value}: must be 1 or more")
+    for name, value in vars(args).items():
+        lowest = 1 if name in COUNTS.split() else 0
+        if isinstance(value, (int, float)) and not value >= lowest:  # refuses nan too
+            fail(f"--{name.replace('_', '-')} {value}: must be {lowest} or more")
+    if args.warmup > 1:
+        fail(f"--warmup {args.warmup}: must be at most 1, it is a fraction of the steps")
     args.rows_per_micro_batch = args.rows_per_micro_batch or (8 if args.no_packing else 1)
     if args.learning_rate is None:
         args.learning_rate = 2e-5 if args.model else 2e-3
@@ -90,12 +94,14 @@ def fail(message: str) -> NoReturn:
 
 def load_conversations(args: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Conversations to train on, and others to evaluate on."""
+    num_held_out = 350 if args.num_held_out is None else args.num_held_out
     if args.dataset:
         found = read_dataset(args.dataset, args.split)
+        if args.num_held_out is None:
+            num_held_out = min(num_held_out, len(found) // 20)
     else:
-        count = args.num_conversations + args.num_held_out
+        count = args.num_conversations + num_held_out
         found = datasets.Dataset.from_list(synthetic_chat.make_corpus(count, args.seed))
-    num_held_out = min(args.num_held_out, len(found) // 2)
     order = np.random.default_rng(np.random.SeedSequence((args.seed, 1))).permutation(len(found))
     return found.select(order[num_held_out:]), found.select(order[:num_held_out])
 
@@ -106,7 +112,11 @@ def read_dataset(name: str, split: str) -> datasets.Dataset:
     if kind and not path.is_file():
         fail(f"--dataset {name}: there is no such file")
     if kind:
-        return datasets.load_dataset(kind, data_files=name, split="train")
+        try:
+            return datasets.load_dataset(kind, data_files=name, split="train")
+        except Exception as error:  # of many types, as the file is broken
+            found = broken_line(path) if path.suffix == ".jsonl" else None
+            fail(f"--dataset {name}: {found or error.__cause__ or error}")
     try:
         found = datasets.load_from_disk(name) if path.is_dir() else datasets.load_dataset(name)
     except (OSError, ValueError) as error:
@@ -114,6 +124,20 @@ def read_dataset(name: str, split: str) -> datasets.Dataset:
     if isinstance(found, datasets.DatasetDict) and split not in found:
         fail(f"--split {split}: {name} has the splits {sorted(found)}")
     return found[split] if isinstance(found, datasets.DatasetDict) else found
+
+
+def broken_line(path: Path) -> str | None:
+    """What is wrong with a JSON Lines file, and in which line."""
+    record = None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line) if line.strip() else record
+            except ValueError as error:
+                return f"line {number} is not JSON: {getattr(error, 'msg', error)}"
+            if not isinstance(record, dict | None):
+                return f"line {number} is not a JSON object, but {line[:40]!r}"
+    return "there is no conversation in it" if record is None else None
 
 
 def load_tokenizer(args: argparse.Namespace, conversations: datasets.Dataset) -> Any:
@@ -201,38 +225,38 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return args.learning_rate * left * min(1, (step + 1) / max(1, num_warm))
 
 
-def train(
-    model: Any, loader: kit.PrefetchLoader, optimizer: Any, accelerator: Accelerator, args: Any
-) -> dict[str, float]:
+def train(model: Any, loader: Any, optimizer: Any, accelerator: Accelerator, args: Any) -> dict:
     """Train from step `args.first_step` on, where the loader stands; returns what it took."""
     took: Counter[str] = Counter()
     began, steps = time.perf_counter(), range(args.first_step, args.num_steps)
-    bar = tqdm(loader.steps(len(steps)), total=len(steps), disable=not accelerator.is_main_process)
+    options = {"initial": args.first_step, "total": args.num_steps, "disable": args.rank > 0}
     model.train()
-    for step, batch in zip(steps, bar, strict=True):
-        waited, rate = loader.wait_seconds - took["wait_seconds"], learning_rate(step, args)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        parts = micro_batches(batch, args)
-        loss, grad_norm = train_step(model, parts, optimizer, accelerator, args)
-        num_cells = args.num_ranks * sum(part["input_ids"].numel() for part in parts)
-        num_tokens = batch.metadata["num_tokens"]  # of all ranks, as are the cells
-        seconds = time.perf_counter() - began - took["train_seconds"]
-        took.update(train_seconds=seconds, wait_seconds=waited, tokens=num_tokens, cells=num_cells)
-        took["tokens_per_second"] = took["tokens"] / took["train_seconds"]
-        took["packing_efficiency"] = took["tokens"] / took["cells"]
-        bar.set_postfix_str(
-            f"loss {loss:.3f}, {took['tokens_per_second']:,.0f} tokens/s, "
-            f"rows {took['packing_efficiency']:.0%} full, waited {took['wait_seconds']:.1f} s"
-        )
-        record = {"step": step + 1, "loss": loss, "learning_rate": rate, "grad_norm": grad_norm}
-        record |= {"packing_efficiency": num_tokens / num_cells, "wait_seconds": waited}
-        record |= {"tokens_per_second": num_tokens / seconds}
-        if accelerator.is_main_process:
-            with open(args.output_dir / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(record) + "\n")
-        if args.checkpoint_every and (step + 1) % args.checkpoint_every == 0:
-            save_checkpoint(accelerator, step + 1, args)
+    with loader, tqdm(loader.steps(len(steps)), **options) as bar:
+        for step, batch in zip(steps, bar, strict=True):
+            waited, rate = loader.wait_seconds - took["wait_seconds"], learning_rate(step, args)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            parts = micro_batches(batch, args)
+            loss, grad_norm = train_step(model, parts, optimizer, accelerator, args)
+            num_cells = args.num_ranks * sum(part["input_ids"].numel() for part in parts)
+            num_tokens = batch.metadata["num_tokens"]  # of all ranks, as are the cells
+            seconds = time.perf_counter() - began - took["train_seconds"]
+            took.update(train_seconds=seconds, wait_seconds=waited)
+            took.update(tokens=num_tokens, cells=num_cells)
+            took["tokens_per_second"] = took["tokens"] / took["train_seconds"]
+            took["packing_efficiency"] = took["tokens"] / took["cells"]
+            bar.set_postfix_str(
+                f"loss {loss:.3f}, {took['tokens_per_second']:,.0f} tokens/s, "
+                f"rows {took['packing_efficiency']:.0%} full, waited {took['wait_seconds']:.1f} s"
+            )
+            record = {"step": step + 1, "loss": loss, "learning_rate": rate, "grad_norm": grad_norm}
+            record |= {"packing_efficiency": num_tokens / num_cells, "wait_seconds": waited}
+            record |= {"tokens_per_second": num_tokens / seconds}
+            if accelerator.is_main_process:
+                with open(args.output_dir / "metrics.jsonl", "a") as file:
+                    file.write(json.dumps(record) + "\n")
+            if args.checkpoint_every and (step + 1) % args.checkpoint_every == 0:
+                save_checkpoint(accelerator, loader, step + 1, args)
     return dict(took)
 
 
@@ -240,31 +264,44 @@ def checkpoints(args: argparse.Namespace) -> list[Path]:
     return sorted(path.parent for path in args.output_dir.glob("checkpoint-*/run.json"))
 
 
-def save_checkpoint(accelerator: Accelerator, step: int, args: argparse.Namespace) -> None:
+def save_checkpoint(accelerator: Accelerator, loader: Any, step: int, args: Any) -> None:
     """Write beside, then rename: a kill at any moment leaves the checkpoint before it whole."""
-    unfinished = args.output_dir / "unfinished"
+    unfinished, metrics = args.output_dir / "unfinished", args.output_dir / "metrics.jsonl"
     accelerator.save_state(str(unfinished))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        state = {"version": 3, "step": step, "run": args.run}
+        state = {"version": 4, "step": step, "loader": loader.state_dict(), "run": args.run}
         (unfinished / "run.json").write_text(json.dumps(state, indent=2))
+        wait_for_disk(metrics, *unfinished.rglob("*"), unfinished)
         unfinished.rename(args.output_dir / f"checkpoint-{step:08d}")
+        wait_for_disk(args.output_dir)
         for old in checkpoints(args)[:-2]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
 
-def resume(accelerator: Accelerator, args: argparse.Namespace) -> int:
+def wait_for_disk(*paths: Path) -> None:
+    """Files with their contents, folders with the names in them: kept if the power fails now."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def resume(accelerator: Accelerator, loader: Any, args: argparse.Namespace) -> int:
     """Load the latest checkpoint, if it is of this very run; the number of its step."""
     latest = checkpoints(args)[-1]
     state = json.loads((latest / "run.json").read_text())
-    other = [f"{k} {was}" for k, was in state["run"].items() if args.run.get(k) != was]
-    if state["version"] != 3 or other:
+    was, now = {"version": state["version"], **state["run"]}, {"version": 4, **args.run}
+    if other := [f"{name} {value}" for name, value in was.items() if now.get(name) != value]:
         fail(f"--resume: {latest} is of another run, which had {', '.join(other)}")
     accelerator.load_state(str(latest))
+    loader.load_state_dict(state["loader"])  # plain JSON: Accelerate would load it as a pickle
     if accelerator.is_main_process:  # forget the steps that came after it
-        metrics = args.output_dir / "metrics.jsonl"
-        metrics.write_text("".join(metrics.read_text().splitlines(True)[: state["step"]]))
+        metrics, shorter = args.output_dir / "metrics.jsonl", args.output_dir / "metrics.new"
+        shorter.write_text("".join(metrics.read_text().splitlines(True)[: state["step"]]))
+        wait_for_disk(shorter)
+        shorter.replace(metrics)
     return state["step"]
 
 
@@ -280,13 +317,27 @@ def held_out_loss(model: Any, loader: Any, accelerator: Accelerator, args: Any) 
     return accelerator.reduce(nll, "sum").item() / num_loss_tokens
 
 
+def lock(folder: Path) -> None:
+    """Make the folder, and keep other runs out of it until this process ends or is killed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)  # never closed
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # workers that outlive us do not hold it
+    except BlockingIOError:
+        fail(f"--output-dir {folder}: another run is using it; choose another folder")
+    except OSError as error:
+        fail(f"--output-dir {folder}: cannot be made and locked: {error.strerror}")
+
+
 def main() -> None:
     args = parse_arguments()
     accelerator = Accelerator(cpu=args.cpu, mixed_precision="no" if args.cpu else "bf16")
     args.num_ranks, args.rank = accelerator.num_processes, accelerator.process_index
     if args.cpu:  # `accelerate launch` and torchrun leave one thread
         torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // args.num_ranks))
-    if not accelerator.is_main_process:
+    if accelerator.is_main_process:
+        lock(args.output_dir)  # for all ranks
+    else:
         datasets.disable_progress_bars()
     if args.resume and not checkpoints(args):
         fail(f"--resume: no checkpoint in {args.output_dir}; was --checkpoint-every given?")
@@ -300,8 +351,9 @@ def main() -> None:
             kit.tokenize_chat_dataset(part, tokenizer, max_length=args.max_tokens)[0]
             for part in (conversations, held_out)
         ]
+    accelerator.print("{} conversations to train on, {} held out".format(*map(len, tokenized)))
     if len(tokenized[0]) < 2:
-        fail(f"{len(tokenized[0])} conversations have something to train within --max-tokens")
+        fail("too few to train on; hold out fewer (--num-held-out), or raise --max-tokens")
     examples = kit.TokenizedDataset(tokenized[0])
     loader = make_loader(examples, tokenizer, accelerator, args, shuffle=True)
     args.num_steps = min(args.epochs * len(loader), args.max_steps or args.epochs * len(loader))
@@ -315,13 +367,10 @@ def main() -> None:
     options = {"betas": (0.9, 0.98), "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     model, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.register_for_checkpointing(loader)
-    args.first_step = resume(accelerator, args) if args.resume else 0
+    args.first_step = resume(accelerator, loader, args) if args.resume else 0
     if accelerator.is_main_process and not args.resume:
-        args.output_dir.mkdir(parents=True, exist_ok=True)
         (args.output_dir / "metrics.jsonl").write_text("")
-    with loader:
-        summary = train(model, loader, optimizer, accelerator, args)
+    summary = train(model, loader, optimizer, accelerator, args)
     model_alone = accelerator.unwrap_model(model)
     if len(tokenized[1]):
         held_out_examples = kit.TokenizedDataset(tokenized[1])
@@ -347,3 +396,5 @@ if __name__ == "__main__":
         main()
     except (kit.DataError, kit.IsolationError) as error:
         fail(str(error))
+    except KeyboardInterrupt:
+        fail("stopped; --resume goes on from the last checkpoint, if --checkpoint-every saved one")

@@ -132,23 +132,29 @@ def make_corpus(count: int, seed: int) -> list[dict]:
     return corpus
 
 
-def train_tokenizer(corpus: list[dict]) -> transformers.PreTrainedTokenizerFast:
+def texts_of(record: dict) -> list[str]:
+    """What is said in a conversation; whether it is one, the tokenization says."""
+    messages = record.get("messages")
+    if not isinstance(messages, list):  # Alpaca form
+        return [value for value in record.values() if isinstance(value, str)]
+    said = [(m.get("content"), m.get("tool_calls", "")) for m in messages if isinstance(m, dict)]
+    return [(text if isinstance(text, str) else "") + json.dumps(calls) for text, calls in said]
+
+
+def train_tokenizer(corpus: Iterable[dict]) -> transformers.PreTrainedTokenizerFast:
     """A byte-level BPE of the corpus, digits one by one, with a ChatML template."""
     bpe = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = pre_tokenizers.Digits(individual_digits=True)
     bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     bpe.decoder = decoders.ByteLevel()
-    texts = [
-        m["content"] + json.dumps(m.get("tool_calls", "")) for r in corpus for m in r["messages"]
-    ]
     trainer = trainers.BpeTrainer(
         vocab_size=1024,
         special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(texts, trainer)
+    bpe.train_from_iterator((text for record in corpus for text in texts_of(record)), trainer)
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token="<|pad|>", eos_token="<|im_end|>", chat_template=TEMPLATE
     )

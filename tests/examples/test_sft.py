@@ -250,6 +250,26 @@ def test_counts_below_one(run: Run, tmp_path: Path, option: str) -> None:
         run(f"{TINY} {option}", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("option", "limit"),
+    [
+        ("--num-held-out -3", "0 or more"),
+        ("--learning-rate -0.001", "0 or more"),
+        ("--learning-rate nan", "0 or more"),
+        ("--warmup -0.1", "0 or more"),
+        ("--warmup 1.5", "at most 1, it is a fraction of the steps"),
+        ("--weight-decay -1.0", "0 or more"),
+        ("--max-grad-norm -1.0", "0 or more"),
+        ("--checkpoint-every -2", "0 or more"),
+    ],
+)
+def test_settings_out_of_range(run: Run, tmp_path: Path, option: str, limit: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(f"{TINY} {option}", tmp_path / "out")
+    assert str(caught.value) == f"sft.py: {option}: must be {limit}"
+    assert not (tmp_path / "out").exists()
+
+
 def weights(run: Run, folder: Path, options: str) -> torch.Tensor:
     """All weights after one step, in one vector."""
     results = run(f"{TINY} --num-held-out 0 --max-steps 1 {options}", folder)
