@@ -12,10 +12,10 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 sft: $(VENV)/.installed
-	$(BIN)/accelerate launch examples/sft.py $(ARGS)
+	$(BIN)/accelerate launch --quiet examples/sft.py $(ARGS)
 
 grpo: $(VENV)/.installed
-	$(BIN)/accelerate launch examples/grpo.py $(ARGS)
+	$(BIN)/accelerate launch --quiet examples/grpo.py $(ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
