@@ -362,14 +362,6 @@ def test_a_padded_batch_without_a_trained_token_has_no_columns() -> None:
     assert (logits.grad == 0).all()
 
 
-@pytest.mark.parametrize("num_loss_tokens", [-1, -0.5])
-def test_a_negative_denominator_is_refused(num_loss_tokens: float) -> None:
-    with pytest.raises(
-        ValueError, match=rf"must be 0 or more, got {num_loss_tokens}; .*the sum of batch\.metadata"
-    ):
-        token_loss(HAND_LOGITS, torch.tensor([[0, 0, 1]]), num_loss_tokens=num_loss_tokens)
-
-
 # --- per-token outputs ---------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from torch_collate_kit.loading import (
     PrefetchLoader,
     TokenizedDataset,
 )
-from torch_collate_kit.losses import PerTokenOutputs, token_loss
+from torch_collate_kit.losses import PerTokenOutputs, global_num_loss_tokens, token_loss
 from torch_collate_kit.packing import PackingPlan, ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
 
@@ -47,6 +47,7 @@ __all__ = [
     "TokenizedDataset",
     "__version__",
     "check_isolation",
+    "global_num_loss_tokens",
     "pack",
     "register_torch_varlen",
     "rl",

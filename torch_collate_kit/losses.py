@@ -1,19 +1,22 @@
-"""Token-mean loss with an explicit denominator, and per-token outputs for those who ask."""
+"""Token-mean loss, its denominator over micro-batches and ranks, and per-token outputs."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal, overload
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
 
-__all__ = ["PerTokenOutputs", "token_loss"]
+__all__ = ["PerTokenOutputs", "global_num_loss_tokens", "token_loss"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -70,10 +73,11 @@ def token_loss(
     """Sum of weighted token losses over ``num_loss_tokens``: a scalar, fp32 for half logits.
 
     ``num_loss_tokens`` is the number of loss tokens of the whole optimizer step, over all
-    micro-batches and ranks. Then the sum of the losses of all micro-batches and ranks is the token
-    mean, however the examples were laid out (a mean of means is not). DistributedDataParallel
-    averages gradients over ranks: multiply by the number of ranks there. 0 divides by 1. (A tensor
-    is not looked at, since that would wait for the device.)
+    micro-batches and ranks (:func:`global_num_loss_tokens`). Then the sum of the losses of all
+    micro-batches and ranks is the token mean, however the examples were laid out (a mean of means
+    is not). DistributedDataParallel averages gradients over ranks: multiply by the number of ranks
+    there. 0 divides by 1. (A tensor is not looked at, since that would wait for the device; one
+    that is no count, negative or not finite, makes the loss NaN.)
 
     Args:
         logits: ``[R, W, V]``, or with a Batch only the last ``K >= A + 1`` columns (what
@@ -85,8 +89,8 @@ def token_loss(
             computed or copied to the host; the loss is the same to the last bit.
 
     Raises:
-        ValueError: shapes that do not fit, a negative ``num_loss_tokens``, or per-token outputs
-            asked of plain labels, which do not say where examples lie.
+        ValueError: shapes that do not fit, a ``num_loss_tokens`` that is negative, infinite or NaN,
+            or per-token outputs asked of plain labels, which do not say where examples lie.
 
     >>> logits = torch.zeros(1, 3, 4)
     >>> labels = torch.tensor([[-100, 2, 3]])
@@ -117,10 +121,69 @@ def token_loss(
     nll = _token_nll(logits, targets)
     # where() first: an infinite loss of a token that is not trained must not become 0 * inf.
     weighted = torch.where(mask != 0, nll, 0) * mask.to(nll.dtype)
-    loss = weighted.sum() * _scale(divisor, num_loss_tokens)
+    loss = _divided(weighted.sum() * divisor, num_loss_tokens)
     if batch is not None and return_per_token_outputs:
         return loss, _per_token_outputs(batch, nll)
     return loss
+
+
+def global_num_loss_tokens(
+    batches: Batch | Tensor | Iterable[Batch | Tensor],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Loss tokens of an optimizer step, over its micro-batches and all ranks: the divisor.
+
+    The cells of ``loss_mask`` that are not 0 (or the labels that are trained) are counted in the
+    rows that are given, whatever their metadata say, so slices of a batch count once each. With
+    ``torch.distributed`` initialised the counts are summed over the ranks in one all-reduce of 8
+    bytes; every rank must call it, one without rows with an empty list.
+
+    Args:
+        batches: this rank's micro-batches of the step: a Batch, unshifted labels ``[R, W]``, or any
+            number of these.
+        group: the ranks that hold different rows, all by default. With tensor, context or pipeline
+            parallelism these are the data-parallel ranks.
+
+    Returns:
+        int64, a scalar tensor on the device of the batches, or on one that the backend can reduce
+        on. Nothing waits for it; ``token_loss`` takes it as it is.
+
+    Raises:
+        TypeError: something that is neither a Batch nor labels.
+
+    >>> from torch_collate_kit.collators import PackedCollator
+    >>> batch = PackedCollator(0, max_tokens=3)([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+    >>> micro_batches = [batch[i : i + 1] for i in range(len(batch))]
+    >>> global_num_loss_tokens(micro_batches)
+    tensor(3)
+    """
+    single = isinstance(batches, Batch | Tensor | dict) or not isinstance(batches, Iterable)
+    counts = [_num_loss_tokens(batch) for batch in ([batches] if single else batches)]
+    total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
+    if dist.is_available() and dist.is_initialized():
+        total = total.to(_reducing_device(total.device, group))
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def _num_loss_tokens(batch: Any) -> Tensor:
+    if isinstance(batch, Batch):
+        return torch.count_nonzero(batch["loss_mask"])
+    if isinstance(batch, Tensor):
+        return torch.count_nonzero(batch[..., 1:] != IGNORE_INDEX)
+    raise TypeError(
+        "global_num_loss_tokens takes a Batch, labels or a list of these, got "
+        f"{type(batch).__name__}; pass the Batch that the collator returned, or "
+        'inputs["labels"] of a collator with model_inputs=True'
+    )
+
+
+def _reducing_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
+    """``device``, or where the backend has none for it (nccl for the host) one that it has."""
+    backends = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    types = [part.partition(":")[0] for part in backends.split(",")]
+    return device if device.type in types else torch.device(types[0])
 
 
 def _labels(batch: Batch, mask: Tensor) -> Tensor:
@@ -146,16 +209,17 @@ def _token_nll(logits: Tensor, targets: Tensor) -> Tensor:
     return nll.view(shifted.shape)[..., last - width : last]
 
 
-def _scale(divisor: int, num_loss_tokens: float | Tensor) -> float | Tensor:
+def _divided(total: Tensor, num_loss_tokens: float | Tensor) -> Tensor:
     if isinstance(num_loss_tokens, Tensor):
-        number = num_loss_tokens.reshape(())
-        return divisor / torch.where(number == 0, 1, number)
-    if num_loss_tokens < 0:
+        number = num_loss_tokens.reshape(()).to(total.dtype)
+        is_count = (number >= 0) & (number < math.inf)
+        return total / torch.where(is_count, torch.where(number == 0, 1, number), math.nan)
+    if not 0 <= num_loss_tokens < math.inf:  # NaN too
         raise ValueError(
-            f"num_loss_tokens must be 0 or more, got {num_loss_tokens}; it is the number of loss "
-            'tokens of the step, the sum of batch.metadata["num_loss_tokens"]'
+            f"num_loss_tokens must be finite and 0 or more, got {num_loss_tokens}; it is the "
+            "number of loss tokens of the step, what global_num_loss_tokens(micro_batches) returns"
         )
-    return divisor / (num_loss_tokens or 1)
+    return total / (num_loss_tokens or 1)
 
 
 def _check_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> None:
@@ -172,12 +236,12 @@ def _check_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> Non
         if num_loss_tokens.numel() != 1:
             raise ValueError(
                 f"num_loss_tokens must be one number, got shape {list(num_loss_tokens.shape)}; "
-                "sum it over the micro-batches"
+                "sum it over the micro-batches, or pass global_num_loss_tokens(micro_batches)"
             )
     elif not isinstance(num_loss_tokens, int | float | np.number):
         raise TypeError(
             f"num_loss_tokens must be a number, got {type(num_loss_tokens).__name__}; it is the "
-            'sum of batch.metadata["num_loss_tokens"] over the step'
+            "number of loss tokens of the step, what global_num_loss_tokens(micro_batches) returns"
         )
 
 

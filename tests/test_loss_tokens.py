@@ -1,0 +1,196 @@
+"""The divisor of the loss: what token_loss takes, and the count over micro-batches and ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.test_packed_training import examples, loss_and_gradients, one_at_a_time
+from tests.tiny_models import tiny_model
+from torch_collate_kit import (
+    Batch,
+    PackedCollator,
+    PaddedCollator,
+    ParallelLayout,
+    RolloutCollator,
+    global_num_loss_tokens,
+    token_loss,
+)
+
+LOGITS = torch.zeros(1, 3, 4)
+LABELS = torch.tensor([[-100, 2, 3]])
+
+# --- what token_loss divides by ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "number", [math.inf, -math.inf, math.nan, -1, -0.5, np.float64("nan"), np.float32("inf")]
+)
+def test_a_divisor_that_is_no_count_is_refused(number: Any) -> None:
+    message = rf"num_loss_tokens must be finite and 0 or more, got {number}; .*global_num_loss_tok"
+    with pytest.raises(ValueError, match=message):
+        token_loss(LOGITS, LABELS, num_loss_tokens=number)
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, -1.0])
+def test_a_tensor_that_is_no_count_gives_nan_and_never_0(number: float) -> None:
+    """It is not looked at, which would wait for the device."""
+    logits = LOGITS.clone().requires_grad_()
+    loss = token_loss(logits, LABELS, num_loss_tokens=torch.tensor(number))
+    loss.backward()
+    assert loss.isnan()
+    assert logits.grad is not None
+    assert logits.grad.isnan().any()
+    assert token_loss(LOGITS, LABELS, num_loss_tokens=torch.tensor(-1)).isnan()
+
+
+def test_a_tensor_divides_as_exactly_as_a_number() -> None:
+    logits = torch.randn(1, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = token_loss(logits, LABELS, num_loss_tokens=7)
+    loss = token_loss(logits, LABELS, num_loss_tokens=torch.tensor(7))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-15)
+
+
+# --- counted in one process ----------------------------------------------------------------------
+
+ROWS = [
+    {"input_ids": [1, 2, 3, 4], "loss_mask": [1, 0, 1, 0.5]},
+    {"input_ids": [5, 6], "loss_mask": [0, 0]},
+    {"input_ids": [7, 8, 9], "loss_mask": [0, 1, 1]},
+]
+COLLATORS: list[Callable[[Sequence[Any]], Batch]] = [
+    PaddedCollator(0),
+    PaddedCollator(0, padding_side="right", normalize_loss=False),
+    PackedCollator(0, max_tokens=4),
+    PackedCollator(0, max_tokens=4, parallel=ParallelLayout(dp=5), normalize_loss=False),
+]
+
+
+@pytest.mark.parametrize("collate", COLLATORS)
+def test_a_batch_and_its_micro_batches_have_the_same_count(
+    collate: Callable[[Sequence[Any]], Batch],
+) -> None:
+    batch = collate(ROWS)
+    micro_batches = [batch[i : i + 1] for i in range(len(batch))]
+    for counted in (batch, batch["labels"], micro_batches, iter(micro_batches)):
+        number = global_num_loss_tokens(counted)
+        assert number.dtype == torch.int64
+        assert number.shape == ()
+        assert number.item() == 4 == batch.metadata["num_loss_tokens"]
+
+
+def test_the_rows_are_counted_and_not_what_the_metadata_says() -> None:
+    batch = PackedCollator(0, max_tokens=4, normalize_loss=False)(ROWS)
+    first = batch[:1]
+    assert first.metadata["num_loss_tokens"] == 4  # of the batch that was collated
+    assert global_num_loss_tokens(first).item() == np.count_nonzero(first["loss_mask"])
+    assert global_num_loss_tokens(first).item() < 4
+
+
+def test_rollouts_and_batches_collated_apart() -> None:
+    rollout = {"prompt_ids": [5, 6], "response_ids": [7, 8], "rewards": 1.0, "loss_mask": [1, 0]}
+    assert global_num_loss_tokens(RolloutCollator(0)([rollout, rollout])).item() == 2
+    apart = [PaddedCollator(0)(ROWS[:2]), PaddedCollator(0)(ROWS[2:])]
+    assert global_num_loss_tokens(apart).item() == 4
+    assert global_num_loss_tokens([]).item() == 0  # a rank without rows joins the sum too
+
+
+def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = PackedCollator(0, max_tokens=4)(ROWS)
+
+    def refuse(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a tensor was read")
+
+    for name in ("cpu", "numpy", "tolist", "item", "__array__", "__bool__", "__int__", "nonzero"):
+        monkeypatch.setattr(Tensor, name, refuse)
+    number = global_num_loss_tokens([batch, batch["labels"]])
+    monkeypatch.undo()
+    assert number.item() == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"labels": LABELS}, r"got dict; pass the Batch .*, or inputs\[\"labels\"\]"),
+        ([{"labels": LABELS}], r"got dict; pass the Batch .*, or inputs\[\"labels\"\]"),
+        (17, r"got int; pass the Batch"),
+        (["labels"], r"got str; pass the Batch"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=rf"a Batch, labels or a list of these, {message}"):
+        global_num_loss_tokens(given)
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"),
+    [("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo", "cpu"), ("meta:host-less", "meta")],
+)
+def test_the_sum_is_made_on_a_device_that_the_backend_has(
+    backends: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As nccl has none for a batch in host memory; meta stands in for cuda."""
+    reduced: list[Tensor] = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, group: reduced.append(x))
+    number = global_num_loss_tokens(LABELS)
+    assert reduced == [number]
+    assert number.device.type == device
+
+
+# --- over two ranks ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What tests/two_ranks_loader.py found, with the DataLoader under accelerate.prepare."""
+    out = tmp_path_factory.mktemp("two_ranks") / "found.json"
+    script = Path(__file__).with_name("two_ranks_loader.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command += ["--master_port", "0", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(script), str(out)],
+        env={**environment, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def test_the_loss_of_two_ranks_is_the_token_mean(two_ranks: dict[str, Any]) -> None:
+    model = tiny_model("qwen3", "sdpa", dtype=torch.float64).train()
+    expected, gradients = loss_and_gradients(model, one_at_a_time(model, examples()))
+    assert two_ranks["num_processes"] == 2
+    assert two_ranks["loss"] == pytest.approx(expected, abs=1e-9)
+    assert np.allclose(two_ranks["gradients"], gradients.numpy(), rtol=0, atol=1e-9)
+
+
+def test_the_metadata_of_a_prepared_loader_is_of_one_rank(two_ranks: dict[str, Any]) -> None:
+    """So it is no divisor: each rank's mean, averaged over the ranks, is another number."""
+    assert sum(two_ranks["metadata"]) == two_ranks["number"]
+    assert min(two_ranks["metadata"]) > 0
+    assert abs(two_ranks["loss_by_metadata"] - two_ranks["loss"]) > 1e-3
+
+
+def test_ranks_may_have_other_numbers_of_micro_batches(two_ranks: dict[str, Any]) -> None:
+    assert two_ranks["unequal"] == [4, 4]  # rank 0 gave its rows, rank 1 none
+
+
+def test_a_group_is_counted_alone(two_ranks: dict[str, Any]) -> None:
+    assert two_ranks["alone"] == [4, 8]
