@@ -57,9 +57,10 @@ def attend(
     kernel = _load_kernel() if _fits_kernel(query, value) else None
     if kernel is not None and (window is None or kernel.takes_window):
         output = kernel.run(query, key, value, segments, scale, window)
+    elif torch.compiler.is_compiling():
+        output = _one_op(query, key, value, segments.cu_q, segments.cu_k, num_rows, scale, window)
     else:
-        lengths = _segment_lengths(segments, num_rows, width)
-        output = _sdpa_by_segment(query, key, value, lengths, scale, window)
+        output = _on_host(query, key, value, segments.cu_q, segments.cu_k, num_rows, scale, window)
     return output.view(num_rows, width, *output.shape[1:])
 
 
@@ -72,13 +73,85 @@ def same_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def _segment_lengths(segments: Segments, num_rows: int, width: int) -> list[int]:
+def _on_host(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    num_rows: int,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """[N, H, D] and [N, Hkv, D] -> [N, H, D]; the boundaries are read on the host."""
+    lengths = _segment_lengths(cu_q, cu_k, num_rows, len(query) // num_rows)
+    return _sdpa_by_segment(query, key, value, lengths, scale, window)
+
+
+# Under torch.compile reading the boundaries would break the graph again and again, in every layer.
+# As an operator that the compiler does not look into it breaks it nowhere, and lengths that change
+# compile nothing anew. The backward pass computes the forward pass again, inside its own operator.
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, SymInt num_rows, "
+    "float? scale, SymInt? window"
+)
+
+
+@torch.library.custom_op(
+    "torch_collate_kit::segment_attention",
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}) -> Tensor",
+    tags=torch.Tag.cudagraph_unsafe,
+)
+def _one_op(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    return _on_host(query, key, value, *rest).contiguous()
+
+
+@_one_op.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    return query.new_empty(*query.shape[:2], value.shape[-1])
+
+
+@torch.library.custom_op(
+    "torch_collate_kit::segment_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor gradient, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.cudagraph_unsafe,
+)
+def _one_op_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    # autograd itself is off inside an operator; torch.func has a differentiation of its own
+    pull_back = torch.func.vjp(lambda q, k, v: _on_host(q, k, v, *rest), query, key, value)[1]
+    return tuple(x.contiguous() for x in pull_back(gradient))
+
+
+@_one_op_backward.register_fake
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.rest = inputs[5:]
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    return (*_one_op_backward(gradient, *ctx.saved_tensors, *ctx.rest), *[None] * 5)
+
+
+_one_op.register_autograd(_backward, setup_context=_keep_inputs)
+
+
+def _segment_lengths(cu_q: Tensor, cu_k: Tensor, num_rows: int, width: int) -> list[int]:
     """Segment lengths on the host, checked against the rows. Free where the boundaries are."""
-    bounds: list[int] = segments.cu_q.tolist()
-    lengths: list[int] = lengths_from_cu_seqlens(segments.cu_q).tolist()
-    if segments.cu_k is not segments.cu_q and segments.cu_k.tolist() != bounds:
+    bounds: list[int] = cu_q.tolist()
+    lengths: list[int] = lengths_from_cu_seqlens(cu_q).tolist()
+    if cu_k is not cu_q and cu_k.tolist() != bounds:
         raise ValueError(
-            f"cu_seq_lens_q and cu_seq_lens_k differ, {bounds} and {segments.cu_k.tolist()}; in "
+            f"cu_seq_lens_q and cu_seq_lens_k differ, {bounds} and {cu_k.tolist()}; in "
             "self-attention over packed rows they are the same"
         )
     row_bounds = range(0, num_rows * width + 1, width)

@@ -1,0 +1,88 @@
+"""torch_varlen under torch.compile on the CPU: no graph break, the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from tests.tiny_models import packed_inputs, tiny_model
+from torch_collate_kit.attention.kernels import Segments, attend
+
+LAYOUTS = [([7, 1, 5], [4, 3, 6]), ([6, 2, 5], [4, 9]), ([13], [13]), ([6, 7], [2, 3, 8])]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Any:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def gradients(model: Any, run: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
+    model.zero_grad()
+    logits = run(**inputs).logits
+    logits.square().sum().backward()
+    return [logits.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_compiled_training_is_the_same_and_breaks_no_graph(kind: str) -> None:
+    """Reading the boundaries broke it 7 times for qwen3 and 10 times for gemma3 at first."""
+    model = tiny_model(kind, dtype=torch.float64).train()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter)
+    for rows in LAYOUTS:
+        inputs = packed_inputs(*rows)
+        plain, found = (gradients(model, run, inputs) for run in (model, compiled))
+        for expected, value in zip(plain, found, strict=True):
+            assert expected.abs().max() > 0
+            torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
+    assert counter.frame_count > 0
+    assert sum(counters["graph_break"].values()) == 0, counters["graph_break"]
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
+@pytest.mark.parametrize("window", [None, 2])
+def test_attention_alone_is_compiled_whole_for_any_lengths(
+    heads: tuple[int, int], window: int | None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, backend=counter, fullgraph=True)
+    for lengths in ([5, 1, 6], [3, 3, 3, 3], [12], [2, 0, 10]):
+        inputs = [
+            torch.randn(1, h, 12, 8, dtype=torch.float64, generator=generator).requires_grad_()
+            for h in (heads[0], heads[1], heads[1])
+        ]
+        cu = torch.tensor([0, *lengths]).cumsum(0).int()
+        segments = Segments(cu, cu, 12, 12)
+        results = []
+        for run in (attend, compiled):
+            output = run(*inputs, segments, scale=0.7, window=window)
+            results.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
+        for expected, value in zip(*results, strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+    assert counter.frame_count <= 2  # the second is for any number of segments
+
+
+def test_bad_boundaries_are_refused_in_a_compiled_model_too() -> None:
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    query = torch.zeros(1, 2, 6, 8)
+    cu = torch.tensor([0, 2], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"must rise from 0 to 6 \(1 rows of 6 tokens"):
+        compiled(query, query, query, Segments(cu, cu, 6, 6))
+
+
+def test_the_operator_keeps_the_rules_of_operators() -> None:
+    """Its fake, its gradient and its strides, by torch's own checks."""
+    query, key, value = (torch.randn(6, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    for lengths in ([2, 4], [6], [3, 3]):
+        cu = torch.tensor([0, *lengths]).cumsum(0).int()
+        arguments = (*inputs, cu, cu, 1, None, None)
+        torch.library.opcheck(torch.ops.torch_collate_kit.segment_attention.default, arguments)
