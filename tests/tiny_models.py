@@ -44,6 +44,25 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Gemma2ForCausalLM",
         {"sliding_window": WINDOW, "layer_types": _SLIDING_THEN_FULL},
     ),
+    # The rest build their masks without position_ids in transformers 5.23.
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": _SLIDING_THEN_FULL,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "opt": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "init_std": 0.3},
+    ),
+    "falcon": ("FalconConfig", "FalconForCausalLM", {"alibi": False}),
+    "falcon_alibi": ("FalconConfig", "FalconForCausalLM", {"alibi": True}),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_dropout": 0.0}),
     "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}),
 }
 MODELS = ["llama", "qwen2", "qwen3", "mistral", "gemma3"]
@@ -62,8 +81,12 @@ def tiny_model(
 
     register_torch_varlen()
     config_name, model_name, own = _KINDS[kind]
-    config = getattr(transformers, config_name)(**{**TINY, **own, **changes})
+    config_type, options = getattr(transformers, config_name), {**TINY, **own, **changes}
+    if isinstance(getattr(config_type, "head_dim", None), property):  # Falcon computes its own
+        del options["head_dim"]
+    config = config_type(**options)
     config._attn_implementation = attention
+    config._experts_implementation = "eager"  # the grouped one has no float64
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = getattr(transformers, model_name)(config)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
-from typing import Any, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torch_collate_kit._added_rows import IGNORE_INDEX, clear_added_rows
+from torch_collate_kit._attention_inputs import (
+    block_mask,
+    flat_cu_seq_lens,
+    is_varlen,
+    refuse_unknown_mask,
+    segments_of_cells,
+)
 from torch_collate_kit._host_memory import host_bytes
 from torch_collate_kit._joining import check_joinable
 from torch_collate_kit._rows import cat, equal, is_per_row, take
@@ -19,7 +26,6 @@ from torch_collate_kit.ragged import Ragged, row_indices
 __all__ = ["IGNORE_INDEX", "Batch"]
 
 _FIELD_ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
-_MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
 _IMAGE_FIELDS = ("pixel_values", "image_grid_thw")
 
 Field = Tensor | Ragged
@@ -318,7 +324,12 @@ class Batch(Mapping[str, Field]):
         return self._carve(whole._buffer.pin_memory(), whole._slots, self.metadata)
 
     def model_inputs(
-        self, attention: str = "torch_varlen", *, labels: bool = True
+        self,
+        attention: str = "torch_varlen",
+        *,
+        labels: bool = True,
+        mask: Literal["block"] | None = None,
+        sliding_window: int | None = None,
     ) -> dict[str, Any]:
         """What ``model(**inputs)`` of a transformers model needs: views, in a plain dict.
 
@@ -326,18 +337,23 @@ class Batch(Mapping[str, Field]):
         them, unless ``labels=False``, which spares the model a loss of its own beside yours. With
         images, ``pixel_values`` and ``image_grid_thw`` of all rows in place of ``position_ids``,
         which the model makes of the grids. A padded batch adds ``attention_mask``. A packed batch
-        never does, since any 2-D mask makes transformers ignore the segments; for varlen
+        never adds that 2-D mask, since it makes transformers ignore the segments; for varlen
         ``attention`` it adds ``cu_seq_lens_q/k`` (int32, flat over the rows) and
         ``max_length_q/k`` (Python ints), for "sdpa" and "eager" the restarting position ids do the
         work.
 
+        ``mask="block"`` is for packed rows of models whose mask does not see the position ids
+        (docs/contract.md names them; :func:`check_isolation` tells): ``attention_mask`` is then a
+        causal mask ``[R, 1, W, W]`` of a block per segment, made for "sdpa" or "eager" on the
+        device of the batch. It replaces the masks of the model, so for one with sliding-window
+        layers (gpt-oss) pass ``sliding_window=model.config.sliding_window``: then it is a dict of
+        a mask for each kind of layer.
+
         Raises:
-            ValueError: an unknown ``attention``.
+            ValueError: an unknown ``attention`` or ``mask``, or one without the other it needs.
         """
-        varlen = attention == "torch_varlen" or _is_flash_attention(attention)
-        if not varlen and attention not in _MASK_ATTENTION:
-            known = ", ".join(("torch_varlen", "flash_attention_2", *_MASK_ATTENTION))
-            raise ValueError(f"attention={attention!r} is unknown; use one of {known}")
+        varlen = is_varlen(attention)
+        refuse_unknown_mask(attention, mask, sliding_window)
         # a vision model makes positions of its own, by the grids of the images
         names = ("input_ids", *(() if "pixel_values" in self else ("position_ids",)))
         inputs: dict[str, Any] = {name: self._fields[name] for name in names}
@@ -347,18 +363,17 @@ class Batch(Mapping[str, Field]):
         inputs["use_cache"] = False
         if "cu_seq_lens" not in self:
             inputs["attention_mask"] = self._fields["attention_mask"]
-        elif varlen:
-            inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = self._flat_cu_seq_lens()
+        elif varlen or mask is not None:
+            shape = inputs["input_ids"].shape
+            flat = flat_cu_seq_lens(self["cu_seq_lens"], shape[1])
+            if mask is not None:
+                cells = segments_of_cells(flat, shape)
+                inputs["attention_mask"] = block_mask(cells, attention, window=sliding_window)
+                return inputs
+            inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = flat
             longest = max(self.metadata["max_segment_length"], default=0)
             inputs["max_length_q"] = inputs["max_length_k"] = longest
         return inputs
-
-    def _flat_cu_seq_lens(self) -> Tensor:
-        """Boundaries [0, ..., R * W] over all rows, without reading the device."""
-        width = self._fields["input_ids"].shape[1]  # type: ignore[union-attr]
-        rows: Ragged = self["cu_seq_lens"]
-        parts = [row[1:] + i * width for i, row in enumerate(rows)]
-        return torch.cat([rows.values.new_zeros(1), *parts])
 
     def __reduce__(self) -> tuple[Any, ...]:
         whole = self._in_one_buffer()
@@ -370,12 +385,6 @@ class Batch(Mapping[str, Field]):
             for name, field in self._fields.items()
         )
         return f"Batch({len(self)} rows; {fields})"
-
-
-def _is_flash_attention(name: Any) -> bool:
-    """transformers' own names, and kernels of the hub such as "kernels-community/flash-attn2"."""
-    text = str(name)
-    return text.startswith("flash_attention_") or ("/" in text and "flash" in text)
 
 
 def _rebuild(buffer: Tensor, slots: dict[str, _Slot], metadata: dict[str, Any]) -> Batch:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
-from torch_collate_kit.losses import token_loss
+from torch_collate_kit.losses import global_num_loss_tokens, token_loss
 from torch_collate_kit.ragged import Ragged
 
 pytestmark = pytest.mark.gpu
@@ -213,3 +213,24 @@ def test_ragged_values_move_and_offsets_stay() -> None:
         assert [len(row) for row in ragged] == [2, 0, 1]
     assert ragged.take([2, 0]).tolist() == [[3], [1, 2]]
     assert ragged == Ragged.from_rows([[1, 2], [], [3]])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_block_mask_is_made_on_the_device_without_waiting(attention: str) -> None:
+    batch = PackedCollator(0, max_tokens=64)(examples())
+    options: dict[str, Any] = {"mask": "block", "sliding_window": 4}
+    expected = batch.model_inputs(attention, **options)["attention_mask"]
+    on_device = batch.to("cuda")
+    with no_waiting():
+        masks = on_device.model_inputs(attention, **options)["attention_mask"]
+    for name, mask in masks.items():
+        assert mask.is_cuda
+        assert torch.equal(mask.cpu(), expected[name])
+
+
+def test_loss_tokens_are_counted_without_waiting() -> None:
+    batch = PackedCollator(0, max_tokens=64)(examples())
+    micro_batches = [batch[i : i + 1].to("cuda") for i in range(len(batch))]
+    with no_waiting():
+        number = global_num_loss_tokens(micro_batches)
+    assert number.item() == batch.metadata["num_loss_tokens"]

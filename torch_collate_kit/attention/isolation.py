@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torch_collate_kit._attention_inputs import block_mask
+from torch_collate_kit.attention.models import (
+    attention_name,
+    refuse_recurrent_layers,
+    sliding_window,
+    vocabulary,
+)
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.segments import (
@@ -30,9 +36,6 @@ _TOLERANCE = {
     torch.float16: 2e-3,
     torch.bfloat16: 1e-2,
 }
-_LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
-_RECURRENT = ("linear", "conv", "recurrent", "mamba", "ssm", "rwkv", "delta", "hybrid")
-_RECURRENT_KERNELS = ("fla", "causal_conv1d")  # the packages whose kernels take cu_seq_lens
 _MASK_PADDING = -1  # segment id of cells that a 2-D attention mask takes out
 
 
@@ -61,7 +64,8 @@ def check_isolation(
         IsolationError: a segment moves another one's logits; a changed segment's own logits do not
             move, or logits are NaN, so that nothing is shown; the model has recurrent, convolution
             or linear-attention layers without kernels that take ``cu_seq_lens``.
-        ValueError: fewer than two segments; inputs that do not say where segments are.
+        ValueError: fewer than two segments; inputs that do not say where segments are; a 4-D mask
+            in which the model's sliding windows are lost.
         TypeError: the model's output has no ``logits``.
 
     >>> import transformers
@@ -90,7 +94,8 @@ def check_isolation(
             "pass a batch with at least two packed examples"
         )
     if len(segments.rows) > len(set(segments.rows)):
-        _refuse_recurrent_layers(model, inputs)
+        refuse_recurrent_layers(model, inputs)
+    _refuse_lost_window(model, inputs, segments)
     for training in (False, True) if model.training else (False,):
         with _mode(model, training=training), torch.no_grad():
             _check_one_mode(model, inputs, segments, tolerance)
@@ -109,7 +114,7 @@ class _Segments(NamedTuple):
 
 def _model_inputs(model: nn.Module, batch: Batch | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(batch, Batch):
-        inputs = batch.model_inputs(attention=_attention_name(model) or "sdpa")
+        inputs = batch.model_inputs(attention=attention_name(model) or "sdpa")
     else:
         inputs = dict(batch)
     inputs.pop("labels", None)
@@ -161,11 +166,7 @@ def _check_one_mode(
     allowed = _default_tolerance(model, before) if tolerance is None else tolerance
     sources = {segments.rows.index(row) for row in set(segments.rows)}
     for source in sorted(sources | {len(segments.rows) // 2, len(segments.rows) - 1}):
-        changed_ids = _change_tokens(model, inputs["input_ids"], segments.ids_RW == source)
-        after = _logits(model, inputs | {"input_ids": changed_ids})
-        # equal infinities (a masked vocabulary tail) did not move
-        moved_RW = torch.where(before == after, 0, (before - after).abs()).amax(-1).float()
-        moved = _largest_by_segment(moved_RW, segments)
+        moved = _movement(model, inputs, segments, source, before)
         if any(math.isnan(x) for x in moved.values()):
             raise IsolationError(
                 f"logits are NaN, so nothing can be shown; changed {segments.name(source)}; check "
@@ -185,8 +186,19 @@ def _check_one_mode(
                 f"{'training' if model.training else 'eval'} mode): changing its tokens moves the "
                 f"logits there by {leaks[worst]:.3g}, its own by {own:.3g}, and {allowed:.1g} of "
                 f"that is allowed; {len(leaks)} of {len(moved)} other segments move. "
-                f"Likely reason: {_likely_reason(model, inputs)}"
+                f"Likely reason: {_likely_reason(model, inputs, segments, source, allowed)}"
             )
+
+
+def _movement(
+    model: nn.Module, inputs: dict[str, Any], segments: _Segments, source: int, before: Tensor
+) -> dict[int, float]:
+    """How far the logits of every segment move when the tokens of ``source`` change."""
+    changed_ids = _change_tokens(model, inputs["input_ids"], segments.ids_RW == source)
+    after = _logits(model, inputs | {"input_ids": changed_ids})
+    # equal infinities (a masked vocabulary tail) did not move
+    moved_RW = torch.where(before == after, 0, (before - after).abs()).amax(-1).float()
+    return _largest_by_segment(moved_RW, segments)
 
 
 def _largest_by_segment(values_RW: Tensor, segments: _Segments) -> dict[int, float]:
@@ -203,7 +215,22 @@ def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     with torch.random.fork_rng(devices), warnings.catch_warnings():
         # reentrant checkpointing warns that nothing here wants a gradient, which is so
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
-        output = model(**inputs)
+        try:
+            output = model(**inputs)
+        except Exception as error:
+            mask = inputs.get("attention_mask")
+            if mask is None or getattr(mask, "ndim", 4) == 2:
+                raise
+            what = "no dict of masks" if isinstance(mask, Mapping) else "2-D masks only"
+            way_out = (
+                "leave sliding_window out"
+                if isinstance(mask, Mapping)
+                else "use PaddedCollator, since nothing separates packed rows then"
+            )
+            raise IsolationError(
+                f"the model fails with the attention_mask {_shape(mask)} "
+                f"({type(error).__name__}: {error}); if it takes {what}, {way_out}"
+            ) from error
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise TypeError(
@@ -220,27 +247,11 @@ def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 
 def _change_tokens(model: nn.Module, ids_RW: Tensor, where_RW: Tensor) -> Tensor:
     """Another token in every chosen cell, but for placeholders of images, audio and video."""
-    vocab_size, fixed = _vocabulary(model, ids_RW)
+    vocab_size, fixed = vocabulary(model, ids_RW)
     changed = (ids_RW + vocab_size // 2) % vocab_size
     for _ in fixed:  # never make a placeholder: each step leaves at most one of them behind
         changed = torch.where(torch.isin(changed, fixed), (changed + 1) % vocab_size, changed)
     return torch.where(where_RW & ~torch.isin(ids_RW, fixed), changed, ids_RW)
-
-
-def _vocabulary(model: nn.Module, ids_RW: Tensor) -> tuple[int, Tensor]:
-    """Number of tokens, and the ids that stand for something that is not text."""
-    embed = getattr(_unwrap(model), "get_input_embeddings", lambda: None)()
-    size = getattr(embed, "num_embeddings", None) or int(ids_RW.max()) + 1
-    names = {"image", "video", "audio", "vision", "boi", "eoi"}
-    fixed = {
-        value
-        for config in _configs(_unwrap(model))
-        for key, value in vars(config).items()
-        if key.endswith(("_token_id", "_token_index"))
-        and key.split("_")[0] in names
-        and isinstance(value, int)
-    }
-    return size, torch.tensor(sorted(fixed), dtype=ids_RW.dtype, device=ids_RW.device)
 
 
 def _default_tolerance(model: nn.Module, logits: Tensor) -> float:
@@ -263,44 +274,40 @@ def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
             module.training = was_training
 
 
-def _refuse_recurrent_layers(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    found = sorted(
-        {
-            str(kind)
-            for name in _LAYER_LISTS
-            for kind in getattr(_text_config(model), name, None) or ()
-            if any(part in str(kind).lower() for part in _RECURRENT)
-        }
-    )
-    if not found:
+def _refuse_lost_window(model: nn.Module, inputs: Mapping[str, Any], segments: _Segments) -> None:
+    """A 4-D mask reaches every layer as it is, those with a sliding window too."""
+    mask = inputs.get("attention_mask")
+    window, all_slide = sliding_window(model)
+    if window is None or not isinstance(mask, Tensor) or mask.ndim != 4:
         return
-    way_out = "use PaddedCollator for this model"
-    if inputs.get("cu_seq_lens_q") is None:
-        raise IsolationError(
-            f"the model has {found} layers, which carry state from one segment of a row into the "
-            f"next, and no cu_seq_lens_q is passed that could stop them; {way_out}"
-        )
-    missing = [name for name in _RECURRENT_KERNELS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise IsolationError(
-            f"the model has {found} layers, and their plain torch versions ignore cu_seq_lens; the "
-            f"kernels that take it need {missing}, not installed here; install them, or {way_out}"
+    longest = int(torch.bincount(segments.ids_RW[segments.ids_RW >= 0]).max())
+    seen = mask if mask.dtype == torch.bool else mask >= 0
+    if longest > window and not (all_slide and not seen.tril(-window).any()):
+        raise ValueError(
+            f"the attention_mask {_shape(mask)} replaces the masks of all layers, so the sliding "
+            f"window of {window} tokens is lost in segments of up to {longest}; leave it out, or, "
+            "where the model's mask does not see position_ids, pass "
+            f'Batch.model_inputs(..., mask="block", sliding_window={window})'
         )
 
 
-def _likely_reason(model: nn.Module, inputs: Mapping[str, Any]) -> str:
-    attention = _attention_name(model) or "unknown"
+def _shape(mask: Any) -> str:
+    return f"dict of {sorted(mask)}" if isinstance(mask, Mapping) else str(list(mask.shape))
+
+
+def _likely_reason(
+    model: nn.Module, inputs: dict[str, Any], segments: _Segments, source: int, allowed: float
+) -> str:
+    attention = attention_name(model) or "unknown"
     mask = inputs.get("attention_mask")
     by_boundaries = attention == "torch_varlen" or attention.startswith("flash")
-    if mask is not None and getattr(mask, "ndim", 2) == 2:
+    if mask is not None and getattr(mask, "ndim", 4) == 2:
         return (
             "a 2-D attention_mask is passed, and any 2-D mask switches packed isolation off in "
             "transformers; leave it out"
         )
     if mask is not None:
-        return (
-            f'the attention_mask {list(mask.shape)} itself, or attention "{attention}" misusing it'
-        )
+        return f'the attention_mask {_shape(mask)} itself, or attention "{attention}" misusing it'
     if by_boundaries and inputs.get("cu_seq_lens_q") is None:
         return f'attention "{attention}" needs cu_seq_lens_q; pass what Batch.model_inputs() gives'
     if not by_boundaries and inputs.get("use_cache") is not False:
@@ -308,33 +315,42 @@ def _likely_reason(model: nn.Module, inputs: Mapping[str, Any]) -> str:
             "use_cache is not False (the default of the config is True), and with a cache "
             "transformers ignores restarting position_ids; pass use_cache=False"
         )
-    if not by_boundaries and inputs.get("cu_seq_lens_q") is not None:
-        return (
-            f'attention "{attention}" ignores cu_seq_lens and position_ids do not restart with it'
-        )
-    return "a layer of the model mixes positions by itself; look for layers other than attention"
+    if inputs.get("cu_seq_lens_q") is not None and not by_boundaries:
+        by_positions = {k: v for k, v in inputs.items() if k in ("input_ids", "position_ids")}
+        if len(by_positions) < 2 or not torch.equal(
+            _find_segments(by_positions).ids_RW, segments.ids_RW
+        ):
+            return (
+                f'attention "{attention}" ignores cu_seq_lens and position_ids do not restart with '
+                "it"
+            )
+    return _blind_mask(model, inputs, segments, source, allowed) or (
+        "a layer of the model mixes positions by itself; look for layers other than attention"
+    )
 
 
-def _unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and its like."""
-    inner = getattr(model, "module", model)
-    return inner if isinstance(inner, nn.Module) else model
+def _blind_mask(
+    model: nn.Module, inputs: dict[str, Any], segments: _Segments, source: int, allowed: float
+) -> str | None:
+    """The reason where a block mask stops the leak: the model's own does not see positions.
 
-
-def _configs(model: nn.Module) -> list[Any]:
-    """The model's config and the configs nested in it (text_config, vision_config, ...)."""
-    config = getattr(model, "config", None)
-    found: list[Any] = [] if config is None else [config]
-    for config in found:  # grows while it is read
-        found += [value for value in vars(config).values() if hasattr(value, "model_type")]
-    return found
-
-
-def _text_config(model: nn.Module) -> Any:
-    """The config of the text part: the one that sees packed rows."""
-    config: Any = getattr(_unwrap(model), "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _attention_name(model: nn.Module) -> str | None:
-    return getattr(_text_config(model), "_attn_implementation", None)
+    In transformers 5.23 so do afmoe, biogpt, bloom, falcon, gpt_oss, mpt, opt, xglm.
+    """
+    attention = attention_name(model)
+    if attention not in ("sdpa", "eager"):
+        return None
+    masked = inputs | {"attention_mask": block_mask(segments.ids_RW, attention)}
+    blind = "the model builds its mask without position_ids, which then separate nothing"
+    try:
+        moved = _movement(model, masked, segments, source, _logits(model, masked))
+    except IsolationError as error:
+        return f"perhaps {blind}, and a block mask is no way out: {error}"
+    own = moved.pop(source)
+    if max(moved.values()) > allowed * own:
+        return None
+    window, _ = sliding_window(model)
+    option = "" if window is None else f", sliding_window={window}"
+    return (
+        f"{blind} (gpt-oss, opt and falcon do so in transformers 5.23); a block mask keeps the "
+        f'segments apart: pass Batch.model_inputs("{attention}", mask="block"{option})'
+    )

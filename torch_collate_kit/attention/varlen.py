@@ -30,6 +30,11 @@ _KNOWN_MASK_PARTS = {
     "remap_positions_for_packed_sequence.<locals>.inner_mask",
     _WINDOW_PART,
 }
+# Some models (gpt-oss, opt, falcon in transformers 5.23) leave position_ids out of their mask.
+_PROVE = (
+    "and see what check_isolation says: a model whose mask does not see position_ids needs "
+    'Batch.model_inputs(..., mask="block") there'
+)
 _UNSUPPORTED = {
     "softcap": "attention soft-capping",
     "s_aux": "attention sinks",
@@ -48,7 +53,8 @@ def register_torch_varlen() -> None:
     ``torch.nn.attention.varlen.varlen_attn``; on CPU, in fp32, and where the kernel does not fit
     (head dimension, card), one ``scaled_dot_product_attention`` a segment, which is exact. Sliding
     windows and grouped heads work in both. Under autocast, and where query and key come wider than
-    value (Qwen3's norms do that), inputs are cast to the narrower type first.
+    value (Qwen3's norms do that), inputs are cast to the narrower type first. Under torch.compile
+    neither breaks a graph; it is broken once, where transformers asks for the mask.
 
     Without ``cu_seq_lens_q`` the model in eval mode runs the ``sdpa`` attention of transformers, so
     ``generate()`` works. In training that is an error.
@@ -56,8 +62,8 @@ def register_torch_varlen() -> None:
     Raises (in the model's forward):
         ValueError: training without ``cu_seq_lens_q``; a mask or a filled cache beside it;
             boundaries that do not fit the rows; attention dropout, soft-capping, sinks, attention
-            that is not causal, a mask pattern other than causal and sliding window; in eval mode,
-            restarting positions that nothing isolates.
+            that is not causal, a mask pattern other than causal and sliding window, a model that
+            reads its mask by itself; in eval mode, restarting positions that nothing isolates.
 
     >>> import torch, transformers
     >>> register_torch_varlen()
@@ -80,11 +86,23 @@ def register_torch_varlen() -> None:
     AttentionMaskInterface.register(_NAME, _attention_mask)
 
 
+class _MaskIsReadError(ValueError, AttributeError):
+    """A model reads the mask by itself. An AttributeError too, as hasattr() expects one."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"the model reads its attention mask by itself ({what}), so it does not run with "
+            f'{_NAME}, which builds none; use attn_implementation="eager" or "sdpa", {_PROVE}; or '
+            "use PaddedCollator"
+        )
+
+
 class _DeferredMask:
     """The mask transformers asks for, built only if attention turns out to run without boundaries.
 
     A packed row of T tokens would cost T x T cells a mask otherwise, although the varlen path never
-    reads one. Not a dataclass: FSDP would take one apart and copy it.
+    reads one. Not a dataclass: FSDP would take one apart and copy it. A model that computes with
+    its mask in attention of its own (bloom), or looks at it (PaliGemma), is refused.
     """
 
     __slots__ = ("_built", "_options", "unknown_parts", "windows")
@@ -108,6 +126,20 @@ class _DeferredMask:
             self._built = (sdpa_mask(**self._options),)
         return self._built[0]
 
+    def build_from_padding(self) -> Tensor | None:
+        """The mask where padding is part of it, None where there is no padding."""
+        return None if self._options.get("attention_mask") is None else self.build()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        raise _MaskIsReadError(getattr(function, "__name__", str(function)))
+
+    def __getitem__(self, key: Any) -> Any:
+        raise _MaskIsReadError(f"[{key}]")
+
+    def __getattr__(self, name: str) -> Any:
+        raise _MaskIsReadError(f".{name}")
+
 
 def _mask_parts(mask_function: Any) -> Iterator[Any]:
     """The functions a mask function of transformers is composed of, itself included."""
@@ -126,7 +158,7 @@ def _attention_mask(**options: Any) -> Any:
     # A static cache counts in a tensor that its update changes before attention runs: not deferred.
     offset = options.get("q_offset", 0)
     no_cache = options["q_length"] == options["kv_length"] and not isinstance(offset, Tensor)
-    if options.get("attention_mask") is None and no_cache:
+    if no_cache:
         return _DeferredMask(options)
     return sdpa_mask(**options)
 
@@ -176,14 +208,21 @@ def _refuse_unsupported(
     if dropout > 0:
         raise ValueError(
             f"{_NAME} has no attention dropout, but {name} asks for {dropout}; set "
-            'config.attention_dropout = 0.0, or use attn_implementation="sdpa"'
+            f'config.attention_dropout = 0.0, or use attn_implementation="sdpa", {_PROVE}'
         )
     for option, what in _UNSUPPORTED.items():
         if kwargs.get(option) is not None:
             raise ValueError(
                 f"{_NAME} cannot do {what}, but {name} passes {option}; use "
-                'attn_implementation="eager" for this model'
+                f'attn_implementation="eager" for this model, {_PROVE}{_window_option(module)}'
             )
+
+
+def _window_option(module: nn.Module) -> str:
+    config: Any = getattr(module, "config", None)
+    if "sliding_attention" not in (getattr(config, "layer_types", None) or ()):
+        return ""
+    return f", with sliding_window={config.sliding_window} beside it"
 
 
 def _refuse_beside_boundaries(
@@ -198,15 +237,17 @@ def _refuse_beside_boundaries(
         if attention_mask.unknown_parts:
             raise ValueError(
                 f"{_NAME} knows causal and sliding-window attention only, but the model's mask is "
-                f'built from {attention_mask.unknown_parts}; use attn_implementation="sdpa"'
+                f'built from {attention_mask.unknown_parts}; use attn_implementation="sdpa", '
+                f"{_PROVE}"
             )
         if attention_mask.windows != ({sliding_window} - {None}):
             raise ValueError(
                 f"the model's mask has the sliding windows {sorted(attention_mask.windows)}, but "
                 f"the layer asks for sliding_window={sliding_window}; use "
-                'attn_implementation="sdpa"'
+                f'attn_implementation="sdpa", {_PROVE}'
             )
-    elif attention_mask is not None:
+        attention_mask = attention_mask.build_from_padding()
+    if attention_mask is not None:
         raise ValueError(
             "an attention_mask is passed beside cu_seq_lens_q (here as "
             f"{list(attention_mask.shape)}), and {_NAME} follows only one of them; leave "

@@ -1,0 +1,325 @@
+"""Models whose mask does not see position_ids: a block mask is exact, and errors say so."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.tiny_models import VOCAB, WINDOW, packed_inputs, tiny_model, token_ids
+from torch_collate_kit.attention import check_isolation
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.errors import IsolationError
+from torch_collate_kit.packing import ParallelLayout
+
+BLIND = [
+    ("gpt_oss", "eager"),
+    ("opt", "eager"),
+    ("opt", "sdpa"),
+    ("falcon", "eager"),
+    ("falcon", "sdpa"),
+]
+KINDS = pytest.mark.parametrize(("kind", "attention"), BLIND)
+EXACT = pytest.mark.parametrize(
+    ("kind", "attention"), [*BLIND, ("llama", "eager"), ("llama", "sdpa")]
+)
+LENGTHS = (7, 9, 1, 5, 3)
+
+
+def examples() -> list[dict[str, Tensor]]:
+    ids = token_ids(sum(LENGTHS)).split(LENGTHS)
+    return [{"input_ids": row, "loss_mask": torch.ones(len(row))} for row in ids]
+
+
+def packed() -> Batch:
+    """Two rows of several segments with gaps and a pad tail."""
+    layout = ParallelLayout(dp=2, tp=2)
+    batch = PackedCollator(0, max_tokens=20, parallel=layout, normalize_loss=False)(examples())
+    assert len(batch) == 2
+    return batch
+
+
+def block_inputs(model: Any, batch: Batch, attention: str) -> dict[str, Any]:
+    window = model.config.sliding_window if "gpt_oss" in model.config.model_type else None
+    return batch.model_inputs(attention, labels=False, mask="block", sliding_window=window)
+
+
+def alone(kind: str, attention: str, *, training: bool = False) -> tuple[Any, list[Tensor]]:
+    model = tiny_model(kind, attention, dtype=torch.float64).train(training)
+    ids = (example["input_ids"][None] for example in examples())
+    return model, [model(input_ids=row, use_cache=False).logits[0] for row in ids]
+
+
+def by_example(values_RW: Tensor, batch: Batch) -> list[Tensor]:
+    """The cells of every example, in the order of the examples."""
+    found: dict[int, Tensor] = {}
+    for row, numbers in enumerate(batch.metadata["example_indices"].tolist()):
+        starts = batch["cu_seq_lens"].tolist()[row]
+        for k, number in enumerate(numbers):
+            found[number] = values_RW[row, starts[k] : starts[k] + LENGTHS[number]]
+    return [found[i] for i in range(len(LENGTHS))]
+
+
+# --- exact ---------------------------------------------------------------------------------------
+
+
+@EXACT
+def test_a_block_mask_equals_one_example_at_a_time(kind: str, attention: str) -> None:
+    batch = packed()
+    model, expected = alone(kind, attention)
+    with torch.no_grad():
+        logits = by_example(model(**block_inputs(model, batch, attention)).logits, batch)
+        for found, value in zip(logits, expected, strict=True):
+            # opt and llama take their softmax in float32
+            torch.testing.assert_close(found, value, atol=2e-5, rtol=0)
+        if (kind, attention) in BLIND:  # and without the mask they see each other
+            leaking = by_example(model(**batch.model_inputs(attention)).logits, batch)
+            assert max((a - b).abs().max() for a, b in zip(leaking, expected, strict=True)) > 0.1
+
+
+@EXACT
+def test_training_with_a_block_mask_equals_one_example_at_a_time(kind: str, attention: str) -> None:
+    batch = packed()
+    model, logits = alone(kind, attention, training=True)
+    targets = [example["input_ids"][1:] for example in examples()]
+    losses = [
+        F.cross_entropy(x[:-1], y, reduction="sum") for x, y in zip(logits, targets, strict=True)
+    ]
+    torch.stack(losses).sum().backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    model.zero_grad()
+    packed_logits = model(**block_inputs(model, batch, attention)).logits
+    labels = batch["labels"][:, 1:].flatten()
+    F.cross_entropy(packed_logits[:, :-1].flatten(0, 1), labels, reduction="sum").backward()
+    for name, parameter in model.named_parameters():
+        if name in expected:
+            assert parameter.grad is not None
+            largest = expected[name].abs().max().clamp(min=1)
+            assert (parameter.grad - expected[name]).abs().max() < 1e-5 * largest, name
+
+
+@KINDS
+@pytest.mark.parametrize("training", [False, True])
+def test_check_isolation_proves_it(kind: str, attention: str, training: bool) -> None:
+    model = tiny_model(kind, attention).train(training)
+    check_isolation(model, block_inputs(model, packed(), attention))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["gpt_oss", "opt"])
+def test_the_mask_for_eager_fits_every_dtype(kind: str, dtype: torch.dtype) -> None:
+    model = tiny_model(kind, "eager", dtype=dtype, initializer_range=0.05, init_std=0.05)
+    logits = model(**block_inputs(model, packed(), "eager")).logits
+    assert logits.dtype == dtype
+    assert logits.isfinite().all()
+    check_isolation(model, block_inputs(model, packed(), "eager"))
+
+
+# --- the mask ------------------------------------------------------------------------------------
+
+
+def test_the_mask_by_hand() -> None:
+    batch = PackedCollator(0, max_tokens=4)([{"input_ids": [5, 6]}, {"input_ids": [7, 8]}])
+    seen = batch.model_inputs("sdpa", mask="block")["attention_mask"]
+    assert seen.dtype == torch.bool
+    assert seen.int().tolist() == [[[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]]]
+    added = batch.model_inputs("eager", mask="block")["attention_mask"]
+    assert added.dtype == torch.bfloat16
+    assert torch.equal(added == 0, seen)
+    assert torch.equal(added == -torch.inf, ~seen)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_window_gives_a_mask_for_each_kind_of_layer(attention: str) -> None:
+    batch = PackedCollator(0, max_tokens=4)([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}])
+    masks = batch.model_inputs(attention, mask="block", sliding_window=2)["attention_mask"]
+    assert list(masks) == ["full_attention", "sliding_attention"]
+    seen = {name: mask if attention == "sdpa" else mask == 0 for name, mask in masks.items()}
+    full = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1]]
+    near = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
+    assert seen["full_attention"].int().tolist() == [[full]]
+    assert seen["sliding_attention"].int().tolist() == [[near]]
+
+
+def test_the_mask_of_slices_and_of_several_rows() -> None:
+    batch = packed()
+    whole = batch.model_inputs("sdpa", mask="block")["attention_mask"]
+    width = batch["input_ids"].shape[1]
+    assert whole.shape == (2, 1, width, width)
+    for i in range(2):
+        part = batch[i : i + 1].model_inputs("sdpa", mask="block")["attention_mask"]
+        assert torch.equal(part, whole[i : i + 1])
+        bounds = batch["cu_seq_lens"].tolist()[i]
+        blocks = [torch.ones(b - a, b - a) for a, b in itertools.pairwise(bounds)]
+        assert torch.equal(part[0, 0], torch.block_diag(*blocks).tril().bool())
+
+
+def test_the_mask_is_made_without_reading_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device each of these would wait."""
+    batch = packed()
+
+    def refuse(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a tensor was read")
+
+    for name in ("cpu", "numpy", "tolist", "item", "__array__", "__bool__", "__int__", "nonzero"):
+        monkeypatch.setattr(Tensor, name, refuse)
+    masks = [batch.model_inputs(a, mask="block", sliding_window=3) for a in ("sdpa", "eager")]
+    monkeypatch.undo()
+    assert len(masks) == 2
+
+
+def test_a_padded_batch_keeps_its_own_mask() -> None:
+    batch = PaddedCollator(0)(examples())
+    inputs = batch.model_inputs("sdpa", mask="block", sliding_window=4)
+    assert inputs["attention_mask"] is batch["attention_mask"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"attention": "sdpa", "mask": "blocks"},
+            ValueError,
+            "mask='blocks' is unknown; use .block",
+        ),
+        ({"attention": "sdpa", "mask": True}, ValueError, "mask=True is unknown"),
+        ({"mask": "block"}, ValueError, r'"sdpa" and "eager", got .torch_varlen.; .*needs no mask'),
+        ({"attention": "flex_attention", "mask": "block"}, ValueError, "flex_attention takes none"),
+        (
+            {"attention": "sdpa", "sliding_window": 4},
+            ValueError,
+            'sliding_window=4 without mask="b',
+        ),
+        (
+            {"attention": "sdpa", "mask": "block", "sliding_window": 0},
+            ValueError,
+            "sliding_window must be at least 1, got 0; it counts the token itself",
+        ),
+        (
+            {"attention": "sdpa", "mask": "block", "sliding_window": 4.0},
+            TypeError,
+            r"must be an int, got float; pass model\.config\.sliding_window",
+        ),
+    ],
+)
+def test_what_makes_no_mask_is_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    for batch in (packed(), PaddedCollator(0)(examples())):
+        with pytest.raises(error, match=message):
+            batch.model_inputs(**options)
+
+
+# --- reasons -------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_the_reason_is_the_mask_and_no_other_layer(kind: str, attention: str) -> None:
+    window = f", sliding_window={WINDOW}" if kind == "gpt_oss" else ""
+    message = (
+        r"leaks into.*Likely reason: the model builds its mask without position_ids.*pass "
+        rf'Batch\.model_inputs\("{attention}", mask="block"{window}\)$'
+    )
+    model = tiny_model(kind, attention)
+    with pytest.raises(IsolationError, match=message):
+        check_isolation(model, packed())
+    with pytest.raises(IsolationError, match=message):  # with boundaries, which change nothing
+        check_isolation(model, packed().model_inputs("torch_varlen"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention"), [("bloom", "eager"), ("falcon_alibi", "eager"), ("falcon_alibi", "sdpa")]
+)
+def test_models_with_alibi_are_sent_to_padding(kind: str, attention: str) -> None:
+    model = tiny_model(kind, attention)
+    with pytest.raises(IsolationError, match=r"block mask is no way out: .*use PaddedCollator"):
+        check_isolation(model, packed())
+    message = r"fails with the attention_mask \[2, 1, .*too many values.*2-D masks only, use Padded"
+    with pytest.raises(IsolationError, match=message):
+        check_isolation(model, packed().model_inputs(attention, mask="block"))
+
+
+def test_a_dict_of_masks_that_a_model_does_not_take() -> None:
+    inputs = packed().model_inputs("sdpa", mask="block", sliding_window=4)
+    message = r"dict of \['full_attention', 'sliding_attention'\].*takes no dict .*leave sliding_w"
+    with pytest.raises(IsolationError, match=message):
+        check_isolation(tiny_model("opt", "sdpa"), inputs)
+
+
+@pytest.mark.parametrize(("kind", "attention"), [("gpt_oss", "eager"), ("mistral", "sdpa")])
+def test_a_mask_in_which_the_window_is_lost_is_refused(kind: str, attention: str) -> None:
+    """Isolated, and yet not what the model computes for an example alone."""
+    inputs = packed().model_inputs(attention, mask="block")
+    message = (
+        rf"sliding window of {WINDOW} tokens is lost in segments of up to 10; .*"
+        rf'mask="block", sliding_window={WINDOW}\)'
+    )
+    with pytest.raises(ValueError, match=message):
+        check_isolation(tiny_model(kind, attention), inputs)
+
+
+def test_a_mask_with_the_window_in_it_is_taken() -> None:
+    inputs = packed().model_inputs("sdpa", mask="block", sliding_window=WINDOW)
+    inputs["attention_mask"] = inputs["attention_mask"]["sliding_attention"]
+    check_isolation(tiny_model("mistral", "sdpa"), inputs)
+    short = PackedCollator(0, max_tokens=8)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    check_isolation(tiny_model("gpt_oss", "eager"), short.model_inputs("eager", mask="block"))
+
+
+# --- torch_varlen --------------------------------------------------------------------------------
+
+
+def test_torch_varlen_says_what_gpt_oss_needs() -> None:
+    message = (
+        r"attention sinks, but GptOssAttention passes s_aux; use attn_implementation=\"eager\".*"
+        rf'check_isolation.*mask="block"\) there, with sliding_window={WINDOW}'
+    )
+    with pytest.raises(ValueError, match=message):
+        tiny_model("gpt_oss")(**packed_inputs([4, 3]))
+
+
+def test_torch_varlen_is_exact_for_opt() -> None:
+    batch = packed()
+    model, expected = alone("opt", "torch_varlen")
+    check_isolation(model, batch)
+    with torch.no_grad():
+        logits = by_example(model(**batch.model_inputs(labels=False)).logits, batch)
+    for found, value in zip(logits, expected, strict=True):
+        torch.testing.assert_close(found, value, atol=1e-9, rtol=0)
+
+
+def test_bloom_with_torch_varlen_is_refused() -> None:
+    message = r"reads its attention mask by itself \(add\).*does not run with torch_varlen.*Padded"
+    model = tiny_model("bloom")
+    with pytest.raises(ValueError, match=message):
+        model(**packed_inputs([4, 3]))
+    with pytest.raises(ValueError, match=message):
+        check_isolation(model, packed())
+    # It added the booleans of a padded batch's mask to its scores, without a word.
+    with pytest.raises(ValueError, match=message):
+        model(**PaddedCollator(0)(examples()).model_inputs("torch_varlen"))
+
+
+def test_paligemma_with_torch_varlen_is_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    text = tiny_model("llama").config.to_dict() | {"model_type": "gemma"}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4, "projection_dim": 32}
+    config = transformers.PaliGemmaConfig(
+        text_config=text,
+        vision_config=vision | {"model_type": "siglip_vision_model"},
+        image_token_id=VOCAB - 1,
+        projection_dim=32,
+    )
+    implementation = {"text_config": "torch_varlen", "vision_config": "sdpa"}
+    model = transformers.PaliGemmaForConditionalGeneration._from_config(
+        config, attn_implementation=implementation
+    ).eval()
+    with pytest.raises(ValueError, match=r"reads its attention mask by itself \(\.ndim\)"):
+        model(**packed_inputs([4, 3]))

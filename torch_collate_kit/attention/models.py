@@ -1,0 +1,94 @@
+"""What the config of a model says that packed rows depend on."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_collate_kit.errors import IsolationError
+
+__all__ = ["attention_name", "refuse_recurrent_layers", "sliding_window", "vocabulary"]
+
+_LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
+_RECURRENT = ("linear", "conv", "recurrent", "mamba", "ssm", "rwkv", "delta", "hybrid")
+_RECURRENT_KERNELS = ("fla", "causal_conv1d")  # the packages whose kernels take cu_seq_lens
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and its like."""
+    inner = getattr(model, "module", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The model's config and the configs nested in it (text_config, vision_config, ...)."""
+    config = getattr(model, "config", None)
+    found: list[Any] = [] if config is None else [config]
+    for config in found:  # grows while it is read
+        found += [value for value in vars(config).values() if hasattr(value, "model_type")]
+    return found
+
+
+def _text_config(model: nn.Module) -> Any:
+    """The config of the text part: the one that sees packed rows."""
+    config: Any = getattr(_unwrap(model), "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def attention_name(model: nn.Module) -> str | None:
+    return getattr(_text_config(model), "_attn_implementation", None)
+
+
+def sliding_window(model: nn.Module) -> tuple[int | None, bool]:
+    """The window of the model's sliding layers, None without any; and whether all layers slide."""
+    config = _text_config(model)
+    window: int | None = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None)
+    if layers is None:
+        return (window if getattr(config, "use_sliding_window", True) else None), True
+    return (window if "sliding_attention" in layers else None), set(layers) == {"sliding_attention"}
+
+
+def refuse_recurrent_layers(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    found = sorted(
+        {
+            str(kind)
+            for name in _LAYER_LISTS
+            for kind in getattr(_text_config(model), name, None) or ()
+            if any(part in str(kind).lower() for part in _RECURRENT)
+        }
+    )
+    if not found:
+        return
+    way_out = "use PaddedCollator for this model"
+    if inputs.get("cu_seq_lens_q") is None:
+        raise IsolationError(
+            f"the model has {found} layers, which carry state from one segment of a row into the "
+            f"next, and no cu_seq_lens_q is passed that could stop them; {way_out}"
+        )
+    missing = [name for name in _RECURRENT_KERNELS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise IsolationError(
+            f"the model has {found} layers, and their plain torch versions ignore cu_seq_lens; the "
+            f"kernels that take it need {missing}, not installed here; install them, or {way_out}"
+        )
+
+
+def vocabulary(model: nn.Module, ids_RW: Tensor) -> tuple[int, Tensor]:
+    """Number of tokens, and the ids that stand for something that is not text."""
+    embed = getattr(_unwrap(model), "get_input_embeddings", lambda: None)()
+    size = getattr(embed, "num_embeddings", None) or int(ids_RW.max()) + 1
+    names = {"image", "video", "audio", "vision", "boi", "eoi"}
+    fixed = {
+        value
+        for config in _configs(_unwrap(model))
+        for key, value in vars(config).items()
+        if key.endswith(("_token_id", "_token_index"))
+        and key.split("_")[0] in names
+        and isinstance(value, int)
+    }
+    return size, torch.tensor(sorted(fixed), dtype=ids_RW.dtype, device=ids_RW.device)
