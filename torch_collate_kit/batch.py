@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from operator import index
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
@@ -118,10 +119,12 @@ class Batch(Mapping[str, Field]):
         for name, (shape, dtype) in specs.items():
             first, *rest = (shape,) if isinstance(shape, np.ndarray) else shape
             offsets = first if isinstance(first, np.ndarray) else None
-            dims = (first if offsets is None else int(offsets[-1]), *rest)
+            dims = tuple(map(index, (first if offsets is None else offsets[-1], *rest)))
             start = -(-end // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
             slots[name] = _Slot(start, dims, dtype, offsets)
             end = start + math.prod(dims) * dtype.itemsize
+        # torch.load refuses a storage whose size is no multiple of the saved view's item size
+        end = -(-end // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
         device = torch.device("cpu") if like is None else like.device
         pin_memory = like is not None and device.type == "cpu" and like.is_pinned()
         if device.type == "cpu" and not pin_memory:

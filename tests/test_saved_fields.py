@@ -1,0 +1,83 @@
+"""What ``torch.save`` writes of a field, ``torch.load`` reads: a field is a view of a buffer."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
+from torch_collate_kit.ragged import Ragged
+
+WIDTHS = range(1, 38)  # bytes and int16s beside int64s end at every remainder of 8
+
+
+def saved_and_loaded(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    values = {k: v.values if isinstance(v, Ragged) else v for k, v in fields.items()}
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    assert tensors
+    for name, tensor in tensors.items():
+        loaded = saved_and_loaded(tensor)
+        assert loaded.dtype == tensor.dtype, name
+        assert torch.equal(loaded, tensor), name
+
+
+def sft_batches(width: int) -> list[Batch]:
+    examples = [{"input_ids": list(range(1, n + 1))} for n in (width, 1 + width // 2, 1)]
+    return [
+        PaddedCollator(0)(examples),
+        PaddedCollator(0, padding_side="right")(examples[:1]),
+        PackedCollator(0, max_tokens=width)(examples),
+        PackedCollator(0, max_tokens=2 * width + 1, fixed_width=True)(examples),
+    ]
+
+
+def rollout_batches(width: int) -> list[Batch]:
+    rollouts = [
+        {
+            "prompt_ids": [5] * (1 + width // 2),
+            "response_ids": [6] * width,
+            "rewards": 1.0,
+            "loss_mask": [1] * width,
+            "rollout_expert_indices": np.arange(3).reshape(1, 1, 3),
+        },
+    ]
+    with_image = {"pixel_values": np.ones((4, 3)), "image_grid_thw": [[1, 2, 2]]}
+    return [
+        RolloutCollator(0)([rollouts[0] | with_image]),
+        PackedCollator(0, max_tokens=2 * width + 1)(rollouts),
+    ]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_field_can_be_saved_and_loaded(width):
+    for batch in (*sft_batches(width), *rollout_batches(width)):
+        check_fields(batch)
+        check_fields(batch[:1])
+        check_fields(batch.model_inputs())
+        check_fields(pickle.loads(pickle.dumps(batch[:1])))
+
+
+def test_every_field_from_a_worker_can_be_saved_and_loaded():
+    for width in (3, 5, 7):
+        loader = torch.utils.data.DataLoader(
+            [{"input_ids": list(range(1, width + 1))}] * 3,
+            batch_size=3,
+            collate_fn=PackedCollator(0, max_tokens=2 * width),
+            num_workers=1,
+        )
+        for batch in loader:
+            check_fields(batch)
