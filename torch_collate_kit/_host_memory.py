@@ -30,7 +30,7 @@ def host_bytes(num_bytes: int) -> Tensor:
     >>> host_bytes(100).shape
     torch.Size([100])
     """
-    block = _kept_block(num_bytes + _ALIGNMENT)
+    block = _kept_block(int(num_bytes) + _ALIGNMENT)
     start = -block.ctypes.data % _ALIGNMENT
     view = block[start : start + num_bytes]
     if block.nbytes >= _LEAST_KEPT:

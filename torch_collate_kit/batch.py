@@ -22,6 +22,7 @@ from torch_collate_kit._attention_inputs import (
 from torch_collate_kit._host_memory import host_bytes
 from torch_collate_kit._joining import check_joinable
 from torch_collate_kit._rows import cat, equal, is_per_row, take
+from torch_collate_kit.packing._checks import checked_bool, checked_int
 from torch_collate_kit.ragged import Ragged, row_indices
 
 __all__ = ["IGNORE_INDEX", "Batch"]
@@ -237,6 +238,7 @@ class Batch(Mapping[str, Field]):
         >>> [c["x"].tolist() for c in Batch({"x": torch.arange(4)}).chunk(2)]
         [[0, 1], [2, 3]]
         """
+        num_chunks = index(num_chunks)
         if num_chunks < 1 or len(self) % num_chunks:
             raise ValueError(
                 f"{len(self)} rows do not divide into {num_chunks} equal chunks; "
@@ -296,9 +298,7 @@ class Batch(Mapping[str, Field]):
         >>> padded["input_ids"].tolist(), padded["loss_mask"].tolist(), padded.metadata
         ([[5], [5]], [[1.0], [0.0]], {'num_dummy_rows': 1})
         """
-        if multiple_of < 1:
-            raise ValueError(f"multiple_of must be at least 1, got {multiple_of}")
-        added = -len(self) % multiple_of
+        added = -len(self) % checked_int("multiple_of", multiple_of)
         if not added:
             return self
         padded = self.select([*range(len(self)), *[0] * added])
@@ -355,6 +355,7 @@ class Batch(Mapping[str, Field]):
         Raises:
             ValueError: an unknown ``attention`` or ``mask``, or one without the other it needs.
         """
+        checked_bool("labels", labels)
         varlen = is_varlen(attention)
         refuse_unknown_mask(attention, mask, sliding_window)
         # a vision model makes positions of its own, by the grids of the images

@@ -27,7 +27,12 @@ from torch_collate_kit.packing import (
     RankPlan,
     pack,
 )
-from torch_collate_kit.packing._checks import checked_compiled
+from torch_collate_kit.packing._checks import (
+    checked_bool,
+    checked_compiled,
+    checked_int,
+    checked_optional_int,
+)
 from torch_collate_kit.ragged import Ragged
 
 __all__ = ["PackedCollator"]
@@ -96,7 +101,7 @@ class PackedCollator:
         compiled: bool = False,
     ) -> None:
         self.pad_token_id = pad_token_id_of(tokenizer)
-        self.max_tokens = max_tokens
+        self.max_tokens = checked_int("max_tokens", max_tokens)
         self.strategy = strategy
         self.parallel = ParallelLayout() if parallel is None else parallel
         if not isinstance(self.parallel, ParallelLayout):
@@ -104,11 +109,13 @@ class PackedCollator:
                 f"parallel must be a ParallelLayout, got {parallel!r}; ParallelLayout(dp=2)"
             )
         self.overflow = overflow
-        self.max_sequences_per_row = max_sequences_per_row
-        self.fixed_width = fixed_width
+        self.max_sequences_per_row = checked_optional_int(
+            "max_sequences_per_row", max_sequences_per_row, hint="None means no limit"
+        )
+        self.fixed_width = checked_bool("fixed_width", fixed_width)
         self.balance = balance
-        self.normalize_loss = normalize_loss
-        self.model_inputs = model_inputs
+        self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
+        self.model_inputs = checked_bool("model_inputs", model_inputs)
         self.compiled = checked_compiled(compiled)
         self.plan([])  # a wrong setting raises here, not in a worker an hour later
 

@@ -12,7 +12,7 @@ from torch_collate_kit.collators._examples import Examples
 from torch_collate_kit.collators._fill import NOTHING_LOST, fill_batch, token_mover
 from torch_collate_kit.collators._grid import Grid, one_a_row
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing._checks import checked_compiled, checked_int
+from torch_collate_kit.packing._checks import checked_bool, checked_compiled, checked_optional_int
 
 __all__ = ["PaddedCollator"]
 
@@ -58,14 +58,15 @@ class PaddedCollator:
     ) -> None:
         if padding_side not in ("left", "right"):
             raise ValueError(f'padding_side must be "left" or "right", got {padding_side!r}')
-        for name, value in (("pad_to_multiple_of", pad_to_multiple_of), ("max_length", max_length)):
-            if value is not None:
-                checked_int(name, value, hint="None switches it off")
         self.pad_token_id = pad_token_id_of(tokenizer)
         self.padding_side = padding_side
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.max_length = max_length
-        self.normalize_loss = normalize_loss
+        self.pad_to_multiple_of = checked_optional_int(
+            "pad_to_multiple_of", pad_to_multiple_of, hint="None switches it off"
+        )
+        self.max_length = checked_optional_int(
+            "max_length", max_length, hint="None switches it off"
+        )
+        self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
         self.compiled = checked_compiled(compiled)
 
     def __call__(self, examples: Examples) -> Batch:

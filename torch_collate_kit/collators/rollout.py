@@ -14,7 +14,7 @@ from torch_collate_kit.collators._fill import NOTHING_LOST, fill_batch
 from torch_collate_kit.collators._grid import one_a_row
 from torch_collate_kit.collators._rollout_fields import RolloutBlock
 from torch_collate_kit.collators._rollouts import read_rollouts
-from torch_collate_kit.packing._checks import checked_compiled, checked_int
+from torch_collate_kit.packing._checks import checked_bool, checked_compiled, checked_optional_int
 
 __all__ = ["RolloutCollator"]
 
@@ -72,11 +72,11 @@ class RolloutCollator:
         normalize_loss: bool = False,
         compiled: bool = False,
     ) -> None:
-        if max_seq_len is not None:
-            checked_int("max_seq_len", max_seq_len, hint="None switches it off")
         self.pad_token_id = pad_token_id_of(tokenizer)
-        self.max_seq_len = max_seq_len
-        self.normalize_loss = normalize_loss
+        self.max_seq_len = checked_optional_int(
+            "max_seq_len", max_seq_len, hint="None switches it off"
+        )
+        self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
         self.compiled = checked_compiled(compiled)
 
     def __call__(self, examples: Examples) -> Batch:

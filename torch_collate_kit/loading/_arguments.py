@@ -8,6 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from torch_collate_kit.packing._checks import checked_bool as checked_bool
 from torch_collate_kit.packing._checks import checked_choice, checked_int
 
 Indices: TypeAlias = npt.NDArray[np.int64]
@@ -49,12 +50,6 @@ def checked_batch_size(batch_size: int, world_size: int) -> int:
             f"{-(-batch_size // world_size) * world_size}"
         )
     return batch_size
-
-
-def checked_bool(name: str, value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-    return value
 
 
 def checked_tail(tail: str, drop_last: bool) -> str:

@@ -11,7 +11,7 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading._arguments import Indices, checked_rank
 from torch_collate_kit.loading._ordered import Order, OrderedSampler
 from torch_collate_kit.packing import ParallelLayout, RankPlan, pack
-from torch_collate_kit.packing._checks import checked_lengths
+from torch_collate_kit.packing._checks import checked_int, checked_lengths, checked_optional_int
 
 __all__ = ["PackedBatchSampler"]
 
@@ -87,16 +87,18 @@ class PackedBatchSampler(OrderedSampler):
             )
         self._rank = checked_rank(rank, layout.dp, "parallel.dp")
         self._options: dict[str, Any] = {
-            "max_tokens": max_tokens,
+            "max_tokens": checked_int("max_tokens", max_tokens),
             "align": layout.align,
             "rows_multiple_of": layout.dp,
             "strategy": strategy,
             "overflow": overflow,
-            "max_sequences_per_row": max_sequences_per_row,
+            "max_sequences_per_row": checked_optional_int(
+                "max_sequences_per_row", max_sequences_per_row, hint="None means no limit"
+            ),
             "balance": balance,
         }
         pack([], **self._options)  # a wrong option raises here, not at some batch
-        limit = max_tokens // layout.align * layout.align
+        limit = self._options["max_tokens"] // layout.align * layout.align
         too_long = self._lengths > limit
         if overflow == "raise" and too_long.any():
             pack(self._lengths, **self._options)  # raises, and names the example

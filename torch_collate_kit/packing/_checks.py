@@ -29,6 +29,25 @@ def checked_int(name: str, value: Any, *, minimum: int = 1, hint: str = "") -> i
     return number
 
 
+def checked_optional_int(name: str, value: Any, *, hint: str) -> int | None:
+    """As ``checked_int``; None stays None.
+
+    >>> checked_optional_int("max_length", None, hint="None switches it off")
+    """
+    return None if value is None else checked_int(name, value, hint=hint)
+
+
+def checked_bool(name: str, value: Any) -> bool:
+    """``value`` if it is True or False; "no" and 0 would count as one of them without a word.
+
+    >>> checked_bool("fixed_width", True)
+    True
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
 def checked_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
     """Raise ValueError, listing ``choices``, when ``value`` is not one of them."""
     if not (value is None or isinstance(value, str)) or value not in choices:
@@ -38,9 +57,7 @@ def checked_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> No
 
 def checked_compiled(compiled: bool) -> bool:
     """ImportError now, not in a worker, where the loops cannot be compiled."""
-    if not isinstance(compiled, bool):
-        raise TypeError(f"compiled must be True or False, got {compiled!r}")
-    if compiled and importlib.util.find_spec("numba") is None:
+    if checked_bool("compiled", compiled) and importlib.util.find_spec("numba") is None:
         raise ImportError(
             "compiled=True needs numba: pip install 'torch_collate_kit[fast]'; without it leave "
             "compiled out, the batches are the same"
@@ -57,6 +74,8 @@ def checked_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
         DataError: a length is zero, negative or beyond int64; the message names the example.
     """
     hint = "pass one int per example, such as [len(ids) for ids in input_ids]"
+    if isinstance(lengths, np.ma.MaskedArray):
+        raise TypeError("lengths is a masked array, whose mask would be lost; pass .compressed()")
     if isinstance(lengths, (list, tuple)) and not {bool, np.bool_}.isdisjoint(map(type, lengths)):
         where = next(i for i, n in enumerate(lengths) if isinstance(n, (bool, np.bool_)))
         raise TypeError(f"lengths[{where}] is {lengths[where]!r}, a bool; {hint}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from torch_collate_kit.packing._checks import checked_int
+from torch_collate_kit.packing._checks import checked_bool, checked_int
 
 __all__ = ["ParallelLayout"]
 
@@ -37,8 +37,7 @@ class ParallelLayout:
                 name, value = field.name, getattr(self, field.name)
                 size = checked_int(name, value, hint="1 means this kind of parallelism is off")
                 object.__setattr__(self, field.name, size)
-        if not isinstance(self.fp8, bool):
-            raise TypeError(f"fp8 must be True or False, got {self.fp8!r}")
+        checked_bool("fp8", self.fp8)
 
     @property
     def align(self) -> int:

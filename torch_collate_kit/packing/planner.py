@@ -17,6 +17,7 @@ from torch_collate_kit.packing._checks import (
     checked_compiled,
     checked_int,
     checked_lengths,
+    checked_optional_int,
 )
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.strategies import Rows
@@ -92,11 +93,9 @@ def pack(
     checked_choice("overflow", overflow, _OVERFLOWS)
     max_tokens, align = _checked_capacity(max_tokens, align)
     num_ranks = checked_int("rows_multiple_of", rows_multiple_of, hint="1 means one rank")
-    if max_sequences_per_row is not None:
-        hint = "None means no limit"
-        max_sequences_per_row = checked_int(
-            "max_sequences_per_row", max_sequences_per_row, hint=hint
-        )
+    max_sequences_per_row = checked_optional_int(
+        "max_sequences_per_row", max_sequences_per_row, hint="None means no limit"
+    )
     pieces = _cut_to_fit(checked_lengths(lengths), max_tokens, align, overflow)
     sizes = -(-pieces.lengths // align) * align if align > 1 else pieces.lengths
     attention = balance == "attention" and num_ranks > 1
