@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from tests.batch_samples import examples
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.packing import ParallelLayout
+from torch_collate_kit.ragged import Ragged
 
 VARLEN = ("torch_varlen", "flash_attention_2", "flash_attention_3")
 MASKED = ("sdpa", "eager", "flex_attention")
@@ -129,3 +131,18 @@ def test_model_inputs_come_without_labels_on_request():
 @pytest.mark.parametrize("attention", ["flash_attention_4", "kernels-community/flash-attn2"])
 def test_every_flash_attention_gets_boundaries(packed: Batch, attention: str) -> None:
     assert "cu_seq_lens_q" in packed.model_inputs(attention)
+
+
+def test_more_cells_than_int32_counts_are_refused() -> None:
+    """The boundaries wrapped; tensors that are expanded take no memory."""
+    rows, width = 70_000, 32_768
+    cells = torch.zeros(1, 1, dtype=torch.int64).expand(rows, width)
+    boundaries = Ragged(
+        torch.tensor([0, width] * rows, dtype=torch.int32), np.arange(0, 2 * rows + 1, 2)
+    )
+    fields = {"input_ids": cells, "position_ids": cells, "cu_seq_lens": boundaries}
+    batch = Batch(fields, {"max_segment_length": [width] * rows})
+    with pytest.raises(ValueError, match=r"2293760000 tokens are more than int32 .* batch\.chunk"):
+        batch.model_inputs()
+    assert batch.chunk(2)[0].model_inputs()["cu_seq_lens_q"][-1] == rows * width // 2
+    assert "cu_seq_lens_q" not in batch.model_inputs("sdpa")

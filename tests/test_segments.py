@@ -161,3 +161,11 @@ def test_numpy_and_torch_agree_with_a_loop(lengths: list[int]) -> None:
         assert position_ids_from_lengths(given_lengths).tolist() == positions
         assert segment_ids_from_lengths(given_lengths).tolist() == segments
         assert cu_seqlens_from_lengths(given_lengths).tolist() == boundaries
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_boundaries_that_int32_does_not_hold_are_refused(make: Make, dtype: str) -> None:
+    most = 2**31 - 1
+    assert cu_seqlens_from_lengths(make([most - 5, 5], dtype)).tolist() == [0, most - 5, most]
+    with pytest.raises(ValueError, match=r"2147483648 tokens are more than int32 .* batch\.chunk"):
+        cu_seqlens_from_lengths(make([most - 5, 6], dtype))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.segments import check_boundaries
 
 __all__ = [
     "block_mask",
@@ -70,6 +71,7 @@ def refuse_unknown_mask(attention: str, mask: Any, sliding_window: Any) -> None:
 
 def flat_cu_seq_lens(rows: Ragged, width: int) -> Tensor:
     """Boundaries [0, ..., R * W] over all rows, without reading the device."""
+    check_boundaries(len(rows) * width)
     values = torch.as_tensor(rows.values)
     parts = [row[1:] + i * width for i, row in enumerate(rows)]
     return torch.cat([values.new_zeros(1), *parts])

@@ -353,7 +353,8 @@ class Batch(Mapping[str, Field]):
         a mask for each kind of layer.
 
         Raises:
-            ValueError: an unknown ``attention`` or ``mask``, or one without the other it needs.
+            ValueError: an unknown ``attention`` or ``mask``, or one without the other it needs;
+                more cells than int32 boundaries count.
         """
         checked_bool("labels", labels)
         varlen = is_varlen(attention)

@@ -37,7 +37,7 @@ class Ragged:
     Rows and row slices are views; :meth:`take`, :meth:`cat` and :meth:`from_rows` copy.
 
     Raises:
-        TypeError: values that are neither ndarray nor tensor.
+        TypeError: values that are neither ndarray nor dense tensor; a masked array.
         ValueError: offsets that do not run from 0 or more, without falling, to at most ``T``.
 
     >>> ragged = Ragged.from_rows([[1, 2, 3], [4], []])
@@ -54,6 +54,14 @@ class Ragged:
             raise TypeError(
                 f"values must be an ndarray or a tensor, got {type(values).__name__}; rows that "
                 "are lists go into Ragged.from_rows"
+            )
+        if isinstance(values, np.ma.MaskedArray):
+            raise TypeError("values are a masked array, whose mask would be lost; pass .filled(0)")
+        if isinstance(values, Tensor) and (values.layout is not torch.strided or values.is_nested):
+            raise TypeError(
+                f"values must be dense and flat, got a tensor of layout {values.layout}"
+                f"{', nested' if values.is_nested else ''}; pass .to_dense(), or .values() of a "
+                "jagged tensor"
             )
         given = np.asarray(offsets)
         if given.ndim != 1 or len(given) == 0 or given.dtype.kind not in "iu":
@@ -77,6 +85,12 @@ class Ragged:
     @classmethod
     def from_rows(cls, rows: Iterable[Any], dtype: Any = None) -> Ragged:
         """One flat NumPy copy of rows that are lists, ndarrays or CPU tensors."""
+        rows = list(rows)
+        for i, row in enumerate(rows):
+            if isinstance(row, np.ma.MaskedArray):
+                raise TypeError(
+                    f"row {i} is a masked array, whose mask would be lost; pass .compressed()"
+                )
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
         offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
         np.cumsum([len(array) for array in arrays], out=offsets[1:])

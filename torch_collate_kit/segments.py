@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "check_boundaries",
     "cu_seqlens_from_lengths",
     "lengths_from_cu_seqlens",
     "lengths_from_position_ids",
@@ -26,18 +27,39 @@ Array = TypeVar("Array", np.ndarray, Tensor)
 def cu_seqlens_from_lengths(lengths_S: Array) -> Array:
     """Cumulative boundaries of segments, as varlen attention kernels take them: int32 [S + 1].
 
-    The first entry is 0, the last the number of tokens. The result is a new array.
+    The first entry is 0, the last the number of tokens. The result is a new array. Lengths on
+    another device are read once, to see that their sum fits.
+
+    Raises:
+        ValueError: more tokens than int32 counts.
 
     >>> cu_seqlens_from_lengths(np.array([3, 2]))
     array([0, 3, 5], dtype=int32)
     """
     if isinstance(lengths_S, Tensor):
+        check_boundaries(int(lengths_S.sum()))
         cu_seqlens = lengths_S.new_zeros(len(lengths_S) + 1, dtype=torch.int32)
         torch.cumsum(lengths_S, 0, dtype=torch.int32, out=cu_seqlens[1:])
         return cu_seqlens
+    check_boundaries(int(np.sum(lengths_S, dtype=np.int64)))
     cu_seqlens = np.zeros(len(lengths_S) + 1, dtype=np.int32)
     np.cumsum(lengths_S, out=cu_seqlens[1:])
     return cu_seqlens
+
+
+def check_boundaries(num_tokens: int) -> None:
+    """ValueError where the last boundary of int32 would wrap.
+
+    >>> check_boundaries(2**31)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: 2147483648 tokens are more than int32 boundaries count, 2147483647; give them to...
+    """
+    limit = 2**31 - 1
+    if num_tokens > limit:
+        raise ValueError(
+            f"{num_tokens} tokens are more than int32 boundaries count, {limit}; give them to the "
+            "model in parts, such as batch.chunk(num_chunks)"
+        )
 
 
 def lengths_from_cu_seqlens(cu_seqlens: Array) -> Array:

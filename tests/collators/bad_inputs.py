@@ -25,6 +25,8 @@ ROUTES = np.arange(20).reshape(5, 2, 2)  # 5 tokens, 2 layers, 2 experts
 IMAGE = {"pixel_values": np.ones((4, 3)), "image_grid_thw": [[1, 2, 2]]}
 NO_IMAGE = {"pixel_values": None, "image_grid_thw": None}
 NAN = float("nan")
+NESTED = torch.nested.nested_tensor([torch.tensor([5, 6]), torch.tensor([7])], layout=torch.jagged)
+META = torch.ones(2, dtype=torch.int64, device="meta")
 
 
 class _NoPad:
@@ -160,12 +162,18 @@ BAD_INPUTS = [
     BadInput("a float in a list of ids", _collated(GOOD, {"input_ids": [5, 6.5]})),
     BadInput("a float array of ids", _collated({"input_ids": np.array([5.0, 6.0])})),
     BadInput("a bool tensor of ids", _collated({"input_ids": torch.tensor([True, False])})),
+    BadInput("a bool in a list of ids", _collated({"input_ids": [5, True]})),
     BadInput("a string in a list of ids", _collated({"input_ids": [5, "6"]})),
     BadInput("an id over 64 bits", _collated({"input_ids": [2**64]})),
     BadInput("a negative id", _collated(GOOD, {"input_ids": [5, -100, 7]})),
     BadInput("nested ids", _collated({"input_ids": [[5, 6, 7]]})),
     BadInput("a 2-D array", _collated(GOOD, {"input_ids": np.ones((1, 3), dtype=int)})),
     BadInput("a 2-D tensor", _collated({"input_ids": torch.ones(2, 3, dtype=torch.long)})),
+    BadInput("a masked array", _collated(GOOD, {"input_ids": np.ma.array([5, 6], mask=[0, 1])})),
+    BadInput("a nested tensor", _collated(GOOD, {"input_ids": NESTED})),
+    BadInput("a sparse tensor", _collated(GOOD, {"input_ids": torch.tensor([5, 6]).to_sparse()})),
+    BadInput("a tensor on the meta device", _collated(GOOD, {"input_ids": META})),
+    BadInput("a conjugate tensor", _collated(GOOD, {"input_ids": torch.tensor([5j]).conj()})),
     BadInput("a short `loss_mask`", _example(loss_mask=[1, 1])),
     BadInput("a long `labels`", _example(labels=[5, 6, 7, 8])),
     BadInput("a short `assistant_masks`", _example(assistant_masks=[1])),
@@ -176,6 +184,9 @@ BAD_INPUTS = [
     BadInput("`num_actions` without `loss_mask`", _example(num_actions=2)),
     BadInput("two targets", _example(labels=[-100, 6, 7], loss_mask=[0, 1, 1])),
     BadInput("a label of -1", _example(labels=[-100, -1, 7])),
+    BadInput("a mask in `labels`", _example(labels=[False, True, True])),
+    BadInput("a mask in `labels`, an array", _example(labels=np.array([False, True, True]))),
+    BadInput("a weight that float32 loses", _example(loss_mask=[0, 1, 1e-40])),
     BadInput("a weight that is NaN", _example(loss_mask=[0, 1, float("nan")])),
     BadInput("a negative weight", _example(loss_mask=np.array([0, -1, 1]))),
     BadInput("a mask of strings", _example(loss_mask=["a", "b", "c"])),
@@ -206,11 +217,13 @@ BAD_INPUTS = [
     BadInput("an unknown strategy", lambda: PackedCollator(0, max_tokens=8, strategy="bfd")),
     BadInput("an unknown overflow", lambda: PackedCollator(0, max_tokens=8, overflow="cut")),
     BadInput("an unknown balance", lambda: PackedCollator(0, max_tokens=8, balance="flops")),
+    BadInput("a setting that is no bool", lambda: PaddedCollator(0, normalize_loss="no")),
     BadInput("an unknown side", lambda: PaddedCollator(0, padding_side="middle")),
     BadInput("a multiple of 0", lambda: PaddedCollator(0, pad_to_multiple_of=0)),
     BadInput("a data-parallel size of 0", lambda: ParallelLayout(dp=0)),
     BadInput("float lengths", lambda: pack([3.0, 4.0], 8)),
     BadInput("a length of 0", lambda: pack([3, 0], 8)),
+    BadInput("a masked array of lengths", lambda: pack(np.ma.array([3, 4], mask=[0, 1]), 8)),
     BadInput("nested lengths", lambda: pack([[3], [4]], 8)),
     BadInput("an attention that is not known", lambda: _batch().model_inputs("flash")),
     BadInput("rows that do not divide", lambda: _batch().chunk(2)),

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.collators._examples import Examples, first_keys, one_value, raw_columns
-from torch_collate_kit.collators._flat import int_column, weight_column
+from torch_collate_kit.collators._flat import int_column, row_array, weight_column
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 
@@ -70,8 +71,7 @@ def loss_token_counts(columns: Columns) -> np.ndarray:
     if columns.target is None:
         return columns.lengths - 1
     untrained = IGNORE_INDEX if columns.target_name == "labels" else 0
-    # in the dtype of loss_mask, where a tiny weight may be 0
-    is_trained = columns.target.values.astype(np.float32) != untrained
+    is_trained = columns.target.values != untrained
     offsets = columns.target.offsets
     is_trained[offsets[:-1][columns.target.lengths == columns.lengths]] = False
     before = np.append(0, np.cumsum(is_trained))
@@ -178,6 +178,8 @@ def _check_attention_mask(column: Any, lengths: np.ndarray) -> None:
     if whole and column.flat_values.all():
         return
     for i, (row, length) in enumerate(zip(column, lengths.tolist(), strict=True)):
+        if isinstance(row, Tensor | np.ma.MaskedArray):
+            row = row_array("attention_mask", i, row)
         if not hasattr(row, "__len__") or isinstance(row, str) or len(row) != length:
             sized = hasattr(row, "__len__") and not isinstance(row, str)
             got = f"{len(row)} entries" if sized else repr(row)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from torch_collate_kit.errors import DataError
@@ -24,7 +25,7 @@ def raw_columns(examples: Examples, known: Sequence[str], ids: str, hint: str) -
                 f"a mapping is taken as columns, but its {ids} are the tokens of one example; "
                 "collate one example as a list: [example]"
             )
-        raw = {key: examples[key] for key in known if key in examples}
+        raw = {key: _rows(key, examples[key]) for key in known if key in examples}
     elif is_sequence(examples):
         raw = _transpose(examples, known, ids)
     else:
@@ -71,6 +72,15 @@ def _is_one_example(column: Any) -> bool:
     )
 
 
+def _rows(name: str, column: Any) -> Any:
+    """A column as it is, but of a nested tensor its rows, which have no len() otherwise."""
+    if isinstance(column, np.ma.MaskedArray):
+        raise DataError(
+            f"column {name} is a masked array, whose mask would be lost; give .filled(value)"
+        )
+    return column.unbind() if isinstance(column, Tensor) and column.is_nested else column
+
+
 def _transpose(
     examples: Sequence[Mapping[str, Any]], names: Sequence[str], ids: str
 ) -> dict[str, list[Any]]:
@@ -103,6 +113,9 @@ def is_sequence(value: Any) -> bool:
 def one_value(value: Any) -> Any:
     """The number in a NumPy scalar, or in an array or tensor of one entry."""
     if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 and not value.is_meta else value
+        is_dense = value.layout is torch.strided and not (value.is_meta or value.is_nested)
+        return value.item() if is_dense and value.numel() == 1 else value
+    if isinstance(value, np.ma.MaskedArray):  # of a masked entry it would be 0
+        return value
     single = isinstance(value, np.generic | np.ndarray) and value.size == 1
     return value.item() if single else value

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from torch_collate_kit._host_memory import host_array
@@ -21,16 +22,35 @@ from torch_collate_kit.collators._examples import is_sequence
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["int_column", "tensor_to_numpy", "weight_column"]
+__all__ = ["int_column", "row_array", "tensor_to_numpy", "weight_column"]
+
+
+_LOSS_WEIGHTS = ("loss_mask", "assistant_masks", "completion_mask")
+# Divided by the loss tokens of a batch, up to 10**8, it is still a normal float32.
+_LEAST_WEIGHT = 1e-30
 
 
 def int_column(name: str, column: Any) -> Ragged:
-    advice = "not integers; token ids index an embedding, convert them with .astype(np.int64)"
-    return _column(name, column, "q", "iu", advice)
+    what = "token ids index an embedding, convert them"
+    if name == "labels":
+        what = "labels are token ids (a mask goes into loss_mask), convert ids"
+    return _column(name, column, "q", "iu", f"not integers; {what} with .astype(np.int64)")
 
 
 def weight_column(name: str, column: Any, advice: str = "give 0/1 or weights") -> Ragged:
-    return _column(name, column, "f", "iufb", advice)
+    """Of a loss mask every weight must be one that float32 keeps."""
+    weights = _column(name, column, "d", "iufb", advice)
+    if name in _LOSS_WEIGHTS and weights.values.dtype.kind == "f":
+        is_lost = (weights.values > 0) & (weights.values < _LEAST_WEIGHT)
+        if is_lost.any():
+            place = int(np.flatnonzero(is_lost)[0])
+            i = int(np.searchsorted(weights.offsets, place, side="right")) - 1
+            j = place - int(weights.offsets[i])
+            raise DataError(
+                f"example {i}: {name}[{j}] is {weights[i][j]}, which float32 loses; a weight must "
+                f"be 0 or at least {_LEAST_WEIGHT}: give 0 where nothing is trained"
+            )
+    return weights
 
 
 def _column(name: str, column: Any, typecode: str, kinds: str, advice: str) -> Ragged:
@@ -44,12 +64,11 @@ def _column(name: str, column: Any, typecode: str, kinds: str, advice: str) -> R
     else:
         types = set(map(type, column))
         if types == {list}:
-            return _from_lists(name, column, typecode)
-        # a pandas column has labels, not places
+            return _from_lists(name, list(column), typecode)  # a pandas column has labels
         joined = _joined(list(column), kinds) if types == {np.ndarray} else None
         if joined is not None:
             return joined
-        rows = [_as_array(name, i, row, typecode) for i, row in enumerate(column)]
+        rows = [row_array(name, i, row, typecode) for i, row in enumerate(column)]
         offsets = np.cumsum([0, *map(len, rows)])
     dtypes = {row.dtype for row in rows}
     if any(dtype.kind not in kinds for dtype in dtypes):
@@ -59,7 +78,7 @@ def _column(name: str, column: Any, typecode: str, kinds: str, advice: str) -> R
     if len(rows) == 1:
         return Ragged(rows[0], offsets)
     # a uint64 among int64s would make them floats
-    mixed = {"q": np.int64, "f": np.float64}[typecode] if len(dtypes) > 1 else None
+    mixed = {"q": np.int64, "d": np.float64}[typecode] if len(dtypes) > 1 else None
     flat = host_array(int(offsets[-1]), mixed or rows[0].dtype)
     return Ragged(np.concatenate(rows, out=flat, casting="same_kind"), offsets)
 
@@ -79,9 +98,9 @@ def _joined(arrays: Sequence[np.ndarray], kinds: str) -> Ragged | None:
 
 
 def _from_lists(name: str, rows: Sequence[list[Any]], typecode: str, first: int = 0) -> Ragged:
-    """Python numbers as int64 ("q") or float32 ("f"); 0/1 masks as bytes."""
+    """Python numbers as int64 ("q") or float64 ("d"); 0/1 masks as bytes."""
     lengths = [len(row) for row in rows]
-    if typecode == "f":
+    if typecode == "d":
         try:
             flat = b"".join([bytes(row) for row in rows])
             return Ragged.from_lengths(np.frombuffer(flat, dtype=np.uint8), lengths)
@@ -93,7 +112,23 @@ def _from_lists(name: str, rows: Sequence[list[Any]], typecode: str, first: int 
             parts.append(_packer(len(row), typecode)(*row))
         except (struct.error, TypeError, OverflowError):
             raise _bad_entry(name, i, row, typecode) from None
-    return Ragged.from_lengths(np.frombuffer(b"".join(parts), dtype=typecode), lengths)
+    numbers = Ragged.from_lengths(np.frombuffer(b"".join(parts), dtype=typecode), lengths)
+    if typecode == "q":
+        _refuse_bools(name, rows, numbers, first)
+    return numbers
+
+
+def _refuse_bools(name: str, rows: Sequence[list[Any]], ids: Ragged, first: int) -> None:
+    """``struct`` takes True for 1, and a mask under the name of ids would be trained towards."""
+    places = np.flatnonzero(ids.values.view(np.uint64) <= 1)  # 0 and 1, of which ids have few
+    in_rows = np.searchsorted(ids.offsets, places, side="right") - 1
+    columns = places - ids.offsets[in_rows]
+    for i, j in zip(in_rows.tolist(), columns.tolist(), strict=True):
+        if isinstance(rows[i][j], bool):
+            what = "it must be an integer that fits 64 bits"
+            if name == "labels":
+                what = "labels are token ids or -100; a mask goes into loss_mask"
+            raise DataError(f"example {first + i}: {name}[{j}] is {rows[i][j]} (bool); {what}")
 
 
 @lru_cache(maxsize=8192)
@@ -102,7 +137,8 @@ def _packer(length: int, typecode: str) -> Callable[..., bytes]:
     return struct.Struct(f"{length}{typecode}").pack
 
 
-def _as_array(name: str, index: int, row: Any, typecode: str) -> np.ndarray:
+def row_array(name: str, index: int, row: Any, typecode: str = "q") -> np.ndarray:
+    """One entry of a column as a flat array."""
     if isinstance(row, Tensor):
         row = tensor_to_numpy(name, index, row)
     elif is_sequence(row):
@@ -111,6 +147,11 @@ def _as_array(name: str, index: int, row: Any, typecode: str) -> np.ndarray:
         raise DataError(
             f"example {index}: {name} is {'None' if row is None else type(row).__name__}; give a "
             "list, a 1-D ndarray or a 1-D tensor"
+        )
+    elif isinstance(row, np.ma.MaskedArray):
+        raise DataError(
+            f"example {index}: {name} is a masked array, whose mask would be lost; give "
+            ".compressed() or .filled(value)"
         )
     if row.ndim != 1:
         raise DataError(
@@ -122,15 +163,16 @@ def _as_array(name: str, index: int, row: Any, typecode: str) -> np.ndarray:
 
 def tensor_to_numpy(name: str, index: int | None, tensor: Tensor) -> np.ndarray:
     """A tensor of any dtype and device; floats as float32. No ``index``: it is the whole column."""
-    try:
-        values = tensor.detach().cpu()
+    where = f"column {name}" if index is None else f"example {index}: {name}"
+    if tensor.is_nested:
+        raise DataError(f"{where} is a nested tensor; give each example its own, as of .unbind()")
+    if tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized):
+        values = tensor.detach().cpu().resolve_conj().resolve_neg()
         return (values.float() if values.is_floating_point() else values).numpy()
-    except (NotImplementedError, TypeError):  # a meta or sparse tensor
-        where = f"column {name}" if index is None else f"example {index}: {name}"
-        raise DataError(
-            f"{where} is a tensor of layout {tensor.layout} on device {tensor.device}; give a "
-            "dense one that holds its values"
-        ) from None
+    kind = "quantized tensor" if tensor.is_quantized else f"tensor of layout {tensor.layout}"
+    raise DataError(
+        f"{where} is a {kind} on device {tensor.device}; give a dense one that holds its values"
+    )
 
 
 def _bad_entry(name: str, index: int, row: list[Any], typecode: str) -> DataError:

@@ -161,6 +161,11 @@ def _as_array(name: str, index: int, example: Mapping[str, Any]) -> np.ndarray:
             "columns="
         )
     entry = example[name]
+    if isinstance(entry, np.ma.MaskedArray):
+        raise DataError(
+            f"row {index}: {name} is a masked array, whose mask would be lost; give .compressed() "
+            "or .filled(value)"
+        )
     if isinstance(entry, Tensor):
         entry = entry.detach().cpu()
         entry = entry.float() if entry.is_floating_point() else entry

@@ -1,0 +1,222 @@
+"""Values that used to pass, or to crash inside NumPy: bools as ids, odd tensors, lost masks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading import TokenizedDataset
+from torch_collate_kit.packing import pack
+from torch_collate_kit.ragged import Ragged
+
+COLLATORS = {
+    "padded": PaddedCollator(0),
+    "packed": PackedCollator(0, max_tokens=8),
+    "compiled": PackedCollator(0, max_tokens=8, compiled=True),
+}
+IDS = [5, 6, 7]
+collators = pytest.mark.parametrize("collate", COLLATORS.values(), ids=COLLATORS)
+
+
+def message_of(collate: Any, examples: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        collate(examples)
+    return str(caught.value)
+
+
+# --- a mask in the place of ids ------------------------------------------------------------------
+
+
+@collators
+@pytest.mark.parametrize(
+    "mask",
+    [[False, True, True], (False, True, True), [-100, 6, True], [False] * 3],
+    ids=["list", "tuple", "one", "all False"],
+)
+def test_labels_of_bools_are_refused(collate, mask):
+    good = {"input_ids": IDS, "labels": [-100, 6, 7]}
+    message = message_of(collate, [good, {"input_ids": IDS, "labels": mask}])
+    place = next(i for i, entry in enumerate(mask) if type(entry) is bool)
+    assert message.startswith(f"example 1: labels[{place}] is {mask[place]} (bool)")
+    assert message.endswith("labels are token ids or -100; a mask goes into loss_mask")
+
+
+@pytest.mark.parametrize("as_mask", [np.array, torch.tensor])
+def test_a_bool_array_of_labels_is_not_told_to_become_ids(as_mask):
+    message = message_of(PaddedCollator(0), [{"input_ids": IDS, "labels": as_mask([True] * 3)}])
+    assert "labels has dtype bool" in message
+    assert "a mask goes into loss_mask" in message
+
+
+@collators
+def test_ids_of_bools_are_refused_and_ids_0_and_1_are_not(collate):
+    message = message_of(collate, [{"input_ids": [5]}, {"input_ids": [1, 0, False]}])
+    assert message == (
+        "example 1: input_ids[2] is False (bool); it must be an integer that fits 64 bits"
+    )
+    batch = collate([{"input_ids": [1, 0, 1], "labels": [0, 1, 0]}])
+    assert batch["labels"].tolist() == [[-100, 1, 0]]
+
+
+@pytest.mark.parametrize("name", ["prompt_ids", "response_ids"])
+def test_ids_of_a_rollout_are_no_bools(name):
+    rollout = {"prompt_ids": [5], "response_ids": [6], "rewards": 1.0, "loss_mask": [1]}
+    message = message_of(RolloutCollator(0), [rollout, {**rollout, name: [True]}])
+    assert message.startswith(f"example 1: {name}[0] is True (bool)")
+
+
+# --- tensors that hold no plain values -----------------------------------------------------------
+
+TENSORS = {
+    "nested": torch.nested.nested_tensor(
+        [torch.tensor([5, 6]), torch.tensor([7])], layout=torch.jagged
+    ),
+    "sparse": torch.tensor([5, 6, 7]).to_sparse(),
+    "csr": torch.tensor([[5.0, 6.0, 7.0]]).to_sparse_csr(),
+    "meta": torch.ones(3, dtype=torch.int64, device="meta"),
+    "conjugate": torch.tensor([5j, 6j, 7j]).conj(),
+}
+WAYS_OUT = {
+    "nested": "is a nested tensor; give each example its own, as of .unbind()",
+    "sparse": "is a tensor of layout torch.sparse_coo on device cpu; give a dense one",
+    "csr": "is a tensor of layout torch.sparse_csr on device cpu; give a dense one",
+    "meta": "is a tensor of layout torch.strided on device meta; give a dense one",
+    "conjugate": "has dtype complex64",
+}
+
+
+@collators
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *itertools.product(("input_ids", "labels", "loss_mask"), TENSORS),
+        *itertools.product(("attention_mask",), ("nested", "sparse", "csr", "meta")),
+    ],
+)
+def test_odd_tensors_name_the_example(collate, kind, name):
+    good = {"input_ids": IDS, name: [1, 1, 1]}
+    message = message_of(collate, [good, {**good, name: TENSORS[kind]}])
+    assert message.startswith(f"example 1: {name} ")
+    assert WAYS_OUT[kind] in message
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_odd_tensors_are_no_number_of_actions(kind):
+    example = {"input_ids": IDS, "loss_mask": [1], "num_actions": TENSORS[kind]}
+    message = message_of(PaddedCollator(0), [example])
+    assert message.startswith("example 0: num_actions is ")
+    assert "it must be an integer" in message
+
+
+def test_lazy_views_hold_values():
+    complex_values = torch.complex(torch.zeros(3), torch.tensor([-0.5, -1.0, -2.0]))
+    weights = complex_values.conj().imag  # 0.5, 1, 2 behind a bit that says minus
+    assert weights.is_neg()
+    batch = PaddedCollator(0, normalize_loss=False)([{"input_ids": IDS, "loss_mask": weights}])
+    assert batch["loss_mask"].tolist() == [[1.0, 2.0]]
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_column_may_be_a_nested_tensor_of_examples(layout):
+    rows = [torch.tensor([5, 6]), torch.tensor([7])]
+    column = torch.nested.nested_tensor(rows, layout=layout)
+    assert PaddedCollator(0)({"input_ids": column}) == PaddedCollator(0)({"input_ids": rows})
+
+
+@pytest.mark.parametrize("kind", ["nested", "sparse", "csr"])
+def test_a_ragged_column_has_dense_values(kind):
+    with pytest.raises(TypeError, match="values must be dense and flat, got a tensor of layout"):
+        Ragged(TENSORS[kind], [0, 1])
+
+
+# --- NumPy's masked arrays -----------------------------------------------------------------------
+
+MASKED = np.ma.array([5, 6, 7], mask=[False, True, False])
+
+
+@collators
+@pytest.mark.parametrize("name", ["input_ids", "labels", "loss_mask", "attention_mask"])
+def test_masked_arrays_do_not_lose_their_mask(collate, name):
+    good = {"input_ids": IDS, name: [1, 1, 1]}
+    message = message_of(collate, [good, {**good, name: MASKED}])
+    assert message == (
+        f"example 1: {name} is a masked array, whose mask would be lost; give .compressed() or "
+        ".filled(value)"
+    )
+
+
+def test_masked_columns_do_not_lose_their_mask():
+    columns = {"input_ids": [[5, 6], [7, 8]], "loss_mask": [[1], [1]]}
+    for name in ("num_actions", "loss_mask"):
+        values = np.ma.array([1, 1], mask=[False, True])
+        values = values.reshape(2, 1) if name == "loss_mask" else values
+        message = message_of(PaddedCollator(0), {**columns, name: values})
+        assert message.startswith(f"column {name} is a masked array, whose mask would be lost")
+
+
+def test_masked_numbers_of_actions_are_refused():
+    example = {"input_ids": IDS, "loss_mask": [1], "num_actions": np.ma.masked}
+    assert "num_actions is masked" in message_of(PaddedCollator(0), [example])
+
+
+def test_masked_arrays_are_refused_wherever_rows_are_made():
+    with pytest.raises(TypeError, match=r"values are a masked array.*pass \.filled"):
+        Ragged(MASKED, [0, 3])
+    with pytest.raises(TypeError, match=r"row 1 is a masked array.*pass \.compressed"):
+        Ragged.from_rows([[1], MASKED])
+    with pytest.raises(DataError, match=r"row 1: input_ids is a masked array.*\.compressed"):
+        TokenizedDataset([{"input_ids": [1]}, {"input_ids": MASKED}])
+    with pytest.raises(TypeError, match=r"lengths is a masked array.*pass \.compressed"):
+        pack(MASKED, 8)
+
+
+# --- weights that float32 loses ------------------------------------------------------------------
+
+
+@collators
+@pytest.mark.parametrize("name", ["loss_mask", "assistant_masks", "completion_mask"])
+@pytest.mark.parametrize("as_row", [list, np.array, torch.tensor])
+@pytest.mark.parametrize("tiny", [1e-40, 1e-31])
+def test_a_weight_that_is_lost_is_not_counted(collate, name, as_row, tiny):
+    """1e-40 counted as a loss token, and was 0 as soon as it was divided by their number."""
+    good = {"input_ids": IDS, name: as_row([0.0, 0.5, 1.0])}
+    message = message_of(collate, [good, {"input_ids": IDS, name: as_row([0.0, tiny, 1.0])}])
+    assert message.startswith(f"example 1: {name}[1] is ")
+    assert message.endswith(
+        "which float32 loses; a weight must be 0 or at least 1e-30: give 0 where nothing is trained"
+    )
+
+
+@collators
+def test_what_float64_keeps_and_float32_does_not_is_refused(collate):
+    for row in ([0, 1e-300, 1], np.array([0, 1e-300, 1])):
+        message = message_of(collate, [{"input_ids": IDS, "loss_mask": row}])
+        assert message.startswith("example 0: loss_mask[1] is 1e-300, which float32 loses")
+
+
+@collators
+def test_the_least_weight_is_kept_however_many_tokens_there_are(collate):
+    examples = [{"input_ids": IDS, "loss_mask": [0, 1e-30, 1]}] * 1000
+    batch = collate(examples)
+    assert batch.metadata["num_loss_tokens"] == 2000
+    assert torch.count_nonzero(batch["loss_mask"]) == 2000
+
+
+def test_a_dataset_does_not_count_what_no_collator_takes():
+    dataset = TokenizedDataset([{"input_ids": IDS, "loss_mask": [0, 1e-40, 1]}])
+    with pytest.raises(DataError, match=r"rows 0 to 0, .*loss_mask\[1\] is 1e-40"):
+        _ = dataset.num_loss_tokens
+
+
+def test_a_rollout_has_the_same_least_weight():
+    rollout = {"prompt_ids": [5], "response_ids": [6, 7], "rewards": 1.0, "loss_mask": [1, 1e-40]}
+    message = message_of(RolloutCollator(0), [rollout])
+    assert message.startswith("example 0: loss_mask[1] is 1e-40, which float32 loses")
+    batch = RolloutCollator(0)([rollout | {"loss_mask": [1, 1], "rewards": [0, 1e-40]}])
+    assert batch.metadata["num_loss_tokens"] == 2  # a reward may be as small as it likes
