@@ -13,7 +13,9 @@ from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutC
 from torch_collate_kit.packing import ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
 
-GOOD = {"input_ids": [5, 6, 7]}
+IDS = [5, 6, 7]
+GOOD = {"input_ids": IDS}
+LABELLED = {**GOOD, "labels": IDS}
 ROLLOUT = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "rewards": 1.0, "loss_mask": [1, 1, 1]}
 COLUMNS = {
     "prompt_ids": [[5, 6], [5]],
@@ -141,6 +143,7 @@ ROLLOUT_INPUTS = [
     BadInput("rollouts in PaddedCollator", _padded(ROLLOUT)),
     BadInput("a `max_seq_len` of 0", lambda: RolloutCollator(0, max_seq_len=0)),
     BadInput("packed rollouts with images", _packed_rollouts({**ROLLOUT, **IMAGE})),
+    BadInput("packed rollouts with `train_all`", _packed_rollouts(ROLLOUT, train_all=True)),
     BadInput("packed rollouts as model inputs", _packed_rollouts(ROLLOUT, model_inputs=True)),
     BadInput(
         "packed rollouts to truncate",
@@ -183,6 +186,11 @@ BAD_INPUTS = [
     BadInput("`num_actions` that is a float", _example(loss_mask=[1], num_actions=1.0)),
     BadInput("`num_actions` without `loss_mask`", _example(num_actions=2)),
     BadInput("two targets", _example(labels=[-100, 6, 7], loss_mask=[0, 1, 1])),
+    BadInput("a key that may be a target", _example(weights=[0, 1, 1])),
+    BadInput("`loss_maks` for `loss_mask`", _example(loss_maks=[0, 1, 1])),
+    BadInput("a target in another spelling beside one", _example(loss_mask=[0, 1, 1], label=IDS)),
+    BadInput("a target and `train_all`", lambda: PaddedCollator(0, train_all=True)([LABELLED])),
+    BadInput("no target in model inputs", _collated(GOOD, model_inputs=True)),
     BadInput("a label of -1", _example(labels=[-100, -1, 7])),
     BadInput("a mask in `labels`", _example(labels=[False, True, True])),
     BadInput("a mask in `labels`, an array", _example(labels=np.array([False, True, True]))),

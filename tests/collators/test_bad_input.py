@@ -100,14 +100,6 @@ def test_several_numbers_of_actions_in_one_example_are_refused(counts):
         PaddedCollator(0)([example])
 
 
-@pytest.mark.parametrize("key", ["loss_masks", "assistant_mask", "label", "completion_masks"])
-def test_a_misspelt_target_does_not_train_every_token(key):
-    with pytest.raises(DataError, match=f"no loss target, but '{key}' looks like one; rename"):
-        PaddedCollator(0)([{"input_ids": [5, 6, 7], key: [0, 0, 1]}])
-    batch = PaddedCollator(0)([{"input_ids": [5, 6], "special_tokens_mask": [1, 0], "id": "a"}])
-    assert batch.metadata["num_loss_tokens"] == 1
-
-
 def test_weights_are_refused_where_only_labels_are_passed_on():
     collate = PackedCollator(0, max_tokens=8, model_inputs=True)
     with pytest.raises(DataError, match=r"no loss_mask, but a token has weight 0\.25; give masks"):

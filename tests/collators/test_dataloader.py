@@ -67,7 +67,7 @@ def test_collators_survive_pickling(name):
 
 
 def test_model_inputs_give_the_plain_dict_that_trainer_wants():
-    collate = PackedCollator(0, max_tokens=16, model_inputs=True)
+    collate = PackedCollator(0, max_tokens=16, model_inputs=True, train_all=True)
     inputs = collate(EXAMPLES)
     assert type(inputs) is dict
     assert list(inputs) == [
@@ -113,7 +113,7 @@ def test_transformers_trainer_trains_on_packed_rows(tmp_path):
         Qwen3ForCausalLM(config),
         settings,
         train_dataset=EXAMPLES,
-        data_collator=PackedCollator(0, max_tokens=16, model_inputs=True),
+        data_collator=PackedCollator(0, max_tokens=16, model_inputs=True, train_all=True),
     )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -89,9 +89,7 @@ def test_a_batch_without_trained_tokens_divides_by_one(side: str) -> None:
 
 
 @pytest.mark.parametrize(("weight", "trained"), [(1e-29, 1), (0.0, 0)])
-def test_a_token_is_trained_where_its_weight_is_not_zero(
-    weight: float, trained: int
-) -> None:
+def test_a_token_is_trained_where_its_weight_is_not_zero(weight: float, trained: int) -> None:
     batch = PaddedCollator(0)([{"input_ids": [5, 6, 7], "loss_mask": [0, 0, weight]}])
     assert batch.metadata["num_loss_tokens"] == trained
     assert batch["labels"].tolist() == [[-100, -100, 7 if trained else -100]]

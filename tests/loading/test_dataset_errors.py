@@ -134,7 +134,9 @@ def test_bad_settings_and_files(tmp_path):
     with pytest.raises(ValueError, match="mixes Parquet and Arrow files"):
         TokenizedDataset([arrow, tmp_path / "a.parquet"])
     narrow = write_stream(tmp_path / "b.arrow", table.select(["input_ids"]))
-    with pytest.raises(ValueError, match="a file has no column 'loss_mask', the first one has"):
+    with pytest.raises(
+        ValueError, match=r"b.arrow' has the columns \['input_ids'\], .*pass columns="
+    ):
         TokenizedDataset([arrow, narrow])
     assert len(TokenizedDataset([arrow, narrow], columns=["input_ids"])) == 10
     small = pa.table({"input_ids": pa.array([[1]], pa.list_(pa.int8()))})

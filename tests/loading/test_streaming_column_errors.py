@@ -17,7 +17,10 @@ pa = pytest.importorskip("pyarrow")
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ({"input_ids": [[1, 2]], "loss_masks": [[1, 1]]}, "'loss_masks' looks like one; rename it"),
+        (
+            {"input_ids": [[1, 2]], "loss_masks": [[1, 1]]},
+            "stream has no loss_mask, but 'loss_masks' looks like it; rename it",
+        ),
         ({"text": ["a"]}, r"no input_ids in example 0 of the stream, got keys \['text'\]"),
         ({"input_ids": ["a b"]}, "example 0 of the stream: input_ids is str; give a list"),
         ({"input_ids": [[1.5, 2.0]]}, r"example 0 of the stream: input_ids\[0\] is 1.5 \(float\)"),

@@ -92,6 +92,7 @@ def test_equals_the_examples_one_by_one(
         "rank": shard[0],
         "world_size": shard[1],
         "presharded": presharded,
+        "train_all": form == "none",  # one source has a column of text
     }
     expected, states = passes(examples, worker, settings)
     found, found_states = passes(SOURCES[name](examples), worker, settings)

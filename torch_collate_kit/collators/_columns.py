@@ -10,23 +10,19 @@ import numpy as np
 from torch import Tensor
 
 from torch_collate_kit.batch import IGNORE_INDEX
-from torch_collate_kit.collators._examples import Examples, first_keys, one_value, raw_columns
+from torch_collate_kit.collators._examples import Examples, first_with, one_value, raw_columns
 from torch_collate_kit.collators._flat import int_column, row_array, weight_column
+from torch_collate_kit.collators._keys import KNOWN, TARGETS, check_keys
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 
 __all__ = [
     "NO_EXAMPLES",
-    "TARGETS",
     "Columns",
     "loss_token_counts",
     "pad_token_id_of",
     "read_columns",
-    "refuse_misspelt_target",
 ]
-
-TARGETS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
-_KNOWN = ("input_ids", "attention_mask", "num_actions", *TARGETS)
 
 
 @dataclass(frozen=True)
@@ -45,11 +41,13 @@ NO_EXAMPLES = Columns(
 )
 
 
-def read_columns(examples: Examples) -> Columns:
-    """Check the examples (DataError names the bad one) and look at them as columns."""
-    raw = raw_columns(examples, _KNOWN, "input_ids", "tokenize the text first")
-    if not any(key in raw for key in TARGETS):
-        refuse_misspelt_target(first_keys(examples))
+def read_columns(examples: Examples, *, train_all: bool = False) -> Columns:
+    """Check the examples (DataError names the bad one) and look at them as columns.
+
+    ``train_all``: they have no target, whatever other keys they have.
+    """
+    raw = raw_columns(examples, KNOWN, "input_ids", "tokenize the text first")
+    check_keys({k: f"example {i}" for k, i in first_with(examples).items()}, train_all=train_all)
     input_ids = int_column("input_ids", raw["input_ids"])
     lengths = input_ids.lengths
     if not lengths.all():
@@ -99,19 +97,6 @@ def pad_token_id_of(tokenizer: Any) -> int:
     if pad_token_id < 0:
         raise ValueError(f"pad_token_id must be 0 or more, got {pad_token_id}; embeddings index it")
     return pad_token_id
-
-
-def refuse_misspelt_target(keys: Mapping[str, Any]) -> None:
-    """Without a target every token is trained, so a near miss must not pass."""
-    for key in map(str, keys):
-        looks = ("mask" in key or "label" in key) and not key.endswith(
-            ("attention_mask", "_tokens_mask")
-        )
-        if looks and key not in _KNOWN:
-            raise DataError(
-                f"example 0 has no loss target, but {key!r} looks like one; rename it to one of "
-                f"{', '.join(TARGETS)}, or remove it to train every token"
-            )
 
 
 def _target_name(raw: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["Examples", "first_keys", "is_sequence", "one_value", "raw_columns"]
+__all__ = ["Examples", "first_keys", "first_with", "is_sequence", "one_value", "raw_columns"]
 
 Examples = Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
@@ -59,6 +59,18 @@ def raw_columns(examples: Examples, known: Sequence[str], ids: str, hint: str) -
 def first_keys(examples: Examples) -> Mapping[str, Any]:
     """A mapping with the keys of example 0."""
     return examples if isinstance(examples, Mapping) else examples[0]
+
+
+def first_with(examples: Examples) -> dict[str, int]:
+    """All keys, and the first example that has each."""
+    if isinstance(examples, Mapping):
+        return dict.fromkeys(examples, 0)
+    first = examples[0].keys()
+    found = dict.fromkeys(first, 0)
+    for i, example in enumerate(examples):
+        if example.keys() != first:
+            found |= dict.fromkeys(example.keys() - found.keys(), i)
+    return found
 
 
 def _is_one_example(column: Any) -> bool:

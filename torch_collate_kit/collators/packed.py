@@ -56,6 +56,9 @@ class PackedCollator:
         model_inputs: return the plain dict of ``Batch.model_inputs()``, for transformers.Trainer.
             It has labels and no ``loss_mask``, so weights other than 0 and 1 are refused, and
             ``normalize_loss`` has no effect.
+        train_all: the examples have no loss target, and every token is trained. It must be said
+            where they have other keys than ``input_ids`` (and ``attention_mask``), and with
+            ``model_inputs``, for Trainer removes a ``loss_mask`` unless it is told not to.
         compiled: run the inner loops through numba (``pip install 'torch_collate_kit[fast]'``), off
             the GIL: the same batches in two thirds of the time. The first batch in a new
             environment waits some seconds for the compiler.
@@ -98,6 +101,7 @@ class PackedCollator:
         balance: str | None = "attention",
         normalize_loss: bool = True,
         model_inputs: bool = False,
+        train_all: bool = False,
         compiled: bool = False,
     ) -> None:
         self.pad_token_id = pad_token_id_of(tokenizer)
@@ -115,6 +119,7 @@ class PackedCollator:
         self.fixed_width = checked_bool("fixed_width", fixed_width)
         self.balance = balance
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
+        self.train_all = checked_bool("train_all", train_all)
         self.model_inputs = checked_bool("model_inputs", model_inputs)
         self.compiled = checked_compiled(compiled)
         self.plan([])  # a wrong setting raises here, not in a worker an hour later
@@ -137,11 +142,12 @@ class PackedCollator:
         if isinstance(examples, PlannedExamples):
             batch = self._collate_part(examples.plan, examples.examples)
         else:
-            columns: Columns | Rollouts = (
-                read_rollouts(examples) if are_rollouts(examples) else read_columns(examples)
-            )
-            if isinstance(columns, Rollouts):
+            columns: Columns | Rollouts
+            if are_rollouts(examples):
+                columns = read_rollouts(examples)
                 self._check_rollouts(columns)
+            else:
+                columns = self._read(examples)
             plan = self.plan(columns.lengths)
             rows, num_examples = range(plan.num_rows), len(columns.lengths)
             batch = self._fill(plan, rows, plan.example_indices, columns, num_examples)
@@ -149,6 +155,16 @@ class PackedCollator:
             return batch
         _refuse_weights(batch)
         return batch.model_inputs()
+
+    def _read(self, examples: Examples) -> Columns:
+        columns = read_columns(examples, train_all=self.train_all)
+        if self.model_inputs and columns.target is None and not self.train_all:
+            raise DataError(
+                "example 0 has no loss target: transformers.Trainer and TRL remove a loss_mask "
+                "column before the collator sees it; give labels (tokenize_chat with labels=True), "
+                "or set remove_unused_columns=False, or pass train_all=True to train every token"
+            )
+        return columns
 
     def _collate_part(self, part: RankPlan, examples: Examples) -> Batch:
         """A rank's rows of a batch that is planned as a whole."""
@@ -169,7 +185,7 @@ class PackedCollator:
                 "dataset.num_loss_tokens to PackedBatchSampler, or normalize_loss=False here and "
                 "the sum over the ranks to token_loss"
             )
-        columns = read_columns(examples) if part.indices else NO_EXAMPLES
+        columns = self._read(examples) if part.indices else NO_EXAMPLES
         _check_lengths(part, columns.lengths)
         elsewhere = (part.num_loss_tokens or 0) - (part.own_num_loss_tokens or 0)
         batch = self._fill(plan, part.rows, part.positions, columns, part.num_examples, elsewhere)
@@ -229,6 +245,11 @@ class PackedCollator:
             raise DataError(
                 f"example {first} is a rollout with pixel_values; rollouts with images are not "
                 "packed, for their positions are the model's: collate them with RolloutCollator"
+            )
+        if self.train_all:
+            raise ValueError(
+                "train_all=True is for examples with input_ids; of a rollout its loss_mask says "
+                "what is trained, so leave train_all out"
             )
         if self.model_inputs:
             raise ValueError(

@@ -27,6 +27,8 @@ class PaddedCollator:
         pad_to_multiple_of: round the width up to it; a width that is a multiple already stays.
         max_length: the most tokens an example may have. A longer one raises; nothing is cut.
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
+        train_all: the examples have no loss target, and every token is trained. It must be said
+            where they have other keys than ``input_ids`` (and ``attention_mask``).
         compiled: run the inner loops through numba, as for
             :class:`~torch_collate_kit.collators.PackedCollator`.
 
@@ -54,6 +56,7 @@ class PaddedCollator:
         pad_to_multiple_of: int | None = None,
         max_length: int | None = None,
         normalize_loss: bool = True,
+        train_all: bool = False,
         compiled: bool = False,
     ) -> None:
         if padding_side not in ("left", "right"):
@@ -66,11 +69,12 @@ class PaddedCollator:
         self.max_length = checked_optional_int(
             "max_length", max_length, hint="None switches it off"
         )
+        self.train_all = checked_bool("train_all", train_all)
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
         self.compiled = checked_compiled(compiled)
 
     def __call__(self, examples: Examples) -> Batch:
-        columns = read_columns(examples)
+        columns = read_columns(examples, train_all=self.train_all)
         grid = self._grid(columns.lengths)
         return fill_batch(
             grid,

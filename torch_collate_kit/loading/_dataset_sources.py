@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
-from torch_collate_kit.collators._columns import TARGETS
+from torch_collate_kit.collators._keys import KNOWN, check_keys
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 
@@ -29,16 +29,17 @@ Source: TypeAlias = (
     "| Sequence[str | os.PathLike[str]] | Sequence[Mapping[str, Any]]"
 )
 
-KNOWN = ("input_ids", *TARGETS, "num_actions", "attention_mask")
 IDS = ("input_ids", "labels")  # tokens; masks may be weights
 
 
 class ArrowFiles:
     """Arrow files by path: what a worker needs to map them again."""
 
-    def __init__(self, paths: list[str], columns: Sequence[str] | None) -> None:
+    def __init__(self, paths: list[str], columns: Sequence[str] | None, train_all: bool) -> None:
         self._paths = [os.path.abspath(path) for path in paths]  # a worker may start elsewhere
-        self._names = _chosen(_mapped(self._paths[0]).column_names, columns)
+        self._names = _chosen_of_all(
+            self._paths, lambda path: _mapped(path).column_names, columns, train_all
+        )
 
     def table(self) -> pa.Table:
         import pyarrow as pa
@@ -67,7 +68,7 @@ def _mapped(path: str) -> pa.Table:
         ) from error
 
 
-def normalised(source: Any, columns: Sequence[str] | None) -> Any:
+def normalised(source: Any, columns: Sequence[str] | None, train_all: bool) -> Any:
     """A Dataset or Table of the chosen columns, Arrow files, or a dict of columns."""
     if isinstance(source, str | os.PathLike):
         source = [source]
@@ -77,26 +78,30 @@ def normalised(source: Any, columns: Sequence[str] | None) -> Any:
                 "the datasets.Dataset computes its rows on the fly (set_transform), and columns "
                 "would bypass that; apply it with .map first"
             )
-        return source.with_format(None).select_columns(_chosen(source.format["columns"], columns))
+        names = _chosen(source.format["columns"], columns, train_all)
+        return source.with_format(None).select_columns(names)
     if is_a(source, "pyarrow", "RecordBatch"):
         import pyarrow as pa
 
         source = pa.Table.from_batches([source])
     if is_a(source, "pyarrow", "Table"):
-        return _chosen_table(source, _chosen(source.column_names, columns))
+        return _chosen_table(source, _chosen(source.column_names, columns, train_all))
     if isinstance(source, list | tuple):
         if source and all(isinstance(entry, str | os.PathLike) for entry in source):
-            return _open_files([os.fspath(path) for path in source], columns)
+            return _open_files([os.fspath(path) for path in source], columns, train_all)
         if all(isinstance(entry, Mapping) for entry in source):
-            return _copied(source, columns)
+            return _copied(source, columns, train_all)
     raise TypeError(
         f"source is a {type(source).__name__}; pass a datasets.Dataset (of a DatasetDict one "
         "split), a pyarrow Table, paths of Arrow or Parquet files, or a list of mappings"
     )
 
 
-def _chosen(available: Sequence[str], columns: Sequence[str] | None) -> list[str]:
+def _chosen(available: Sequence[str], columns: Sequence[str] | None, train_all: bool) -> list[str]:
+    """The columns to keep: without ``columns`` those that the collators read."""
     if columns is None:
+        if "input_ids" in available:
+            check_keys(dict.fromkeys(available, "the source"), train_all=train_all)
         columns = [name for name in KNOWN if name in available]
     for name in columns:
         if name not in available:
@@ -107,6 +112,24 @@ def _chosen(available: Sequence[str], columns: Sequence[str] | None) -> list[str
     return list(dict.fromkeys(columns))
 
 
+def _chosen_of_all(
+    paths: Sequence[str],
+    names_of: Callable[[str], Sequence[str]],
+    columns: Sequence[str] | None,
+    train_all: bool,
+) -> list[str]:
+    """Of several files; a target that only some have would be left out without a word."""
+    first = _chosen(names_of(paths[0]), columns, train_all)
+    for path in paths[1:]:
+        names = _chosen(names_of(path), columns, train_all)
+        if names != first:
+            raise ValueError(
+                f"{path!r} has the columns {names}, {paths[0]!r} has {first}; make them alike, or "
+                "pass columns="
+            )
+    return first
+
+
 def _chosen_table(table: pa.Table, names: list[str]) -> pa.Table:
     missing = [name for name in names if name not in table.column_names]
     if missing:
@@ -114,7 +137,7 @@ def _chosen_table(table: pa.Table, names: list[str]) -> pa.Table:
     return table.select(names)
 
 
-def _open_files(paths: list[str], columns: Sequence[str] | None) -> Any:
+def _open_files(paths: list[str], columns: Sequence[str] | None, train_all: bool) -> Any:
     is_parquet = []
     for path in paths:
         if os.path.isdir(path):
@@ -122,24 +145,24 @@ def _open_files(paths: list[str], columns: Sequence[str] | None) -> Any:
         with open(path, "rb") as file:
             is_parquet.append(file.read(4) == b"PAR1")
     if not any(is_parquet):
-        return ArrowFiles(paths, columns)
+        return ArrowFiles(paths, columns, train_all)
     if not all(is_parquet):
         raise ValueError("the source mixes Parquet and Arrow files; make two datasets of them")
     import datasets
     import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
 
-    names = _chosen(pq.read_schema(paths[0]).names, columns)
+    names = _chosen_of_all(paths, lambda path: pq.read_schema(path).names, columns, train_all)
     found = datasets.Dataset.from_parquet(paths, columns=names)
     return found.select_columns(names)
 
 
 def _copied(
-    examples: Sequence[Mapping[str, Any]], columns: Sequence[str] | None
+    examples: Sequence[Mapping[str, Any]], columns: Sequence[str] | None, train_all: bool
 ) -> dict[str, Ragged | np.ndarray]:
     """Examples as columns in memory: one copy."""
     available = list(dict.fromkeys(name for example in examples for name in example))
     copied: dict[str, Ragged | np.ndarray] = {}
-    for name in _chosen(available, columns):
+    for name in _chosen(available, columns, train_all):
         rows = [_as_array(name, i, example) for i, example in enumerate(examples)]
         if all(row.ndim == 0 for row in rows):
             copied[name] = np.stack(rows)

@@ -89,7 +89,7 @@ class _ExampleReader:
                 num_tokens = self._checked_length(example)
                 pieces = [(0, example)]
                 if is_split := self._collator.overflow == "split" and num_tokens > limit:
-                    pieces = list(pieces_of(example, limit))
+                    pieces = list(pieces_of(example, limit, train_all=self._collator.train_all))
             except DataError as error:
                 raise at_position(error, position) from error
             for start, piece in pieces:
@@ -161,7 +161,8 @@ class _ColumnReader:
             self._collator(self._dataset.__getitems__(positions[is_wrong][:1]))
         is_split = lengths > self._limit
         if is_split.any():  # its pieces would hide what is wrong with the whole
-            read_columns(self._dataset.__getitems__(positions[is_split]))
+            whole = self._dataset.__getitems__(positions[is_split])
+            read_columns(whole, train_all=self._collator.train_all)
 
     def _entries_of(
         self, positions: np.ndarray, lengths: np.ndarray, num_pieces: np.ndarray, counts: np.ndarray

@@ -12,7 +12,9 @@ from torch_collate_kit.loading._stream import Example
 __all__ = ["at_position", "pieces_of"]
 
 
-def pieces_of(example: Example, limit: int) -> Iterator[tuple[int, dict[str, Any]]]:
+def pieces_of(
+    example: Example, limit: int, *, train_all: bool = False
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Pieces of ``limit`` tokens and a rest: (first token, piece). Arrays are views.
 
     Raises:
@@ -21,7 +23,7 @@ def pieces_of(example: Example, limit: int) -> Iterator[tuple[int, dict[str, Any
     >>> [(start, p["input_ids"].tolist()) for start, p in pieces_of({"input_ids": [4, 5, 6]}, 2)]
     [(0, [4, 5]), (2, [6])]
     """
-    columns = read_columns([example])
+    columns = read_columns([example], train_all=train_all)
     num_tokens = int(columns.lengths[0])
     target = None if columns.target is None else columns.target[0]
     # A loss_mask may be of the last num_actions tokens only.

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from torch_collate_kit.collators._columns import TARGETS, refuse_misspelt_target
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading._dataset_sources import is_a
 from torch_collate_kit.loading.dataset import TokenizedDataset
@@ -39,8 +38,17 @@ class Columns(NamedTuple):
 class Stream:
     """This rank's and worker's examples of a source, from any place on."""
 
-    def __init__(self, source: Source, rank: int, world_size: int, *, presharded: bool) -> None:
+    def __init__(
+        self,
+        source: Source,
+        rank: int,
+        world_size: int,
+        *,
+        presharded: bool,
+        train_all: bool = False,
+    ) -> None:
         _check_source(source)
+        self._train_all = train_all  # as for collators
         self._source, self._rank, self._world_size = source, rank, world_size
         self._presharded = presharded
         self._was_moved = False  # a datasets stream keeps the state it was given for every pass
@@ -74,7 +82,7 @@ class Stream:
                 )
             self._check_split_once(source)
         index, num_shards = self._shard(source)
-        if place.source is None and (dataset := _as_columns(source)) is not None:
+        if place.source is None and (dataset := _as_columns(source, self._train_all)) is not None:
             _check_num_read(place, min(len(dataset), place.num_read))
             first = place.num_read + (index - place.num_read) % num_shards
             return Columns(dataset, range(first, len(dataset), num_shards))
@@ -146,7 +154,7 @@ def _check_num_read(place: Place, num_skipped: int) -> None:
         )
 
 
-def _as_columns(source: Any) -> TokenizedDataset | None:
+def _as_columns(source: Any, train_all: bool) -> TokenizedDataset | None:
     """The source by position, where that gives what iterating over it gives.
 
     A ``datasets.IterableDataset`` stays out: its state is exact between the tables it is read in,
@@ -157,9 +165,7 @@ def _as_columns(source: Any) -> TokenizedDataset | None:
         if form["type"] is not None or form["columns"] != source.column_names:
             return None
         try:
-            if not any(name in TARGETS for name in source.column_names):
-                refuse_misspelt_target(dict.fromkeys(source.column_names))
-            source = TokenizedDataset(source)
+            source = TokenizedDataset(source, train_all=train_all)
         except DataError:  # which is raised where it is used, and with its position
             return None
     return source if type(source) is TokenizedDataset and source._is_plain() else None

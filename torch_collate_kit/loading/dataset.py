@@ -27,6 +27,7 @@ from torch_collate_kit.loading._dataset_sources import (
     to_state,
 )
 from torch_collate_kit.packing import PlannedExamples, RankPlan
+from torch_collate_kit.packing._checks import checked_bool
 from torch_collate_kit.ragged import row_indices
 
 __all__ = ["TokenizedDataset"]
@@ -47,6 +48,9 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
             a list of examples, copied once into columns.
         columns: the columns to keep, each of lists of numbers or of numbers. By default those that
             the collators know (``input_ids``, ``num_actions``, ``attention_mask``, target forms).
+        train_all: the source has no loss target, and every token is trained. It must be said where
+            it has other columns than ``input_ids`` (and ``attention_mask``), which are left out;
+            naming ``columns`` says it, too.
 
     ``ds[i]`` is a dict of 1-D ndarrays in the dtype of the source, read-only views (bool: copies,
     Arrow has them in bits). ``ds[a:b]`` and ``ds.__getitems__(indices)``, which a DataLoader calls,
@@ -72,8 +76,11 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     [[9, 4], [5, 6, 7], [9, 4]]
     """
 
-    def __init__(self, source: Source, *, columns: Sequence[str] | None = None) -> None:
-        self._read_from(normalised(source, columns))
+    def __init__(
+        self, source: Source, *, columns: Sequence[str] | None = None, train_all: bool = False
+    ) -> None:
+        self._train_all = checked_bool("train_all", train_all)
+        self._read_from(normalised(source, columns, train_all))
 
     def _read_from(self, source: Any) -> None:
         """``source`` holds the kept columns and no others; it is what is pickled."""
@@ -125,7 +132,9 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         for start in range(0, len(self), _ROWS_AT_A_TIME):
             stop = min(start + _ROWS_AT_A_TIME, len(self))
             try:
-                parts.append(loss_token_counts(read_columns(self[start:stop])))
+                parts.append(
+                    loss_token_counts(read_columns(self[start:stop], train_all=self._train_all))
+                )
             except DataError as error:
                 raise DataError(f"rows {start} to {stop - 1}, counted from 0: {error}") from error
         return np.concatenate(parts)
@@ -181,9 +190,10 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         return pieces
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"source": to_state(self._source)}
+        return {"source": to_state(self._source), "train_all": self._train_all}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._train_all = state["train_all"]
         self._read_from(from_state(state["source"]))
 
     def _rows(self, indices: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -63,7 +63,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         rank, world_size: which part of the stream is read, without collectives.
         presharded: the source itself gives every rank and worker other examples; split nothing.
         collator_options: what else :class:`PackedCollator` takes: ``strategy``, ``parallel``,
-            ``overflow``, ``max_sequences_per_row``, ``normalize_loss`` and so on.
+            ``overflow``, ``max_sequences_per_row``, ``normalize_loss``, ``train_all`` and so on.
 
     One ``iter()`` is one pass. A batch is what ``PackedCollator`` makes of its examples in stream
     order, ``metadata["example_indices"]`` counts within them; load it with
@@ -128,7 +128,13 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         self.world_size = checked_int("world_size", world_size, hint="1 means one rank")
         self.rank = checked_rank(rank, self.world_size)
         self.presharded = checked_bool("presharded", presharded)
-        self._stream = Stream(source, self.rank, self.world_size, presharded=presharded)
+        self._stream = Stream(
+            source,
+            self.rank,
+            self.world_size,
+            presharded=presharded,
+            train_all=self.collator.train_all,
+        )
         self._saved: Mapping[str, Any] | None = None
         self._position: _Position | None = None
         dp = self.collator.parallel.dp

@@ -1,0 +1,237 @@
+"""Every token is trained only where nothing else can be meant, or where it is said."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading import PackedIterableDataset, TokenizedDataset
+from torch_collate_kit.ragged import Ragged
+
+IDS = [5, 6, 7]
+UNDERSTOOD = (
+    "understood are input_ids, loss_mask, labels, assistant_masks, completion_mask, num_actions, "
+    "attention_mask: give a target among these (or remove the rest), or pass train_all=True to "
+    "train every token"
+)
+
+
+def _streamed(rows: list[dict[str, Any]], source: Callable[[Any], Any], **options: Any) -> Batch:
+    dataset = PackedIterableDataset(source(rows), tokenizer=0, max_tokens=8, **options)
+    return next(iter(dataset))
+
+
+def _arrow_dataset(rows: list[dict[str, Any]]) -> Any:
+    return datasets.Dataset.from_list(rows)
+
+
+# what reads examples, the same way
+READERS: dict[str, Callable[..., Batch]] = {
+    "padded": lambda rows, **options: PaddedCollator(0, **options)(rows),
+    "packed": lambda rows, **options: PackedCollator(0, max_tokens=8, **options)(rows),
+    "compiled": lambda rows, **options: PackedCollator(0, max_tokens=8, compiled=True, **options)(
+        rows
+    ),
+    "columns": lambda rows, **options: PaddedCollator(0, **options)(
+        {key: [row[key] for row in rows] for key in rows[0]}
+    ),
+    "stream": lambda rows, **options: _streamed(rows, list, **options),
+    "stream of columns": lambda rows, **options: _streamed(rows, _arrow_dataset, **options),
+    "dataset": lambda rows, **options: PaddedCollator(0)(TokenizedDataset(rows, **options)[:]),
+    "arrow": lambda rows, **options: PaddedCollator(0)(
+        TokenizedDataset(_arrow_dataset(rows), **options)[:]
+    ),
+}
+readers = pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+
+
+def message_of(read: Callable[..., Batch], rows: list[dict[str, Any]], **options: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        read(rows, **options)
+    return str(caught.value)
+
+
+@readers
+def test_ids_alone_train_every_token(read):
+    assert read([{"input_ids": IDS}]).metadata["num_loss_tokens"] == 2
+    example = {"input_ids": IDS, "attention_mask": [1, 1, 1]}
+    assert read([example]).metadata["num_loss_tokens"] == 2
+
+
+@readers
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("weights", [0.0, 0.0, 1.0]),
+        ("targets", [-100, -100, 7]),
+        ("prompt_length", 2),
+        ("assistant_tokens_mask", [0, 0, 1]),
+        ("special_tokens_mask", [1, 0, 0]),
+        ("token_type_ids", [0, 0, 0]),
+    ],
+)
+def test_beside_another_key_it_must_be_said(read, key, value):
+    rows = [{"input_ids": IDS, key: value}] * 2
+    message = message_of(read, rows)
+    assert f" has {key!r} and no loss target, so it is not clear whether every token " in message
+    assert message.endswith(UNDERSTOOD)
+    batch = read(rows, train_all=True)
+    assert batch.metadata["num_loss_tokens"] in (2, 4)  # a stream gives out rows one by one
+
+
+@readers
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("loss_maks", "loss_mask"),
+        ("loss_masks", "loss_mask"),
+        ("lossmask", "loss_mask"),
+        ("Loss_Mask", "loss_mask"),
+        ("los_mask", "loss_mask"),
+        ("lables", "labels"),
+        ("label", "labels"),
+        ("labels_", "labels"),
+        ("assistant_mask", "assistant_masks"),
+        ("asistant_masks", "assistant_masks"),
+        ("completion_masks", "completion_mask"),
+        ("complet1on_mask", "completion_mask"),
+    ],
+)
+@pytest.mark.parametrize("train_all", [False, True])
+def test_a_target_in_another_spelling_is_refused(read, key, name, train_all):
+    message = message_of(read, [{"input_ids": IDS, key: [0, 0, 1]}], train_all=train_all)
+    assert message.endswith(
+        f" has no {name}, but {key!r} looks like it; rename it to {name}, or remove it"
+    )
+
+
+@readers
+def test_beside_a_target_other_keys_are_left_alone_and_misspelt_ones_are_not(read):
+    row = {"input_ids": IDS, "labels": [-100, -100, 7]}
+    others = {"id": 3, "text": "x", "weights": [0.0, 1.0, 1.0], "label": 1, "completion": "y"}
+    assert read([row | others]).metadata["num_loss_tokens"] == 1  # label: labels is there
+    mask = {"input_ids": IDS, "loss_mask": [0, 0, 1]}
+    for key, name in {"num_action": "num_actions", "attention_masks": "attention_mask"}.items():
+        message = message_of(read, [mask | {key: 1}])
+        assert message.endswith(f"rename it to {name}, or remove it")
+
+
+@readers
+@pytest.mark.parametrize("name", ["loss_mask", "labels", "assistant_masks", "completion_mask"])
+def test_a_target_and_train_all_say_two_things(read, name):
+    message = message_of(read, [{"input_ids": IDS, name: [0, 1, 1]}], train_all=True)
+    assert message.endswith(f" has {name}, and train_all=True trains every token; keep one of "
+                            "the two")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed", "compiled"])
+def test_a_later_example_is_looked_at_too(kind):
+    message = message_of(READERS[kind], [{"input_ids": IDS}] * 2 + [{"input_ids": IDS, "w": [1]}])
+    assert message.startswith("example 2 has 'w' and no loss target")
+    message = message_of(READERS[kind], [{"input_ids": IDS}, {"input_ids": IDS, "lables": IDS}])
+    assert message.startswith("example 1 has no labels, but 'lables' looks like it")
+
+
+def test_many_keys_are_not_all_named():
+    row = {"input_ids": IDS} | dict.fromkeys("abcdefg", 1)
+    message = message_of(READERS["padded"], [row])
+    assert message.startswith("example 0 has 'a', 'b', 'c', 'd', 'e', ... and no loss target")
+
+
+# --- pieces, rollouts, model inputs --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", [list, _arrow_dataset, TokenizedDataset])
+def test_a_piece_of_an_example_does_not_forget_its_keys(source):
+    rows = [{"input_ids": list(range(1, 12)), "w": [0.0] * 11}]
+    options = {"overflow": "split"}
+    with pytest.raises(DataError, match=r" has 'w' and no loss target"):
+        _streamed(rows, source, **options)
+    if source is not TokenizedDataset:
+        assert _streamed(rows, source, train_all=True, **options)["labels"].ne(-100).sum() == 7
+    kept = TokenizedDataset(rows, columns=["input_ids", "w"])  # columns= keeps it, for others
+    with pytest.raises(DataError, match=r"example 0 of the stream has 'w' and no loss target"):
+        _streamed(rows, lambda _: kept, **options)
+
+
+def test_train_all_is_not_for_rollouts():
+    rollout = {"prompt_ids": [5], "response_ids": [6], "rewards": 1.0, "loss_mask": [1]}
+    with pytest.raises(ValueError, match="train_all=True is for examples with input_ids"):
+        PackedCollator(0, max_tokens=8, train_all=True)([rollout])
+
+
+def test_model_inputs_want_a_target_for_trainer_may_have_removed_it():
+    rows = [{"input_ids": IDS}]
+    options = {"max_tokens": 8, "model_inputs": True}
+    with pytest.raises(DataError) as caught:
+        PackedCollator(0, **options)(rows)
+    assert str(caught.value) == (
+        "example 0 has no loss target: transformers.Trainer and TRL remove a loss_mask column "
+        "before the collator sees it; give labels (tokenize_chat with labels=True), or set "
+        "remove_unused_columns=False, or pass train_all=True to train every token"
+    )
+    inputs = PackedCollator(0, train_all=True, **options)(rows)
+    assert inputs["labels"].tolist() == [[-100, 6, 7]]
+    inputs = PackedCollator(0, **options)([rows[0] | {"labels": [-100, -100, 7]}])
+    assert inputs["labels"].tolist() == [[-100, -100, 7]]
+    with pytest.raises(DataError, match="example 0 of the stream has no loss target"):
+        next(iter(PackedIterableDataset(rows, tokenizer=0, **options)))
+
+
+# --- which columns a TokenizedDataset keeps ------------------------------------------------------
+
+
+def test_naming_the_columns_says_that_every_token_is_trained():
+    rows = [{"input_ids": IDS, "loss_mask": [0, 0, 1], "weights": [0.0, 0.0, 1.0]}]
+    dataset = TokenizedDataset(rows, columns=["input_ids"])
+    assert dataset.num_loss_tokens.tolist() == [2]
+    assert READERS["padded"](dataset[:]).metadata["num_loss_tokens"] == 2
+
+
+def test_loss_tokens_are_counted_as_collators_count_them():
+    rows = [{"input_ids": IDS, "id": 1}, {"input_ids": [8, 9], "id": 2}]
+    kept = {"columns": ["input_ids", "id"]}
+    with pytest.raises(DataError, match="rows 0 to 1, counted from 0: example 0 has 'id' and no"):
+        _ = TokenizedDataset(rows, **kept).num_loss_tokens
+    dataset = TokenizedDataset(rows, train_all=True, **kept)
+    assert dataset.num_loss_tokens.tolist() == [2, 1]
+    again = pickle.loads(pickle.dumps(dataset))
+    assert again.num_loss_tokens.tolist() == [2, 1]
+    with pytest.raises(TypeError, match="train_all must be True or False, got 'no'"):
+        TokenizedDataset(rows, train_all="no")
+
+
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+@pytest.mark.parametrize("with_target", [0, 1])
+def test_files_of_which_one_has_a_target(tmp_path, kind, with_target):
+    """The first file decided: where it had no target, that of the second was left out."""
+    paths = [tmp_path / f"{i}.{kind}" for i in range(2)]
+    for i, path in enumerate(paths):
+        columns = {"input_ids": [IDS]} | ({"labels": [IDS]} if i == with_target else {})
+        table = pa.table({k: pa.array(v, pa.list_(pa.int64())) for k, v in columns.items()})
+        if kind == "parquet":
+            pq.write_table(table, path)
+            continue
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(ValueError, match=r"1\.\w+' has the columns .*make them alike, or pass"):
+        TokenizedDataset(paths)
+    dataset = TokenizedDataset(paths, columns=["input_ids"])
+    assert dataset.num_loss_tokens.tolist() == [2, 2]
+
+
+def test_columns_of_a_ragged_mapping_are_looked_at():
+    columns = {"input_ids": Ragged.from_rows([IDS]), "weights": Ragged.from_rows([[0.0] * 3])}
+    with pytest.raises(DataError, match="example 0 has 'weights' and no loss target"):
+        PaddedCollator(0)(columns)
+    assert len(PaddedCollator(0, train_all=True)({**columns, "n": np.array([3])})) == 1
