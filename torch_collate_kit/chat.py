@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import index, itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch_collate_kit._chat_records import (
@@ -27,7 +27,9 @@ from torch_collate_kit._chat_records import (
     read_dicts,
     read_messages,
 )
+from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing._checks import checked_bool
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -51,6 +53,7 @@ def tokenize_chat(
     tools: Sequence[Any] | str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     decode_arguments: bool = True,
+    labels: bool = False,
 ) -> dict[str, Any]:
     """Tokenise one chat or Alpaca record and mark the tokens to train on.
 
@@ -70,6 +73,9 @@ def tokenize_chat(
     ``train_on`` is every assistant turn or the last. ``max_length`` keeps the first tokens.
     ``decode_arguments`` makes ``function.arguments`` a dict where it is the JSON of one, as Hugging
     Face templates expect (most would quote a string twice); False is for those that join strings.
+
+    ``labels=True`` writes ``labels`` (list of int, -100 where not trained) in place of
+    ``loss_mask``: for transformers.Trainer and TRL, whose defaults drop a ``loss_mask`` column.
 
     Returns ``input_ids`` (list of int), ``loss_mask`` (0/1, same length), ``num_cut_tokens`` (lost
     to ``max_length``) and ``skip_reason``: "" or, with empty lists, "no_assistant_turn",
@@ -95,7 +101,9 @@ def tokenize_chat(
     {'input_ids': [1, 3, 5, 2, 4, 5], 'loss_mask': [0, 0, 0, 0, 1, 1], 'num_cut_tokens': 0,
     'skip_reason': ''}
     """
-    _check_options(tokenizer, train_on, max_length)
+    _check_options(
+        tokenizer, train_on, max_length, decode_arguments=decode_arguments, labels=labels
+    )
     if not isinstance(example, Mapping):
         raise TypeError(
             f"a record is a mapping with `messages`, got {type(example).__name__}; wrap a list of "
@@ -104,7 +112,7 @@ def tokenize_chat(
     messages = read_messages(example, decode_arguments)
     turns = assistant_turns(messages)
     if not turns:
-        return _result(skip_reason="no_assistant_turn")
+        return _result(labels, skip_reason="no_assistant_turn")
     trained = turns if train_on == "all" else turns[-1:]
     check_weights(messages, trained)
     schemas = read_dicts(example.get("tools"), "`tools`") or read_dicts(tools, "`tools`")
@@ -112,12 +120,12 @@ def tokenize_chat(
     kwargs = {**(chat_template_kwargs or {}), **own_kwargs[0]}
     chat = _Chat(tokenizer, messages[: turns[-1] + 1], schemas or None, kwargs)
     input_ids, loss_mask = chat.tokenize(trained)
-    kept = len(input_ids) if max_length is None else min(max_length, len(input_ids))
+    kept = len(input_ids) if max_length is None else min(index(max_length), len(input_ids))
     if not any(loss_mask[1:]):
-        return _result(skip_reason="no_trained_tokens")
+        return _result(labels, skip_reason="no_trained_tokens")
     if not any(loss_mask[1:kept]):
-        return _result(skip_reason="nothing_left_after_truncation")
-    return _result(input_ids[:kept], loss_mask[:kept], len(input_ids) - kept)
+        return _result(labels, skip_reason="nothing_left_after_truncation")
+    return _result(labels, input_ids[:kept], loss_mask[:kept], len(input_ids) - kept)
 
 
 def tokenize_chat_dataset(
@@ -129,13 +137,15 @@ def tokenize_chat_dataset(
     tools: Sequence[Any] | str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     decode_arguments: bool = True,
+    labels: bool = False,
     num_proc: int | None = None,
 ) -> tuple[Dataset, Counter[str]]:
     """Run :func:`tokenize_chat` over a ``datasets.Dataset``, in ``num_proc`` processes.
 
     Returns a new dataset of the kept examples, in order, with the columns ``input_ids`` (int32) and
-    ``loss_mask`` (int8) alone, and how often each ``skip_reason`` occurred. Skips and cut tokens
-    are logged, one warning each. ``datasets.map`` shows the progress and caches the result.
+    ``loss_mask`` (int8) or, with ``labels=True``, ``labels`` (int32) alone, and how often each
+    ``skip_reason`` occurred. Skips and cut tokens are logged, one warning each. ``datasets.map``
+    shows the progress and caches the result.
 
     Raises:
         DataError: as :func:`tokenize_chat`, naming the example's index; or all are skipped.
@@ -153,9 +163,12 @@ def tokenize_chat_dataset(
             f"expected a datasets.Dataset, got {type(dataset).__name__}; use Dataset.from_list, a "
             "split of the DatasetDict, or stream.map(tokenize_chat, fn_kwargs=...) and a filter"
         )
-    _check_options(tokenizer, train_on, max_length)
+    _check_options(
+        tokenizer, train_on, max_length, decode_arguments=decode_arguments, labels=labels
+    )
     options: dict[str, Any] = {"train_on": train_on, "max_length": max_length, "tools": tools}
     options |= {"chat_template_kwargs": chat_template_kwargs, "decode_arguments": decode_arguments}
+    options["labels"] = labels
     tokenized = _map(dataset, {"tokenizer": tokenizer, "options": options}, num_proc)
     reasons = list(tokenized["skip_reason"])
     cuts = [cut for cut in tokenized["num_cut_tokens"] if cut]
@@ -165,7 +178,7 @@ def tokenize_chat_dataset(
             f"all {len(reasons)} examples are skipped: {dict(skips)}; a record needs an assistant "
             "turn, of which the chat template trains tokens before max_length"
         )
-    tokenized = tokenized.select_columns(["input_ids", "loss_mask"])
+    tokenized = tokenized.select_columns(["input_ids", "labels" if labels else "loss_mask"])
     if cuts:
         _logger.warning("cut %d tokens off %d of %d examples", sum(cuts), len(cuts), len(reasons))
     if skips:
@@ -182,7 +195,7 @@ def _map(dataset: Any, fn_kwargs: dict[str, Any], num_proc: int | None) -> Any:
     # Named types, because a first batch with skips alone would fix them as lists of null.
     features = {
         "input_ids": datasets.Sequence(datasets.Value("int32")),
-        "loss_mask": datasets.Sequence(datasets.Value("int8")),
+        **_target_feature(fn_kwargs["options"]["labels"]),
         "num_cut_tokens": datasets.Value("int64"),
         "skip_reason": datasets.Value("string"),
     }
@@ -200,6 +213,13 @@ def _map(dataset: Any, fn_kwargs: dict[str, Any], num_proc: int | None) -> Any:
     )
 
 
+def _target_feature(labels: bool) -> dict[str, Any]:
+    import datasets
+
+    name, dtype = ("labels", "int32") if labels else ("loss_mask", "int8")
+    return {name: datasets.Sequence(datasets.Value(dtype))}
+
+
 def _tokenize_row(
     example: Mapping[str, Any], index: int, *, tokenizer: Any, options: dict[str, Any], version: int
 ) -> dict[str, Any]:
@@ -209,12 +229,24 @@ def _tokenize_row(
         raise DataError(f"example {index}: {error}") from error
 
 
-def _result(ids: Any = (), mask: Any = (), cut: int = 0, skip_reason: str = "") -> dict[str, Any]:
-    tokens = {"input_ids": list(ids), "loss_mask": list(mask)}
-    return {**tokens, "num_cut_tokens": cut, "skip_reason": skip_reason}
+def _result(
+    labels: bool,
+    ids: Sequence[int] = (),
+    mask: Sequence[int] = (),
+    cut: int = 0,
+    skip_reason: str = "",
+) -> dict[str, Any]:
+    if labels:  # nothing predicts a first token, and packed by another it would be trained
+        trained = [i if kept else IGNORE_INDEX for i, kept in zip(ids, mask, strict=True)]
+        target = {"labels": [IGNORE_INDEX, *trained[1:]] if trained else []}
+    else:
+        target = {"loss_mask": list(mask)}
+    return {"input_ids": list(ids), **target, "num_cut_tokens": cut, "skip_reason": skip_reason}
 
 
-def _check_options(tokenizer: Any, train_on: str, max_length: int | None) -> None:
+def _check_options(tokenizer: Any, train_on: str, max_length: int | None, **flags: bool) -> None:
+    for name, flag in flags.items():
+        checked_bool(name, flag)
     if train_on not in ("all", "last"):
         raise ValueError(f"train_on must be 'all' or 'last', got {train_on!r}")
     if max_length is not None and not hasattr(max_length, "__index__"):

@@ -1,0 +1,139 @@
+"""transformers.Trainer under its defaults: the loss is that of the trained tokens, or an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+
+from tests.test_chat import byte_tokenizer, chat
+from torch_collate_kit import tokenize_chat_dataset
+from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.errors import DataError
+
+CHATS = [
+    chat("user: hello", "assistant: good morning"),
+    chat("user: what is 1+1", "assistant: 2", "user: sure?", "assistant: yes, it is 2"),
+    chat("assistant: I speak first", "user: ok", "assistant: fine"),
+    chat("user: a long question about nothing in particular", "assistant: no"),
+    chat("user: x", "assistant: y"),
+    chat("user: bye", "assistant: see you"),
+]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}</s>{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+
+
+def tiny_model(vocab_size: int) -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def losses_of_trainer(
+    folder: Path, model: Any, dataset: Any, collate: PackedCollator, **settings: Any
+) -> list[float]:
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        **settings,
+    )
+    trainer = Trainer(model, arguments, train_dataset=dataset, data_collator=collate)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def token_mean(model: Any, rows: list[dict[str, Any]]) -> float:
+    """Of the labels, one conversation at a time."""
+    total, count = 0.0, 0
+    for row in rows:
+        ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, :-1]
+        total += torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum").item()
+        count += int((labels[0, 1:] != -100).sum())
+    return total / count
+
+
+@pytest.mark.parametrize(("batch_size", "accumulate"), [(6, 1), (2, 3), (3, 2)])
+def test_the_loss_of_labels_is_exact_under_the_defaults(tmp_path, batch_size, accumulate):
+    """A loss_mask column was removed before the collator saw it, and everything trained."""
+    tokenizer = byte_tokenizer(TEMPLATE)
+    dataset, skips = tokenize_chat_dataset(
+        datasets.Dataset.from_list(CHATS), tokenizer, labels=True
+    )
+    assert not skips
+    model = tiny_model(len(tokenizer))
+    expected = token_mean(model, list(dataset))
+    every_token = token_mean(model, [{**row, "labels": row["input_ids"]} for row in dataset])
+    assert abs(every_token - expected) > 1e-3, "a wrong loss would not be seen"
+    losses = losses_of_trainer(
+        tmp_path,
+        model,
+        dataset,
+        PackedCollator(0, max_tokens=128, model_inputs=True),
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulate,
+        max_steps=2,
+        learning_rate=0.0,
+    )
+    assert losses == pytest.approx([expected] * 2, abs=2e-5)
+
+
+def test_a_loss_mask_that_trainer_removes_is_an_error(tmp_path):
+    tokenizer = byte_tokenizer(TEMPLATE)
+    dataset, _ = tokenize_chat_dataset(datasets.Dataset.from_list(CHATS), tokenizer)
+    assert "loss_mask" in dataset.column_names
+    collate = PackedCollator(0, max_tokens=128, model_inputs=True)
+    with pytest.raises(DataError, match=r"no loss target: transformers\.Trainer and TRL remove"):
+        losses_of_trainer(tmp_path, tiny_model(len(tokenizer)), dataset, collate, max_steps=1)
+
+
+def test_a_loss_mask_that_trainer_keeps_gives_the_loss_of_the_labels(tmp_path):
+    tokenizer = byte_tokenizer(TEMPLATE)
+    source = datasets.Dataset.from_list(CHATS)
+    expected = token_mean(
+        tiny_model(len(tokenizer)), list(tokenize_chat_dataset(source, tokenizer, labels=True)[0])
+    )
+    losses = losses_of_trainer(
+        tmp_path,
+        tiny_model(len(tokenizer)),
+        tokenize_chat_dataset(source, tokenizer)[0],
+        PackedCollator(0, max_tokens=128, model_inputs=True),
+        per_device_train_batch_size=6,
+        max_steps=1,
+        remove_unused_columns=False,
+    )
+    assert losses == pytest.approx([expected], abs=2e-5)
+
+
+def test_it_trains(tmp_path):
+    examples = [{"input_ids": list(range(1, 2 + i % 7))} for i in range(20)]
+    losses = losses_of_trainer(
+        tmp_path,
+        tiny_model(32),
+        examples,
+        PackedCollator(0, max_tokens=16, model_inputs=True, train_all=True),
+        per_device_train_batch_size=5,
+        max_steps=8,
+        learning_rate=0.05,
+    )
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] / 2
