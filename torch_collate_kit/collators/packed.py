@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, overload
 
 import numpy as np
 
@@ -37,8 +37,27 @@ from torch_collate_kit.ragged import Ragged
 
 __all__ = ["PackedCollator"]
 
+B = TypeVar("B", bound=Batch | dict[str, Any])
 
-class PackedCollator:
+if TYPE_CHECKING:
+    from typing_extensions import Required, TypedDict, Unpack
+
+    class _Options(TypedDict, total=False):
+        """All but ``model_inputs``, which says what a call returns."""
+
+        max_tokens: Required[int]
+        strategy: str
+        parallel: ParallelLayout | None
+        overflow: str
+        max_sequences_per_row: int | None
+        fixed_width: bool
+        balance: str | None
+        normalize_loss: bool
+        train_all: bool
+        compiled: bool
+
+
+class PackedCollator(Generic[B]):
     """Collate examples into rows of at most ``max_tokens``, several examples a row.
 
     Args:
@@ -88,6 +107,30 @@ class PackedCollator:
     ([[-100, 6, 7, -100, 9]], [0, 3, 5])
     """
 
+    @overload
+    def __init__(
+        self: PackedCollator[Batch],
+        tokenizer: Any,
+        *,
+        model_inputs: Literal[False] = False,
+        **options: Unpack[_Options],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: PackedCollator[dict[str, Any]],
+        tokenizer: Any,
+        *,
+        model_inputs: Literal[True],
+        **options: Unpack[_Options],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: PackedCollator[Any],
+        tokenizer: Any,
+        *,
+        model_inputs: bool,
+        **options: Unpack[_Options],
+    ) -> None: ...
     def __init__(
         self,
         tokenizer: Any,
@@ -138,7 +181,7 @@ class PackedCollator:
             compiled=self.compiled,
         )
 
-    def __call__(self, examples: Examples | PlannedExamples) -> Batch | dict[str, Any]:
+    def __call__(self, examples: Examples | PlannedExamples) -> B:
         if isinstance(examples, PlannedExamples):
             batch = self._collate_part(examples.plan, examples.examples)
         else:
@@ -152,9 +195,9 @@ class PackedCollator:
             rows, num_examples = range(plan.num_rows), len(columns.lengths)
             batch = self._fill(plan, rows, plan.example_indices, columns, num_examples)
         if not self.model_inputs:
-            return batch
+            return cast(B, batch)
         _refuse_weights(batch)
-        return batch.model_inputs()
+        return cast(B, batch.model_inputs())
 
     def _read(self, examples: Examples) -> Columns:
         columns = read_columns(examples, train_all=self.train_all)

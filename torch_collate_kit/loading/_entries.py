@@ -48,7 +48,7 @@ class Reader(Protocol):
         """What a collator takes for them."""
 
 
-def reader_of(stream: Stream, place: Place, collator: PackedCollator) -> Reader:
+def reader_of(stream: Stream, place: Place, collator: PackedCollator[Any]) -> Reader:
     """What comes behind ``place``."""
     found = stream.read(place)
     kind: Any = _ColumnReader if isinstance(found, Columns) else _ExampleReader
@@ -68,7 +68,7 @@ class _ExampleReader:
         self,
         examples: Iterator[tuple[Example, int, Place]],
         place: Place,
-        collator: PackedCollator,
+        collator: PackedCollator[Any],
     ) -> None:
         self._collator = collator
         self._entries = self._read(examples, place)
@@ -112,7 +112,7 @@ class _ExampleReader:
 class _ColumnReader:
     """No Python object an example: lengths come from offsets, rows when their batch is made."""
 
-    def __init__(self, columns: Columns, place: Place, collator: PackedCollator) -> None:
+    def __init__(self, columns: Columns, place: Place, collator: PackedCollator[Any]) -> None:
         self._dataset, self._positions = columns
         self._collator = collator
         self._before = place  # of the first of the positions
@@ -182,11 +182,11 @@ class _ColumnReader:
         return entries
 
 
-def _limit(collator: PackedCollator) -> int:
+def _limit(collator: PackedCollator[Any]) -> int:
     """The most tokens of an example in a row."""
     align = collator.parallel.align
     return collator.max_tokens // align * align
 
 
-def _is_too_long(collator: PackedCollator, num_tokens: Any) -> Any:
+def _is_too_long(collator: PackedCollator[Any], num_tokens: Any) -> Any:
     return (num_tokens > _limit(collator)) & (collator.overflow == "raise")

@@ -1,0 +1,101 @@
+"""What a type checker says to users: mypy takes the README's code, and knows what a call gives."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Of other packages nothing is read: a minute of mypy for what is not ours.
+SETTINGS = """
+[mypy]
+python_version = 3.11
+strict = True
+warn_return_any = False
+disallow_subclassing_any = False
+disallow_any_unimported = False
+[mypy-torch.*,numpy.*,transformers.*,datasets.*,accelerate.*,pyarrow.*,torchdata.*,numba.*]
+ignore_missing_imports = True
+follow_imports = skip
+[mypy-torch_collate_kit.*]
+ignore_errors = True
+"""
+CALLS = """
+from typing import Any
+from typing_extensions import assert_type
+from torch_collate_kit import (
+    Batch, PackedCollator, PaddedCollator, ParallelLayout, RolloutCollator
+)
+
+examples = [{"input_ids": [1, 2, 3]}]
+assert_type(PaddedCollator(0)(examples), Batch)
+assert_type(RolloutCollator(0)(examples), Batch)
+assert_type(PackedCollator(0, max_tokens=8)(examples), Batch)
+assert_type(PackedCollator(0, max_tokens=8, model_inputs=False)(examples), Batch)
+assert_type(PackedCollator(0, max_tokens=8, model_inputs=True)(examples), dict[str, Any])
+options = PackedCollator(
+    0,
+    max_tokens=8,
+    strategy="balanced",
+    parallel=ParallelLayout(dp=2),
+    overflow="split",
+    max_sequences_per_row=4,
+    fixed_width=True,
+    balance=None,
+    normalize_loss=False,
+    train_all=True,
+    compiled=True,
+)
+print(options(examples).metadata["num_loss_tokens"], options(examples).chunk(2)[0].model_inputs())
+
+
+def either(flag: bool) -> Any:
+    collate = PackedCollator(0, max_tokens=8, model_inputs=flag)
+    return collate(examples)
+"""
+MISTAKES = """
+from torch_collate_kit import PackedCollator
+
+PackedCollator(0)
+PackedCollator(0, max_tokens="8")
+PackedCollator(0, max_tokens=8, strateggy="balanced")
+PackedCollator(0, max_tokens=8, model_inputs=True)([]).metadata
+"""
+
+
+def checked(folder: Path, code: str) -> str:
+    """What mypy says of the code."""
+    from mypy import api
+
+    (folder / "mypy.ini").write_text(SETTINGS)
+    (folder / "user.py").write_text(code)
+    options = ["--config-file", str(folder / "mypy.ini"), "--cache-dir", str(folder / "cache")]
+    found, errors, _ = api.run([*options, "--no-error-summary", str(folder / "user.py")])
+    assert not errors, errors
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MYPYPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_readme_has_no_type_errors(folder: Path) -> None:
+    """`Batch | dict` had no attribute metadata, and no chunk."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) > 5
+    assert checked(folder, "\n".join(blocks)) == ""
+
+
+def test_a_call_is_known_by_model_inputs(folder: Path) -> None:
+    assert checked(folder, CALLS) == ""
+
+
+def test_wrong_settings_are_type_errors(folder: Path) -> None:
+    found = checked(folder, MISTAKES).splitlines()
+    lines = sorted({int(line.split(":")[1]) for line in found if ": error:" in line})
+    assert lines == [4, 5, 6, 7], found
