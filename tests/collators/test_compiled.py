@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -103,29 +101,30 @@ def test_bad_input_has_the_same_message(cls, wrong):
     assert messages[0] == messages[1]
 
 
-def test_the_loops_let_go_of_the_gil():
-    """Another thread counts while a large batch is collated."""
-    lengths = np.full(3000, 2000)
-    flat = np.ones(int(lengths.sum()), dtype=np.int64)
-    columns = {"input_ids": Ragged.from_lengths(flat, lengths)}
-    collate = PackedCollator(0, max_tokens=4000, compiled=True)
-    collate({"input_ids": columns["input_ids"][:4]})
-    ticks, done = [], threading.Event()
+def test_all_that_is_done_for_a_token_is_done_without_the_gil(monkeypatch):
+    """One call a loop and batch, however many examples, and the loops release the GIL."""
+    lengths = np.full(3000, 20)
+    columns = {"input_ids": Ragged.from_lengths(np.ones(lengths.sum(), dtype=np.int64), lengths)}
+    collate = PackedCollator(0, max_tokens=40, compiled=True)
+    expected = collate(columns)
+    filling = importlib.import_module("torch_collate_kit.collators._compiled")
+    planning = importlib.import_module("torch_collate_kit.packing._compiled")
+    calls = []
+    for module, names in (
+        (filling, ("_find_loss", "_fill_tokens", "_fill_positions")),
+        (planning, ("_best_fit",)),
+    ):
+        for name in names:
+            loop = getattr(module, name)
+            assert loop.targetoptions["nogil"] is True, name
 
-    def count() -> None:
-        while not done.is_set():
-            ticks.append(time.perf_counter())
-            time.sleep(0)
+            def counted(*args, loop=loop, name=name):
+                calls.append(name)
+                return loop(*args)
 
-    thread = threading.Thread(target=count)
-    thread.start()
-    began = time.perf_counter()
-    collate(columns)
-    ended = time.perf_counter()
-    done.set()
-    thread.join()
-    during = [tick for tick in ticks if began < tick < ended]
-    assert np.diff([began, *during, ended]).max() < 0.6 * (ended - began)
+            monkeypatch.setattr(module, name, counted)
+    assert collate(columns) == expected
+    assert sorted(calls) == ["_best_fit", "_fill_positions", "_fill_tokens", "_find_loss"]
 
 
 def test_it_goes_into_a_worker_by_pickle():
