@@ -249,7 +249,7 @@ def _contained(example: dict[str, Any], containers: dict[str, str]) -> dict[str,
             given[name] = _BITS[containers["bits"]](value)
         else:
             given[name] = _FLOATS[containers["floats"]](value)
-    if containers["extras"] == "text":
+    if containers["extras"] == "text" and len(example) > 1:  # beside a target it is left alone
         given["text"] = "ignored"
     return given
 

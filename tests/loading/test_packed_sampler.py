@@ -392,7 +392,8 @@ def test_a_reshuffle_whose_examples_are_carried_over_two_epochs_stays_in_the_sta
         assert part.plan.bins == pack([i + 1 for i in whole], 8).bins
 
 
-def test_a_weight_too_small_for_the_mask_is_no_loss_token():
+def test_a_weight_that_float32_loses_is_refused_where_it_is_counted_and_where_it_is_read():
     rows = [{"input_ids": [1, 2, 3], "loss_mask": [0.0, 1e-60, 1.0]}]
-    assert TokenizedDataset(rows).num_loss_tokens.tolist() == [1]
-    assert PackedCollator(0, max_tokens=8)(rows).metadata["num_loss_tokens"] == 1
+    for read in (lambda: TokenizedDataset(rows).num_loss_tokens, lambda: make_collator()(rows)):
+        with pytest.raises(DataError, match=r"example 0: loss_mask\[1\] is 1e-60, which float32"):
+            read()

@@ -169,7 +169,7 @@ def test_arrays_tensors_and_model_inputs() -> None:
         examples = [{"input_ids": convert(e["input_ids"])} for e in EXAMPLES]
         for batch, expected in zip(PackedIterableDataset(examples, **SETTINGS), lists, strict=True):
             assert_same_batch(batch, expected)
-    plain = list(PackedIterableDataset(EXAMPLES, **SETTINGS, model_inputs=True))
+    plain = list(PackedIterableDataset(EXAMPLES, **SETTINGS, model_inputs=True, train_all=True))
     assert torch.equal(plain[3]["position_ids"], lists[3]["position_ids"])
     assert plain[3]["use_cache"] is False
 

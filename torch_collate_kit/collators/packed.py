@@ -68,8 +68,9 @@ class PackedCollator(Generic[B]):
             run of them (``batch.chunk(dp)[r]``), and sub-sequences are aligned for tp, cp and fp8.
         overflow: what an example longer than a row gets: "raise", "truncate", "drop" or "split".
         max_sequences_per_row: the most sub-sequences a row may hold.
-        fixed_width: every batch has the width ``max_tokens`` (down to a multiple of the alignment),
-            so that torch.compile sees one shape; otherwise a batch is as wide as its fullest row.
+        fixed_width: every batch has the width ``max_tokens`` (down to a multiple of the alignment);
+            otherwise it is as wide as its fullest row. The number of rows still differs from batch
+            to batch: for one shape under torch.compile see docs/contract.md.
         balance: what is made even over ranks: "attention" cost, "tokens", or None (round robin).
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
         model_inputs: return the plain dict of ``Batch.model_inputs()``, for transformers.Trainer.
