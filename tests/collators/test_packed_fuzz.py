@@ -57,7 +57,7 @@ def test_equals_the_oracle_and_keeps_the_contract(form: str, data: st.DataObject
 def test_model_inputs_are_the_fields_and_flat_boundaries(data: st.DataObject) -> None:
     drawn = data.draw(batches(max_examples=6, columns=False))
     options = data.draw(packed_options(drawn.lengths))
-    collator = collator_of(options, model_inputs=True)
+    collator = collator_of(options, model_inputs=True, train_all=drawn.form == "none")
     expected = _expected(collator, drawn.plain, options, 0)
     trained = expected["loss_mask"][expected["loss_mask"] != 0]
     unit = torch.tensor(1.0) / expected["metadata"]["loss_mask_divisor"]

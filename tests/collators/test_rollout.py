@@ -264,6 +264,7 @@ def test_a_key_that_is_none_does_not_hide_a_near_miss() -> None:
 
 def test_an_sft_example_may_have_a_prompt_beside_its_ids() -> None:
     example = {"input_ids": [1, 2, 3], "prompt_ids": [1], "response_ids": [2, 3]}
+    example["labels"] = [-100, 2, 3]
     batch = PackedCollator(0, max_tokens=4)([example])
     assert "labels" in batch
     assert "rewards" not in batch
