@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -30,16 +29,16 @@ class Grid:
     def size(self) -> int:
         return self.num_rows * self.width
 
-    @cached_property
+    @property
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
 
-    @cached_property
+    # Not cached properties: below Python 3.12 these hold a lock while they compute, and a process
+    # that is forked meanwhile waits for it for good.
     def token_cells(self) -> np.ndarray:
         """int64 [num_tokens], the cell of every token."""
         return spans(self.cells, self.lengths)
 
-    @cached_property
     def gap_cells(self) -> np.ndarray:
         """int64 [size - num_tokens], the cells without a token."""
         ends = np.append(0, self.cells + self.lengths)

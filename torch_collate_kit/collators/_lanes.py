@@ -37,6 +37,9 @@ class Lanes:
         self._grid, self._columns = grid, columns
         self._is_dense = 2 * grid.num_tokens > grid.size
         self._num_lanes = grid.size if self._is_dense else grid.num_tokens
+        self._gap_cells = grid.gap_cells() if self._is_dense else np.empty(0, dtype=np.int64)
+        is_scattered = not self._is_dense or grid.segment_lengths is None
+        self._token_cells = grid.token_cells() if is_scattered else np.empty(0, dtype=np.int64)
         # int64 [S], the first lane of each piece
         self._lanes = grid.cells if self._is_dense else np.cumsum(grid.lengths) - grid.lengths
         # int64, what each lane reads of a column; a gap reads on behind its piece
@@ -76,7 +79,7 @@ class Lanes:
 
     def _fill_gaps(self, lanes: np.ndarray, fill: Any) -> None:
         if self._is_dense:
-            lanes[self._grid.gap_cells] = fill
+            lanes[self._gap_cells] = fill
 
     def _gather_weights(self) -> None:
         grid, columns, weights = self._grid, self._columns, self._weights
@@ -146,7 +149,7 @@ class Lanes:
     def _scatter(self, lanes: np.ndarray, out: np.ndarray, fill: Any) -> None:
         """From lanes that are tokens to the cells of the grid."""
         out.fill(fill)
-        out[self._grid.token_cells] = lanes
+        out[self._token_cells] = lanes
 
     def _fill_positions(self, positions: np.ndarray) -> None:
         segments = self._grid.segment_lengths

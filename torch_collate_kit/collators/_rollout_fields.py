@@ -116,10 +116,11 @@ class RolloutBlock:
         for ids in (rollouts.prompt_ids, rollouts.response_ids):
             input_ids[spans(first, ids.lengths)] = ids.values
             first = first + ids.lengths
+        cells = grid.token_cells()
         mask.fill(0)
-        mask[grid.token_cells] = 1
+        mask[cells] = 1
         positions.fill(0)
-        positions[grid.token_cells] = position_ids_from_lengths(grid.lengths)
+        positions[cells] = position_ids_from_lengths(grid.lengths)
 
 
 class PackedRollouts:

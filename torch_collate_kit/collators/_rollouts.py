@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -50,7 +49,7 @@ class Rollouts:
     images: dict[str, Ragged]  # pixel_values [patches, dim], image_grid_thw [n, 3], of any dtype
     per_rollout: dict[str, list[Any]]  # uids, trajectory_ids, is_last_step
 
-    @cached_property
+    @property
     def lengths(self) -> np.ndarray:
         """int64 [N], tokens of prompt and response."""
         return self.prompt_ids.lengths + self.response_ids.lengths
