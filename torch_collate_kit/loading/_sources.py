@@ -65,6 +65,9 @@ class Source(Protocol):
     def load_state_dict(self, state: Mapping[str, Any], stop_reading: Callable[[], None]) -> None:
         """Checks, and calls ``stop_reading`` only when the state fits."""
 
+    def has_workers(self) -> bool:
+        """Whether worker processes wait for the next epoch."""
+
     def close(self) -> None: ...
 
 
@@ -175,6 +178,9 @@ class _SamplerSource:
         self._ended = None
         stop_reading()
 
+    def has_workers(self) -> bool:
+        return _has_workers(self._loader)
+
     def close(self) -> None:
         _end_workers(vars(self._loader)["_iterator"])  # the persistent ones
         vars(self._loader).update(_iterator=None)
@@ -259,6 +265,9 @@ class _StatefulSource:
         stop_reading()  # before: what is in flight asks the loader for its state
         self.move_to(position["epoch"], position["step"], mark)
 
+    def has_workers(self) -> bool:
+        return _has_workers(self._loader)
+
     def close(self) -> None:
         """The loader is the caller's."""
 
@@ -269,6 +278,12 @@ class _StatefulSource:
             length = None
         settings = {k: getattr(self._loader, k, None) for k in ("batch_size", "num_workers")}
         return {"length": length, **settings}
+
+
+def _has_workers(loader: Any) -> bool:
+    """Whether a DataLoader has persistent workers that run."""
+    persists = getattr(loader, "persistent_workers", False)
+    return bool(persists) and getattr(loader, "_iterator", None) is not None
 
 
 def _end_workers(batches: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
@@ -31,11 +32,14 @@ class AsyncBatchCollator(Generic[T]):
 
     A batch is handed out for the step that it was built for, or not at all. All methods are for one
     consumer thread. The thread starts with the first ``submit`` and ends with ``shutdown``, which
-    leaving the ``with`` block calls, or when the object is gone.
+    leaving the ``with`` block calls, or when the object is gone. A forked process has no thread of
+    its parent's: there the batch in the slot is refused, and ``clear`` and ``shutdown`` drop it
+    without waiting.
 
     Raises:
         StateError: a second ``submit`` before ``get``; a ``get`` while the slot holds another step,
-            or a batch from before a ``clear``; either of them after ``shutdown``.
+            or a batch from before a ``clear``; either of them after ``shutdown``, or in a process
+            forked while the slot was full.
 
     >>> with AsyncBatchCollator(lambda step: [step] * 2) as collator:
     ...     for step in range(3):
@@ -50,6 +54,7 @@ class AsyncBatchCollator(Generic[T]):
         self._slot: _Slot | None = None
         self._generation = 0
         self._executor: ThreadPoolExecutor | None = None
+        self._pid = 0  # of the process that has the executor's thread
         self._is_shut_down = False
 
     def submit(self, step: int) -> None:
@@ -60,8 +65,9 @@ class AsyncBatchCollator(Generic[T]):
                 f"submit({step}) while the slot holds step {self._slot.step}; there is one slot: "
                 f"get({self._slot.step}) takes the batch, clear() drops it"
             )
-        if self._executor is None:
+        if self._executor is None or self._pid != os.getpid():
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch_collate_kit")
+            self._pid = os.getpid()
         future: Future[T] = Future()
         self._slot = _Slot(step, self._generation, future)  # first: nothing flies unseen
         try:
@@ -101,10 +107,12 @@ class AsyncBatchCollator(Generic[T]):
         """Wait until nothing is being built and drop what was; the slot is then empty.
 
         What the dropped batch raised is dropped with it, except ``KeyboardInterrupt``,
-        ``SystemExit`` and their like, which are raised here.
+        ``SystemExit`` and their like, which are raised here. What another process builds is dropped
+        without waiting.
         """
         self._generation += 1
-        if self._slot is None:
+        if self._slot is None or self._pid != os.getpid():
+            self._slot = None
             return
         future = self._slot.future
         wait([future])
@@ -119,7 +127,7 @@ class AsyncBatchCollator(Generic[T]):
         try:
             self.clear()
         finally:
-            if self._executor is not None:
+            if self._executor is not None and self._pid == os.getpid():
                 self._executor.shutdown(wait=True)
 
     def __enter__(self) -> AsyncBatchCollator[T]:
@@ -136,6 +144,12 @@ class AsyncBatchCollator(Generic[T]):
     def _check_open(self, method: str, step: int) -> None:
         if self._is_shut_down:
             raise StateError(f"{method}({step}) after shutdown(); make a new AsyncBatchCollator")
+        if self._slot is not None and self._pid != os.getpid():
+            raise StateError(
+                f"{method}({step}) in process {os.getpid()}, a fork: the slot holds step "
+                f"{self._slot.step} of process {self._pid}, whose thread is not here; clear() "
+                "drops it"
+            )
 
 
 def _fill(future: Future[T], compute: Callable[[int], T], step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
@@ -38,9 +39,10 @@ class PrefetchLoader:
     loop is live: a newer one, ``set_epoch`` and ``load_state_dict`` end it.
 
     An exception in building a batch is raised at that batch, in the consumer. ``close``, or leaving
-    the ``with`` block, waits for what is in flight and ends the thread. It is not a DataLoader, so
-    ``accelerator.prepare`` returns it as it is, and ``accelerator.register_for_checkpointing``
-    saves it.
+    the ``with`` block, waits for what is in flight and ends the thread. In a process that is forked
+    while an epoch is being read, the loader is refused: it waits for nothing there and ends none of
+    the parent's workers. It is not a DataLoader, so ``accelerator.prepare`` returns it as it is,
+    and ``accelerator.register_for_checkpointing`` saves it.
 
     ``state_dict()`` is small JSON: the position behind the batches that the consumer has received,
     whatever is in flight, as the sampler (or the StatefulDataLoader) saves it, with a version and
@@ -50,7 +52,8 @@ class PrefetchLoader:
 
     Raises:
         TypeError: a loader that cannot be resumed.
-        StateError: a loop that is over, a loader that is closed, a state that does not fit.
+        StateError: a loop that is over, a loader that is closed or that another process reads, a
+            state that does not fit.
 
     >>> from torch.utils.data import DataLoader
     >>> from torch_collate_kit.loading.sampler import PrefetchingSampler
@@ -73,6 +76,7 @@ class PrefetchLoader:
         self._prefetch = prefetch
         self._copy = device_copy(device)
         self._run: Run | None = None  # the epoch that is being read
+        self._pid = 0  # of the process that reads it, or that has read last
         self._loop: object = None  # the loop that may draw from it
         self._interrupt: BaseException | None = None  # of a thread, found where none can be raised
         self._is_closed = False
@@ -146,6 +150,7 @@ class PrefetchLoader:
             epoch, step = self._source.position()
             if step == 0:
                 on_epoch(epoch)
+        self._pid = os.getpid()
         self._run = Run(self._source, self._copy, prefetch=self._prefetch)
         return self._run
 
@@ -163,6 +168,8 @@ class PrefetchLoader:
 
     def _stop_reading(self, run: Run | None, *, move_back: bool = True) -> None:
         """Wait for what is in flight and drop it; stand behind what the consumer has received."""
+        if run is not None and self._is_elsewhere():
+            return  # a fork has inherited it: the thread and the workers are its parent's
         self._run = None
         if run is None:
             return
@@ -227,6 +234,8 @@ class PrefetchLoader:
         """Wait for what is in flight, end the thread and the workers; may be called again."""
         self._is_closed = True
         self._loop = None
+        if self._is_elsewhere():
+            return
         self._stop_reading(self._run)
         self._source.close()
         self._raise_interrupt()
@@ -245,6 +254,16 @@ class PrefetchLoader:
     def _check_open(self) -> None:
         if self._is_closed:
             raise StateError("the loader is closed; make a new PrefetchLoader")
+        if self._is_elsewhere():
+            raise StateError(
+                f"the loader is read in process {self._pid}, and this is process {os.getpid()}, a "
+                "fork without its thread and workers; make a new PrefetchLoader here"
+            )
+
+    def _is_elsewhere(self) -> bool:
+        """Whether it came here by a fork, and what it reads with belongs to the parent process."""
+        is_in_use = self._run is not None or self._source.has_workers()
+        return is_in_use and self._pid != os.getpid()
 
     def _check_loop(self, loop: object) -> None:
         self._check_open()
