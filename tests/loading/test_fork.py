@@ -201,8 +201,10 @@ def test_an_abandoned_loop_does_not_hang_the_workers_of_another_loader():
     leave_in_a_cycle(loop)
     del loop
     other = DataLoader(range(4), num_workers=1, worker_init_fn=collect, timeout=CHILD_SECONDS)
-    assert [batch.item() for batch in other] == [0, 1, 2, 3]
-    collate.gates[1].set()
+    try:
+        assert [batch.item() for batch in other] == [0, 1, 2, 3]
+    finally:
+        collate.gates[1].set()
 
 
 @pytest.mark.usefixtures("no_collection")

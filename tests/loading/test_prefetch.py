@@ -439,6 +439,10 @@ def sized(length: int, batch_size: int, **options: Any) -> PrefetchLoader:
         (sized(13, 4, world_size=2, tail="drop").state_dict(), "world_size=2"),
         (sized(13, 4).state_dict() | {"version": 2}, "version=2"),
         ({}, "version=None"),
+        (sized(13, 4).state_dict() | {"version": True}, "version=True"),
+        (None, "a state must be a mapping, got NoneType; pass what state_dict\\(\\) gave"),
+        ([], "a state must be a mapping, got list; pass"),
+        ("state", "a state must be a mapping, got str; pass"),
         (saved_by(collate=PackedCollator(0, max_tokens=16)), "max_tokens=16.* has None"),
         ({"version": 1, "max_tokens": None}, "no sampler"),
         (
@@ -446,9 +450,17 @@ def sized(length: int, batch_size: int, **options: Any) -> PrefetchLoader:
             "no sampler",
         ),
     ],
-    ids=["length", "batch size", "world size", "version", "empty", "max_tokens", "bare", "kind"],
+    ids=str,
 )
 def test_a_state_that_does_not_fit_is_refused_and_nothing_is_changed(state, message):
+    check_refused(json.loads(json.dumps(state)), message)
+
+
+def test_a_state_with_keys_of_any_kind_is_refused():
+    check_refused({"version": 1, "max_tokens": None, 3: None, None: 3}, "no sampler")
+
+
+def check_refused(state: Any, message: str) -> None:
     with sized(13, 4, seed=0) as loader:
         stream = [batch.tolist() for batch in loader.steps(7)]
         loader.set_epoch(0)
@@ -456,7 +468,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_is_changed(state, mess
         found = [next(batches).tolist()]
         before = loader.state_dict()
         with pytest.raises(StateError, match=message):
-            loader.load_state_dict(json.loads(json.dumps(state)))
+            loader.load_state_dict(state)
         assert loader.state_dict() == before
         found += [batch.tolist() for batch in batches]  # the loop that was live still is
         assert found == stream

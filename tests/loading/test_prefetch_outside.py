@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -168,27 +170,69 @@ def test_what_a_stateful_loader_does_not_do(stateful):
         ({"fits": {"length": 9}}, "is of a loader with {'length': 9}, this one has"),
         ({"version": 7}, "version=7"),
         ({"max_tokens": 5}, "max_tokens=5"),
-        ({"loader": "AAAA"}, "cannot be read"),
-        ({"loader": "x"}, "cannot be read"),
-        ({"loader": None}, "cannot be read"),
-        ({"position": {"epoch": 0}}, "position"),
+        ({"loader": "AAAA"}, "was changed or damaged after it was saved"),
+        ({"loader": "x"}, "was changed or damaged"),
+        ({"loader": "\ud800"}, "was changed or damaged"),
+        ({"loader": None}, "was changed or damaged"),
+        ({"position": {"epoch": 0}}, "position={'epoch': 0}, not an epoch and a step"),
+        ({"position": {"epoch": "0", "step": 1}}, "position=.*, not an epoch and a step"),
+        ({"position": {"epoch": 0, "step": True}}, "position=.*, not an epoch and a step"),
+        ({"position": {"epoch": 0, "step": -1}}, "position=.*, not an epoch and a step"),
+        ({"digest": None}, "was changed or damaged after it was saved"),
+        (3, "a state must be a mapping, got int; pass what"),
     ],
     ids=str,
 )
 def test_a_stateful_state_that_does_not_fit_is_refused(stateful, change, message):
+    check_refused(
+        stateful, lambda state: state | change if type(change) is dict else change, message
+    )
+
+
+def check_refused(stateful: Any, changed: Any, message: str) -> None:
     with PrefetchLoader(stateful(Numbers(10), batch_size=3)) as loader:
         batches = iter(loader)
         next(batches)
         before = loader.state_dict()
         with pytest.raises(StateError, match=message):
-            loader.load_state_dict(before | change)
+            loader.load_state_dict(changed(before))
         assert loader.state_dict() == before
         assert next(batches).tolist() == [4, 5, 6]
 
 
+@pytest.mark.parametrize("place", range(0, 1000, 40))
+def test_a_stateful_state_with_another_letter_somewhere_is_refused(stateful, place):
+    def with_another_letter(state: dict[str, Any]) -> dict[str, Any]:
+        text = state["loader"]
+        place_in_text = place * len(text) // 1000
+        letter = "B" if text[place_in_text] == "A" else "A"
+        return state | {"loader": text[:place_in_text] + letter + text[place_in_text + 1 :]}
+
+    check_refused(stateful, with_another_letter, "was changed or damaged after it was saved")
+
+
+@pytest.mark.parametrize("mark", [{}, None, [], {"at": 3}], ids=str)
+def test_a_stateful_state_made_by_hand_is_refused(stateful, mark):
+    buffer = io.BytesIO()
+    torch.save(mark, buffer)
+    text = base64.b64encode(buffer.getvalue()).decode()
+    check_refused(stateful, lambda state: state | {"loader": text}, "was changed or damaged")
+
+
+def test_a_stateful_state_without_a_digest_is_refused(stateful):
+    def older(state: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in state.items() if key != "digest"}
+
+    check_refused(
+        stateful, older, "no digest: it is of another kind of loader, or .* older version"
+    )
+
+
 def test_the_state_of_a_sampler_is_not_one_of_a_stateful_loader(stateful):
     with make_loader(list) as other, PrefetchLoader(stateful(Numbers(3))) as loader:
-        with pytest.raises(StateError, match="no loader; it is of another kind"):
+        with pytest.raises(
+            StateError, match="no digest, fits, loader, position: it is of another kind"
+        ):
             loader.load_state_dict(other.state_dict())
         with pytest.raises(StateError, match="no sampler; it is of another kind"):
             other.load_state_dict(loader.state_dict())

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import copy
+import hashlib
 import io
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -171,8 +170,8 @@ class _SamplerSource:
     def load_state_dict(self, state: Mapping[str, Any], stop_reading: Callable[[], None]) -> None:
         if not isinstance(state.get("sampler"), Mapping):
             raise StateError(
-                f"the state has {sorted(state)}, no sampler; it is of another kind of loader: wrap "
-                "a DataLoader of the kind that saved it"
+                f"the state has {sorted(map(str, state))}, no sampler; it is of another kind of "
+                "loader: wrap a DataLoader of the kind that saved it"
             )
         self._sampler.load_state_dict(state["sampler"])  # an iterator made before stays as it is
         self._ended = None
@@ -237,18 +236,21 @@ class _StatefulSource:
         )
 
     def state_at(self, epoch: int, step: int, mark: dict[str, Any]) -> dict[str, Any]:
-        position = {"epoch": epoch, "step": step}
-        return {"loader": _to_text(mark), "position": position, "fits": self._fits()}
+        text, position = _to_text(mark), {"epoch": epoch, "step": step}
+        fits = self._fits()
+        return {"loader": text, "digest": _digest(text), "position": position, "fits": fits}
 
     def state_dict(self) -> dict[str, Any]:
         mark = self.mark() if self._mark is None else self._mark
         return self.state_at(self._epoch, self._step, mark)
 
     def load_state_dict(self, state: Mapping[str, Any], stop_reading: Callable[[], None]) -> None:
-        if not {"loader", "position", "fits"} <= state.keys():
+        missing = {"loader", "digest", "position", "fits"} - state.keys()
+        if missing:
             raise StateError(
-                f"the state has {sorted(state)}, no loader; it is of another kind of loader: wrap "
-                "a DataLoader of the kind that saved it"
+                f"the state has {sorted(map(str, state))}, no {', '.join(sorted(missing))}: it is "
+                "of another kind of loader, or was saved by an older version; wrap a DataLoader of "
+                "the kind that saved it, or start without the state"
             )
         if state["fits"] != self._fits():
             raise StateError(
@@ -256,12 +258,18 @@ class _StatefulSource:
                 "resume with the same dataset and settings"
             )
         position = state["position"]
-        if not isinstance(position, Mapping) or set(position) != {"epoch", "step"}:
+        if not _is_position(position):
             raise StateError(
                 f"the state has position={position!r}, not an epoch and a step; pass what "
                 "state_dict() gave"
             )
-        mark = _from_text(state["loader"])
+        text = state["loader"]
+        if not isinstance(text, str) or state["digest"] != _digest(text):
+            raise StateError(
+                "the state's loader does not fit its digest: it was changed or damaged after it "
+                "was saved; take an older checkpoint, or start without the state"
+            )
+        mark = _from_text(text)
         stop_reading()  # before: what is in flight asks the loader for its state
         self.move_to(position["epoch"], position["step"], mark)
 
@@ -296,6 +304,12 @@ def _end_workers(batches: Any) -> None:
         batches._shutdown_workers()
 
 
+def _is_position(value: Any) -> bool:
+    if not isinstance(value, Mapping) or set(value) != {"epoch", "step"}:
+        return False
+    return all(type(number) is int and number >= 0 for number in value.values())
+
+
 def _to_text(mark: dict[str, Any]) -> str:
     """A loader's state as text: it holds tensors and tuples, which JSON does not know."""
     buffer = io.BytesIO()
@@ -305,10 +319,15 @@ def _to_text(mark: dict[str, Any]) -> str:
     return text
 
 
+def _digest(text: str) -> str:
+    """torch.load takes many damaged files, and gives other numbers."""
+    return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest()
+
+
 def _from_text(text: str) -> dict[str, Any]:
     try:
         return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
-    except (TypeError, binascii.Error, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # of any kind, where a file is not one of torch.save
         raise StateError(
             f"the loader's state cannot be read: {error}; a dataset's state_dict may hold numbers, "
             "strings, tensors, and lists, tuples and dicts of these"

@@ -218,9 +218,14 @@ class PrefetchLoader:
                 kind of loader. The loader is then as it was.
         """
         self._check_open()
+        if not isinstance(state, Mapping):
+            raise StateError(
+                f"a state must be a mapping, got {type(state).__name__}; pass what state_dict() "
+                "gave"
+            )
         mine = {"version": 1, "max_tokens": self._max_tokens}
         for name, value in mine.items():
-            if state.get(name) != value:
+            if type(state.get(name)) is not type(value) or state.get(name) != value:
                 raise StateError(
                     f"the state has {name}={state.get(name)!r}, this loader has {value!r}; resume "
                     "with the settings of the run that saved it"
