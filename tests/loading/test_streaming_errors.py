@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
@@ -13,9 +14,11 @@ from tests.loading.streaming_oracle import (
     SETTINGS,
     SOURCES,
     all_tokens,
+    make_examples,
     tokens_of,
 )
 from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.streaming import PackedIterableDataset
 from torch_collate_kit.packing import ParallelLayout
 
@@ -37,6 +40,16 @@ split_dataset_by_node = pytest.importorskip("datasets.distributed").split_datase
         ({"max_sequences_per_row": 3}, "max_sequences_per_row=None, the dataset has"),
         ({"world_size": 2}, "world_size=1, the dataset has world_size=2"),
         ({"presharded": True}, "presharded=False, the dataset has presharded=True"),
+        ({"tokenizer": 7}, "pad_token_id=0, the dataset has pad_token_id=7"),
+        ({"normalize_loss": False}, "normalize_loss=True, the dataset has normalize_loss=False"),
+        ({"balance": "tokens"}, "balance='attention', the dataset has balance='tokens'"),
+        ({"balance": None}, "balance='attention', the dataset has balance=None"),
+        ({"fixed_width": True}, "fixed_width=False, the dataset has fixed_width=True"),
+        ({"model_inputs": True}, "model_inputs=False, the dataset has model_inputs=True"),
+        (
+            {"parallel": ParallelLayout(dp=2), "rows_per_batch": 2},
+            "rows_per_batch=1, the dataset has rows_per_batch=2",
+        ),
     ],
 )
 def test_a_state_of_other_settings_is_refused(change: dict[str, Any], message: str) -> None:
@@ -47,13 +60,31 @@ def test_a_state_of_other_settings_is_refused(change: dict[str, Any], message: s
     with pytest.raises(StateError, match=message):
         other.load_state_dict(dataset.state_dict())
     assert other.state_dict() == before
-    assert tokens_of(list(other)) == all_tokens(EXAMPLES[:: change.get("world_size", 1)])
+    if "model_inputs" not in change:
+        assert tokens_of(list(other)) == all_tokens(EXAMPLES[:: change.get("world_size", 1)])
+
+
+def test_a_state_of_another_number_of_ranks_is_refused() -> None:
+    settings = SETTINGS | {"rows_per_batch": 2}
+    state = PackedIterableDataset(EXAMPLES, **settings).state_dict()
+    other = PackedIterableDataset(EXAMPLES, **settings, parallel=ParallelLayout(dp=2))
+    with pytest.raises(StateError, match="the state is of dp=1, the dataset has dp=2; resume with"):
+        other.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"version": 1}, "the state has version 1, this one reads version 2"),
+        ({"version": 2}, "the state has version 2, this one reads version 3; pass what state_dict"),
+        ({"version": True}, "the state has version True, this one reads version 3"),
+        ({"max_tokens": 12.0}, "the state is of max_tokens=12.0, the dataset has max_tokens=12"),
+        ({"max_tokens": np.arange(3)}, "the state is of max_tokens=array.*, the dataset has"),
+        ({"num_read": 2**63}, r"are \[9223372036854775808, 0, 0\]; it is damaged"),
+        ({"num_batches": 10**40}, r"are \[0, 0, 10+\]; it is damaged"),
+        (
+            {"start": 3},
+            r"start is 3, within an example, but with overflow='raise' none is split; it",
+        ),
         ({"num_read": -1}, r"num_read, start, num_batches are \[-1, 0, 0\]; it is damaged"),
         ({"num_batches": True}, "are .*True.*; it is damaged"),
         ({"rank": 1}, "rank=1, the dataset has rank=0"),
@@ -63,8 +94,12 @@ def test_a_damaged_state_is_refused(damage: dict[str, Any], message: str) -> Non
     dataset = PackedIterableDataset(EXAMPLES, **SETTINGS)
     with pytest.raises(StateError, match=message):
         dataset.load_state_dict(dataset.state_dict() | damage)
-    with pytest.raises(StateError, match="the state has version None"):
-        dataset.load_state_dict([])
+    for nothing in (None, [], {}, "state"):
+        with pytest.raises(StateError, match="the state has version None"):
+            dataset.load_state_dict(nothing)
+    rest = {key: value for key, value in dataset.state_dict().items() if key not in ("dp", "epoch")}
+    with pytest.raises(StateError, match="the state has no dp, epoch; it is damaged"):
+        dataset.load_state_dict(rest)
     assert dataset.state_dict()["num_read"] == 0
 
 
@@ -86,6 +121,52 @@ def test_a_state_of_a_longer_or_another_stream_is_refused() -> None:
     dataset.load_state_dict(state | {"source": {"next": 20}})
     with pytest.raises(StateError, match="holds a state of the source, but this source takes none"):
         next(iter(dataset))
+
+
+def as_list(examples: list[dict[str, Any]]) -> Any:
+    return examples
+
+
+SPLIT = SETTINGS | {"overflow": "split", "max_tokens": 5, "parallel": ParallelLayout(tp=2)}
+LONG = make_examples([7, 8, 9, 3])  # pieces of 4 tokens
+
+
+@pytest.mark.parametrize("start", [1, 3, 6, 10**40 + 1, 2**63])
+def test_a_start_between_no_two_pieces_is_refused(start: int) -> None:
+    dataset = PackedIterableDataset(LONG, **SPLIT)
+    before = dataset.state_dict()
+    message = r"start is \d+, but pieces of examples begin every 4 tokens|it is damaged"
+    with pytest.raises(StateError, match=message):
+        dataset.load_state_dict(before | {"start": start})
+    assert dataset.state_dict() == before
+
+
+@pytest.mark.parametrize("source", [as_list, TokenizedDataset])
+@pytest.mark.parametrize(
+    ("num_read", "start", "message"),
+    [
+        (0, 8, "is after token 8 of example 0 of the stream, which has 7; the source is not what"),
+        (1, 8, "is after token 8 of example 1 of the stream, which has 8; the source"),
+        (
+            2,
+            4 * 10**17,
+            "is after token 4000.* of example 2 of the stream, which has 9; the source",
+        ),
+        (4, 4, "is after token 4 of an example after 4 of the stream, which ends there; the"),
+    ],
+)
+def test_a_start_after_the_end_of_its_example_is_refused(source, num_read, start, message) -> None:
+    dataset = PackedIterableDataset(source(LONG), **SPLIT)
+    dataset.load_state_dict(dataset.state_dict() | {"num_read": num_read, "start": start})
+    with pytest.raises(StateError, match=message):
+        list(dataset)
+
+
+@pytest.mark.parametrize("source", [as_list, TokenizedDataset])
+def test_a_start_between_two_pieces_goes_on_there(source) -> None:
+    dataset = PackedIterableDataset(source(LONG), **SPLIT)
+    dataset.load_state_dict(dataset.state_dict() | {"num_read": 2, "start": 8})
+    assert tokens_of(list(dataset)) == all_tokens([{"input_ids": [3008]}, LONG[3]])
 
 
 def test_the_epoch_of_the_source_must_agree() -> None:

@@ -16,11 +16,11 @@ import numpy as np
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.collators._columns import read_columns
 from torch_collate_kit.collators._examples import Examples
-from torch_collate_kit.errors import DataError
+from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading._pieces import at_position, pieces_of
 from torch_collate_kit.loading._stream import Columns, Example, Place, Stream
 
-__all__ = ["ENTRY", "Reader", "place_behind", "reader_of"]
+__all__ = ["ENTRY", "Reader", "piece_limit", "place_behind", "reader_of"]
 
 ENTRY = np.dtype(
     [
@@ -83,7 +83,7 @@ class _ExampleReader:
     def _read(
         self, examples: Iterator[tuple[Example, int, Place]], before: Place
     ) -> Iterator[tuple[Any, ...]]:
-        limit = _limit(self._collator)
+        limit = piece_limit(self._collator)
         for example, position, after in examples:
             try:
                 num_tokens = self._checked_length(example)
@@ -92,12 +92,14 @@ class _ExampleReader:
                     pieces = list(pieces_of(example, limit, train_all=self._collator.train_all))
             except DataError as error:
                 raise at_position(error, position) from error
+            _check_start(before, position, num_tokens)
             for start, piece in pieces:
                 stop = min(start + limit, num_tokens) if is_split else num_tokens
                 behind = after if stop == num_tokens else before._replace(start=stop)
                 if start >= before.start:
                     yield position, start, stop - start, is_split, *behind, piece
             before = after
+        _check_start(before)
 
     def _checked_length(self, example: Example) -> int:
         try:
@@ -116,9 +118,11 @@ class _ColumnReader:
         self._dataset, self._positions = columns
         self._collator = collator
         self._before = place  # of the first of the positions
+        if not self._positions:
+            _check_start(place)
         self._ready = np.empty(0, dtype=ENTRY)  # pieces of the last example before them
         is_split = collator.overflow == "split"
-        self._limit = _limit(collator) if is_split else np.iinfo(np.int64).max
+        self._limit = piece_limit(collator) if is_split else np.iinfo(np.int64).max
 
     def read(self, num_entries: int) -> np.ndarray:
         while len(self._ready) < num_entries and self._positions:
@@ -140,6 +144,7 @@ class _ColumnReader:
         positions = np.arange(span.start, span.stop, span.step)
         try:
             lengths = self._dataset._lengths_at(positions)
+            _check_start(self._before, span[0], int(lengths[0]))
             num_pieces = -(-lengths // self._limit)
             counts = num_pieces.copy()  # without those that are before the place
             counts[0] = max(0, counts[0] + -self._before.start // self._limit)
@@ -182,11 +187,24 @@ class _ColumnReader:
         return entries
 
 
-def _limit(collator: PackedCollator[Any]) -> int:
-    """The most tokens of an example in a row."""
+def piece_limit(collator: PackedCollator[Any]) -> int:
+    """The most tokens of an example in a row: what pieces have, but the last one."""
     align = collator.parallel.align
     return collator.max_tokens // align * align
 
 
+def _check_start(place: Place, position: int = -1, num_tokens: int = 0) -> None:
+    """That the example at ``position``, the next one after the place, reaches beyond it."""
+    if place.start and place.start >= num_tokens:
+        if num_tokens:
+            found = f"example {position} of the stream, which has {num_tokens}"
+        else:
+            found = f"an example after {place.num_read} of the stream, which ends there"
+        raise StateError(
+            f"the state is after token {place.start} of {found}; the source is not what it was "
+            "when the state was saved"
+        )
+
+
 def _is_too_long(collator: PackedCollator[Any], num_tokens: Any) -> Any:
-    return (num_tokens > _limit(collator)) & (collator.overflow == "raise")
+    return (num_tokens > piece_limit(collator)) & (collator.overflow == "raise")

@@ -20,7 +20,7 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading._arguments import checked_bool, checked_rank
-from torch_collate_kit.loading._entries import Reader, reader_of
+from torch_collate_kit.loading._entries import Reader, piece_limit, reader_of
 from torch_collate_kit.loading._pieces import at_position
 from torch_collate_kit.loading._stream import Place, Source, Stream
 from torch_collate_kit.loading._window import Windows
@@ -30,7 +30,8 @@ from torch_collate_kit.ragged import Ragged
 
 __all__ = ["PackedIterableDataset"]
 
-_VERSION = 2  # goes up with _NUM_BUFFERS and with any change to which examples make a batch
+_VERSION = 3  # goes up with _NUM_BUFFERS and with any change to which examples make a batch
+_MAX_COUNT = 2**63 - 1
 _NUM_BUFFERS = 8  # of a window; 4 lose 0.9% on lengths spread evenly, for half the reading
 
 
@@ -95,7 +96,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
     Raises:
         DataError: an example is wrong, or too long with ``overflow="raise"``; names its position in
             the stream. It is raised when its buffer is filled or its batch is made.
-        StateError: a state of other settings, or of a longer stream.
+        StateError: a state of other settings, or of a longer stream or example.
         ValueError, TypeError: a setting is wrong.
 
     >>> examples = [{"input_ids": [7] * n} for n in (3, 2, 4, 1, 5)]
@@ -183,7 +184,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         self._saved = copy.deepcopy(dict(state))
 
     def _settings(self) -> dict[str, Any]:
-        """What a state must share with the dataset it is loaded into."""
+        """What a state must share with the dataset it is loaded into: all that shapes batches."""
         worker, collator = get_worker_info(), self.collator
         rank, world_size = self._stream.node
         return {
@@ -192,8 +193,14 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             "rows_per_batch": self.rows_per_batch,
             "strategy": collator.strategy,
             "align": collator.parallel.align,
+            "dp": collator.parallel.dp,
             "overflow": collator.overflow,
             "max_sequences_per_row": collator.max_sequences_per_row,
+            "balance": collator.balance,
+            "fixed_width": collator.fixed_width,
+            "pad_token_id": collator.pad_token_id,
+            "normalize_loss": collator.normalize_loss,
+            "model_inputs": collator.model_inputs,
             "rank": rank,
             "world_size": world_size,
             "num_workers": 0 if worker is None else worker.num_workers,
@@ -204,24 +211,41 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
 
     def _position_of(self, state: Mapping[str, Any]) -> _Position:
         version = state.get("version") if isinstance(state, Mapping) else None
-        if version != _VERSION:
+        if version != _VERSION or type(version) is not int:
             raise StateError(
                 f"the state has version {version!r}, this one reads version {_VERSION}; pass what "
-                "state_dict() of a PackedIterableDataset gave"
+                "state_dict() of a PackedIterableDataset gave, in the same version of the library"
             )
-        for name, expected in self._settings().items():
-            if name not in state or state[name] != expected:
+        settings = self._settings()
+        if missing := sorted(settings.keys() - state.keys()):
+            raise StateError(f"the state has no {', '.join(missing)}; it is damaged")
+        for name, expected in settings.items():
+            if type(state[name]) is not type(expected) or state[name] != expected:
                 raise StateError(
-                    f"the state is of {name}={state.get(name)!r}, the dataset has "
+                    f"the state is of {name}={state[name]!r}, the dataset has "
                     f"{name}={expected!r}; resume with the settings it was saved with"
                 )
         counts = [state.get(name) for name in ("num_read", "start", "num_batches")]
-        if not all(type(count) is int and count >= 0 for count in counts):
+        if not all(type(count) is int and 0 <= count <= _MAX_COUNT for count in counts):
             raise StateError(
                 f"the state's num_read, start, num_batches are {counts}; it is damaged"
             )
+        self._check_start(state["start"])
         place = Place(state["num_read"], state["start"], state.get("source"))
         return _Position(place, state["num_batches"])
+
+    def _check_start(self, start: int) -> None:
+        overflow, limit = self.collator.overflow, piece_limit(self.collator)
+        if start and overflow != "split":
+            raise StateError(
+                f"the state's start is {start}, within an example, but with overflow={overflow!r} "
+                "none is split; it is damaged"
+            )
+        if start % limit:
+            raise StateError(
+                f"the state's start is {start}, but pieces of examples begin every {limit} tokens; "
+                "it is damaged"
+            )
 
     def _batches(self, position: _Position) -> Iterator[Batch | dict[str, Any]]:
         reader = reader_of(self._stream, position.place, self.collator)
