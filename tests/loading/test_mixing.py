@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader
 
 from tests.loading.sampler_oracle import flat, generator, read
+from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading._mixture import Cursor
 from torch_collate_kit.loading.mixing import MixedSampler
 from torch_collate_kit.loading.sampler import ResumableSampler
@@ -270,6 +271,7 @@ def test_the_state_is_small():
         "weights": ["7/10", "3/10"],
         "by": "examples",
         "num_units": [10**7, 300],
+        "lengths_digest": None,
         "num_steps": 100,
         "stop": None,
         "batch_size": 64,
@@ -277,3 +279,17 @@ def test_the_state_is_small():
         "seed": 0,
         "shuffle": True,
     }
+
+
+@pytest.mark.parametrize("other", [[[3, 1, 2], [4, 4]], [[1, 2, 3], [3, 5]]])
+def test_a_state_of_other_lengths_with_the_same_sums_is_refused(other):
+    def make(lengths: list[list[int]]) -> MixedSampler:
+        return MixedSampler([3, 2], 2, by="tokens", lengths=lengths, num_steps=3)
+
+    state = make([[1, 2, 3], [4, 4]]).state_dict()
+    message = (
+        r"^state is of lengths_digest='\w{32}', this sampler has lengths_digest='\w{32}'; build"
+    )
+    with pytest.raises(StateError, match=message):
+        make(other).load_state_dict(state)
+    make([[1, 2, 3], [4, 4]]).load_state_dict(state)

@@ -354,8 +354,38 @@ def test_a_state_of_another_run_is_refused(other, message):
 
 def test_a_state_of_other_lengths_is_refused():
     state = PackedBatchSampler([2, 3, 4], batch_size=2, max_tokens=8).state_dict()
-    with pytest.raises(StateError, match="num_tokens=9, this sampler has num_tokens=8"):
+    with pytest.raises(StateError, match="num_tokens=9, .* this sampler has num_tokens=8"):
         PackedBatchSampler([2, 3, 3], batch_size=2, max_tokens=8).load_state_dict(state)
+
+
+@pytest.mark.parametrize("other", [[2, 4, 3], [3, 2, 4], [1, 4, 4]])
+def test_a_state_of_the_same_lengths_in_another_order_is_refused(other):
+    options: dict[str, Any] = {"batch_size": 2, "max_tokens": 8}
+    state = PackedBatchSampler([2, 3, 4], **options).state_dict()
+    sampler = PackedBatchSampler(other, **options)
+    message = (
+        r"^state is of lengths_digest='\w{32}', this sampler has lengths_digest='\w{32}'; build"
+    )
+    with pytest.raises(StateError, match=message):
+        sampler.load_state_dict(state)
+    PackedBatchSampler(np.array([2, 3, 4], dtype=np.uint8), **options).load_state_dict(state)
+
+
+@pytest.mark.parametrize("other", [None, [1, 1, 3]])
+def test_a_state_of_other_loss_tokens_is_refused(other):
+    options: dict[str, Any] = {"batch_size": 2, "max_tokens": 8}
+    state = PackedBatchSampler([2, 3, 4], num_loss_tokens=[1, 2, 3], **options).state_dict()
+    sampler = PackedBatchSampler([2, 3, 4], num_loss_tokens=other, **options)
+    with pytest.raises(StateError, match=r"^state is of loss_tokens_digest='\w{32}', this sampler"):
+        sampler.load_state_dict(state)
+
+
+def test_a_state_without_digests_is_refused_by_name():
+    state = make_sampler().state_dict()
+    older = {key: value for key, value in state.items() if not key.endswith("_digest")}
+    message = r"keys missing \['lengths_digest', 'loss_tokens_digest'\], unknown \[\]; .* version"
+    with pytest.raises(StateError, match=message):
+        make_sampler().load_state_dict(older)
 
 
 def test_a_state_is_the_same_on_all_ranks():

@@ -26,6 +26,8 @@ from tests.loading.toy_data import (
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.async_collator import AsyncBatchCollator
+from torch_collate_kit.loading.mixing import MixedSampler
+from torch_collate_kit.loading.packed_sampler import PackedBatchSampler
 from torch_collate_kit.loading.prefetch import PrefetchLoader
 from torch_collate_kit.loading.sampler import PrefetchingSampler
 from torch_collate_kit.testing import assert_exact_resume, batch_digest
@@ -632,6 +634,32 @@ def test_wrong_arguments(batches_or_steps):
         PrefetchLoader(DataLoader(range(3)))
     with pytest.raises(TypeError, match="a list"):
         PrefetchLoader([1, 2])
+
+
+@pytest.mark.parametrize("length", [9, 14])
+def test_a_sampler_of_another_dataset_is_refused(length):
+    sizes = [5, length - 5]
+    samplers = [
+        PrefetchingSampler(length, 4),
+        MixedSampler(sizes, 4),
+        PackedBatchSampler([1] * length, batch_size=4, max_tokens=8),
+    ]
+    for sampler in samplers:
+        with pytest.raises(ValueError, match="the sampler was built for") as caught:
+            PrefetchLoader(DataLoader(EXAMPLES, batch_sampler=sampler))
+        assert str(caught.value) == (
+            f"the sampler was built for {length} examples, the dataset has 13; build it with the "
+            "dataset that is read (one over a part of the data takes order= or torch's Subset)"
+        )
+
+
+def test_a_dataset_that_grows_between_epochs_is_read_by_a_sampler_of_its_first_length():
+    class Growing(list):
+        """No length is asked for later."""
+
+    dataset = Growing(range(4))
+    with PrefetchLoader(DataLoader(dataset, batch_sampler=PrefetchingSampler(4, 2))) as loader:
+        assert len(list(loader.steps(4, on_epoch=lambda epoch: dataset.append(epoch)))) == 4
 
 
 # ---- what is left behind ----

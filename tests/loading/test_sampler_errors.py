@@ -175,7 +175,7 @@ OTHER_RUNS = [
     (
         mixed,
         {"by": "tokens", "lengths": [[1] * 10, [2] * 5]},
-        "weights=['1/2', '1/2'], by='tokens', num_units=[10, 10], this sampler has weights=['2/3'",
+        "weights=['1/2', '1/2'], by='tokens', num_units=[10, 10], lengths_digest='",
     ),
 ]
 

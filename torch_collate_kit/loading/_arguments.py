@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+import hashlib
+from collections.abc import Sequence, Sized
 from typing import TypeAlias
 
 import numpy as np
@@ -82,3 +83,11 @@ def checked_order(indices: npt.ArrayLike, epoch: int, length: int) -> Indices:
     own = array.astype(np.int64)
     own.flags.writeable = False
     return own
+
+
+def digest_of(counts: Sequence[Indices]) -> str:
+    """What tells the counts of examples, such as their lengths, from others in a state."""
+    found = hashlib.blake2b(digest_size=16)
+    for of_source in counts:
+        found.update(of_source.astype("<i8").tobytes())
+    return found.hexdigest()

@@ -64,6 +64,11 @@ class OrderedSampler(EpochSampler):
         """What this rank yields for a global batch of indices."""
 
     @property
+    def num_examples(self) -> int:
+        """The length of the dataset that the indices are of."""
+        return self._length
+
+    @property
     def num_examples_per_step(self) -> int:
         """Examples of a full step over all ranks: the ``batch_size`` argument."""
         return self._num_global

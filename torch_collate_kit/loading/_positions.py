@@ -186,7 +186,8 @@ class EpochSampler(ABC):
             missing, unknown = sorted(keys - state.keys()), sorted(map(str, state.keys() - keys))
             raise StateError(
                 f"state of another kind: keys missing {missing}, unknown {unknown}; "
-                f"pass what state_dict() of a {type(self).__name__} gave"
+                f"pass what state_dict() of a {type(self).__name__} gave, in the same version of "
+                "the library"
             )
         differ = [k for k in fits if type(state[k]) is not type(fits[k]) or state[k] != fits[k]]
         if differ:

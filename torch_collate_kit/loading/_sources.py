@@ -101,6 +101,7 @@ class _SamplerSource:
     """A DataLoader whose batch_sampler knows the state of any position."""
 
     def __init__(self, loader: DataLoader[Any], sampler: ResumableSampler) -> None:
+        _check_lengths(loader, sampler)
         self._sampler = sampler
         self._steps = _Steps()
         self._loader = copy.copy(loader)  # the caller's keeps its sampler
@@ -286,6 +287,18 @@ class _StatefulSource:
             length = None
         settings = {k: getattr(self._loader, k, None) for k in ("batch_size", "num_workers")}
         return {"length": length, **settings}
+
+
+def _check_lengths(loader: DataLoader[Any], sampler: ResumableSampler) -> None:
+    """A sampler of fewer examples would never read the rest."""
+    num_examples = getattr(sampler, "num_examples", None)
+    length = len(loader.dataset) if hasattr(loader.dataset, "__len__") else num_examples
+    if type(num_examples) is int and num_examples != length:
+        raise ValueError(
+            f"the sampler was built for {num_examples} examples, the dataset has {length}; build "
+            "it with the dataset that is read (one over a part of the data takes order= or torch's "
+            "Subset)"
+        )
 
 
 def _has_workers(loader: Any) -> bool:

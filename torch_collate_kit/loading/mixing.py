@@ -19,6 +19,7 @@ from torch_collate_kit.loading._arguments import (
     checked_batch_size,
     checked_bool,
     checked_rank,
+    digest_of,
     rank_slice,
 )
 from torch_collate_kit.loading._mixture import (
@@ -58,7 +59,8 @@ class MixedSampler(EpochSampler):
 
     The ``state_dict`` holds ``version``, ``epoch``, ``step``, ``taken`` (examples taken from each
     source) and what it must fit: ``sizes``, ``weights``, ``by``, ``num_units`` (examples or tokens
-    of each source), ``num_steps``, ``stop``, ``batch_size``, ``world_size``, ``seed``, ``shuffle``.
+    of each source), ``lengths_digest`` (None by examples), ``num_steps``, ``stop``, ``batch_size``,
+    ``world_size``, ``seed``, ``shuffle``.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or an epoch would have no step.
@@ -98,6 +100,7 @@ class MixedSampler(EpochSampler):
         self._mixture = Mixture(
             sizes, self._weights, arrays, seed=self._seed, shuffle=self._shuffle
         )
+        self._lengths_digest = digest_of(arrays) if arrays else None
         nothing = (0,) * len(sizes)
         self._marks = [Mark(0, nothing, nothing)]
         self._set_steps_per_epoch(num_steps, stop)
@@ -121,6 +124,11 @@ class MixedSampler(EpochSampler):
                 f"than batch_size={self._num_global}, so that stop='first' leaves no step; use "
                 "stop='all', num_steps=..., or a lower batch_size"
             )
+
+    @property
+    def num_examples(self) -> int:
+        """Examples of all sources: the length of the dataset that the indices are of."""
+        return sum(self._mixture.sizes)
 
     @property
     def num_examples_per_step(self) -> int:
@@ -173,6 +181,7 @@ class MixedSampler(EpochSampler):
             "weights": [str(weight) for weight in self._weights],
             "by": self._by,
             "num_units": list(self._mixture.num_units),
+            "lengths_digest": self._lengths_digest,
             "num_steps": self._steps_per_epoch,
             "stop": self._stop,
             "batch_size": self._num_global,

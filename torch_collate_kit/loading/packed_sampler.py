@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading._arguments import Indices, checked_rank
+from torch_collate_kit.loading._arguments import Indices, checked_rank, digest_of
 from torch_collate_kit.loading._ordered import Order, OrderedSampler
 from torch_collate_kit.packing import ParallelLayout, RankPlan, pack
 from torch_collate_kit.packing._checks import checked_int, checked_lengths, checked_optional_int
@@ -38,8 +38,8 @@ class PackedBatchSampler(OrderedSampler):
     ``shuffle``, ``seed``, ``drop_last``, ``tail``, ``order``, ``reshuffle`` and resuming are as for
     :class:`~torch_collate_kit.loading.PrefetchingSampler`; a kept tail may be of any size, since
     ranks without examples get rows of pads. The ``state_dict`` holds, beside what that one's does,
-    ``num_tokens`` and the options of :func:`~torch_collate_kit.packing.pack`, and is the same on
-    all ranks.
+    ``num_tokens``, digests of ``lengths`` and ``num_loss_tokens``, and the options of
+    :func:`~torch_collate_kit.packing.pack`, and is the same on all ranks.
 
     Raises:
         TypeError, ValueError: an argument is wrong; ``num_loss_tokens`` beside examples to be cut.
@@ -112,6 +112,11 @@ class PackedBatchSampler(OrderedSampler):
                     "cut it when tokenizing, or leave num_loss_tokens out and collate with "
                     "normalize_loss=False"
                 )
+        self._told = {  # states must be of the same
+            "num_tokens": int(self._lengths.sum()),
+            "lengths_digest": digest_of([self._lengths]),
+            "loss_tokens_digest": None if self._counts is None else digest_of([self._counts]),
+        }
         super().__init__(
             len(self._lengths),
             batch_size,
@@ -130,8 +135,7 @@ class PackedBatchSampler(OrderedSampler):
         return RankPlan.of(plan, self._rank, batch, lengths, counts)
 
     def _fits(self) -> dict[str, Any]:
-        num_tokens = {"num_tokens": int(self._lengths.sum())}
-        return {**super()._fits(), **num_tokens, **self._options}
+        return {**super()._fits(), **self._told, **self._options}
 
 
 def _checked_counts(num_loss_tokens: npt.ArrayLike, lengths: Indices) -> Indices:

@@ -52,6 +52,7 @@ class PrefetchLoader:
 
     Raises:
         TypeError: a loader that cannot be resumed.
+        ValueError: a sampler that was built for another number of examples than the dataset has.
         StateError: a loop that is over, a loader that is closed or that another process reads, a
             state that does not fit.
 

@@ -18,7 +18,8 @@ class ResumableSampler(Protocol):
 
     One ``iter()`` is one epoch, fixed when it is made, and makes ``epoch`` the one after it. A
     consumer that counts its batches saves ``state_at(epoch, batches)``: the live ``state_dict()``
-    is ahead of it. Has no attribute ``batch_size``: Accelerate would read it and lose batches.
+    is ahead of it. Has no attribute ``batch_size``: Accelerate would read it and lose batches. With
+    an int ``num_examples`` it is compared with the length of the dataset.
 
     >>> isinstance(PrefetchingSampler(10, batch_size=4), ResumableSampler)
     True
