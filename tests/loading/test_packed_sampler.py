@@ -354,7 +354,7 @@ def test_a_state_of_another_run_is_refused(other, message):
 
 def test_a_state_of_other_lengths_is_refused():
     state = PackedBatchSampler([2, 3, 4], batch_size=2, max_tokens=8).state_dict()
-    with pytest.raises(StateError, match="num_tokens=9, .* this sampler has num_tokens=8"):
+    with pytest.raises(StateError, match=r"num_tokens=9, .* this sampler has num_tokens=8"):
         PackedBatchSampler([2, 3, 3], batch_size=2, max_tokens=8).load_state_dict(state)
 
 
