@@ -8,6 +8,7 @@ import os
 import threading
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -25,11 +26,13 @@ from tests.loading.toy_data import (
 )
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading._device_copy import check_recordable
 from torch_collate_kit.loading.async_collator import AsyncBatchCollator
 from torch_collate_kit.loading.mixing import MixedSampler
 from torch_collate_kit.loading.packed_sampler import PackedBatchSampler
 from torch_collate_kit.loading.prefetch import PrefetchLoader
 from torch_collate_kit.loading.sampler import PrefetchingSampler
+from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.testing import assert_exact_resume, batch_digest
 
 STOPS = [KeyboardInterrupt, SystemExit]
@@ -727,6 +730,46 @@ def test_structures_of_tensors_are_moved_and_the_rest_stays():
         (batch,) = loader
     assert batch["x"].device.type == batch["y"][0][0].device.type == "meta"
     assert (batch["y"][0][1], batch["name"]) == (3, "a")
+
+
+@dataclass
+class Holder:
+    """A batch with a ``.to()`` of its own, whose tensors nobody else sees."""
+
+    values: torch.Tensor
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> Holder:
+        return Holder(self.values.to(device, non_blocking=non_blocking))
+
+
+class Recording(Holder):
+    def record_stream(self, stream: object) -> None:
+        self.values.record_stream(stream)
+
+
+def test_an_object_with_tensors_that_the_loader_cannot_see_is_refused_before_it_is_copied():
+    """Its memory might be given to the next batch while kernels still read it."""
+    for batch in (Holder(torch.ones(2)), {"x": [torch.ones(2), (Holder(torch.ones(2)),)]}):
+        with pytest.raises(TypeError) as caught:
+            check_recordable(batch)
+        assert str(caught.value) == (
+            "the batch holds a Holder, which has .to() but is no tensor, mapping, list or tuple: "
+            "which memory its copy on the CUDA device takes cannot be seen; collate into one of "
+            "these, or give Holder a record_stream(stream) that calls it on each of its tensors"
+        )
+    nothing = {"x": Recording(torch.ones(2)), "n": 3, "s": "a", "none": None}
+    check_recordable([nothing, Ragged.from_rows([torch.ones(2)]), COLLATORS["packed"](EXAMPLES)])
+
+
+def test_without_a_stream_an_object_with_tensors_may_be_anything():
+    loader = DataLoader(
+        range(2),
+        batch_sampler=PrefetchingSampler(2, 2),
+        collate_fn=lambda examples: Holder(torch.tensor(examples)),
+    )
+    with PrefetchLoader(loader, device="meta") as loader:
+        (batch,) = loader
+    assert batch.values.device.type == "meta"
 
 
 def test_wait_seconds_counts_what_the_consumer_waited():

@@ -36,6 +36,7 @@ class DeviceCopy:
     def send(self, batch: Any) -> Sent:
         if self._stream is None:
             return Sent(_mapped(batch, lambda part: part.to(self._device)), None)
+        check_recordable(batch)
         pinned = _mapped(batch, _pin)
         with torch.cuda.stream(self._stream):
             moved = _mapped(pinned, lambda part: part.to(self._device, non_blocking=True))
@@ -45,10 +46,10 @@ class DeviceCopy:
         if sent.copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(sent.copied)
-            for tensor in _tensors(sent.batch):
+            for part in _recordable(sent.batch):
                 # it was allocated on the other stream, which may not reuse it before this one is
                 # done with it
-                tensor.record_stream(stream)
+                part.record_stream(stream)
         return sent.batch
 
 
@@ -77,14 +78,30 @@ def _pin(part: Any) -> Any:
     return part.pin_memory() if on_host and hasattr(part, "pin_memory") else part
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
+def check_recordable(batch: Any) -> None:
+    """TypeError if an object in the batch would be copied to memory that cannot be seen."""
+    for part in _recordable(batch):
+        if not hasattr(part, "record_stream"):
+            name = type(part).__name__
+            raise TypeError(
+                f"the batch holds a {name}, which has .to() but is no tensor, mapping, list or "
+                "tuple: which memory its copy on the CUDA device takes cannot be seen; collate "
+                f"into one of these, or give {name} a record_stream(stream) that calls it on each "
+                "of its tensors"
+            )
+
+
+def _recordable(value: Any) -> Iterator[Any]:
+    """The tensors of a batch, and its objects with a ``.to()`` of their own."""
+    if isinstance(value, Ragged):
+        yield from _recordable(value.values)
+    elif isinstance(value, Tensor) or hasattr(value, "record_stream"):
         yield value
-    elif isinstance(value, Ragged):
-        yield from _tensors(value.values)
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from _recordable(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from _recordable(item)
+    elif hasattr(value, "to"):
+        yield value

@@ -29,7 +29,9 @@ class PrefetchLoader:
             It is not changed, but nobody else should iterate it meanwhile.
         prefetch: False builds every batch when it is asked for, without a thread: the same batches.
         device: where batches go. For CUDA they are pinned and copied on a stream of their own while
-            the batch before is trained. None and "cpu" leave them where they are.
+            the batch before is trained; an object with a ``.to()`` of its own that is no tensor,
+            mapping, list or tuple then needs a ``record_stream`` (TypeError). None and "cpu" leave
+            them where they are.
 
     The loader has one position. ``for batch in loader`` yields the rest of the epoch it stands in
     (all of it, at an epoch's beginning), ``steps(n)`` the next n batches, across epochs. A loop
