@@ -9,6 +9,7 @@ again, and an example is packed some four times (5-30 us).
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,7 +82,9 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
     ``split_dataset_by_node``. A callable that iterates such a source inside is ``presharded``.
     Every example is given out once, so long as all ranks have as many workers. Ranks may differ in
     their number of batches by the tail: stop all of them at the same number of steps, or agree on
-    the end with an all-reduce; nothing is dropped or repeated here.
+    the end with an all-reduce; nothing is dropped or repeated here. ``accelerator.prepare`` of a
+    DataLoader of it would divide again, and is refused: pass ``rank`` and ``world_size``, and wrap
+    the loader in a :class:`~torch_collate_kit.loading.PrefetchLoader`.
 
     **State.** ``state_dict()`` is small JSON: where a window began in the stream, batches given out
     since, and the settings it fits. The price: a resumed pass reads and packs the window again as
@@ -159,6 +162,24 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
     def as_is(batch: Any) -> Any:
         """``collate_fn`` for ``batch_size=None``: torch's own rebuilds a Batch without metadata."""
         return batch
+
+    @property
+    def set_epoch(self) -> Any:
+        """None: the order is the source's. Accelerate's loaders look for it before each pass."""
+        caller = sys._getframe(1).f_locals.get("self")
+        if type(caller).__name__ in ("DataLoaderDispatcher", "IterableDatasetShard"):
+            raise TypeError(
+                "accelerator.prepare of a DataLoader of a PackedIterableDataset would divide its "
+                "batches over the ranks by itself, and cut what belongs together; give the dataset "
+                "rank=accelerator.process_index, world_size=accelerator.num_processes, and wrap "
+                "the loader in a PrefetchLoader, which prepare leaves as it is: PrefetchLoader("
+                "StatefulDataLoader(dataset, batch_size=None, collate_fn=dataset.as_is), "
+                "device=accelerator.device)"
+            )
+        raise AttributeError(
+            "a PackedIterableDataset has no set_epoch; its order is the source's: call set_epoch "
+            "there"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Where the newest pass stands: the next batch is the first one after it.

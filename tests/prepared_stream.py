@@ -1,0 +1,54 @@
+"""A packed stream under accelerate.prepare, on every rank; what came of it is written to a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torch_collate_kit import PackedIterableDataset, PrefetchLoader
+
+EXAMPLES = [{"input_ids": [i + 1] * (1 + i % 5)} for i in range(41)]
+
+
+def stream(**part: int) -> PackedIterableDataset:
+    return PackedIterableDataset(EXAMPLES, tokenizer=0, max_tokens=12, buffer_size=7, **part)
+
+
+def tokens_of(loader: Any) -> list[int]:
+    """The tokens of all its batches in their order, or what it raised."""
+    return [t for batch in loader for row in batch["input_ids"].tolist() for t in row if t]
+
+
+def what_came(accelerator: Accelerator, loader: Any) -> Any:
+    try:
+        return tokens_of(accelerator.prepare(loader))
+    except TypeError as error:
+        return str(error)
+
+
+def all_ways() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for dispatch in (None, True, False):
+        config = DataLoaderConfiguration(dispatch_batches=dispatch)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        part = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+        dataset = stream(**part)
+        loader = DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)
+        found[str(dispatch)] = what_came(accelerator, loader)
+    stateful = StatefulDataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)
+    with PrefetchLoader(stateful, device=accelerator.device) as prefetching:
+        found["PrefetchLoader"] = what_came(accelerator, prefetching)
+    accelerator.end_training()
+    return found | part
+
+
+if __name__ == "__main__":
+    came = all_ways()
+    Path(sys.argv[1], f"{came['rank']}.json").write_text(json.dumps(came))
