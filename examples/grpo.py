@@ -180,13 +180,13 @@ def stage(steps: list[dict], tokenizer: Any, num_ranks: int, args: Any) -> list[
     if args.merge_steps:
         steps = rl.merge_steps(steps)
     batch = kit.RolloutCollator(tokenizer)(steps)
-    uids = batch.metadata["uids"]
+    uids = batch.row_metadata["uids"]
     advantages = rl.compute_advantages(
         batch["rewards"],
         batch["response_mask"],
         uids,
         estimator="grpo",
-        is_last_step=batch.metadata["is_last_step"],  # what a game earned goes to all its turns
+        is_last_step=batch.row_metadata["is_last_step"],  # what a game earned goes to all its turns
     )
     boundaries = rl.mini_batch_boundaries(uids, args.prompts_per_mini_batch)  # whole games
     advantages = rl.normalize_advantages(

@@ -41,7 +41,7 @@ def assert_equals_oracle(batch: Batch, expected: dict[str, Any]) -> None:
         else:
             assert batch[name].tolist() == expected[name], name
     for key, value in expected["metadata"].items():
-        found = batch.metadata[key]
+        found = (batch.row_metadata if key in batch.row_metadata else batch.metadata)[key]
         if isinstance(found, Ragged):
             assert found.flat_values.dtype in (np.int64, torch.int64), key
             found = found.tolist()
@@ -56,9 +56,9 @@ def assert_contract_dtypes(batch: Batch) -> None:
 
 
 def assert_one_buffer(batch: Batch) -> None:
-    """All fields are views of one allocation, and no cell belongs to two of them."""
+    """What is stored are views of one allocation, and no byte belongs to two of them."""
     pointers, spans = set(), []
-    for field in batch.values():
+    for field in batch._stored().items().values():
         values = field.values if isinstance(field, Ragged) else field
         pointers.add(values.untyped_storage().data_ptr())
         assert values.is_contiguous()
@@ -73,15 +73,20 @@ def assert_one_buffer(batch: Batch) -> None:
 def assert_same_batch(batch: Batch, other: Batch) -> None:
     assert list(batch) == list(other)
     assert batch.metadata.keys() == other.metadata.keys()
+    assert batch.row_metadata.keys() == other.row_metadata.keys()
     for name in batch:
         assert same_value(batch[name], other[name]), name
     for key in batch.metadata:
         assert same_value(batch.metadata[key], other.metadata[key]), key
+    for key in batch.row_metadata:
+        assert same_value(batch.row_metadata[key], other.row_metadata[key]), key
 
 
 def assert_round_trips(batch: Batch, cut: int) -> None:
     """Pickling gives the same batch in one buffer; so does slicing at `cut` and concatenating."""
     loaded = pickle.loads(pickle.dumps(batch))
+    assert loaded == batch
+    assert not loaded._made, "comparing made a dense field"
     assert_same_batch(loaded, batch)
     assert_one_buffer(loaded)
     head, tail = batch[:cut], batch[cut:]

@@ -28,11 +28,13 @@ def loose() -> Batch:
             "kept": torch.tensor([True, False, True, True]),
             "words": Ragged.from_rows([[1], [2, 3], [], [4, 5, 6]]),
         },
-        {
+        row_metadata={
             "uids": ["a", "b", "c", "d"],
             "turns": np.array([1, 2, 3, 4]),
             "scores": torch.tensor([0.1, 0.2, 0.3, 0.4]),
             "parts": Ragged.from_rows([[0], [], [1, 2], [3]]),
+        },
+        metadata={
             "step": 7,
             "name": "run",
             "limits": (1, 2, 3),
@@ -53,12 +55,15 @@ def contents(batch: Batch) -> dict[str, Any]:
         "rows": len(batch),
         "fields": {name: plain(field) for name, field in batch.items()},
         "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()},
-        "metadata": {key: plain(value) for key, value in batch.metadata.items()},
+        "row_metadata": {key: plain(value) for key, value in batch.row_metadata.items()},
+        "metadata": dict(batch.metadata),
     }
 
 
 def tensors_of(batch: Batch) -> list[torch.Tensor]:
-    return [field.values if isinstance(field, Ragged) else field for field in batch.values()]
+    """All that is stored."""
+    stored = batch._stored().items().values()
+    return [field.values if isinstance(field, Ragged) else field for field in stored]
 
 
 def storages_of(batch: Batch) -> set[int]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from tests.strategies import COMPILED, PackedOptions, packed_options
+from tests.strategies import PackedOptions, packed_options
 from torch_collate_kit.ragged import Ragged
 
 __all__ = ["DrawnRollouts", "packed_rollout_options", "rollout_options", "rollouts"]
@@ -194,7 +194,6 @@ def rollout_options(draw: st.DrawFn, lengths: list[int]) -> dict[str, Any]:
     return {
         "max_seq_len": draw(st.sampled_from((None, max(lengths), max(lengths) + 1))),
         "normalize_loss": draw(st.booleans()),
-        "compiled": draw(COMPILED),
     }
 
 

@@ -7,7 +7,6 @@ i is `first + 100 * i + t`, so a wrong cell in a failure says where it came from
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +37,6 @@ FUZZ = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
-COMPILED = st.booleans() if importlib.util.find_spec("numba") else st.just(False)
 FORMS = ("loss_mask", "num_actions", "labels", "assistant_masks", "completion_mask", "none")
 COUNT_COLUMNS = ("list", "array", "tensor", "ragged_array", "ragged_tensor")
 _WEIGHTS = (0.0, 1.0, 0.5, 2.0, 0.25, 0.1, 1 / 3, 1e-6, 100.0)
@@ -146,7 +144,6 @@ def padded_options(draw: st.DrawFn, lengths: list[int]) -> dict[str, Any]:
         "pad_to_multiple_of": draw(st.sampled_from((None, 1, 2, 5, 8, 16))),
         "max_length": draw(st.sampled_from((None, longest, longest + 1, 100))),
         "normalize_loss": draw(st.booleans()),
-        "compiled": draw(COMPILED),
     }
 
 
@@ -182,7 +179,6 @@ def packed_options(
             "fixed_width": draw(st.booleans()),
             "balance": draw(st.sampled_from(("attention", "tokens", None))),
             "normalize_loss": draw(st.booleans()),
-            "compiled": draw(COMPILED),
         },
     )
 

@@ -29,9 +29,9 @@ def test_an_added_row_runs_like_row_0_and_trains_nothing(packed: Batch) -> None:
     assert (batch["labels"][3:] == -100).all()
     assert (batch["loss_mask"][3:] == 0).all()
     assert batch["sub_seq_lengths"].tolist() == [[7], [5, 3], [4, 2], [], []]
-    assert batch.metadata["example_indices"].tolist() == [[4], [0, 1], [2, 3], [], []]
-    assert batch.metadata["num_actions"].tolist()[3:] == [[], []]
-    assert batch.metadata["max_segment_length"] == [7, 5, 4, 7, 7]
+    assert batch.row_metadata["example_indices"].tolist() == [[4], [0, 1], [2, 3], [], []]
+    assert batch.row_metadata["num_actions"].tolist()[3:] == [[], []]
+    assert batch.row_metadata["max_segment_length"] == [7, 5, 4, 7, 7]
     assert batch.metadata["num_dummy_rows"] == 2
     assert batch.metadata["num_loss_tokens"] == 16
     assert batch.pad_rows(multiple_of=2).metadata["num_dummy_rows"] == 3
@@ -42,19 +42,20 @@ def test_rows_are_added_to_a_slice_that_starts_anywhere(packed: Batch) -> None:
     batch = packed[1:].pad_rows(multiple_of=3)
     assert batch["input_ids"][2].tolist() == packed["input_ids"][1].tolist()
     assert batch["sub_seq_lengths"].tolist() == [[5, 3], [4, 2], []]
-    assert batch.metadata["example_starts"].tolist() == [[0, 0], [0, 0], []]
+    assert batch.row_metadata["example_starts"].tolist() == [[0, 0], [0, 0], []]
     assert batch.model_inputs()["cu_seq_lens_q"].tolist() == [0, 5, 8, 12, 14, 16, 21, 24]
 
 
 def test_row_metadata_and_rewards_of_added_rows() -> None:
     batch = Batch(
         {"rewards": torch.tensor([5.0]), "response_mask": torch.tensor([[1, 1]])},
-        {"uids": ["a"], "turns": np.array([3]), "step": 1},
+        row_metadata={"uids": ["a"], "turns": np.array([3])},
+        metadata={"step": 1},
     ).pad_rows(multiple_of=2)
     assert batch["rewards"].tolist() == [5.0, 0.0]
     assert batch["response_mask"].tolist() == [[1, 1], [0, 0]]
-    assert batch.metadata["uids"] == ["a", "a"]
-    assert batch.metadata["turns"].tolist() == [3, 3]
+    assert batch.row_metadata["uids"] == ["a", "a"]
+    assert batch.row_metadata["turns"].tolist() == [3, 3]
     assert batch.metadata["step"] == 1
 
 
@@ -86,11 +87,11 @@ def test_what_is_multiplied_into_a_loss_is_0_in_added_rows() -> None:
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 def test_an_added_row_is_a_trajectory_of_its_own(kind: Any) -> None:
     flags = kind([False, True])
-    batch = Batch({"x": torch.arange(2)}, {"is_last_step": flags}).pad_rows(multiple_of=4)
-    assert plain(batch.metadata["is_last_step"]) == [False, True, True, True]
+    batch = Batch({"x": torch.arange(2)}, row_metadata={"is_last_step": flags}).pad_rows(
+        multiple_of=4
+    )
+    assert plain(batch.row_metadata["is_last_step"]) == [False, True, True, True]
     assert plain(flags) == [False, True]
-    whole = Batch({"x": torch.arange(2)}, {"is_last_step": "yes"}).pad_rows(multiple_of=4)
-    assert whole.metadata["is_last_step"] == "yes"
 
 
 def test_pad_rows_errors(packed: Batch) -> None:

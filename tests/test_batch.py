@@ -40,16 +40,23 @@ def test_it_is_a_mapping_of_fields(packed: Batch) -> None:
 
 
 def test_repr_shows_shapes(packed: Batch) -> None:
-    assert repr(packed).startswith("Batch(3 rows; input_ids: [3, 8], position_ids: [3, 8], ")
-    assert repr(packed).endswith("cu_seq_lens: Ragged(3 rows, 10 values, torch.int32))")
+    assert repr(packed) == (
+        "Batch(3 packed rows of 8 cells; stored input_ids int32[21], loss_weights bool[21], "
+        f"{packed.nbytes} bytes; derived position_ids, attention_mask, labels, loss_mask, "
+        "sub_seq_lengths, cu_seq_lens)"
+    )
+    added = packed.with_fields(advantages=torch.zeros(3, 7))
+    assert repr(added).endswith("cu_seq_lens; given advantages: [3, 7])")
+    assert repr(loose()).startswith("Batch(4 rows; ids: [4, 2], rewards: [4], half: [4, 1], ")
+    assert repr(loose()).endswith("words: Ragged(4 rows, 6 values, int64))")
 
 
 def test_the_arguments_are_not_kept_as_containers() -> None:
     fields, metadata = {"x": torch.arange(2)}, {"uids": ["a", "b"]}
-    batch = Batch(fields, metadata)
+    batch = Batch(fields, row_metadata=metadata, metadata=metadata)
     fields["y"], metadata["n"] = torch.arange(9), 1
     assert list(batch) == ["x"]
-    assert list(batch.metadata) == ["uids"]
+    assert list(batch.metadata) == list(batch.row_metadata) == ["uids"]
 
 
 @pytest.mark.parametrize("index", [0, -1, np.int64(1), True, (0, 1), [0], None, slice])
@@ -65,15 +72,23 @@ def test_fields_and_row_metadata_must_agree_in_rows() -> None:
     with pytest.raises(ValueError, match="y has 2 rows, but x has 3"):
         Batch({"x": x, "y": torch.arange(2)})
     for short in (["a"], np.array([1]), torch.tensor([1]), Ragged.from_rows([[1]])):
-        with pytest.raises(ValueError, match=r"metadata\['u'\] has 1 rows, .*tuple or a dict"):
-            Batch({"x": x}, {"u": short})
-    Batch({"x": x}, {"u": ("a",), "v": {"w": [1]}, "s": "ab"})  # of the whole batch
+        with pytest.raises(ValueError, match=r"row_metadata\['u'\] has 1 rows, but x has 3"):
+            Batch({"x": x}, row_metadata={"u": short})
 
 
-@pytest.mark.parametrize("value", [torch.tensor(3), np.array(3)])
-def test_metadata_without_rows_belongs_to_the_whole_batch(value: Any) -> None:
-    batch = Batch({"x": torch.arange(3)}, {"num_loss_tokens": value})
-    assert batch[:1].metadata["num_loss_tokens"] is value
+@pytest.mark.parametrize("value", [torch.tensor(3), np.array(3), ["a"], [1, 2, 3], ("a",), "ab"])
+def test_metadata_belongs_to_the_whole_batch_whatever_its_type(value: Any) -> None:
+    batch = Batch({"x": torch.arange(3)}, metadata={"m": value})
+    assert batch[:1].metadata["m"] is value
+    assert batch.select([0]).metadata["m"] is value
+
+
+@pytest.mark.parametrize("value", [torch.tensor(3), ("a", "b", "c"), "abc", {"w": [1]}, None])
+def test_row_metadata_has_an_entry_per_row(value: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"row_metadata\['u'\] must be a list, .*goes into metadata"
+    ):
+        Batch({"x": torch.arange(3)}, row_metadata={"u": value})
 
 
 @pytest.mark.parametrize("value", [[1, 2], np.arange(2), torch.tensor(1), None])
@@ -104,11 +119,13 @@ def test_a_slice_by_hand() -> None:
             "kept": "bool",
             "words": "int64",
         },
-        "metadata": {
+        "row_metadata": {
             "uids": ["b", "c"],
             "turns": [2, 3],
             "scores": pytest.approx([0.2, 0.3]),
             "parts": [[], [1, 2]],
+        },
+        "metadata": {
             "step": 7,
             "name": "run",
             "limits": (1, 2, 3),
@@ -128,19 +145,21 @@ def test_a_slice_is_the_selection_of_its_rows(index: slice) -> None:
     assert len(loose()[index]) == len(rows)
 
 
-def test_slices_and_chunks_are_views(collated: Batch) -> None:
-    collated[1:2]["input_ids"][:] = 9
-    collated.chunk(len(collated))[2]["loss_mask"][:] = 4
-    assert (collated["input_ids"][1] == 9).all()
-    assert (collated["loss_mask"][2] == 4).all()
-    assert storages_of(collated[1:2]) == storages_of(collated)
+def test_slices_and_chunks_copy_nothing_that_is_stored(collated: Batch) -> None:
+    collated = pickle.loads(pickle.dumps(collated))  # in one buffer
+    assert len(storages_of(collated)) == 1
+    for part in (collated[1:2], collated.chunk(len(collated))[2]):
+        assert storages_of(part) == storages_of(collated)
+    loose_batch = loose()
+    loose_batch[1:2]["ids"][:] = 9
+    assert loose_batch["ids"].tolist()[1] == [9, 9]
 
 
 def test_a_slice_keeps_the_divisor_of_the_whole_batch(packed: Batch) -> None:
     part = packed[1:]
     assert part.metadata["num_loss_tokens"] == packed.metadata["num_loss_tokens"] == 16
-    assert part.metadata["example_indices"].tolist() == [[0, 1], [2, 3]]
-    assert part.metadata["max_segment_length"] == [5, 4]
+    assert part.row_metadata["example_indices"].tolist() == [[0, 1], [2, 3]]
+    assert part.row_metadata["max_segment_length"] == [5, 4]
     assert part["sub_seq_lengths"].tolist() == [[5, 3], [4, 2]]
 
 
@@ -174,20 +193,20 @@ def test_a_selection_is_a_copy_in_the_named_order(indices: Any) -> None:
     picked = batch.select(indices)
     assert picked["ids"].tolist() == [[5, 6], [1, 2], [5, 6]]
     assert picked["words"].tolist() == [[], [1], []]
-    assert picked.metadata["uids"] == ["c", "a", "c"]
-    assert picked.metadata["turns"].tolist() == [3, 1, 3]
-    assert picked.metadata["scores"].tolist() == pytest.approx([0.3, 0.1, 0.3])
-    assert picked.metadata["parts"].tolist() == [[1, 2], [0], [1, 2]]
+    assert picked.row_metadata["uids"] == ["c", "a", "c"]
+    assert picked.row_metadata["turns"].tolist() == [3, 1, 3]
+    assert picked.row_metadata["scores"].tolist() == pytest.approx([0.3, 0.1, 0.3])
+    assert picked.row_metadata["parts"].tolist() == [[1, 2], [0], [1, 2]]
     assert picked.metadata["limits"] == (1, 2, 3)
     for tensor in tensors_of(picked):
         tensor[:] = 0
-    picked.metadata["turns"][:] = 0
+    picked.row_metadata["turns"][:] = 0
     assert contents(batch) == contents(loose())
 
 
 def test_a_selection_of_no_rows() -> None:
     assert len(loose().select([])) == 0
-    assert loose().select([]).metadata["uids"] == []
+    assert loose().select([]).row_metadata["uids"] == []
 
 
 @pytest.mark.parametrize("indices", [[4], [-1], [0, 9], [[0]]])
@@ -226,7 +245,7 @@ def test_metadata_of_the_batches_must_agree_or_be_given(packed: Batch) -> None:
     whole = Batch.cat([packed, other], {"num_loss_tokens": 19, "new": "x"})
     assert whole.metadata["num_loss_tokens"] == 19
     assert whole.metadata["new"] == "x"
-    assert whole.metadata["max_segment_length"] == [7, 5, 4, 7, 5, 4]
+    assert whole.row_metadata["max_segment_length"] == [7, 5, 4, 7, 5, 4]
     assert packed.metadata["num_loss_tokens"] == 16
 
 
@@ -242,7 +261,9 @@ def test_cat_needs_the_same_fields_widths_and_metadata(packed: Batch, padded: Ba
         Batch.cat([packed, narrow])
     x = {"x": torch.arange(2)}
     with pytest.raises(ValueError, match=r"only one of .*batch 2 has the metadata \['a', 'b'\]"):
-        Batch.cat([Batch(x, {"a": 1}), Batch(x, {"a": 1}), Batch(x, {"b": 1})])
+        Batch.cat([Batch(x, metadata={key: 1}) for key in "aab"])
+    with pytest.raises(ValueError, match=r"only one of .*batch 1 has the row_metadata \['b'\]"):
+        Batch.cat([Batch(x), Batch(x, row_metadata={"b": [1, 2]})])
 
 
 def test_masks_that_were_divided_by_different_numbers_are_not_joined(packed: Batch) -> None:
@@ -254,7 +275,7 @@ def test_masks_that_were_divided_by_different_numbers_are_not_joined(packed: Bat
 
 def _as_rows(batch: Batch) -> list[tuple[Any, ...]]:
     columns = [plain(batch[name]) for name in ("x", "r")]
-    columns += [plain(batch.metadata[name]) for name in ("list", "array", "ragged")]
+    columns += [plain(batch.row_metadata[name]) for name in ("list", "array", "ragged")]
     return list(zip(*columns, strict=True))
 
 
@@ -265,7 +286,11 @@ def test_fields_and_metadata_stay_together(data: Any) -> None:
     ragged = Ragged.from_rows([r for _, r in rows], dtype=np.int64)
     batch = Batch(
         {"x": torch.tensor([x for x, _ in rows]), "r": ragged.to("cpu")},
-        {"list": [x for x, _ in rows], "array": np.array([x for x, _ in rows]), "ragged": ragged},
+        row_metadata={
+            "list": [x for x, _ in rows],
+            "array": np.array([x for x, _ in rows]),
+            "ragged": ragged,
+        },
     )
     expected = _as_rows(batch)
     assert [(row[0], row[1]) for row in expected] == rows
@@ -310,7 +335,9 @@ def test_to_takes_a_device(packed: Batch) -> None:
 
 
 def test_with_fields_adds_and_replaces_without_a_copy() -> None:
-    batch = Batch({"a": torch.zeros(3, 2), "b": torch.ones(3)}, {"uids": ["x", "y", "z"]})
+    batch = Batch(
+        {"a": torch.zeros(3, 2), "b": torch.ones(3)}, row_metadata={"uids": ["x", "y", "z"]}
+    )
     c = torch.arange(3)
     changed = batch.with_fields(c=c, b=torch.zeros(3))
     assert list(changed) == ["a", "b", "c"]
@@ -318,7 +345,7 @@ def test_with_fields_adds_and_replaces_without_a_copy() -> None:
     assert changed["c"] is c
     assert batch["b"].sum() == 3
     assert list(batch) == ["a", "b"]
-    assert changed.metadata == batch.metadata
-    assert changed.metadata is not batch.metadata
+    assert changed.row_metadata == batch.row_metadata
+    assert changed.row_metadata is not batch.row_metadata
     with pytest.raises(ValueError, match="c has 2 rows, but a has 3"):
         batch.with_fields(c=torch.zeros(2))

@@ -141,7 +141,7 @@ def test_more_cells_than_int32_counts_are_refused() -> None:
         torch.tensor([0, width] * rows, dtype=torch.int32), np.arange(0, 2 * rows + 1, 2)
     )
     fields = {"input_ids": cells, "position_ids": cells, "cu_seq_lens": boundaries}
-    batch = Batch(fields, {"max_segment_length": [width] * rows})
+    batch = Batch(fields, row_metadata={"max_segment_length": [width] * rows})
     with pytest.raises(ValueError, match=r"2293760000 tokens are more than int32 .* batch\.chunk"):
         batch.model_inputs()
     assert batch.chunk(2)[0].model_inputs()["cu_seq_lens_q"][-1] == rows * width // 2

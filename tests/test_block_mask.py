@@ -58,7 +58,7 @@ def alone(kind: str, attention: str, *, training: bool = False) -> tuple[Any, li
 def by_example(values_RW: Tensor, batch: Batch) -> list[Tensor]:
     """The cells of every example, in the order of the examples."""
     found: dict[int, Tensor] = {}
-    for row, numbers in enumerate(batch.metadata["example_indices"].tolist()):
+    for row, numbers in enumerate(batch.row_metadata["example_indices"].tolist()):
         starts = batch["cu_seq_lens"].tolist()[row]
         for k, number in enumerate(numbers):
             found[number] = values_RW[row, starts[k] : starts[k] + LENGTHS[number]]

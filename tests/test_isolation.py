@@ -145,7 +145,7 @@ def test_a_batch_gives_the_inputs_for_the_models_attention(kind, attention):
             torch.tensor([0, 6, 9, 0, 2, 9], dtype=torch.int32), np.array([0, 3, 6])
         ),
     }
-    batch = Batch(fields, {"max_segment_length": [6, 7]})
+    batch = Batch(fields, row_metadata={"max_segment_length": [6, 7]})
     check_isolation(tiny_model(kind, attention).train(), batch)
 
 

@@ -401,7 +401,7 @@ def test_a_slice_gives_the_values_of_its_examples(layout: Callable[[bool], Colla
         if not len(part):
             continue
         _, outputs = token_loss(model(part), part, num_loss_tokens=1, return_per_token_outputs=True)
-        expected = sorted(i for row in part.metadata["example_indices"].tolist() for i in row)
+        expected = sorted(i for row in part.row_metadata["example_indices"].tolist() for i in row)
         assert outputs.example_indices.tolist() == expected
         for index, values in zip(outputs.example_indices.tolist(), outputs.nll, strict=True):
             assert index not in seen

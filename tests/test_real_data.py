@@ -67,9 +67,9 @@ def test_real_conversations_are_packed_without_loss(name, shared_data, tokenizer
     batch = collate(data)
     assert len(batch) % 2 == 0
     assert batch["input_ids"].shape[1] <= FILES[name][2]
-    assert sorted(batch.metadata["example_indices"].flat_values) == list(range(len(data)))
+    assert sorted(batch.row_metadata["example_indices"].flat_values) == list(range(len(data)))
     rows = zip(
-        batch.metadata["example_indices"], batch["cu_seq_lens"], batch["input_ids"], strict=True
+        batch.row_metadata["example_indices"], batch["cu_seq_lens"], batch["input_ids"], strict=True
     )
     for indices, starts, ids in rows:
         for example, start in zip(indices, starts, strict=False):

@@ -91,7 +91,7 @@ def test_gsm8k_rollouts_are_collated_as_the_oracle_does(gsm8k: Rollouts) -> None
 
 def test_gsm8k_advantages_compare_the_solutions_of_a_prompt(gsm8k: Rollouts) -> None:
     batch = RolloutCollator(0)(gsm8k)
-    uids = batch.metadata["uids"]
+    uids = batch.row_metadata["uids"]
     values = batch["rewards"], batch["response_mask"], uids
     with pytest.raises(DataError, match=r"has only one score .* filter such rows out"):
         rl.compute_advantages(*values, estimator="grpo")
@@ -113,7 +113,7 @@ def test_gsm8k_advantages_compare_the_solutions_of_a_prompt(gsm8k: Rollouts) -> 
 def test_prompts_stay_together_and_no_row_is_lost(name: str, request: Any) -> None:
     rollouts: Rollouts = request.getfixturevalue(name)
     batch = RolloutCollator(0)(rollouts)
-    uids = batch.metadata["uids"]
+    uids = batch.row_metadata["uids"]
     prompts = rl.prompt_boundaries(uids)
     per_mini_batch = {"gsm8k": 10, "tau_bench": 2}[name]
     boundaries = rl.mini_batch_boundaries(uids, per_mini_batch)
@@ -122,7 +122,7 @@ def test_prompts_stay_together_and_no_row_is_lost(name: str, request: Any) -> No
     for start, stop in pairwise(boundaries):
         assert len(set(uids[start:stop])) == per_mini_batch
     staged = rl.stage_mini_batches(batch, boundaries, dp_size=4, balance="tokens")
-    rows = [part.metadata["row_indices"] for ranks in staged for part in ranks]
+    rows = [part.row_metadata["row_indices"] for ranks in staged for part in ranks]
     assert sorted(row for part in rows for row in part if row >= 0) == list(range(len(batch)))
     for ranks, (start, stop) in zip(staged, pairwise(boundaries), strict=True):
         tokens = [int(part["attention_mask"][part["response_mask"].any(1)].sum()) for part in ranks]
@@ -134,11 +134,11 @@ def test_prompts_stay_together_and_no_row_is_lost(name: str, request: Any) -> No
 
 def test_every_turn_of_a_tau_bench_trial_gets_its_outcome(tau_bench: Rollouts) -> None:
     batch = RolloutCollator(0)(tau_bench)
-    mask, is_last = batch["response_mask"], batch.metadata["is_last_step"]
+    mask, is_last = batch["response_mask"], batch.row_metadata["is_last_step"]
     advantages = rl.compute_advantages(
         batch["rewards"],
         mask,
-        batch.metadata["uids"],
+        batch.row_metadata["uids"],
         estimator="grpo_no_std",
         is_last_step=is_last,
     )

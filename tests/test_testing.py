@@ -18,7 +18,8 @@ from torch_collate_kit.testing import assert_exact_resume, batch_digest
 
 def make_batch(**changes: Any) -> Batch:
     fields = {"x": torch.tensor([[1, 2], [3, 4]]), "r": Ragged(torch.arange(3), [0, 1, 3])}
-    return Batch(fields | changes.pop("fields", {}), {"n": 3, "ids": ["a", "b"]} | changes)
+    fields |= changes.pop("fields", {})
+    return Batch(fields, row_metadata={"ids": ["a", "b"]}, metadata={"n": 3} | changes)
 
 
 DIFFERENT = {

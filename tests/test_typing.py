@@ -46,7 +46,6 @@ options = PackedCollator(
     balance=None,
     normalize_loss=False,
     train_all=True,
-    compiled=True,
 )
 print(options(examples).metadata["num_loss_tokens"], options(examples).chunk(2)[0].model_inputs())
 

@@ -27,9 +27,9 @@ from torch_collate_kit._chat_records import (
     read_dicts,
     read_messages,
 )
+from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing._checks import checked_bool
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -26,9 +26,10 @@ class PerTokenOutputs:
     """Values of the response tokens, one array an example, in the order of the examples.
 
     ``example_indices`` int64 ``[E]`` ascends and names the examples of the batch's rows (a slice of
-    a batch has some of them). ``nll[i]`` is float32 ``[n]``: of example ``example_indices[i]`` the
-    last ``n = metadata["num_actions"]`` tokens, in host memory. Of a split example these are the
-    response tokens of its pieces, joined in order; nothing predicts the first token of a piece.
+    a batch has some of them). ``nll[i]`` is float32 ``[n]``, in host memory: of example
+    ``example_indices[i]`` the last ``n = row_metadata["num_actions"]`` tokens. Of a split example
+    these are the response tokens of its pieces, joined in order; nothing predicts the first token
+    of a piece.
 
     >>> from torch_collate_kit.collators import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}, {"input_ids": [3, 1, 2]}])
@@ -269,7 +270,7 @@ def _per_token_outputs(batch: Batch, nll_RA: Tensor) -> PerTokenOutputs:
         starts = [row.tolist() for row in batch["cu_seq_lens"].to("cpu")]
     else:
         starts = [[first] for first in batch["attention_mask"].argmax(dim=1).tolist()]
-    columns = [batch.metadata[k] for k in ("example_indices", "example_starts", "num_actions")]
+    columns = [batch.row_metadata[k] for k in ("example_indices", "example_starts", "num_actions")]
     pieces: dict[int, list[tuple[int, np.ndarray]]] = {}
     for row, entries in enumerate(zip(*columns, strict=True)):
         spans = zip(*(e.tolist() for e in entries), lengths[row].tolist(), strict=True)

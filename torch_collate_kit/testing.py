@@ -21,8 +21,8 @@ __all__ = ["assert_exact_resume", "batch_digest"]
 def batch_digest(batch: Any) -> str:
     """A hash of everything in a batch: equal exactly if the batches are equal to the last byte.
 
-    Takes a Batch (fields and metadata), tensors, arrays, Ragged, numbers, strings, None, and
-    mappings, lists, tuples and dataclasses of these. The order of keys does not count; dtypes,
+    Takes a Batch (what it stores, and metadata), tensors, arrays, Ragged, numbers, strings, None,
+    and mappings, lists, tuples and dataclasses of these. The order of keys does not count; dtypes,
     shapes, and whether a sequence is a list or a tuple do. Nothing is changed.
 
     Raises:
@@ -45,7 +45,7 @@ def _parts(value: Any) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield f"tensor {value.dtype} {list(value.shape)}".encode()
         cells = value.detach().cpu().contiguous().reshape(-1)
-        yield cells.view(torch.uint8).numpy().tobytes()
+        yield cells.view(torch.uint8).numpy().tobytes() if len(cells) else b""
     elif isinstance(value, (np.ndarray, np.generic)):
         if value.dtype.hasobject:
             raise TypeError(f"batch_digest of an array of {value.dtype}: its bytes are addresses")
@@ -55,13 +55,16 @@ def _parts(value: Any) -> Iterator[Any]:
         yield b"ragged"
         yield from _parts(value.lengths)
         yield from _parts(value.flat_values)
+    elif isinstance(value, Batch):
+        yield f"batch {len(value)}".encode()
+        yield from _parts(value.contents())
+        yield from _parts(value.row_metadata)
+        yield from _parts(value.metadata)
     elif isinstance(value, Mapping):
-        yield f"{'batch' if isinstance(value, Batch) else 'mapping'} {len(value)}".encode()
+        yield f"mapping {len(value)}".encode()
         for key in sorted(value, key=repr):
             yield repr(key).encode()
             yield from _parts(value[key])
-        if isinstance(value, Batch):
-            yield from _parts(value.metadata)
     elif isinstance(value, (list, tuple)):
         yield f"{type(value).__name__} {len(value)}".encode()
         for item in value:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.batch_samples import storages_of, tensors_of
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.packing import ParallelLayout
@@ -55,9 +56,10 @@ def test_workers_give_the_batches_of_the_main_process(name, workers):
 def test_a_batch_from_a_worker_is_one_piece_of_shared_memory(name):
     loader = DataLoader(EXAMPLES, batch_size=6, collate_fn=COLLATORS[name], num_workers=1)
     batch = next(iter(loader))
-    fields = [f if isinstance(f, torch.Tensor) else f.values for f in batch.values()]
-    assert all(field.is_shared() for field in fields)
-    assert len({field.untyped_storage().data_ptr() for field in fields}) == 1
+    stored = tensors_of(batch)
+    assert all(tensor.is_shared() for tensor in stored)
+    assert len(storages_of(batch)) == 1
+    assert not batch._made
 
 
 @pytest.mark.parametrize("name", COLLATORS)

@@ -39,9 +39,6 @@ def _arrow_dataset(rows: list[dict[str, Any]]) -> Any:
 READERS: dict[str, Callable[..., Batch]] = {
     "padded": lambda rows, **options: PaddedCollator(0, **options)(rows),
     "packed": lambda rows, **options: PackedCollator(0, max_tokens=8, **options)(rows),
-    "compiled": lambda rows, **options: PackedCollator(0, max_tokens=8, compiled=True, **options)(
-        rows
-    ),
     "columns": lambda rows, **options: PaddedCollator(0, **options)(
         {key: [row[key] for row in rows] for key in rows[0]}
     ),
@@ -134,7 +131,7 @@ def test_a_target_and_train_all_say_two_things(read, name):
                             "the two")  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["padded", "packed", "compiled"])
+@pytest.mark.parametrize("kind", ["padded", "packed"])
 def test_a_later_example_is_looked_at_too(kind):
     message = message_of(READERS[kind], [{"input_ids": IDS}] * 2 + [{"input_ids": IDS, "w": [1]}])
     assert message.startswith("example 2 has 'w' and no loss target")

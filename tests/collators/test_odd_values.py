@@ -18,7 +18,6 @@ from torch_collate_kit.ragged import Ragged
 COLLATORS = {
     "padded": PaddedCollator(0),
     "packed": PackedCollator(0, max_tokens=8),
-    "compiled": PackedCollator(0, max_tokens=8, compiled=True),
 }
 IDS = [5, 6, 7]
 collators = pytest.mark.parametrize("collate", COLLATORS.values(), ids=COLLATORS)

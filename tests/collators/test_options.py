@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
@@ -49,11 +48,6 @@ def _packed_sampler(n: Callable[[int], Any]) -> str:
     return json.dumps(sampler.state_dict())
 
 
-def _allocated(n: Callable[[int], Any]) -> Any:
-    specs = {"a": ((n(200), n(200)), torch.int64), "b": ((n(200), n(3), n(2)), torch.int16)}
-    return {name: field.shape for name, field in Batch.allocate(specs).items()}
-
-
 USES: dict[str, Callable[[Callable[[int], Any]], Any]] = {
     "ParallelLayout": _layout,
     "PackedCollator": _packed,
@@ -74,7 +68,6 @@ USES: dict[str, Callable[[Callable[[int], Any]], Any]] = {
     "pack": lambda n: (
         pack([3, 4, 9], n(200), align=n(2), rows_multiple_of=n(2), max_sequences_per_row=n(2)).bins
     ),
-    "Batch.allocate": _allocated,
     "Batch.pad_rows": lambda n: PaddedCollator(0)(EXAMPLES).pad_rows(multiple_of=n(7)),
     "Batch.chunk": lambda n: PaddedCollator(0)(EXAMPLES).chunk(n(3)),
 }
@@ -115,12 +108,9 @@ COLLATORS = {
         ("packed", "fixed_width"),
         ("packed", "model_inputs"),
         ("packed", "train_all"),
-        ("packed", "compiled"),
         ("padded", "normalize_loss"),
         ("padded", "train_all"),
-        ("padded", "compiled"),
         ("rollout", "normalize_loss"),
-        ("rollout", "compiled"),
         ("stream", "normalize_loss"),
         ("stream", "fixed_width"),
         ("stream", "train_all"),

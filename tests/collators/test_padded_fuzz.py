@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tests.batch_checks import (
     assert_contract_dtypes,
     assert_equals_oracle,
-    assert_one_buffer,
     assert_round_trips,
     frozen,
     same_value,
@@ -37,12 +36,10 @@ def test_equals_the_oracle_and_keeps_the_contract(form: str, data: st.DataObject
     before = frozen(drawn.given)
 
     batch = PaddedCollator(pad_token_id, **options)(drawn.given)
-    del options["compiled"]  # the oracle knows one way
 
     assert same_value(drawn.given, before), "an argument was changed"
     assert_equals_oracle(batch, padded_batch(drawn.plain, pad_token_id=pad_token_id, **options))
     assert_contract_dtypes(batch)
-    assert_one_buffer(batch)
     assert_round_trips(batch, data.draw(st.integers(0, len(batch))))
 
 
@@ -61,7 +58,6 @@ def _collate(examples: list[dict[str, Any]], **options: Any) -> Any:
     batch = PaddedCollator(0, **options)(examples)
     assert_equals_oracle(batch, padded_batch(examples, pad_token_id=0, **options))
     assert_contract_dtypes(batch)
-    assert_one_buffer(batch)
     assert_round_trips(batch, 1)
     return batch
 
@@ -102,7 +98,7 @@ def test_num_actions_of_the_whole_example_leave_its_first_token_untrained(side: 
         {"input_ids": [4], "loss_mask": [1], "num_actions": 1},
     ]
     batch = _collate(examples, padding_side=side)
-    assert batch.metadata["num_actions"].tolist() == [[2], [0]]
+    assert batch.row_metadata["num_actions"].tolist() == [[2], [0]]
     assert batch.metadata["num_loss_tokens"] == 2
 
 

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from tests.batch_checks import (
     assert_contract_dtypes,
     assert_equals_oracle,
-    assert_one_buffer,
     assert_round_trips,
     frozen,
     same_value,
 )
 from tests.oracle import packed_rollouts, rollout_batch
 from tests.rollout_strategies import packed_rollout_options, rollout_options, rollouts
-from tests.strategies import COMPILED, FUZZ, PackedOptions
+from tests.strategies import FUZZ, PackedOptions
 from torch_collate_kit.collators import PackedCollator, RolloutCollator
 from torch_collate_kit.packing import ParallelLayout
 
@@ -39,13 +38,11 @@ def test_one_block_equals_the_oracle(images: bool, routes: bool, data: st.DataOb
 
     assert same_value(drawn.given, before), "an argument was changed"
     del options["max_seq_len"]  # nothing is longer
-    options.pop("compiled", None)  # the oracle knows one way
     assert_equals_oracle(batch, rollout_batch(drawn.plain, pad_token_id=pad_token_id, **options))
     assert_contract_dtypes(batch)
-    assert_one_buffer(batch)
     assert_round_trips(batch, data.draw(st.integers(0, len(batch))))
-    assert all(type(flag) is bool for flag in batch.metadata.get("is_last_step", []))
-    uids = batch.metadata.get("uids", [])
+    assert all(type(flag) is bool for flag in batch.row_metadata.get("is_last_step", []))
+    uids = batch.row_metadata.get("uids", [])
     assert not any(isinstance(uid, np.generic | torch.Tensor) for uid in uids)
 
 
@@ -73,19 +70,7 @@ def test_packed_rows_equal_the_oracle(routes: bool, data: st.DataObject) -> None
     )
     assert_equals_oracle(batch, expected)
     assert_contract_dtypes(batch)
-    assert_one_buffer(batch)
     assert_round_trips(batch, data.draw(st.integers(0, len(batch))))
-
-
-@FUZZ
-@given(data=st.data())
-def test_compiled_loops_give_the_same_packed_rows(data: st.DataObject) -> None:
-    pytest.importorskip("numba", reason="the extra 'fast' is not installed")
-    drawn = data.draw(rollouts(images=False))
-    options = data.draw(packed_rollout_options(drawn.lengths))
-    del options.collator["compiled"]
-    plain, compiled = (_packed_collator(options, 3, compiled=c) for c in (False, True))
-    assert plain(drawn.given) == compiled(drawn.given)
 
 
 @FUZZ
@@ -94,12 +79,10 @@ def test_both_layouts_hold_the_same_numbers(data: st.DataObject) -> None:
     """Of every rollout: the same tokens and response values, wherever they lie."""
     drawn = data.draw(rollouts(images=False))
     block = RolloutCollator(0)(drawn.given)
-    packed = PackedCollator(0, max_tokens=40, normalize_loss=False, compiled=data.draw(COMPILED))(
-        drawn.given
-    )
+    packed = PackedCollator(0, max_tokens=40, normalize_loss=False)(drawn.given)
     found = {}
     for row, boundaries in enumerate(packed["cu_seq_lens"].tolist()):
-        for k, i in enumerate(packed.metadata["example_indices"][row].tolist()):
+        for k, i in enumerate(packed.row_metadata["example_indices"][row].tolist()):
             found[i] = row, boundaries[k] + drawn.lengths[i]
     assert sorted(found) == list(range(len(block)))
     for i, (row, end) in found.items():

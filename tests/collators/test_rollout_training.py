@@ -138,7 +138,7 @@ def test_packed_rollouts_come_back_in_their_order(layout: str, attention: str) -
     model = model_of("qwen3", attention)
     batch = PackedCollator(0, normalize_loss=False, **LAYOUTS[layout])(data)
     assert isinstance(batch, Batch)
-    assert not all(np.diff(np.concatenate(batch.metadata["example_indices"].tolist())) > 0)
+    assert not all(np.diff(np.concatenate(batch.row_metadata["example_indices"].tolist())) > 0)
     logits = model(**batch.model_inputs(attention, labels=False)).logits
     loss, outputs = token_loss(logits, batch, num_loss_tokens=1, return_per_token_outputs=True)
     assert loss.item() == pytest.approx(expected.item(), abs=1e-9)

@@ -242,7 +242,7 @@ def test_every_turn_gets_what_the_game_earned(tokenizer: Any, steps: list[dict])
     assert len(staged) == 3
     signs: dict[int, float] = {}
     for [batch] in staged:
-        rows = batch.metadata["row_indices"].tolist()
+        rows = batch.row_metadata["row_indices"].tolist()
         signs |= dict(zip(rows, batch["advantages"][:, -1].sign().tolist(), strict=True))
     assert sorted(signs) == list(range(len(steps)))
     ends = [i for i, step in enumerate(steps) if step["is_last_step"]]

@@ -104,7 +104,8 @@ def test_the_ranks_together_are_the_controller(form: str, data: st.DataObject) -
             total = sum(rank.metadata["num_loss_tokens"] for rank in ranks)
             assert total == controller.metadata["num_loss_tokens"]
             known = {"num_loss_tokens": total}
-            ranks = [Batch(dict(rank), {**rank.metadata, **known}) for rank in ranks]
+            for rank in ranks:
+                rank.metadata |= known
         assert ranks == controller.chunk(layout.dp)
         assert Batch.cat(ranks, known) == controller
 
@@ -119,7 +120,7 @@ def test_written_out_by_hand():
     dataset = TokenizedDataset([{"input_ids": [n] * n} for n in (3, 1, 4, 2)])
     batch = make_collator()(dataset.__getitems__(part))
     assert batch["input_ids"].tolist() == [[3, 3, 3, 2, 2]]
-    assert batch.metadata["example_indices"].tolist() == [[0, 3]]
+    assert batch.row_metadata["example_indices"].tolist() == [[0, 3]]
     assert batch.metadata["num_loss_tokens"] == 3  # of this rank
     assert batch.metadata["num_examples"] == 4
     assert batch.metadata["num_tokens"] == 10

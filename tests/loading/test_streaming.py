@@ -211,7 +211,7 @@ def test_split_pieces_are_those_of_the_collator(form: str, rows_per_batch: int) 
         keys = ("sub_seq_lengths", "example_starts", "num_actions")
         parts = []
         for b in batches:
-            ragged = [b["sub_seq_lengths"], *(b.metadata[key] for key in keys[1:])]
+            ragged = [b["sub_seq_lengths"], *(b.row_metadata[key] for key in keys[1:])]
             parts += zip(*(np.asarray(r.values).tolist() for r in ragged), strict=True)
         return Counter(parts)
 

@@ -19,11 +19,11 @@ from tests.loading.column_sources import FORMS, SOURCES, dataset_of, examples_of
 from tests.loading.streaming_oracle import EXAMPLES, SETTINGS
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading import TokenizedDataset, streaming
+from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.loading._dataset_columns import ListColumn
 from torch_collate_kit.loading._stream import Columns, Place, Stream
 from torch_collate_kit.loading.streaming import PackedIterableDataset
-from torch_collate_kit.packing import ParallelLayout, pack
+from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
 
 pa = pytest.importorskip("pyarrow")
@@ -140,8 +140,8 @@ def test_batches_by_hand() -> None:
     assert [b["labels"].tolist() for b in batches] == [
         [[-100, 2, -100]], [[-100, -100, -100]], [[-100, 7]],
     ]  # fmt: skip
-    assert [b.metadata["num_actions"].tolist() for b in batches] == [[[1, 0]], [[1]], [[1]]]
-    assert batches[2].metadata["example_starts"].tolist() == [[3]]
+    assert [b.row_metadata["num_actions"].tolist() for b in batches] == [[[1, 0]], [[1]], [[1]]]
+    assert batches[2].row_metadata["example_starts"].tolist() == [[3]]
 
 
 # --- which sources are read as columns ---
@@ -236,28 +236,6 @@ def test_rows_are_looked_at_as_late_as_one_by_one(
         assert sum(taken) == num_tokens
     assert num_skipped or given_out == 129
     assert max(seen) == 129
-
-
-def test_windows_are_planned_by_the_compiled_loop_if_the_collator_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("numba")
-    asked = []
-
-    def noted(*arguments: Any, **options: Any) -> Any:
-        asked.append(options["compiled"])
-        return pack(*arguments, **options)
-
-    monkeypatch.setattr(streaming, "pack", noted)
-    source = TokenizedDataset(table_of(examples_of("loss_mask", [3, 5, 2, 4] * 5)))
-    batches = [
-        list(PackedIterableDataset(source, **SETTINGS, compiled=compiled))
-        for compiled in (False, True)
-    ]
-    assert set(asked[: len(asked) // 2]) == {False}
-    assert set(asked[len(asked) // 2 :]) == {True}
-    for batch, wanted in zip(*batches, strict=True):
-        assert_same_batch(batch, wanted)
 
 
 def test_calls_do_not_grow_with_the_examples() -> None:

@@ -49,9 +49,11 @@ def rollout_batch(
         "rollout_logprobs": torch.from_numpy(rng.normal(size=rewards.shape)).float(),
         "advantages": torch.from_numpy(rng.normal(size=rewards.shape) * response_mask),
     }
-    metadata = {
+    row_metadata = {
         "uids": list(uids),
         "is_last_step": [True] * n if is_last_step is None else is_last_step,
+    }
+    metadata = {
         "num_loss_tokens": count,
         "loss_mask_divisor": divisor,
         "response_length": response_length,
@@ -59,7 +61,7 @@ def rollout_batch(
         "num_tokens": int(lengths.sum()),
         "num_dummy_rows": 0,
     }
-    return Batch(fields, metadata)
+    return Batch(fields, row_metadata=row_metadata, metadata=metadata)
 
 
 @st.composite

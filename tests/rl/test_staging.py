@@ -32,7 +32,7 @@ ZERO_FIELDS = ("response_mask", "loss_mask", "rewards", "rollout_logprobs", "adv
 
 
 def rows_of(staged: list[list[Batch]]) -> list[list[list[int]]]:
-    return [[part.metadata["row_indices"].tolist() for part in ranks] for ranks in staged]
+    return [[part.row_metadata["row_indices"].tolist() for part in ranks] for ranks in staged]
 
 
 def drawn_shape(uids: list[str], seed: int) -> list[tuple[int, int]]:
@@ -45,20 +45,20 @@ def drawn_shape(uids: list[str], seed: int) -> list[tuple[int, int]]:
 
 def test_written_out() -> None:
     batch = rollout_batch([(2, 2)] * 7, ["a", "a", "b", "b", "b", "c", "d"])
-    batch.metadata["is_last_step"] = [False, True, False, True, True, True, True]
+    batch.row_metadata["is_last_step"] = [False, True, False, True, True, True, True]
     staged = stage_mini_batches(batch, np.array([0, 5, 6, 7]), 4)
     assert rows_of(staged) == [
         [[0, 1], [2, 3], [4, -1], [-1, -1]],
         [[5], [-1], [-1], [-1]],
         [[6], [-1], [-1], [-1]],
     ]
-    assert [part.metadata["uids"] for part in staged[0]] == [
+    assert [part.row_metadata["uids"] for part in staged[0]] == [
         ["a", "a"],
         ["b", "b"],
         ["b", "a"],
         ["a", "a"],
     ]
-    assert [part.metadata["is_last_step"] for part in staged[0]] == [
+    assert [part.row_metadata["is_last_step"] for part in staged[0]] == [
         [False, True],
         [False, True],
         [True, True],
@@ -66,7 +66,7 @@ def test_written_out() -> None:
     ]
     for ranks in staged:
         for part in ranks:
-            assert part.metadata["row_indices"].dtype == np.int64
+            assert part.row_metadata["row_indices"].dtype == np.int64
             assert part.metadata["response_length"] == 2
 
 
@@ -90,7 +90,7 @@ def test_every_mini_batch_keeps_its_rows(
         assert len(ranks) == dp_size
         assert len({len(part) for part in ranks}) == 1
         whole = Batch.cat(ranks)  # refuses other batch metadata
-        rows = whole.metadata["row_indices"]
+        rows = whole.row_metadata["row_indices"]
         real = rows >= 0
         assert sorted(rows[real].tolist()) == list(range(start, stop))
         assert len(rows) == -(-(stop - start) // dp_size) * dp_size
@@ -102,7 +102,9 @@ def test_every_mini_batch_keeps_its_rows(
         assert meta["num_examples"] == stop - start
         assert meta["num_tokens"] == int(mini["attention_mask"].sum())
         assert meta["num_dummy_rows"] == len(rows) - (stop - start)
-        assert meta["uids"] == [uids[i] if i >= 0 else uids[start] for i in rows.tolist()]
+        assert whole.row_metadata["uids"] == [
+            uids[i] if i >= 0 else uids[start] for i in rows.tolist()
+        ]
         for name, field in batch.items():
             found = whole[name]
             assert found.dtype == field.dtype
@@ -127,7 +129,7 @@ def test_views_where_nothing_is_added() -> None:
     assert second["loss_mask"].data_ptr() == batch["loss_mask"][2:].data_ptr()
     assert "row_indices" not in batch.metadata
     again = pickle.loads(pickle.dumps(second))
-    assert again.metadata["row_indices"].tolist() == [2, 3]
+    assert again.row_metadata["row_indices"].tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("boundaries", [[0, 1, 3], (0, 1, 3), torch.tensor([0, 1, 3])])
@@ -152,7 +154,7 @@ def test_balance_lowers_the_largest_load(balance: Any) -> None:
     costs = lengths if balance == "tokens" else attention_cost(lengths)
 
     def loads(staged: list[list[Batch]]) -> list[list[int]]:
-        rows = [[part.metadata["row_indices"] for part in ranks] for ranks in staged]
+        rows = [[part.row_metadata["row_indices"] for part in ranks] for ranks in staged]
         return [[int(costs[i[i >= 0]].sum()) for i in ranks] for ranks in rows]
 
     plain, even = (stage_mini_batches(batch, edges, 8, balance=how) for how in (None, balance))
@@ -161,7 +163,7 @@ def test_balance_lowers_the_largest_load(balance: Any) -> None:
         assert max(after) < 0.7 * max(before)
         assert max(after) < 1.3 * sum(after) / 8
         for part in ranks:  # longest first, so that the i-th rows of all ranks are about as long
-            rows = part.metadata["row_indices"]
+            rows = part.row_metadata["row_indices"]
             own = np.where(rows < 0, 0, lengths[rows])
             assert (np.diff(own) <= 0).all()
             assert (rows < 0).sum() <= 1  # pads are spread
@@ -229,13 +231,13 @@ def test_token_loss_of_a_mini_batch(normalize_loss: bool, packs: bool) -> None:
         for part in ranks:
             meta = part.metadata
             assert meta["num_loss_tokens"] == count
-            own = logits[np.maximum(meta["row_indices"], 0)]
+            own = logits[np.maximum(part.row_metadata["row_indices"], 0)]
             total = token_loss(own, part, num_loss_tokens=count)
             found += float(total)
             plain += float(token_loss(own, part, num_loss_tokens=meta["loss_mask_divisor"]))
         assert found == pytest.approx(wanted, rel=1e-6)
         assert plain == pytest.approx(wanted if normalize_loss else wanted * count, rel=1e-6)
-        wanted_examples = {int(i) for row in rows.metadata["example_indices"] for i in row}
+        wanted_examples = {int(i) for row in rows.row_metadata["example_indices"] for i in row}
         assert ranks[0].metadata["num_examples"] == len(wanted_examples)
         assert ranks[0].metadata["num_tokens"] == int(rows["attention_mask"].sum())
 
@@ -251,7 +253,7 @@ def test_rows_that_were_padded_before_are_dummies_still(make: str) -> None:
     assert (first.metadata["num_examples"], first.metadata["num_dummy_rows"]) == (1, 0)
     assert (second.metadata["num_examples"], second.metadata["num_dummy_rows"]) == (1, 2)
     assert (first.metadata["num_tokens"], second.metadata["num_tokens"]) == (3, 5)
-    assert second.metadata["row_indices"].tolist() == [1, 2, 3]
+    assert second.row_metadata["row_indices"].tolist() == [1, 2, 3]
 
 
 def test_a_divided_batch_with_a_mini_batch_without_loss_tokens() -> None:
@@ -291,7 +293,7 @@ def test_gradients_do_not_depend_on_the_ranks(dp_size: int, balance: Any, reduct
     advantages = normalize_advantages(
         batch["advantages"], batch["loss_mask"], edges, reduction=reduction, uids=uids
     )
-    batch = Batch({**batch, "advantages": advantages}, batch.metadata)
+    batch = batch.with_fields(advantages=advantages)
     staged = stage_mini_batches(batch, edges, dp_size, balance=balance)
     for (start, stop), ranks in zip(pairwise(edges.tolist()), staged, strict=True):
         whole = policy_gradient([batch[start:stop]])
@@ -317,7 +319,7 @@ def test_there_and_back(uids: list[str], dp_size: int, balance: Any) -> None:
     arrays = unstage(staged, [[t.numpy() for t in ranks] for ranks in tensors])
     assert isinstance(arrays, np.ndarray)
     assert np.array_equal(arrays, batch["input_ids"].numpy())
-    lists = unstage(staged, [[part.metadata["uids"] for part in ranks] for ranks in staged])
+    lists = unstage(staged, [[part.row_metadata["uids"] for part in ranks] for ranks in staged])
     assert lists == uids
 
 
@@ -348,9 +350,10 @@ def test_errors() -> None:
     ):
         stage_mini_batches(Batch({"x": torch.ones(2)}), [0, 2], 1, balance="tokens")
     [[plain]] = stage_mini_batches(
-        Batch({"x": torch.ones(2)}, {"num_tokens": 9, "num_loss_tokens": 9}), [0, 2], 1
+        Batch({"x": torch.ones(2)}, metadata={"num_tokens": 9, "num_loss_tokens": 9}), [0, 2], 1
     )
-    assert plain.metadata.keys() == {"row_indices", "num_examples", "num_dummy_rows"}
+    assert plain.metadata.keys() == {"num_examples", "num_dummy_rows"}
+    assert plain.row_metadata.keys() == {"row_indices"}
 
 
 @pytest.mark.parametrize(
@@ -392,7 +395,9 @@ def test_unstage_of_other_batches() -> None:
         unstage(staged[1:], [[[1, 2]]])
     with pytest.raises(ValueError, match="row 1 of the batch is missing or there twice"):
         unstage([staged[0], *staged], [[[1]], [[1]], [[2, 3]]])
-    with pytest.raises(ValueError, match=r"staged\[0\]\[0\] has no row_indices in its metadata"):
+    with pytest.raises(
+        ValueError, match=r"staged\[0\]\[0\] has no row_indices in its row_metadata"
+    ):
         unstage([[batch]], [[[1, 2, 3]]])
     with pytest.raises(ValueError, match="staged is empty; pass what stage_mini_batches returned"):
         unstage([], [])

@@ -177,16 +177,16 @@ def test_merging_checks_it_too() -> None:
 def test_collators_carry_it() -> None:
     steps = [step("a", "t0", [1], False), step("a", "t0", [1, 2, 3], True), step("a", 5, [1], True)]
     batch = RolloutCollator(0)(steps)
-    assert batch.metadata["trajectory_ids"] == ["t0", "t0", 5]
-    assert batch[1:].metadata["trajectory_ids"] == ["t0", 5]
+    assert batch.row_metadata["trajectory_ids"] == ["t0", "t0", 5]
+    assert batch[1:].row_metadata["trajectory_ids"] == ["t0", 5]
     packed = PackedCollator(0, max_tokens=16)(steps)
-    assert packed.metadata["trajectory_ids"] == ("t0", "t0", 5)
+    assert packed.row_metadata["trajectory_ids"] == [("t0", "t0", 5)]
     padded = batch.pad_rows(multiple_of=4)
-    given_rows = padded["rewards"], padded["response_mask"], padded.metadata["uids"]
+    given_rows = padded["rewards"], padded["response_mask"], padded.row_metadata["uids"]
     found = compute_advantages(
         *given_rows,
         estimator="grpo_no_std",
-        is_last_step=padded.metadata["is_last_step"],
-        trajectory_ids=padded.metadata["trajectory_ids"],
+        is_last_step=padded.row_metadata["is_last_step"],
+        trajectory_ids=padded.row_metadata["trajectory_ids"],
     )
     assert found.tolist() == [[0.0]] * 4

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_collate_kit._attention_inputs import block_mask
 from torch_collate_kit.attention.models import (
     attention_name,
     refuse_recurrent_layers,
@@ -19,6 +18,7 @@ from torch_collate_kit.attention.models import (
     vocabulary,
 )
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.model_inputs import block_mask
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.segments import (
     lengths_from_cu_seqlens,

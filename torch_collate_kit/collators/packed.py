@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, overload
 
 import numpy as np
 
+from torch_collate_kit._checks import checked_bool, checked_int, checked_optional_int
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators._columns import (
-    NO_EXAMPLES,
-    Columns,
-    pad_token_id_of,
-    read_columns,
-)
-from torch_collate_kit.collators._examples import Examples
-from torch_collate_kit.collators._fill import Mover, fill_batch, token_mover
-from torch_collate_kit.collators._grid import Grid
-from torch_collate_kit.collators._rollout_fields import PackedRollouts
-from torch_collate_kit.collators._rollouts import Rollouts, are_rollouts, read_rollouts
+from torch_collate_kit.batch.placement import Pieces, Placement, longest_segments, packed
+from torch_collate_kit.collators.assembly import assemble, counts_of
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import (
     PackingPlan,
@@ -27,15 +20,14 @@ from torch_collate_kit.packing import (
     RankPlan,
     pack,
 )
-from torch_collate_kit.packing._checks import (
-    checked_bool,
-    checked_compiled,
-    checked_int,
-    checked_optional_int,
-)
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.raw import Examples
+from torch_collate_kit.reading.rollouts import Rollouts, are_rollouts, read_rollouts
+from torch_collate_kit.reading.sft import NO_EXAMPLES, SftExamples, pad_token_id_of, read_columns
 
 __all__ = ["PackedCollator"]
+
+_FIELDS = ("input_ids", "position_ids", "attention_mask", "labels", "loss_mask")
 
 B = TypeVar("B", bound=Batch | dict[str, Any])
 
@@ -54,7 +46,6 @@ if TYPE_CHECKING:
         balance: str | None
         normalize_loss: bool
         train_all: bool
-        compiled: bool
 
 
 class PackedCollator(Generic[B]):
@@ -79,9 +70,6 @@ class PackedCollator(Generic[B]):
         train_all: the examples have no loss target, and every token is trained. It must be said
             where they have other keys than ``input_ids`` (and ``attention_mask``), and with
             ``model_inputs``, for Trainer removes a ``loss_mask`` unless it is told not to.
-        compiled: run the inner loops through numba (``pip install 'torch_collate_kit[fast]'``), off
-            the GIL: the same batches in two thirds of the time. The first batch in a new
-            environment waits some seconds for the compiler.
 
     Calling it takes a list of examples, or a mapping of ragged columns, and returns a new
     :class:`~torch_collate_kit.batch.Batch` (docs/contract.md): ``input_ids``, ``position_ids``,
@@ -146,7 +134,6 @@ class PackedCollator(Generic[B]):
         normalize_loss: bool = True,
         model_inputs: bool = False,
         train_all: bool = False,
-        compiled: bool = False,
     ) -> None:
         self.pad_token_id = pad_token_id_of(tokenizer)
         self.max_tokens = checked_int("max_tokens", max_tokens)
@@ -165,7 +152,6 @@ class PackedCollator(Generic[B]):
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
         self.train_all = checked_bool("train_all", train_all)
         self.model_inputs = checked_bool("model_inputs", model_inputs)
-        self.compiled = checked_compiled(compiled)
         self.plan([])  # a wrong setting raises here, not in a worker an hour later
 
     def plan(self, lengths: Sequence[int] | np.ndarray) -> PackingPlan:
@@ -179,14 +165,13 @@ class PackedCollator(Generic[B]):
             balance=self.balance,
             overflow=self.overflow,
             max_sequences_per_row=self.max_sequences_per_row,
-            compiled=self.compiled,
         )
 
     def __call__(self, examples: Examples | PlannedExamples) -> B:
         if isinstance(examples, PlannedExamples):
             batch = self._collate_part(examples.plan, examples.examples)
         else:
-            columns: Columns | Rollouts
+            columns: SftExamples | Rollouts
             if are_rollouts(examples):
                 columns = read_rollouts(examples)
                 self._check_rollouts(columns)
@@ -194,13 +179,13 @@ class PackedCollator(Generic[B]):
                 columns = self._read(examples)
             plan = self.plan(columns.lengths)
             rows, num_examples = range(plan.num_rows), len(columns.lengths)
-            batch = self._fill(plan, rows, plan.example_indices, columns, num_examples)
+            batch = self._rows(plan, rows, plan.example_indices, columns, num_examples)
         if not self.model_inputs:
             return cast(B, batch)
         _refuse_weights(batch)
         return cast(B, batch.model_inputs())
 
-    def _read(self, examples: Examples) -> Columns:
+    def _read(self, examples: Examples) -> SftExamples:
         columns = read_columns(examples, train_all=self.train_all)
         if self.model_inputs and columns.target is None and not self.train_all:
             raise DataError(
@@ -232,7 +217,7 @@ class PackedCollator(Generic[B]):
         columns = self._read(examples) if part.indices else NO_EXAMPLES
         _check_lengths(part, columns.lengths)
         elsewhere = (part.num_loss_tokens or 0) - (part.own_num_loss_tokens or 0)
-        batch = self._fill(plan, part.rows, part.positions, columns, part.num_examples, elsewhere)
+        batch = self._rows(plan, part.rows, part.positions, columns, part.num_examples, elsewhere)
         if part.num_loss_tokens not in (None, batch.metadata["num_loss_tokens"]):
             raise DataError(
                 f"the examples at {part.indices} of the dataset have "
@@ -242,46 +227,55 @@ class PackedCollator(Generic[B]):
             )
         return batch
 
-    def _fill(
+    def _rows(
         self,
         plan: PackingPlan,
         rows: range,
         positions: np.ndarray,
-        columns: Columns | Rollouts,
+        columns: SftExamples | Rollouts,
         num_examples: int,
         num_loss_tokens_elsewhere: int = 0,
     ) -> Batch:
         """Rows of a plan; ``positions`` are where in the columns the examples of its pieces are."""
-        grid = self._grid(plan, rows, positions)
-        per_rollout = columns.per_rollout if isinstance(columns, Rollouts) else {}
-        assert grid.segment_lengths is not None
-        pieces = slice(plan.row_offsets[rows.start], plan.row_offsets[rows.stop])
-        return fill_batch(
-            grid,
-            self._mover(grid, columns),
-            num_examples=num_examples,
-            pad_token_id=self.pad_token_id,
-            response_length=grid.width - 1,
+        align = self.parallel.align
+        width = self.max_tokens // align * align if self.fixed_width else plan.width
+        first, stop = plan.row_offsets[[rows.start, rows.stop]]
+        row_offsets = plan.row_offsets[rows.start : rows.stop + 1] - first
+        pieces = Pieces(positions, plan.starts[first:stop], plan.lengths[first:stop], row_offsets)
+        placed = columns.place(pieces)
+        segments = packed(counts_of(pieces, placed), row_offsets, width=width, align=align)
+        placement = Placement(width, width - 1, self.pad_token_id, True, segments)
+        example_indices = plan.example_indices[first:stop]
+        per_rollout: dict[str, Any] = {}
+        names: tuple[str, ...] = ()
+        if isinstance(columns, Rollouts):
+            names = tuple(name for name in columns.names if name != "loss_mask")
+            bounds = list(pairwise(row_offsets.tolist()))
+            for key, values in columns.per_rollout.items():
+                in_order = [values[i] for i in positions.tolist()]
+                per_rollout[key] = [tuple(in_order[a:b]) for a, b in bounds]
+        return assemble(
+            pieces,
+            placed,
+            placement,
+            (*_FIELDS, *names, "sub_seq_lengths", "cu_seq_lens"),
             normalize_loss=self.normalize_loss,
             num_loss_tokens_elsewhere=num_loss_tokens_elsewhere,
+            row_metadata={
+                "example_indices": Ragged(example_indices, row_offsets),
+                "max_segment_length": longest_segments(segments["starts"], width),
+                **per_rollout,
+            },
             metadata={
+                "num_examples": num_examples,
                 "num_tokens": int(plan.lengths.sum()),
-                "example_indices": Ragged(plan.example_indices[pieces], grid.row_offsets),
                 "num_dummy_rows": plan.num_dummy_rows,
                 "num_dropped": len(plan.dropped),
                 "num_cut": len(plan.cut),
                 "dropped": tuple(plan.dropped.tolist()),
                 "cut": tuple(plan.cut.tolist()),
-                "max_segment_length": _longest(grid.segment_lengths),
-                **{name: tuple(values) for name, values in per_rollout.items()},
             },
         )
-
-    def _mover(self, grid: Grid, columns: Columns | Rollouts) -> Mover:
-        if isinstance(columns, Columns):
-            return token_mover(grid, columns, compiled=self.compiled)
-        tokens = token_mover(grid, columns.as_columns(), compiled=self.compiled)
-        return PackedRollouts(grid, columns, tokens)
 
     def _check_rollouts(self, rollouts: Rollouts) -> None:
         if rollouts.images:
@@ -310,26 +304,6 @@ class PackedCollator(Generic[B]):
                 'rollout is never cut; raise max_tokens, or pass overflow="drop"'
             )
 
-    def _grid(self, plan: PackingPlan, rows: range, positions: np.ndarray) -> Grid:
-        align = self.parallel.align
-        width = self.max_tokens // align * align if self.fixed_width else plan.width
-        first, stop = plan.row_offsets[[rows.start, rows.stop]]
-        offsets = plan.row_offsets[rows.start : rows.stop + 1] - first
-        aligned = plan.aligned_lengths[first:stop]
-        before = np.cumsum(aligned) - aligned  # cells before each piece, over all rows
-        row_of = np.repeat(np.arange(len(rows)), np.diff(offsets))
-        row_starts = np.append(before, aligned.sum())[offsets[:-1]]
-        return Grid(
-            num_rows=len(rows),
-            width=width,
-            examples=positions,
-            starts=plan.starts[first:stop],
-            lengths=plan.lengths[first:stop],
-            cells=before - row_starts[row_of] + row_of * width,
-            row_offsets=offsets,
-            segment_lengths=_with_tails(Ragged(aligned, offsets), width),
-        )
-
 
 def _check_lengths(part: RankPlan, lengths: np.ndarray) -> None:
     """A plan made of other lengths would cut examples, or leave holes."""
@@ -350,30 +324,10 @@ def _check_lengths(part: RankPlan, lengths: np.ndarray) -> None:
 
 def _refuse_weights(batch: Batch) -> None:
     """Labels say which tokens are trained, not how much."""
-    mask = batch["loss_mask"].numpy()
-    one = np.float32(1) / np.float32(batch.metadata["loss_mask_divisor"])
-    odd = mask[(mask != 0) & (mask != one)]
-    if len(odd):
-        weight = float(odd[0] / one)
+    weights = batch.column("loss_weights")
+    if weights is not None and weights.is_floating_point():
+        odd = weights[(weights != 0) & (weights != 1)]
         raise DataError(
-            f"model_inputs=True passes on labels, no loss_mask, but a token has weight {weight:g}; "
-            "give masks of 0 and 1, or take the Batch and token_loss"
+            f"model_inputs=True passes on labels, no loss_mask, but a token has weight "
+            f"{float(odd[0]):g}; give masks of 0 and 1, or take the Batch and token_loss"
         )
-
-
-def _longest(segment_lengths: Ragged) -> list[int]:
-    """The longest segment of each row; no row is without one."""
-    starts = segment_lengths.offsets[:-1]
-    longest: list[int] = np.maximum.reduceat(segment_lengths.values, starts).tolist()
-    return longest
-
-
-def _with_tails(aligned: Ragged, width: int) -> Ragged:
-    """The segments of each row: its pieces with their gaps, then one for the pad tail, if any."""
-    used = np.add.reduceat(np.append(aligned.values, 0), aligned.offsets[:-1]) * (
-        aligned.lengths > 0
-    )
-    tails = width - used
-    has_tail = tails > 0
-    values = np.insert(aligned.values, aligned.offsets[1:][has_tail], tails[has_tail])
-    return Ragged.from_lengths(values, aligned.lengths + has_tail)

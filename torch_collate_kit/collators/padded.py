@@ -6,15 +6,24 @@ from typing import Any, Literal
 
 import numpy as np
 
+from torch_collate_kit._checks import checked_bool, checked_optional_int
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators._columns import pad_token_id_of, read_columns
-from torch_collate_kit.collators._examples import Examples
-from torch_collate_kit.collators._fill import NOTHING_LOST, fill_batch, token_mover
-from torch_collate_kit.collators._grid import Grid, one_a_row
+from torch_collate_kit.batch.placement import Placement, padded, whole_examples
+from torch_collate_kit.collators.assembly import NOTHING_LOST, assemble, counts_of
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing._checks import checked_bool, checked_compiled, checked_optional_int
+from torch_collate_kit.reading.raw import Examples
+from torch_collate_kit.reading.sft import pad_token_id_of, read_columns
 
 __all__ = ["PaddedCollator"]
+
+_FIELDS = (
+    "input_ids",
+    "position_ids",
+    "attention_mask",
+    "labels",
+    "loss_mask",
+    "sub_seq_lengths",
+)
 
 
 class PaddedCollator:
@@ -29,8 +38,6 @@ class PaddedCollator:
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
         train_all: the examples have no loss target, and every token is trained. It must be said
             where they have other keys than ``input_ids`` (and ``attention_mask``).
-        compiled: run the inner loops through numba, as for
-            :class:`~torch_collate_kit.collators.PackedCollator`.
 
     Calling it takes a list of examples, or a mapping of ragged columns, and returns a new
     :class:`~torch_collate_kit.batch.Batch` (docs/contract.md): ``input_ids``, ``position_ids``
@@ -57,7 +64,6 @@ class PaddedCollator:
         max_length: int | None = None,
         normalize_loss: bool = True,
         train_all: bool = False,
-        compiled: bool = False,
     ) -> None:
         if padding_side not in ("left", "right"):
             raise ValueError(f'padding_side must be "left" or "right", got {padding_side!r}')
@@ -71,22 +77,33 @@ class PaddedCollator:
         )
         self.train_all = checked_bool("train_all", train_all)
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
-        self.compiled = checked_compiled(compiled)
 
     def __call__(self, examples: Examples) -> Batch:
         columns = read_columns(examples, train_all=self.train_all)
-        grid = self._grid(columns.lengths)
-        return fill_batch(
-            grid,
-            token_mover(grid, columns, compiled=self.compiled),
-            num_examples=grid.num_rows,
+        lengths, width = columns.lengths, self._width(columns.lengths)
+        pieces = whole_examples(lengths)
+        placed = columns.place(pieces)
+        # the widest run of cells from a row's first response token to its end
+        pads = 0 if self.padding_side == "left" else width - lengths
+        response_cells = np.where(placed.num_actions > 0, placed.num_actions + pads, 0)
+        placement = Placement(
+            width=width,
+            response_length=int(response_cells.max()),
             pad_token_id=self.pad_token_id,
-            response_length=None,
+            is_packed=False,
+            segments=padded(counts_of(pieces, placed), width, padding_side=self.padding_side),
+        )
+        return assemble(
+            pieces,
+            placed,
+            placement,
+            _FIELDS,
             normalize_loss=self.normalize_loss,
-            metadata=dict(NOTHING_LOST),
+            row_metadata={},
+            metadata={"num_examples": len(lengths), **NOTHING_LOST},
         )
 
-    def _grid(self, lengths: np.ndarray) -> Grid:
+    def _width(self, lengths: np.ndarray) -> int:
         width = int(lengths.max())
         if self.max_length is not None and width > self.max_length:
             i = int(np.flatnonzero(lengths > self.max_length)[0])
@@ -96,4 +113,4 @@ class PaddedCollator:
             )
         if self.pad_to_multiple_of is not None:
             width = -(-width // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        return one_a_row(lengths, width, padding_side=self.padding_side)
+        return width

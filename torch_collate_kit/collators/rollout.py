@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from torch_collate_kit._checks import checked_bool, checked_optional_int
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators._columns import pad_token_id_of
-from torch_collate_kit.collators._examples import Examples
-from torch_collate_kit.collators._fill import NOTHING_LOST, fill_batch
-from torch_collate_kit.collators._grid import one_a_row
-from torch_collate_kit.collators._rollout_fields import RolloutBlock
-from torch_collate_kit.collators._rollouts import read_rollouts
-from torch_collate_kit.packing._checks import checked_bool, checked_compiled, checked_optional_int
+from torch_collate_kit.batch.placement import Placement, padded, whole_examples
+from torch_collate_kit.collators.assembly import NOTHING_LOST, assemble, counts_of
+from torch_collate_kit.reading.raw import Examples
+from torch_collate_kit.reading.rollouts import read_rollouts
+from torch_collate_kit.reading.sft import pad_token_id_of
 
 __all__ = ["RolloutCollator"]
+
+_FIELDS = ("input_ids", "attention_mask", "position_ids")
 
 
 class RolloutCollator:
@@ -35,8 +36,6 @@ class RolloutCollator:
         tokenizer: an int pad id, or anything with ``pad_token_id``.
         max_seq_len: prompt and response longer than this are warned of; nothing is cut.
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
-        compiled: run the inner loops through numba, as for
-            :class:`~torch_collate_kit.collators.PackedCollator`.
 
     Calling it takes a list of rollouts, or a mapping of columns, and returns a new
     :class:`~torch_collate_kit.batch.Batch` (docs/contract.md). The width ``W`` is that of the
@@ -50,7 +49,7 @@ class RolloutCollator:
       ``[B, W]``: True where no route was given, which holds ``top_k`` distinct experts;
     - ``pixel_values`` float32 and ``image_grid_thw`` int64, ragged: those of a row.
 
-    ``metadata["uids"]``, ``["trajectory_ids"]`` and ``["is_last_step"]`` have an entry a row. It
+    ``row_metadata`` has ``"uids"``, ``"trajectory_ids"`` and ``"is_last_step"``, as given. It
     can be pickled into DataLoader workers. Inputs are copied, never changed.
 
     Raises:
@@ -70,28 +69,35 @@ class RolloutCollator:
         *,
         max_seq_len: int | None = None,
         normalize_loss: bool = False,
-        compiled: bool = False,
     ) -> None:
         self.pad_token_id = pad_token_id_of(tokenizer)
         self.max_seq_len = checked_optional_int(
             "max_seq_len", max_seq_len, hint="None switches it off"
         )
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
-        self.compiled = checked_compiled(compiled)
 
     def __call__(self, examples: Examples) -> Batch:
         rollouts = read_rollouts(examples)
+        lengths = rollouts.lengths
         if self.max_seq_len is not None:
-            _warn_of_long(rollouts.lengths, self.max_seq_len)
-        grid = one_a_row(rollouts.lengths, int(rollouts.lengths.max()))
-        return fill_batch(
-            grid,
-            RolloutBlock(grid, rollouts, compiled=self.compiled),
-            num_examples=grid.num_rows,
+            _warn_of_long(lengths, self.max_seq_len)
+        width, pieces = int(lengths.max()), whole_examples(lengths)
+        placed = rollouts.place(pieces)
+        placement = Placement(
+            width=width,
+            response_length=int(placed.num_actions.max()),
             pad_token_id=self.pad_token_id,
-            response_length=int(rollouts.response_ids.lengths.max()),
+            is_packed=False,
+            segments=padded(counts_of(pieces, placed), width, padding_side="left"),
+        )
+        return assemble(
+            pieces,
+            placed,
+            placement,
+            (*_FIELDS, *rollouts.names, "sub_seq_lengths"),
             normalize_loss=self.normalize_loss,
-            metadata=NOTHING_LOST | rollouts.per_rollout,
+            row_metadata=rollouts.per_rollout,
+            metadata={"num_examples": len(lengths), **NOTHING_LOST},
         )
 
 

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit.packing._checks import checked_bool as checked_bool
-from torch_collate_kit.packing._checks import checked_choice, checked_int
+from torch_collate_kit._checks import checked_bool as checked_bool
+from torch_collate_kit._checks import checked_choice, checked_int
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from torch_collate_kit.collators._keys import KNOWN, check_keys
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.keys import KNOWN, check_keys
 
 if TYPE_CHECKING:
     import datasets

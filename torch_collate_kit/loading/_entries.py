@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from torch_collate_kit.collators import PackedCollator
-from torch_collate_kit.collators._columns import read_columns
-from torch_collate_kit.collators._examples import Examples
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading._pieces import at_position, pieces_of
 from torch_collate_kit.loading._stream import Columns, Example, Place, Stream
+from torch_collate_kit.reading.raw import Examples
+from torch_collate_kit.reading.sft import read_columns
 
 __all__ = ["ENTRY", "Reader", "piece_limit", "place_behind", "reader_of"]
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit.loading._arguments import Indices, checked_length
-from torch_collate_kit.packing._checks import checked_lengths
 
 
 class Mark(NamedTuple):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch_collate_kit.collators._columns import read_columns
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading._stream import Example
+from torch_collate_kit.reading.numbers import joined
+from torch_collate_kit.reading.sft import read_columns
 
 __all__ = ["at_position", "pieces_of"]
 
@@ -25,12 +26,12 @@ def pieces_of(
     """
     columns = read_columns([example], train_all=train_all)
     num_tokens = int(columns.lengths[0])
-    target = None if columns.target is None else columns.target[0]
+    target = None if columns.target is None else joined(columns.target)[0]
     # A loss_mask may be of the last num_actions tokens only.
     prompt = 0 if columns.num_actions is None else num_tokens - int(columns.num_actions[0])
     for start in range(0, num_tokens, limit):
         stop = min(start + limit, num_tokens)
-        piece: dict[str, Any] = {"input_ids": columns.input_ids[0][start:stop]}
+        piece: dict[str, Any] = {"input_ids": joined(columns.input_ids)[0][start:stop]}
         if columns.target_name is not None and target is not None:
             piece[columns.target_name] = target[max(start - prompt, 0) : max(stop - prompt, 0)]
         if columns.num_actions is not None:

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from torch_collate_kit._checks import checked_int
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.packing._checks import checked_int
 
 _VERSION = 1
 _MAX_WORD = 2**32 - 1  # one word of a SeedSequence each, or (2**32 + 1, 0) would be (1, 1)

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torch_collate_kit.collators._columns import loss_token_counts, read_columns
+from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading._dataset_columns import ListColumn, NumberColumn, column_of
 from torch_collate_kit.loading._dataset_sources import (
@@ -27,8 +27,8 @@ from torch_collate_kit.loading._dataset_sources import (
     to_state,
 )
 from torch_collate_kit.packing import PlannedExamples, RankPlan
-from torch_collate_kit.packing._checks import checked_bool
 from torch_collate_kit.ragged import row_indices
+from torch_collate_kit.reading.sft import loss_token_counts, read_columns
 
 __all__ = ["TokenizedDataset"]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading._arguments import (
     checked_batch_size,
@@ -30,7 +31,6 @@ from torch_collate_kit.loading._mixture import (
     checked_weights,
 )
 from torch_collate_kit.loading._positions import EpochSampler, checked_word
-from torch_collate_kit.packing._checks import checked_choice, checked_int
 
 __all__ = ["MixedSampler"]
 

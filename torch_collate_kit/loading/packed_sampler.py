@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torch_collate_kit._checks import checked_int, checked_lengths, checked_optional_int
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading._arguments import Indices, checked_rank, digest_of
 from torch_collate_kit.loading._ordered import Order, OrderedSampler
 from torch_collate_kit.packing import ParallelLayout, RankPlan, pack
-from torch_collate_kit.packing._checks import checked_int, checked_lengths, checked_optional_int
 
 __all__ = ["PackedBatchSampler"]
 

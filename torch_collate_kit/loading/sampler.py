@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, Protocol, runtime_checkable
 
+from torch_collate_kit._checks import checked_int
 from torch_collate_kit.loading._arguments import Indices, checked_rank, rank_slice
 from torch_collate_kit.loading._ordered import Order, OrderedSampler
-from torch_collate_kit.packing._checks import checked_int
 
 __all__ = ["PrefetchingSampler", "ResumableSampler"]
 

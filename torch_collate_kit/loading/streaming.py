@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
+from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
@@ -26,7 +27,6 @@ from torch_collate_kit.loading._pieces import at_position
 from torch_collate_kit.loading._stream import Place, Source, Stream
 from torch_collate_kit.loading._window import Windows
 from torch_collate_kit.packing import PackingPlan, pack
-from torch_collate_kit.packing._checks import checked_int
 from torch_collate_kit.ragged import Ragged
 
 __all__ = ["PackedIterableDataset"]
@@ -68,13 +68,13 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             ``overflow``, ``max_sequences_per_row``, ``normalize_loss``, ``train_all`` and so on.
 
     One ``iter()`` is one pass. A batch is what ``PackedCollator`` makes of its examples in stream
-    order, ``metadata["example_indices"]`` counts within them; load it with
+    order, ``row_metadata["example_indices"]`` counts within them; load it with
     ``DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)``. Rows leave a buffer in the
     stream order of their longest example; poor rows are packed again with what comes, at most until
     the end of a window of eight buffers (``strategy="sequential"``: never). With
-    ``overflow="split"`` a piece counts as an example, and ``metadata["example_starts"]``, ``"cut"``
-    and ``"num_cut"`` say which are pieces; with "drop" an over-long one is counted in the first
-    batch of its buffer, if need be in a dummy row.
+    ``overflow="split"`` a piece counts as an example; ``row_metadata["example_starts"]``, and
+    ``"cut"`` and ``"num_cut"`` of ``metadata``, say which are pieces. With "drop" an over-long one
+    is counted in the first batch of its buffer, if need be in a dummy row.
 
     **Sharding.** Example ``i`` goes to shard ``i % (world_size * num_workers)``, shard
     ``rank * num_workers + worker``. ``datasets.IterableDataset`` divides its own shards over
@@ -304,7 +304,6 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             align=collator.parallel.align,
             overflow=collator.overflow,
             max_sequences_per_row=collator.max_sequences_per_row,
-            compiled=collator.compiled,
         )
 
     def _collate(self, reader: Reader, entries: np.ndarray) -> Batch | dict[str, Any]:
@@ -314,9 +313,9 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             raise self._located(error, reader, entries) from error
         pieces = tuple(np.flatnonzero(entries["is_piece"]).tolist())
         if pieces and isinstance(batch, Batch):
-            indices: Ragged = batch.metadata["example_indices"]
+            indices: Ragged = batch.row_metadata["example_indices"]
             starts = entries["start"][indices.values]
-            batch.metadata["example_starts"] = Ragged(starts, indices.offsets)
+            batch.row_metadata["example_starts"] = Ragged(starts, indices.offsets)
             batch.metadata |= {"num_cut": len(pieces), "cut": pieces}
         return batch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from torch_collate_kit.packing._checks import checked_bool, checked_int
+from torch_collate_kit._checks import checked_bool, checked_int
 
 __all__ = ["ParallelLayout"]
 

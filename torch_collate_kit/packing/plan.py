@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit.packing._checks import checked_int
+from torch_collate_kit._checks import checked_int
 from torch_collate_kit.packing.balance import attention_cost
 
 __all__ = ["PackingPlan"]

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing import balance as _balance
-from torch_collate_kit.packing import strategies
-from torch_collate_kit.packing._checks import (
+from torch_collate_kit._checks import (
     checked_choice,
-    checked_compiled,
     checked_int,
     checked_lengths,
     checked_optional_int,
 )
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing import balance as _balance
+from torch_collate_kit.packing import strategies
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.strategies import Rows
 
@@ -49,7 +47,6 @@ def pack(
     balance: str | None = "attention",
     overflow: str = "raise",
     max_sequences_per_row: int | None = None,
-    compiled: bool = False,
 ) -> PackingPlan:
     """Plan rows of at most ``max_tokens`` tokens that hold every example exactly once.
 
@@ -73,7 +70,6 @@ def pack(
         overflow: what becomes of an example longer than a row: "raise"; "truncate" keeps its
             beginning; "drop" leaves it out; "split" makes consecutive pieces of it.
         max_sequences_per_row: the most pieces a row may hold; None for no limit.
-        compiled: best fit as a loop compiled by numba (the extra ``fast``): the same rows.
 
     Returns:
         A new plan. With one rank the rows come in the order in which the strategy opened them.
@@ -101,8 +97,6 @@ def pack(
     attention = balance == "attention" and num_ranks > 1
     costs = _balance.attention_cost(sizes) if attention else sizes
     fill = _FILL[strategy]
-    if checked_compiled(compiled) and fill is strategies.best_fit_decreasing:
-        fill = partial(fill, compiled=True)
     rows = _fill_rows(sizes, costs, max_tokens, max_sequences_per_row, strategy, num_ranks, fill)
     if num_ranks > 1:
         row_costs = None if balance is None else rows.totals(costs)

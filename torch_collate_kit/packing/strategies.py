@@ -68,9 +68,7 @@ def stable_argsort(keys: npt.NDArray[np.integer], num_keys: int) -> _Ints:
     return low[np.argsort(high[low], kind="stable")]
 
 
-def best_fit_decreasing(
-    sizes: _Ints, capacity: int, max_pieces: int | None, *, compiled: bool = False
-) -> Rows:
+def best_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) -> Rows:
     """Longest piece first, each into the fullest row that still has room for it.
 
     Source: D. S. Johnson, "Near-optimal bin packing algorithms" (1973): at most 11/9 of the best
@@ -87,12 +85,6 @@ def best_fit_decreasing(
     ([3, 2, 1, 0], [0, 2, 4])
     """
     order, distinct, counts = _histogram(sizes, capacity)
-    if compiled:
-        from torch_collate_kit.packing import _compiled
-
-        if capacity * ((max_pieces or 0) + 1) < _compiled.MAX_KEYS:
-            row_of, num_rows = _compiled.best_fit_rows(distinct, counts, capacity, max_pieces)
-            return Rows.from_labels(order, row_of, num_rows)
     fills, num_rows = _fill_best(distinct, counts, capacity, max_pieces)
     return Rows.from_labels(order, _expand(fills), num_rows)
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_collate_kit._checks import checked_choice
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing._checks import checked_choice
 from torch_collate_kit.rl._checks import (
     Uids,
     checked_flag,

@@ -6,8 +6,8 @@ from collections.abc import Hashable
 
 import numpy as np
 
+from torch_collate_kit._checks import checked_int
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing._checks import checked_int
 from torch_collate_kit.rl._checks import Uids, checked_uids
 
 __all__ = ["mini_batch_boundaries", "prompt_boundaries"]

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing._checks import checked_choice, checked_int
 from torch_collate_kit.rl._checks import (
     Uids,
     checked_boundaries,

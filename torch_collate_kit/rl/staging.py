@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from torch_collate_kit._rows import cat, is_per_row, take
+from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.packing._checks import checked_choice, checked_int
+from torch_collate_kit.batch.rows import cat, is_per_row, take
 from torch_collate_kit.packing.balance import attention_cost, over_ranks
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.rl._checks import checked_boundaries
@@ -51,8 +51,8 @@ def stage_mini_batches(
     mini-batch, and ``token_loss(..., num_loss_tokens=metadata["num_loss_tokens"])`` too.
 
     Row metadata goes with the rows; what pads hold there, ``Batch.pad_rows`` says (uids repeat the
-    first row's, ``is_last_step`` is True). ``metadata["row_indices"]`` is added, int64: the row of
-    ``batch`` that each row was, -1 for pads; :func:`unstage` reads it.
+    first row's, ``is_last_step`` is True). ``row_metadata["row_indices"]`` is added, int64: the row
+    of ``batch`` that each row was, -1 for pads; :func:`unstage` reads it.
 
     With ``balance`` rows are dealt to the ranks so that their tokens, or their attention cost
     (linear plus quadratic), are even, and the i-th rows of all ranks are about as long; pads count
@@ -70,9 +70,9 @@ def stage_mini_batches(
         TypeError: not a Batch, or not integers.
 
     >>> import torch
-    >>> batch = Batch({"input_ids": torch.arange(5)[:, None]}, {"uids": ["a", "a", "b", "c", "c"]})
+    >>> batch = Batch({"input_ids": torch.arange(5)[:, None]})
     >>> staged = stage_mini_batches(batch, [0, 3, 5], dp_size=2)
-    >>> [[part.metadata["row_indices"].tolist() for part in ranks] for ranks in staged]
+    >>> [[part.row_metadata["row_indices"].tolist() for part in ranks] for ranks in staged]
     [[[0, 1], [2, -1]], [[3], [4]]]
     """
     if not isinstance(batch, Batch):
@@ -109,9 +109,9 @@ def unstage(staged: Sequence[Sequence[Batch]], outputs: Sequence[Sequence[Any]])
         _check_length(f"outputs[{m}]", len(of_ranks), len(ranks), "ranks")
         for r, (part, output) in enumerate(zip(ranks, of_ranks, strict=True)):
             name = f"outputs[{m}][{r}]"
-            if "row_indices" not in part.metadata:
+            if "row_indices" not in part.row_metadata:
                 raise ValueError(
-                    f"staged[{m}][{r}] has no row_indices in its metadata; pass what "
+                    f"staged[{m}][{r}] has no row_indices in its row_metadata; pass what "
                     "stage_mini_batches returned"
                 )
             if not is_per_row(output) or isinstance(output, Ragged):
@@ -123,7 +123,7 @@ def unstage(staged: Sequence[Sequence[Batch]], outputs: Sequence[Sequence[Any]])
             if parts:
                 _check_alike(name, output, parts[0])
             parts.append(output)
-            rows.append(part.metadata["row_indices"])
+            rows.append(part.row_metadata["row_indices"])
     if not parts:
         raise ValueError("staged is empty; pass what stage_mini_batches returned")
     row_of = np.concatenate(rows)
@@ -140,9 +140,9 @@ def unstage(staged: Sequence[Sequence[Batch]], outputs: Sequence[Sequence[Any]])
 
 def _stage(batch: Batch, start: int, stop: int, dp_size: int, counts: _RowCounts) -> list[Batch]:
     whole = batch[start:stop]
-    fields = dict(whole)
-    metadata = {**whole.metadata, "row_indices": np.arange(start, stop, dtype=np.int64)}
     is_dummy = counts.is_dummy[start:stop]
+    whole.row_metadata["row_indices"] = np.arange(start, stop, dtype=np.int64)
+    metadata = whole.metadata
     metadata["num_dummy_rows"] = int(is_dummy.sum())
     metadata["num_examples"] = _num_examples(whole, is_dummy)
     metadata.pop("num_tokens", None)
@@ -152,12 +152,10 @@ def _stage(batch: Batch, start: int, stop: int, dp_size: int, counts: _RowCounts
     if counts.loss_tokens is not None:
         number = int(counts.loss_tokens[start:stop].sum())
         metadata["num_loss_tokens"] = number
-        old_divisor = metadata.get("loss_mask_divisor", 1)
-        if old_divisor != 1:  # normalize_loss=False, or a batch with at most one loss token
-            metadata["loss_mask_divisor"] = max(number, 1)
-            fields["loss_mask"] = whole["loss_mask"] * (old_divisor / max(number, 1))
-    mini = Batch(fields, metadata).pad_rows(multiple_of=dp_size)
-    mini.metadata["row_indices"][stop - start :] = -1
+        if metadata.get("loss_mask_divisor", 1) != 1:  # of a mask that is not divided it is 1
+            whole = whole.divide_loss_mask(max(number, 1))
+    mini = whole.pad_rows(multiple_of=dp_size)
+    mini.row_metadata["row_indices"][stop - start :] = -1
     if counts.costs is not None:
         costs = np.zeros(len(mini), dtype=np.int64)
         costs[: stop - start] = counts.costs[start:stop]
@@ -166,17 +164,19 @@ def _stage(batch: Batch, start: int, stop: int, dp_size: int, counts: _RowCounts
 
 
 def _num_examples(rows: Batch, is_dummy: np.ndarray) -> int:
-    pieces = rows.metadata.get("example_indices")  # a packed row holds several examples
+    pieces = rows.row_metadata.get("example_indices")  # a packed row holds several examples
     if isinstance(pieces, Ragged):
         return len(np.unique(np.asarray(pieces.to("cpu").values)))
     return int((~is_dummy).sum())
 
 
 def _row_counts(batch: Batch, balance: str | None) -> _RowCounts:
-    """Read the device once for all mini-batches."""
+    """Read the device once for all mini-batches, the numbers of tokens not even once."""
     is_dummy = np.zeros(len(batch), dtype=bool)
+    responses = batch.num_tokens_per_row("responses")
     if "response_mask" in batch:
-        is_dummy |= ~_nonzero_cells(batch["response_mask"]).astype(bool)
+        counts = _nonzero_cells(batch["response_mask"]) if responses is None else responses
+        is_dummy |= counts == 0
     tokens = costs = None
     lengths = batch.get("sub_seq_lengths")
     if isinstance(lengths, Ragged):
@@ -195,8 +195,7 @@ def _row_counts(batch: Batch, balance: str | None) -> _RowCounts:
             f"balance={balance!r} needs the lengths of the rows, but the batch has neither "
             f"sub_seq_lengths nor attention_mask, only {list(batch)}; pass balance=None"
         )
-    loss_tokens = _nonzero_cells(batch["loss_mask"]) if "loss_mask" in batch else None
-    return _RowCounts(is_dummy, tokens, loss_tokens, costs if balance else None)
+    return _RowCounts(is_dummy, tokens, batch.num_loss_tokens_per_row(), costs if balance else None)
 
 
 def _nonzero_cells(field: Tensor) -> np.ndarray:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from torch_collate_kit.collators._examples import is_sequence
-from torch_collate_kit.collators._flat import tensor_to_numpy
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.numbers import tensor_to_numpy
+from torch_collate_kit.reading.raw import is_sequence
 
 __all__ = ["IMAGES", "image_columns", "route_column"]
 
@@ -44,7 +44,8 @@ def route_column(column: Any, lengths: np.ndarray) -> Ragged:
             f"example {i}: {name} has the expert {int(flat[tuple(bad)])}; experts are 0 to "
             f"{_MOST_EXPERTS}"
         )
-    return Ragged.from_lengths(flat.astype(np.int16), counts)
+    few = not flat.size or flat.max() < 256
+    return Ragged.from_lengths(flat.astype(np.uint8 if few else np.int16), counts)
 
 
 def image_columns(raw: Mapping[str, Any]) -> dict[str, Ragged]:

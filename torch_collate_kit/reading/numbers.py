@@ -17,43 +17,97 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_collate_kit._host_memory import host_array
-from torch_collate_kit.collators._examples import is_sequence
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.raw import is_sequence
 
-__all__ = ["int_column", "row_array", "tensor_to_numpy", "weight_column"]
+__all__ = [
+    "Numbers",
+    "Rows",
+    "int_column",
+    "joined",
+    "row_array",
+    "spans",
+    "taken",
+    "tensor_to_numpy",
+    "weight_column",
+]
+
+_SHORT_SPAN = 64  # entries; shorter ones are gathered by an index (benchmarks, docs/design_log.md)
 
 
-_LOSS_WEIGHTS = ("loss_mask", "assistant_masks", "completion_mask")
-# Divided by the loss tokens of a batch, up to 10**8, it is still a normal float32.
-_LEAST_WEIGHT = 1e-30
+class Rows:
+    """A column of arrays that were not joined yet: they are, when rows are put in their order."""
+
+    def __init__(self, arrays: list[np.ndarray], offsets: np.ndarray) -> None:
+        self.arrays, self.offsets = arrays, offsets
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.offsets[1:] - self.offsets[:-1]
 
 
-def int_column(name: str, column: Any) -> Ragged:
+Numbers = Ragged | Rows  # of ndarrays
+
+
+def joined(column: Numbers) -> Ragged:
+    """The column as one flat array, in the order of the examples."""
+    if isinstance(column, Ragged):
+        return column
+    return Ragged(np.concatenate(column.arrays), column.offsets)
+
+
+def taken(
+    column: Numbers, examples: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
+    """The entries ``starts`` to ``starts + lengths`` of the examples, one span after the other.
+
+    Spans are joined, or where they are short gathered by an index, which costs more per entry and
+    nothing per span. The result may be a view of the column.
+    """
+    if not len(examples):
+        values = column.values if isinstance(column, Ragged) else column.arrays[0]
+        return values[:0]
+    if isinstance(column, Rows):
+        chosen = [column.arrays[i] for i in examples.tolist()]
+        if starts.any() or not np.array_equal(lengths, column.lengths[examples]):
+            spans_of = zip(chosen, starts.tolist(), (starts + lengths).tolist(), strict=True)
+            chosen = [array[start:stop] for array, start, stop in spans_of]
+        return np.concatenate(chosen)
+    values, first = column.values, column.offsets[:-1][examples] + starts
+    total = int(lengths.sum())
+    if (
+        first[-1] + lengths[-1] - first[0] == total
+        and (first[1:] == first[:-1] + lengths[:-1]).all()
+    ):
+        return values[first[0] : first[0] + total]
+    if total < _SHORT_SPAN * len(examples):
+        return values[spans(first, lengths)]
+    bounds = zip(first.tolist(), (first + lengths).tolist(), strict=True)
+    return np.concatenate([values[start:stop] for start, stop in bounds])
+
+
+def spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """``starts[0], starts[0] + 1, ...`` of each length, one span after the other: int64."""
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
+
+
+def int_column(name: str, column: Any) -> Numbers:
     what = "token ids index an embedding, convert them"
     if name == "labels":
         what = "labels are token ids (a mask goes into loss_mask), convert ids"
     return _column(name, column, "q", "iu", f"not integers; {what} with .astype(np.int64)")
 
 
-def weight_column(name: str, column: Any, advice: str = "give 0/1 or weights") -> Ragged:
-    """Of a loss mask every weight must be one that float32 keeps."""
-    weights = _column(name, column, "d", "iufb", advice)
-    if name in _LOSS_WEIGHTS and weights.values.dtype.kind == "f":
-        is_lost = (weights.values > 0) & (weights.values < _LEAST_WEIGHT)
-        if is_lost.any():
-            place = int(np.flatnonzero(is_lost)[0])
-            i = int(np.searchsorted(weights.offsets, place, side="right")) - 1
-            j = place - int(weights.offsets[i])
-            raise DataError(
-                f"example {i}: {name}[{j}] is {weights[i][j]}, which float32 loses; a weight must "
-                f"be 0 or at least {_LEAST_WEIGHT}: give 0 where nothing is trained"
-            )
-    return weights
+def weight_column(name: str, column: Any, advice: str = "give 0/1 or weights") -> Numbers:
+    return _column(name, column, "d", "iufb", advice)
 
 
-def _column(name: str, column: Any, typecode: str, kinds: str, advice: str) -> Ragged:
+def _column(name: str, column: Any, typecode: str, kinds: str, advice: str) -> Numbers:
     """Flat values of a NumPy dtype of these kinds, and offsets from 0 on."""
     if isinstance(column, Ragged):
         values = column.flat_values
@@ -65,9 +119,9 @@ def _column(name: str, column: Any, typecode: str, kinds: str, advice: str) -> R
         types = set(map(type, column))
         if types == {list}:
             return _from_lists(name, list(column), typecode)  # a pandas column has labels
-        joined = _joined(list(column), kinds) if types == {np.ndarray} else None
-        if joined is not None:
-            return joined
+        whole = _whole_rows(list(column), kinds) if types == {np.ndarray} else None
+        if whole is not None:
+            return whole
         rows = [row_array(name, i, row, typecode) for i, row in enumerate(column)]
         offsets = np.cumsum([0, *map(len, rows)])
     dtypes = {row.dtype for row in rows}
@@ -79,22 +133,17 @@ def _column(name: str, column: Any, typecode: str, kinds: str, advice: str) -> R
         return Ragged(rows[0], offsets)
     # a uint64 among int64s would make them floats
     mixed = {"q": np.int64, "d": np.float64}[typecode] if len(dtypes) > 1 else None
-    flat = host_array(int(offsets[-1]), mixed or rows[0].dtype)
-    return Ragged(np.concatenate(rows, out=flat, casting="same_kind"), offsets)
+    return Ragged(np.concatenate(rows, dtype=mixed, casting="same_kind"), offsets)
 
 
-def _joined(arrays: Sequence[np.ndarray], kinds: str) -> Ragged | None:
-    """Flat arrays of one dtype, end to end; None where they are anything else."""
-    dtype, ndim = arrays[0].dtype, arrays[0].ndim
-    if dtype.kind not in kinds or ndim != 1:
+def _whole_rows(arrays: list[np.ndarray], kinds: str) -> Rows | None:
+    """Flat arrays of one dtype as they are; None where they are anything else."""
+    dtype = arrays[0].dtype
+    if dtype.kind not in kinds or any(a.ndim != 1 or a.dtype != dtype for a in arrays):
         return None
     offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
     np.cumsum(np.fromiter(map(len, arrays), dtype=np.int64, count=len(arrays)), out=offsets[1:])
-    flat = host_array(int(offsets[-1]), dtype)
-    try:
-        return Ragged(np.concatenate(arrays, out=flat, casting="no"), offsets)
-    except (TypeError, ValueError):  # another dtype, or more dimensions
-        return None
+    return Rows(arrays, offsets)
 
 
 def _from_lists(name: str, rows: Sequence[list[Any]], typecode: str, first: int = 0) -> Ragged:

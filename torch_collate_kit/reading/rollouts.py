@@ -4,24 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from torch_collate_kit.collators._columns import Columns
-from torch_collate_kit.collators._examples import (
+from torch_collate_kit.batch.placement import Pieces
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.media import IMAGES, image_columns, route_column
+from torch_collate_kit.reading.numbers import (
+    int_column,
+    joined,
+    taken,
+    tensor_to_numpy,
+    weight_column,
+)
+from torch_collate_kit.reading.placing import (
+    LEAST_WEIGHT,
+    Placed,
+    as_weights,
+    bad_weight,
+    narrow_ids,
+)
+from torch_collate_kit.reading.raw import (
     Examples,
     first_keys,
     is_sequence,
     one_value,
     raw_columns,
 )
-from torch_collate_kit.collators._flat import int_column, tensor_to_numpy, weight_column
-from torch_collate_kit.collators._rollout_arrays import IMAGES, image_columns, route_column
-from torch_collate_kit.errors import DataError
-from torch_collate_kit.ragged import Ragged
 
 __all__ = ["Rollouts", "are_rollouts", "read_rollouts"]
 
@@ -40,29 +52,73 @@ _KNOWN = (*_REQUIRED, "logprobs", "advantages", *_PER_ROLLOUT, "rollout_expert_i
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The rollouts of a batch, a column at a time."""
+    """The rollouts of a batch, a column at a time, each as one flat ndarray."""
 
-    prompt_ids: Ragged  # of ndarrays, as are all
+    prompt_ids: Ragged
     response_ids: Ragged
-    fields: dict[str, Ragged]  # float32, one value a response token, by the name in a batch
-    expert_indices: Ragged | None  # int16 [tokens with a route, layers, top_k]
+    lengths: np.ndarray  # int64 [N], tokens of prompt and response
+    fields: dict[str, Ragged]  # float32, one value per response token, by the name in a batch
+    routes: Ragged | None  # [tokens with a route, layers, top_k]
     images: dict[str, Ragged]  # pixel_values [patches, dim], image_grid_thw [n, 3], of any dtype
     per_rollout: dict[str, list[Any]]  # uids, trajectory_ids, is_last_step
 
     @property
-    def lengths(self) -> np.ndarray:
-        """int64 [N], tokens of prompt and response."""
-        return self.prompt_ids.lengths + self.response_ids.lengths
-
-    def as_columns(self) -> Columns:
-        """As SFT examples with a mask of all their tokens: copies."""
-        loss_mask, counts = self.fields["loss_mask"], self.prompt_ids.lengths
-        untrained = Ragged.from_lengths(np.zeros(int(counts.sum()), np.float32), counts)
-        ids, mask = (
-            Ragged.from_lengths(np.concatenate([*chain(*zip(a, b, strict=True))]), self.lengths)
-            for a, b in ((self.prompt_ids, self.response_ids), (untrained, loss_mask))
+    def names(self) -> tuple[str, ...]:
+        """The fields that a batch has of them, beside those of all tokens."""
+        routes = ("rollout_expert_indices", "router_padding_mask")
+        return (
+            "response_mask",
+            *self.fields,
+            *(() if self.routes is None else routes),
+            *self.images,
         )
-        return Columns(ids, self.lengths, "loss_mask", mask, None)
+
+    def place(self, pieces: Pieces) -> Placed:
+        """What the rollouts hold, in the order of the pieces, each of which is a whole one."""
+        examples = pieces.examples
+        counts = self.response_ids.lengths[examples]
+        columns = {"input_ids": self._ids(examples)}
+        for name, values in self.fields.items():
+            taken_values = _in_order(values, examples)
+            if name == "loss_mask":
+                weights = as_weights(taken_values)
+                assert weights is not None  # they were checked
+                columns["loss_weights"] = weights
+            else:
+                columns[name] = taken_values.copy()
+        num_loss_tokens = int(np.count_nonzero(columns["loss_weights"]))
+        offsets, routed = {}, None
+        if self.routes is not None:
+            columns["rollout_expert_indices"] = _in_order(self.routes, examples).copy()
+            routed = self.routes.lengths[examples]
+        for name, images in self.images.items():
+            columns[name] = _in_order(images, examples).copy()
+            offsets[name] = np.append(0, np.cumsum(images.lengths[examples]))
+        return Placed(columns, num_loss_tokens, counts, routed, offsets)
+
+    def _ids(self, examples: np.ndarray) -> np.ndarray:
+        """Prompt and response of each rollout, joined."""
+        prompts, responses = self.prompt_ids, self.response_ids
+        bounds = [
+            offsets[examples + last].tolist()
+            for offsets in (prompts.offsets, responses.offsets)
+            for last in (0, 1)
+        ]
+        parts = [
+            part
+            for a, b, c, d in zip(*bounds, strict=True)
+            for part in (prompts.values[a:b], responses.values[c:d])
+        ]
+        values = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        narrow = narrow_ids(values)
+        assert narrow is not None  # they were checked
+        return narrow
+
+
+def _in_order(column: Ragged, examples: np.ndarray) -> np.ndarray:
+    """The rows of the named examples, joined; it may be a view."""
+    lengths = column.lengths[examples]
+    return taken(column, examples, np.zeros_like(lengths), lengths)
 
 
 def are_rollouts(examples: Examples) -> bool:
@@ -94,11 +150,13 @@ def read_rollouts(examples: Examples) -> Rollouts:
     if "is_last_step" in raw:
         per_rollout["is_last_step"] = _flags("is_last_step", raw["is_last_step"])
     routes = raw.get("rollout_expert_indices")
+    totals = prompt_ids.lengths + lengths
     return Rollouts(
         prompt_ids,
         response_ids,
+        totals,
         fields,
-        None if routes is None else route_column(routes, prompt_ids.lengths + lengths),
+        None if routes is None else route_column(routes, totals),
         image_columns(raw),
         per_rollout,
     )
@@ -144,7 +202,7 @@ def _is_logprobs(key: str) -> bool:
 
 
 def _ids(name: str, column: Any) -> Ragged:
-    ids = int_column(name, column)
+    ids = joined(int_column(name, column))
     if ids.values.dtype == np.uint64:  # input_ids would wrap what int64 does not hold
         ids = Ragged(ids.values.astype(np.int64), ids.offsets)
     lengths = ids.lengths
@@ -176,7 +234,7 @@ def _response_field(name: str, column: Any, response_ids: Ragged) -> Ragged:
     lengths = response_ids.lengths
     if name in ("rewards", "advantages"):
         column = _spread(name, column, lengths)
-    given = weight_column(name, column, "give numbers")
+    given = joined(weight_column(name, column, "give numbers"))
     wrong = np.flatnonzero(given.lengths != lengths)
     if len(wrong):
         i = int(wrong[0])
@@ -185,6 +243,11 @@ def _response_field(name: str, column: Any, response_ids: Ragged) -> Ragged:
             f"example {i}: {name} has {given.lengths[i]} entries, response_ids has {lengths[i]} "
             f"tokens; give {one.get(name, '')}one entry a response token"
         )
+    if name == "loss_mask":
+        is_lost = (given.values > 0) & (given.values < LEAST_WEIGHT)
+        if is_lost.any():
+            i, token = _where(given, is_lost)
+            raise bad_weight(i, name, float(given[i][token]), token, token)
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused below
         values = given.values.astype(np.float32, copy=False)
         total = values.sum(dtype=np.float64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import operator
 from typing import Any
 
@@ -53,16 +52,6 @@ def checked_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> No
     if not (value is None or isinstance(value, str)) or value not in choices:
         valid = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name} must be one of {valid}; got {value!r}")
-
-
-def checked_compiled(compiled: bool) -> bool:
-    """ImportError now, not in a worker, where the loops cannot be compiled."""
-    if checked_bool("compiled", compiled) and importlib.util.find_spec("numba") is None:
-        raise ImportError(
-            "compiled=True needs numba: pip install 'torch_collate_kit[fast]'; without it leave "
-            "compiled out, the batches are the same"
-        )
-    return compiled
 
 
 def checked_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["cat", "equal", "is_per_row", "take", "with_empty_rows"]
+__all__ = ["cat", "equal", "is_per_row", "owned", "take", "with_empty_rows"]
 
 
 def is_per_row(value: Any) -> bool:
@@ -29,6 +29,8 @@ def equal(a: Any, b: Any) -> bool:
         return a.values.dtype == b.values.dtype and a == b
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(equal(value, b[key]) for key, value in a.items())
     return type(a) is type(b) and bool(a == b)
 
 
@@ -54,5 +56,13 @@ def cat(values: Sequence[Any]) -> Any:
 
 
 def with_empty_rows(ragged: Ragged, count: int) -> Ragged:
-    """The same rows and ``count`` empty ones behind: values are shared."""
+    """The same rows, and ``count`` empty ones after them: values are shared."""
     return Ragged(ragged.values, np.append(ragged.offsets, [ragged.offsets[-1]] * count))
+
+
+def owned(values: dict[str, Any]) -> dict[str, Any]:
+    """The same, tensors with storage of their own: a view would ship the rows of a whole batch."""
+    return {
+        k: v.clone() if isinstance(v, Tensor) and v.nbytes < v.untyped_storage().nbytes() else v
+        for k, v in values.items()
+    }

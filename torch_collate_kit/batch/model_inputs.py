@@ -1,4 +1,4 @@
-"""What ``Batch.model_inputs`` may be asked for, and the masks that it makes for some models.
+"""What a transformers model takes of a batch, and the masks that are made for some models.
 
 Most models of transformers see from positions that restart where a packed example begins. Some
 build their mask without looking at them, and need it from outside.
@@ -7,27 +7,57 @@ build their mask without looking at them, and need it from outside.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.segments import check_boundaries
 
-__all__ = [
-    "block_mask",
-    "flat_cu_seq_lens",
-    "is_varlen",
-    "refuse_unknown_mask",
-    "segments_of_cells",
-]
+if TYPE_CHECKING:
+    from torch_collate_kit.batch.batch import Batch
+
+__all__ = ["block_mask", "model_inputs"]
+
+_IMAGE_FIELDS = ("pixel_values", "image_grid_thw")
 
 _MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
 _TAKES_4D_MASK = ("sdpa", "eager")
 
 
-def is_varlen(attention: Any) -> bool:
+def model_inputs(
+    batch: Batch, attention: str, *, labels: bool, mask: Any, sliding_window: int | None
+) -> dict[str, Any]:
+    """As ``Batch.model_inputs``."""
+    checked_bool("labels", labels)
+    varlen = _is_varlen(attention)
+    _refuse_unknown_mask(attention, mask, sliding_window)
+    # a vision model makes positions of its own, by the grids of the images
+    names = ("input_ids", *(() if "pixel_values" in batch else ("position_ids",)))
+    inputs: dict[str, Any] = {name: batch[name] for name in names}
+    if labels and "labels" in batch:
+        inputs["labels"] = batch["labels"]
+    inputs |= {name: batch[name].flat_values for name in _IMAGE_FIELDS if name in batch}
+    inputs["use_cache"] = False
+    if "cu_seq_lens" not in batch:
+        inputs["attention_mask"] = batch["attention_mask"]
+    elif varlen or mask is not None:
+        shape = inputs["input_ids"].shape
+        flat = _flat_cu_seq_lens(batch["cu_seq_lens"], shape[1])
+        if mask is not None:
+            cells = _segments_of_cells(flat, shape)
+            inputs["attention_mask"] = block_mask(cells, attention, window=sliding_window)
+            return inputs
+        inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = flat
+        longest = max(batch.row_metadata["max_segment_length"], default=0)
+        inputs["max_length_q"] = inputs["max_length_k"] = longest
+    return inputs
+
+
+def _is_varlen(attention: Any) -> bool:
     """Whether this attention reads boundaries; an unknown one is refused."""
     if attention == "torch_varlen" or _is_flash_attention(attention):
         return True
@@ -43,7 +73,7 @@ def _is_flash_attention(name: Any) -> bool:
     return text.startswith("flash_attention_") or ("/" in text and "flash" in text)
 
 
-def refuse_unknown_mask(attention: str, mask: Any, sliding_window: Any) -> None:
+def _refuse_unknown_mask(attention: str, mask: Any, sliding_window: Any) -> None:
     if mask not in (None, "block"):
         raise ValueError(f'mask={mask!r} is unknown; use "block", or None for no mask')
     if mask is not None and attention not in _TAKES_4D_MASK:
@@ -69,18 +99,22 @@ def refuse_unknown_mask(attention: str, mask: Any, sliding_window: Any) -> None:
         )
 
 
-def flat_cu_seq_lens(rows: Ragged, width: int) -> Tensor:
-    """Boundaries [0, ..., R * W] over all rows, without reading the device."""
-    check_boundaries(len(rows) * width)
-    values = torch.as_tensor(rows.values)
-    parts = [row[1:] + i * width for i, row in enumerate(rows)]
-    return torch.cat([values.new_zeros(1), *parts])
+def _flat_cu_seq_lens(per_row: Ragged, width: int) -> Tensor:
+    """Boundaries [0, ..., R * W] over all rows, int32, without waiting for the device."""
+    check_boundaries(len(per_row) * width)
+    values = torch.as_tensor(per_row.flat_values)
+    rows = np.repeat(np.arange(len(per_row)), per_row.lengths)
+    entries = np.arange(len(rows))
+    is_first = entries == (per_row.offsets - per_row.offsets[0])[rows]  # where the last row ended
+    picked = np.stack([entries, rows * width])[:, ~is_first]
+    on_device = torch.from_numpy(picked).to(values.device, non_blocking=True)
+    return torch.cat([values.new_zeros(1), values[on_device[0]] + on_device[1].int()])
 
 
-def segments_of_cells(cu_seq_lens: Tensor, shape: tuple[int, int]) -> Tensor:
+def _segments_of_cells(cu_seq_lens: Tensor, shape: tuple[int, int]) -> Tensor:
     """Which segment every cell lies in: int64 [R, W], from boundaries [S + 1] flat over the rows.
 
-    >>> segments_of_cells(torch.tensor([0, 2, 3, 6]), (2, 3)).tolist()
+    >>> _segments_of_cells(torch.tensor([0, 2, 3, 6]), (2, 3)).tolist()
     [[0, 0, 1], [2, 2, 2]]
     """
     cells = torch.arange(shape[0] * shape[1], device=cu_seq_lens.device, dtype=cu_seq_lens.dtype)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from torch_collate_kit._rows import is_per_row
+from torch_collate_kit.batch.rows import equal
 from torch_collate_kit.ragged import Ragged
 
 __all__ = ["check_joinable"]
@@ -24,17 +22,20 @@ def check_joinable(batches: Sequence[Any], *, overrides: Mapping[str, Any]) -> N
 def _check_pair(index: int, batch: Any, first: Any, overrides: Mapping[str, Any]) -> None:
     if batch.keys() != first.keys():
         raise ValueError(f"batch {index} has fields {list(batch)}, batch 0 has {list(first)}")
-    for name, field in first.items():
-        if isinstance(field, Tensor) and batch[name].shape[1:] != field.shape[1:]:
+    theirs = batch._stored().row_shapes()
+    for name, shape in first._stored().row_shapes().items():
+        if name in theirs and theirs[name] != shape:
             raise ValueError(
-                f"{name} of batch {index} has row shape {list(batch[name].shape[1:])}, of batch 0 "
-                f"{list(field.shape[1:])}; collate them together, or with fixed_width=True"
+                f"{name} of batch {index} has row shape {theirs[name]}, of batch 0 {shape}; "
+                "collate them together, or with fixed_width=True"
             )
-    if batch.metadata.keys() != first.metadata.keys():
-        odd = sorted(batch.metadata.keys() ^ first.metadata.keys())
-        raise ValueError(f"only one of batch 0 and batch {index} has the metadata {odd}")
-    mine, theirs = first.metadata, batch.metadata
-    differ = {k: (v, theirs[k]) for k, v in mine.items() if not is_per_row(v) and theirs[k] != v}
+    for kind in ("row_metadata", "metadata"):
+        keys = [getattr(part, kind).keys() for part in (first, batch)]
+        if keys[0] != keys[1]:
+            odd = sorted(keys[0] ^ keys[1])
+            raise ValueError(f"only one of batch 0 and batch {index} has the {kind} {odd}")
+    mine, others = first.metadata, batch.metadata
+    differ = {k: (v, others[k]) for k, v in mine.items() if not equal(v, others[k])}
     if "loss_mask_divisor" in differ:
         raise ValueError(
             f"loss_mask_divisor is {differ['loss_mask_divisor'][0]} in batch 0 and "
@@ -54,7 +55,7 @@ def _check_one_collation(batches: Sequence[Any]) -> None:
     """Parts of one batch name different examples; batches collated apart each begin at 0."""
     owner: dict[tuple[int, int], int] = {}
     for i, batch in enumerate(batches):
-        columns = [batch.metadata.get(key) for key in ("example_indices", "example_starts")]
+        columns = [batch.row_metadata.get(key) for key in ("example_indices", "example_starts")]
         if not all(isinstance(column, Ragged) for column in columns):
             return
         for piece in zip(*(column.flat_values.tolist() for column in columns), strict=True):

@@ -10,15 +10,32 @@ import numpy as np
 from torch import Tensor
 
 from torch_collate_kit.batch import IGNORE_INDEX
-from torch_collate_kit.collators._examples import Examples, first_with, one_value, raw_columns
-from torch_collate_kit.collators._flat import int_column, row_array, weight_column
-from torch_collate_kit.collators._keys import KNOWN, TARGETS, check_keys
+from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.keys import KNOWN, TARGETS, check_keys
+from torch_collate_kit.reading.numbers import (
+    Numbers,
+    int_column,
+    joined,
+    row_array,
+    spans,
+    taken,
+    weight_column,
+)
+from torch_collate_kit.reading.placing import (
+    Placed,
+    as_weights,
+    bad_weight,
+    first_bad,
+    is_bad_weight,
+    token_ids,
+)
+from torch_collate_kit.reading.raw import Examples, first_with, one_value, raw_columns
 
 __all__ = [
     "NO_EXAMPLES",
-    "Columns",
+    "SftExamples",
     "loss_token_counts",
     "pad_token_id_of",
     "read_columns",
@@ -26,22 +43,91 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Columns:
-    """The examples of a batch, a column at a time. ``target`` holds the form's name, if any."""
+class SftExamples:
+    """The examples of a batch, a column at a time. ``target_name`` is the target's form, if any."""
 
-    input_ids: Ragged  # of ndarrays, as is target
-    lengths: np.ndarray  # int64 [N], tokens an example
+    input_ids: Numbers
+    lengths: np.ndarray  # int64 [N], tokens per example
     target_name: str | None
-    target: Ragged | None  # full length, or the last num_actions tokens
+    target: Numbers | None  # full length, or the last num_actions tokens
     num_actions: np.ndarray | None  # int64 [N], as given
 
+    def place(self, pieces: Pieces) -> Placed:
+        """What the pieces hold; the first token of each is not trained, as nothing predicts it.
 
-NO_EXAMPLES = Columns(
+        Raises:
+            DataError: an id, a label or a weight is wrong.
+        """
+        ids = token_ids("input_ids", self.input_ids, pieces)
+        firsts = np.cumsum(pieces.lengths) - pieces.lengths
+        if self.target_name == "labels":
+            labels = self._labels(pieces)
+            labels[firsts] = IGNORE_INDEX
+            columns, trained = {"input_ids": ids, "labels": labels}, labels != IGNORE_INDEX
+        else:
+            weights = self._weights(pieces)
+            weights[firsts] = 0
+            columns = {"input_ids": ids, "loss_weights": weights}
+            trained = weights if weights.dtype == np.bool_ else weights != 0
+        num_loss_tokens = int(np.count_nonzero(trained))
+        return Placed(columns, num_loss_tokens, self._count_actions(pieces, trained, firsts))
+
+    def _labels(self, pieces: Pieces) -> np.ndarray:
+        assert self.target is not None
+        labels = taken(self.target, pieces.examples, pieces.starts, pieces.lengths)
+        is_bad = (labels < 0) & (labels != IGNORE_INDEX)
+        if is_bad.any():
+            i, token = first_bad(is_bad, pieces)
+            raise DataError(
+                f"example {i}: labels is {labels[is_bad][0]} at token {token}; a label is a token "
+                f"id, or {IGNORE_INDEX} where nothing is trained"
+            )
+        fits = not labels.size or labels.max() <= np.iinfo(np.int32).max
+        return labels.astype(np.int32 if fits else np.int64)
+
+    def _weights(self, pieces: Pieces) -> np.ndarray:
+        examples, starts, lengths = pieces[:3]
+        if self.target is None:
+            return np.ones(int(lengths.sum()), dtype=np.bool_)
+        if self.num_actions is None:
+            weights = taken(self.target, examples, starts, lengths)
+        else:
+            # The mask has the tokens n - a .. n of an example; a piece may hold a part of them.
+            prompt = (self.lengths - self.num_actions)[examples]
+            hidden = np.clip(prompt - starts, 0, lengths)
+            given = taken(self.target, examples, np.maximum(starts - prompt, 0), lengths - hidden)
+            weights = np.zeros(int(lengths.sum()), dtype=given.dtype)
+            weights[spans(np.cumsum(lengths) - lengths + hidden, lengths - hidden)] = given
+        checked = as_weights(weights)
+        if checked is None:
+            is_bad = is_bad_weight(weights)
+            i, token = first_bad(is_bad, pieces)
+            entry = token
+            if self.num_actions is not None:
+                entry -= int(self.lengths[i] - self.num_actions[i])
+            raise bad_weight(i, str(self.target_name), float(weights[is_bad][0]), entry, token)
+        return checked
+
+    def _count_actions(self, pieces: Pieces, trained: np.ndarray, firsts: np.ndarray) -> np.ndarray:
+        """As given, or from the first trained token to the end; at most all but the first token."""
+        if self.num_actions is not None:
+            prompt = (self.lengths - self.num_actions)[pieces.examples]
+            ends = pieces.starts + pieces.lengths
+            return np.clip(ends - prompt, 0, pieces.lengths - 1)
+        if self.target is None:
+            return pieces.lengths - 1
+        # The first token of a piece is not trained, so a trained run begins after one that is not.
+        begins = np.append(np.flatnonzero(trained[1:] > trained[:-1]) + 1, len(trained))
+        begin = begins[np.searchsorted(begins, firsts)]
+        return np.maximum(firsts + pieces.lengths - begin, 0)
+
+
+NO_EXAMPLES = SftExamples(
     Ragged(np.zeros(0, dtype=np.int64), [0]), np.zeros(0, dtype=np.int64), None, None, None
 )
 
 
-def read_columns(examples: Examples, *, train_all: bool = False) -> Columns:
+def read_columns(examples: Examples, *, train_all: bool = False) -> SftExamples:
     """Check the examples (DataError names the bad one) and look at them as columns.
 
     ``train_all``: they have no target, whatever other keys they have.
@@ -58,19 +144,27 @@ def read_columns(examples: Examples, *, train_all: bool = False) -> Columns:
     name = _target_name(raw)
     num_actions = _num_actions(raw, lengths) if "num_actions" in raw else None
     if name is None:
-        return Columns(input_ids, lengths, None, None, None)
+        return SftExamples(input_ids, lengths, None, None, None)
     target = (int_column if name == "labels" else weight_column)(name, raw[name])
     _check_target_lengths(name, target, lengths, num_actions)
-    return Columns(input_ids, lengths, name, target, num_actions)
+    return SftExamples(input_ids, lengths, name, target, num_actions)
 
 
-def loss_token_counts(columns: Columns) -> np.ndarray:
+def loss_token_counts(columns: SftExamples) -> np.ndarray:
     """Trained tokens of each example: int64 [N]. Its first token is none: nothing predicts it."""
     if columns.target is None:
         return columns.lengths - 1
     untrained = IGNORE_INDEX if columns.target_name == "labels" else 0
-    is_trained = columns.target.values != untrained
-    offsets = columns.target.offsets
+    target = joined(columns.target)
+    if columns.target_name != "labels" and target.values.dtype.kind == "f":
+        is_bad = is_bad_weight(target.values)
+        if is_bad.any():
+            place = int(np.flatnonzero(is_bad)[0])
+            i = int(np.searchsorted(target.offsets, place, side="right")) - 1
+            j = place - int(target.offsets[i])
+            raise bad_weight(i, str(columns.target_name), float(target[i][j]), j, j)
+    is_trained = target.values != untrained
+    offsets = target.offsets
     is_trained[offsets[:-1][columns.target.lengths == columns.lengths]] = False
     before = np.append(0, np.cumsum(is_trained))
     return np.diff(before[offsets])
@@ -139,7 +233,7 @@ def _int_per_example(column: Any) -> np.ndarray:
 
 
 def _check_target_lengths(
-    name: str, target: Ragged, lengths: np.ndarray, num_actions: np.ndarray | None
+    name: str, target: Numbers, lengths: np.ndarray, num_actions: np.ndarray | None
 ) -> None:
     expected = lengths if num_actions is None else num_actions
     got = target.lengths

@@ -1,0 +1,419 @@
+"""Batch: the tokens of its rows and where they lie; dense fields are made when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from operator import index
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_collate_kit._checks import checked_int
+from torch_collate_kit.batch import rows
+from torch_collate_kit.batch.added_rows import pad_metadata
+from torch_collate_kit.batch.dense import make_field
+from torch_collate_kit.batch.fields import Field
+from torch_collate_kit.batch.joining import check_joinable
+from torch_collate_kit.batch.model_inputs import model_inputs
+from torch_collate_kit.batch.storage import Storage, describe, tensor_of
+from torch_collate_kit.ragged import Ragged, row_indices
+
+__all__ = ["Batch"]
+
+
+class Batch(Mapping[str, Field]):
+    """A training batch: named fields with rows first, ``row_metadata`` and ``metadata``.
+
+    Fields are tensors ``[R, ...]`` or :class:`Ragged` with ``R`` rows. ``len(batch)`` is ``R``.
+    ``batch["input_ids"]`` is a field, ``batch[2:5]`` a Batch of these rows. Which fields a collator
+    gives, their dtypes and what pads hold is written down in docs/contract.md.
+
+    A collator's batch holds columns, one entry per token, and integers that say where they lie. A
+    field is made of them when it is first read, on the device where they are, and kept. Slicing,
+    moving, pinning and pickling work on the columns. A field that was changed in place is kept as
+    it is; to replace one, use :meth:`with_fields`. (Changes through ``.numpy()`` are not seen.)
+
+    ``row_metadata`` has one entry per row (a list, ndarray, tensor or Ragged each) and is sliced
+    with the rows. ``metadata`` belongs to the batch as it was collated and stays, so that
+    ``metadata["num_loss_tokens"]`` remains the divisor of the loss.
+
+    Raises:
+        ValueError: fields or row metadata that disagree in the number of rows.
+
+    >>> batch = Batch({"x": torch.tensor([[1, 2], [3, 4]])}, row_metadata={"uids": ["a", "b"]})
+    >>> len(batch), batch[1:]["x"].tolist(), batch[1:].row_metadata
+    (2, [[3, 4]], {'uids': ['b']})
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, Field],
+        *,
+        row_metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        for name, field in fields.items():
+            if not isinstance(field, Ragged) and (not isinstance(field, Tensor) or not field.ndim):
+                raise TypeError(
+                    f"field {name} must be a tensor with rows first or a Ragged, got "
+                    f"{type(field).__name__}; what belongs to the whole batch goes into metadata"
+                )
+        self._set(Storage(None, dict(fields)), row_metadata, metadata)
+
+    @classmethod
+    def of_storage(
+        cls,
+        storage: Storage,
+        row_metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Batch:
+        """What a collator makes."""
+        batch = cls.__new__(cls)
+        batch._set(storage, row_metadata, metadata)
+        return batch
+
+    def _set(
+        self,
+        storage: Storage,
+        row_metadata: Mapping[str, Any] | None,
+        metadata: Mapping[str, Any] | None,
+    ) -> None:
+        self._storage = storage
+        self._made: dict[str, tuple[Field, int]] = {}  # and the version they were made with
+        self._shared: dict[str, Tensor] = {}  # what several of them are made of
+        self.row_metadata: dict[str, Any] = dict(row_metadata or {})
+        self.metadata: dict[str, Any] = dict(metadata or {})
+        given = storage.given
+        if storage.columns is None and not given:
+            raise ValueError("a Batch needs at least one field, got none; rows are counted there")
+        if "cu_seq_lens" in given and "max_segment_length" not in self.row_metadata:
+            raise ValueError(
+                "a packed batch (it has cu_seq_lens) was rebuilt without its metadata, as "
+                "transformers.Trainer and DataLoader(batch_size=None) do, and would reach a model "
+                "with a mask that lets its examples see each other; for Trainer make the collator "
+                "with model_inputs=True, for the DataLoader pass a collate_fn that changes nothing"
+            )
+        for key, value in self.row_metadata.items():
+            if not rows.is_per_row(value):
+                raise TypeError(
+                    f"row_metadata[{key!r}] must be a list, ndarray, tensor or Ragged with one "
+                    f"entry per row, got {type(value).__name__}; what belongs to the whole batch "
+                    "goes into metadata"
+                )
+        per_row = {f"row_metadata[{k!r}]": v for k, v in self.row_metadata.items()}
+        for name, value in (given | per_row).items():
+            if len(value) != len(self):
+                first = next(iter(storage.names))
+                raise ValueError(f"{name} has {len(value)} rows, but {first} has {len(self)}")
+
+    @overload
+    def __getitem__(self, key: str) -> Any: ...
+    @overload
+    def __getitem__(self, key: slice) -> Batch: ...
+    def __getitem__(self, key: str | slice) -> Any:
+        if isinstance(key, str):
+            return self._field(key)
+        if not isinstance(key, slice):
+            raise TypeError(
+                f"a Batch is indexed by a field name or a slice of rows, got {key!r}; "
+                "one row is batch[i:i + 1], rows in any order are batch.select(indices)"
+            )
+        start, stop, step = key.indices(len(self))
+        if step < 1:
+            raise ValueError(f"rows cannot be sliced with step {step}; use batch.select(indices)")
+        picked = slice(start, stop, step)
+        return self._with_rows(lambda value: value[picked])
+
+    def _field(self, name: str) -> Field:
+        storage = self._storage
+        if name in storage.given:
+            return storage.given[name]
+        if name not in self._made:
+            if storage.columns is None or name not in storage.columns.names:
+                raise KeyError(f"{name}; the batch has {', '.join(self)}")
+            field = make_field(name, storage.columns, self._shared, self.metadata)
+            self._made[name] = field, _version(field)
+        return self._made[name][0]
+
+    def _stored(self) -> Storage:
+        """What is stored, with the fields that were changed in place since they were made."""
+        changed = {k: field for k, (field, at) in self._made.items() if _version(field) != at}
+        return self._storage.with_given(changed)
+
+    def _with_rows(self, change: Callable[[Any], Any]) -> Batch:
+        per_row = {key: change(value) for key, value in self.row_metadata.items()}
+        return Batch.of_storage(self._stored().change(change), per_row, self.metadata)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return self._storage.num_rows
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._storage.names
+
+    def keys(self) -> KeysView[str]:
+        return self._storage.names.keys()
+
+    def items(self) -> ItemsView[str, Field]:
+        """The fields by name; makes all of them."""
+        return {name: self._field(name) for name in self}.items()
+
+    def values(self) -> ValuesView[Field]:
+        """The fields; makes all of them."""
+        return dict(self.items()).values()
+
+    def __eq__(self, other: object) -> bool:
+        """The same fields with equal dtypes, shapes and values, and equal metadata."""
+        if not isinstance(other, Batch):
+            return NotImplemented
+        if self.keys() != other.keys():
+            return False
+        if not (
+            rows.equal(self.row_metadata, other.row_metadata)
+            and rows.equal(self.metadata, other.metadata)
+        ):
+            return False
+        mine, theirs = self.contents(), other.contents()
+        if mine.keys() != theirs.keys():  # stored in other forms
+            return all(rows.equal(self[name], other[name]) for name in self)
+        return rows.equal(mine, theirs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def with_fields(self, **fields: Field) -> Batch:
+        """The same rows with fields added or replaced; nothing is copied.
+
+        >>> batch = Batch({"input_ids": torch.tensor([[5], [6]])})
+        >>> list(batch.with_fields(advantages=torch.zeros(2, 1)))
+        ['input_ids', 'advantages']
+        """
+        checked = Batch(fields)._storage.given if fields else {}
+        storage = self._stored().with_given(checked)
+        batch = Batch.of_storage(storage, self.row_metadata, self.metadata)
+        batch._made = {k: made for k, made in self._made.items() if k not in storage.given}
+        batch._shared = self._shared
+        return batch
+
+    def chunk(self, num_chunks: int) -> list[Batch]:
+        """The rows in ``num_chunks`` equal runs: chunk ``r`` is rank ``r``'s part.
+
+        Raises:
+            ValueError: rows that do not divide.
+
+        >>> [c["x"].tolist() for c in Batch({"x": torch.arange(4)}).chunk(2)]
+        [[0, 1], [2, 3]]
+        """
+        num_chunks = index(num_chunks)
+        if num_chunks < 1 or len(self) % num_chunks:
+            raise ValueError(
+                f"{len(self)} rows do not divide into {num_chunks} equal chunks; "
+                "add zero-loss rows with batch.pad_rows(multiple_of=...)"
+            )
+        size = len(self) // num_chunks
+        return [self[i * size : (i + 1) * size] for i in range(num_chunks)]
+
+    def select(self, indices: Sequence[int] | np.ndarray | Tensor) -> Batch:
+        """The named rows, in that order and as often as named: a copy.
+
+        >>> Batch({"x": torch.arange(4)}).select([3, 0])["x"].tolist()
+        [3, 0]
+        """
+        picked = row_indices(indices)
+        if picked.ndim != 1 or ((picked < 0) | (picked >= len(self))).any():
+            raise IndexError(f"rows {picked.tolist()} of a batch with {len(self)} rows")
+        return self._with_rows(lambda value: rows.take(value, picked))
+
+    @classmethod
+    def cat(cls, batches: Sequence[Batch], metadata: Mapping[str, Any] | None = None) -> Batch:
+        """The rows of all batches, one after the other: a copy.
+
+        Row metadata is concatenated; ``metadata`` of the batches must agree, the argument overrides
+        it.
+
+        Raises:
+            ValueError: no batches, other fields, other widths, or metadata that disagrees.
+
+        >>> Batch.cat(Batch({"x": torch.arange(4)}).chunk(2))["x"].tolist()
+        [0, 1, 2, 3]
+        """
+        if not batches:
+            raise ValueError("Batch.cat needs at least one batch, got none")
+        first, overrides = batches[0], dict(metadata or {})
+        check_joinable(batches, overrides=overrides)
+        per_row = {
+            key: rows.cat([batch.row_metadata[key] for batch in batches])
+            for key in first.row_metadata
+        }
+        parts = [batch._stored() for batch in batches]
+        storage = Storage.cat(parts, lambda i, name: batches[i][name])
+        return cls.of_storage(storage, per_row, {**first.metadata, **overrides})
+
+    def pad_rows(self, *, multiple_of: int) -> Batch:
+        """Rows added at the end until ``multiple_of`` divides them: a copy, or self if it does.
+
+        An added row repeats row 0, so that every model can run it, with zero loss, and without
+        sub-sequences: labels -100; loss_mask, response_mask, rewards, advantages, returns, and
+        every floating-point field of the shape of a mask 0; expert routes those of pads;
+        ``sub_seq_lengths`` and ragged metadata empty; ``is_last_step`` True, a trajectory of its
+        own that no other row continues. Other metadata, ``uids`` too, repeats row 0's.
+        ``metadata["num_dummy_rows"]`` counts them.
+
+        >>> batch = Batch({"input_ids": torch.tensor([[5]]), "loss_mask": torch.tensor([[1.0]])})
+        >>> padded = batch.pad_rows(multiple_of=2)
+        >>> padded["input_ids"].tolist(), padded["loss_mask"].tolist(), padded.metadata
+        ([[5], [5]], [[1.0], [0.0]], {'num_dummy_rows': 1})
+        """
+        added = -len(self) % checked_int("multiple_of", multiple_of)
+        if not added:
+            return self
+        storage = self._stored()
+        if storage.columns is not None:
+            storage = storage.with_given({"sub_seq_lengths": self["sub_seq_lengths"]})
+        num_dummy_rows = self.metadata.get("num_dummy_rows", 0) + added
+        return Batch.of_storage(
+            storage.pad(added),
+            pad_metadata(self.row_metadata, added),
+            {**self.metadata, "num_dummy_rows": num_dummy_rows},
+        )
+
+    # --- what is stored ---------------------------------------------------------------------------
+
+    def contents(self) -> dict[str, Any]:
+        """What is stored, in the dtypes of the dense fields; no field is made.
+
+        Batches with equal contents have equal fields.
+
+        >>> list(Batch({"x": torch.zeros(4)}).contents())
+        ['x']
+        """
+        return self._stored().contents()
+
+    def column(self, name: str) -> Tensor | None:
+        """A column as it is stored, such as ``input_ids``, one entry per token; None without it.
+
+        >>> Batch({"x": torch.zeros(4)}).column("input_ids")
+        """
+        columns = self._storage.columns
+        return tensor_of(columns.values[name]) if columns and name in columns.values else None
+
+    def num_tokens_per_row(self, count: str = "lengths") -> np.ndarray | None:
+        """int64 [R], tokens (or ``"responses"``) of each row; None where they are not known.
+
+        >>> Batch({"x": torch.zeros(4)}).num_tokens_per_row()
+        """
+        return self._storage.num_tokens(count)
+
+    def num_loss_tokens_per_row(self) -> np.ndarray | None:
+        """int64 [R], cells of ``loss_mask`` that are not 0; None without one. Reads the device.
+
+        >>> Batch({"loss_mask": torch.tensor([[0.0, 0.5], [1.0, 1.0]])}).num_loss_tokens_per_row()
+        array([1, 2])
+        """
+        storage = self._stored()
+        if storage.columns is not None and "loss_mask" not in storage.given:
+            return storage.columns.trained()
+        if "loss_mask" not in self:
+            return None
+        return (self["loss_mask"] != 0).flatten(1).sum(dim=1).cpu().numpy()
+
+    def divide_loss_mask(self, divisor: int) -> Batch:
+        """The same rows with a ``loss_mask`` divided by ``divisor``, whatever it was before.
+
+        >>> batch = Batch({"loss_mask": torch.ones(1, 2)}, metadata={"loss_mask_divisor": 1})
+        >>> batch.divide_loss_mask(4)["loss_mask"]
+        tensor([[0.2500, 0.2500]])
+        """
+        before, storage = self.metadata.get("loss_mask_divisor", 1), self._stored()
+        if "loss_mask" in storage.given:
+            changed = storage.given["loss_mask"] * (before / divisor)
+            storage = storage.with_given({"loss_mask": changed})
+        metadata = {**self.metadata, "loss_mask_divisor": divisor}
+        return Batch.of_storage(storage, self.row_metadata, metadata)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is stored, dense fields that were made from it not counted.
+
+        >>> Batch({"x": torch.arange(4)}).nbytes
+        32
+        """
+        return sum(tensor_of(value).nbytes for value in self._stored().items().values())
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Batch:
+        """The batch on ``device``, by one copy of what is stored; self if it is there.
+
+        Metadata stays in host memory. ``non_blocking=True`` overlaps with compute only from pinned
+        memory.
+        """
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"Batch.to takes a device, got {device}; fields keep their dtypes")
+        target = torch.empty(0, device=device).device  # with its index
+        moved = self._stored().moved(target, non_blocking=non_blocking)
+        return self if moved is None else self._with_storage(moved)
+
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked host memory; DataLoader calls it to pin."""
+        return self._with_storage(self._stored().pinned())
+
+    def _with_storage(self, storage: Storage) -> Batch:
+        return Batch.of_storage(storage, self.row_metadata, self.metadata)
+
+    def record_stream(self, stream: Any) -> None:
+        """Tell the allocator that ``stream`` uses what is stored, as ``Tensor.record_stream``."""
+        for value in self._stored().items().values():
+            tensor_of(value).record_stream(stream)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        per_row = rows.owned(self.row_metadata)
+        return Batch.of_storage, (self._stored(), per_row, self.metadata)
+
+    def __copy__(self) -> Batch:
+        return self.with_fields()
+
+    def model_inputs(
+        self,
+        attention: str = "torch_varlen",
+        *,
+        labels: bool = True,
+        mask: Literal["block"] | None = None,
+        sliding_window: int | None = None,
+    ) -> dict[str, Any]:
+        """What ``model(**inputs)`` of a transformers model needs: in a plain dict.
+
+        ``input_ids``, ``position_ids`` and ``use_cache=False``, and ``labels`` where the batch has
+        them, unless ``labels=False``, which spares the model a loss of its own beside yours. With
+        images, ``pixel_values`` and ``image_grid_thw`` of all rows in place of ``position_ids``,
+        which the model makes of the grids. A padded batch adds ``attention_mask``. A packed batch
+        never adds that 2-D mask, since it makes transformers ignore the segments; for varlen
+        ``attention`` it adds ``cu_seq_lens_q/k`` (int32, flat over the rows) and
+        ``max_length_q/k`` (Python ints), for "sdpa" and "eager" the restarting position ids do the
+        work.
+
+        ``mask="block"`` is for packed rows of models whose mask does not see the position ids
+        (docs/contract.md names them; :func:`check_isolation` tells): ``attention_mask`` is then a
+        causal mask ``[R, 1, W, W]`` of a block per segment, made for "sdpa" or "eager" on the
+        device of the batch. It replaces the masks of the model, so for one with sliding-window
+        layers (gpt-oss) pass ``sliding_window=model.config.sliding_window``: then it is a dict of
+        a mask for each kind of layer.
+
+        Raises:
+            ValueError: an unknown ``attention`` or ``mask``, or one without the other it needs;
+                more cells than int32 boundaries count.
+        """
+        return model_inputs(
+            self, attention, labels=labels, mask=mask, sliding_window=sliding_window
+        )
+
+    def __repr__(self) -> str:
+        return describe(self._stored())
+
+
+def _version(field: Field) -> int:
+    """Goes up with every change in place; of a NumPy array or an inference tensor nobody counts."""
+    tensor = field.values if isinstance(field, Ragged) else field
+    counted = isinstance(tensor, Tensor) and not tensor.is_inference()
+    return tensor._version if counted else 0

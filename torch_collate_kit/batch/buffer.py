@@ -1,0 +1,64 @@
+"""Several tensors and ragged fields in one buffer: one allocation, one handle, one copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_collate_kit.ragged import Ragged
+
+__all__ = ["Slot", "carve", "gather"]
+
+_ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Slot(NamedTuple):
+    """Where a field lies in the buffer; ``offsets`` is set for a ragged field."""
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offsets: np.ndarray | None
+
+
+def gather(fields: Mapping[Key, Tensor | Ragged]) -> tuple[Tensor, dict[Key, Slot]]:
+    """A new uint8 buffer with the bytes of all fields, on the device of the first, and where."""
+    slots: dict[Key, Slot] = {}
+    sources: list[Tensor] = []
+    end = 0
+    for key, field in fields.items():
+        offsets = None
+        if isinstance(field, Ragged):
+            offsets = field.offsets - field.offsets[0] if field.offsets[0] else field.offsets
+            source = torch.as_tensor(field.flat_values)
+        else:
+            source = field
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        slots[key] = Slot(start, tuple(source.shape), source.dtype, offsets)
+        sources.append(source)
+        end = start + math.prod(source.shape) * source.dtype.itemsize
+    size = -(-end // _ALIGNMENT) * _ALIGNMENT  # torch.load reads a storage as its widest dtype
+    buffer = torch.empty(size, dtype=torch.uint8, device=sources[0].device)
+    for source, slot in zip(sources, slots.values(), strict=True):
+        _view(buffer, slot).copy_(source.detach())
+    return buffer, slots
+
+
+def carve(buffer: Tensor, slots: Mapping[Key, Slot]) -> dict[Key, Tensor | Ragged]:
+    """The fields, as views of the buffer."""
+    fields: dict[Key, Tensor | Ragged] = {}
+    for key, slot in slots.items():
+        values = _view(buffer, slot)
+        fields[key] = values if slot.offsets is None else Ragged(values, slot.offsets)
+    return fields
+
+
+def _view(buffer: Tensor, slot: Slot) -> Tensor:
+    stop = slot.start + math.prod(slot.shape) * slot.dtype.itemsize
+    return buffer[slot.start : stop].view(slot.dtype).view(slot.shape)

@@ -1,0 +1,101 @@
+"""The table of fields: what a field has one entry of, its dtype, and what pads hold.
+
+At rest a field is a column, one entry per token, per response token or per example, in the order of
+the rows; ``dense.py`` makes the dense form of it. A field that has no column of its own is named in
+``dense.py`` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from torch_collate_kit.ragged import Ragged
+
+__all__ = [
+    "IGNORE_INDEX",
+    "OWN_FIELDS",
+    "Field",
+    "FieldSpec",
+    "PerExample",
+    "PerImage",
+    "PerResponseToken",
+    "PerRoutedToken",
+    "PerToken",
+]
+
+IGNORE_INDEX = -100  # a label that is not trained, as in torch and transformers
+Field = Tensor | Ragged
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """A field with one entry per token: dense ``[R, W]``, ``pad`` in cells without a token.
+
+    >>> PerToken(torch.int8).pad
+    0
+    """
+
+    dtype: torch.dtype
+    pad: float = 0
+    count: ClassVar[str | None] = "lengths"
+
+
+@dataclass(frozen=True)
+class PerResponseToken:
+    """A field with one entry per response token: dense ``[R, A]``, right-aligned, else ``pad``.
+
+    >>> PerResponseToken(torch.float32).pad
+    0
+    """
+
+    dtype: torch.dtype
+    pad: float = 0
+    count: ClassVar[str | None] = "responses"
+
+
+@dataclass(frozen=True)
+class PerExample:
+    """A field with one number per example: ragged, the examples of a row in their order there.
+
+    >>> PerExample(torch.int64).dtype
+    torch.int64
+    """
+
+    dtype: torch.dtype
+    count: ClassVar[str | None] = None
+
+
+@dataclass(frozen=True)
+class PerRoutedToken:
+    """Expert routes ``[layers, top_k]`` of the first tokens: dense ``[R, W, layers, top_k]``.
+
+    Cells without a route hold the experts ``0, ..., top_k - 1``, distinct because a router that
+    scatters routes into a table loses an expert that is named twice.
+    """
+
+    dtype: torch.dtype
+    count: ClassVar[str | None] = "routed"
+
+
+@dataclass(frozen=True)
+class PerImage:
+    """What a vision processor returned for the images of a row: ragged."""
+
+    dtype: torch.dtype
+    count: ClassVar[str | None] = None
+
+
+FieldSpec = PerToken | PerResponseToken | PerExample | PerRoutedToken | PerImage
+
+OWN_FIELDS: dict[str, FieldSpec] = {
+    "rewards": PerResponseToken(torch.float32),
+    "rollout_logprobs": PerResponseToken(torch.float32),
+    "advantages": PerResponseToken(torch.float32),
+    "rollout_expert_indices": PerRoutedToken(torch.int16),
+    "pixel_values": PerImage(torch.float32),
+    "image_grid_thw": PerImage(torch.int64),
+}

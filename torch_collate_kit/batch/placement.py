@@ -1,0 +1,112 @@
+"""Where the tokens of a batch lie in its rows: integers, from which every dense field follows.
+
+A row is a run of segments. A segment begins at a cell of its row, and its first cells hold tokens;
+the rest of its cells, if any, are padding. In a padded row there is one segment. In a packed row
+there is one for every sub-sequence, with the gap that alignment leaves after it, and a last one
+without tokens for the pads at the end, if there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from torch_collate_kit.ragged import Ragged
+
+__all__ = ["Pieces", "Placement", "longest_segments", "packed", "padded", "whole_examples"]
+
+
+class Pieces(NamedTuple):
+    """Which tokens of which examples make a batch, in the order of its rows; int64 each."""
+
+    examples: np.ndarray
+    """[S] the example that each piece is taken from."""
+    starts: np.ndarray
+    """[S] its first token there; not 0 only after a split."""
+    lengths: np.ndarray
+    """[S] its tokens."""
+    row_offsets: np.ndarray
+    """[R + 1] row r holds the pieces ``row_offsets[r]:row_offsets[r + 1]``."""
+
+
+def whole_examples(lengths: np.ndarray) -> Pieces:
+    """Every example in a row of its own."""
+    examples = np.arange(len(lengths), dtype=np.int64)
+    return Pieces(examples, np.zeros_like(examples), lengths, np.arange(len(lengths) + 1))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The segments of every row, in host memory. Legend: R rows of W cells, Q segments.
+
+    ``segments`` maps what is counted to a Ragged of int32, a row of it for every row of the batch:
+
+    - ``"starts"``: the first cell of each segment in its row;
+    - ``"lengths"``: its tokens;
+    - ``"responses"``: how many of them, the last ones, are the response;
+    - ``"routed"``: how many of them, the first ones, have expert routes.
+    """
+
+    width: int
+    response_length: int
+    pad_token_id: int
+    is_packed: bool
+    segments: dict[str, Ragged]
+
+    def change(self, rows: Callable[[Ragged], Ragged]) -> Placement:
+        """The same with other rows, each count by itself."""
+        return replace(self, segments={name: rows(of) for name, of in self.segments.items()})
+
+    @property
+    def row_counts(self) -> np.ndarray:
+        """int32 [R], the segments of each row."""
+        return self.segments["starts"].lengths.astype(np.int32)
+
+    def offsets(self, count: str) -> np.ndarray:
+        """int64 [R + 1], where the rows of a column begin that has one entry per counted token."""
+        per_segment = self.segments[count]
+        before = np.append(0, np.cumsum(per_segment.flat_values, dtype=np.int64))
+        return before[per_segment.offsets - per_segment.offsets[0]]
+
+
+def padded(counts: dict[str, np.ndarray], width: int, *, padding_side: str) -> dict[str, Ragged]:
+    """The segments of rows with one piece each; ``counts`` int64 [R], ``"lengths"`` one of them."""
+    lengths = counts["lengths"]
+    starts = width - lengths if padding_side == "left" else np.zeros_like(lengths)
+    offsets = np.arange(len(lengths) + 1, dtype=np.int64)
+    values = {"starts": starts, **counts}
+    return {name: Ragged(of.astype(np.int32), offsets) for name, of in values.items()}
+
+
+def packed(
+    counts: dict[str, np.ndarray], row_offsets: np.ndarray, *, width: int, align: int
+) -> dict[str, Ragged]:
+    """The segments of packed rows; ``counts`` int64 [S] of the pieces, ``"lengths"`` one of them.
+
+    The segment without tokens at the end of a row has 0 of everything.
+    """
+    lengths = counts["lengths"]
+    aligned = -(-lengths // align) * align if align > 1 else lengths
+    before = np.append(0, np.cumsum(aligned))
+    first = before[row_offsets]  # cells before each row, were rows not padded to one width
+    used = first[1:] - first[:-1]
+    rows = np.repeat(np.arange(len(used)), row_offsets[1:] - row_offsets[:-1])
+    starts = before[:-1] - first[rows]
+    has_tail = used < width
+    ends = row_offsets[1:][has_tail]
+    offsets = row_offsets + np.append(0, np.cumsum(has_tail))
+    tailed = {"starts": np.insert(starts, ends, used[has_tail])}
+    for name, count in counts.items():
+        tailed[name] = np.insert(count, ends, 0)
+    return {name: Ragged(values.astype(np.int32), offsets) for name, values in tailed.items()}
+
+
+def longest_segments(starts: Ragged, width: int) -> list[int]:
+    """The cells of the longest segment of each packed row; no row is without one."""
+    ends = np.append(starts.values[1:], width)
+    ends[starts.offsets[1:] - 1] = width
+    longest: list[int] = np.maximum.reduceat(ends - starts.values, starts.offsets[:-1]).tolist()
+    return longest

@@ -1,0 +1,160 @@
+"""What a batch stores: columns, and fields given or changed; their rows, devices and one buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_collate_kit.batch import rows
+from torch_collate_kit.batch.added_rows import pad_columns, pad_given
+from torch_collate_kit.batch.buffer import Slot, carve, gather
+from torch_collate_kit.batch.columns import Columns
+from torch_collate_kit.batch.fields import Field
+
+__all__ = ["Storage", "describe", "tensor_of"]
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Columns, if a collator made the batch, and the fields that are stored as they are."""
+
+    columns: Columns | None
+    given: dict[str, Field]
+    buffer: tuple[Tensor, dict[Key, Slot]] | None = field(default=None, compare=False)
+    """The one that holds all of it, if it was moved or sent, and where everything lies there."""
+
+    @property
+    def num_rows(self) -> int:
+        if self.columns is not None:
+            return self.columns.num_rows
+        return len(next(iter(self.given.values())))
+
+    @property
+    def names(self) -> dict[str, None]:
+        """Of the fields, in their order."""
+        return dict.fromkeys((*(() if self.columns is None else self.columns.names), *self.given))
+
+    def with_given(self, fields: dict[str, Field]) -> Storage:
+        """With fields added or replaced."""
+        return Storage(self.columns, {**self.given, **fields}) if fields else self
+
+    def change(self, change_rows: Callable[[Any], Any]) -> Storage:
+        """With other rows: ``change_rows`` takes a tensor or a Ragged."""
+        return Storage(
+            None if self.columns is None else self.columns.change(change_rows),
+            {name: change_rows(value) for name, value in self.given.items()},
+        )
+
+    def pad(self, added: int) -> Storage:
+        """With rows added that have no loss; ``sub_seq_lengths`` must be given beside columns."""
+        return Storage(
+            None if self.columns is None else pad_columns(self.columns, added),
+            pad_given(self.given, added, self.row_shapes()),
+        )
+
+    @staticmethod
+    def cat(parts: Sequence[Storage], field_of: Callable[[int, str], Field]) -> Storage:
+        """All rows of all parts; ``field_of`` gives a dense field of a part where one is needed."""
+        columns = [part.columns for part in parts if part.columns is not None]
+        joined = Columns.cat(columns) if len(columns) == len(parts) else None
+        stored = {name for part in parts for name in part.given}
+        names = [name for name in parts[0].names if joined is None or name in stored]
+        given = {n: rows.cat([field_of(i, n) for i in range(len(parts))]) for n in names}
+        return Storage(joined, given)
+
+    def items(self) -> dict[Key, Field]:
+        """Everything that is stored on the device, by its kind and name."""
+        kinds: dict[str, dict[str, Any]] = {"given": self.given}
+        if self.columns is not None:
+            kinds |= {"columns": self.columns.values, "segments": self.columns.segments}
+        return {(kind, name): value for kind, of in kinds.items() for name, value in of.items()}
+
+    def contents(self) -> dict[str, Any]:
+        """What is stored, in the dtypes of dense fields: equal for batches with equal fields."""
+        return {**self.given, **({} if self.columns is None else self.columns.in_full())}
+
+    def row_shapes(self) -> dict[str, list[int]]:
+        """Shapes of the rows of the fields whose shape is not the same for every batch."""
+        shapes: dict[str, list[int]] = {}
+        if self.columns is not None:
+            placement = self.columns.placement
+            shapes = {"input_ids": [placement.width], "loss_mask": [placement.response_length]}
+        tensors = {k: v for k, v in self.given.items() if isinstance(v, Tensor)}
+        return shapes | {name: list(tensor.shape[1:]) for name, tensor in tensors.items()}
+
+    def num_tokens(self, count: str) -> np.ndarray | None:
+        """int64 [R], what is counted of each row; None where it is not known."""
+        if self.columns is None or count not in self.columns.placement.segments:
+            return None
+        return np.diff(self.columns.placement.offsets(count))
+
+    def in_one_buffer(self) -> tuple[Tensor, dict[Key, Slot]]:
+        """The buffer, and where everything lies there; a copy, unless it is in one already."""
+        return gather(self.items()) if self.buffer is None else self.buffer
+
+    def moved(self, device: torch.device, *, non_blocking: bool) -> Storage | None:
+        """In one buffer on another device; None if all of it is there."""
+        if all(tensor_of(value).device == device for value in self.items().values()):
+            return None
+        buffer, slots = self.in_one_buffer()
+        return self._carved(buffer.to(device, non_blocking=non_blocking), slots)
+
+    def pinned(self) -> Storage:
+        """In one buffer of page-locked memory."""
+        buffer, slots = self.in_one_buffer()
+        return self._carved(buffer.pin_memory(), slots)
+
+    def _carved(self, buffer: Tensor, slots: dict[Key, Slot]) -> Storage:
+        return _rebuilt(buffer, slots, None if self.columns is None else self.columns.emptied())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        buffer, slots = self.in_one_buffer()
+        columns = None if self.columns is None else self.columns.emptied()
+        if columns is not None and buffer.device.type == "cpu":  # the placement is in the buffer
+            columns = replace(columns, placement=replace(columns.placement, segments={}))
+        return _rebuilt, (buffer, slots, columns)
+
+
+def _rebuilt(buffer: Tensor, slots: dict[Key, Slot], columns: Columns | None) -> Storage:
+    parts: dict[str, dict[str, Any]] = {"given": {}, "columns": {}, "segments": {}}
+    for (kind, name), value in carve(buffer, slots).items():
+        parts[kind][name] = value
+    if columns is not None:
+        columns = columns.filled(parts["columns"], parts["segments"])
+    return Storage(columns, parts["given"], (buffer, slots))
+
+
+def tensor_of(value: Field) -> Tensor:
+    """The tensor of a field, or of the values of a ragged one."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value.flat_values)
+
+
+def describe(storage: Storage) -> str:
+    """What is stored, and what is made of it when it is read: the repr of a Batch."""
+    columns, given = storage.columns, storage.given
+    shown = ", ".join(
+        f"{name}: {list(value.shape) if isinstance(value, Tensor) else repr(value)}"
+        for name, value in given.items()
+    )
+    if columns is None:
+        return f"Batch({storage.num_rows} rows; {shown})"
+    kind = "packed" if columns.placement.is_packed else "padded"
+    stored = ", ".join(
+        f"{name} {str(tensor_of(column).dtype).removeprefix('torch.')}"
+        f"{list(tensor_of(column).shape)}"
+        for name, column in columns.values.items()
+    )
+    num_bytes = sum(tensor_of(value).nbytes for value in storage.items().values())
+    derived = ", ".join(n for n in columns.names if n not in columns.values and n not in given)
+    return (
+        f"Batch({storage.num_rows} {kind} rows of {columns.placement.width} cells; "
+        f"stored {stored}, {num_bytes:,} bytes; derived {derived}"
+        f"{f'; given {shown}' if given else ''})"
+    )

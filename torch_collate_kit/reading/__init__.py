@@ -1,0 +1,1 @@
+"""Reading: examples in any form, checked and looked at as columns."""
