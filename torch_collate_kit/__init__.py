@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch_collate_kit import rl
 from torch_collate_kit._version import __version__
 from torch_collate_kit.attention import check_isolation, register_torch_varlen
-from torch_collate_kit.batch import IGNORE_INDEX, Batch
+from torch_collate_kit.batch import IGNORE_INDEX, Batch, PerExample, PerResponseToken, PerToken
 from torch_collate_kit.chat import tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.errors import DataError, IsolationError, StateError
@@ -38,6 +38,9 @@ __all__ = [
     "PackingPlan",
     "PaddedCollator",
     "ParallelLayout",
+    "PerExample",
+    "PerResponseToken",
+    "PerToken",
     "PerTokenOutputs",
     "PrefetchLoader",
     "PrefetchingSampler",

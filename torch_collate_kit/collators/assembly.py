@@ -14,6 +14,7 @@ from torch_collate_kit.batch.fields import OWN_FIELDS
 from torch_collate_kit.batch.placement import Pieces, Placement
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.declared import DeclaredFields
 from torch_collate_kit.reading.placing import Placed
 
 __all__ = ["NOTHING_LOST", "assemble", "counts_of"]
@@ -42,13 +43,15 @@ def assemble(
     normalize_loss: bool,
     row_metadata: Mapping[str, Any],
     metadata: Mapping[str, Any],
+    fields: DeclaredFields | None = None,
     num_loss_tokens_elsewhere: int = 0,
 ) -> Batch:
-    """The Batch of pieces that are placed. ``names`` are its fields.
+    """The Batch of pieces that are placed. ``names`` are its fields, ``fields`` the declared ones.
 
     ``num_loss_tokens_elsewhere``: of rows that other ranks collate. Metadata given goes last.
     """
-    specs = {name: spec for name, spec in OWN_FIELDS.items() if name in placed.columns}
+    known = {**OWN_FIELDS, **(fields or {})}
+    specs = {name: spec for name, spec in known.items() if name in placed.columns}
     segments: dict[str, Any] = {
         name: Ragged(torch.from_numpy(of.values), of.offsets)
         for name, of in placement.segments.items()
@@ -63,7 +66,7 @@ def assemble(
             row_offsets = row_offsets[pieces.row_offsets]
         else:
             row_offsets = offsets.setdefault(count, placement.offsets(count))
-        columns.values[name] = Ragged(torch.from_numpy(values), row_offsets)
+        columns.values[name] = Ragged(torch.as_tensor(values), row_offsets)
     num_loss_tokens = placed.num_loss_tokens + num_loss_tokens_elsewhere
     per_piece = {
         "example_indices": pieces.examples,

@@ -21,13 +21,22 @@ from torch_collate_kit.packing import (
     pack,
 )
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.declared import DeclaredFields, checked_fields
+from torch_collate_kit.reading.keys import KNOWN
 from torch_collate_kit.reading.raw import Examples
-from torch_collate_kit.reading.rollouts import Rollouts, are_rollouts, read_rollouts
-from torch_collate_kit.reading.sft import NO_EXAMPLES, SftExamples, pad_token_id_of, read_columns
+from torch_collate_kit.reading.rollouts import ROLLOUT_KEYS, Rollouts, are_rollouts, read_rollouts
+from torch_collate_kit.reading.sft import SftExamples, no_examples, pad_token_id_of, read_columns
 
 __all__ = ["PackedCollator"]
 
 _FIELDS = ("input_ids", "position_ids", "attention_mask", "labels", "loss_mask")
+_MADE = (
+    "response_mask",
+    "rollout_logprobs",
+    "router_padding_mask",
+    "sub_seq_lengths",
+    "cu_seq_lens",
+)
 
 B = TypeVar("B", bound=Batch | dict[str, Any])
 
@@ -46,6 +55,7 @@ if TYPE_CHECKING:
         balance: str | None
         normalize_loss: bool
         train_all: bool
+        fields: DeclaredFields | None
 
 
 class PackedCollator(Generic[B]):
@@ -70,6 +80,8 @@ class PackedCollator(Generic[B]):
         train_all: the examples have no loss target, and every token is trained. It must be said
             where they have other keys than ``input_ids`` (and ``attention_mask``), and with
             ``model_inputs``, for Trainer removes a ``loss_mask`` unless it is told not to.
+        fields: what else the examples hold, by key: ``PerToken``, ``PerResponseToken`` or
+            ``PerExample`` with a dtype. It is read, checked, cut, placed and sliced as our own.
 
     Calling it takes a list of examples, or a mapping of ragged columns, and returns a new
     :class:`~torch_collate_kit.batch.Batch` (docs/contract.md): ``input_ids``, ``position_ids``,
@@ -134,6 +146,7 @@ class PackedCollator(Generic[B]):
         normalize_loss: bool = True,
         model_inputs: bool = False,
         train_all: bool = False,
+        fields: DeclaredFields | None = None,
     ) -> None:
         self.pad_token_id = pad_token_id_of(tokenizer)
         self.max_tokens = checked_int("max_tokens", max_tokens)
@@ -152,6 +165,12 @@ class PackedCollator(Generic[B]):
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
         self.train_all = checked_bool("train_all", train_all)
         self.model_inputs = checked_bool("model_inputs", model_inputs)
+        self.fields = checked_fields(fields, (*KNOWN, *ROLLOUT_KEYS, *_FIELDS, *_MADE))
+        if self.fields and self.model_inputs:
+            raise ValueError(
+                "model_inputs=True passes on what a model reads, so "
+                f"{', '.join(self.fields)} would be lost; take the Batch, and batch.model_inputs() for the model"
+            )
         self.plan([])  # a wrong setting raises here, not in a worker an hour later
 
     def plan(self, lengths: Sequence[int] | np.ndarray) -> PackingPlan:
@@ -173,7 +192,7 @@ class PackedCollator(Generic[B]):
         else:
             columns: SftExamples | Rollouts
             if are_rollouts(examples):
-                columns = read_rollouts(examples)
+                columns = read_rollouts(examples, self.fields)
                 self._check_rollouts(columns)
             else:
                 columns = self._read(examples)
@@ -186,7 +205,7 @@ class PackedCollator(Generic[B]):
         return cast(B, batch.model_inputs())
 
     def _read(self, examples: Examples) -> SftExamples:
-        columns = read_columns(examples, train_all=self.train_all)
+        columns = read_columns(examples, train_all=self.train_all, fields=self.fields)
         if self.model_inputs and columns.target is None and not self.train_all:
             raise DataError(
                 "example 0 has no loss target: transformers.Trainer and TRL remove a loss_mask "
@@ -214,7 +233,7 @@ class PackedCollator(Generic[B]):
                 "dataset.num_loss_tokens to PackedBatchSampler, or normalize_loss=False here and "
                 "the sum over the ranks to token_loss"
             )
-        columns = self._read(examples) if part.indices else NO_EXAMPLES
+        columns = self._read(examples) if part.indices else no_examples(self.fields)
         _check_lengths(part, columns.lengths)
         elsewhere = (part.num_loss_tokens or 0) - (part.own_num_loss_tokens or 0)
         batch = self._rows(plan, part.rows, part.positions, columns, part.num_examples, elsewhere)
@@ -247,7 +266,7 @@ class PackedCollator(Generic[B]):
         placement = Placement(width, width - 1, self.pad_token_id, True, segments)
         example_indices = plan.example_indices[first:stop]
         per_rollout: dict[str, Any] = {}
-        names: tuple[str, ...] = ()
+        names = tuple(self.fields)
         if isinstance(columns, Rollouts):
             names = tuple(name for name in columns.names if name != "loss_mask")
             bounds = list(pairwise(row_offsets.tolist()))
@@ -259,6 +278,7 @@ class PackedCollator(Generic[B]):
             placed,
             placement,
             (*_FIELDS, *names, "sub_seq_lengths", "cu_seq_lens"),
+            fields=self.fields,
             normalize_loss=self.normalize_loss,
             num_loss_tokens_elsewhere=num_loss_tokens_elsewhere,
             row_metadata={

@@ -11,6 +11,8 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.placement import Placement, padded, whole_examples
 from torch_collate_kit.collators.assembly import NOTHING_LOST, assemble, counts_of
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.reading.declared import DeclaredFields, checked_fields
+from torch_collate_kit.reading.keys import KNOWN
 from torch_collate_kit.reading.raw import Examples
 from torch_collate_kit.reading.sft import pad_token_id_of, read_columns
 
@@ -38,6 +40,8 @@ class PaddedCollator:
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
         train_all: the examples have no loss target, and every token is trained. It must be said
             where they have other keys than ``input_ids`` (and ``attention_mask``).
+        fields: what else the examples hold, by key: ``PerToken``, ``PerResponseToken`` or
+            ``PerExample`` with a dtype. It is read, checked, cut, placed and sliced as our own.
 
     Calling it takes a list of examples, or a mapping of ragged columns, and returns a new
     :class:`~torch_collate_kit.batch.Batch` (docs/contract.md): ``input_ids``, ``position_ids``
@@ -64,6 +68,7 @@ class PaddedCollator:
         max_length: int | None = None,
         normalize_loss: bool = True,
         train_all: bool = False,
+        fields: DeclaredFields | None = None,
     ) -> None:
         if padding_side not in ("left", "right"):
             raise ValueError(f'padding_side must be "left" or "right", got {padding_side!r}')
@@ -77,9 +82,10 @@ class PaddedCollator:
         )
         self.train_all = checked_bool("train_all", train_all)
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
+        self.fields = checked_fields(fields, (*KNOWN, *_FIELDS))
 
     def __call__(self, examples: Examples) -> Batch:
-        columns = read_columns(examples, train_all=self.train_all)
+        columns = read_columns(examples, train_all=self.train_all, fields=self.fields)
         lengths, width = columns.lengths, self._width(columns.lengths)
         pieces = whole_examples(lengths)
         placed = columns.place(pieces)
@@ -97,7 +103,8 @@ class PaddedCollator:
             pieces,
             placed,
             placement,
-            _FIELDS,
+            (*_FIELDS, *self.fields),
+            fields=self.fields,
             normalize_loss=self.normalize_loss,
             row_metadata={},
             metadata={"num_examples": len(lengths), **NOTHING_LOST},

@@ -11,13 +11,15 @@ from torch_collate_kit._checks import checked_bool, checked_optional_int
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.placement import Placement, padded, whole_examples
 from torch_collate_kit.collators.assembly import NOTHING_LOST, assemble, counts_of
+from torch_collate_kit.reading.declared import DeclaredFields, checked_fields
 from torch_collate_kit.reading.raw import Examples
-from torch_collate_kit.reading.rollouts import read_rollouts
+from torch_collate_kit.reading.rollouts import ROLLOUT_KEYS, read_rollouts
 from torch_collate_kit.reading.sft import pad_token_id_of
 
 __all__ = ["RolloutCollator"]
 
 _FIELDS = ("input_ids", "attention_mask", "position_ids")
+_MADE = ("response_mask", "rollout_logprobs", "router_padding_mask", "sub_seq_lengths", "labels")
 
 
 class RolloutCollator:
@@ -36,6 +38,8 @@ class RolloutCollator:
         tokenizer: an int pad id, or anything with ``pad_token_id``.
         max_seq_len: prompt and response longer than this are warned of; nothing is cut.
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
+        fields: what else the examples hold, by key: ``PerToken``, ``PerResponseToken`` or
+            ``PerExample`` with a dtype. It is read, checked, cut, placed and sliced as our own.
 
     Calling it takes a list of rollouts, or a mapping of columns, and returns a new
     :class:`~torch_collate_kit.batch.Batch` (docs/contract.md). The width ``W`` is that of the
@@ -69,15 +73,17 @@ class RolloutCollator:
         *,
         max_seq_len: int | None = None,
         normalize_loss: bool = False,
+        fields: DeclaredFields | None = None,
     ) -> None:
         self.pad_token_id = pad_token_id_of(tokenizer)
         self.max_seq_len = checked_optional_int(
             "max_seq_len", max_seq_len, hint="None switches it off"
         )
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
+        self.fields = checked_fields(fields, (*ROLLOUT_KEYS, *_FIELDS, *_MADE))
 
     def __call__(self, examples: Examples) -> Batch:
-        rollouts = read_rollouts(examples)
+        rollouts = read_rollouts(examples, self.fields)
         lengths = rollouts.lengths
         if self.max_seq_len is not None:
             _warn_of_long(lengths, self.max_seq_len)
@@ -95,6 +101,7 @@ class RolloutCollator:
             placed,
             placement,
             (*_FIELDS, *rollouts.names, "sub_seq_lengths"),
+            fields=self.fields,
             normalize_loss=self.normalize_loss,
             row_metadata=rollouts.per_rollout,
             metadata={"num_examples": len(lengths), **NOTHING_LOST},

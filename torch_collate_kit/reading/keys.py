@@ -13,10 +13,13 @@ TARGETS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
 KNOWN = ("input_ids", *TARGETS, "num_actions", "attention_mask")
 
 
-def check_keys(owners: Mapping[str, str], *, train_all: bool) -> None:
+def check_keys(
+    owners: Mapping[str, str], *, train_all: bool, declared: tuple[str, ...] = ()
+) -> None:
     """``owners``: of every key whose it is, such as "example 0".
 
     Without a target every token is trained, so beside any key that is not read it must be said.
+    ``declared`` keys are read as fields.
 
     Raises:
         DataError: a key in another spelling; keys that leave open, or say twice, what is trained.
@@ -26,9 +29,9 @@ def check_keys(owners: Mapping[str, str], *, train_all: bool) -> None:
     torch_collate_kit.errors.DataError: example 0 has no loss_mask, but 'loss_maks' looks like it;
     rename it to loss_mask, or remove it
     """
-    others = [key for key in owners if key not in KNOWN]
+    others = [key for key in owners if key not in KNOWN and key not in declared]
     for key in others:
-        name = _respelt(str(key))
+        name = _respelt(str(key), declared)
         if name is not None and name not in owners:
             raise DataError(
                 f"{owners[key]} has no {name}, but {key!r} looks like it; rename it to {name}, or "
@@ -50,9 +53,10 @@ def check_keys(owners: Mapping[str, str], *, train_all: bool) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _respelt(key: str) -> str | None:
+def _respelt(key: str, declared: tuple[str, ...]) -> str | None:
     """The known key that this one is, but for case, "_", a plural, or one slip of the hand."""
-    return next((name for name in KNOWN if _is_one_slip(_bare(key), _bare(name))), None)
+    known = (*KNOWN, *declared)
+    return next((name for name in known if _is_one_slip(_bare(key), _bare(name))), None)
 
 
 def _bare(key: str) -> str:

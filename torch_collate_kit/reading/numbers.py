@@ -26,6 +26,7 @@ __all__ = [
     "Rows",
     "int_column",
     "joined",
+    "number_column",
     "row_array",
     "spans",
     "taken",
@@ -105,6 +106,11 @@ def int_column(name: str, column: Any) -> Numbers:
 
 def weight_column(name: str, column: Any, advice: str = "give 0/1 or weights") -> Numbers:
     return _column(name, column, "d", "iufb", advice)
+
+
+def number_column(name: str, column: Any, *, whole: bool) -> Numbers:
+    """Numbers of any kind; lists of ``whole`` ones are read as int64, others as float64."""
+    return _column(name, column, "q" if whole else "d", "iufb", "give numbers")
 
 
 def _column(name: str, column: Any, typecode: str, kinds: str, advice: str) -> Numbers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
@@ -30,7 +31,7 @@ LEAST_WEIGHT = 1e-30
 class Placed:
     """What the pieces of a batch hold, in the order of its rows."""
 
-    columns: dict[str, np.ndarray]
+    columns: dict[str, np.ndarray | Tensor]
     """By name: one entry per token, per response token, per routed token, or per example."""
     num_loss_tokens: int
     num_actions: np.ndarray

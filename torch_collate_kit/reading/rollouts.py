@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.declared import DeclaredColumn, DeclaredFields, read_declared
 from torch_collate_kit.reading.media import IMAGES, image_columns, route_column
 from torch_collate_kit.reading.numbers import (
     int_column,
@@ -35,7 +36,7 @@ from torch_collate_kit.reading.raw import (
     raw_columns,
 )
 
-__all__ = ["Rollouts", "are_rollouts", "read_rollouts"]
+__all__ = ["ROLLOUT_KEYS", "Rollouts", "are_rollouts", "read_rollouts"]
 
 # Columns of one number a response token, and the field of a batch that each becomes.
 _RESPONSE_FIELDS = {
@@ -47,7 +48,14 @@ _RESPONSE_FIELDS = {
 _REQUIRED = ("prompt_ids", "response_ids", "rewards", "loss_mask")
 _IDS = {"uid": "uids", "trajectory_id": "trajectory_ids"}  # and their names in metadata
 _PER_ROLLOUT = (*_IDS, "is_last_step")
-_KNOWN = (*_REQUIRED, "logprobs", "advantages", *_PER_ROLLOUT, "rollout_expert_indices", *IMAGES)
+ROLLOUT_KEYS = (
+    *_REQUIRED,
+    "logprobs",
+    "advantages",
+    *_PER_ROLLOUT,
+    "rollout_expert_indices",
+    *IMAGES,
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,7 @@ class Rollouts:
     routes: Ragged | None  # [tokens with a route, layers, top_k]
     images: dict[str, Ragged]  # pixel_values [patches, dim], image_grid_thw [n, 3], of any dtype
     per_rollout: dict[str, list[Any]]  # uids, trajectory_ids, is_last_step
+    declared: list[DeclaredColumn]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,22 +80,23 @@ class Rollouts:
             *self.fields,
             *(() if self.routes is None else routes),
             *self.images,
+            *(column.name for column in self.declared),
         )
 
     def place(self, pieces: Pieces) -> Placed:
         """What the rollouts hold, in the order of the pieces, each of which is a whole one."""
         examples = pieces.examples
         counts = self.response_ids.lengths[examples]
-        columns = {"input_ids": self._ids(examples)}
+        columns: dict[str, np.ndarray | Tensor] = {"input_ids": self._ids(examples)}
         for name, values in self.fields.items():
             taken_values = _in_order(values, examples)
             if name == "loss_mask":
                 weights = as_weights(taken_values)
                 assert weights is not None  # they were checked
                 columns["loss_weights"] = weights
+                num_loss_tokens = int(np.count_nonzero(weights))
             else:
                 columns[name] = taken_values.copy()
-        num_loss_tokens = int(np.count_nonzero(columns["loss_weights"]))
         offsets, routed = {}, None
         if self.routes is not None:
             columns["rollout_expert_indices"] = _in_order(self.routes, examples).copy()
@@ -94,6 +104,8 @@ class Rollouts:
         for name, images in self.images.items():
             columns[name] = _in_order(images, examples).copy()
             offsets[name] = np.append(0, np.cumsum(images.lengths[examples]))
+        for column in self.declared:
+            columns[column.name] = column.place(pieces, pieces.starts, counts)
         return Placed(columns, num_loss_tokens, counts, routed, offsets)
 
     def _ids(self, examples: np.ndarray) -> np.ndarray:
@@ -133,19 +145,22 @@ def are_rollouts(examples: Examples) -> bool:
     return "prompt_ids" in keys or "response_ids" in keys
 
 
-def read_rollouts(examples: Examples) -> Rollouts:
+def read_rollouts(examples: Examples, fields: DeclaredFields | None = None) -> Rollouts:
     """Check the rollouts (DataError names the bad one) and look at them as columns."""
-    raw = raw_columns(examples, _KNOWN, "response_ids", f"a rollout has {', '.join(_REQUIRED)}")
-    raw = {k: column for k, column in raw.items() if k in _REQUIRED or not _is_all_none(column)}
-    _check_keys(raw, first_keys(examples))
+    fields = fields or {}
+    hint = f"a rollout has {', '.join(_REQUIRED)}"
+    raw = raw_columns(examples, (*ROLLOUT_KEYS, *fields), "response_ids", hint)
+    needed = (*_REQUIRED, *fields)
+    raw = {k: column for k, column in raw.items() if k in needed or not _is_all_none(column)}
+    _check_keys(raw, [key for key in map(str, first_keys(examples)) if key not in fields])
     prompt_ids, response_ids = (_ids(name, raw[name]) for name in ("prompt_ids", "response_ids"))
     lengths = response_ids.lengths
-    fields = {
+    values = {
         field: _response_field(name, raw[name], response_ids)
         for name, field in _RESPONSE_FIELDS.items()
         if name in raw
     }
-    _check_loss_mask(fields["loss_mask"])
+    _check_loss_mask(values["loss_mask"])
     per_rollout = {field: _uids(name, raw[name]) for name, field in _IDS.items() if name in raw}
     if "is_last_step" in raw:
         per_rollout["is_last_step"] = _flags("is_last_step", raw["is_last_step"])
@@ -155,10 +170,11 @@ def read_rollouts(examples: Examples) -> Rollouts:
         prompt_ids,
         response_ids,
         totals,
-        fields,
+        values,
         None if routes is None else route_column(routes, totals),
         image_columns(raw),
         per_rollout,
+        read_declared(raw, fields, totals, lengths),
     )
 
 
@@ -171,15 +187,15 @@ def _is_all_none(column: Any) -> bool:
     return all(entry is None for entry in column)
 
 
-def _check_keys(raw: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _check_keys(raw: Mapping[str, Any], given: list[str]) -> None:
     missing = [key for key in _REQUIRED if key not in raw]
     if missing:
         raise DataError(
-            f"no {' and no '.join(missing)} in example 0, got keys {sorted(map(str, given))}; a "
+            f"no {' and no '.join(missing)} in example 0, got keys {sorted(given)}; a "
             f"rollout has {', '.join(_REQUIRED)}"
         )
-    for name in (name for name in _KNOWN if name not in raw):
-        for key in (key for key in map(str, given) if key not in _KNOWN):
+    for name in (name for name in ROLLOUT_KEYS if name not in raw):
+        for key in (key for key in given if key not in ROLLOUT_KEYS):
             if _bare(key) == _bare(name) or (name == "logprobs" and _is_logprobs(key)):
                 raise DataError(
                     f"example 0 has no {name}, but {key!r} looks like it; rename it to {name}, or "

@@ -13,6 +13,12 @@ from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.declared import (
+    DeclaredColumn,
+    DeclaredFields,
+    empty_columns,
+    read_declared,
+)
 from torch_collate_kit.reading.keys import KNOWN, TARGETS, check_keys
 from torch_collate_kit.reading.numbers import (
     Numbers,
@@ -34,9 +40,9 @@ from torch_collate_kit.reading.placing import (
 from torch_collate_kit.reading.raw import Examples, first_with, one_value, raw_columns
 
 __all__ = [
-    "NO_EXAMPLES",
     "SftExamples",
     "loss_token_counts",
+    "no_examples",
     "pad_token_id_of",
     "read_columns",
 ]
@@ -51,6 +57,7 @@ class SftExamples:
     target_name: str | None
     target: Numbers | None  # full length, or the last num_actions tokens
     num_actions: np.ndarray | None  # int64 [N], as given
+    declared: list[DeclaredColumn]
 
     def place(self, pieces: Pieces) -> Placed:
         """What the pieces hold; the first token of each is not trained, as nothing predicts it.
@@ -59,18 +66,26 @@ class SftExamples:
             DataError: an id, a label or a weight is wrong.
         """
         ids = token_ids("input_ids", self.input_ids, pieces)
+        columns: dict[str, np.ndarray | Tensor] = {"input_ids": ids}
         firsts = np.cumsum(pieces.lengths) - pieces.lengths
         if self.target_name == "labels":
             labels = self._labels(pieces)
             labels[firsts] = IGNORE_INDEX
-            columns, trained = {"input_ids": ids, "labels": labels}, labels != IGNORE_INDEX
+            columns |= {"labels": labels}
+            trained = labels != IGNORE_INDEX
         else:
             weights = self._weights(pieces)
             weights[firsts] = 0
-            columns = {"input_ids": ids, "loss_weights": weights}
+            columns |= {"loss_weights": weights}
             trained = weights if weights.dtype == np.bool_ else weights != 0
-        num_loss_tokens = int(np.count_nonzero(trained))
-        return Placed(columns, num_loss_tokens, self._count_actions(pieces, trained, firsts))
+        num_actions = self._count_actions(pieces, trained, firsts)
+        entries = pieces.starts
+        if self.num_actions is not None:
+            prompt = (self.lengths - self.num_actions)[pieces.examples]
+            entries = pieces.starts + pieces.lengths - num_actions - prompt
+        for column in self.declared:
+            columns[column.name] = column.place(pieces, entries, num_actions)
+        return Placed(columns, int(np.count_nonzero(trained)), num_actions)
 
     def _labels(self, pieces: Pieces) -> np.ndarray:
         assert self.target is not None
@@ -122,18 +137,23 @@ class SftExamples:
         return np.maximum(firsts + pieces.lengths - begin, 0)
 
 
-NO_EXAMPLES = SftExamples(
-    Ragged(np.zeros(0, dtype=np.int64), [0]), np.zeros(0, dtype=np.int64), None, None, None
-)
+def no_examples(fields: DeclaredFields) -> SftExamples:
+    """What a rank reads that has no examples of a batch."""
+    nothing = np.zeros(0, dtype=np.int64)
+    return SftExamples(Ragged(nothing, [0]), nothing, None, None, None, empty_columns(fields))
 
 
-def read_columns(examples: Examples, *, train_all: bool = False) -> SftExamples:
+def read_columns(
+    examples: Examples, *, train_all: bool = False, fields: DeclaredFields | None = None
+) -> SftExamples:
     """Check the examples (DataError names the bad one) and look at them as columns.
 
-    ``train_all``: they have no target, whatever other keys they have.
+    ``train_all``: they have no target, whatever other keys they have. ``fields`` are read too.
     """
-    raw = raw_columns(examples, KNOWN, "input_ids", "tokenize the text first")
-    check_keys({k: f"example {i}" for k, i in first_with(examples).items()}, train_all=train_all)
+    fields = fields or {}
+    raw = raw_columns(examples, (*KNOWN, *fields), "input_ids", "tokenize the text first")
+    owners = {key: f"example {i}" for key, i in first_with(examples).items()}
+    check_keys(owners, train_all=train_all, declared=tuple(fields))
     input_ids = int_column("input_ids", raw["input_ids"])
     lengths = input_ids.lengths
     if not lengths.all():
@@ -143,11 +163,12 @@ def read_columns(examples: Examples, *, train_all: bool = False) -> SftExamples:
         _check_attention_mask(raw["attention_mask"], lengths)
     name = _target_name(raw)
     num_actions = _num_actions(raw, lengths) if "num_actions" in raw else None
+    declared = read_declared(raw, fields, lengths, num_actions)
     if name is None:
-        return SftExamples(input_ids, lengths, None, None, None)
+        return SftExamples(input_ids, lengths, None, None, None, declared)
     target = (int_column if name == "labels" else weight_column)(name, raw[name])
     _check_target_lengths(name, target, lengths, num_actions)
-    return SftExamples(input_ids, lengths, name, target, num_actions)
+    return SftExamples(input_ids, lengths, name, target, num_actions, declared)
 
 
 def loss_token_counts(columns: SftExamples) -> np.ndarray:

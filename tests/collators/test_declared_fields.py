@@ -1,0 +1,312 @@
+"""Fields that a user declares, against plain loops over the tokens of every row."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from tests.strategies import FUZZ
+from torch_collate_kit import (
+    Batch,
+    DataError,
+    PackedCollator,
+    PackedIterableDataset,
+    PaddedCollator,
+    ParallelLayout,
+    PerExample,
+    PerResponseToken,
+    PerToken,
+    Ragged,
+    RolloutCollator,
+)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int64, torch.bool)
+CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
+    "list": list,
+    "array": np.array,
+    "tensor": torch.tensor,
+}
+
+
+def number(draw: Any, dtype: torch.dtype) -> float | int | bool:
+    if dtype == torch.bool:
+        return draw(st.booleans())
+    whole = draw(st.integers(-100, 100))
+    return whole / 4 if dtype.is_floating_point else whole
+
+
+@st.composite
+def declared(draw: st.DrawFn) -> dict[str, Any]:
+    specs: dict[str, Any] = {}
+    for i in range(draw(st.integers(1, 4))):
+        kind = draw(st.sampled_from((PerToken, PerResponseToken, PerExample)))
+        dtype = draw(st.sampled_from(DTYPES))
+        pad = draw(st.sampled_from((0, 1))) if kind is not PerExample else None
+        specs[f"mine_{i}"] = kind(dtype) if pad is None else kind(dtype, pad=pad)
+    return specs
+
+
+@st.composite
+def examples(draw: st.DrawFn, specs: dict[str, Any], *, rollouts: bool) -> list[dict[str, Any]]:
+    drawn = []
+    for _ in range(draw(st.integers(1, 7))):
+        response = draw(st.integers(1, 9))
+        prompt = draw(st.integers(1 if rollouts else 0, 6))
+        ids = list(range(1, prompt + response + 1))
+        mask = [draw(st.integers(0, 1)) for _ in range(response)]
+        if rollouts:
+            example: dict[str, Any] = {
+                "prompt_ids": ids[:prompt],
+                "response_ids": ids[prompt:],
+                "rewards": 1.0,
+                "loss_mask": mask,
+            }
+        else:
+            example = {"input_ids": ids, "num_actions": response, "loss_mask": mask}
+        for name, spec in specs.items():
+            counts = {PerToken: prompt + response, PerResponseToken: response}
+            count = counts.get(type(spec))
+            if count is None:
+                example[name] = number(draw, spec.dtype)
+            else:
+                example[name] = [number(draw, spec.dtype) for _ in range(count)]
+        drawn.append(example)
+    return drawn
+
+
+def contained(rows: list[dict[str, Any]], specs: dict[str, Any], kind: str) -> Any:
+    """The same examples with declared fields in another container."""
+    if kind == "ragged":
+        columns: dict[str, Any] = {}
+        for key in rows[0]:
+            values = [row[key] for row in rows]
+            columns[key] = Ragged.from_rows(values) if isinstance(values[0], list) else values
+        return columns
+    make = CONTAINERS[kind]
+    return [
+        {k: make(v) if k in specs and isinstance(v, list) else v for k, v in row.items()}
+        for row in rows
+    ]
+
+
+def expected(batch: Batch, rows: list[dict[str, Any]], name: str, spec: Any) -> Any:
+    """The dense field, cell by cell."""
+    num_rows, width = batch["input_ids"].shape
+    num_columns = batch.metadata["response_length"]
+    ragged: list[list[Any]] = []
+    cells = [
+        [spec.pad] * width if not isinstance(spec, PerExample) else [] for _ in range(num_rows)
+    ]
+    meta = batch.row_metadata
+    for r in range(num_rows):
+        lengths = batch["sub_seq_lengths"][r].tolist()
+        ragged.append([])
+        for k, length in enumerate(lengths):
+            example = rows[meta["example_indices"][r].tolist()[k]]
+            start = meta["example_starts"][r].tolist()[k]
+            is_packed = "cu_seq_lens" in batch
+            first = batch["cu_seq_lens"][r].tolist()[k] if is_packed else width - length
+            if isinstance(spec, PerExample):
+                ragged[r].append(example[name])
+            elif isinstance(spec, PerToken):
+                for t in range(length):
+                    cells[r][first + t] = example[name][start + t]
+            else:
+                count = meta["num_actions"][r].tolist()[k]
+                response = len(example[name])
+                tokens = len(example.get("input_ids", ())) or (
+                    len(example["prompt_ids"]) + len(example["response_ids"])
+                )
+                for t in range(length - count, length):
+                    entry = start + t - (tokens - response)
+                    cells[r][first + t] = example[name][entry]
+    if isinstance(spec, PerExample):
+        return [torch.tensor(row, dtype=spec.dtype) for row in ragged]
+    if isinstance(spec, PerResponseToken):
+        cells = [row[width - num_columns :] for row in cells]
+        width = num_columns
+    return torch.tensor(cells, dtype=spec.dtype).reshape(num_rows, width)
+
+
+def assert_declared(batch: Batch, rows: list[dict[str, Any]], specs: dict[str, Any]) -> None:
+    for name, spec in specs.items():
+        wanted = expected(batch, rows, name, spec)
+        field = batch[name]
+        if isinstance(spec, PerExample):
+            assert field.values.dtype == spec.dtype
+            assert [row.tolist() for row in field] == [row.tolist() for row in wanted], name
+        else:
+            assert field.dtype == spec.dtype
+            assert torch.equal(field, wanted), (name, field, wanted)
+
+
+@FUZZ
+@given(data=st.data())
+def test_every_collator_places_them(data: st.DataObject) -> None:
+    specs = data.draw(declared())
+    kind = data.draw(st.sampled_from(("padded", "packed", "block", "packed rollouts")))
+    rows = data.draw(examples(specs, rollouts="o" in kind))
+    container = data.draw(st.sampled_from((*CONTAINERS, "ragged")))
+    collate: Any = PaddedCollator(0, fields=specs)
+    if kind == "block":
+        collate = RolloutCollator(0, fields=specs)
+    elif kind != "padded":
+        overflow = data.draw(st.sampled_from(("truncate", "split", "drop")))
+        layout = ParallelLayout(dp=data.draw(st.sampled_from((1, 2))), tp=2)
+        collate = PackedCollator(
+            0,
+            max_tokens=data.draw(st.sampled_from((8, 16))) if kind == "packed" else 16,
+            overflow=overflow if kind == "packed" else "raise",
+            parallel=layout,
+            fields=specs,
+        )
+    batch = collate(contained(rows, specs, container))
+    assert_declared(batch, rows, specs)
+    for part in (batch[1:], batch.select([0]), pickle.loads(pickle.dumps(batch))):
+        assert_declared(part, rows, specs)
+    assert Batch.cat([batch[:1], batch[1:]]) == batch
+    padded = batch.pad_rows(multiple_of=len(batch) + 1)
+    for name, spec in specs.items():
+        if isinstance(spec, PerToken):
+            assert torch.equal(padded[name][-1], padded[name][0])
+        elif isinstance(spec, PerResponseToken):
+            assert (padded[name][-1] == spec.pad).all()
+        else:
+            assert len(padded[name][len(padded) - 1]) == 0
+
+
+SFT = [
+    {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "mine": [1, 2, 3]},
+    {"input_ids": [8, 9], "loss_mask": [0, 1], "mine": [4, 5]},
+]
+
+
+def test_written_out_by_hand() -> None:
+    batch = PaddedCollator(0, fields={"mine": PerToken(torch.int8, pad=-1)})(SFT)
+    assert batch["mine"].tolist() == [[1, 2, 3], [-1, 4, 5]]
+    assert batch["mine"].dtype == torch.int8
+    assert batch.column("mine").tolist() == [1, 2, 3, 4, 5]
+    assert "mine" not in PaddedCollator(0)(SFT)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_through_a_loader_and_a_stream(num_workers: int) -> None:
+    fields = {"mine": PerToken(torch.int16)}
+    collate = PackedCollator(0, max_tokens=8, fields=fields)
+    loader = DataLoader(SFT, batch_size=2, collate_fn=collate, num_workers=num_workers)
+    [batch] = list(loader)
+    assert batch["mine"].tolist() == [[1, 2, 3, 4, 5]]
+    stream = PackedIterableDataset(SFT, tokenizer=0, max_tokens=8, fields=fields)
+    assert next(iter(stream))["mine"].tolist() == [[1, 2, 3, 4, 5]]
+
+
+def test_a_rank_without_examples_has_them_too() -> None:
+    fields = {"mine": PerToken(torch.int16), "one": PerExample(torch.float32)}
+    collate = PackedCollator(0, max_tokens=8, fields=fields, parallel=ParallelLayout(dp=2))
+    batch = collate([{**SFT[0], "one": 1.5}])
+    assert batch["mine"].tolist() == [[1, 2, 3], [0, 0, 0]]
+    assert batch["one"].tolist() == [[1.5], []]
+
+
+@pytest.mark.parametrize(
+    ("spec", "mine", "message"),
+    [
+        (
+            PerToken(torch.int8),
+            [1, 2],
+            "example 0: mine has 2 entries, the example has 3 tokens; give one entry per token",
+        ),
+        (
+            PerToken(torch.int8),
+            [1, 2, 300],
+            r"example 0: mine\[2\] is 300, which torch.int8 does not hold; declare another dtype",
+        ),
+        (
+            PerToken(torch.int8),
+            [1, 2.5, 3],
+            r"example 0: mine\[1\] is 2.5 \(float\); it must be an",
+        ),
+        (PerToken(torch.bool), [0, 1, 2], r"mine\[2\] is 2, which torch.bool does not hold"),
+        (PerToken(torch.float16), [0, 1e6, 2], r"mine\[1\] is 1000000.0, which torch.float16 does"),
+        (PerToken(torch.float32), [0, 1e60, 2], r"mine\[1\] is 1e\+60, which torch.float32 does"),
+        (PerToken(torch.int8), None, "example 0: mine is None; give a list"),
+        (PerToken(torch.int8), ["a", "b", "c"], r"example 0: mine\[0\] is 'a' \(str\)"),
+        (
+            PerResponseToken(torch.float32),
+            [1, 2, 3],
+            "fields declares mine per response token, and the examples have no num_actions",
+        ),
+        (PerExample(torch.int64), [1, 2, 3], r"example 0: mine is \[1, 2, 3\] \(list\); it is"),
+        (
+            PerExample(torch.int64),
+            "a",
+            r"example 0: mine is 'a' \(str\); it is declared PerExample",
+        ),
+        (PerExample(torch.int8), 1000, "example 0: mine is 1000, which torch.int8 does not hold"),
+        (PerExample(torch.int64), 2**70, "mine has a number beyond 64 bits"),
+    ],
+)
+def test_wrong_values(spec: Any, mine: Any, message: str) -> None:
+    collate = PaddedCollator(0, fields={"mine": spec})
+    with pytest.raises(DataError, match=message):
+        collate([{**SFT[0], "mine": mine}])
+
+
+def test_a_missing_one() -> None:
+    collate = PaddedCollator(0, fields={"mine": PerToken(torch.int8)})
+    with pytest.raises(DataError, match="example 0 has no mine, which fields declares"):
+        collate([{"input_ids": [1, 2]}])
+    with pytest.raises(DataError, match="example 1 and example 0 differ in mine"):
+        collate([SFT[0], {"input_ids": [1, 2], "loss_mask": [1, 1]}])
+    with pytest.raises(DataError, match="example 0 has no mine, but 'mines' looks like it"):
+        collate([{"input_ids": [1, 2], "loss_mask": [1, 1], "mines": [1, 2]}])
+    rollout = {"prompt_ids": [1], "response_ids": [2], "rewards": 0.0, "loss_mask": [1]}
+    with pytest.raises(DataError, match="example 0 has no mine, which fields declares"):
+        RolloutCollator(0, fields={"mine": PerToken(torch.int8)})([rollout])
+
+
+@pytest.mark.parametrize("make", [PaddedCollator, RolloutCollator])
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        (["mine"], TypeError, "fields must map names to PerToken, PerResponseToken or PerExample"),
+        ({"mine": torch.int8}, TypeError, r"fields\['mine'\] must be a PerToken, PerResponseToken"),
+        (
+            {"mine": PerToken("int8")},
+            TypeError,
+            "must have a torch dtype of real numbers, got 'int8'",
+        ),
+        ({"mine": PerToken(torch.complex64)}, TypeError, "must have a torch dtype of real numbers"),
+        ({"my field": PerToken(torch.int8)}, ValueError, "'my field', which is no name"),
+        ({3: PerToken(torch.int8)}, ValueError, "fields names 3, which is no name"),
+        ({"loss_mask": PerToken(torch.int8)}, ValueError, "names 'loss_mask', which the collator"),
+        ({"input_ids": PerToken(torch.int8)}, ValueError, "'input_ids', which the collator reads"),
+        (
+            {"mine": PerToken(torch.int8, pad=1000)},
+            ValueError,
+            r"fields\['mine'\] has pad=1000, which torch.int8 does not hold",
+        ),
+    ],
+)
+def test_wrong_declarations(make: Any, fields: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(0, fields=fields)
+
+
+def test_model_inputs_would_lose_them() -> None:
+    with pytest.raises(ValueError, match="so mine would be lost; take the Batch"):
+        PackedCollator(
+            0,
+            max_tokens=8,
+            model_inputs=True,
+            fields={"mine": PerToken(torch.int8)},
+            train_all=True,
+        )

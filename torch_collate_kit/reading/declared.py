@@ -1,0 +1,178 @@
+"""Fields that a user declares: one entry per token, per response token, or per example."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
+from torch_collate_kit.batch.placement import Pieces
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.numbers import Numbers, number_column, taken
+from torch_collate_kit.reading.raw import one_value
+
+__all__ = ["DeclaredColumn", "DeclaredFields", "checked_fields", "empty_columns", "read_declared"]
+
+DeclaredFields = Mapping[str, PerToken | PerResponseToken | PerExample]
+
+
+@dataclass(frozen=True)
+class DeclaredColumn:
+    """A declared field as it was read: checked, in the order of the examples."""
+
+    name: str
+    spec: PerToken | PerResponseToken | PerExample
+    values: Numbers
+
+    def place(self, pieces: Pieces, first_entries: np.ndarray, num_actions: np.ndarray) -> Tensor:
+        """What the pieces hold of it, in its dtype: a copy.
+
+        ``first_entries`` int64 [S]: of a field per response token, where the response tokens of
+        each piece begin among those of its example.
+
+        Raises:
+            DataError: a number that the dtype does not hold.
+        """
+        starts, lengths = pieces.starts, pieces.lengths
+        if isinstance(self.spec, PerResponseToken):
+            starts, lengths = first_entries, num_actions
+        elif isinstance(self.spec, PerExample):
+            starts, lengths = np.zeros_like(starts), np.ones_like(lengths)
+        values = taken(self.values, pieces.examples, starts, lengths)
+        cast = torch.from_numpy(values if values.base is None else values.copy()).to(
+            self.spec.dtype
+        )
+        is_lost = _is_lost(values, cast)
+        if is_lost is not None:
+            entry = int(np.flatnonzero(is_lost)[0])
+            piece = int(np.searchsorted(np.cumsum(lengths), entry, side="right"))
+            place = entry - int(np.cumsum(lengths)[piece] - lengths[piece]) + int(starts[piece])
+            at = "" if isinstance(self.spec, PerExample) else f"[{place}]"
+            raise DataError(
+                f"example {int(pieces.examples[piece])}: {self.name}{at} is {values[entry]}, which "
+                f"{self.spec.dtype} does not hold; declare another dtype, or give other numbers"
+            )
+        return cast
+
+
+def _is_lost(values: np.ndarray, cast: Tensor) -> np.ndarray | None:
+    """Where a whole number is another one now, or a finite one is no longer; None: nowhere."""
+    if not cast.is_floating_point():
+        is_lost = values != cast.numpy()
+    elif cast.dtype == torch.float16 or (
+        values.dtype.kind == "f" and values.dtype.itemsize > cast.dtype.itemsize
+    ):
+        is_lost = np.isfinite(values) & ~cast.isfinite().numpy()
+    else:
+        return None
+    return is_lost if is_lost.any() else None
+
+
+def checked_fields(fields: DeclaredFields | None, taken_names: tuple[str, ...]) -> DeclaredFields:
+    """What a collator's ``fields`` says, as a dict.
+
+    Raises:
+        TypeError: no mapping of names to PerToken, PerResponseToken or PerExample with a dtype.
+        ValueError: a name that is a key or a field already.
+
+    >>> checked_fields({"domain": PerExample(torch.int64)}, ("input_ids",))
+    {'domain': PerExample(dtype=torch.int64)}
+    """
+    if fields is None:
+        return {}
+    if not isinstance(fields, Mapping):
+        raise TypeError(
+            f"fields must map names to PerToken, PerResponseToken or PerExample, got {fields!r:.60}"
+        )
+    for name, spec in fields.items():
+        if not isinstance(spec, PerToken | PerResponseToken | PerExample):
+            raise TypeError(
+                f"fields[{name!r}] must be a PerToken, PerResponseToken or PerExample, got "
+                f"{spec!r:.60}; for instance PerToken(torch.float32)"
+            )
+        if not isinstance(spec.dtype, torch.dtype) or spec.dtype.is_complex:
+            raise TypeError(
+                f"fields[{name!r}] must have a torch dtype of real numbers, got {spec.dtype!r}"
+            )
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"fields names {name!r}, which is no name; use letters and _")
+        if name in taken_names:
+            raise ValueError(
+                f"fields names {name!r}, which the collator reads or makes itself; rename yours"
+            )
+        pad = getattr(spec, "pad", 0)
+        if torch.tensor(pad, dtype=torch.float64).to(spec.dtype).double().item() != pad:
+            raise ValueError(f"fields[{name!r}] has pad={pad}, which {spec.dtype} does not hold")
+    return dict(fields)
+
+
+def read_declared(
+    raw: Mapping[str, Any],
+    fields: DeclaredFields,
+    lengths: np.ndarray,
+    responses: np.ndarray | None,
+) -> list[DeclaredColumn]:
+    """Check that every example has its entries; the numbers are looked at when they are placed.
+
+    ``lengths`` and ``responses`` int64 [N]: tokens and response tokens of each example.
+
+    Raises:
+        DataError: a field is missing, or has another number of entries.
+    """
+    columns = []
+    for name, spec in fields.items():
+        if name not in raw:
+            raise DataError(
+                f"example 0 has no {name}, which fields declares; give every example one, or "
+                "leave it out of fields"
+            )
+        if isinstance(spec, PerExample):
+            columns.append(DeclaredColumn(name, spec, _per_example(name, raw[name])))
+            continue
+        expected, what = lengths, "token"
+        if isinstance(spec, PerResponseToken):
+            what = "response token"
+            if responses is None:
+                raise DataError(
+                    f"fields declares {name} per response token, and the examples have no "
+                    "num_actions, which says how many these are; give it, or declare PerToken"
+                )
+            expected = responses
+        whole = not (spec.dtype.is_floating_point or spec.dtype == torch.bool)
+        column = number_column(name, raw[name], whole=whole)
+        wrong = np.flatnonzero(column.lengths != expected)
+        if len(wrong):
+            i = int(wrong[0])
+            raise DataError(
+                f"example {i}: {name} has {column.lengths[i]} entries, the example has "
+                f"{expected[i]} {what}s; give one entry per {what}"
+            )
+        columns.append(DeclaredColumn(name, spec, column))
+    return columns
+
+
+def empty_columns(fields: DeclaredFields) -> list[DeclaredColumn]:
+    """The columns of no examples."""
+    nothing = Ragged(np.zeros(0), [0])
+    return [DeclaredColumn(name, spec, nothing) for name, spec in fields.items()]
+
+
+def _per_example(name: str, column: Any) -> Ragged:
+    if not isinstance(column, np.ndarray) or column.ndim != 1 or column.dtype.kind not in "iufb":
+        numbers = [one_value(value) for value in column]
+        for i, number in enumerate(numbers):
+            if not isinstance(number, int | float):
+                raise DataError(
+                    f"example {i}: {name} is {number!r:.40} ({type(number).__name__}); it is "
+                    "declared PerExample, so give one number"
+                )
+        column = np.array(numbers)
+        if column.dtype.hasobject:
+            raise DataError(f"{name} has a number beyond 64 bits; give numbers that fit")
+    return Ragged(column, np.arange(len(column) + 1))
