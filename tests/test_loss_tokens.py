@@ -43,6 +43,19 @@ def test_a_divisor_that_is_no_count_is_refused(number: Any) -> None:
         token_loss(LOGITS, LABELS, num_loss_tokens=number)
 
 
+@pytest.mark.parametrize("answer", ["no", 0, None])
+def test_per_token_outputs_are_asked_for_by_a_bool(answer: Any) -> None:
+    message = f"return_per_token_outputs must be True or False, got {answer!r}"
+    with pytest.raises(TypeError, match=message):
+        token_loss(LOGITS, LABELS, num_loss_tokens=2, return_per_token_outputs=answer)
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_bool_is_no_divisor(answer: bool) -> None:
+    with pytest.raises(TypeError, match="num_loss_tokens must be a number, got bool; it is the"):
+        token_loss(LOGITS, LABELS, num_loss_tokens=answer)
+
+
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, -1.0])
 def test_a_tensor_that_is_no_count_gives_nan_and_never_0(number: float) -> None:
     """It is not looked at, which would wait for the device."""

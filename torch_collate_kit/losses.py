@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
+from torch_collate_kit.packing._checks import checked_bool
 
 __all__ = ["PerTokenOutputs", "global_num_loss_tokens", "token_loss"]
 
@@ -99,6 +100,7 @@ def token_loss(
     1.3863
     """
     _check_types(logits, batch_or_labels, num_loss_tokens)
+    checked_bool("return_per_token_outputs", return_per_token_outputs)
     if isinstance(batch_or_labels, Batch):
         batch: Batch | None = batch_or_labels
         mask = batch_or_labels["loss_mask"]
@@ -239,7 +241,9 @@ def _check_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> Non
                 f"num_loss_tokens must be one number, got shape {list(num_loss_tokens.shape)}; "
                 "sum it over the micro-batches, or pass global_num_loss_tokens(micro_batches)"
             )
-    elif not isinstance(num_loss_tokens, int | float | np.number):
+    elif isinstance(num_loss_tokens, bool) or not isinstance(
+        num_loss_tokens, int | float | np.number
+    ):
         raise TypeError(
             f"num_loss_tokens must be a number, got {type(num_loss_tokens).__name__}; it is the "
             "number of loss tokens of the step, what global_num_loss_tokens(micro_batches) returns"

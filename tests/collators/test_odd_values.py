@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.collators.bad_inputs import IMAGE, ROLLOUT, ROUTES
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
@@ -162,6 +163,21 @@ def test_masked_columns_do_not_lose_their_mask():
 def test_masked_numbers_of_actions_are_refused():
     example = {"input_ids": IDS, "loss_mask": [1], "num_actions": np.ma.masked}
     assert "num_actions is masked" in message_of(PaddedCollator(0), [example])
+
+
+MASKS = {"rollout_expert_indices": ROUTES, **IMAGE}
+
+
+@pytest.mark.parametrize("name", sorted(MASKS))
+@pytest.mark.parametrize("is_list", [False, True])
+def test_masked_routes_and_images_are_refused(name, is_list):
+    good = {**ROLLOUT, **({name: MASKS[name]} if name not in IMAGE else IMAGE)}
+    masked = np.ma.masked_array(MASKS[name], mask=np.arange(np.size(MASKS[name])) == 1)
+    bad = {**good, name: list(masked) if is_list else masked}
+    message = message_of(RolloutCollator(0), [good, bad])
+    assert message == (
+        f"example 1: {name} is a masked array, whose mask would be lost; give .filled(value)"
+    )
 
 
 def test_masked_arrays_are_refused_wherever_rows_are_made():

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -629,10 +630,31 @@ def test_a_closed_loader():
             call()
 
 
-@pytest.mark.parametrize("batches_or_steps", [-1])
-def test_wrong_arguments(batches_or_steps):
-    with make_loader() as loader, pytest.raises(ValueError, match="at least 0, got -1"):
-        loader.steps(batches_or_steps)
+@pytest.mark.parametrize(
+    ("num_steps", "error", "message"),
+    [
+        (-1, ValueError, "num_steps must be at least 0, got -1"),
+        (1.5, TypeError, "num_steps must be an int, got 1.5 of type float"),
+        ("2", TypeError, "num_steps must be an int, got '2' of type str"),
+        (True, TypeError, "num_steps must be an int, got True of type bool"),
+        (None, TypeError, "num_steps must be an int, got None of type NoneType"),
+    ],
+)
+def test_a_number_of_steps_is_an_int(num_steps, error, message):
+    with make_loader() as loader:
+        with pytest.raises(error, match=message):
+            loader.steps(num_steps)
+        assert len(list(loader.steps(np.int64(2)))) == 2
+
+
+@pytest.mark.parametrize("prefetch", ["no", 0, None])
+def test_prefetch_is_a_bool(prefetch):
+    loader = DataLoader(EXAMPLES, batch_sampler=make_sampler())
+    with pytest.raises(TypeError, match=f"prefetch must be True or False, got {prefetch!r}"):
+        PrefetchLoader(loader, prefetch=prefetch)
+
+
+def test_wrong_loaders():
     with pytest.raises(TypeError, match="batch_sampler=BatchSampler cannot be resumed"):
         PrefetchLoader(DataLoader(range(3)))
     with pytest.raises(TypeError, match="a list"):

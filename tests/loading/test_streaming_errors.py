@@ -64,6 +64,14 @@ def test_a_state_of_other_settings_is_refused(change: dict[str, Any], message: s
         assert tokens_of(list(other)) == all_tokens(EXAMPLES[:: change.get("world_size", 1)])
 
 
+def test_a_state_that_trains_other_tokens_is_refused() -> None:
+    source = [{"input_ids": [7] * n} for n in (3, 2, 4)]
+    state = PackedIterableDataset(source, **SETTINGS).state_dict()
+    other = PackedIterableDataset(source, **SETTINGS, train_all=True)
+    with pytest.raises(StateError, match="of train_all=False, the dataset has train_all=True; res"):
+        other.load_state_dict(state)
+
+
 def test_a_state_of_another_number_of_ranks_is_refused() -> None:
     settings = SETTINGS | {"rows_per_batch": 2}
     state = PackedIterableDataset(EXAMPLES, **settings).state_dict()

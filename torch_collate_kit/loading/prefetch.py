@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading._arguments import checked_bool
 from torch_collate_kit.loading._device_copy import device_copy
 from torch_collate_kit.loading._run import END, Run
 from torch_collate_kit.loading._sources import source_of
+from torch_collate_kit.packing._checks import checked_int
 
 __all__ = ["PrefetchLoader"]
 
@@ -76,7 +78,7 @@ class PrefetchLoader:
         self.wait_seconds = 0.0
         self._source = source_of(loader)
         self._max_tokens: int | None = getattr(loader.collate_fn, "max_tokens", None)
-        self._prefetch = prefetch
+        self._prefetch = checked_bool("prefetch", prefetch)
         self._copy = device_copy(device)
         self._run: Run | None = None  # the epoch that is being read
         self._pid = 0  # of the process that reads it, or that has read last
@@ -111,9 +113,7 @@ class PrefetchLoader:
         Raises:
             StateError: epoch after epoch without a batch.
         """
-        if num_steps < 0:
-            raise ValueError(f"num_steps must be at least 0, got {num_steps}")
-        return self._batches(num_steps, on_epoch)
+        return self._batches(checked_int("num_steps", num_steps, minimum=0), on_epoch)
 
     def _batches(
         self, num_steps: int | None, on_epoch: Callable[[int], object] | None

@@ -222,6 +222,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             "pad_token_id": collator.pad_token_id,
             "normalize_loss": collator.normalize_loss,
             "model_inputs": collator.model_inputs,
+            "train_all": collator.train_all,
             "rank": rank,
             "world_size": world_size,
             "num_workers": 0 if worker is None else worker.num_workers,

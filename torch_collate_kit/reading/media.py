@@ -104,9 +104,19 @@ def _arrays(
     return arrays
 
 
+def _is_masked(entry: Any) -> bool:
+    parts = entry if is_sequence(entry) else [entry]
+    return any(isinstance(part, np.ma.MaskedArray) for part in parts)
+
+
 def _as_array(name: str, index: int, entry: Any, shape: str) -> np.ndarray:
     if isinstance(entry, Tensor):
         return tensor_to_numpy(name, index, entry)
+    if _is_masked(entry):
+        raise DataError(
+            f"example {index}: {name} is a masked array, whose mask would be lost; give "
+            ".filled(value)"
+        )
     if isinstance(entry, np.ndarray):
         return entry
     if not is_sequence(entry):
