@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -178,7 +179,20 @@ def test_what_a_stateful_loader_does_not_do(stateful):
         ({"position": {"epoch": "0", "step": 1}}, "position=.*, not an epoch and a step"),
         ({"position": {"epoch": 0, "step": True}}, "position=.*, not an epoch and a step"),
         ({"position": {"epoch": 0, "step": -1}}, "position=.*, not an epoch and a step"),
+        ({"position": {"epoch": 10**40, "step": 1}}, "position=.*, not an epoch and a step"),
+        ({"position": {"epoch": 0, "step": 2**32}}, "position=.*, not an epoch and a step"),
         ({"digest": None}, "was changed or damaged after it was saved"),
+        ({"digest": np.arange(2)}, "was changed or damaged after it was saved"),
+        ({"version": np.arange(2)}, r"version=array\(\[0, 1\]\), this loader has 1"),
+        ({"fits": np.arange(2)}, r"the state is of a loader with \[0 1\], this one has"),
+        (
+            {"fits": {"length": None, "batch_size": np.arange(2), "num_workers": 0}},
+            "the state is of a loader with .*, this one has .*resume with the same dataset",
+        ),
+        (
+            {"fits": {"length": None, "batch_size": 3, "num_workers": False}},
+            "the state is of a loader with .*, this one has .*resume with the same dataset",
+        ),
         (3, "a state must be a mapping, got int; pass what"),
     ],
     ids=str,

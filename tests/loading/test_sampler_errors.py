@@ -203,6 +203,8 @@ def test_the_state_of_another_run(make, options, message):
 NO_STATES = [
     ({"version": 2}, "state has version 2, this release reads version 1; load it with the release"),
     ({"version": True}, "state has version True, this release reads version 1"),
+    ({"version": np.arange(2)}, "state has version array([0, 1]), this release reads version 1"),
+    ({"seed": np.arange(2)}, "state is of seed=array([0, 1]), this sampler has seed=0"),
     ({"more": 1}, "state of another kind: keys missing [], unknown ['more']; " + FROM_STATE[:5]),
     ({"step": None}, f"state has step=None, not an int between 0 and 4294967295; {FROM_STATE}"),
     ({"step": 1.0}, "state has step=1.0, not an int between 0"),
@@ -221,6 +223,14 @@ NO_STATES = [
 @pytest.mark.parametrize(("change", "message"), NO_STATES)
 def test_what_is_no_state(make, change, message):
     check_refused(make, {**make().state_at(1, 1), **change}, message)
+
+
+@pytest.mark.parametrize("name", ["sizes", "weights", "num_units"])
+@pytest.mark.parametrize("entry", [np.arange(2), True, 1.0, None, []])
+def test_lists_in_a_state_are_compared_entry_by_entry(name, entry):
+    state = mixed().state_at(1, 1)
+    changed = {**state, name: [entry, *state[name][1:]]}
+    check_refused(mixed, changed, f"state is of {name}={changed[name]!r}, this sampler has {name}=")
 
 
 @pytest.mark.parametrize("make", [prefetching, mixed])

@@ -85,6 +85,7 @@ def test_a_state_of_another_number_of_ranks_is_refused() -> None:
     [
         ({"version": 2}, "the state has version 2, this one reads version 3; pass what state_dict"),
         ({"version": True}, "the state has version True, this one reads version 3"),
+        ({"version": np.arange(2)}, r"the state has version array\(\[0, 1\]\), this one reads"),
         ({"max_tokens": 12.0}, "the state is of max_tokens=12.0, the dataset has max_tokens=12"),
         ({"max_tokens": np.arange(3)}, "the state is of max_tokens=array.*, the dataset has"),
         ({"num_read": 2**63}, r"are \[9223372036854775808, 0, 0\]; it is damaged"),

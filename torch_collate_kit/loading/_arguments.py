@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence, Sized
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -91,3 +91,19 @@ def digest_of(counts: Sequence[Indices]) -> str:
     for of_source in counts:
         found.update(of_source.astype("<i8").tobytes())
     return found.hexdigest()
+
+
+def is_same(found: Any, expected: Any) -> bool:
+    """Whether an entry of a state is the expected JSON value, of the same types all through.
+
+    >>> is_same([1, "a"], [1, "a"]), is_same(True, 1), is_same(np.arange(2), 1)
+    (True, False, False)
+    """
+    if type(found) is not type(expected):
+        return False
+    if isinstance(expected, dict):
+        same_keys = found.keys() == expected.keys()
+        return same_keys and all(is_same(found[key], value) for key, value in expected.items())
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(is_same, found, expected))
+    return bool(found == expected)

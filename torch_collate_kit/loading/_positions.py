@@ -8,6 +8,7 @@ from typing import Any
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading._arguments import is_same
 
 _VERSION = 1
 _MAX_WORD = 2**32 - 1  # one word of a SeedSequence each, or (2**32 + 1, 0) would be (1, 1)
@@ -175,7 +176,7 @@ class EpochSampler(ABC):
                 f"a state must be a mapping, got {type(state).__name__}; "
                 "pass what state_dict() gave"
             )
-        if state.get("version") != _VERSION or type(state["version"]) is not int:
+        if not is_same(state.get("version"), _VERSION):
             raise StateError(
                 f"state has version {state.get('version')!r}, this release reads version "
                 f"{_VERSION}; load it with the release that saved it"
@@ -189,7 +190,7 @@ class EpochSampler(ABC):
                 f"pass what state_dict() of a {type(self).__name__} gave, in the same version of "
                 "the library"
             )
-        differ = [k for k in fits if type(state[k]) is not type(fits[k]) or state[k] != fits[k]]
+        differ = [k for k in fits if not is_same(state[k], fits[k])]
         if differ:
             raise StateError(
                 f"state is of {', '.join(f'{k}={state[k]!r}' for k in differ)}, this sampler has "

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading._arguments import is_same
 from torch_collate_kit.loading.sampler import ResumableSampler
 
 
@@ -253,7 +254,7 @@ class _StatefulSource:
                 "of another kind of loader, or was saved by an older version; wrap a DataLoader of "
                 "the kind that saved it, or start without the state"
             )
-        if state["fits"] != self._fits():
+        if not is_same(state["fits"], self._fits()):
             raise StateError(
                 f"the state is of a loader with {state['fits']}, this one has {self._fits()}; "
                 "resume with the same dataset and settings"
@@ -265,7 +266,7 @@ class _StatefulSource:
                 "state_dict() gave"
             )
         text = state["loader"]
-        if not isinstance(text, str) or state["digest"] != _digest(text):
+        if not isinstance(text, str) or not is_same(state["digest"], _digest(text)):
             raise StateError(
                 "the state's loader does not fit its digest: it was changed or damaged after it "
                 "was saved; take an older checkpoint, or start without the state"
@@ -320,7 +321,7 @@ def _end_workers(batches: Any) -> None:
 def _is_position(value: Any) -> bool:
     if not isinstance(value, Mapping) or set(value) != {"epoch", "step"}:
         return False
-    return all(type(number) is int and number >= 0 for number in value.values())
+    return all(type(number) is int and 0 <= number < 2**32 for number in value.values())
 
 
 def _to_text(mark: dict[str, Any]) -> str:

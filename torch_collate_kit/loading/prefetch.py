@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading._arguments import checked_bool
+from torch_collate_kit.loading._arguments import checked_bool, is_same
 from torch_collate_kit.loading._device_copy import device_copy
 from torch_collate_kit.loading._run import END, Run
 from torch_collate_kit.loading._sources import source_of
@@ -228,7 +228,7 @@ class PrefetchLoader:
             )
         mine = {"version": 1, "max_tokens": self._max_tokens}
         for name, value in mine.items():
-            if type(state.get(name)) is not type(value) or state.get(name) != value:
+            if not is_same(state.get(name), value):
                 raise StateError(
                     f"the state has {name}={state.get(name)!r}, this loader has {value!r}; resume "
                     "with the settings of the run that saved it"

@@ -21,7 +21,7 @@ from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading._arguments import checked_bool, checked_rank
+from torch_collate_kit.loading._arguments import checked_bool, checked_rank, is_same
 from torch_collate_kit.loading._entries import Reader, piece_limit, reader_of
 from torch_collate_kit.loading._pieces import at_position
 from torch_collate_kit.loading._stream import Place, Source, Stream
@@ -233,7 +233,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
 
     def _position_of(self, state: Mapping[str, Any]) -> _Position:
         version = state.get("version") if isinstance(state, Mapping) else None
-        if version != _VERSION or type(version) is not int:
+        if not is_same(version, _VERSION):
             raise StateError(
                 f"the state has version {version!r}, this one reads version {_VERSION}; pass what "
                 "state_dict() of a PackedIterableDataset gave, in the same version of the library"
@@ -242,7 +242,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         if missing := sorted(settings.keys() - state.keys()):
             raise StateError(f"the state has no {', '.join(missing)}; it is damaged")
         for name, expected in settings.items():
-            if type(state[name]) is not type(expected) or state[name] != expected:
+            if not is_same(state[name], expected):
                 raise StateError(
                     f"the state is of {name}={state[name]!r}, the dataset has "
                     f"{name}={expected!r}; resume with the settings it was saved with"
