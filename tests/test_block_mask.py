@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -180,6 +181,16 @@ def test_a_padded_batch_keeps_its_own_mask() -> None:
     assert inputs["attention_mask"] is batch["attention_mask"]
 
 
+def test_a_window_may_be_a_numpy_integer() -> None:
+    for attention in ("sdpa", "eager"):
+        masks, expected = (
+            packed().model_inputs(attention, mask="block", sliding_window=window)["attention_mask"]
+            for window in (np.int64(4), 4)
+        )
+        assert masks.keys() == expected.keys()
+        assert all(torch.equal(masks[name], expected[name]) for name in masks)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -204,7 +215,7 @@ def test_a_padded_batch_keeps_its_own_mask() -> None:
         (
             {"attention": "sdpa", "mask": "block", "sliding_window": 4.0},
             TypeError,
-            r"must be an int, got float; pass model\.config\.sliding_window",
+            r"must be an int, got 4.0 of type float; .*pass model\.config\.sliding_window",
         ),
     ],
 )

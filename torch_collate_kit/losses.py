@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
-from torch_collate_kit.packing._checks import checked_bool
 
 __all__ = ["PerTokenOutputs", "global_num_loss_tokens", "token_loss"]
 

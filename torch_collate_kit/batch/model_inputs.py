@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_collate_kit._checks import checked_bool
+from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.segments import check_boundaries
 
@@ -88,15 +88,11 @@ def _refuse_unknown_mask(attention: str, mask: Any, sliding_window: Any) -> None
             f'sliding_window={sliding_window} without mask="block"; a model that makes its own '
             "masks knows its window"
         )
-    if isinstance(sliding_window, bool) or not isinstance(sliding_window, int):
-        raise TypeError(
-            f"sliding_window must be an int, got {type(sliding_window).__name__}; pass "
-            "model.config.sliding_window, None for a model without windows"
-        )
-    if sliding_window < 1:
-        raise ValueError(
-            f"sliding_window must be at least 1, got {sliding_window}; it counts the token itself"
-        )
+    hint = (
+        "it counts the token itself: pass model.config.sliding_window, None for a model without "
+        "windows"
+    )
+    checked_int("sliding_window", sliding_window, hint=hint)
 
 
 def _flat_cu_seq_lens(per_row: Ragged, width: int) -> Tensor:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from torch_collate_kit._checks import checked_int
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading._arguments import checked_bool, is_same
 from torch_collate_kit.loading._device_copy import device_copy
 from torch_collate_kit.loading._run import END, Run
 from torch_collate_kit.loading._sources import source_of
-from torch_collate_kit.packing._checks import checked_int
 
 __all__ = ["PrefetchLoader"]
 
