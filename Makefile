@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: sft grpo test bench check format clean
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) with torch and the rest: minutes, the first time, and nothing is shown meanwhile"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,dev,plots]'
