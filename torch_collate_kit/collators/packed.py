@@ -169,7 +169,8 @@ class PackedCollator(Generic[B]):
         if self.fields and self.model_inputs:
             raise ValueError(
                 "model_inputs=True passes on what a model reads, so "
-                f"{', '.join(self.fields)} would be lost; take the Batch, and batch.model_inputs() for the model"
+                f"{', '.join(self.fields)} would be lost; take the Batch, and "
+                "batch.model_inputs() for the model"
             )
         self.plan([])  # a wrong setting raises here, not in a worker an hour later
 
