@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.loading.hang_guard import fails_when_it_hangs, our_threads
-from tests.loading.sampler_oracle import epochs_of, flat
+from tests.loading.sampler.sampler_oracle import epochs_of, flat
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.loading import (

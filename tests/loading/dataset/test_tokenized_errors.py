@@ -1,0 +1,163 @@
+"""TokenizedDataset: nulls, wrong sources, wrong settings and wrong indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.loading.dataset.dataset_oracle import (
+    ROWS,
+    write_stream,
+)
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading.dataset import TokenizedDataset
+
+# ---------------------------------------------------------------- nulls
+
+
+def test_a_null_is_an_error_where_it_is_read_and_nowhere_else():
+    rows = [[1, 2], None, [3], [4, None, 5], [6]]
+    for kind in (pa.list_(pa.int32()), pa.large_list(pa.bool_()), pa.list_(pa.int32(), 2)):
+        if pa.types.is_fixed_size_list(kind):
+            values = [[1, 2], None, [3, 3], [4, None], [6, 6]]
+        elif pa.types.is_boolean(kind.value_type):
+            values = [row and [v and v % 2 == 0 for v in row] for row in rows]
+        else:
+            values = rows
+        whole = pa.table({"input_ids": pa.array(values, kind)})
+        chunks = pa.concat_tables([whole.slice(4), whole.slice(0, 4)])
+        for table, null_row, null_token, fine in (
+            (whole, 1, 3, {0: 0, 2: 2, 4: 4}),
+            (whole.slice(1), 0, 2, {1: 2, 3: 4}),
+            (chunks, 2, 4, {0: 4, 1: 0, 3: 2}),
+        ):
+            ds = TokenizedDataset(table)
+            columns = ds.__getitems__(list(fine))
+            assert columns["input_ids"].tolist() == [values[i] for i in fine.values()]
+            for i, j in fine.items():
+                assert ds[i]["input_ids"].tolist() == values[j]
+            for i in (null_row, null_token):
+                with pytest.raises(DataError, match=f"row {i}: input_ids is null or holds a null"):
+                    ds.__getitems__([next(iter(fine)), i - len(ds)])
+                with pytest.raises(DataError, match=f"row {i}: input_ids"):
+                    ds[i]
+            with pytest.raises(DataError, match=f"row {null_row}: input_ids is null"):
+                _ = ds.lengths
+
+
+def test_null_tokens_alone():
+    whole = pa.table({"input_ids": pa.array([[1], [2, None], [3]], pa.list_(pa.int32()))})
+    for table, fine in ((whole, [1, 3]), (whole.slice(1), [3])):
+        ds = TokenizedDataset(table)
+        assert ds.lengths.tolist() == [1, 2, 1][-len(ds) :]  # a null is a token; reading it is not
+        keep = [i for i in range(len(ds)) if i != len(ds) - 2]
+        assert ds.__getitems__(keep)["input_ids"].values.tolist() == fine
+        with pytest.raises(
+            DataError, match=f"row {len(ds) - 2}: input_ids is null or holds a null"
+        ):
+            ds[-2]
+
+
+def test_a_null_behind_an_indices_mapping_is_named_by_its_place_in_the_dataset():
+    source = datasets.Dataset.from_dict(
+        {"input_ids": [[1], None, [2]], "num_actions": [1, 1, None]}
+    )
+    ds = TokenizedDataset(source.select([2, 0, 1]))
+    with pytest.raises(DataError, match="row 0: num_actions is null"):
+        ds[0]
+    assert ds[1]["input_ids"].tolist() == [1]
+    with pytest.raises(DataError, match="row 2: input_ids is null"):
+        ds.__getitems__([1, 2])
+    with pytest.raises(DataError, match="row 2: input_ids is null"):
+        _ = ds.lengths
+    assert TokenizedDataset(source.select([2, 0])).lengths.tolist() == [1, 1]
+
+
+# ---------------------------------------------------------------- errors
+
+
+def _rows(**changes: Any) -> list[dict[str, Any]]:
+    return [dict(ROWS[0]), {**ROWS[1], **changes}]
+
+
+BAD_SOURCES = [
+    ([], DataError, r"no input_ids, got columns \[\]; tokenize the text first"),
+    ([{"text": "a"}], DataError, r"no input_ids, got columns \['text'\]"),
+    (pa.table({"text": ["a"]}), DataError, r"no input_ids, got columns \['text'\]"),
+    (pa.table({"input_ids": [1, 2]}), DataError, "input_ids holds one number a row"),
+    ([{"input_ids": 3}], DataError, "input_ids holds one number a row"),
+    (pa.table({"input_ids": ["a b"]}), DataError, "input_ids has the Arrow type string"),
+    (pa.table({"input_ids": [["a"]]}), DataError, r"input_ids has the Arrow type list<"),
+    (pa.table({"input_ids": [[[1]]]}), DataError, r"holds one flat list of numbers a row"),
+    (_rows(input_ids=None), DataError, "row 1: input_ids is None; it must be a flat list of integ"),
+    (_rows(input_ids=[1.5]), DataError, r"row 1: input_ids is \[1.5\]; it must be a flat list"),
+    (_rows(input_ids=[1, None]), DataError, r"row 1: input_ids is \[1, None\]; it must be"),
+    (_rows(input_ids=[[1], [2, 3]]), DataError, r"row 1: input_ids is \[\[1\], \[2, 3\]\]"),
+    (_rows(input_ids=[[1, 2]]), DataError, r"row 1: input_ids has shape \(1, 2\)"),
+    (_rows(loss_mask="abc"), DataError, "row 1: loss_mask is 'abc'; .*list of numbers"),
+    (_rows(labels=[1]), DataError, "row 0 has no labels, other rows have; give every row the same"),
+    ([*ROWS, {"input_ids": [1]}], DataError, "row 5 has no loss_mask, other rows have"),
+    (7, TypeError, "source is a int; pass a datasets.Dataset"),
+    ([1, 2], TypeError, "source is a list; pass"),
+    ({"input_ids": [[1]]}, TypeError, "source is a dict; pass"),
+    (datasets.DatasetDict(), TypeError, "source is a DatasetDict; .*of a DatasetDict one split"),
+]
+
+
+@pytest.mark.parametrize(("source", "error", "message"), BAD_SOURCES)
+def test_bad_sources(source, error, message):
+    with pytest.raises(error, match=message):
+        TokenizedDataset(source)
+
+
+def test_bad_settings_and_files(tmp_path):
+    table = pa.Table.from_pylist(ROWS)
+    with pytest.raises(
+        ValueError, match=r"columns names 'rewards', the source has \['input_ids', "
+    ):
+        TokenizedDataset(table, columns=["input_ids", "rewards"])
+    with pytest.raises(DataError, match=r"no input_ids, got columns \['loss_mask'\]"):
+        TokenizedDataset(ROWS, columns=["loss_mask"])
+    with pytest.raises(TypeError, match=r"on the fly \(set_transform\).*apply it with .map first"):
+        TokenizedDataset(datasets.Dataset(table).with_transform(lambda rows: rows))
+    with pytest.raises(ValueError, match=r"is a folder; pass datasets.load_from_disk"):
+        TokenizedDataset(tmp_path)
+    (tmp_path / "a.txt").write_text("not an Arrow file, and long enough to be taken for one")
+    with pytest.raises(ValueError, match=r"a.txt' is neither an Arrow nor a Parquet file"):
+        TokenizedDataset(tmp_path / "a.txt")
+    arrow = write_stream(tmp_path / "a.arrow", table)
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="mixes Parquet and Arrow files"):
+        TokenizedDataset([arrow, tmp_path / "a.parquet"])
+    narrow = write_stream(tmp_path / "b.arrow", table.select(["input_ids"]))
+    with pytest.raises(
+        ValueError, match=r"b.arrow' has the columns \['input_ids'\], .*pass columns="
+    ):
+        TokenizedDataset([arrow, narrow])
+    assert len(TokenizedDataset([arrow, narrow], columns=["input_ids"])) == 10
+    small = pa.table({"input_ids": pa.array([[1]], pa.list_(pa.int8()))})
+    with pytest.raises(ValueError, match="the files of the source have columns of different types"):
+        TokenizedDataset([narrow, write_stream(tmp_path / "c.arrow", small)])
+
+
+@pytest.mark.parametrize(
+    ("indices", "error", "message"),
+    [
+        ([0, 5], IndexError, "index 5 is outside the dataset, which has 5 rows; give -5 to 4"),
+        ([-6], IndexError, "index -6 is outside the dataset"),
+        ([0.5], TypeError, "rows are named by integers, got float64"),
+        ([True, False], TypeError, r"got bool; of a mask take mask.nonzero\(\)"),
+        ([[0, 1]], TypeError, r"indices must be a flat list of integers, got shape \(1, 2\)"),
+    ],
+)
+def test_bad_indices(indices, error, message):
+    for source in (ROWS, datasets.Dataset.from_list(ROWS).shuffle(seed=0)):
+        ds = TokenizedDataset(source)
+        with pytest.raises(error, match=message):
+            ds.__getitems__(indices)
+        with pytest.raises(error):
+            ds[indices[-1]]

@@ -1,0 +1,260 @@
+"""The single slot: what is handed out, what is refused, what a fault on the thread does."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.loading.hang_guard import fails_when_it_hangs, interrupt_main_thread, our_threads
+from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.prefetch import async_collator
+from torch_collate_kit.loading.prefetch import AsyncBatchCollator
+
+STOPS = [KeyboardInterrupt, SystemExit]
+
+
+@pytest.fixture(autouse=True)
+def guard() -> Iterator[None]:
+    with fails_when_it_hangs():
+        yield
+    assert our_threads() == []
+
+
+class Held:
+    """A compute that waits, in its thread, until it is released."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.started, self.released = threading.Event(), threading.Event()
+        self.num_finished = 0
+        self.error = error
+
+    def __call__(self, step: int) -> int:
+        self.started.set()
+        self.released.wait()
+        self.num_finished += 1
+        if self.error is not None:
+            raise self.error
+        return step
+
+
+def explode(step: int) -> int:
+    raise ValueError(f"step {step}")
+
+
+def test_without_submit_the_batch_is_built_by_the_caller():
+    with AsyncBatchCollator(lambda step: (step, threading.current_thread())) as collator:
+        assert collator.get(3) == (3, threading.main_thread())
+        assert our_threads() == []
+
+
+def test_submit_builds_on_the_thread_while_the_caller_goes_on():
+    compute = Held()
+    with AsyncBatchCollator(compute) as collator:
+        collator.submit(0)
+        compute.started.wait()  # it is being built, and here we are
+        assert compute.num_finished == 0
+        assert len(our_threads()) == 1
+        compute.released.set()
+        assert collator.get(0) == 0
+
+
+def test_all_steps_share_one_thread():
+    with AsyncBatchCollator(lambda step: threading.current_thread()) as collator:
+        threads = set()
+        for step in range(4):
+            collator.submit(step)
+            threads.add(collator.get(step))
+    assert len(threads) == 1
+    assert threads != {threading.main_thread()}
+
+
+def test_a_second_submit_is_refused_and_the_first_one_stays():
+    with AsyncBatchCollator(str) as collator:
+        collator.submit(4)
+        with pytest.raises(StateError, match=r"submit\(5\) while the slot holds step 4.*get\(4\)"):
+            collator.submit(5)
+        assert collator.get(4) == "4"
+
+
+def test_a_get_of_another_step_is_refused_and_the_slot_stays():
+    with AsyncBatchCollator(str) as collator:
+        collator.submit(4)
+        with pytest.raises(StateError, match=r"get\(5\), but the slot holds step 4"):
+            collator.get(5)
+        assert collator.get(4) == "4"
+
+
+def test_an_exception_is_raised_at_its_step_with_the_traceback_of_the_thread():
+    with AsyncBatchCollator(explode) as collator:
+        collator.submit(7)
+        with pytest.raises(ValueError, match="step 7") as caught:
+            collator.get(7)
+        assert "explode" in [frame.name for frame in traceback.extract_tb(caught.tb)]
+        with pytest.raises(ValueError, match="step 8"):  # the slot is empty again
+            collator.get(8)
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_interrupts_on_the_thread_surface_at_get(stop):
+    compute = Held(stop())
+    compute.released.set()
+    with AsyncBatchCollator(compute) as collator:
+        collator.submit(0)
+        with pytest.raises(stop):
+            collator.get(0)
+
+
+def test_clear_waits_and_drops():
+    compute = Held()
+    with AsyncBatchCollator(compute) as collator:
+        collator.submit(0)
+        compute.started.wait()
+        release = threading.Timer(0.05, compute.released.set)  # while clear() waits
+        release.start()
+        collator.clear()
+        assert compute.num_finished == 1
+        collator.submit(1)
+        assert collator.get(1) == 1
+        release.join()
+
+
+def test_clear_of_an_empty_slot_does_nothing():
+    with AsyncBatchCollator(str) as collator:
+        collator.clear()
+        assert collator.get(0) == "0"
+
+
+def test_clear_drops_an_exception_with_its_batch():
+    with AsyncBatchCollator(lambda step: explode(step) if step == 0 else step) as collator:
+        collator.submit(0)
+        collator.clear()
+        assert collator.get(1) == 1
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_clear_raises_interrupts_and_the_slot_is_empty(stop):
+    compute = Held(stop())
+    compute.released.set()
+    with AsyncBatchCollator(compute) as collator:
+        collator.submit(0)
+        with pytest.raises(stop):
+            collator.clear()
+        compute.error = None
+        collator.submit(1)
+        assert collator.get(1) == 1
+
+
+def test_an_interrupt_while_waiting_leaves_the_batch_in_the_slot():
+    compute = Held()
+    with AsyncBatchCollator(compute) as collator:
+        collator.submit(0)
+        compute.started.wait()
+        interrupt = threading.Timer(0.05, interrupt_main_thread)  # while get() waits
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            collator.get(0)
+        compute.released.set()
+        assert collator.get(0) == 0
+        assert compute.num_finished == 1
+        interrupt.join()
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_an_interrupt_in_submit_leaves_no_batch_that_nobody_waits_for(monkeypatch, has_begun):
+    compute = Held()
+    compute.released.set()
+    submit = ThreadPoolExecutor.submit
+
+    def interrupted(self, *args):
+        if has_begun:
+            submit(self, *args)
+            compute.started.wait()
+        raise KeyboardInterrupt
+
+    with AsyncBatchCollator(compute) as collator:
+        with monkeypatch.context() as patch:
+            patch.setattr(ThreadPoolExecutor, "submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                collator.submit(0)
+        assert collator.get(0) == 0
+        assert compute.num_finished == 1
+
+
+def test_a_batch_from_before_an_interrupted_clear_is_refused(monkeypatch):
+    def interrupted(futures):
+        raise KeyboardInterrupt
+
+    with AsyncBatchCollator(str) as collator:
+        collator.submit(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(async_collator, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                collator.clear()
+        with pytest.raises(StateError, match=r"step 0 from before clear\(\)"):
+            collator.get(0)
+        with pytest.raises(StateError, match="while the slot holds step 0"):
+            collator.submit(0)
+        collator.clear()
+        assert collator.get(0) == "0"
+
+
+def test_nothing_goes_after_shutdown_which_may_be_repeated():
+    collator = AsyncBatchCollator(str)
+    collator.submit(0)
+    collator.shutdown()
+    collator.shutdown()
+    assert our_threads() == []
+    with pytest.raises(StateError, match=r"get\(0\) after shutdown"):
+        collator.get(0)
+    with pytest.raises(StateError, match=r"submit\(0\) after shutdown"):
+        collator.submit(0)
+
+
+def test_shutdown_waits_for_what_is_being_built():
+    compute = Held()
+    collator = AsyncBatchCollator(compute)
+    collator.submit(0)
+    compute.started.wait()
+    threading.Timer(0.05, compute.released.set).start()
+    collator.shutdown()
+    assert compute.num_finished == 1
+    assert our_threads() == []
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_shutdown_joins_even_if_draining_raises(stop):
+    compute = Held(stop())
+    compute.released.set()
+    collator = AsyncBatchCollator(compute)
+    collator.submit(0)
+    with pytest.raises(stop):
+        collator.shutdown()
+    assert our_threads() == []
+    collator.shutdown()
+
+
+def test_the_exception_of_the_body_wins():
+    compute = Held(ValueError("of the thread"))
+    compute.released.set()
+
+    def body() -> None:
+        with AsyncBatchCollator(compute) as collator:
+            collator.submit(0)
+            raise RuntimeError("of the body")
+
+    with pytest.raises(RuntimeError, match="of the body"):
+        body()
+
+
+def test_a_thread_ends_when_its_collator_is_gone():
+    collator = AsyncBatchCollator(str)
+    collator.submit(0)
+    (thread,) = our_threads()
+    del collator
+    gc.collect()
+    thread.join()

@@ -1,0 +1,289 @@
+"""Forked processes inherit locks and loaders but no threads, and wait for none of them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.loading.hang_guard import fails_when_it_hangs, our_threads
+from tests.loading.prefetch.toy_data import Watched, expected_digests, make_loader
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
+from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.prefetch import AsyncBatchCollator, PrefetchLoader
+from torch_collate_kit.testing import batch_digest
+
+CHILD_SECONDS = 8
+
+
+@pytest.fixture(autouse=True)
+def guard() -> Iterator[None]:
+    with fails_when_it_hangs():
+        yield
+    assert our_threads() == []
+
+
+def in_a_fork(work: Callable[[], object]) -> str:
+    """How a forked child that does ``work`` ends: "" as it should, else its traceback or signal."""
+    with tempfile.TemporaryFile() as said:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends it, whatever it waits for
+                signal.alarm(CHILD_SECONDS)
+                work()
+                code = 0
+            except BaseException:
+                said.write(traceback.format_exc().encode())
+                said.flush()
+            finally:
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        said.seek(0)
+        if code == -signal.SIGALRM:
+            return f"the child hung for {CHILD_SECONDS} s"
+        return said.read().decode() or ("" if code == 0 else f"the child ended with {code}")
+
+
+# ---- locks ----
+
+
+def rollout(num_tokens: int) -> dict[str, Any]:
+    ones = np.ones(num_tokens, dtype=np.int64)
+    return {"prompt_ids": ones, "response_ids": ones, "rewards": 1.0, "loss_mask": ones}
+
+
+def tokens(*lengths: int) -> list[dict[str, Any]]:
+    return [{"input_ids": np.ones(n, dtype=np.int64)} for n in lengths]
+
+
+def batches(scale: int) -> list[Batch]:
+    """One of every layout; long ones spend their time where NumPy releases the GIL."""
+    few, many = scale, 3 * scale
+    return [
+        PaddedCollator(0)(tokens(many, *[1] * 5)),  # mostly pads
+        PackedCollator(0, max_tokens=many)(tokens(few, few, many)),
+        RolloutCollator(0)([rollout(many), rollout(few)]),
+        PackedCollator(0, max_tokens=2 * many)([rollout(many), rollout(few)]),
+    ]
+
+
+def test_two_hundred_forks_while_a_thread_collates():
+    """A lock that is held at a fork is held in the child for good."""
+    expected = [batch_digest(batch) for batch in batches(5)]
+    is_over = threading.Event()
+
+    def collate_on() -> None:
+        while not is_over.is_set():
+            batches(10_000)
+
+    def collate() -> None:
+        assert [batch_digest(batch) for batch in batches(5)] == expected
+
+    thread = threading.Thread(target=collate_on)
+    thread.start()
+    try:
+        for fork in range(200):
+            assert in_a_fork(collate) == "", f"fork {fork} of 200"
+    finally:
+        is_over.set()
+        thread.join()
+
+
+# ---- the slot ----
+
+
+@pytest.fixture
+def in_flight() -> Iterator[AsyncBatchCollator[int]]:
+    """A collator that builds step 4 on its thread until the test is over."""
+    began, gate = threading.Event(), threading.Event()
+
+    def compute(step: int) -> int:
+        if step == 4:
+            began.set()
+            gate.wait()
+        return step
+
+    with AsyncBatchCollator(compute) as collator:
+        collator.submit(4)
+        began.wait()
+        yield collator
+        gate.set()
+        assert collator.get(4) == 4  # what a child does with its copy is nothing to us
+
+
+def test_what_a_parent_builds_is_refused_in_a_fork(in_flight):
+    def refused() -> None:
+        for use in (in_flight.get, in_flight.submit):
+            with pytest.raises(StateError) as caught:
+                use(4)
+            assert str(caught.value) == (
+                f"{use.__name__}(4) in process {os.getpid()}, a fork: the slot holds step 4 of "
+                f"process {os.getppid()}, whose thread is not here; clear() drops it"
+            )
+
+    assert in_a_fork(refused) == ""
+
+
+def test_a_fork_drops_what_its_parent_builds_without_waiting(in_flight):
+    def cleared() -> None:
+        in_flight.clear()
+        in_flight.submit(5)  # on a thread of its own
+        assert in_flight.get(5) == 5
+        assert in_flight.get(6) == 6
+        in_flight.shutdown()
+
+    assert in_a_fork(cleared) == ""
+    assert in_a_fork(in_flight.shutdown) == ""
+
+
+def test_an_idle_thread_of_the_parent_builds_nothing_in_a_fork():
+    with AsyncBatchCollator(str) as collator:
+        collator.submit(1)
+        collator.get(1)
+
+        def submitted() -> None:
+            collator.submit(2)
+            assert collator.get(2) == "2"
+
+        assert in_a_fork(submitted) == ""
+
+
+# ---- loaders ----
+
+SETTINGS = [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}]
+ELSEWHERE = (
+    "the loader is read in process {0}, and this is process {1}, a fork without its thread and "
+    "workers; make a new PrefetchLoader here"
+)
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Cycles stay until they are collected by hand."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
+    for thread in our_threads():  # on its way out
+        thread.join()
+
+
+def leave_in_a_cycle(loop: Iterator[Any]) -> None:
+    cycle: list[Any] = [loop]
+    cycle.append(cycle)
+
+
+def collect(*_: object) -> None:
+    assert gc.collect() > 0
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_an_abandoned_loop_does_not_hang_the_workers_of_another_loader():
+    collate = Watched()
+    collate.gates[1] = threading.Event()
+    loop = iter(make_loader(collate))
+    next(loop)
+    collate.wait_until_begun(2)  # the second batch is in flight
+    leave_in_a_cycle(loop)
+    del loop
+    other = DataLoader(range(4), num_workers=1, worker_init_fn=collect, timeout=CHILD_SECONDS)
+    try:
+        assert [batch.item() for batch in other] == [0, 1, 2, 3]
+    finally:
+        collate.gates[1].set()
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_a_loop_that_a_fork_collects_goes_on_in_the_parent(setting):
+    expected = expected_digests(2)
+    with make_loader(**setting) as loader:
+        loop = loader.steps(8)
+        found = [batch_digest(next(loop))]
+        leave_in_a_cycle(loop)
+        del loop
+        assert in_a_fork(collect) == ""
+        found += [batch_digest(batch) for batch in loader.steps(7)]
+    assert found == expected
+
+
+def uses(loader: PrefetchLoader, loop: Iterator[Any]) -> list[Callable[[], Any]]:
+    return [
+        lambda: next(loop),
+        lambda: next(iter(loader)),
+        lambda: next(loader.steps(1)),
+        loader.reshuffle,
+        lambda: loader.set_epoch(3),
+        lambda: loader.load_state_dict(loader.state_dict()),
+    ]
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_a_loop_of_the_parent_is_refused_in_a_fork_and_goes_on(setting, prefetch):
+    with make_loader(**setting, prefetch=prefetch) as loader:
+        loop = loader.steps(8)
+        found = [batch_digest(next(loop))]
+        state = loader.state_dict()
+
+        def refused() -> None:
+            for use in uses(loader, loop):
+                with pytest.raises(StateError) as caught:
+                    use()
+                assert str(caught.value) == ELSEWHERE.format(os.getppid(), os.getpid())
+            assert loader.state_dict() == state
+            loader.close()
+
+        def left() -> None:
+            with loader:
+                loop.close()
+
+        assert in_a_fork(refused) == ""
+        assert in_a_fork(left) == ""
+        found += [batch_digest(batch) for batch in loop]
+    assert found == expected_digests(2)
+
+
+def test_persistent_workers_of_the_parent_are_refused_in_a_fork_and_live_on():
+    expected = expected_digests(2)
+    with make_loader(num_workers=1, persistent_workers=True) as loader:
+        found = [batch_digest(batch) for batch in loader]
+
+        def refused() -> None:
+            with pytest.raises(StateError) as caught:
+                next(iter(loader))
+            assert str(caught.value) == ELSEWHERE.format(os.getppid(), os.getpid())
+            loader.close()
+
+        assert in_a_fork(refused) == ""
+        found += [batch_digest(batch) for batch in loader]
+    assert found == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_epochs", [0, 1])
+def test_a_loader_that_reads_nothing_goes_on_in_a_fork(num_epochs, num_workers):
+    expected = expected_digests(2)
+    with make_loader(num_workers=num_workers) as loader:
+        for _ in range(num_epochs):
+            assert [batch_digest(batch) for batch in loader] == expected[:4]
+
+        def goes_on() -> None:
+            with loader:
+                found = [batch_digest(batch) for batch in loader]
+                assert found == expected[4 * num_epochs :][:4]
+
+        assert in_a_fork(goes_on) == ""

@@ -1,0 +1,803 @@
+"""The same stream whatever runs ahead; exact resume; faults that surface; nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import threading
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.loading.hang_guard import fails_when_it_hangs, interrupt_main_thread, our_threads
+from tests.loading.prefetch.toy_data import (
+    COLLATORS,
+    EXAMPLES,
+    Watched,
+    expected_digests,
+    make_loader,
+    make_sampler,
+)
+from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.prefetch import AsyncBatchCollator, PrefetchLoader
+from torch_collate_kit.loading.prefetch.device_copy import check_recordable
+from torch_collate_kit.loading.sampler import MixedSampler, PackedBatchSampler, PrefetchingSampler
+from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.testing import assert_exact_resume, batch_digest
+
+STOPS = [KeyboardInterrupt, SystemExit]
+
+
+@pytest.fixture(autouse=True)
+def guard() -> Iterator[None]:
+    with fails_when_it_hangs():
+        yield
+    assert our_threads() == []
+
+
+def digests(batches: Any) -> list[str]:
+    return [batch_digest(batch) for batch in batches]
+
+
+# ---- one stream ----
+
+
+def expected_with_reshuffle(collate: Any, tail: str) -> list[str]:
+    """Three epochs; after the second batch of the second one, the rest in a new order."""
+    sampler = make_sampler(tail=tail)
+    steps = list(sampler)
+    steps += list(sampler)[:2]
+    sampler.set_epoch(1, step=2)
+    sampler.reshuffle()
+    steps += [*sampler, *sampler]
+    return digests(collate([EXAMPLES[i] for i in step]) for step in steps)
+
+
+class Reshuffled:
+    """A loader whose consumer reshuffles on receiving the second batch of epoch 1."""
+
+    def __init__(self, loader: PrefetchLoader) -> None:
+        self.loader = loader
+        self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
+        self.close = loader.close
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            state = self.loader.state_dict()["sampler"]
+            if (state["epoch"], state["step"]) == (1, 2):
+                self.loader.reshuffle()
+            yield batch
+
+
+@pytest.mark.parametrize("tail", ["keep", "wrap"])
+@pytest.mark.parametrize("name", COLLATORS)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"prefetch": False},
+        {"prefetch": True},
+        {"prefetch": False, "num_workers": 2},
+        {"prefetch": True, "num_workers": 2},
+        {"prefetch": True, "num_workers": 2, "persistent_workers": True},
+    ],
+    ids=str,
+)
+def test_one_stream_whatever_runs_ahead(name, tail, setting):
+    expected = expected_with_reshuffle(COLLATORS[name], tail)
+    assert len(set(expected)) == len(expected) >= 9
+    with make_loader(COLLATORS[name], tail=tail, **setting) as loader:
+        source = Reshuffled(loader)
+        found = [batch_digest(batch) for _ in range(3) for batch in source]
+    assert found == expected
+
+
+@pytest.mark.parametrize("tail", ["keep", "drop", "wrap"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_steps_go_on_across_epochs_and_calls(tail, num_workers):
+    expected = expected_digests(3, tail=tail)
+    with make_loader(tail=tail, num_workers=num_workers) as loader:
+        found = digests(loader.steps(2)) + digests(loader.steps(0)) + digests(loader.steps(5))
+        found += digests(loader.steps(len(expected) - 7))
+    assert found == expected
+
+
+def test_epochs_without_a_batch_are_passed_over():
+    sampler = PrefetchingSampler(3, 7, shuffle=False, tail="wrap")
+    with PrefetchLoader(DataLoader(range(3), batch_sampler=sampler)) as loader:
+        assert len(loader) == 0
+        assert list(loader) == []
+        seen: list[int] = []
+        found = [batch.tolist() for batch in loader.steps(2, on_epoch=seen.append)]
+    assert found == [[0, 1, 2, 0, 1, 2, 0], [1, 2, 0, 1, 2, 0, 1]]
+    assert seen == [1, 2, 3, 4]
+
+
+def test_epochs_without_end_and_batch_are_an_error(monkeypatch):
+    monkeypatch.setattr("torch_collate_kit.loading.prefetch.loader._MAX_EMPTY_EPOCHS", 20)
+    sampler = PrefetchingSampler(1, 50, tail="wrap")
+    with PrefetchLoader(DataLoader(range(1), batch_sampler=sampler)) as loader:
+        batches = loader.steps(1)
+        with pytest.raises(StateError, match="21 epochs in a row had no batch"):
+            next(batches)
+
+
+def test_a_loop_goes_on_from_where_the_loader_stands():
+    first, second = expected_digests(2)[:4], expected_digests(2)[4:]
+    with make_loader() as loader:
+        assert len(loader) == 4
+        assert digests(loader.steps(1)) == first[:1]
+        assert loader.epoch == 0
+        assert digests(loader) == first[1:]
+        assert loader.epoch == 1
+        assert digests(loader) == second
+
+
+def test_the_sampler_of_the_caller_may_be_moved_between_epochs():
+    expected = expected_digests(3)
+    sampler = make_sampler()
+    source = DataLoader(EXAMPLES, batch_sampler=sampler, collate_fn=COLLATORS["packed"])
+    with PrefetchLoader(source) as loader:
+        sampler.set_epoch(2)
+        assert digests(loader) == expected[8:]
+        sampler.set_epoch(0)
+        assert digests(loader) == expected[:4]
+    assert source.batch_sampler is sampler
+
+
+def test_the_sampler_moved_under_a_loop_is_an_error():
+    sampler = make_sampler()
+    loader = DataLoader(EXAMPLES, batch_sampler=sampler, collate_fn=COLLATORS["packed"])
+    with PrefetchLoader(loader) as loader:
+        batches = iter(loader)
+        next(batches)
+        sampler.set_epoch(5)
+        with pytest.raises(StateError, match="moved to epoch 5 while the loader read epoch 0"):
+            next(batches)
+
+
+@pytest.mark.parametrize("claimed", [2, 4])
+def test_a_sampler_of_another_length_than_it_says(claimed):
+    class Odd(PrefetchingSampler):
+        def __len__(self) -> int:
+            return claimed
+
+    loader = DataLoader(range(6), batch_sampler=Odd(6, 2))
+    with PrefetchLoader(loader) as loader:
+        word = "more" if claimed < 3 else "fewer"
+        with pytest.raises(StateError, match=f"has {claimed} steps, but the loader yields {word}"):
+            list(loader)
+
+
+class OwnSampler:
+    """The protocol and no more: every iter() counts, also those a DataLoader makes in vain."""
+
+    def __init__(self) -> None:
+        self.epoch = self.step = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        steps = [[10 * self.epoch + step] for step in range(self.step, 3)]
+        self.epoch, self.step = self.epoch + 1, 0
+        return iter(steps)
+
+    def __len__(self) -> int:
+        return 3
+
+    def set_epoch(self, epoch: int, *, step: int = 0) -> None:
+        self.epoch, self.step = epoch, step
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state_at(self.epoch, self.step)
+
+    def state_at(self, epoch: int, step: int) -> dict[str, Any]:
+        return {"epoch": epoch + 1, "step": 0} if step == 3 else {"epoch": epoch, "step": step}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.epoch, self.step = state["epoch"], state["step"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sampler_of_ones_own(num_workers):
+    def make() -> PrefetchLoader:
+        loader = DataLoader(range(100), batch_sampler=OwnSampler(), num_workers=num_workers)
+        return PrefetchLoader(loader)
+
+    with make() as loader:
+        assert [batch.item() for batch in loader.steps(7)] == [0, 1, 2, 10, 11, 12, 20]
+        with pytest.raises(TypeError, match="OwnSampler cannot reshuffle"):
+            loader.reshuffle()
+    assert_exact_resume(make, num_steps=7, stops=[0, 2, 3, 4] if num_workers else None)
+
+
+# ---- the slot ----
+
+
+def test_the_next_batch_is_built_while_this_one_trains_and_only_that():
+    collate = Watched()
+    with make_loader(collate) as loader:
+        for number, _ in enumerate(loader):
+            collate.wait_until_begun(min(number + 2, 4))
+            assert collate.num_begun == min(number + 2, 4)
+
+
+def test_without_prefetch_nothing_is_built_ahead_and_there_is_no_thread():
+    collate = Watched()
+    with make_loader(collate, prefetch=False) as loader:
+        for number, _ in enumerate(loader):
+            assert collate.num_begun == number + 1
+            assert our_threads() == []
+
+
+def test_the_last_batch_of_an_epoch_is_trained_with_nothing_in_flight():
+    collate = Watched()
+    with make_loader(collate) as loader:
+        for number, _ in enumerate(loader.steps(8)):
+            if number % 4 == 3:
+                assert collate.num_begun == collate.num_built == number + 1
+            else:
+                collate.wait_until_begun(number + 2)
+
+
+def test_the_last_step_of_an_epoch_submits_nothing(monkeypatch):
+    submitted = []
+    submit = AsyncBatchCollator.submit
+
+    def recorded(self: Any, step: int) -> None:
+        submitted.append(step)
+        submit(self, step)
+
+    monkeypatch.setattr(AsyncBatchCollator, "submit", recorded)
+    with make_loader() as loader:
+        assert len(list(loader.steps(8))) == 8
+    assert submitted == [1, 2, 3, 1, 2, 3]
+
+
+def test_on_epoch_runs_at_every_epoch_while_nothing_reads_and_its_changes_are_seen():
+    data = [dict(example) for example in EXAMPLES]
+    collate = Watched()
+    calls: list[tuple[int, int]] = []
+
+    def change(epoch: int) -> None:
+        assert not collate.is_reading
+        calls.append((epoch, collate.num_begun))
+        for example in data:
+            example["input_ids"] = [(7 * token + epoch) % 50 for token in example["input_ids"]]
+
+    streams = []
+    for prefetch in (False, True):
+        data[:] = [dict(example) for example in EXAMPLES]
+        collate = Watched()
+        loader = DataLoader(data, batch_sampler=make_sampler(), collate_fn=collate)
+        with PrefetchLoader(loader, prefetch=prefetch) as loader:
+            streams.append(digests(loader.steps(10, on_epoch=change)))
+    assert calls == [(0, 0), (1, 4), (2, 8)] * 2
+    assert streams[0] == streams[1]
+
+
+def test_the_order_of_an_epoch_is_asked_for_after_its_hook():
+    """A user's order may depend on what the hook does: it must not exist before."""
+    known = [0]
+
+    def order(epoch: int, rng: Any) -> list[int]:
+        assert epoch <= known[-1]
+        return [epoch % 2, 1 - epoch % 2]
+
+    sampler = PrefetchingSampler(2, 1, order=order)
+    with PrefetchLoader(DataLoader(range(2), batch_sampler=sampler)) as loader:
+        found = [batch.item() for batch in loader.steps(6, on_epoch=known.append)]
+    assert found == [0, 1, 1, 0, 0, 1]
+
+
+def test_reshuffle_drains_what_is_in_flight():
+    collate = Watched()
+    collate.gates[2] = threading.Event()
+    with make_loader(collate) as loader:
+        batches = loader.steps(13)
+        found = digests([next(batches), next(batches)])
+        collate.wait_until_begun(3)  # of the old order
+        collate.release_later(2)
+        loader.reshuffle()
+        assert not collate.is_reading
+        assert collate.num_built == 3
+        found += digests(batches)
+    sampler = make_sampler()
+    sampler.set_epoch(0, step=2)
+    sampler.reshuffle()
+    steps = [*list(make_sampler())[:2], *sampler, *sampler, *sampler, *list(sampler)[:1]]
+    assert found == digests(COLLATORS["packed"]([EXAMPLES[i] for i in step]) for step in steps)
+    assert found[2:4] != expected_digests(1)[2:4]
+
+
+@pytest.mark.parametrize("use_steps", [False, True])
+def test_reshuffle_behind_the_last_batch_changes_the_next_epoch(use_steps):
+    sampler = make_sampler()
+    sampler.set_epoch(1)
+    sampler.reshuffle()
+    steps = [*make_sampler(), *sampler]
+    with make_loader() as loader:
+        found = []
+        for number, batch in enumerate(loader.steps(8) if use_steps else loader):
+            found.append(batch_digest(batch))
+            if number == 3:
+                loader.reshuffle()
+        assert len(found) == (8 if use_steps else 4)
+        found += digests(loader.steps(8 - len(found)))
+    assert found == digests(COLLATORS["packed"]([EXAMPLES[i] for i in step]) for step in steps)
+
+
+def test_behind_the_last_batch_the_loader_stands_at_the_next_epoch():
+    expected = expected_digests(2)
+    with make_loader() as loader:
+        assert digests(loader.steps(4)) == expected[:4]
+        assert digests(loader) == expected[4:]
+        loader.set_epoch(0)
+        batches = iter(loader)  # left hanging behind its last batch
+        assert digests(next(batches) for _ in range(4)) == expected[:4]
+        assert digests(loader) == expected[4:]
+
+
+@pytest.mark.parametrize("move", ["set_epoch", "load_state_dict", "close", "a newer loop"])
+def test_a_loop_is_over_when_the_loader_is_moved(move):
+    collate = Watched()
+    collate.gates[1] = threading.Event()
+    with make_loader(collate) as loader:
+        batches = iter(loader)
+        next(batches)
+        collate.wait_until_begun(2)
+        collate.release_later(1)
+        if move == "set_epoch":
+            loader.set_epoch(2)
+        elif move == "load_state_dict":
+            loader.load_state_dict(loader.state_dict())
+        elif move == "close":
+            loader.close()
+        else:
+            next(iter(loader.steps(1)))
+        assert not collate.is_reading or move == "a newer loop"
+        with pytest.raises(StateError, match="closed" if move == "close" else "loop .* is over"):
+            next(batches)
+        if move == "set_epoch":
+            assert digests(loader) == expected_digests(3)[8:]
+
+
+# ---- resume ----
+
+
+@pytest.mark.parametrize("tail", ["keep", "wrap"])
+@pytest.mark.parametrize("name", COLLATORS)
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_resumes_exactly_at_every_step(name, tail, prefetch):
+    found = assert_exact_resume(
+        lambda: make_loader(COLLATORS[name], tail=tail, prefetch=prefetch), num_steps=10
+    )
+    assert found == expected_digests(4, COLLATORS[name], tail=tail)[:10]
+
+
+@pytest.mark.parametrize("persistent_workers", [True, False])
+def test_resumes_exactly_with_workers(persistent_workers):
+    found = assert_exact_resume(
+        lambda: make_loader(num_workers=2, persistent_workers=persistent_workers),
+        num_steps=6,
+        stops=[0, 1, 3, 4],  # starting worker processes takes a while
+    )
+    assert found == expected_digests(2)[:6]
+
+
+@pytest.mark.parametrize("tail", ["keep", "wrap"])
+def test_resumes_exactly_around_a_reshuffle(tail):
+    found = assert_exact_resume(lambda: Reshuffled(make_loader(tail=tail)), num_steps=9)
+    assert found == expected_with_reshuffle(COLLATORS["packed"], tail)[:9]
+
+
+def test_the_state_is_of_what_was_received_whatever_is_in_flight():
+    collate = Watched()
+    collate.gates[2] = threading.Event()
+    with make_loader(collate) as loader, make_loader(Watched(), prefetch=False) as plain:
+        states = []
+        batches, plain_batches = loader.steps(6), plain.steps(6)
+        for _ in range(2):
+            next(batches), next(plain_batches)
+        collate.wait_until_begun(3)
+        states.append(loader.state_dict())  # the third is being built
+        collate.gates[2].set()
+        next(batches), next(plain_batches)
+        states.append(loader.state_dict())
+        batches.close(), plain_batches.close()
+        assert loader.state_dict() == states[-1] == plain.state_dict()
+        assert [state["sampler"]["step"] for state in states] == [2, 3]
+        assert len(json.dumps(states[-1])) < 400
+
+
+def test_the_state_behind_an_epochs_last_batch_is_the_next_epoch():
+    with make_loader() as loader:
+        for _ in loader:
+            inside = loader.state_dict()
+        assert inside == loader.state_dict()
+        assert (inside["sampler"]["epoch"], inside["sampler"]["step"]) == (1, 0)
+
+
+def saved_by(**options: Any) -> dict[str, Any]:
+    with make_loader(**options) as loader:
+        next(loader.steps(1))
+        return loader.state_dict()
+
+
+def sized(length: int, batch_size: int, **options: Any) -> PrefetchLoader:
+    sampler = PrefetchingSampler(length, batch_size, **options)
+    return PrefetchLoader(DataLoader(range(length), batch_sampler=sampler))
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (sized(12, 4).state_dict(), "length=12"),
+        (sized(13, 2).state_dict(), "batch_size=2"),
+        (sized(13, 4, world_size=2, tail="drop").state_dict(), "world_size=2"),
+        (sized(13, 4).state_dict() | {"version": 2}, "version=2"),
+        ({}, "version=None"),
+        (sized(13, 4).state_dict() | {"version": True}, "version=True"),
+        (None, "a state must be a mapping, got NoneType; pass what state_dict\\(\\) gave"),
+        ([], "a state must be a mapping, got list; pass"),
+        ("state", "a state must be a mapping, got str; pass"),
+        (saved_by(collate=PackedCollator(0, max_tokens=16)), "max_tokens=16.* has None"),
+        ({"version": 1, "max_tokens": None}, "no sampler"),
+        (
+            {"version": 1, "max_tokens": None, "loader": "", "position": {}, "fits": {}},
+            "no sampler",
+        ),
+    ],
+    ids=str,
+)
+def test_a_state_that_does_not_fit_is_refused_and_nothing_is_changed(state, message):
+    check_refused(json.loads(json.dumps(state)), message)
+
+
+def test_a_state_with_keys_of_any_kind_is_refused():
+    check_refused({"version": 1, "max_tokens": None, 3: None, None: 3}, "no sampler")
+
+
+def check_refused(state: Any, message: str) -> None:
+    with sized(13, 4, seed=0) as loader:
+        stream = [batch.tolist() for batch in loader.steps(7)]
+        loader.set_epoch(0)
+        batches = loader.steps(7)
+        found = [next(batches).tolist()]
+        before = loader.state_dict()
+        with pytest.raises(StateError, match=message):
+            loader.load_state_dict(state)
+        assert loader.state_dict() == before
+        found += [batch.tolist() for batch in batches]  # the loop that was live still is
+        assert found == stream
+
+
+# ---- faults ----
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("failing", [0, 2, 3, 7])
+def test_an_error_is_raised_at_its_step_and_the_step_can_be_tried_again(failing, prefetch):
+    collate = Watched()
+    collate.errors[failing] = ValueError("bad batch")
+    found = []
+    with make_loader(collate, prefetch=prefetch) as loader:
+        with pytest.raises(ValueError, match="bad batch") as caught:
+            found.extend(batch_digest(batch) for batch in loader.steps(8))
+        assert "_explode" in [frame.name for frame in traceback.extract_tb(caught.tb)]
+        assert len(found) == failing
+        assert our_threads() == []
+        assert loader.epoch == failing // 4
+        found += digests(loader.steps(8 - failing))
+    assert found == expected_digests(2)
+
+
+class Failing:
+    """For worker processes: fails at the batch that holds an example."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, examples: Any) -> Any:
+        if any(self.token in example["input_ids"] for example in examples):
+            raise ValueError("bad batch")
+        return COLLATORS["packed"](examples)
+
+
+def test_an_error_of_a_worker_process_is_raised_at_its_step():
+    order = list(make_sampler())
+    token = EXAMPLES[order[2][0]]["input_ids"][0]
+    found = []
+    with make_loader(Failing(token), num_workers=2) as loader:
+        stream = (batch_digest(batch) for batch in loader)
+        with pytest.raises(ValueError, match=r"(?s)Original Traceback.*bad batch") as caught:
+            found.extend(stream)
+        assert caught.tb is not None  # it keeps the DataLoader's iterator, but no processes
+        assert torch.multiprocessing.active_children() == []
+    assert found == expected_digests(1)[:2]
+
+
+@pytest.mark.parametrize("in_with", [True, False])
+def test_the_exception_of_the_body_wins(in_with):
+    collate = Watched()
+    collate.errors[1] = ValueError("of the thread")
+    loader = make_loader(collate)
+
+    def body() -> None:
+        for _ in loader:
+            collate.failed.wait()
+            raise RuntimeError("of the body")
+
+    def closing_body() -> None:
+        with loader:
+            body()
+
+    with pytest.raises(RuntimeError, match="of the body"):
+        (closing_body if in_with else body)()
+    loader.close()
+
+
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("how", ["next batch", "break and close", "break and next loop", "body"])
+def test_interrupts_of_the_thread_are_never_swallowed(stop, how):
+    collate = Watched()
+    collate.errors[1] = stop()
+    loader = make_loader(collate)
+
+    def train() -> None:
+        with loader:
+            for _ in loader:
+                collate.failed.wait()
+                if how == "body":
+                    raise RuntimeError("of the body")
+                if how != "next batch":
+                    break
+            if how == "break and next loop":
+                next(iter(loader))
+                pytest.fail("the loop went on")
+
+    with pytest.raises(stop) as caught:
+        train()
+    if how == "body":
+        assert isinstance(caught.value.__context__, RuntimeError)
+    assert our_threads() == []
+
+
+def test_a_broken_off_loop_drains_and_the_next_one_goes_on():
+    collate = Watched()
+    collate.gates[2] = threading.Event()
+    with make_loader(collate) as loader:
+        found = []
+        for batch in loader:
+            found.append(batch_digest(batch))
+            if len(found) == 2:
+                collate.wait_until_begun(3)
+                collate.release_later(2)
+                break
+        assert not collate.is_reading
+        assert collate.num_built == 3
+        assert our_threads() == []
+        assert loader.state_dict()["sampler"]["step"] == 2
+        found += digests(loader)
+    assert found == expected_digests(1)
+
+
+@pytest.mark.parametrize("where", ["waiting", "training"])
+def test_ctrl_c_surfaces_and_nothing_hangs_and_nothing_is_lost(where):
+    collate = Watched()
+    collate.gates[2] = threading.Event()
+    found = []
+    with make_loader(collate) as loader:
+        batches = loader.steps(6)
+
+        def train() -> None:
+            for batch in batches:
+                found.append(batch_digest(batch))
+                if len(found) == 2:
+                    collate.wait_until_begun(3)
+                    threading.Timer(0.1, collate.gates[2].set).start()
+                    if where == "waiting":  # in the next turn of the loop
+                        threading.Timer(0.03, interrupt_main_thread).start()
+                    else:
+                        interrupt_main_thread()
+
+        with pytest.raises(KeyboardInterrupt):
+            train()
+        batches.close()
+        assert not collate.is_reading
+        assert our_threads() == []
+        found += digests(loader.steps(4))
+    assert found == expected_digests(2)[:6]
+
+
+def test_a_closed_loader():
+    loader = make_loader()
+    batches = iter(loader)
+    next(batches)
+    loader.close()
+    loader.close()
+    assert loader.state_dict()["sampler"]["step"] == 1
+    for call in (lambda: next(batches), lambda: next(iter(loader)), loader.reshuffle):
+        with pytest.raises(StateError, match="the loader is closed"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "error", "message"),
+    [
+        (-1, ValueError, "num_steps must be at least 0, got -1"),
+        (1.5, TypeError, "num_steps must be an int, got 1.5 of type float"),
+        ("2", TypeError, "num_steps must be an int, got '2' of type str"),
+        (True, TypeError, "num_steps must be an int, got True of type bool"),
+        (None, TypeError, "num_steps must be an int, got None of type NoneType"),
+    ],
+)
+def test_a_number_of_steps_is_an_int(num_steps, error, message):
+    with make_loader() as loader:
+        with pytest.raises(error, match=message):
+            loader.steps(num_steps)
+        assert len(list(loader.steps(np.int64(2)))) == 2
+
+
+@pytest.mark.parametrize("prefetch", ["no", 0, None])
+def test_prefetch_is_a_bool(prefetch):
+    loader = DataLoader(EXAMPLES, batch_sampler=make_sampler())
+    with pytest.raises(TypeError, match=f"prefetch must be True or False, got {prefetch!r}"):
+        PrefetchLoader(loader, prefetch=prefetch)
+
+
+def test_wrong_loaders():
+    with pytest.raises(TypeError, match="batch_sampler=BatchSampler cannot be resumed"):
+        PrefetchLoader(DataLoader(range(3)))
+    with pytest.raises(TypeError, match="a list"):
+        PrefetchLoader([1, 2])
+
+
+@pytest.mark.parametrize("length", [9, 14])
+def test_a_sampler_of_another_dataset_is_refused(length):
+    sizes = [5, length - 5]
+    samplers = [
+        PrefetchingSampler(length, 4),
+        MixedSampler(sizes, 4),
+        PackedBatchSampler([1] * length, batch_size=4, max_tokens=8),
+    ]
+    for sampler in samplers:
+        with pytest.raises(ValueError, match="the sampler was built for") as caught:
+            PrefetchLoader(DataLoader(EXAMPLES, batch_sampler=sampler))
+        assert str(caught.value) == (
+            f"the sampler was built for {length} examples, the dataset has 13; build it with the "
+            "dataset that is read (one over a part of the data takes order= or torch's Subset)"
+        )
+
+
+def test_a_dataset_that_grows_between_epochs_is_read_by_a_sampler_of_its_first_length():
+    class Growing(list):
+        """No length is asked for later."""
+
+    dataset = Growing(range(4))
+    with PrefetchLoader(DataLoader(dataset, batch_sampler=PrefetchingSampler(4, 2))) as loader:
+        assert len(list(loader.steps(4, on_epoch=lambda epoch: dataset.append(epoch)))) == 4
+
+
+# ---- what is left behind ----
+
+
+def num_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_thousand_loaders_leave_nothing():
+    def open_and_leave(number: int) -> None:
+        loader = make_loader(list)
+        next(loader.steps(2))
+        if number % 2:
+            loader.close()
+
+    for number in range(50):
+        open_and_leave(number)
+    gc.collect()
+    before = threading.active_count(), num_open_files(), len(gc.get_objects())
+    for number in range(1000):
+        open_and_leave(number)
+    for thread in our_threads():  # of the last loader that was dropped: on its way out
+        thread.join()
+    gc.collect()
+    assert threading.active_count() == before[0]
+    assert num_open_files() == before[1]
+    assert len(gc.get_objects()) < before[2] + 500
+
+
+def test_loaders_with_workers_leave_nothing():
+    before = num_open_files()
+    for persistent_workers in (False, True) * 2:
+        loader = make_loader(num_workers=1, persistent_workers=persistent_workers)
+        digests(loader)
+        next(iter(loader))
+        loader.close()
+    gc.collect()
+    assert torch.multiprocessing.active_children() == []
+    assert num_open_files() <= before + 2  # multiprocessing's own
+
+
+# ---- a device ----
+
+
+def test_the_cpu_is_no_device_and_others_get_the_batch():
+    with make_loader() as loader:
+        for device, expected in (("cpu", "cpu"), (None, "cpu"), ("meta", "meta")):
+            loader = PrefetchLoader(
+                DataLoader(EXAMPLES, batch_sampler=make_sampler(), collate_fn=COLLATORS["packed"]),
+                device=device,
+            )
+            with loader:
+                batches = list(loader)
+            assert len(batches) == 4
+            assert all(batch["input_ids"].device.type == expected for batch in batches)
+
+
+def test_structures_of_tensors_are_moved_and_the_rest_stays():
+    def collate(examples: list[int]) -> Any:
+        return {"x": torch.tensor(examples), "y": [(torch.ones(2), 3)], "name": "a"}
+
+    loader = DataLoader(range(2), batch_sampler=PrefetchingSampler(2, 2), collate_fn=collate)
+    with PrefetchLoader(loader, device="meta") as loader:
+        (batch,) = loader
+    assert batch["x"].device.type == batch["y"][0][0].device.type == "meta"
+    assert (batch["y"][0][1], batch["name"]) == (3, "a")
+
+
+@dataclass
+class Holder:
+    """A batch with a ``.to()`` of its own, whose tensors nobody else sees."""
+
+    values: torch.Tensor
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> Holder:
+        return Holder(self.values.to(device, non_blocking=non_blocking))
+
+
+class Recording(Holder):
+    def record_stream(self, stream: object) -> None:
+        self.values.record_stream(stream)
+
+
+def test_an_object_with_tensors_that_the_loader_cannot_see_is_refused_before_it_is_copied():
+    """Its memory might be given to the next batch while kernels still read it."""
+    for batch in (Holder(torch.ones(2)), {"x": [torch.ones(2), (Holder(torch.ones(2)),)]}):
+        with pytest.raises(TypeError) as caught:
+            check_recordable(batch)
+        assert str(caught.value) == (
+            "the batch holds a Holder, which has .to() but is no tensor, mapping, list or tuple: "
+            "which memory its copy on the CUDA device takes cannot be seen; collate into one of "
+            "these, or give Holder a record_stream(stream) that calls it on each of its tensors"
+        )
+    nothing = {"x": Recording(torch.ones(2)), "n": 3, "s": "a", "none": None}
+    check_recordable([nothing, Ragged.from_rows([torch.ones(2)]), COLLATORS["packed"](EXAMPLES)])
+
+
+def test_without_a_stream_an_object_with_tensors_may_be_anything():
+    loader = DataLoader(
+        range(2),
+        batch_sampler=PrefetchingSampler(2, 2),
+        collate_fn=lambda examples: Holder(torch.tensor(examples)),
+    )
+    with PrefetchLoader(loader, device="meta") as loader:
+        (batch,) = loader
+    assert batch.values.device.type == "meta"
+
+
+def test_wait_seconds_counts_what_the_consumer_waited():
+    collate = Watched()
+    collate.gates[1] = threading.Event()
+    with make_loader(collate) as loader:
+        batches = iter(loader)
+        next(batches)
+        before = loader.wait_seconds
+        collate.release_later(1)
+        next(batches)
+        assert loader.wait_seconds - before > 0.02

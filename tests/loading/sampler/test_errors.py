@@ -1,0 +1,287 @@
+"""What the samplers refuse, and in which words; a refused state changes nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.sampler import MixedSampler, PrefetchingSampler
+
+
+def order_of(indices):
+    return {"order": lambda epoch, rng: indices}
+
+
+BAD_ARGUMENTS = [
+    ({"data": 0}, ValueError, "data must be at least 1, got 0; an empty dataset has no batches"),
+    ({"data": []}, ValueError, "len(data) must be at least 1, got 0; an empty dataset"),
+    (
+        {"data": iter([1])},
+        TypeError,
+        "of type list_iterator; for a stream use an iterable dataset, without a sampler",
+    ),
+    ({"data": True}, TypeError, "data must be a number of examples or have len(), got True"),
+    ({"data": 2.0}, TypeError, "data must be a number of examples or have len(), got 2.0"),
+    ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+    ({"batch_size": 4.0}, TypeError, "batch_size must be an int, got 4.0 of type float"),
+    (
+        {"batch_size": 6, "world_size": 4},
+        ValueError,
+        "batch_size counts the examples of all ranks and must be a multiple of world_size=4, "
+        "got 6; take 8",
+    ),
+    ({"world_size": 0}, ValueError, "world_size must be at least 1, got 0"),
+    (
+        {"rank": 2, "world_size": 2},
+        ValueError,
+        "rank must be below world_size=2, got 2; ranks count from 0",
+    ),
+    ({"rank": -1}, ValueError, "rank must be at least 0, got -1"),
+    ({"seed": -1}, ValueError, "seed must be at least 0, got -1"),
+    (
+        {"seed": 2**32},
+        ValueError,
+        "seed must be at most 4294967295, got 4294967296; take it modulo 2**32",
+    ),
+    ({"seed": None}, TypeError, "seed must be an int, got None of type NoneType"),
+    ({"shuffle": 1}, TypeError, "shuffle must be True or False, got 1"),
+    ({"drop_last": "no"}, TypeError, "drop_last must be True or False, got 'no'"),
+    ({"tail": "pad"}, ValueError, "tail must be one of 'keep', 'drop', 'wrap'; got 'pad'"),
+    (
+        {"tail": "wrap", "drop_last": True},
+        ValueError,
+        "drop_last=True drops the tail and tail='wrap' carries it over; pass only one of them",
+    ),
+    (
+        {"data": 9, "batch_size": 4, "world_size": 2},
+        ValueError,
+        "epoch 0 ends with a batch of 1 examples, fewer than world_size=2: a rank would have none; "
+        "use tail='drop' or 'wrap', or another batch_size",
+    ),
+    (
+        {"data": 3, "batch_size": 4, "drop_last": True},
+        ValueError,
+        "epoch 0 has 3 examples, fewer than batch_size=4, and tail='drop' leaves no step; "
+        "lower batch_size, or use tail='keep' or 'wrap'",
+    ),
+    ({"order": [1, 2]}, TypeError, "order must be a function of (epoch, rng), got [1, 2]"),
+    (
+        order_of([[1, 2]]),
+        ValueError,
+        "order(epoch=0, rng) must return a 1-D sequence of indices, got shape (1, 2)",
+    ),
+    (
+        order_of([]),
+        ValueError,
+        "order(epoch=0, rng) returned no index; an epoch needs at least one example",
+    ),
+    (
+        order_of(np.ones(10, dtype=bool)),
+        TypeError,
+        "order(epoch=0, rng) must return ints, got dtype bool; return indices, no mask",
+    ),
+    (
+        order_of([0, 10, 3]),
+        ValueError,
+        "order(epoch=0, rng)[1] is 10, but the 10 examples have indices 0 to 9",
+    ),
+    (order_of([0, 3, -1]), ValueError, "order(epoch=0, rng)[2] is -1, but the 10 examples"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD_ARGUMENTS)
+def test_bad_arguments(options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        PrefetchingSampler(**{"data": 10, "batch_size": 4, **options})
+
+
+BAD_POSITIONS = [
+    ((-1,), {}, ValueError, "epoch must be at least 0, got -1"),
+    ((1.0,), {}, TypeError, "epoch must be an int, got 1.0 of type float"),
+    ((2**32,), {}, ValueError, "epoch must be at most 4294967295, got 4294967296"),
+    ((1,), {"step": -1}, ValueError, "step must be at least 0, got -1"),
+    ((1,), {"step": True}, TypeError, "step must be an int, got True of type bool"),
+    (
+        (1,),
+        {"step": 4},
+        ValueError,
+        "step must be at most 3, the number of steps of epoch 1; got 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("args", "options", "error", "message"), BAD_POSITIONS)
+def test_bad_positions(args, options, error, message):
+    sampler = PrefetchingSampler(10, 4)
+    sampler.set_epoch(2, step=1)
+    before = sampler.state_dict()
+    with pytest.raises(error, match=re.escape(message)):
+        sampler.set_epoch(*args, **options)
+    with pytest.raises(error, match=re.escape(message)):
+        sampler.state_at(*args, options.get("step", 0))
+    assert sampler.state_dict() == before
+
+
+def test_a_later_epochs_order_is_checked_before_anything_moves():
+    orders = [np.arange(10), np.arange(9)]
+    sampler = PrefetchingSampler(10, 4, order=lambda epoch, rng: orders[epoch], world_size=2)
+    before = sampler.state_dict()
+    with pytest.raises(ValueError, match="epoch 1 ends with a batch of 1 examples, fewer than"):
+        sampler.set_epoch(1)
+    assert sampler.state_dict() == before
+    assert sum(map(len, iter(sampler))) == 5  # list(sampler) asks for epoch 1's length as well
+    with pytest.raises(ValueError, match="epoch 1 ends with a batch of 1 examples"):
+        iter(sampler)
+    with pytest.raises(ValueError, match="step must be at least 0, got -1"):
+        sampler.may_look_ahead(-1)
+
+
+def prefetching(**options):
+    return PrefetchingSampler(**{"data": 10, "batch_size": 4, "tail": "wrap", **options})
+
+
+def mixed(**options):
+    return MixedSampler(**{"sources": [10, 5], "batch_size": 4, "num_steps": 3, **options})
+
+
+WAY_OUT = "build the sampler with the arguments of the saved run, or start without the state"
+FROM_STATE = "pass what state_dict() gave"
+OTHER_RUNS = [
+    (prefetching, {"data": 11}, "state is of length=11, this sampler has length=10; " + WAY_OUT),
+    (prefetching, {"batch_size": 6}, "batch_size=6, this sampler has batch_size=4; " + WAY_OUT),
+    (prefetching, {"world_size": 2}, "world_size=2, this sampler has world_size=1; " + WAY_OUT),
+    (prefetching, {"seed": 1}, "seed=1, this sampler has seed=0; " + WAY_OUT),
+    (prefetching, {"tail": "drop"}, "tail='drop', this sampler has tail='wrap'; " + WAY_OUT),
+    (prefetching, {"shuffle": False}, "shuffle=False, this sampler has shuffle=True; " + WAY_OUT),
+    (prefetching, order_of([1, 2, 3, 4]), "custom_order=True, this sampler has custom_order=False"),
+    (
+        prefetching,
+        {"seed": 1, "data": 12},
+        "state is of length=12, seed=1, this sampler has length=10, seed=0; " + WAY_OUT,
+    ),
+    (mixed, {"sources": [10, 6]}, "sizes=[10, 6], weights=['5/8', '3/8'], num_units=[10, 6], this"),
+    (mixed, {"weights": [0.9, 0.1]}, "weights=['9/10', '1/10'], this sampler has weights=['2/3'"),
+    (mixed, {"num_steps": 4}, "num_steps=4, this sampler has num_steps=3; " + WAY_OUT),
+    (mixed, {"num_steps": None, "stop": "all"}, "num_steps=None, stop='all', this sampler has"),
+    (mixed, {"seed": 3}, "seed=3, this sampler has seed=0; " + WAY_OUT),
+    (mixed, {"batch_size": 2}, "batch_size=2, this sampler has batch_size=4; " + WAY_OUT),
+    (mixed, {"world_size": 2}, "world_size=2, this sampler has world_size=1; " + WAY_OUT),
+    (mixed, {"shuffle": False}, "shuffle=False, this sampler has shuffle=True; " + WAY_OUT),
+    (
+        mixed,
+        {"by": "tokens", "lengths": [[1] * 10, [2] * 5]},
+        "weights=['1/2', '1/2'], by='tokens', num_units=[10, 10], lengths_digest='",
+    ),
+]
+
+
+def check_refused(make, state, message):
+    """The state is refused in these words, and the sampler is as it was."""
+    sampler = make()
+    sampler.set_epoch(2, step=1)  # not where any of the states is
+    if make is prefetching:
+        sampler.reshuffle()
+    before = json.dumps(sampler.state_dict())
+    with pytest.raises(StateError, match=re.escape(message)):
+        sampler.load_state_dict(state)
+    assert json.dumps(sampler.state_dict()) == before
+    fresh = make()
+    fresh.load_state_dict(json.loads(before))
+    assert [list(sampler), list(sampler)] == [list(fresh), list(fresh)]
+
+
+@pytest.mark.parametrize(("make", "options", "message"), OTHER_RUNS)
+def test_the_state_of_another_run(make, options, message):
+    check_refused(make, make(**options).state_at(1, 0), message)
+
+
+NO_STATES = [
+    ({"version": 2}, "state has version 2, this release reads version 1; load it with the release"),
+    ({"version": True}, "state has version True, this release reads version 1"),
+    ({"version": np.arange(2)}, "state has version array([0, 1]), this release reads version 1"),
+    ({"seed": np.arange(2)}, "state is of seed=array([0, 1]), this sampler has seed=0"),
+    ({"more": 1}, "state of another kind: keys missing [], unknown ['more']; " + FROM_STATE[:5]),
+    ({"step": None}, f"state has step=None, not an int between 0 and 4294967295; {FROM_STATE}"),
+    ({"step": 1.0}, "state has step=1.0, not an int between 0"),
+    ({"step": True}, "state has step=True, not an int between 0"),
+    ({"step": -1}, "state has step=-1, not an int between 0"),
+    ({"epoch": -1}, "state has epoch=-1, not an int between 0"),
+    ({"epoch": "1"}, "state has epoch='1', not an int between 0"),
+    ({"epoch": 2**32}, "state has epoch=4294967296, not an int between 0"),
+    ({"step": 3}, f"state is of step 3, but epoch 1 has 3 steps; {WAY_OUT}"),
+    ({"batch_size": 4.0}, "state is of batch_size=4.0, this sampler has batch_size=4"),
+    ({"seed": False}, "state is of seed=False, this sampler has seed=0"),
+]
+
+
+@pytest.mark.parametrize("make", [prefetching, mixed])
+@pytest.mark.parametrize(("change", "message"), NO_STATES)
+def test_what_is_no_state(make, change, message):
+    check_refused(make, {**make().state_at(1, 1), **change}, message)
+
+
+@pytest.mark.parametrize("name", ["sizes", "weights", "num_units"])
+@pytest.mark.parametrize("entry", [np.arange(2), True, 1.0, None, []])
+def test_lists_in_a_state_are_compared_entry_by_entry(name, entry):
+    state = mixed().state_at(1, 1)
+    changed = {**state, name: [entry, *state[name][1:]]}
+    check_refused(mixed, changed, f"state is of {name}={changed[name]!r}, this sampler has {name}=")
+
+
+@pytest.mark.parametrize("make", [prefetching, mixed])
+def test_a_state_without_a_key_or_of_another_type(make):
+    state = make().state_at(1, 1)
+    for key in state:
+        rest = {k: v for k, v in state.items() if k != key}
+        missing = f"keys missing ['{key}'], unknown []; pass what state_dict() of a "
+        check_refused(make, rest, "has version None" if key == "version" else missing)
+    check_refused(make, None, f"a state must be a mapping, got NoneType; {FROM_STATE}")
+    check_refused(make, [state], f"a state must be a mapping, got list; {FROM_STATE}")
+
+
+RESHUFFLES = [
+    (None, "state has reshuffles=None, not a list of [epoch, step]"),
+    ([1], "state has reshuffles=[1], not a list of [epoch, step]"),
+    ([[1, 0, 0]], "state has reshuffles=[[1, 0, 0]], not a list of [epoch, step]"),
+    ([[1, "0"]], "state has a reshuffle's step='0', not an int between 0"),
+    ([[True, 0]], "state has a reshuffle's epoch=True, not an int between 0"),
+    (
+        [[1, 2]],
+        "state has reshuffles at [[1, 2]], which cannot all lie, in order, between epoch 0 and its "
+        "position, epoch 1 step 1; " + FROM_STATE,
+    ),
+    ([[1, 1], [1, 0]], "state has reshuffles at [[1, 1], [1, 0]], which cannot all lie, in order,"),
+    ([[0, 3]], "state has reshuffles at [[0, 3]], which cannot all lie, in order,"),
+]
+
+
+@pytest.mark.parametrize(("records", "message"), RESHUFFLES)
+def test_reshuffles_that_cannot_have_been(records, message):
+    check_refused(prefetching, {**prefetching().state_at(1, 1), "reshuffles": records}, message)
+
+
+TAKEN = [
+    (None, f"state has taken=None, not a list of counts; {FROM_STATE}"),
+    ([10.0, 6], "state has taken=[10.0, 6], not a list of counts"),
+    ([17, -1], "state has taken=[17, -1], not a list of counts"),
+    (
+        [11, 6],
+        "state has taken=[11, 6], but after 4 steps the 2 sources have given 16 examples in all; "
+        + FROM_STATE,
+    ),
+    ([16], "state has taken=[16], but after 4 steps the 2 sources have given 16 examples in all"),
+    (
+        [13, 3],
+        "state has taken=[13, 3], which is not in the proportions of weights=['2/3', '1/3']; "
+        + FROM_STATE,
+    ),
+]
+
+
+@pytest.mark.parametrize(("taken", "message"), TAKEN)
+def test_counts_that_cannot_have_been(taken, message):
+    check_refused(mixed, {**mixed().state_at(1, 1), "taken": taken}, message)

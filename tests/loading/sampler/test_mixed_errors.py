@@ -1,0 +1,89 @@
+"""What MixedSampler refuses, and in which words (states: test_sampler_errors.py)."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading.sampler import MixedSampler
+
+BAD_ARGUMENTS = [
+    ({"sources": []}, ValueError, "sources must be a sequence of at least one dataset or number"),
+    ({"sources": 3}, ValueError, "sources must be a sequence of at least one dataset"),
+    ({"sources": [10, 0]}, ValueError, "sources[1] must be at least 1, got 0; an empty dataset"),
+    ({"sources": [[], [1]]}, ValueError, "len(sources[0]) must be at least 1, got 0; an empty"),
+    ({"sources": [10, None]}, TypeError, "sources[1] must be a number of examples or have len()"),
+    ({"weights": 3}, TypeError, "weights must be a sequence with a number for each source, got 3"),
+    (
+        {"weights": [1]},
+        ValueError,
+        "weights must have one number for each of the 2 sources, got 1",
+    ),
+    (
+        {"weights": [1, 0]},
+        ValueError,
+        "weights[1] must be a finite number above 0, got 0; leave a source out that is not",
+    ),
+    ({"weights": [-0.5, 1]}, ValueError, "weights[0] must be a finite number above 0, got -0.5"),
+    ({"weights": [1, float("nan")]}, ValueError, "weights[1] must be a finite number above 0, got"),
+    ({"weights": [1, float("inf")]}, ValueError, "weights[1] must be a finite number above 0, got"),
+    ({"weights": [1, True]}, ValueError, "weights[1] must be a finite number above 0, got True"),
+    ({"weights": ["1", 1]}, ValueError, "weights[0] must be a finite number above 0, got '1'"),
+    ({"by": "rows"}, ValueError, "by must be one of 'examples', 'tokens'; got 'rows'"),
+    (
+        {"by": "examples", "lengths": [[1], [2]]},
+        ValueError,
+        "lengths are used by='tokens' only, got lengths with by='examples'",
+    ),
+    (
+        {"by": "tokens"},
+        ValueError,
+        "by='tokens' needs the length of every example, and sources[0] has no lengths; "
+        "pass lengths=[...], one sequence of ints for each source",
+    ),
+    (
+        {"by": "tokens", "lengths": [[1] * 10]},
+        ValueError,
+        "lengths must have one entry for each of the 2 sources, got 1",
+    ),
+    (
+        {"by": "tokens", "lengths": [[1] * 10, [2] * 4]},
+        ValueError,
+        "lengths[1] must have one int for each of the 5 examples of sources[1], got 4",
+    ),
+    (
+        {"by": "tokens", "lengths": [[1] * 10, [2, 0, 2, 2, 2]]},
+        DataError,
+        "lengths[1]: example 1 has length 0, but a length must be at least 1",
+    ),
+    (
+        {"by": "tokens", "lengths": [[1] * 10, [0.5] * 5]},
+        TypeError,
+        "lengths[1]: lengths must be integers, got dtype float64",
+    ),
+    (
+        {"num_steps": 3, "stop": "all"},
+        ValueError,
+        "num_steps=3 and stop='all' both say when an epoch ends; pass only one of them",
+    ),
+    ({"num_steps": 0}, ValueError, "num_steps must be at least 1, got 0"),
+    ({"stop": "last"}, ValueError, "stop must be one of None, 'first', 'all'; got 'last'"),
+    (
+        {"batch_size": 64},
+        ValueError,
+        "a source is gone through after 15 examples, fewer than batch_size=64, so that "
+        "stop='first' leaves no step; use stop='all', num_steps=..., or a lower batch_size",
+    ),
+    ({"batch_size": 3, "world_size": 2}, ValueError, "must be a multiple of world_size=2, got 3"),
+    ({"rank": 1}, ValueError, "rank must be below world_size=1, got 1"),
+    ({"seed": -1}, ValueError, "seed must be at least 0, got -1"),
+    ({"shuffle": None}, TypeError, "shuffle must be True or False, got None"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD_ARGUMENTS)
+def test_bad_arguments(options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        MixedSampler(**{"sources": [10, 5], "batch_size": 4, **options})

@@ -1,0 +1,430 @@
+"""PackedBatchSampler: the ranks' batches, one below the other, are the controller's batch."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
+
+from tests.loading.hang_guard import fails_when_it_hangs, our_threads
+from tests.loading.sampler.sampler_oracle import epochs_of
+from tests.strategies import FORMS, FUZZ, DrawnBatch, PackedOptions, batches, packed_options
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.loading import (
+    PackedBatchSampler,
+    PrefetchingSampler,
+    PrefetchLoader,
+    ResumableSampler,
+    TokenizedDataset,
+)
+from torch_collate_kit.packing import ParallelLayout, RankPlan, pack
+from torch_collate_kit.testing import assert_exact_resume
+
+EXAMPLES = [
+    {"input_ids": list(range(10 * i, 10 * i + 1 + i % 5)), "loss_mask": [i % 2] * (1 + i % 5)}
+    for i in range(13)
+]
+LENGTHS = [1 + i % 5 for i in range(13)]
+DATASET = TokenizedDataset(EXAMPLES)
+TWO = ParallelLayout(dp=2)
+
+
+@pytest.fixture(autouse=True)
+def guard() -> Iterator[None]:
+    with fails_when_it_hangs():
+        yield
+    assert our_threads() == []
+
+
+def make_sampler(**options: Any) -> PackedBatchSampler:
+    return PackedBatchSampler(
+        LENGTHS, **{"batch_size": 4, "max_tokens": 8, "parallel": TWO, "seed": 3, **options}
+    )
+
+
+def make_collator(**options: Any) -> PackedCollator:
+    return PackedCollator(
+        0, **{"max_tokens": 8, "parallel": TWO, "normalize_loss": False, **options}
+    )
+
+
+def sampler_of(
+    drawn: DrawnBatch, options: PackedOptions, rank: int, **more: Any
+) -> PackedBatchSampler:
+    names = ("max_tokens", "strategy", "overflow", "max_sequences_per_row", "balance")
+    chosen = {name: options.collator[name] for name in names}
+    layout = ParallelLayout(**options.layout)
+    return PackedBatchSampler(drawn.lengths, parallel=layout, rank=rank, **chosen, **more)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@FUZZ
+@given(data=st.data())
+def test_the_ranks_together_are_the_controller(form: str, data: st.DataObject) -> None:
+    """Every field, dtype and entry of metadata: what `chunk` of the controller's batch gives."""
+    drawn = data.draw(batches(form))
+    options = data.draw(packed_options(drawn.lengths))
+    dataset = TokenizedDataset(drawn.plain)
+    layout = ParallelLayout(**options.layout)
+    is_cut = max(drawn.lengths) > options.collator["max_tokens"] // options.align * options.align
+    is_cut = is_cut and options.collator["overflow"] in ("truncate", "split")
+    counts = None if is_cut else dataset.num_loss_tokens
+    normalize = options.collator["normalize_loss"] and not is_cut
+    collate = PackedCollator(
+        7, parallel=layout, **{**options.collator, "normalize_loss": normalize}
+    )
+    batch_size = data.draw(st.integers(1, len(drawn.plain) + 2))
+    order = {"batch_size": batch_size, "seed": data.draw(st.integers(0, 5))}
+
+    whole = list(PrefetchingSampler(len(drawn.plain), **order))
+    parts = [
+        list(sampler_of(drawn, options, rank, num_loss_tokens=counts, **order))
+        for rank in range(layout.dp)
+    ]
+    assert [len(steps) for steps in parts] == [len(whole)] * layout.dp
+    for step, indices in enumerate(whole):
+        controller = collate([drawn.plain[i] for i in indices])
+        ranks = [collate(dataset.__getitems__(steps[step])) for steps in parts]
+        read = [i for steps in parts for i in steps[step].indices]
+        kept = [i for at, i in enumerate(indices) if at not in controller.metadata["dropped"]]
+        assert set(read) == set(kept)
+        assert len(read) == len(kept) or is_cut  # a split example may lie on two ranks
+        known = {}
+        if counts is None:  # then each rank counts its own
+            total = sum(rank.metadata["num_loss_tokens"] for rank in ranks)
+            assert total == controller.metadata["num_loss_tokens"]
+            known = {"num_loss_tokens": total}
+            for rank in ranks:
+                rank.metadata |= known
+        assert ranks == controller.chunk(layout.dp)
+        assert Batch.cat(ranks, known) == controller
+
+
+def test_written_out_by_hand():
+    sampler = PackedBatchSampler(
+        [3, 1, 4, 2], batch_size=4, max_tokens=8, parallel=TWO, rank=1, shuffle=False
+    )
+    (part,) = sampler
+    assert part.plan.bins == [[2, 1], [0, 3]]
+    assert part.indices == [0, 3]
+    dataset = TokenizedDataset([{"input_ids": [n] * n} for n in (3, 1, 4, 2)])
+    batch = make_collator()(dataset.__getitems__(part))
+    assert batch["input_ids"].tolist() == [[3, 3, 3, 2, 2]]
+    assert batch.row_metadata["example_indices"].tolist() == [[0, 3]]
+    assert batch.metadata["num_loss_tokens"] == 3  # of this rank
+    assert batch.metadata["num_examples"] == 4
+    assert batch.metadata["num_tokens"] == 10
+
+
+def test_a_rank_without_examples_gets_a_row_of_pads():
+    layout = ParallelLayout(dp=4)
+    sampler = PackedBatchSampler([2, 3], batch_size=2, max_tokens=8, parallel=layout, rank=3)
+    (part,) = sampler
+    assert part.indices == []
+    dataset = TokenizedDataset([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
+    batch = make_collator(parallel=layout)(dataset.__getitems__(part))
+    assert batch["input_ids"].tolist() == [[0, 0, 0]]
+    assert batch["labels"].tolist() == [[-100] * 3]
+    assert batch.metadata["num_dummy_rows"] == 2
+
+
+@pytest.mark.parametrize("tail", ["keep", "drop", "wrap"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_sampler_resumes_at_every_step(tail, rank):
+    assert isinstance(make_sampler(), ResumableSampler)
+    digests = assert_exact_resume(lambda: make_sampler(tail=tail, rank=rank), num_steps=9)
+    assert len(set(digests)) >= 8  # a tail of one example is nothing for rank 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_through_a_loader_with_workers_and_resumed(num_workers):
+    def make(rank: int) -> PrefetchLoader:
+        sampler = make_sampler(rank=rank, num_loss_tokens=DATASET.num_loss_tokens)
+        collate = make_collator(normalize_loss=True)
+        options = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+        return PrefetchLoader(
+            DataLoader(DATASET, batch_sampler=sampler, collate_fn=collate, **options)
+        )
+
+    order = PrefetchingSampler(13, 4, seed=3)
+    whole = [*order, *order]
+    assert [len(step) for step in whole] == [4, 4, 4, 1, 4, 4, 4, 1]
+    collate = make_collator(normalize_loss=True)
+    expected = [collate(DATASET.__getitems__(step)) for step in whole]
+    with make(0) as first, make(1) as second:
+        for batch, *ranks in zip(expected, first.steps(8), second.steps(8), strict=True):
+            assert Batch.cat(ranks) == batch
+    assert_exact_resume(lambda: make(1), num_steps=8, stops=[0, 1, 3, 4, 6])
+
+
+class _OwnDataset(Dataset):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return EXAMPLES[index]
+
+    def __getitems__(self, indices: Any) -> Any:
+        return indices.with_examples([self[i] for i in indices.indices])
+
+
+def test_a_dataset_of_ones_own():
+    (mine, *_), (theirs, *_) = (
+        list(
+            DataLoader(
+                dataset, batch_sampler=make_sampler(shuffle=False), collate_fn=make_collator()
+            )
+        )
+        for dataset in (_OwnDataset(), DATASET)
+    )
+    assert mine == theirs
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [EXAMPLES, datasets.Dataset.from_list(EXAMPLES)],
+    ids=["list", "datasets.Dataset"],
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_that_would_lose_the_plan_is_an_error(dataset, num_workers):
+    loader = DataLoader(
+        dataset, batch_sampler=make_sampler(), collate_fn=make_collator(), num_workers=num_workers
+    )
+    with pytest.raises(TypeError, match=r"wrap it: TokenizedDataset\(dataset\), or give it a"):
+        next(iter(loader))
+
+
+def test_a_padded_collator_takes_no_plan():
+    part = next(iter(make_sampler()))
+    with pytest.raises(TypeError, match="got PlannedExamples"):
+        PaddedCollator(0)(DATASET.__getitems__(part))
+
+
+@pytest.mark.parametrize("overflow", ["truncate", "split", "drop"])
+def test_counts_of_examples_that_are_cut(overflow):
+    def make() -> PackedBatchSampler:
+        counts = DATASET.num_loss_tokens
+        return make_sampler(max_tokens=4, overflow=overflow, num_loss_tokens=counts)
+
+    if overflow == "drop":
+        whole = list(PrefetchingSampler(13, 4, seed=3))
+        kept = [[i for i in step if LENGTHS[i] <= 4] for step in whole]
+        counts = [DATASET.num_loss_tokens[step].sum() for step in kept]
+        assert [part.num_loss_tokens for part in make()] == counts
+        assert sum(counts) < DATASET.num_loss_tokens.sum(), "what is dropped has loss tokens too"
+        parts = [part for part in make() if len(part.plan.dropped)]
+        assert parts
+        collate = make_collator(max_tokens=4, normalize_loss=True)
+        for part in parts:
+            plan = part.plan
+            assert set(plan.example_indices.tolist()).isdisjoint(plan.dropped.tolist())
+            assert collate(DATASET.__getitems__(part)).metadata["num_dropped"] == len(plan.dropped)
+        return
+    message = r"left of example 4, cut to 4 tokens by overflow='\w+'; cut it when tokenizing, or le"
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"max_tokens": 4}, DataError, r"example 4 has 5 tokens, more than the 4 that .*overflow="),
+        ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
+        ({"strategy": "bfd"}, ValueError, "strategy must be one of 'best_fit_decreasing'"),
+        ({"rank": 2}, ValueError, r"rank must be below parallel\.dp=2, got 2"),
+        ({"parallel": 2}, TypeError, r"must be a ParallelLayout, got 2; ParallelLayout\(dp=2\)"),
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+        ({"batch_size": 14, "drop_last": True}, ValueError, "tail='drop' leaves no step; lower"),
+        (
+            {"num_loss_tokens": [1, 2]},
+            ValueError,
+            r"one int for each of the 13 examples, got shape \(2,\), dtype int64; pass dataset.num",
+        ),
+        (
+            {"num_loss_tokens": [0.5] * 13},
+            ValueError,
+            r"one int for each of the 13 examples, got shape \(13,\), dtype float64",
+        ),
+        (
+            {"num_loss_tokens": LENGTHS},
+            DataError,
+            "example 0 has num_loss_tokens=1 of 1 tokens; at most all but the first are trained",
+        ),
+        ({"num_loss_tokens": [-1] * 13}, DataError, "example 0 has num_loss_tokens=-1 of 1 tokens"),
+    ],
+)
+def test_wrong_arguments(options, error, message):
+    with pytest.raises(error, match=message):
+        make_sampler(**options)
+
+
+def test_what_fits_is_a_multiple_of_the_alignment():
+    layout = {"batch_size": 1, "max_tokens": 10, "parallel": ParallelLayout(tp=4)}
+    with pytest.raises(DataError, match="example 1 has 9 tokens, more than the 8 that"):
+        PackedBatchSampler([8, 9], **layout)
+    with pytest.raises(ValueError, match="left of example 1, cut to 8 tokens by overflow='split'"):
+        PackedBatchSampler([8, 9], num_loss_tokens=[7, 8], overflow="split", **layout)
+    assert len(PackedBatchSampler([8, 8], num_loss_tokens=[7, 7], **layout)) == 2
+
+
+def test_wrong_lengths():
+    with pytest.raises(DataError, match="example 1 has length 0, but a length must be at least 1"):
+        PackedBatchSampler([3, 0], batch_size=1, max_tokens=4)
+    with pytest.raises(ValueError, match=r"len\(data\) must be at least 1|data must be at least 1"):
+        PackedBatchSampler([], batch_size=1, max_tokens=4)
+
+
+def test_lengths_are_copied():
+    lengths, counts = np.array(LENGTHS), np.array(LENGTHS) - 1
+    sampler = make_sampler()
+    mine = PackedBatchSampler(
+        lengths, batch_size=4, max_tokens=8, parallel=TWO, seed=3, num_loss_tokens=counts
+    )
+    lengths[:], counts[:] = 8, 7
+    assert [p.plan.bins for p in mine] == [p.plan.bins for p in sampler]
+    mine.set_epoch(0)
+    parts = list(mine)
+    assert [p.num_loss_tokens for p in parts] == [
+        p.plan.lengths.sum() - p.num_examples for p in parts
+    ]
+
+
+OTHER_LAYOUTS = [ParallelLayout(dp=2, tp=2), ParallelLayout(dp=4)]
+
+
+@pytest.mark.parametrize("other", [{"max_tokens": 9}, *({"parallel": x} for x in OTHER_LAYOUTS)])
+def test_a_collator_of_another_layout_is_refused(other):
+    part = next(iter(make_sampler()))
+    message = r"planned for \{'max_tokens': 8, 'align': 1, 'dp': 2\}, the collator has \{.*the same"
+    with pytest.raises(ValueError, match=message):
+        make_collator(**other)(DATASET.__getitems__(part))
+
+
+def test_a_mask_cannot_be_divided_by_what_is_not_known():
+    part = next(iter(make_sampler()))
+    with pytest.raises(ValueError, match=r"one of its 2 parts; pass num_loss_tokens=dataset\.num_"):
+        make_collator(normalize_loss=True)(DATASET.__getitems__(part))
+    one = ParallelLayout()
+    part = next(iter(make_sampler(parallel=one)))
+    batch = make_collator(parallel=one, normalize_loss=True)(DATASET.__getitems__(part))
+    assert batch.metadata["loss_mask_divisor"] == max(1, batch.metadata["num_loss_tokens"])
+    inputs = make_collator(normalize_loss=True, model_inputs=True)  # labels are not divided
+    assert "labels" in inputs(DATASET.__getitems__(next(iter(make_sampler()))))
+
+
+def test_lengths_and_counts_that_are_not_those_of_the_dataset():
+    other = TokenizedDataset([{"input_ids": [1] * 3, "loss_mask": [0, 0, 1]}] * 13)
+    part = next(iter(make_sampler(shuffle=False)))
+    with pytest.raises(DataError, match=r"example \d of the dataset has 3 tokens, the sampler was"):
+        make_collator()(other.__getitems__(part))
+    part = next(iter(make_sampler(num_loss_tokens=np.zeros(13, dtype=int), shuffle=False)))
+    message = r"the examples at \[.*\] of the dataset have \d loss tokens, the sampler was told 0;"
+    with pytest.raises(DataError, match=message):
+        make_collator()(DATASET.__getitems__(part))
+    with pytest.raises(DataError, match=r"has 1 examples where \d were asked for"):
+        make_collator()(part.with_examples(EXAMPLES[:1]))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"max_tokens": 9}, "max_tokens=8, this sampler has max_tokens=9"),
+        ({"parallel": ParallelLayout()}, "rows_multiple_of=2, this sampler has rows_multiple_of=1"),
+        ({"batch_size": 2}, "batch_size=4, this sampler has batch_size=2"),
+        ({"strategy": "balanced"}, "strategy='best_fit_decreasing'"),
+        ({"seed": 4}, "seed=3, this sampler has seed=4"),
+    ],
+)
+def test_a_state_of_another_run_is_refused(other, message):
+    state = json.loads(json.dumps(make_sampler().state_at(1, 2)))
+    sampler = make_sampler(**other)
+    before = sampler.state_dict()
+    with pytest.raises(StateError, match=message):
+        sampler.load_state_dict(state)
+    assert sampler.state_dict() == before
+    with pytest.raises(StateError, match="keys missing"):
+        PrefetchingSampler(13, 4, seed=3).load_state_dict(state)
+
+
+def test_a_state_of_other_lengths_is_refused():
+    state = PackedBatchSampler([2, 3, 4], batch_size=2, max_tokens=8).state_dict()
+    with pytest.raises(StateError, match=r"num_tokens=9, .* this sampler has num_tokens=8"):
+        PackedBatchSampler([2, 3, 3], batch_size=2, max_tokens=8).load_state_dict(state)
+
+
+@pytest.mark.parametrize("other", [[2, 4, 3], [3, 2, 4], [1, 4, 4]])
+def test_a_state_of_the_same_lengths_in_another_order_is_refused(other):
+    options: dict[str, Any] = {"batch_size": 2, "max_tokens": 8}
+    state = PackedBatchSampler([2, 3, 4], **options).state_dict()
+    sampler = PackedBatchSampler(other, **options)
+    message = (
+        r"^state is of lengths_digest='\w{32}', this sampler has lengths_digest='\w{32}'; build"
+    )
+    with pytest.raises(StateError, match=message):
+        sampler.load_state_dict(state)
+    PackedBatchSampler(np.array([2, 3, 4], dtype=np.uint8), **options).load_state_dict(state)
+
+
+@pytest.mark.parametrize("other", [None, [1, 1, 3]])
+def test_a_state_of_other_loss_tokens_is_refused(other):
+    options: dict[str, Any] = {"batch_size": 2, "max_tokens": 8}
+    state = PackedBatchSampler([2, 3, 4], num_loss_tokens=[1, 2, 3], **options).state_dict()
+    sampler = PackedBatchSampler([2, 3, 4], num_loss_tokens=other, **options)
+    with pytest.raises(StateError, match=r"^state is of loss_tokens_digest='\w{32}', this sampler"):
+        sampler.load_state_dict(state)
+
+
+def test_a_state_without_digests_is_refused_by_name():
+    state = make_sampler().state_dict()
+    older = {key: value for key, value in state.items() if not key.endswith("_digest")}
+    message = r"keys missing \['lengths_digest', 'loss_tokens_digest'\], unknown \[\]; .* version"
+    with pytest.raises(StateError, match=message):
+        make_sampler().load_state_dict(older)
+
+
+def test_a_state_is_the_same_on_all_ranks():
+    assert make_sampler(rank=0).state_at(2, 3) == make_sampler(rank=1).state_at(2, 3)
+
+
+def test_what_a_worker_is_sent_is_small():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 2048, size=20_000)
+    sampler = PackedBatchSampler(
+        lengths, batch_size=1024, max_tokens=4096, parallel=ParallelLayout(dp=8), rank=3
+    )
+    part = next(iter(sampler))
+    assert len(pickle.dumps(part)) < 60_000
+    assert isinstance(pickle.loads(pickle.dumps(part)), RankPlan)
+
+
+def test_the_plan_is_that_of_pack():
+    part = next(iter(make_sampler(shuffle=False, balance="tokens", strategy="balanced")))
+    expected = pack(LENGTHS[:4], 8, rows_multiple_of=2, balance="tokens", strategy="balanced")
+    assert part.plan.bins == expected.bins
+
+
+def test_a_reshuffle_whose_examples_are_carried_over_two_epochs_stays_in_the_state():
+    def make() -> PackedBatchSampler:
+        return PackedBatchSampler([1, 2, 3], batch_size=8, max_tokens=8, tail="wrap", seed=1)
+
+    sampler, resumed = make(), make()
+    sampler.reshuffle()  # of epoch 0, which is shorter than a batch, as is epoch 1
+    resumed.load_state_dict(json.loads(json.dumps(sampler.state_at(2, 0))))
+    (whole,) = epochs_of(3, 8, 3, tail="wrap", seed=1, reshuffles=[(0, 0)])[2]
+    assert [*sampler, *sampler] == []
+    for (part,) in (sampler, resumed):
+        assert part.plan.bins == pack([i + 1 for i in whole], 8).bins
+
+
+def test_a_weight_that_float32_loses_is_refused_where_it_is_counted_and_where_it_is_read():
+    rows = [{"input_ids": [1, 2, 3], "loss_mask": [0.0, 1e-60, 1.0]}]
+    for read in (lambda: TokenizedDataset(rows).num_loss_tokens, lambda: make_collator()(rows)):
+        with pytest.raises(DataError, match=r"example 0: loss_mask\[1\] is 1e-60, which float32"):
+            read()

@@ -1,0 +1,203 @@
+"""Laws of the sampler: order from (seed, epoch), tails, ranks, DataLoaders."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.loading.sampler.sampler_oracle import curriculum, dealt, epochs_of, flat, read
+from torch_collate_kit.loading.sampler import MixedSampler, PrefetchingSampler, ResumableSampler
+
+TAILS = ["keep", "drop", "wrap"]
+SIZES = [(12, 4), (13, 4), (10, 3), (7, 7), (9, 8), (5, 1)]
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("n", "size"), SIZES)
+def test_batches_are_those_of_the_loops(n, size, shuffle, tail):
+    sampler = PrefetchingSampler(n, size, shuffle=shuffle, seed=5, tail=tail)
+    expected = epochs_of(n, size, 5, tail=tail, seed=5, shuffle=shuffle)
+    lengths = []
+    for batches in expected:
+        lengths.append(len(sampler))
+        got = list(sampler)
+        assert got == batches
+        assert all(type(i) is int for batch in got for i in batch)
+    assert lengths == [len(batches) for batches in expected]
+
+
+def test_a_wrapped_tail_written_out_by_hand():
+    sampler = PrefetchingSampler(5, 3, shuffle=False, tail="wrap")
+    assert [len(sampler), *read(sampler, 4)] == [
+        1,
+        [[0, 1, 2]],
+        [[3, 4, 0], [1, 2, 3]],
+        [[4, 0, 1], [2, 3, 4]],
+        [[0, 1, 2]],
+    ]
+
+
+@pytest.mark.parametrize(("n", "size"), [(3, 8), (1, 4), (5, 7), (7, 7), (11, 4), (2, 1)])
+def test_wrap_is_slices_of_an_endless_list(n, size):
+    """Also when a batch spans several epochs, and an epoch has no step."""
+    sampler = PrefetchingSampler(n, size, seed=2, tail="wrap")
+    endless = []
+    for epoch in range(12):
+        rng = np.random.default_rng(np.random.SeedSequence((2, epoch)))
+        endless += rng.permutation(n).tolist()
+    steps = [batch for batches in read(sampler, 12) for batch in batches]
+    assert steps == [endless[k * size : (k + 1) * size] for k in range(len(endless) // size)]
+    assert len(steps) == 12 * n // size > 0
+
+
+@pytest.mark.parametrize("tail", ["keep", "wrap"])
+def test_a_users_order(tail):
+    sampler = PrefetchingSampler(13, 4, seed=3, tail=tail, order=curriculum)
+    expected = epochs_of(13, 4, 6, tail=tail, seed=3, order=curriculum)
+    for batches in expected:
+        assert len(sampler) == len(batches)
+        assert list(sampler) == batches
+    jumped = PrefetchingSampler(13, 4, seed=3, tail=tail, order=curriculum)
+    jumped.set_epoch(4)
+    assert list(jumped) == expected[4]
+
+
+def test_a_users_order_is_copied():
+    mine = np.arange(6)
+    sampler = PrefetchingSampler(6, 2, order=lambda epoch, rng: mine)
+    iterator = iter(sampler)
+    mine[:] = 0
+    assert list(iterator) == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_every_epoch_is_a_permutation(tail):
+    sampler = PrefetchingSampler(12, 4, tail=tail)
+    for batches in read(sampler, 4):
+        assert sorted(flat(batches)) == list(range(12))
+
+
+def test_seeds_and_epochs_differ():
+    orders = {}
+    for seed in range(4):
+        for epoch, batches in enumerate(read(PrefetchingSampler(50, 50, seed=seed), 4)):
+            orders[seed, epoch] = tuple(batches[0])
+    assert len(set(orders.values())) == 16
+    assert orders[0, 1] != orders[1, 0]
+
+
+def test_another_process_gives_the_same():
+    code = (
+        "from torch_collate_kit.loading.sampler import PrefetchingSampler\n"
+        "from torch_collate_kit.loading.sampler import MixedSampler\n"
+        "samplers = PrefetchingSampler(29, 4, seed=7, tail='wrap'), MixedSampler([40, 9], 4)\n"
+        "print([[list(sampler) for _ in range(3)] for sampler in samplers])"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    samplers = PrefetchingSampler(29, 4, seed=7, tail="wrap"), MixedSampler([40, 9], 4)
+    assert done.stdout.strip() == str([read(sampler) for sampler in samplers])
+
+
+def test_no_global_random_state():
+    np.random.seed(1)
+    torch.manual_seed(1)
+    before = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    first = read(PrefetchingSampler(20, 4))
+    assert (np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    np.random.seed(2)
+    assert read(PrefetchingSampler(20, 4)) == first
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("n", [24, 28, 29, 30, 31])  # a kept tail of fewer than ranks is refused
+def test_ranks_in_turn_are_one_rank(n, world_size, tail):
+    expected = epochs_of(n, 8, 3, tail=tail)
+    ranks = [
+        read(PrefetchingSampler(n, 8, tail=tail, rank=rank, world_size=world_size))
+        for rank in range(world_size)
+    ]
+    for epoch, batches in enumerate(expected):
+        for step, batch in enumerate(batches):
+            parts = [rank[epoch][step] for rank in ranks]
+            assert parts == dealt(batch, world_size)
+            assert flat(parts) == batch
+        assert all(len(rank[epoch]) == len(batches) for rank in ranks)
+
+
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_as_a_dataloaders_batch_sampler(num_workers, persistent):
+    sampler = PrefetchingSampler(11, 4, seed=1, tail="wrap")
+    loader = DataLoader(
+        torch.arange(11),
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        persistent_workers=persistent,
+    )
+    expected = epochs_of(11, 4, 3, tail="wrap", seed=1)
+    for batches in expected:
+        assert len(loader) == len(batches)
+        assert [batch.tolist() for batch in loader] == batches
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("tail", TAILS)
+def test_inside_a_stateful_dataloader(tail):
+    """It saves the state of the iterator: that of the sampler is an epoch ahead."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make():
+        sampler = PrefetchingSampler(11, 4, seed=3, tail=tail)
+        return stateful.StatefulDataLoader(torch.arange(11), batch_sampler=sampler)
+
+    loader, states, batches = make(), [], []
+    for _ in range(3):
+        for batch in loader:
+            batches.append(batch.tolist())
+            states.append(loader.state_dict())
+    assert batches == flat(epochs_of(11, 4, 3, tail=tail, seed=3))
+    for step, state in enumerate(states[:-1], start=1):
+        resumed = make()
+        resumed.load_state_dict(state)
+        rest = [batch.tolist() for _ in range(4) for batch in resumed]
+        assert rest[: len(batches) - step] == batches[step:]
+
+
+def test_may_look_ahead_within_the_epoch_begun_last():
+    sampler = PrefetchingSampler(5, 3, tail="wrap")  # epochs of 1, 2, 2 steps
+    assert [sampler.may_look_ahead(step) for step in range(3)] == [False, False, False]
+    next(iter(sampler))
+    assert not sampler.may_look_ahead(0), "epoch 0 is being read, though epoch 1 comes next"
+    next(iter(sampler))
+    assert [sampler.may_look_ahead(step) for step in range(2)] == [True, False]
+    sampler.set_epoch(0)
+    assert not sampler.may_look_ahead(0)
+
+
+def test_the_protocol_has_no_batch_size():
+    sampler = PrefetchingSampler(list(range(10)), 4, drop_last=True)
+    assert isinstance(sampler, ResumableSampler)
+    assert not hasattr(sampler, "batch_size"), "Accelerate would lose batches"
+    assert sampler.num_examples_per_step == 4
+    assert sampler.state_dict()["length"] == 10
+    assert sampler.state_dict()["tail"] == "drop"
+    assert len(sampler) == 2
+
+
+def test_ten_million_examples_cost_two_arrays():
+    """The order, and once more when the tail of the epoch before comes first; no Python list."""
+    sampler = PrefetchingSampler(10**7, 1024, shuffle=False, tail="wrap")
+    tracemalloc.start()
+    sampler.set_epoch(1, step=3)
+    assert len(next(iter(sampler))) == 1024
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * 8 * 10**7 + 10**6

@@ -1,0 +1,62 @@
+"""A stream under Accelerate: it works, or ends in one message that says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+from tests import prepared_stream
+
+REFUSED = (
+    "accelerator.prepare of a DataLoader of a PackedIterableDataset would divide its batches over "
+    "the ranks by itself, and cut what belongs together; give the dataset rank=accelerator."
+    "process_index, world_size=accelerator.num_processes, and wrap the loader in a PrefetchLoader, "
+    "which prepare leaves as it is: PrefetchLoader(StatefulDataLoader(dataset, batch_size=None, "
+    "collate_fn=dataset.as_is), device=accelerator.device)"
+)
+
+
+def check(found: dict[str, Any]) -> None:
+    expected = prepared_stream.tokens_of(
+        prepared_stream.stream(rank=found["rank"], world_size=found["world_size"])
+    )
+    assert len(expected) > 10
+    assert found["None"] == found["True"] == REFUSED
+    assert found["False"] == (expected if found["world_size"] == 1 else REFUSED)
+    assert found["PrefetchLoader"] == expected
+
+
+def test_on_one_rank() -> None:
+    check(prepared_stream.all_ways())
+
+
+def test_on_two_ranks(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[3]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*command, "--standalone", str(root / "tests" / "prepared_stream.py"), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(2):
+        check(json.loads((tmp_path / f"{rank}.json").read_text()))
+
+
+def test_it_has_no_set_epoch_for_anybody_else() -> None:
+    dataset = prepared_stream.stream()
+    assert not hasattr(dataset, "set_epoch")
+    with pytest.raises(
+        AttributeError, match="no set_epoch; its order is the source's: call set_ep"
+    ):
+        dataset.set_epoch(1)

@@ -1,0 +1,186 @@
+"""Packing a stream: stopped at every step and resumed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.batch_checks import assert_same_batch
+from tests.loading.streaming.streaming_oracle import (
+    EXAMPLES,
+    SETTINGS,
+    SOURCES,
+    StatefulSource,
+    all_tokens,
+    make_examples,
+    tokens_of,
+)
+from torch_collate_kit.loading.streaming import PackedIterableDataset
+from torch_collate_kit.loading.streaming.readers import ENTRY
+from torch_collate_kit.loading.streaming.shards import Place
+from torch_collate_kit.loading.streaming.windows import Windows
+from torch_collate_kit.packing import pack
+from torch_collate_kit.testing import assert_exact_resume
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_exact_resume(name: str) -> None:
+    num_batches = len(list(PackedIterableDataset(SOURCES[name](), **SETTINGS)))
+    assert num_batches > 12
+    assert_exact_resume(
+        lambda: PackedIterableDataset(SOURCES[name](), **SETTINGS),
+        num_steps=num_batches + 3,  # into the second pass
+        stops=range(num_batches) if name == "list" else range(0, num_batches, 4),
+        max_state_bytes=2000,
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rows_per_batch": 3, "buffer_size": 16},
+        {"rank": 1, "world_size": 2},
+        {"overflow": "split", "max_tokens": 5},
+        {"overflow": "drop", "max_tokens": 5},
+        {"buffer_size": 1},
+        {"buffer_size": 1000},
+    ],
+)
+def test_exact_resume_with(settings: dict[str, Any]) -> None:
+    def make() -> PackedIterableDataset:
+        return PackedIterableDataset(StatefulSource(EXAMPLES[:25]), **SETTINGS | settings)
+
+    assert_exact_resume(make, num_steps=len(list(make())), max_state_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"buffer_size": 4},
+        {"buffer_size": 9, "rows_per_batch": 2},
+        {"buffer_size": 12, "rows_per_batch": 3},  # whole batches often end in what was held back
+        {"buffer_size": 12, "rows_per_batch": 3, "overflow": "split", "max_tokens": 7},
+    ],
+)
+def test_exact_resume_over_many_windows(settings: dict[str, Any]) -> None:
+    def make() -> PackedIterableDataset:
+        return PackedIterableDataset(StatefulSource(EXAMPLES * 5), **SETTINGS | settings)
+
+    num_batches = len(list(make()))
+    assert tokens_of(list(make())) == all_tokens(EXAMPLES * 5)
+    assert_exact_resume(make, num_steps=num_batches, stops=range(0, num_batches, 7))
+
+
+def test_exact_resume_between_the_pieces_of_an_example() -> None:
+    settings = SETTINGS | {"overflow": "split", "max_tokens": 5, "buffer_size": 3}
+
+    def make() -> PackedIterableDataset:
+        return PackedIterableDataset(StatefulSource(make_examples([2, 43, 3, 31])), **settings)
+
+    assert tokens_of(list(make())) == all_tokens(make_examples([2, 43, 3, 31]))
+    assert_exact_resume(make, num_steps=len(list(make())))
+
+
+def test_exact_resume_after_a_resume() -> None:
+    expected, found = list(PackedIterableDataset(EXAMPLES, **SETTINGS)), []
+    state = PackedIterableDataset(EXAMPLES, **SETTINGS).state_dict()
+    for _ in expected:  # a new process for every batch
+        dataset = PackedIterableDataset(EXAMPLES, **SETTINGS)
+        dataset.load_state_dict(state)
+        found.append(next(iter(dataset)))
+        state = json.loads(json.dumps(dataset.state_dict()))
+    for batch, wanted in zip(found, expected, strict=True):
+        assert_same_batch(batch, wanted)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_buffers"),
+    [
+        ({}, 8),
+        ({"strategy": "sequential"}, 1),
+        ({"rows_per_batch": 3, "max_tokens": 8, "buffer_size": 12}, 8),
+    ],
+)
+def test_resume_reads_at_most_one_window_again(settings: dict[str, Any], num_buffers: int) -> None:
+    options = SETTINGS | settings
+    examples = EXAMPLES * 7
+    dataset = PackedIterableDataset(StatefulSource(examples), **options)
+    most, places = 0, set()
+    for _ in dataset:
+        source = StatefulSource(examples)
+        resumed = PackedIterableDataset(source, **options)
+        resumed.load_state_dict(dataset.state_dict())
+        next(iter(resumed), None)
+        most = max(most, source.num_reads)
+        places.add(dataset.state_dict()["num_read"])
+    assert (num_buffers - 2) * options["buffer_size"] < most
+    assert most <= num_buffers * options["buffer_size"]
+    assert len(places) >= 3
+    assert dataset.state_dict()["num_read"] == len(examples)
+
+
+def test_a_window_ends_behind_all_that_was_held_back() -> None:
+    settings = {"rows_per_batch": 1, "buffer_size": 10, "num_buffers": 8}
+    nothing = np.empty(0, dtype=ENTRY)
+    windows = Windows(lambda n: nothing, lambda lengths: pack(lengths, 12), **settings)
+    entry = (0, 0, 1, False, *Place(9), {})
+    windows._buffer, windows._num_broken = np.array([entry] * 10, dtype=ENTRY), 6
+    assert windows._window_behind(4) is None
+    assert windows._window_behind(3) == Place(9)  # 2 of the 6 were left
+
+
+@pytest.mark.parametrize("rows_per_batch", [1, 3])
+def test_a_pass_ends_behind_the_last_example(rows_per_batch: int) -> None:
+    for num_examples in range(len(EXAMPLES)):
+        settings = SETTINGS | {"rows_per_batch": rows_per_batch}
+        dataset = PackedIterableDataset(EXAMPLES[:num_examples], **settings)
+        found = list(dataset)
+        state = dataset.state_dict()
+        assert (state["num_read"], state["num_batches"]) == (num_examples, 0)
+        dataset.load_state_dict(state)
+        assert found or not num_examples
+        assert list(dataset) == []
+
+
+def test_state_is_small_and_is_not_moved_by_saving() -> None:
+    dataset = PackedIterableDataset(EXAMPLES, **SETTINGS)
+    batches = iter(dataset)
+    next(batches), next(batches)
+    state = dataset.state_dict()
+    state["num_batches"] = 99
+    assert dataset.state_dict()["num_batches"] != 99
+    assert len(json.dumps(dataset.state_dict())) < 500
+    loaded = PackedIterableDataset(EXAMPLES, **SETTINGS)
+    loaded.load_state_dict(dataset.state_dict())
+    assert loaded.state_dict() == dataset.state_dict()
+
+
+@pytest.mark.parametrize("name", ["list", "shards", "mapped"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_exact_resume_in_a_stateful_data_loader(name: str, num_workers: int) -> None:
+    reason = "torchdata is not installed (pip install torchdata==0.11.0)"
+    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason=reason)
+
+    def make() -> Any:
+        source = SOURCES[name]()
+        dataset = PackedIterableDataset(source, **SETTINGS | {"buffer_size": 12})
+        return stateful.StatefulDataLoader(
+            dataset, batch_size=None, num_workers=num_workers, collate_fn=dataset.as_is
+        )
+
+    expected, states = [], []
+    for batch in (loader := make()):
+        expected.append(batch)
+        states.append(json.loads(json.dumps(loader.state_dict())))
+    assert tokens_of(expected) == all_tokens(EXAMPLES)
+    every = range(0, len(expected), 1 if name == "list" else 7)
+    for stop in every if not num_workers else (0, 1, 8, len(expected) - 2):
+        resumed = make()
+        resumed.load_state_dict(states[stop])
+        rest = list(resumed)
+        assert len(rest) == len(expected) - stop - 1 or stop == len(expected) - 1
+        for batch, wanted in zip(rest, expected[stop + 1 :], strict=False):
+            assert_same_batch(batch, wanted)

@@ -1,0 +1,212 @@
+"""Tokenised rows as columns: random reads without a Python object per token.
+
+A list column of Arrow is one flat array of values and one of offsets. Both are looked at where they
+lie (a memory-mapped file, a table, a slice of one), so a batch costs a memory view a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from torch_collate_kit._checks import checked_bool
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading.dataset.arrow_columns import ListColumn, NumberColumn, column_of
+from torch_collate_kit.loading.dataset.sources import (
+    IDS,
+    KNOWN,
+    ArrowFiles,
+    Source,
+    from_state,
+    is_a,
+    normalised,
+    to_state,
+)
+from torch_collate_kit.packing import PlannedExamples, RankPlan
+from torch_collate_kit.ragged import row_indices
+from torch_collate_kit.reading.sft import loss_token_counts, read_columns
+
+__all__ = ["TokenizedDataset"]
+
+_ROWS_AT_A_TIME = 1000  # where all rows are gone through
+
+
+class TokenizedDataset(Dataset[dict[str, Any]]):
+    """A map-style dataset that hands a DataLoader's collator whole columns.
+
+    Args:
+        source: one of
+            a ``datasets.Dataset``, also after shuffle, select, sort, train_test_split, ...;
+            a ``pyarrow.Table`` or ``RecordBatch``, in chunks or sliced;
+            a path, or a list of paths, of Arrow files (stream or file format, memory-mapped unless
+            they are compressed) or of Parquet files (decoded once into the disk cache of
+            ``datasets``, and mapped from there);
+            a list of examples, copied once into columns.
+        columns: the columns to keep, each of lists of numbers or of numbers. By default those that
+            the collators know (``input_ids``, ``num_actions``, ``attention_mask``, target forms).
+        train_all: the source has no loss target, and every token is trained. It must be said where
+            it has other columns than ``input_ids`` (and ``attention_mask``), which are left out;
+            naming ``columns`` says it, too.
+
+    ``ds[i]`` is a dict of 1-D ndarrays in the dtype of the source, read-only views (bool: copies,
+    Arrow has them in bits). ``ds[a:b]`` and ``ds.__getitems__(indices)``, which a DataLoader calls,
+    are dicts of columns, copied: :class:`~torch_collate_kit.ragged.Ragged` with a row an index, and
+    ndarrays for columns of numbers (integers int64). Indices may be negative and may repeat; no
+    index gives columns of 0 rows in the same dtypes. The collators check the values. With a
+    ``PackedBatchSampler`` the columns go on together with its plan.
+
+    Reading is lazy: of a memory-mapped source only the rows asked for are touched, and the system
+    may take their pages back. Pickled into workers it goes by path where the source has one (a
+    memory-mapped ``datasets.Dataset``, Arrow and Parquet files), otherwise with the kept columns.
+
+    Raises:
+        DataError: no ``input_ids``; a column without numbers; a null, when its row is read.
+        IndexError: an index outside the dataset.
+        TypeError: a source that is none of the above; an index that is not an integer.
+        ValueError: a name in ``columns`` that does not exist; files that do not fit together.
+
+    >>> ds = TokenizedDataset([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4]}])
+    >>> len(ds), ds.lengths.tolist(), ds[0]
+    (3, [3, 1, 2], {'input_ids': array([5, 6, 7])})
+    >>> ds.__getitems__([2, 0, -1])["input_ids"].tolist()
+    [[9, 4], [5, 6, 7], [9, 4]]
+    """
+
+    def __init__(
+        self, source: Source, *, columns: Sequence[str] | None = None, train_all: bool = False
+    ) -> None:
+        self._train_all = checked_bool("train_all", train_all)
+        self._read_from(normalised(source, columns, train_all))
+
+    def _read_from(self, source: Any) -> None:
+        """``source`` holds the kept columns and no others; it is what is pickled."""
+        self._source = source
+        self._mapping: NumberColumn | None = None  # row of the dataset -> row of its table
+        if is_a(source, "datasets", "Dataset"):
+            if source._indices is not None:
+                self._mapping = NumberColumn("indices", np.int64, source._indices.column(0).chunks)
+            source = source.data.table
+        elif isinstance(source, ArrowFiles):
+            source = source.table()
+        names = list(source) if isinstance(source, dict) else source.column_names
+        self._columns = {name: column_of(name, source[name]) for name in names}
+        tokens = self._columns["input_ids"]
+        if not isinstance(tokens, ListColumn):
+            raise DataError("input_ids holds one number a row; it must be a list of token ids")
+        self._tokens = tokens
+        self._num_rows = len(tokens if self._mapping is None else self._mapping)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of every row: int64 [N], a new array each time, from offsets; reads no token."""
+        return self._tokens.lengths(None if self._mapping is None else self._mapping.all())
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int | slice) -> dict[str, Any]:
+        if isinstance(index, slice):
+            return self.__getitems__(range(*index.indices(len(self))))
+        named, rows = self._rows([index])
+        return {name: column.row(rows, named) for name, column in self._columns.items()}
+
+    @property
+    def num_loss_tokens(self) -> np.ndarray:
+        """Trained tokens of every row, as the collators count them: int64 [N], a new array.
+
+        Reads all targets once, a thousand rows at a time. No first token counts: nothing predicts
+        it. What a collator cuts off is counted here.
+
+        Raises:
+            DataError: a row that no collator would take.
+
+        >>> rows = [{"input_ids": [5, 6, 7], "labels": [5, -100, 7]}, {"input_ids": [8, 9]}]
+        >>> [TokenizedDataset([row]).num_loss_tokens.tolist() for row in rows]
+        [[1], [1]]
+        """
+        parts = [np.empty(0, dtype=np.int64)]
+        for start in range(0, len(self), _ROWS_AT_A_TIME):
+            stop = min(start + _ROWS_AT_A_TIME, len(self))
+            try:
+                parts.append(
+                    loss_token_counts(read_columns(self[start:stop], train_all=self._train_all))
+                )
+            except DataError as error:
+                raise DataError(f"rows {start} to {stop - 1}, counted from 0: {error}") from error
+        return np.concatenate(parts)
+
+    @overload
+    def __getitems__(self, indices: RankPlan) -> PlannedExamples: ...
+    @overload
+    def __getitems__(self, indices: Sequence[int] | np.ndarray | Tensor) -> dict[str, Any]: ...
+    def __getitems__(self, indices: Any) -> Any:
+        if isinstance(indices, RankPlan):
+            return indices.with_examples(self.__getitems__(indices.indices))
+        named, rows = self._rows(indices)
+        return {name: column.take(rows, named) for name, column in self._columns.items()}
+
+    def _is_plain(self) -> bool:
+        """Whether its columns are what a collator wants of examples: lists, of ids integers."""
+        lists = {name for name, column in self._columns.items() if isinstance(column, ListColumn)}
+        ids = [column.dtype for name, column in self._columns.items() if name in IDS]
+        is_number = {name for name in self._columns if name == "num_actions"}
+        return lists == set(self._columns) - is_number and all(d.kind in "iu" for d in ids)
+
+    def _lengths_at(self, indices: np.ndarray) -> np.ndarray:
+        """Tokens of these rows alone: int64."""
+        named, rows = self._rows(indices)
+        return self._tokens.lengths_at(rows, named)
+
+    def _pieces(
+        self, indices: np.ndarray, is_piece: np.ndarray, starts: np.ndarray, stops: np.ndarray
+    ) -> dict[str, Any]:
+        """As ``__getitems__``, with the tokens ``starts`` to ``stops`` alone where ``is_piece``.
+
+        The columns are those that the collators know; the rows that are cut must be sound.
+        """
+        named, rows = self._rows(indices)
+        lengths = self._tokens.lengths_at(rows, named)
+
+        def cut(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            before = lengths - (stop - first)  # tokens that the column says nothing of
+            cut_first = first + np.maximum(starts - before, 0)
+            cut_stop = first + np.maximum(stops - before, 0)
+            return np.where(is_piece, cut_first, first), np.where(is_piece, cut_stop, stop)
+
+        pieces: dict[str, Any] = {}
+        for name in filter(self._columns.__contains__, KNOWN):
+            column = self._columns[name]
+            if isinstance(column, ListColumn):
+                pieces[name] = column.take(rows, named, cut)
+            else:
+                pieces[name] = column.take(rows, named)
+        if "num_actions" in pieces:
+            counts = pieces["loss_mask"].lengths
+            pieces["num_actions"] = np.where(is_piece, counts, pieces["num_actions"])
+        return pieces
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"source": to_state(self._source), "train_all": self._train_all}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._train_all = state["train_all"]
+        self._read_from(from_state(state["source"]))
+
+    def _rows(self, indices: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The indices, 0 to N - 1, and the rows of the table that they stand for."""
+        picked = row_indices(indices)
+        if picked.ndim != 1:
+            raise TypeError(f"indices must be a flat list of integers, got shape {picked.shape}")
+        n = len(self)
+        outside = (picked < -n) | (picked >= n)
+        if outside.any():
+            raise IndexError(
+                f"index {picked[outside][0]} is outside the dataset, which has {n} rows; give "
+                f"{-n} to {n - 1}"
+            )
+        picked = np.where(picked < 0, picked + n, picked)
+        return picked, picked if self._mapping is None else self._mapping.take(picked, picked)

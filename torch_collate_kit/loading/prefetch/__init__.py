@@ -1,0 +1,8 @@
+"""One batch ahead of the consumer, with the exact position of what was consumed."""
+
+from __future__ import annotations
+
+from torch_collate_kit.loading.prefetch.async_collator import AsyncBatchCollator
+from torch_collate_kit.loading.prefetch.loader import PrefetchLoader
+
+__all__ = ["AsyncBatchCollator", "PrefetchLoader"]

@@ -1,0 +1,287 @@
+"""A DataLoader that builds the next batch while this one trains, and resumes to the byte."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from torch_collate_kit._checks import checked_bool, checked_int
+from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.prefetch.device_copy import device_copy
+from torch_collate_kit.loading.prefetch.read_ahead import END, Run
+from torch_collate_kit.loading.prefetch.resumable_loaders import source_of
+from torch_collate_kit.loading.sampler.arguments import is_same
+
+__all__ = ["PrefetchLoader"]
+
+_MAX_EMPTY_EPOCHS = 100_000  # in a row, in steps(): an error instead of a loop without an end
+
+
+class PrefetchLoader:
+    """Batches of a DataLoader, the next one built on a thread while the consumer trains.
+
+    Args:
+        loader: a DataLoader, with or without workers, whose ``batch_sampler`` is a
+            PrefetchingSampler or another one with its methods; or torchdata's StatefulDataLoader.
+            It is not changed, but nobody else should iterate it meanwhile.
+        prefetch: False builds every batch when it is asked for, without a thread: the same batches.
+        device: where batches go. For CUDA they are pinned and copied on a stream of their own while
+            the batch before is trained; an object with a ``.to()`` of its own that is no tensor,
+            mapping, list or tuple then needs a ``record_stream`` (TypeError). None and "cpu" leave
+            them where they are.
+
+    The loader has one position. ``for batch in loader`` yields the rest of the epoch it stands in
+    (all of it, at an epoch's beginning), ``steps(n)`` the next n batches, across epochs. A loop
+    that is broken off leaves the position behind the last batch received, and the next loop goes on
+    from there; ``set_epoch`` moves it. The last batch of an epoch is trained with nothing in
+    flight, so no batch is ever built in the order, or from the data, of another epoch. At most one
+    loop is live: a newer one, ``set_epoch`` and ``load_state_dict`` end it.
+
+    An exception in building a batch is raised at that batch, in the consumer. ``close``, or leaving
+    the ``with`` block, waits for what is in flight and ends the thread. In a process that is forked
+    while an epoch is being read, the loader is refused: it waits for nothing there and ends none of
+    the parent's workers. It is not a DataLoader, so ``accelerator.prepare`` returns it as it is,
+    and ``accelerator.register_for_checkpointing`` saves it.
+
+    ``state_dict()`` is small JSON: the position behind the batches that the consumer has received,
+    whatever is in flight, as the sampler (or the StatefulDataLoader) saves it, with a version and
+    ``max_tokens`` of the collator.
+
+    ``wait_seconds`` is how long the consumer has waited for batches so far.
+
+    Raises:
+        TypeError: a loader that cannot be resumed.
+        ValueError: a sampler that was built for another number of examples than the dataset has.
+        StateError: a loop that is over, a loader that is closed or that another process reads, a
+            state that does not fit.
+
+    >>> from torch.utils.data import DataLoader
+    >>> from torch_collate_kit.loading.sampler import PrefetchingSampler
+    >>> sampler = PrefetchingSampler(5, 2, shuffle=False)
+    >>> with PrefetchLoader(DataLoader(range(5), batch_sampler=sampler)) as loader:
+    ...     [batch.tolist() for batch in loader.steps(4)]
+    [[0, 1], [2, 3], [4], [0, 1]]
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        prefetch: bool = True,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        self.wait_seconds = 0.0
+        self._source = source_of(loader)
+        self._max_tokens: int | None = getattr(loader.collate_fn, "max_tokens", None)
+        self._prefetch = checked_bool("prefetch", prefetch)
+        self._copy = device_copy(device)
+        self._run: Run | None = None  # the epoch that is being read
+        self._pid = 0  # of the process that reads it, or that has read last
+        self._loop: object = None  # the loop that may draw from it
+        self._interrupt: BaseException | None = None  # of a thread, found where none can be raised
+        self._is_closed = False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, or of the last one while its loop still runs."""
+        return self._source.position()[0] if self._run is None else self._run.epoch
+
+    def __len__(self) -> int:
+        """Steps of the epoch that the loader stands in, those behind it included."""
+        num_steps = self._source.num_steps() if self._run is None else self._run.num_steps
+        if num_steps is None:
+            raise TypeError("the length of an epoch of this loader shows at its end")
+        return num_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches(None, None)
+
+    def steps(
+        self, num_steps: int, on_epoch: Callable[[int], object] | None = None
+    ) -> Iterator[Any]:
+        """The next ``num_steps`` batches, across epochs.
+
+        ``on_epoch(epoch)`` is called whenever an epoch is begun at its first step, before any of
+        its batches is built and while nothing reads the data, so it may change them (with
+        persistent workers, which keep their copy of the dataset, the change stays unseen).
+
+        Raises:
+            StateError: epoch after epoch without a batch.
+        """
+        return self._batches(checked_int("num_steps", num_steps, minimum=0), on_epoch)
+
+    def _batches(
+        self, num_steps: int | None, on_epoch: Callable[[int], object] | None
+    ) -> Iterator[Any]:
+        """The next batches; None: those left in the epoch."""
+        self._check_open()
+        self._raise_interrupt()
+        self._loop = loop = object()
+        num_taken = num_empty = 0
+        try:
+            if self._run is not None and self._run.is_over:  # steps() took its last batch
+                self._end_epoch(self._run)
+            while num_steps is None or num_taken < num_steps:
+                run = self._run or self._begin_epoch(on_epoch)
+                self._check_loop(loop)
+                batch = self._take(run)
+                if batch is not END:
+                    num_taken, num_empty = num_taken + 1, 0
+                    yield batch
+                    self._check_loop(loop)
+                    if self._run is run or not run.is_over:  # else reshuffle() has ended it
+                        continue
+                else:
+                    self._end_epoch(run)
+                if num_steps is None:
+                    return
+                num_empty += 1
+                if num_empty > _MAX_EMPTY_EPOCHS:
+                    raise StateError(f"{num_empty} epochs in a row had no batch; is there data?")
+        except BaseException:  # a break too: GeneratorExit
+            if self._loop is loop:
+                self._stop_reading(self._run)
+            raise
+
+    def _begin_epoch(self, on_epoch: Callable[[int], object] | None) -> Run:
+        if on_epoch is not None:
+            epoch, step = self._source.position()
+            if step == 0:
+                on_epoch(epoch)
+        self._pid = os.getpid()
+        self._run = Run(self._source, self._copy, prefetch=self._prefetch)
+        return self._run
+
+    def _take(self, run: Run) -> Any:
+        began = time.perf_counter()
+        try:
+            return run.take()
+        finally:
+            self.wait_seconds += time.perf_counter() - began
+
+    def _end_epoch(self, run: Run) -> None:
+        self._run = None
+        run.stop()
+        self._source.end_epoch(run.epoch, run.num_steps)
+
+    def _stop_reading(self, run: Run | None, *, move_back: bool = True) -> None:
+        """Wait for what is in flight and drop it; stand behind what the consumer has received."""
+        if run is not None and self._is_elsewhere():
+            return  # a fork has inherited it: the thread and the workers are its parent's
+        self._run = None
+        if run is None:
+            return
+        try:
+            run.stop()
+        except BaseException as error:  # a loop that is broken off has nobody to raise it to
+            self._interrupt = error
+        if not move_back:
+            return
+        if run.is_over:
+            self._source.end_epoch(run.epoch, run.num_steps)
+        else:
+            self._source.move_to(run.epoch, run.step, run.mark)
+
+    def reshuffle(self) -> None:
+        """The rest of the epoch in a new order; first waits for what is in flight and drops it.
+
+        The data may be changed as soon as it returns, until the next batch is asked for. A loop
+        that is live goes on in the new order. Behind an epoch's last batch it is the next epoch
+        that changes. Resuming is exact: the order is a function of seed, epoch and steps.
+        """
+        self._check_open()
+        self._stop_reading(self._run)
+        self._raise_interrupt()
+        self._source.reshuffle()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Stand at the beginning of ``epoch``; first waits for what is in flight and drops it."""
+        self._check_open()
+        self._stop_reading(self._run)
+        self._raise_interrupt()
+        self._source.set_epoch(epoch)
+        self._loop = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the batches received so far."""
+        run, source = self._run, self._source
+        at = source.state_at(run.epoch, run.step, run.mark) if run else source.state_dict()
+        return {"version": 1, "max_tokens": self._max_tokens, **at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved position, exactly.
+
+        Raises:
+            StateError: another version, ``max_tokens``, dataset length, batch size, world size, or
+                kind of loader. The loader is then as it was.
+        """
+        self._check_open()
+        if not isinstance(state, Mapping):
+            raise StateError(
+                f"a state must be a mapping, got {type(state).__name__}; pass what state_dict() "
+                "gave"
+            )
+        mine = {"version": 1, "max_tokens": self._max_tokens}
+        for name, value in mine.items():
+            if not is_same(state.get(name), value):
+                raise StateError(
+                    f"the state has {name}={state.get(name)!r}, this loader has {value!r}; resume "
+                    "with the settings of the run that saved it"
+                )
+        run = self._run
+        self._source.load_state_dict(state, lambda: self._stop_reading(run, move_back=False))
+        self._loop = None
+        self._raise_interrupt()
+
+    def close(self) -> None:
+        """Wait for what is in flight, end the thread and the workers; may be called again."""
+        self._is_closed = True
+        self._loop = None
+        if self._is_elsewhere():
+            return
+        self._stop_reading(self._run)
+        self._source.close()
+        self._raise_interrupt()
+
+    def __enter__(self) -> PrefetchLoader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StateError("the loader is closed; make a new PrefetchLoader")
+        if self._is_elsewhere():
+            raise StateError(
+                f"the loader is read in process {self._pid}, and this is process {os.getpid()}, a "
+                "fork without its thread and workers; make a new PrefetchLoader here"
+            )
+
+    def _is_elsewhere(self) -> bool:
+        """Whether it came here by a fork, and what it reads with belongs to the parent process."""
+        is_in_use = self._run is not None or self._source.has_workers()
+        return is_in_use and self._pid != os.getpid()
+
+    def _check_loop(self, loop: object) -> None:
+        self._check_open()
+        if self._loop is not loop:
+            raise StateError(
+                "this loop over the loader is over: set_epoch, load_state_dict or a newer loop has "
+                "taken its place; begin a new one"
+            )
+
+    def _raise_interrupt(self) -> None:
+        error, self._interrupt = self._interrupt, None
+        if error is not None:
+            raise error

@@ -1,0 +1,65 @@
+"""An epoch being read, one batch ahead of the consumer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.prefetch.async_collator import AsyncBatchCollator
+from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy
+from torch_collate_kit.loading.prefetch.resumable_loaders import Source
+
+END: Any = object()
+
+
+class Run:
+    """One reading of an epoch: how far it is built, and how far the consumer has received it."""
+
+    def __init__(self, source: Source, copy: DeviceCopy | None, *, prefetch: bool) -> None:
+        # workers are forked here: in the consumer's thread, while no other one runs
+        self._reading = source.begin()
+        self.epoch, self.step, self.num_steps, batches = self._reading
+        self.mark = source.mark()
+        self._source, self._copy, self._prefetch = source, copy, prefetch
+        self._collator = AsyncBatchCollator(partial(_build, source, batches, copy))
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_steps is not None and self.step >= self.num_steps
+
+    def take(self) -> Any:
+        """The next batch, or END; the one after it is then on its way."""
+        self._source.check(self.epoch)
+        batch, mark = self._collator.get(self.step)
+        if batch is END or self.is_over:
+            if self.num_steps is None or (batch is END and self.is_over):
+                return END
+            raise StateError(
+                f"epoch {self.epoch} has {self.num_steps} steps, but the loader yields "
+                f"{'fewer' if batch is END else 'more'}; len(batch_sampler) must be what its "
+                "iter() yields"
+            )
+        following = self.step + 1
+        if self._prefetch and following != self.num_steps:
+            self._collator.submit(following)
+        if self._copy is not None:
+            batch = self._copy.receive(batch)
+        self.step, self.mark = following, mark
+        return batch
+
+    def stop(self) -> None:
+        try:
+            self._collator.shutdown()
+        finally:
+            self._source.end(self._reading)
+
+
+def _build(
+    source: Source, iterator: Iterator[Any], copy: DeviceCopy | None, step: int
+) -> tuple[Any, Any]:
+    """The next batch, on its way to its device, and the mark of the position behind it."""
+    batch = next(iterator, END)
+    mark = source.mark()
+    return batch if batch is END or copy is None else copy.send(batch), mark

@@ -1,0 +1,348 @@
+"""What PrefetchLoader reads from, and how it knows and keeps its position there.
+
+``mark`` is what has to be kept beside (epoch, step) to come back to a position later.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import hashlib
+import io
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import DataLoader
+
+from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.sampler.arguments import is_same
+from torch_collate_kit.loading.sampler.resumable import ResumableSampler
+
+
+class Reading(NamedTuple):
+    """An epoch that is begun: its batches from ``step`` on."""
+
+    epoch: int
+    step: int
+    num_steps: int | None  # from step 0; None if only the end will tell
+    batches: Iterator[Any]
+
+
+class Source(Protocol):
+    """A loader and its position; while an epoch is being read, the reader counts."""
+
+    def position(self) -> tuple[int, int]:
+        """Epoch and step at which the next ``begin`` reads."""
+
+    def num_steps(self) -> int | None:
+        """Steps of the epoch at ``position``, from its step 0; None if only the end will tell."""
+
+    def begin(self) -> Reading: ...
+
+    def check(self, epoch: int) -> None:
+        """StateError if something else than the reader has moved the position meanwhile."""
+
+    def end(self, reading: Reading) -> None:
+        """Nobody draws from its batches any more, and nobody is about to."""
+
+    def mark(self) -> Any:
+        """Called by whoever drew a batch, before the next one is drawn."""
+
+    def end_epoch(self, epoch: int, num_steps: int | None) -> None:
+        """The position is now the beginning of the next epoch."""
+
+    def move_to(self, epoch: int, step: int, mark: Any) -> None: ...
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def reshuffle(self) -> None: ...
+
+    def state_at(self, epoch: int, step: int, mark: Any) -> dict[str, Any]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any], stop_reading: Callable[[], None]) -> None:
+        """Checks, and calls ``stop_reading`` only when the state fits."""
+
+    def has_workers(self) -> bool:
+        """Whether worker processes wait for the next epoch."""
+
+    def close(self) -> None: ...
+
+
+def source_of(loader: Any) -> Source:
+    """A source by what the loader has: a sampler that can resume, or a state of its own."""
+    sampler = getattr(loader, "batch_sampler", None)
+    if isinstance(loader, DataLoader) and isinstance(sampler, ResumableSampler):
+        return _SamplerSource(loader, sampler)
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return _StatefulSource(loader)
+    raise TypeError(
+        f"a {type(loader).__name__} with batch_sampler={type(sampler).__name__} cannot be resumed; "
+        "build it with batch_sampler=PrefetchingSampler(data, batch_size), or wrap torchdata's "
+        "StatefulDataLoader, which is also the way for iterable datasets"
+    )
+
+
+class _Steps:
+    """Stands in for the sampler inside a DataLoader: an epoch that was begun before.
+
+    A DataLoader with workers calls ``iter(batch_sampler)`` twice for its first epoch, and
+    StatefulDataLoader takes what the sampler will yield next for its position.
+    """
+
+    current: Iterator[Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.current
+
+
+class _SamplerSource:
+    """A DataLoader whose batch_sampler knows the state of any position."""
+
+    def __init__(self, loader: DataLoader[Any], sampler: ResumableSampler) -> None:
+        _check_lengths(loader, sampler)
+        self._sampler = sampler
+        self._steps = _Steps()
+        self._loader = copy.copy(loader)  # the caller's keeps its sampler
+        # not by setattr: a DataLoader forbids it; and no persistent workers in common
+        vars(self._loader).update(batch_sampler=self._steps, _iterator=None)
+        self._ended: tuple[int, int] | None = None  # epoch and step where the reading ended
+
+    def position(self) -> tuple[int, int]:
+        state = self.state_dict()["sampler"]
+        return state["epoch"], state["step"]
+
+    def num_steps(self) -> int:
+        return len(self._sampler)
+
+    def begin(self) -> Reading:
+        self._ended = None
+        epoch, step = self.position()
+        if self._sampler.epoch != epoch:  # somebody called iter() and drew nothing
+            self._sampler.set_epoch(epoch, step=step)
+        num_steps = self.num_steps()
+        self._steps.current = iter(self._sampler)
+        return Reading(epoch, step, num_steps, iter(self._loader))
+
+    def check(self, epoch: int) -> None:
+        if self._sampler.epoch != epoch + 1:  # it is, as soon as iter() was called
+            raise StateError(
+                f"the sampler was moved to epoch {self._sampler.epoch} while the loader read epoch "
+                f"{epoch}; call set_epoch, reshuffle and load_state_dict of the loader, which then "
+                "drops what is in flight"
+            )
+
+    def end(self, reading: Reading) -> None:
+        if not self._loader.persistent_workers:
+            _end_workers(reading.batches)
+
+    def mark(self) -> None:
+        return None
+
+    def end_epoch(self, epoch: int, num_steps: int | None) -> None:
+        assert num_steps is not None
+        self._ended = epoch, num_steps  # the sampler is one ahead since iter() was called
+        if not num_steps:  # state_at(epoch, 0) is the epoch's beginning, not its end
+            self.set_epoch(epoch + 1)
+
+    def move_to(self, epoch: int, step: int, mark: None) -> None:
+        self._ended = None
+        self._sampler.load_state_dict(self._sampler.state_at(epoch, step))
+
+    def set_epoch(self, epoch: int) -> None:
+        self._sampler.set_epoch(epoch)
+        self._ended = None
+
+    def reshuffle(self) -> None:
+        if not hasattr(self._sampler, "reshuffle"):
+            raise TypeError(f"a {type(self._sampler).__name__} cannot reshuffle")
+        self._sampler.reshuffle()
+
+    def state_at(self, epoch: int, step: int, mark: None) -> dict[str, Any]:
+        return {"sampler": self._sampler.state_at(epoch, step)}
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._ended is not None and self._sampler.epoch == self._ended[0] + 1:
+            # not the sampler's own state: that needs the next order, which may not exist yet
+            return self.state_at(*self._ended, None)
+        return {"sampler": self._sampler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any], stop_reading: Callable[[], None]) -> None:
+        if not isinstance(state.get("sampler"), Mapping):
+            raise StateError(
+                f"the state has {sorted(map(str, state))}, no sampler; it is of another kind of "
+                "loader: wrap a DataLoader of the kind that saved it"
+            )
+        self._sampler.load_state_dict(state["sampler"])  # an iterator made before stays as it is
+        self._ended = None
+        stop_reading()
+
+    def has_workers(self) -> bool:
+        return _has_workers(self._loader)
+
+    def close(self) -> None:
+        _end_workers(vars(self._loader)["_iterator"])  # the persistent ones
+        vars(self._loader).update(_iterator=None)
+
+
+class _StatefulSource:
+    """A loader that saves itself, as torchdata's StatefulDataLoader: its state is what counts.
+
+    It runs ahead of the consumer, so its state is kept after every batch, beside the batch.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._epoch, self._step = 0, 0
+        self._mark: dict[str, Any] | None = None  # None: the loader itself stands there
+
+    def position(self) -> tuple[int, int]:
+        return self._epoch, self._step
+
+    def num_steps(self) -> None:
+        return None
+
+    def begin(self) -> Reading:
+        self._mark = None
+        return Reading(self._epoch, self._step, None, iter(self._loader))
+
+    def check(self, epoch: int) -> None:
+        """Nothing but the reader moves it."""
+
+    def end(self, reading: Reading) -> None:
+        if not getattr(self._loader, "persistent_workers", False):
+            _end_workers(reading.batches)
+
+    def mark(self) -> dict[str, Any]:
+        return copy.deepcopy(self._loader.state_dict())
+
+    def end_epoch(self, epoch: int, num_steps: int | None) -> None:
+        self._epoch, self._step, self._mark = epoch + 1, 0, None
+
+    def move_to(self, epoch: int, step: int, mark: dict[str, Any]) -> None:
+        self._loader.load_state_dict(copy.deepcopy(mark))
+        self._epoch, self._step, self._mark = epoch, step, mark
+
+    def set_epoch(self, epoch: int) -> None:
+        raise TypeError(
+            f"set_epoch({epoch}): a {type(self._loader).__name__} goes from epoch to epoch by "
+            "itself; use batch_sampler=PrefetchingSampler(...), or load_state_dict"
+        )
+
+    def reshuffle(self) -> None:
+        raise TypeError(
+            f"reshuffle(): the order is the {type(self._loader).__name__}'s own; use "
+            "batch_sampler=PrefetchingSampler(...)"
+        )
+
+    def state_at(self, epoch: int, step: int, mark: dict[str, Any]) -> dict[str, Any]:
+        text, position = _to_text(mark), {"epoch": epoch, "step": step}
+        fits = self._fits()
+        return {"loader": text, "digest": _digest(text), "position": position, "fits": fits}
+
+    def state_dict(self) -> dict[str, Any]:
+        mark = self.mark() if self._mark is None else self._mark
+        return self.state_at(self._epoch, self._step, mark)
+
+    def load_state_dict(self, state: Mapping[str, Any], stop_reading: Callable[[], None]) -> None:
+        missing = {"loader", "digest", "position", "fits"} - state.keys()
+        if missing:
+            raise StateError(
+                f"the state has {sorted(map(str, state))}, no {', '.join(sorted(missing))}: it is "
+                "of another kind of loader, or was saved by an older version; wrap a DataLoader of "
+                "the kind that saved it, or start without the state"
+            )
+        if not is_same(state["fits"], self._fits()):
+            raise StateError(
+                f"the state is of a loader with {state['fits']}, this one has {self._fits()}; "
+                "resume with the same dataset and settings"
+            )
+        position = state["position"]
+        if not _is_position(position):
+            raise StateError(
+                f"the state has position={position!r}, not an epoch and a step; pass what "
+                "state_dict() gave"
+            )
+        text = state["loader"]
+        if not isinstance(text, str) or not is_same(state["digest"], _digest(text)):
+            raise StateError(
+                "the state's loader does not fit its digest: it was changed or damaged after it "
+                "was saved; take an older checkpoint, or start without the state"
+            )
+        mark = _from_text(text)
+        stop_reading()  # before: what is in flight asks the loader for its state
+        self.move_to(position["epoch"], position["step"], mark)
+
+    def has_workers(self) -> bool:
+        return _has_workers(self._loader)
+
+    def close(self) -> None:
+        """The loader is the caller's."""
+
+    def _fits(self) -> dict[str, Any]:
+        try:
+            length = len(self._loader.dataset)
+        except (AttributeError, TypeError):
+            length = None
+        settings = {k: getattr(self._loader, k, None) for k in ("batch_size", "num_workers")}
+        return {"length": length, **settings}
+
+
+def _check_lengths(loader: DataLoader[Any], sampler: ResumableSampler) -> None:
+    """A sampler of fewer examples would never read the rest."""
+    num_examples = getattr(sampler, "num_examples", None)
+    length = len(loader.dataset) if hasattr(loader.dataset, "__len__") else num_examples
+    if type(num_examples) is int and num_examples != length:
+        raise ValueError(
+            f"the sampler was built for {num_examples} examples, the dataset has {length}; build "
+            "it with the dataset that is read (one over a part of the data takes order= or torch's "
+            "Subset)"
+        )
+
+
+def _has_workers(loader: Any) -> bool:
+    """Whether a DataLoader has persistent workers that run."""
+    persists = getattr(loader, "persistent_workers", False)
+    return bool(persists) and getattr(loader, "_iterator", None) is not None
+
+
+def _end_workers(batches: Any) -> None:
+    """End the worker processes of a DataLoader's iterator now.
+
+    Left to the garbage collector, which an exception's traceback may do, its queues are closed
+    before the workers are told to go, and it waits five seconds for each of them.
+    """
+    if hasattr(batches, "_shutdown_workers"):
+        batches._shutdown_workers()
+
+
+def _is_position(value: Any) -> bool:
+    if not isinstance(value, Mapping) or set(value) != {"epoch", "step"}:
+        return False
+    return all(type(number) is int and 0 <= number < 2**32 for number in value.values())
+
+
+def _to_text(mark: dict[str, Any]) -> str:
+    """A loader's state as text: it holds tensors and tuples, which JSON does not know."""
+    buffer = io.BytesIO()
+    torch.save(mark, buffer)
+    text = base64.b64encode(buffer.getvalue()).decode("ascii")
+    _from_text(text)  # what cannot be loaded is refused while there is something to be done
+    return text
+
+
+def _digest(text: str) -> str:
+    """torch.load takes many damaged files, and gives other numbers."""
+    return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest()
+
+
+def _from_text(text: str) -> dict[str, Any]:
+    try:
+        return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
+    except Exception as error:  # of any kind, where a file is not one of torch.save
+        raise StateError(
+            f"the loader's state cannot be read: {error}; a dataset's state_dict may hold numbers, "
+            "strings, tensors, and lists, tuples and dicts of these"
+        ) from error

@@ -1,0 +1,156 @@
+"""Packing over data-parallel ranks: every rank plans the whole batch and reads its own rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_collate_kit._checks import checked_int, checked_lengths, checked_optional_int
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading.sampler.arguments import Indices, checked_rank, digest_of
+from torch_collate_kit.loading.sampler.shuffled import Order, OrderedSampler
+from torch_collate_kit.packing import ParallelLayout, RankPlan, pack
+
+__all__ = ["PackedBatchSampler"]
+
+
+class PackedBatchSampler(OrderedSampler):
+    """Batches whose rows are planned over all ranks, of which a rank reads only its own.
+
+    ``lengths`` are the tokens of every example, ints [N] (``TokenizedDataset.lengths``).
+    ``batch_size`` counts the examples of a step over all ranks. Every rank computes the same order
+    and the same plan, so that all have the same number of rows of one width, without collectives.
+    With ``parallel.dp`` ranks, ``rank`` gets what ``PackedCollator`` of one controller gives
+    ``batch.chunk(dp)[rank]``: ``Batch.cat`` of the ranks' batches is the controller's.
+
+    It yields :class:`~torch_collate_kit.packing.RankPlan` in place of lists of indices, for a
+    ``TokenizedDataset`` (or a dataset whose ``__getitems__`` is written for it) and a
+    ``PackedCollator`` of the same ``max_tokens`` and ``parallel``. ``strategy``, ``overflow``,
+    ``max_sequences_per_row`` and ``balance`` are as for that collator, which follows the plan.
+
+    ``num_loss_tokens`` are the trained tokens of every example, ints [N]
+    (``TokenizedDataset.num_loss_tokens``). With them ``metadata["num_loss_tokens"]`` is that of the
+    whole batch, and ``loss_mask`` is divided by it. Without them it is of the rank's rows alone,
+    and the collator must have ``normalize_loss=False``.
+
+    ``shuffle``, ``seed``, ``drop_last``, ``tail``, ``order``, ``reshuffle`` and resuming are as for
+    :class:`~torch_collate_kit.loading.PrefetchingSampler`; a kept tail may be of any size, since
+    ranks without examples get rows of pads. The ``state_dict`` holds, beside what that one's does,
+    ``num_tokens``, digests of ``lengths`` and ``num_loss_tokens``, and the options of
+    :func:`~torch_collate_kit.packing.pack`, and is the same on all ranks.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; ``num_loss_tokens`` beside examples to be cut.
+        DataError: a length below 1, or over-long with ``overflow="raise"``.
+
+    >>> from torch_collate_kit import PackedCollator
+    >>> from torch_collate_kit.loading.dataset import TokenizedDataset
+    >>> ds = TokenizedDataset([{"input_ids": [n] * n} for n in (3, 1, 4, 2)])
+    >>> layout = ParallelLayout(dp=2)
+    >>> sampler = PackedBatchSampler(
+    ...     ds.lengths, batch_size=4, max_tokens=8, parallel=layout, shuffle=False
+    ... )
+    >>> part = next(iter(sampler))
+    >>> part.rank, part.indices, part.plan.bins
+    (0, [1, 2], [[2, 1], [0, 3]])
+    >>> collate = PackedCollator(0, max_tokens=8, parallel=layout, normalize_loss=False)
+    >>> collate(ds.__getitems__(part))["input_ids"].tolist()
+    [[4, 4, 4, 4, 1]]
+    """
+
+    def __init__(
+        self,
+        lengths: npt.ArrayLike,
+        *,
+        batch_size: int,
+        max_tokens: int,
+        parallel: ParallelLayout | None = None,
+        rank: int = 0,
+        num_loss_tokens: npt.ArrayLike | None = None,
+        strategy: str = "best_fit_decreasing",
+        overflow: str = "raise",
+        max_sequences_per_row: int | None = None,
+        balance: str | None = "attention",
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        tail: str = "keep",
+        order: Order | None = None,
+    ) -> None:
+        self._lengths = checked_lengths(lengths).copy()
+        layout = ParallelLayout() if parallel is None else parallel
+        if not isinstance(layout, ParallelLayout):
+            raise TypeError(
+                f"parallel must be a ParallelLayout, got {parallel!r}; ParallelLayout(dp=2)"
+            )
+        self._rank = checked_rank(rank, layout.dp, "parallel.dp")
+        self._options: dict[str, Any] = {
+            "max_tokens": checked_int("max_tokens", max_tokens),
+            "align": layout.align,
+            "rows_multiple_of": layout.dp,
+            "strategy": strategy,
+            "overflow": overflow,
+            "max_sequences_per_row": checked_optional_int(
+                "max_sequences_per_row", max_sequences_per_row, hint="None means no limit"
+            ),
+            "balance": balance,
+        }
+        pack([], **self._options)  # a wrong option raises here, not at some batch
+        limit = self._options["max_tokens"] // layout.align * layout.align
+        too_long = self._lengths > limit
+        if overflow == "raise" and too_long.any():
+            pack(self._lengths, **self._options)  # raises, and names the example
+        self._counts = None
+        if num_loss_tokens is not None:
+            self._counts = _checked_counts(num_loss_tokens, self._lengths)
+            if overflow in ("truncate", "split") and too_long.any():
+                raise ValueError(
+                    "num_loss_tokens cannot tell how many are left of example "
+                    f"{int(too_long.argmax())}, cut to {limit} tokens by overflow={overflow!r}; "
+                    "cut it when tokenizing, or leave num_loss_tokens out and collate with "
+                    "normalize_loss=False"
+                )
+        self._told = {  # states must be of the same
+            "num_tokens": int(self._lengths.sum()),
+            "lengths_digest": digest_of([self._lengths]),
+            "loss_tokens_digest": None if self._counts is None else digest_of([self._counts]),
+        }
+        super().__init__(
+            len(self._lengths),
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            tail=tail,
+            order=order,
+            least_examples=1,
+        )
+
+    def _pick(self, batch: Indices) -> RankPlan:
+        lengths = self._lengths[batch]
+        counts = None if self._counts is None else self._counts[batch]
+        plan = pack(lengths, **self._options)
+        return RankPlan.of(plan, self._rank, batch, lengths, counts)
+
+    def _fits(self) -> dict[str, Any]:
+        return {**super()._fits(), **self._told, **self._options}
+
+
+def _checked_counts(num_loss_tokens: npt.ArrayLike, lengths: Indices) -> Indices:
+    """Loss tokens of every example: 0 to its tokens but the first."""
+    counts = np.asarray(num_loss_tokens)
+    if counts.shape != lengths.shape or counts.dtype.kind not in "iu":
+        raise ValueError(
+            f"num_loss_tokens must be one int for each of the {len(lengths)} examples, got shape "
+            f"{counts.shape}, dtype {counts.dtype}; pass dataset.num_loss_tokens"
+        )
+    wrong = (counts < 0) | (counts >= lengths)
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise DataError(
+            f"example {i} has num_loss_tokens={counts[i]} of {lengths[i]} tokens; at most all but "
+            "the first are trained: pass dataset.num_loss_tokens"
+        )
+    return counts.astype(np.int64)

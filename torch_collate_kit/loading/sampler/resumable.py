@@ -1,0 +1,262 @@
+"""Batch samplers that can be stopped at any step: epochs and steps handed out, saved, checked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from torch_collate_kit._checks import checked_int
+from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.sampler.arguments import is_same
+
+__all__ = ["EpochSampler", "ResumableSampler", "StepIterator", "checked_word", "state_int"]
+
+_VERSION = 1
+_MAX_WORD = 2**32 - 1  # one word of a SeedSequence each, or (2**32 + 1, 0) would be (1, 1)
+_NEW_RUN = "build the sampler with the arguments of the saved run, or start without the state"
+
+
+@runtime_checkable
+class ResumableSampler(Protocol):
+    """A batch sampler that can be resumed at any step: what ``PrefetchLoader`` needs.
+
+    One ``iter()`` is one epoch, fixed when it is made, and makes ``epoch`` the one after it. A
+    consumer that counts its batches saves ``state_at(epoch, batches)``: the live ``state_dict()``
+    is ahead of it. Has no attribute ``batch_size``: Accelerate would read it and lose batches. With
+    an int ``num_examples`` it is compared with the length of the dataset.
+
+    >>> from torch_collate_kit.loading import PrefetchingSampler
+    >>> isinstance(PrefetchingSampler(10, batch_size=4), ResumableSampler)
+    True
+    """
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next ``iter()`` yields."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """One epoch of batches of indices, from the start step."""
+
+    def __len__(self) -> int:
+        """Steps of epoch ``self.epoch``, counted from its step 0."""
+
+    def set_epoch(self, epoch: int, *, step: int = 0) -> None:
+        """The next ``iter()`` yields this epoch from this step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the next ``iter()``, and what it must fit: small JSON."""
+
+    def state_at(self, epoch: int, step: int) -> dict[str, Any]:
+        """The same with ``step`` steps of ``epoch`` consumed."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state; StateError, and nothing changed, when it does not fit."""
+
+
+class StepIterator(Iterator[Any]):
+    """The steps of one epoch from ``first`` on; ``drawn`` once a step has been asked for.
+
+    Has a state of its own, its position, because torchdata's StatefulDataLoader saves that of the
+    iterator: the sampler's is ahead by the rest of the epoch.
+    """
+
+    def __init__(self, sampler: EpochSampler, plan: Iterable[Any], epoch: int, first: int) -> None:
+        self.sampler, self.plan, self.epoch, self.first = sampler, plan, epoch, first
+        self._num_drawn = 0
+        self._steps: Iterator[Any] | None = None
+
+    @property
+    def drawn(self) -> bool:
+        return self._steps is not None
+
+    def __next__(self) -> Any:
+        if self._steps is None:
+            self._steps = iter(self.plan)
+        batch = next(self._steps)
+        self._num_drawn += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.sampler.state_at(self.epoch, self.first + self._num_drawn)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Becomes the iterator that the sampler yields after loading ``state``."""
+        self.sampler.load_state_dict(state)
+        following = iter(self.sampler)  # drawing from it here is what makes it drawn
+        self.epoch, self.first = following.epoch, following.first
+        self._steps, self._num_drawn = following, 0
+
+
+class EpochSampler(ABC):
+    """The part of a resumable batch sampler that does not depend on what is in a batch."""
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._step = 0
+        self._latest: StepIterator | None = None
+
+    @abstractmethod
+    def _num_steps(self, epoch: int) -> int:
+        """Steps of an epoch, from its step 0."""
+
+    @abstractmethod
+    def _plan(self, epoch: int, step: int) -> Iterable[Any]:
+        """The batches of an epoch from ``step`` on; what it holds does not change any more."""
+
+    @abstractmethod
+    def _fits(self) -> dict[str, Any]:
+        """What a state must have in common with this sampler."""
+
+    @abstractmethod
+    def _extra(self, epoch: int, step: int) -> dict[str, Any]:
+        """What a state holds besides its position."""
+
+    @abstractmethod
+    def _checked_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> Any:
+        """The extra of a state that fits, for ``_assign_extra``; StateError when it is wrong."""
+
+    @abstractmethod
+    def _assign_extra(self, extra: Any) -> None:
+        """Takes what ``_checked_extra`` returned."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch after the one begun last: what the next ``iter()`` yields."""
+        return self._epoch
+
+    def __len__(self) -> int:
+        """Steps of epoch ``self.epoch``, counted from its step 0."""
+        return self._num_steps(self._epoch)
+
+    def __iter__(self) -> StepIterator:
+        """Begins the next epoch, from its start step.
+
+        An iterator that nothing was drawn from does not count: a DataLoader with workers calls
+        ``iter()`` twice for its first epoch, and must get the same one.
+        """
+        epoch, step = self._position()
+        undrawn = self._latest is not None and not self._latest.drawn
+        plan = self._latest.plan if self._latest and undrawn else self._plan(epoch, step)
+        self._latest = StepIterator(self, plan, epoch, step)
+        self._epoch, self._step = epoch + 1, 0
+        return self._latest
+
+    def set_epoch(self, epoch: int, *, step: int = 0) -> None:
+        """The next ``iter()`` yields ``epoch`` from ``step`` on.
+
+        A ``step`` equal to the epoch's number of steps is the start of the next epoch.
+
+        Raises:
+            TypeError, ValueError: the epoch or the step is not an int or out of range.
+        """
+        self._jump(*self._checked_position(epoch, step))
+
+    def may_look_ahead(self, step: int) -> bool:
+        """Whether the step after ``step`` may be prepared now, in the epoch begun last.
+
+        Before the first ``iter()``, or after a jump, it is the epoch that the next one yields.
+        False at the epoch's last step: what follows may still be set or reshuffled.
+        """
+        step = checked_int("step", step, minimum=0)
+        return step + 1 < self._num_steps(self._latest.epoch if self._latest else self._epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the next ``iter()``; a consumer saves :meth:`state_at` instead."""
+        return self.state_at(*self._position())
+
+    def state_at(self, epoch: int, step: int) -> dict[str, Any]:
+        """The state with ``step`` steps of ``epoch`` consumed; small JSON.
+
+        Raises:
+            TypeError, ValueError: the epoch or the step is not an int or out of range.
+        """
+        epoch, step = self._checked_position(epoch, step)
+        where = {"version": _VERSION, "epoch": epoch, "step": step}
+        return {**where, **self._extra(epoch, step), **self._fits()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next ``iter()`` goes on where the state was saved. Checked before it is taken.
+
+        Raises:
+            StateError: the state is of another sampler, or no state; nothing has been changed.
+        """
+        epoch, step = self._checked_state(state)
+        extra = self._checked_extra(state, epoch, step)
+        self._epoch, self._step, self._latest = epoch, step, None
+        self._assign_extra(extra)
+
+    def _position(self) -> tuple[int, int]:
+        """The epoch and step that the next ``iter()`` begins with."""
+        if self._latest is not None and not self._latest.drawn:
+            return self._latest.epoch, self._latest.first
+        return self._epoch, self._step
+
+    def _jump(self, epoch: int, step: int) -> None:
+        """Makes a checked position the next one."""
+        self._epoch, self._step, self._latest = epoch, step, None
+
+    def _checked_position(self, epoch: int, step: int) -> tuple[int, int]:
+        """The position as ints; the end of an epoch is the start of the next one."""
+        epoch = checked_word("epoch", epoch)
+        step = checked_int("step", step, minimum=0)
+        num_steps = self._num_steps(epoch)
+        if step > num_steps:
+            raise ValueError(
+                f"step must be at most {num_steps}, the number of steps of epoch {epoch}; "
+                f"got {step}"
+            )
+        return (epoch + 1, 0) if step and step == num_steps else (epoch, step)
+
+    def _checked_state(self, state: Mapping[str, Any]) -> tuple[int, int]:
+        """Epoch and step of a state that fits this sampler, else StateError."""
+        if not isinstance(state, Mapping):
+            raise StateError(
+                f"a state must be a mapping, got {type(state).__name__}; "
+                "pass what state_dict() gave"
+            )
+        if not is_same(state.get("version"), _VERSION):
+            raise StateError(
+                f"state has version {state.get('version')!r}, this release reads version "
+                f"{_VERSION}; load it with the release that saved it"
+            )
+        fits, position = self._fits(), ("epoch", "step")
+        keys = {"version", *position, *fits, *self._extra(0, 0)}
+        if state.keys() != keys:
+            missing, unknown = sorted(keys - state.keys()), sorted(map(str, state.keys() - keys))
+            raise StateError(
+                f"state of another kind: keys missing {missing}, unknown {unknown}; "
+                f"pass what state_dict() of a {type(self).__name__} gave, in the same version of "
+                "the library"
+            )
+        differ = [k for k in fits if not is_same(state[k], fits[k])]
+        if differ:
+            raise StateError(
+                f"state is of {', '.join(f'{k}={state[k]!r}' for k in differ)}, this sampler has "
+                f"{', '.join(f'{k}={fits[k]!r}' for k in differ)}; {_NEW_RUN}"
+            )
+        epoch, step = (state_int(key, state[key]) for key in position)
+        num_steps = self._num_steps(epoch)
+        if step and step >= num_steps:
+            raise StateError(
+                f"state is of step {step}, but epoch {epoch} has {num_steps} steps; {_NEW_RUN}"
+            )
+        return epoch, step
+
+
+def checked_word(name: str, value: Any) -> int:
+    """``value`` as an int that fills one word of a SeedSequence: 0 .. 2**32 - 1."""
+    number = checked_int(name, value, minimum=0)
+    if number > _MAX_WORD:
+        raise ValueError(f"{name} must be at most {_MAX_WORD}, got {number}; take it modulo 2**32")
+    return number
+
+
+def state_int(name: str, value: Any) -> int:
+    """``value`` when it is an int of 0 .. 2**32 - 1, else StateError."""
+    if type(value) is not int or not 0 <= value <= _MAX_WORD:
+        raise StateError(
+            f"state has {name}={value!r}, not an int between 0 and {_MAX_WORD}; "
+            "pass what state_dict() gave"
+        )
+    return value

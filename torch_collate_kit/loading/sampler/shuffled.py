@@ -1,0 +1,306 @@
+"""The order of one dataset's examples: shuffled by (seed, epoch), cut into batches, reshuffled.
+
+An order is a pure function of (seed, epoch), so that only a position has to be stored. It is held
+as one int64 array.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_collate_kit._checks import checked_int
+from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.sampler.arguments import (
+    Indices,
+    checked_batch_size,
+    checked_bool,
+    checked_length,
+    checked_order,
+    checked_rank,
+    checked_tail,
+    rank_slice,
+)
+from torch_collate_kit.loading.sampler.resumable import EpochSampler, checked_word, state_int
+
+__all__ = ["Order", "OrderedSampler", "PrefetchingSampler"]
+
+Order: TypeAlias = Callable[[int, np.random.Generator], npt.ArrayLike]
+
+
+class OrderedSampler(EpochSampler):
+    """Epochs of global batches of one dataset; ``_pick`` says what a rank yields for each."""
+
+    def __init__(
+        self,
+        data: int | Sized,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        tail: str,
+        order: Order | None,
+        least_examples: int,
+    ) -> None:
+        """``least_examples``: batches have at least so many, and full ones a multiple."""
+        super().__init__()
+        self._length = checked_length(data)
+        self._least_examples = least_examples
+        self._num_global = checked_batch_size(batch_size, least_examples)
+        self._shuffle = checked_bool("shuffle", shuffle)
+        self._seed = checked_word("seed", seed)
+        self._tail = checked_tail(tail, checked_bool("drop_last", drop_last))
+        if order is not None and not callable(order):
+            raise TypeError(f"order must be a function of (epoch, rng), got {order!r}")
+        self._user_order = order
+        self._user_latest: tuple[int, Indices] | None = None
+        self._user_lengths: dict[int, int] = {}
+        self._ends = [0]  # of the epochs 0, 1, .. of a user's order, in the endless stream
+        self._reshuffles: list[tuple[int, int]] = []
+        self._num_steps(0)
+
+    @abstractmethod
+    def _pick(self, batch: Indices) -> Any:
+        """What this rank yields for a global batch of indices."""
+
+    @property
+    def num_examples(self) -> int:
+        """The length of the dataset that the indices are of."""
+        return self._length
+
+    @property
+    def num_examples_per_step(self) -> int:
+        """Examples of a full step over all ranks: the ``batch_size`` argument."""
+        return self._num_global
+
+    def reshuffle(self) -> None:
+        """Puts the rest of the epoch, from the next ``iter()``'s position on, in a new order.
+
+        A pure function of (seed, epoch, how often the epoch was reshuffled), recorded in the state.
+        Examples carried over from the epoch before by ``tail="wrap"`` stay first. An iterator made
+        before still yields the old order: drop it. A loader in the middle of an epoch first calls
+        ``set_epoch(epoch, step=batches consumed)``. A jump to a position before a reshuffle
+        forgets it.
+
+        >>> from torch_collate_kit.loading.sampler import PrefetchingSampler
+        >>> sampler = PrefetchingSampler(6, batch_size=2, shuffle=False)
+        >>> sampler.set_epoch(0, step=1)
+        >>> sampler.reshuffle()
+        >>> sampler.state_dict()["reshuffles"], sorted(sum(sampler, []))
+        ([[0, 1]], [2, 3, 4, 5])
+        """
+        epoch, step = self._position()
+        self._jump(epoch, step)
+        self._reshuffles.append((epoch, step))
+
+    def _num_examples(self, epoch: int) -> int:
+        if self._user_order is None:
+            return self._length
+        if epoch not in self._user_lengths:
+            self._user_lengths[epoch] = len(self._order(epoch))
+        return self._user_lengths[epoch]
+
+    def _start(self, epoch: int) -> int:
+        """Where an epoch starts in the endless stream of epochs."""
+        if self._user_order is None:
+            return epoch * self._length
+        while len(self._ends) <= epoch:
+            self._ends.append(self._ends[-1] + self._num_examples(len(self._ends) - 1))
+        return self._ends[epoch]
+
+    def _num_steps(self, epoch: int) -> int:
+        size = self._num_global
+        if self._tail == "wrap":
+            return self._start(epoch + 1) // size - self._start(epoch) // size
+        full, rest = divmod(self._num_examples(epoch), size)
+        if self._tail == "drop":
+            if not full:
+                raise ValueError(
+                    f"epoch {epoch} has {rest} examples, fewer than batch_size={size}, and "
+                    "tail='drop' leaves no step; lower batch_size, or use tail='keep' or 'wrap'"
+                )
+            return full
+        if 0 < rest < self._least_examples:
+            raise ValueError(
+                f"epoch {epoch} ends with a batch of {rest} examples, fewer than "
+                f"world_size={self._least_examples}: a rank would have none; use tail='drop' or "
+                "'wrap', or another batch_size"
+            )
+        return full + (rest > 0)
+
+    def _num_carried(self, epoch: int) -> int:
+        """Examples of earlier epochs in the first batch of an epoch."""
+        return self._start(epoch) % self._num_global if self._tail == "wrap" else 0
+
+    def _carried_from(self, epoch: int) -> int:
+        """The first epoch that has examples in the batches of ``epoch``."""
+        carried = self._num_carried(epoch)
+        while carried > 0:
+            epoch -= 1
+            carried -= self._num_examples(epoch)
+        return epoch
+
+    def _order(self, epoch: int) -> Indices:
+        """The indices of an epoch before any reshuffle: int64, read only where it is kept."""
+        rng = np.random.default_rng(np.random.SeedSequence((self._seed, epoch)))
+        if self._user_order is None:
+            size = self._length
+            return rng.permutation(size) if self._shuffle else np.arange(size, dtype=np.int64)
+        if self._user_latest is None or self._user_latest[0] != epoch:
+            indices = checked_order(self._user_order(epoch, rng), epoch, self._length)
+            self._user_latest = (epoch, indices)
+        return self._user_latest[1]
+
+    def _reshuffled(self, epoch: int) -> Indices:
+        """The indices of an epoch as its reshuffles left them."""
+        order, carried = self._order(epoch), self._num_carried(epoch)
+        steps = [step for e, step in self._reshuffles if e == epoch]
+        for count, step in enumerate(steps, start=1):  # from 1: a SeedSequence drops trailing zeros
+            rng = np.random.default_rng(np.random.SeedSequence((self._seed, epoch, count)))
+            done = max(step * self._num_global - carried, 0)
+            order = np.concatenate([order[:done], rng.permutation(order[done:])])
+        return order
+
+    def _plan(self, epoch: int, step: int) -> _Slices:
+        steps = range(step, self._num_steps(epoch))
+        before, missing = epoch, self._num_carried(epoch)
+        carried: list[Indices] = []
+        while missing:
+            before -= 1
+            part = self._reshuffled(before)[-missing:].copy()  # no view: the rest is let go
+            carried.insert(0, part)
+            missing -= len(part)
+        stream = self._reshuffled(epoch)
+        stream = np.concatenate([*carried, stream]) if carried else stream
+        return _Slices(stream, steps, self._num_global, self._pick)
+
+    def _jump(self, epoch: int, step: int) -> None:
+        super()._jump(epoch, step)
+        self._reshuffles = self._reshuffles_for(epoch, step)
+
+    def _reshuffles_for(self, epoch: int, step: int) -> list[tuple[int, int]]:
+        """The reshuffles before a position that still shape what follows it."""
+        first = self._carried_from(epoch)
+        return [at for at in self._reshuffles if first <= at[0] and at <= (epoch, step)]
+
+    def _fits(self) -> dict[str, Any]:
+        return {
+            "length": self._length,
+            "batch_size": self._num_global,
+            "seed": self._seed,
+            "tail": self._tail,
+            "shuffle": self._shuffle,
+            "custom_order": self._user_order is not None,
+        }
+
+    def _extra(self, epoch: int, step: int) -> dict[str, Any]:
+        return {"reshuffles": [list(at) for at in self._reshuffles_for(epoch, step)]}
+
+    def _checked_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> Any:
+        records, first = state["reshuffles"], self._carried_from(epoch)
+        pairs = isinstance(records, list) and all(isinstance(at, (list, tuple)) for at in records)
+        if not pairs or any(len(at) != 2 for at in records):
+            raise StateError(
+                f"state has reshuffles={records!r}, not a list of [epoch, step]; "
+                "pass what state_dict() gave"
+            )
+        names = "a reshuffle's epoch", "a reshuffle's step"
+        places = [tuple(map(state_int, names, at)) for at in records]
+        inside = all((first, 0) <= at <= (epoch, step) for at in places)
+        if not inside or places != sorted(places) or any(s > self._num_steps(e) for e, s in places):
+            raise StateError(
+                f"state has reshuffles at {records!r}, which cannot all lie, in order, between "
+                f"epoch {first} and its position, epoch {epoch} step {step}; "
+                "pass what state_dict() gave"
+            )
+        return places
+
+    def _assign_extra(self, extra: Any) -> None:
+        self._reshuffles = extra
+
+
+class PrefetchingSampler(OrderedSampler):
+    """Batches of one dataset's indices: shuffled by (seed, epoch), sharded, resumable.
+
+    ``data`` is the number of examples or anything with ``len()`` (read once). ``batch_size`` counts
+    the examples of a step over all ranks; rank r gets the r-th contiguous run of each global batch,
+    so the ranks' batches, concatenated, are those of one rank. Yields lists of Python ints.
+
+    ``order(epoch, rng)`` replaces shuffling: it returns the indices of an epoch (1-D ints; they may
+    repeat, leave out, differ in number), must be a pure function of its arguments, and is given
+    a ``Generator`` seeded by (seed, epoch). It is called when a length is asked for, too.
+
+    ``tail`` says what happens to the examples after the last full batch. "keep": a short batch,
+    dealt out evenly over the ranks. "drop" (or ``drop_last=True``): they are left out. "wrap": they
+    begin the next epoch's first batch, so every batch is full and belongs to the epoch in which it
+    ends; an epoch shorter than a batch may have no step. With ``order`` and "wrap", the lengths of
+    all earlier epochs are needed: a jump to epoch e calls ``order`` e times.
+
+    The ``state_dict`` holds ``version``, ``epoch``, ``step``, ``reshuffles`` (where the epochs that
+    still matter were reshuffled) and what it must fit: ``length``, ``batch_size``, ``world_size``,
+    ``seed``, ``tail``, ``shuffle``, ``custom_order``. It is the same on all ranks.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, an epoch has no step to drop to, or a kept tail
+            has fewer examples than there are ranks.
+
+    >>> sampler = PrefetchingSampler(5, batch_size=2, shuffle=False, tail="wrap")
+    >>> [list(sampler), list(sampler)]
+    [[[0, 1], [2, 3]], [[4, 0], [1, 2], [3, 4]]]
+    >>> resumed = PrefetchingSampler(5, batch_size=2, shuffle=False, tail="wrap")
+    >>> resumed.load_state_dict(sampler.state_at(epoch=1, step=2))
+    >>> list(resumed)
+    [[3, 4]]
+    """
+
+    def __init__(
+        self,
+        data: int | Sized,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        tail: str = "keep",
+        order: Order | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self._world_size = checked_int("world_size", world_size)
+        self._rank = checked_rank(rank, self._world_size)
+        super().__init__(
+            data,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            tail=tail,
+            order=order,
+            least_examples=self._world_size,
+        )
+
+    def _pick(self, batch: Indices) -> list[int]:
+        mine: list[int] = batch[rank_slice(len(batch), self._rank, self._world_size)].tolist()
+        return mine
+
+    def _fits(self) -> dict[str, Any]:
+        return {**super()._fits(), "world_size": self._world_size}
+
+
+class _Slices:
+    """What a rank takes of consecutive slices of a stream of indices."""
+
+    def __init__(
+        self, stream: Indices, steps: range, num_global: int, pick: Callable[[Indices], Any]
+    ) -> None:
+        self._stream, self._steps = stream, steps
+        self._num_global, self._pick = num_global, pick
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in self._steps:
+            yield self._pick(self._stream[step * self._num_global : (step + 1) * self._num_global])
