@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from heapq import heappop, heapreplace
+from heapq import heapreplace
 
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit.packing.strategies import Rows
+from torch_collate_kit.packing.strategies import Rows, running_sum, stable_argsort
 
 __all__ = ["attention_cost", "level", "over_ranks", "split_evenly"]
 
@@ -18,6 +18,7 @@ _Ints = npt.NDArray[np.int64]
 # projections and the MLP, 2 * n^2 * h for causal attention, that is 2h * n * (12h + n). The
 # constant is 12h at h = 2048; a wider model has a larger linear part and is easier to balance.
 _LINEAR_TOKENS = 12 * 2048
+_CLOSED = 1 << 96  # the weight of a row without a free slot: more than any int64 weights together
 
 
 def attention_cost(lengths: _Ints) -> _Ints:
@@ -61,17 +62,15 @@ def level(
     """
     old_rows = len(rows.offsets) - 1
     added = np.arange(old_rows, num_rows)
-    row_of, heaviness = rows.labels(), rows.totals(weights)
-    by_pieces = np.argsort(-np.diff(rows.offsets), kind="stable")
-    emptiest = rows.totals(sizes)[by_pieces].argmin()
-    candidates = np.concatenate([by_pieces[[emptiest]], np.delete(by_pieces, emptiest)])
-    num_chosen = min(most, old_rows)
+    row_of, num_chosen = rows.labels(), min(most, old_rows)
     while num_chosen:
-        chosen = np.sort(candidates[:num_chosen])
+        chosen = np.arange(old_rows)
+        if num_chosen < old_rows:
+            chosen = np.sort(_by_pieces(rows, sizes)[:num_chosen])
         is_chosen = np.zeros(old_rows, dtype=bool)
         is_chosen[chosen] = True
         places = np.flatnonzero(is_chosen[row_of])
-        places = places[np.argsort(-sizes[rows.order[places]], kind="stable")]
+        places = places[stable_argsort(capacity - sizes[rows.order[places]], capacity)]
         pieces = rows.order[places]
         for weigh in (weights,) if weights is sizes else (weights, sizes):
             bins = _deal(
@@ -79,34 +78,48 @@ def level(
             )
             if bins is None:
                 continue
-            dealt = np.bincount(bins, weights=weights[pieces], minlength=num_chosen)
-            if len(added) or np.ptp(dealt) < np.ptp(heaviness[chosen]):
+            if len(added) or _is_evener(bins, weights[pieces], rows.totals(weights)[chosen]):
                 row_of[places] = np.concatenate([chosen, added])[bins]
                 return Rows.from_labels(rows.order, row_of, num_rows)
         num_chosen //= 2
     return rows
 
 
+def _by_pieces(rows: Rows, sizes: _Ints) -> _Ints:
+    """The rows, the emptiest first, then those with the most pieces: int64 [R]."""
+    by_pieces = np.argsort(-rows.counts(), kind="stable")
+    emptiest = rows.totals(sizes)[by_pieces].argmin()
+    return np.concatenate([by_pieces[[emptiest]], np.delete(by_pieces, emptiest)])
+
+
+def _is_evener(bins: _Ints, weights: _Ints, before: _Ints) -> bool:
+    """Whether the rows of the pieces, ``bins``, differ less in weight than they did ``before``."""
+    dealt = np.bincount(bins, weights=weights, minlength=len(before))
+    return bool(np.ptp(dealt) < np.ptp(before))
+
+
 def _deal(
     sizes: _Ints, weights: _Ints, num_rows: int, capacity: int, max_pieces: int | None
-) -> list[int] | None:
+) -> _Ints | None:
     """The row of each piece, in turn the one of least weight; None when a row is overfilled."""
+    if max_pieces is not None and len(sizes) > num_rows * max_pieces:
+        return None
     heap = list(range(num_rows))  # weight * num_rows + row: one integer is cheap to compare
-    free = [capacity] * num_rows
-    slots = [max_pieces or len(sizes)] * num_rows
+    slots = None if max_pieces is None else [max_pieces] * num_rows
     bins: list[int] = []
-    for size, weight in zip(sizes.tolist(), weights.tolist(), strict=True):
-        row = heap[0] % num_rows if heap else 0
-        free[row] -= size
-        slots[row] -= 1
-        if free[row] < 0 or slots[row] < 0:
-            return None
+    for weight in weights.tolist():
+        key = heap[0]
+        row = key % num_rows
         bins.append(row)
-        if slots[row]:
-            heapreplace(heap, heap[0] + weight * num_rows)
-        else:
-            heappop(heap)
-    return bins
+        if slots is not None:
+            slots[row] -= 1
+            if not slots[row]:
+                weight = _CLOSED
+        heapreplace(heap, key + weight * num_rows)
+    rows = np.fromiter(bins, np.int64, len(bins))
+    totals = np.zeros(num_rows, dtype=np.int64)
+    np.add.at(totals, rows, sizes)
+    return None if totals.max() > capacity else rows
 
 
 def split_evenly(sizes: _Ints, num_rows: int, capacity: int, max_pieces: int | None) -> Rows:
@@ -120,7 +133,7 @@ def split_evenly(sizes: _Ints, num_rows: int, capacity: int, max_pieces: int | N
     [0, 1, 3, 5]
     """
     num_pieces = len(sizes)
-    sums = np.concatenate([[0], np.cumsum(sizes)])
+    sums = running_sum(sizes)
     latest = np.searchsorted(sums, sums + capacity, side="right") - 1
     earliest = np.searchsorted(sums, sums - capacity, side="left")
     if max_pieces is not None:
@@ -157,14 +170,18 @@ def over_ranks(costs: _Ints | None, num_rows: int, num_ranks: int, *, keep_order
     order = np.arange(num_rows)
     if costs is None or num_ranks == 1:
         return order.reshape(-1, num_ranks).T.ravel()
-    if not keep_order:
+    if keep_order:
+        groups = order.reshape(-1, num_ranks)
+        ranked = np.argsort(-costs[groups], axis=1, kind="stable")
+        order = np.take_along_axis(groups, ranked, axis=1).ravel()
+    else:
         order = np.argsort(-costs, kind="stable")
-    groups = order.reshape(-1, num_ranks)
-    groups = np.take_along_axis(groups, np.argsort(-costs[groups], axis=1, kind="stable"), axis=1)
-    assigned = np.empty_like(groups)
-    load = np.zeros(num_ranks, dtype=np.int64)
-    for group, row_costs, target in zip(groups, costs[groups], assigned, strict=True):
-        ranks = np.argsort(load, kind="stable")
-        target[ranks] = group
-        load[ranks] += row_costs
-    return assigned.T.ravel()
+    ranks: list[int] = []  # of each row in that order
+    load = [0] * num_ranks
+    row_costs = costs[order].tolist()
+    for first in range(0, num_rows, num_ranks):
+        group = sorted(range(num_ranks), key=load.__getitem__)
+        ranks += group
+        for rank, cost in zip(group, row_costs[first : first + num_ranks], strict=True):
+            load[rank] += cost
+    return order[np.argsort(np.array(ranks), kind="stable")]

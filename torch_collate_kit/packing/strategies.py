@@ -7,18 +7,22 @@ the number of distinct sizes more than on the number of pieces. There is at leas
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect, insort
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Rows", "best_fit_decreasing", "first_fit_decreasing", "sequential", "stable_argsort"]
+__all__ = [
+    "Rows",
+    "best_fit_decreasing",
+    "first_fit_decreasing",
+    "running_sum",
+    "sequential",
+    "stable_argsort",
+]
 
 _Ints = npt.NDArray[np.int64]
-# First row, number of rows, pieces placed in each of them; and again. Flat, because a tuple each
-# sets off the garbage collector, which takes 80 ms in a process with torch.
-_Fills = list[int]
 
 
 class Rows(NamedTuple):
@@ -32,25 +36,28 @@ class Rows(NamedTuple):
     @classmethod
     def from_labels(cls, order: _Ints, row_of: npt.NDArray[np.integer], num_rows: int) -> Rows:
         """Group by row: piece ``order[i]`` goes to row ``row_of[i]``; order is kept in a row."""
-        offsets = np.zeros(num_rows + 1, dtype=np.int64)
-        np.cumsum(np.bincount(row_of, minlength=num_rows), out=offsets[1:])
+        offsets = running_sum(np.bincount(row_of, minlength=num_rows))
         return cls(order[stable_argsort(row_of, num_rows)], offsets)
 
     def labels(self) -> _Ints:
         """The row of every entry of ``order``: int64 [S]."""
-        return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+        return np.repeat(np.arange(len(self.offsets) - 1), self.counts())
+
+    def counts(self) -> _Ints:
+        """The pieces of each row: int64 [R]."""
+        return self.offsets[1:] - self.offsets[:-1]  # np.diff takes ten times as long to begin
 
     def take(self, row_indices: _Ints) -> Rows:
         """The rows ``row_indices``, in that order. A copy."""
-        counts = np.diff(self.offsets)[row_indices]
-        offsets = np.concatenate([[0], np.cumsum(counts)])
+        counts = self.counts()[row_indices]
+        offsets = running_sum(counts)
         shift = np.repeat(self.offsets[row_indices] - offsets[:-1], counts)
         return Rows(self.order[np.arange(offsets[-1]) + shift], offsets)
 
     def totals(self, values: _Ints) -> _Ints:
         """Sum of ``values`` (int64 [S], by piece number) over each row: int64 [R]."""
-        sums = np.concatenate([[0], np.cumsum(values[self.order])])
-        return np.diff(sums[self.offsets])
+        sums = running_sum(values[self.order])[self.offsets]
+        return sums[1:] - sums[:-1]
 
 
 def stable_argsort(keys: npt.NDArray[np.integer], num_keys: int) -> _Ints:
@@ -85,60 +92,64 @@ def best_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) -> 
     ([3, 2, 1, 0], [0, 2, 4])
     """
     order, distinct, counts = _histogram(sizes, capacity)
-    fills, num_rows = _fill_best(distinct, counts, capacity, max_pieces)
-    return Rows.from_labels(order, _expand(fills), num_rows)
+    firsts, num_taken, each, num_rows = _fill_best(distinct, counts, capacity, max_pieces)
+    return Rows.from_labels(order, _expand(firsts, num_taken, each), num_rows)
 
 
 def _fill_best(
     distinct: list[int], counts: list[int], capacity: int, max_pieces: int | None
-) -> tuple[_Fills, int]:
-    """Which rows take how many pieces of each size, and the number of rows.
+) -> tuple[_Ints, _Ints, _Ints, int]:
+    """The fills in turn, and the number of rows.
 
-    Rows are grouped by free space and, where pieces a row are limited, by free slots. A group's key
-    is one integer, ``space * stride + slots``, so that sorted keys are in best-fit order. Rows are
-    numbered as they are opened; a group is a list of ranges of row numbers. One flat loop: calls
-    would double its time, and most of the time of planning a batch is spent here.
+    A fill is a run of rows, numbered as they are opened, that take ``each`` pieces of one size:
+    first row, number of rows, each. The rows of a run are equally full until another fill splits
+    it. A run is one integer, ``first * unit + number``; run 0 is the rows that are not yet opened.
+
+    All runs with room are one sorted list of integers, ``(key + 1) * unit - 1 - run``: ``key`` is
+    the free space, or where pieces are limited ``space * stride + free slots``. So they are in
+    best-fit order, of equally full ones the last run first. One flat loop over integers: calls
+    would double its time, most of the time of planning a batch is spent here, and a tuple or list
+    per run sets off the garbage collector, which takes 80 ms in a process with torch.
     """
-    limited = max_pieces is not None
-    stride = 1 if max_pieces is None else max_pieces + 1
-    empty = capacity * stride + (max_pieces or 0)
-    groups: dict[int, list[range]] = {}
-    keys: list[int] = []
-    fills: _Fills = []
-    num_rows = 0
+    stride, closes = (1, 0) if max_pieces is None else (max_pieces + 1, 1)
+    unit = sum(counts) + 2  # more than there can be runs
+    runs = [unit - 2]
+    open_runs = [(capacity * stride + (max_pieces or 0) + 1) * unit - 1]
+    filled: list[int] = []
+    eachs: list[int] = []
+    size_unit, slot_unit = stride * unit, closes * unit
     for size, count in zip(distinct, counts, strict=True):
-        at = bisect_left(keys, size * stride)
+        room = size * size_unit
+        at = bisect(open_runs, room)
         while count:
-            is_open = at < len(keys)
-            key = keys[at] if is_open else empty
-            each = key // stride // size
-            if limited and key % stride < each:
-                each = key % stride
-            num_full = count // each
-            if is_open:
-                rows = groups[key].pop()
+            place = open_runs[at]
+            run = ~place % unit
+            rows = runs[run]
+            each = used = 1
+            if count > 1:
+                each = place // room
+                if closes:
+                    each = min(each, place // unit % stride)
+                if count < each:  # one row takes the rest, and has room for more
+                    each = count
+                else:
+                    used = min(count // each, rows % unit)
+            unused = rows % unit - used
+            if unused:
+                runs[run] = rows + used * unit - used
+                rows -= unused
             else:
-                rows = range(num_rows, num_rows + (num_full or 1))
-                num_rows = rows.stop
-            if not num_full:  # one row takes the rest, and has room for more
-                num_full, each = 1, count
-            part, rest = rows, None
-            if num_full < len(rows):
-                part, rest = rows[:num_full], rows[num_full:]
-            fills += (part.start, len(part), each)
-            count -= len(part) * each
-            if rest is not None:
-                groups[key].append(rest)
-            elif is_open and not groups[key]:
-                del groups[key], keys[at]
-            key -= each * (size * stride + limited)
-            if key in groups:
-                groups[key].append(part)
-            elif not limited or key % stride:  # without a free slot a row is closed
-                groups[key] = [part]
-                insort(keys, key)
-                at += 1  # a row that is not closed by now is too full, or count is 0
-    return fills, num_rows
+                del open_runs[at]
+            place += run - len(runs) - each * (room + slot_unit)
+            runs.append(rows)
+            filled.append(rows)
+            eachs.append(each)
+            count -= used * each
+            if not closes or place // unit % stride:  # without a free slot a row is closed
+                insort(open_runs, place)
+                at += 1  # it is too full by now, or count is 0
+    firsts, num_taken = np.divmod(_int_array(filled), unit)
+    return firsts, num_taken, _int_array(eachs), runs[0] // unit
 
 
 def first_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) -> Rows:
@@ -158,7 +169,8 @@ def first_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) ->
     num_leaves = 1 << (most_rows - 1).bit_length()
     space = [capacity] * (2 * num_leaves)
     slots = [max_pieces or len(sizes)] * num_leaves
-    fills: _Fills = []
+    filled: list[int] = []
+    eachs: list[int] = []
     for size, count in zip(distinct, counts, strict=True):
         while count:
             node = 1
@@ -168,15 +180,17 @@ def first_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) ->
             row = node - num_leaves
             each = min(space[node] // size, slots[row], count)
             assert each > 0, "the tree has too few rows"
-            fills += (row, 1, each)
+            filled.append(row)
+            eachs.append(each)
             count -= each
             slots[row] -= each
             space[node] = space[node] - each * size if slots[row] else 0
             while node > 1:
                 node //= 2
                 space[node] = max(space[2 * node], space[2 * node + 1])
-    num_rows = max(fills[::3]) + 1
-    return Rows.from_labels(order, _expand(fills), num_rows)
+    rows = _int_array(filled)
+    labels = _expand(rows, np.ones_like(rows), _int_array(eachs))
+    return Rows.from_labels(order, labels, int(rows.max()) + 1)
 
 
 def sequential(sizes: _Ints, capacity: int, max_pieces: int | None) -> Rows:
@@ -185,7 +199,7 @@ def sequential(sizes: _Ints, capacity: int, max_pieces: int | None) -> Rows:
     >>> sequential(np.array([4, 6, 3, 7, 1]), 10, None).offsets.tolist()
     [0, 2, 4, 5]
     """
-    sums = np.concatenate([[0], np.cumsum(sizes)])
+    sums = running_sum(sizes)
     row_end = np.searchsorted(sums, sums[:-1] + capacity, side="right") - 1
     if max_pieces is not None:
         row_end = np.minimum(row_end, np.arange(len(sizes)) + max_pieces)
@@ -200,14 +214,24 @@ def _histogram(sizes: _Ints, capacity: int) -> tuple[_Ints, list[int], list[int]
     """Piece numbers by size, longest first, ties by number; the distinct sizes; their counts."""
     order = stable_argsort(capacity - sizes, capacity)
     ordered = sizes[order]
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(ordered)) + 1])
-    counts = np.diff(starts, append=len(sizes))
-    return order, ordered[starts].tolist(), counts.tolist()
+    starts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
+    starts = np.concatenate([[0], starts, [len(sizes)]])
+    return order, ordered[starts[:-1]].tolist(), (starts[1:] - starts[:-1]).tolist()
 
 
-def _expand(fills: _Fills) -> npt.NDArray[np.integer]:
+def _expand(firsts: _Ints, num_rows: _Ints, each: _Ints) -> npt.NDArray[np.integer]:
     """The row of every piece, in the order in which they were placed: int [S]."""
-    first, num_rows, each = np.array(fills, dtype=np.int64).reshape(-1, 3).T
     ends = np.cumsum(num_rows)
-    rows = np.repeat(first - ends + num_rows, num_rows) + np.arange(ends[-1])
+    rows = np.repeat(firsts - ends + num_rows, num_rows) + np.arange(ends[-1])
     return np.repeat(rows.astype(np.uint32), np.repeat(each, num_rows))
+
+
+def running_sum(values: _Ints) -> _Ints:
+    """The sum of the values before each place, and of all: int64, one entry more than values."""
+    sums = np.zeros(len(values) + 1, dtype=np.int64)
+    np.cumsum(values, out=sums[1:])
+    return sums
+
+
+def _int_array(values: list[int]) -> _Ints:
+    return np.fromiter(values, np.int64, len(values))  # np.array takes twice as long
