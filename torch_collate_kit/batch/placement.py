@@ -96,12 +96,16 @@ def packed(
     rows = np.repeat(np.arange(len(used)), row_offsets[1:] - row_offsets[:-1])
     starts = before[:-1] - first[rows]
     has_tail = used < width
-    ends = row_offsets[1:][has_tail]
-    offsets = row_offsets + np.append(0, np.cumsum(has_tail))
-    tailed = {"starts": np.insert(starts, ends, used[has_tail])}
-    for name, count in counts.items():
-        tailed[name] = np.insert(count, ends, 0)
-    return {name: Ragged(values.astype(np.int32), offsets) for name, values in tailed.items()}
+    tails = np.append(0, np.cumsum(has_tail))  # before each row
+    offsets = row_offsets + tails
+    places = np.arange(len(starts)) + tails[rows]
+    segments = {}
+    for name, count in {"starts": starts, **counts}.items():
+        values = np.zeros(offsets[-1], dtype=np.int32)
+        values[places] = count
+        segments[name] = Ragged(values, offsets)
+    segments["starts"].values[offsets[1:][has_tail] - 1] = used[has_tail]
+    return segments
 
 
 def longest_segments(starts: Ragged, width: int) -> list[int]:

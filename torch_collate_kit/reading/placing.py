@@ -9,11 +9,13 @@ from torch import Tensor
 
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.numbers import Numbers, taken
 
 __all__ = [
     "LEAST_WEIGHT",
     "Placed",
+    "as_flags",
     "as_weights",
     "bad_weight",
     "first_bad",
@@ -51,16 +53,19 @@ def first_bad(is_bad: np.ndarray, pieces: Pieces) -> tuple[int, int]:
     return int(pieces.examples[piece]), token
 
 
+def _are_int32_ids(values: np.ndarray) -> bool:
+    """Whether all of a column are ids that int32 holds."""
+    if values.dtype == np.int64:  # one pass for both ends
+        return not (values.view(np.uint64) > _INT32_MAX).any()
+    return not values.size or (int(values.min()) >= 0 and int(values.max()) <= _INT32_MAX)
+
+
 def narrow_ids(values: np.ndarray) -> np.ndarray | None:
     """A copy in int32 where they fit, else in int64; None where one is negative or beyond int64."""
-    if values.dtype == np.int64:  # one pass for both ends
-        if not (values.view(np.uint64) > _INT32_MAX).any():
-            return values.astype(np.int32)
-        return None if values.min() < 0 else values.copy()
-    if values.size and (int(values.min()) < 0 or int(values.max()) > np.iinfo(np.int64).max):
-        return None
-    fits = not values.size or int(values.max()) <= _INT32_MAX
-    return values.astype(np.int32 if fits else np.int64)
+    if _are_int32_ids(values):
+        return values.astype(np.int32)
+    is_bad = int(values.min()) < 0 or int(values.max()) > np.iinfo(np.int64).max
+    return None if is_bad else values.astype(np.int64)
 
 
 def token_ids(name: str, ids: Numbers, pieces: Pieces) -> np.ndarray:
@@ -69,6 +74,8 @@ def token_ids(name: str, ids: Numbers, pieces: Pieces) -> np.ndarray:
     Raises:
         DataError: a negative id.
     """
+    if isinstance(ids, Ragged) and _are_int32_ids(ids.values):
+        return taken(ids, pieces.examples, pieces.starts, pieces.lengths, np.int32)
     values = taken(ids, pieces.examples, pieces.starts, pieces.lengths)
     narrow = narrow_ids(values)
     if narrow is not None:
@@ -79,6 +86,16 @@ def token_ids(name: str, ids: Numbers, pieces: Pieces) -> np.ndarray:
         f"example {i}: {name} is {values[is_bad][0]} at token {token}; token ids are 0 or more "
         "(-100 belongs into labels)"
     )
+
+
+def as_flags(column: Numbers) -> Numbers:
+    """A column that holds nothing but 0 and 1 as bools, which are put in order in less memory."""
+    if isinstance(column, Ragged) and column.values.dtype != np.bool_:
+        values = column.values
+        trained = values != 0
+        if np.count_nonzero(values == 1) == np.count_nonzero(trained):
+            return Ragged(trained, column.offsets)
+    return column
 
 
 def as_weights(values: np.ndarray) -> np.ndarray | None:

@@ -31,6 +31,7 @@ from torch_collate_kit.reading.numbers import (
 )
 from torch_collate_kit.reading.placing import (
     Placed,
+    as_flags,
     as_weights,
     bad_weight,
     first_bad,
@@ -104,13 +105,14 @@ class SftExamples:
         examples, starts, lengths = pieces[:3]
         if self.target is None:
             return np.ones(int(lengths.sum()), dtype=np.bool_)
+        target = as_flags(self.target)
         if self.num_actions is None:
-            weights = taken(self.target, examples, starts, lengths)
+            weights = taken(target, examples, starts, lengths)
         else:
             # The mask has the tokens n - a .. n of an example; a piece may hold a part of them.
             prompt = (self.lengths - self.num_actions)[examples]
             hidden = np.clip(prompt - starts, 0, lengths)
-            given = taken(self.target, examples, np.maximum(starts - prompt, 0), lengths - hidden)
+            given = taken(target, examples, np.maximum(starts - prompt, 0), lengths - hidden)
             weights = np.zeros(int(lengths.sum()), dtype=given.dtype)
             weights[spans(np.cumsum(lengths) - lengths + hidden, lengths - hidden)] = given
         checked = as_weights(weights)
