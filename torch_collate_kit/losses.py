@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
+from torch_collate_kit.batch.model_inputs import response_cells
 
 __all__ = ["PerTokenOutputs", "global_num_loss_tokens", "token_loss"]
 
@@ -81,6 +82,13 @@ def token_loss(
     there. 0 divides by 1. (A tensor is not looked at, since that would wait for the device; one
     that is no count, negative or not finite, makes the loss NaN.)
 
+    Of a collator's batch only the logits that predict response tokens are cast and kept for the
+    backward pass: 4 bytes per response token and entry of the vocabulary, not 4 per cell. (Of bf16
+    logits ``[4, 512, 8192]``, a tenth of the cells responses: 6.7 MB instead of 67, and 104 MB at
+    the peak of the backward pass instead of 235.) Their number is in host memory, so nothing waits
+    for the device. Of plain labels, and where ``loss_mask`` was replaced or changed in place, the
+    logits of all predicting cells are taken.
+
     Args:
         logits: ``[R, W, V]``, or with a Batch only the last ``K >= A + 1`` columns (what
             ``model(..., logits_to_keep=A + 1)`` gives), where ``A = metadata["response_length"]``.
@@ -121,7 +129,7 @@ def token_loss(
             )
         ids = batch["input_ids"][:, labels.shape[-1] - response_length :]
         targets = torch.where(targets == IGNORE_INDEX, ids, targets)
-    nll = _token_nll(logits, targets)
+    nll = _token_nll(logits, targets, None if batch is None else response_cells(batch))
     # where() first: an infinite loss of a token that is not trained must not become 0 * inf.
     weighted = torch.where(mask != 0, nll, 0) * mask.to(nll.dtype)
     loss = _divided(weighted.sum() * divisor, num_loss_tokens)
@@ -198,18 +206,20 @@ def _labels(batch: Batch, mask: Tensor) -> Tensor:
     return torch.where(F.pad(mask, (hidden, 0)) != 0, ids, IGNORE_INDEX)
 
 
-def _token_nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log-likelihood of every target [R, A]; 0 where the target is -100.
+def _token_nll(logits: Tensor, targets: Tensor, cells: Tensor | None) -> Tensor:
+    """Negative log-likelihood of the targets [R, A] in ``cells``, or of all of them; else 0.
 
-    The targets are shifted, not the logits: a slice of those would be copied, and they are large.
+    Logits are taken where they are needed before anything of their size is made of them.
     """
     last, width = logits.shape[-2] - 1, targets.shape[-1]
-    shifted = targets.new_full(logits.shape[:-1], IGNORE_INDEX, dtype=torch.int64)
-    shifted[..., last - width : last] = targets
-    flat = logits.reshape(-1, logits.shape[-1])
-    flat = flat.float() if flat.dtype in _HALF else flat
-    nll = F.cross_entropy(flat, shifted.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
-    return nll.view(shifted.shape)[..., last - width : last]
+    flat, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.long().flatten()
+    if cells is None:
+        cells = torch.arange(len(flat_targets), device=logits.device)
+    predicted_at = cells + cells // max(width, 1) * (last + 1 - width) + (last - width)
+    taken = flat.index_select(0, predicted_at)
+    taken = taken.float() if taken.dtype in _HALF else taken
+    nll = F.cross_entropy(taken, flat_targets[cells], ignore_index=IGNORE_INDEX, reduction="none")
+    return nll.new_zeros(len(flat_targets)).index_copy(0, cells, nll).view(targets.shape)
 
 
 def _divided(total: Tensor, num_loss_tokens: float | Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch_collate_kit.batch.fields import (
 )
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["make_field"]
+__all__ = ["cells_of_responses", "make_field"]
 
 
 def make_field(
@@ -39,6 +39,12 @@ def make_field(
         if name in columns.specs:
             return _own(name, columns.specs[name], maker, columns)
         return _DERIVED[name](maker, columns, metadata)
+
+
+def cells_of_responses(columns: Columns, made: dict[str, Tensor]) -> Tensor:
+    """int64 [n], the cell of every response token in ``[R, A]``; ``made`` keeps it."""
+    with torch.inference_mode(False):
+        return _Maker(columns, made).response_cells()
 
 
 class _Maker:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool, checked_int
+from torch_collate_kit.batch.dense import cells_of_responses
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.segments import check_boundaries
 
 if TYPE_CHECKING:
     from torch_collate_kit.batch.batch import Batch
 
-__all__ = ["block_mask", "model_inputs"]
+__all__ = ["block_mask", "model_inputs", "response_cells"]
 
 _IMAGE_FIELDS = ("pixel_values", "image_grid_thw")
 
@@ -55,6 +56,18 @@ def model_inputs(
         longest = max(batch.row_metadata["max_segment_length"], default=0)
         inputs["max_length_q"] = inputs["max_length_k"] = longest
     return inputs
+
+
+def response_cells(batch: Batch) -> Tensor | None:
+    """Where ``[R, A]`` holds response tokens: int64 [n], flat cells in their order, on the device.
+
+    All cells that ``loss_mask`` trains are among them. None where the batch does not say, since it
+    was built of dense fields or its ``loss_mask`` was replaced or changed. Waits for no device.
+    """
+    stored = batch._stored()
+    if stored.columns is None or "loss_mask" in stored.given:
+        return None
+    return cells_of_responses(stored.columns, batch._shared)
 
 
 def _is_varlen(attention: Any) -> bool:
