@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
+from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
 
 LENGTHS = (5, 3, 4, 2, 7)
@@ -42,6 +44,63 @@ def loose() -> Batch:
             "nothing": None,
         },
     )
+
+
+def masked_examples(form: str = "loss_mask") -> list[dict[str, Any]]:
+    """SFT examples with weights, a 0/1 mask, or labels that are not the ids."""
+    weights = {"loss_mask": (0, 1, 0.5), "completion_mask": (0, 1, 1)}
+    found: list[dict[str, Any]] = examples()
+    for i, example in enumerate(found):
+        ids = example["input_ids"]
+        if form == "labels":
+            example["labels"] = [t + 1 if (i + t) % 3 else -100 for t in ids]
+        else:
+            example[form] = [weights[form][(i + t) % 3] for t in ids]
+    return found
+
+
+def rollouts(*, images: bool = False) -> list[dict[str, Any]]:
+    """Rollouts with everything that one may have."""
+    found: list[dict[str, Any]] = []
+    for i, (prompt, response) in enumerate([(2, 3), (4, 1), (1, 2), (3, 4)]):
+        found.append(
+            {
+                "prompt_ids": [10 * i + t + 1 for t in range(prompt)],
+                "response_ids": [100 * i + t + 1 for t in range(response)],
+                "rewards": 0.5 * i,
+                "loss_mask": [(i + t) % 2 for t in range(response)],
+                "logprobs": [-0.25 * t for t in range(response)],
+                "advantages": [0.125 * (t + i) for t in range(response)],
+                "rollout_expert_indices": np.arange(prompt * 6).reshape(prompt, 2, 3) % 5,
+                "uid": f"u{i // 2}",
+            }
+        )
+        if images:
+            grids = [[1, 2, 2]] * (i % 3)
+            patches = np.arange(12.0 * len(grids)).reshape(-1, 3) + i
+            found[-1] |= (
+                {"pixel_values": patches, "image_grid_thw": grids}
+                if grids
+                else {
+                    "pixel_values": None,
+                    "image_grid_thw": None,
+                }
+            )
+    return found
+
+
+KINDS: dict[str, Any] = {  # a batch of every kind that collators make
+    "left": lambda: PaddedCollator(9)(masked_examples()),
+    "right": lambda: PaddedCollator(9, padding_side="right")(masked_examples("completion_mask")),
+    "labels": lambda: PaddedCollator(9, pad_to_multiple_of=4)(masked_examples("labels")),
+    "packed": lambda: PackedCollator(9, max_tokens=8)(masked_examples()),
+    "packed labels": lambda: PackedCollator(9, max_tokens=8)(masked_examples("labels")),
+    "aligned": lambda: PackedCollator(9, max_tokens=16, parallel=ParallelLayout(dp=2, tp=4))(
+        masked_examples()
+    ),
+    "rollouts": lambda: RolloutCollator(9)(rollouts(images=True)),
+    "packed rollouts": lambda: PackedCollator(9, max_tokens=9)(rollouts()),
+}
 
 
 def plain(value: Any) -> Any:

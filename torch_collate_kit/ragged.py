@@ -152,7 +152,8 @@ class Ragged:
         cells = starts + np.arange(len(starts))
         values = self.values
         if isinstance(values, Tensor):
-            return Ragged.from_lengths(values[torch.from_numpy(cells).to(values.device)], lengths)
+            on_device = torch.from_numpy(cells).to(values.device, non_blocking=True)
+            return Ragged.from_lengths(values[on_device], lengths)
         return Ragged.from_lengths(values[cells], lengths)
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Ragged:

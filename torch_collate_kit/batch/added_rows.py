@@ -14,7 +14,14 @@ import numpy as np
 import torch
 
 from torch_collate_kit.batch.columns import Columns
-from torch_collate_kit.batch.fields import IGNORE_INDEX, PerImage, PerToken
+from torch_collate_kit.batch.fields import (
+    IGNORE_INDEX,
+    FieldSpec,
+    PerExample,
+    PerImage,
+    PerResponseToken,
+    PerToken,
+)
 from torch_collate_kit.batch.rows import take, with_empty_rows
 from torch_collate_kit.ragged import Ragged
 
@@ -64,9 +71,12 @@ def _filled(ragged: Ragged, first_row: int, value: int) -> Ragged:
 
 
 def pad_given(
-    fields: Mapping[str, Any], added: int, row_shapes: Mapping[str, list[int]]
+    fields: Mapping[str, Any],
+    added: int,
+    row_shapes: Mapping[str, list[int]],
+    specs: Mapping[str, FieldSpec],
 ) -> dict[str, Any]:
-    """Dense fields with ``added`` rows at the end.
+    """Dense fields with ``added`` rows at the end; those of ``specs`` as their columns have them.
 
     Those not named above repeat row 0, but floating-point fields whose rows have the shape of a
     mask's (values, log-probabilities) hold 0.
@@ -74,14 +84,17 @@ def pad_given(
     masks = [row_shapes[name] for name in _LOSS_MASKS if name in row_shapes]
     padded = {}
     for name, field in fields.items():
-        if isinstance(field, Ragged) and name in _EMPTY:
+        spec = specs.get(name)
+        if isinstance(field, Ragged) and (name in _EMPTY or isinstance(spec, PerExample)):
             padded[name] = with_empty_rows(field, added)
             continue
         last = len(field)
         padded[name] = new = take(field, np.append(np.arange(last), np.zeros(added, np.int64)))
         if isinstance(field, Ragged):
             continue
-        if name in _FILL or (field.is_floating_point() and list(field.shape[1:]) in masks):
+        if isinstance(spec, PerResponseToken):
+            new[last:] = spec.pad
+        elif name in _FILL or (field.is_floating_point() and list(field.shape[1:]) in masks):
             new[last:] = _FILL.get(name, 0)
         elif name == "rollout_expert_indices":  # what pads hold: no expert is there twice
             new[last:] = torch.arange(field.shape[-1], device=field.device)

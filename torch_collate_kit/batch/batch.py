@@ -178,9 +178,12 @@ class Batch(Mapping[str, Field]):
         ):
             return False
         mine, theirs = self.contents(), other.contents()
-        if mine.keys() != theirs.keys():  # stored in other forms
-            return all(rows.equal(self[name], other[name]) for name in self)
-        return rows.equal(mine, theirs)
+        if rows.equal(mine, theirs):
+            return True
+        given = bool(mine["given"] or theirs["given"])
+        if not given and mine["columns"].keys() == theirs["columns"].keys():
+            return False
+        return all(rows.equal(self[name], other[name]) for name in self)  # stored in other forms
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -283,12 +286,12 @@ class Batch(Mapping[str, Field]):
     # --- what is stored ---------------------------------------------------------------------------
 
     def contents(self) -> dict[str, Any]:
-        """What is stored, in the dtypes of the dense fields; no field is made.
+        """The ``"columns"``, in the dtypes of the dense fields, and what was ``"given"``.
 
-        Batches with equal contents have equal fields.
+        No field is made. Batches with equal contents have equal fields.
 
-        >>> list(Batch({"x": torch.zeros(4)}).contents())
-        ['x']
+        >>> Batch({"x": torch.zeros(2)}).contents()
+        {'given': {'x': tensor([0., 0.])}}
         """
         return self._stored().contents()
 
@@ -356,15 +359,17 @@ class Batch(Mapping[str, Field]):
         return self if moved is None else self._with_storage(moved)
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked host memory; DataLoader calls it to pin."""
-        return self._with_storage(self._stored().pinned())
+        """The batch in page-locked host memory, self on a device; DataLoader calls it to pin."""
+        pinned = self._stored().pinned()
+        return self if pinned is None else self._with_storage(pinned)
 
     def _with_storage(self, storage: Storage) -> Batch:
         return Batch.of_storage(storage, self.row_metadata, self.metadata)
 
     def record_stream(self, stream: Any) -> None:
-        """Tell the allocator that ``stream`` uses what is stored, as ``Tensor.record_stream``."""
-        for value in self._stored().items().values():
+        """Tell the allocator that ``stream`` uses the batch, as ``Tensor.record_stream`` does."""
+        made = [field for field, _ in self._made.values()]
+        for value in (*self._stored().items().values(), *made, *self._shared.values()):
             tensor_of(value).record_stream(stream)
 
     def __reduce__(self) -> tuple[Any, ...]:

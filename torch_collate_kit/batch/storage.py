@@ -56,7 +56,12 @@ class Storage:
         """With rows added that have no loss; ``sub_seq_lengths`` must be given beside columns."""
         return Storage(
             None if self.columns is None else pad_columns(self.columns, added),
-            pad_given(self.given, added, self.row_shapes()),
+            pad_given(
+                self.given,
+                added,
+                self.row_shapes(),
+                {} if self.columns is None else self.columns.specs,
+            ),
         )
 
     @staticmethod
@@ -77,8 +82,9 @@ class Storage:
         return {(kind, name): value for kind, of in kinds.items() for name, value in of.items()}
 
     def contents(self) -> dict[str, Any]:
-        """What is stored, in the dtypes of dense fields: equal for batches with equal fields."""
-        return {**self.given, **({} if self.columns is None else self.columns.in_full())}
+        """What was given or changed, and the columns in the dtypes of dense fields."""
+        columns = {} if self.columns is None else {"columns": self.columns.in_full()}
+        return {"given": self.given, **columns}
 
     def row_shapes(self) -> dict[str, list[int]]:
         """Shapes of the rows of the fields whose shape is not the same for every batch."""
@@ -106,8 +112,10 @@ class Storage:
         buffer, slots = self.in_one_buffer()
         return self._carved(buffer.to(device, non_blocking=non_blocking), slots)
 
-    def pinned(self) -> Storage:
-        """In one buffer of page-locked memory."""
+    def pinned(self) -> Storage | None:
+        """In one buffer of page-locked memory; None if it is not in host memory."""
+        if any(tensor_of(value).device.type != "cpu" for value in self.items().values()):
+            return None
         buffer, slots = self.in_one_buffer()
         return self._carved(buffer.pin_memory(), slots)
 

@@ -1,0 +1,203 @@
+"""A field that was changed in place stays as it is, whatever is done with the batch.
+
+The model is a dict of dense tensors and lists of rows, changed by the same operations.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.batch_samples import KINDS
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.fields import PerExample, PerResponseToken
+from torch_collate_kit.ragged import Ragged
+
+Model = dict[str, Any]  # tensors [R, ...], or a list of tensors, one per row
+
+
+def model_of(batch: Batch) -> Model:
+    """Of another batch of the same examples, so that nothing is shared with the one tested."""
+    return {
+        name: [torch.as_tensor(row).clone() for row in field]
+        if isinstance(field, Ragged)
+        else field.clone()
+        for name, field in batch.items()
+    }
+
+
+def check(batch: Batch, model: Model, order: Any = None) -> None:
+    assert list(batch) == list(model)
+    for name in order or model:
+        field, wanted = batch[name], model[name]
+        if isinstance(field, Ragged):
+            assert [torch.as_tensor(row).tolist() for row in field] == [r.tolist() for r in wanted]
+        else:
+            assert field.dtype == wanted.dtype, name
+            assert torch.equal(field, wanted), (name, field, wanted)
+
+
+def rows_of(model: Model, rows: list[int]) -> Model:
+    return {
+        name: [of[i].clone() for i in rows] if isinstance(of, list) else of[rows]
+        for name, of in model.items()
+    }
+
+
+def joined(first: Model, second: Model) -> Model:
+    return {
+        name: of + second[name] if isinstance(of, list) else torch.cat([of, second[name]])
+        for name, of in first.items()
+    }
+
+
+PADS: dict[str, Any] = {"labels": -100, "router_padding_mask": True}
+EMPTY = ("loss_mask", "response_mask", "rewards", "advantages", "rollout_logprobs")
+
+
+def padded(model: Model, multiple_of: int) -> Model:
+    count = len(model["input_ids"])
+    model = rows_of(model, [*range(count), *([0] * (-count % multiple_of))])
+    for name, of in model.items():
+        if name == "sub_seq_lengths":
+            of[count:] = [row[:0] for row in of[count:]]
+        elif name in PADS or name in EMPTY:
+            of[count:] = PADS.get(name, 0)
+        elif name == "rollout_expert_indices":
+            of[count:] = torch.arange(of.shape[-1], dtype=of.dtype)
+    return model
+
+
+def change(field: Any, wanted: Any, number: int) -> None:
+    """The same change of a field in place and of its model."""
+    if isinstance(field, Ragged):
+        field.flat_values.add_(number)
+        for row in wanted:
+            row.add_(number)
+    elif field.dtype == torch.bool:
+        field.logical_not_()
+        wanted.logical_not_()
+    elif field.numel():
+        for tensor in (field, wanted):
+            tensor.view(len(tensor), -1)[number % len(tensor), ::2] += number
+
+
+@settings(max_examples=150)
+@given(data=st.data(), kind=st.sampled_from(list(KINDS)), inference=st.booleans())
+def test_random_changes_and_operations(data: Any, kind: str, inference: bool) -> None:
+    batch, model = KINDS[kind](), model_of(KINDS[kind]())
+    with torch.inference_mode(inference):
+        for _ in range(data.draw(st.integers(1, 6))):
+            for name in data.draw(st.lists(st.sampled_from(list(model)), max_size=2)):
+                if name == "cu_seq_lens":  # boundaries are read, not written
+                    continue
+                change(batch[name], model[name], data.draw(st.integers(1, 3)))
+            count = len(batch)
+            operation = data.draw(
+                st.sampled_from(
+                    ["slice", "select", "cat", "pad", "to", "pickle", "with", "deep", "copy", "pin"]
+                )
+            )
+            if operation == "slice" and count > 1:
+                index = slice(data.draw(st.integers(0, 1)), None, data.draw(st.integers(1, 2)))
+                batch, model = batch[index], rows_of(model, list(range(count))[index])
+            elif operation == "select":
+                rows = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=5))
+                batch, model = batch.select(rows), rows_of(model, rows)
+            elif operation == "cat" and count < 30:
+                metadata = {"num_loss_tokens": 1}
+                batch = Batch.cat([batch[1:], batch], metadata)
+                model = joined(rows_of(model, list(range(1, count))), model)
+            elif operation == "pad":
+                batch, model = batch.pad_rows(multiple_of=4), padded(model, 4)
+            elif operation == "to":
+                batch = batch.to("cpu")
+            elif operation == "pickle":
+                batch = pickle.loads(pickle.dumps(batch))
+            elif operation == "with":
+                new = torch.full((count, 2), 7)
+                batch = batch.with_fields(attention_mask=new)
+                model = {**model, "attention_mask": new.clone()}
+            elif operation == "deep":
+                before, batch = batch, copy.deepcopy(batch)
+                change(before["input_ids"], before["input_ids"].clone(), 5)
+            elif operation == "copy":
+                batch = copy.copy(batch)
+        check(batch, model, data.draw(st.permutations(list(model))))
+
+
+KEEPING: dict[str, Callable[[Batch], Batch]] = {
+    "slice": lambda b: b[:],
+    "select": lambda b: b.select(list(range(len(b)))),
+    "cat": lambda b: Batch.cat([b[:1], b[1:]]),
+    "to": lambda b: b.to("cpu"),
+    "pickle": lambda b: pickle.loads(pickle.dumps(b)),
+    "pickle twice": lambda b: pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(b)))),
+    "with_fields": lambda b: b.with_fields(more=torch.zeros(len(b))),
+    "deepcopy": copy.deepcopy,
+    "pad_rows": lambda b: b.pad_rows(multiple_of=len(b) + 1)[: len(b)],
+    "chunk": lambda b: Batch.cat(b.chunk(len(b))),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("operation", list(KEEPING))
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_one_change_of_each_field(kind: str, operation: str, inference: bool) -> None:
+    whole = model_of(KINDS[kind]())
+    for name in whole:
+        if name == "cu_seq_lens":
+            continue
+        with torch.inference_mode(inference):
+            batch = KINDS[kind]()
+            model = copy.deepcopy(whole)
+            change(batch[name], model[name], 3)
+            kept = KEEPING[operation](batch)
+            if operation == "with_fields":
+                model["more"] = torch.zeros(len(kept))
+            check(kept, model)
+            check(KEEPING[operation](kept)[:], model)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "loss_mask", "response_mask"])
+def test_no_field_follows_from_another_one(kind: str, name: str, replace: bool) -> None:
+    """Read before a change or after it, the other fields are those that were collated."""
+    expected = model_of(KINDS[kind]())
+    if name not in expected:
+        return
+    for read_before in (list(expected), []):
+        batch = KINDS[kind]()
+        for other in read_before:
+            batch[other]
+        model = dict(expected)
+        model[name] = torch.full_like(expected[name], 3)
+        if replace:
+            batch = batch.with_fields(**{name: model[name].clone()})
+        else:
+            batch[name].fill_(3)
+        check(batch, model)
+        check(batch[:], model)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_declared_field_has_its_pads_in_added_rows_though_it_was_changed(changed: bool) -> None:
+    batch = KINDS["rollouts"]()
+    columns = batch._storage.columns
+    columns.specs["rewards"] = PerResponseToken(torch.int64, pad=-1)
+    columns.specs["image_grid_thw"] = PerExample(torch.int64)
+    if changed:
+        batch["rewards"].mul_(2)
+        batch["image_grid_thw"].flat_values.mul_(2)
+    padded_batch = batch.pad_rows(multiple_of=5)
+    assert padded_batch["rewards"][4:].unique().tolist() == [-1]
+    assert padded_batch["rewards"][:4].max() == (2 if changed else 1)
+    assert [len(row) for row in padded_batch["image_grid_thw"]] == [0, 1, 2, 0, 0]
