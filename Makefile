@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: sft grpo test bench check format clean
+.PHONY: sft grpo test test-bare test-oldest bench check format clean
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with torch and the rest: minutes, the first time, and nothing is shown meanwhile"
@@ -20,6 +20,27 @@ grpo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# torch and NumPy, and nothing else of what setup.cfg requires.
+build/bare/.installed: constraints.txt
+	$(PYTHON) -m venv build/bare
+	build/bare/bin/pip install --quiet -c constraints.txt torch numpy
+	touch $@
+
+test-bare: build/bare/.installed
+	build/bare/bin/python -m tests.bare_environment
+
+# The lowest versions that setup.cfg promises; torch and what only tests use as in constraints.txt.
+build/oldest/.installed: setup.cfg constraints.txt
+	$(PYTHON) -m venv build/oldest
+	sed -nE 's/^ +(numpy|datasets|transformers|accelerate)>=/\1==/p' setup.cfg > build/oldest/versions.txt
+	grep -E '^(torch|torchdata|pyarrow|matplotlib|pytest|pytest-xdist|hypothesis|mypy)==' constraints.txt \
+		>> build/oldest/versions.txt
+	build/oldest/bin/pip install --quiet -c build/oldest/versions.txt -e '.[test,plots]'
+	touch $@
+
+test-oldest: build/oldest/.installed
+	build/oldest/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # Peers in an environment of their own; the two with --no-deps would replace torch.
 build/bench/.installed: setup.cfg pyproject.toml constraints.txt

@@ -16,7 +16,7 @@ strict = True
 warn_return_any = False
 disallow_subclassing_any = False
 disallow_any_unimported = False
-[mypy-torch.*,numpy.*,transformers.*,datasets.*,accelerate.*,pyarrow.*,torchdata.*,numba.*]
+[mypy-torch.*,numpy.*,transformers.*,datasets.*,accelerate.*,pyarrow.*,torchdata.*]
 ignore_missing_imports = True
 follow_imports = skip
 [mypy-torch_collate_kit.*]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
 from typing import Any
 
@@ -105,3 +106,23 @@ def _raise_not_integers(array: npt.NDArray[Any], hint: str) -> None:
         f"a length is more than int64 holds (largest {max(array.tolist())}); "
         "check how the lengths were computed"
     )
+
+
+def needed_package(name: str, purpose: str) -> Any:
+    """The module ``name``, imported where it is used: only ``purpose`` needs its package.
+
+    Raises:
+        ImportError: the package is not installed; the message has the pip command.
+
+    >>> needed_package("no_such_package.part", "the example")
+    Traceback (most recent call last):
+    ImportError: the example needs the package no_such_package: pip install no_such_package
+    """
+    package = name.partition(".")[0]
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != package:  # it is installed, and a package that it needs is not
+            raise
+        message = f"{purpose} needs the package {package}: pip install {package}"
+        raise ImportError(message, name=package) from error

@@ -27,7 +27,7 @@ from torch_collate_kit._chat_records import (
     read_dicts,
     read_messages,
 )
-from torch_collate_kit._checks import checked_bool
+from torch_collate_kit._checks import checked_bool, needed_package
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.errors import DataError
 
@@ -156,8 +156,7 @@ def tokenize_chat_dataset(
     Traceback (most recent call last):
     TypeError: expected a datasets.Dataset, got list; use Dataset.from_list...
     """
-    import datasets
-
+    datasets = needed_package("datasets", "tokenize_chat_dataset")
     if not isinstance(dataset, datasets.Dataset):
         raise TypeError(
             f"expected a datasets.Dataset, got {type(dataset).__name__}; use Dataset.from_list, a "
@@ -299,15 +298,17 @@ class _Chat:
 
     def _tagged_spans(self, template: str, turns: list[int]) -> tuple[str, list[tuple[int, int]]]:
         """The text and the characters that the tags enclose, from the first of ``turns`` on."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+        purpose = "a chat template with {% generation %} tags"
+        templates = needed_package("transformers.utils.chat_template_utils", purpose)
         # apply_chat_template asks char_to_token where they lie, and trains all that follows, or
         # nothing, or half an emoji, where a tag stands beside a character without a token of its
         # own: https://github.com/huggingface/transformers/issues/47325
         kwargs = {**self.tokenizer.special_tokens_map, **self.kwargs, "chat_template": template}
         kwargs["return_assistant_tokens_mask"] = True
         with self._explained(self.messages):
-            [text], [spans] = render_jinja_template([self.messages], tools=self.tools, **kwargs)
+            [text], [spans] = templates.render_jinja_template(
+                [self.messages], tools=self.tools, **kwargs
+            )
         before = self.messages[: turns[0]]
         if any(message["role"] == "assistant" for message in before):
             first = self._prefix_length(text, self._render(before), turns[0])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_collate_kit._checks import needed_package
 from torch_collate_kit.attention.kernels import Segments, attend, same_dtype
 
 __all__ = ["register_torch_varlen"]
@@ -79,11 +80,10 @@ def register_torch_varlen() -> None:
     >>> output.logits.shape
     torch.Size([1, 5, 11])
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(_NAME, _attention_forward)
+    transformers = needed_package("transformers", "register_torch_varlen")
+    transformers.AttentionInterface.register(_NAME, _attention_forward)
     # A name without an entry here gets no mask at all from transformers: generate() would leak.
-    AttentionMaskInterface.register(_NAME, _attention_mask)
+    transformers.AttentionMaskInterface.register(_NAME, _attention_mask)
 
 
 class _MaskIsReadError(ValueError, AttributeError):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from torch_collate_kit._checks import needed_package
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.keys import KNOWN, check_keys
@@ -54,8 +55,7 @@ class ArrowFiles:
 
 
 def _mapped(path: str) -> pa.Table:
-    import pyarrow as pa
-
+    pa = needed_package("pyarrow", "reading Arrow files")
     file = pa.memory_map(path)
     is_file_format = file.read(6) == b"ARROW1"
     file.seek(0)
@@ -148,9 +148,8 @@ def _open_files(paths: list[str], columns: Sequence[str] | None, train_all: bool
         return ArrowFiles(paths, columns, train_all)
     if not all(is_parquet):
         raise ValueError("the source mixes Parquet and Arrow files; make two datasets of them")
-    import datasets
-    import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
-
+    datasets = needed_package("datasets", "reading Parquet files")
+    pq = needed_package("pyarrow.parquet", "reading Parquet files")
     names = _chosen_of_all(paths, lambda path: pq.read_schema(path).names, columns, train_all)
     found = datasets.Dataset.from_parquet(paths, columns=names)
     return found.select_columns(names)
