@@ -1,4 +1,4 @@
-"""Packing: integers in, integers out. Lengths become a plan of rows; nothing here imports torch."""
+"""Packing: from lengths to a plan of rows. Integers in, integers out; torch is never imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evening out: pieces over a given number of rows, and rows over ranks."""
+"""Balancing: pieces over a given number of rows, and rows over ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CLOSED = 1 << 96  # the weight of a row without a free slot: more than any int6
 
 
 def attention_cost(lengths: _Ints) -> _Ints:
-    """Relative cost of one piece per length, ``n * (24576 + n)``: int64, the shape of ``lengths``.
+    """Relative cost of a piece per length, ``n * (24576 + n)``: int64, the shape of ``lengths``.
 
     >>> attention_cost(np.array([1, 24576])).tolist()
     [24577, 1207959552]
@@ -40,21 +40,23 @@ def level(
     weights: _Ints,
     most: int,
 ) -> Rows:
-    """Spread the pieces over ``num_rows`` rows, at least as many as there are, as evenly as fits.
+    """Redistribute pieces over ``num_rows`` rows, as evenly as their sizes allow.
 
-    Takes apart the emptiest row and those with the most pieces, ``most`` rows in all, and deals
-    their pieces out anew, the added rows included: longest piece first, to the row of least
-    weight (LPT: R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969). Where that
-    overfills a row, least tokens is tried instead of least weight, then half as many rows.
-    ``sizes`` and ``weights`` are int64 [S], by piece number; longer pieces weigh more.
+    ``num_rows`` is at least the present number of rows. The emptiest row and those with the most
+    pieces, ``most`` rows in all, are taken apart. Their pieces are redistributed over these rows
+    and the added ones, longest piece first, each to the row with the least weight so far (LPT:
+    R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969). If that overfills a row, the
+    row with the fewest tokens is chosen instead; if that fails too, half as many rows are taken
+    apart. ``sizes`` and ``weights`` are int64 [S], by piece number; longer pieces weigh more.
 
-    It ends, because the pieces of one row always fit into one row or more. Without ``max_pieces``
-    it ends when as many rows are taken apart as are added: for a piece of size n to fit nowhere,
-    each of the new rows, twice as many, would hold more than ``capacity - n``; that is more than
-    the old rows' tokens, or for n over half the capacity more such pieces than the old rows hold.
+    This terminates, because the pieces of one row always fit into one row or more. Without
+    ``max_pieces`` it succeeds at the latest when as many rows are taken apart as are added. For a
+    piece of size n to fit nowhere, each of the new rows, twice as many, would have to hold more
+    than ``capacity - n``. That is more than the tokens of the old rows or, for n over half the
+    capacity, more such pieces than the old rows hold.
 
-    With no row added, rows are dealt out anew only where that brings the heaviest and the lightest
-    of them closer together.
+    If no row is added, rows change only if that reduces the difference between the heaviest and
+    the lightest of them.
 
     >>> rows, sizes = Rows(np.arange(4), np.array([0, 4])), np.array([4, 3, 2, 1])
     >>> level(rows, sizes, 2, capacity=10, max_pieces=None, weights=sizes, most=1)
@@ -101,7 +103,7 @@ def _is_evener(bins: _Ints, weights: _Ints, before: _Ints) -> bool:
 def _deal(
     sizes: _Ints, weights: _Ints, num_rows: int, capacity: int, max_pieces: int | None
 ) -> _Ints | None:
-    """The row of each piece, in turn the one of least weight; None when a row is overfilled."""
+    """The row of each piece: the lightest row so far. None if a row overflows."""
     if max_pieces is not None and len(sizes) > num_rows * max_pieces:
         return None
     heap = list(range(num_rows))  # weight * num_rows + row: one integer is cheap to compare
@@ -123,11 +125,12 @@ def _deal(
 
 
 def split_evenly(sizes: _Ints, num_rows: int, capacity: int, max_pieces: int | None) -> Rows:
-    """Cut the sequence of pieces into ``num_rows`` rows, in order and as even as fits.
+    """Cut the sequence of pieces into ``num_rows`` rows, in order and as evenly as possible.
 
-    The cut after row r goes to the piece boundary nearest to r / num_rows of all tokens, moved as
-    far as needed to keep the row within the limits and the rest within the remaining rows.
-    ``num_rows`` must be feasible: at least what next fit needs. Rows behind the last are empty.
+    The cut after row r is at the piece boundary nearest to r / num_rows of all tokens. It moves
+    where that row would exceed a limit, or the rest would not fit into the remaining rows.
+    ``num_rows`` must be at least what next fit needs. Once all pieces are placed, the remaining
+    rows are empty.
 
     >>> split_evenly(np.array([4, 6, 3, 7, 1]), 3, 10, None).offsets.tolist()
     [0, 1, 3, 5]
@@ -141,7 +144,7 @@ def split_evenly(sizes: _Ints, num_rows: int, capacity: int, max_pieces: int | N
         earliest = np.maximum(earliest, np.arange(num_pieces + 1) - max_pieces)
     latest_end, earliest_start = latest.tolist(), earliest.tolist()
     boundaries = sums.tolist()
-    least = [num_pieces]  # from the back: where row r must end at the earliest
+    least = [num_pieces]  # filled backwards: the earliest end of row r
     for _ in range(num_rows):
         least.append(earliest_start[least[-1]])
     offsets = [0]
@@ -157,12 +160,13 @@ def split_evenly(sizes: _Ints, num_rows: int, capacity: int, max_pieces: int | N
 
 
 def over_ranks(costs: _Ints | None, num_rows: int, num_ranks: int, *, keep_order: bool) -> _Ints:
-    """Row numbers in shard-major order, so many a rank: int64 [num_rows].
+    """Row numbers in shard-major order, equally many per rank: int64 [num_rows].
 
-    Rows are taken ``num_ranks`` at a time, one for every rank: in descending order of cost, so that
-    the i-th rows of all ranks cost nearly the same, or with ``keep_order`` in the order given. Of
-    each such group the costliest row goes to the rank with the least cost so far. The ranks' sums
-    then differ by at most the widest difference within one group. ``costs=None`` is round-robin.
+    Rows are taken in groups of ``num_ranks``, one row for each rank. Groups are formed in
+    descending order of cost, so that the i-th rows of all ranks cost nearly the same, or with
+    ``keep_order`` in the given order. Within a group the most expensive row goes to the rank with
+    the lowest total cost so far. The totals of the ranks then differ by at most the largest
+    difference within a group. ``costs=None`` assigns rows round-robin.
 
     >>> over_ranks(np.array([1, 2, 3, 9]), 4, 2, keep_order=False).tolist()
     [3, 0, 2, 1]

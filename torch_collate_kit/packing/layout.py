@@ -1,4 +1,4 @@
-"""How a run is split over devices, as far as packing needs to know."""
+"""How a training run is split over devices: the sizes that packing depends on."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ class ParallelLayout:
 
     @property
     def align(self) -> int:
-        """Tokens every sub-sequence is rounded up to a multiple of.
+        """Every sub-sequence is padded to a multiple of this many tokens.
 
-        Sequence parallelism cuts a sub-sequence in ``tp`` parts, context parallelism in ``2 * cp``
-        (each rank takes one chunk from either end, so that causal work is even). An fp8 matrix
-        product needs its token dimension, what one context rank holds, in multiples of 16.
+        Sequence parallelism cuts a sub-sequence into ``tp`` parts, context parallelism into
+        ``2 * cp``: each rank takes one chunk from either end, which balances causal attention. An
+        fp8 matrix product needs a token dimension, the tokens of one context rank, that is a
+        multiple of 16.
 
         >>> ParallelLayout(tp=4).align, ParallelLayout(tp=4, cp=2).align
         (4, 16)

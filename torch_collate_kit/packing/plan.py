@@ -1,4 +1,4 @@
-"""What packing decides: which piece of which example goes where."""
+"""The result of packing: which piece of which example goes where."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PackingPlan:
-    """Rows of pieces, listed row by row; made by ``pack``. Legend: S pieces, R rows.
+    """Rows of pieces, listed row by row, as ``pack`` returns them. Legend: S pieces, R rows.
 
-    A piece is an example, or a part of one. All arrays are int64 and belong to the plan. Rows are
+    A piece is an example or a part of one. All arrays are int64; treat them as read-only. Rows are
     shard-major: rank r owns rows ``[r * R / num_ranks, (r + 1) * R / num_ranks)``.
 
     >>> from torch_collate_kit.packing import pack
@@ -32,17 +32,17 @@ class PackingPlan:
     example_indices: _Ints
     """[S] the example of each piece."""
     starts: _Ints
-    """[S] first token of the piece inside its example; non-zero only after a split."""
+    """[S] position of the piece's first token in its example; non-zero only after a split."""
     lengths: _Ints
-    """[S] true number of tokens of the piece."""
+    """[S] number of tokens in the piece, padding not counted."""
     row_offsets: _Ints
     """[R + 1] row r holds the pieces ``row_offsets[r]:row_offsets[r + 1]``."""
     max_tokens: int
-    """Tokens a row may hold."""
+    """Capacity of a row, in tokens."""
     align: int
-    """A piece takes up its length rounded up to a multiple of this."""
+    """A piece occupies its length rounded up to a multiple of this."""
     num_ranks: int
-    """Ranks the rows are for; the number of rows is a multiple of it."""
+    """Number of data-parallel ranks; the number of rows is a multiple of it."""
     dropped: _Ints
     """[D] examples left out, ascending (overflow="drop")."""
     cut: _Ints
@@ -54,52 +54,53 @@ class PackingPlan:
 
     @property
     def num_rows(self) -> int:
-        """Rows, the empty ones included."""
+        """Number of rows, including empty ones."""
         return len(self.row_offsets) - 1
 
     @property
     def num_dummy_rows(self) -> int:
-        """Rows without a piece, there to give every rank the same number of rows."""
+        """Number of empty rows, which give every rank the same number of rows."""
         return int(np.count_nonzero(np.diff(self.row_offsets) == 0))
 
     @property
     def bins(self) -> list[list[int]]:
-        """Example indices, a list per row. Builds Python lists: for reading, not for speed."""
+        """Example indices, a list per row. Python lists are slow: meant for inspection."""
         offsets = self.row_offsets.tolist()
         indices = self.example_indices.tolist()
         return [indices[a:b] for a, b in pairwise(offsets)]
 
     @property
     def aligned_lengths(self) -> _Ints:
-        """[S] cells each piece takes up: its length rounded up to ``align``. A copy."""
+        """[S] cells each piece occupies: its length rounded up to ``align``. A copy."""
         return -(-self.lengths // self.align) * self.align
 
     @property
     def row_tokens(self) -> _Ints:
-        """[R] true tokens in each row."""
+        """[R] tokens in each row, padding not counted."""
         return self._row_sums(self.lengths)
 
     @property
     def row_cells(self) -> _Ints:
-        """[R] cells in use in each row, alignment gaps included; at most ``max_tokens``."""
+        """[R] cells used in each row, including alignment gaps; at most ``max_tokens``."""
         return self._row_sums(self.aligned_lengths)
 
     @property
     def width(self) -> int:
-        """Cells of the widest row, at least ``align``."""
+        """Number of cells in the widest row, at least ``align``."""
         return max(self.align, int(self.row_cells.max()))
 
     @property
     def efficiency(self) -> float:
-        """True tokens as a share of ``num_rows * width`` cells."""
+        """Tokens divided by the ``num_rows * width`` cells of the batch."""
         return int(self.lengths.sum()) / (self.num_rows * self.width)
 
     @property
     def lower_bound(self) -> int:
-        """A number of rows that no packing of these pieces under this capacity can go below.
+        """A lower bound on the number of rows that these pieces need at this capacity.
 
-        The larger of all cells over the capacity and the pieces longer than half the capacity, no
-        two of which share a row; rounded up to a multiple of ``num_ranks``.
+        The larger of two numbers: all cells divided by the capacity, and the number of pieces
+        longer than half the capacity, since no two of those share a row. Rounded up to a multiple
+        of ``num_ranks``.
         """
         usable = self.max_tokens // self.align * self.align
         cells = self.aligned_lengths
@@ -110,7 +111,7 @@ class PackingPlan:
 
     @property
     def tokens_per_rank(self) -> _Ints:
-        """[num_ranks] true tokens of each rank."""
+        """[num_ranks] tokens of each rank, padding not counted."""
         return self._rank_sums(self.row_tokens)
 
     @property
@@ -124,7 +125,7 @@ class PackingPlan:
         return self._rank_sums(self._row_sums(attention_cost(self.aligned_lengths)))
 
     def rank_rows(self, rank: int) -> range:
-        """The rows that rank ``rank`` owns; the same number for every rank.
+        """The rows that belong to rank ``rank``; every rank has the same number.
 
         Raises:
             TypeError: ``rank`` is not an int.

@@ -1,4 +1,4 @@
-"""``pack``: check the arguments, deal with over-long examples, fill rows, give rows to ranks."""
+"""``pack``: check arguments, handle over-long examples, fill rows, assign rows to ranks."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _Fill = Callable[[_Ints, int, int | None], Rows]
 _FILL: dict[str, _Fill] = {
     "best_fit_decreasing": strategies.best_fit_decreasing,
     "first_fit_decreasing": strategies.first_fit_decreasing,
-    "balanced": strategies.best_fit_decreasing,  # decides the number of rows, then levelled
+    "balanced": strategies.best_fit_decreasing,  # gives the number of rows, which are then levelled
     "sequential": strategies.sequential,
 }
 _OVERFLOWS = ("raise", "truncate", "drop", "split")
 _BALANCES = ("attention", "tokens", None)
-# Levelling takes apart at most so many rows a rank: hundreds of rows lend the few that rounding
-# adds enough pieces, and a million pieces need not be dealt out one by one.
+# Levelling takes apart at most this many rows per rank: a few hundred rows have enough pieces for
+# the few rows that rounding adds, and redistributing a million pieces one by one would be slow.
 _LEVELLED_ROWS_PER_RANK = 32
 
 
@@ -51,34 +51,35 @@ def pack(
     """Plan rows of at most ``max_tokens`` tokens that hold every example exactly once.
 
     Args:
-        lengths: integers [N], tokens per example, each at least 1. Not changed, not kept.
-        max_tokens: tokens a row may hold, counted with every piece rounded up to ``align``.
+        lengths: integers [N], tokens per example, each at least 1. Not modified.
+        max_tokens: capacity of a row, where each piece counts with its length rounded up to
+            ``align``.
         strategy: "best_fit_decreasing" (Johnson 1973, by length histogram as in Krell et al. 2021)
-            and "first_fit_decreasing" need at most 11/9 of the fewest rows + 6/9, on real data
-            hardly more than the fewest; "balanced" evens out the tokens of as many rows as best
-            fit needs (LPT, Graham 1969); "sequential" keeps the examples' order within and over
-            rows.
-        align: every piece takes up a multiple of this many cells; ``ParallelLayout.align``.
-        rows_multiple_of: data-parallel ranks. The rows are a multiple of it, of even fill: where
-            rounding adds a row, it takes pieces from many others. What is left over are empty
-            dummy rows.
-        balance: what is even over the ranks: "attention" (a piece of n tokens costs
-            ``n * (24576 + n)``, see ``PackingPlan.cost_per_rank``) or "tokens"; the i-th rows
-            of all ranks are alike too. None: row i goes to rank ``i % rows_multiple_of``.
-            "sequential" keeps the order of groups of ``rows_multiple_of`` rows, and None the order
-            within.
-        overflow: what becomes of an example longer than a row: "raise"; "truncate" keeps its
-            beginning; "drop" leaves it out; "split" makes consecutive pieces of it.
-        max_sequences_per_row: the most pieces a row may hold; None for no limit.
+            and "first_fit_decreasing" use at most 11/9 of the optimal number of rows + 6/9, and
+            nearly the optimum on real data. "balanced" evens out the tokens over as many rows as
+            best fit uses (LPT, Graham 1969). "sequential" keeps the order of the examples, within
+            rows and across them.
+        align: each piece occupies a multiple of this many cells; ``ParallelLayout.align``.
+        rows_multiple_of: number of data-parallel ranks. The number of rows is rounded up to a
+            multiple of it. A row added by rounding takes pieces from many other rows, so that all
+            are evenly filled; with too few pieces, empty dummy rows are added.
+        balance: what to balance over the ranks: "attention" (a piece of n tokens costs
+            ``n * (24576 + n)``, see ``PackingPlan.cost_per_rank``) or "tokens". The i-th rows of
+            all ranks are similar, too. With None, row i goes to rank ``i % rows_multiple_of``.
+            "sequential" keeps the order of groups of ``rows_multiple_of`` rows; with
+            ``balance=None`` it also keeps the order within a group.
+        overflow: what to do with an example longer than a row: "raise" an error, "truncate" it to
+            its first tokens, "drop" it, or "split" it into consecutive pieces.
+        max_sequences_per_row: the largest number of pieces per row; None for no limit.
 
     Returns:
-        A new plan. With one rank the rows come in the order in which the strategy opened them.
-        The same arguments give the same plan.
+        A new plan. With one rank, rows are in the order in which the strategy opened them. The same
+        arguments always give the same plan.
 
     Raises:
-        DataError: a length below 1, or over-long with ``overflow="raise"``; names the example.
+        DataError: a length below 1, or too long with ``overflow="raise"``; names the example.
         TypeError: a wrong type, such as float lengths.
-        ValueError: lengths not 1-D, an unknown option, a number below its least value.
+        ValueError: lengths that are not 1-D, an unknown option, a number below its minimum.
 
     >>> plan = pack([5, 3, 9, 2, 14], 10, overflow="drop", rows_multiple_of=2)
     >>> plan.bins, plan.dropped.tolist(), plan.tokens_per_rank.tolist()
@@ -136,10 +137,10 @@ def _fill_rows(
     num_ranks: int,
     fill: _Fill,
 ) -> Rows:
-    """Pieces into rows, as many as a multiple of ``num_ranks``, before rows go to ranks."""
+    """Assign pieces to rows; the number of rows is a multiple of ``num_ranks``."""
     if not len(sizes):
         return Rows(sizes, np.zeros(num_ranks + 1, dtype=np.int64))
-    capacity = min(capacity, int(sizes.sum()))  # the same rows, and no sum overflows
+    capacity = min(capacity, int(sizes.sum()))  # gives the same rows, and no sum overflows
     rows = fill(sizes, capacity, max_pieces)
     filled = len(rows.offsets) - 1
     num_rows = -(-filled // num_ranks) * num_ranks
@@ -169,7 +170,7 @@ class _Pieces(NamedTuple):
 
 
 def _cut_to_fit(lengths: _Ints, max_tokens: int, align: int, overflow: str) -> _Pieces:
-    """The pieces to place, each at most one row long, in example order."""
+    """The pieces to place, in example order, none longer than a row."""
     limit = max_tokens // align * align
     indices = np.arange(len(lengths))
     starts, none = np.zeros_like(lengths), np.zeros(0, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""One rank's part of a plan that all ranks share: which examples it reads, and where they go."""
+"""One rank's part of a shared plan: which examples it reads, and where they go."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _Ints = npt.NDArray[np.int64]
 class RankPlan:
     """What ``PackedBatchSampler`` yields: the plan of a batch, and what one rank reads for it.
 
-    It takes the place of a list of indices, so a dataset's ``__getitems__`` gets it. A
-    ``TokenizedDataset`` reads it; a dataset of your own does so with
+    It replaces the list of indices that a DataLoader passes to a dataset's ``__getitems__``. A
+    ``TokenizedDataset`` understands it. Your own dataset does with
 
         def __getitems__(self, indices):
             return indices.with_examples([self[i] for i in indices.indices])
 
-    after which ``PackedCollator`` follows the plan. It cannot be iterated: a dataset that knows
-    nothing of plans would hand the examples on without theirs, and every rank would pack alone.
+    and then ``PackedCollator`` follows the plan. A RankPlan cannot be iterated, because a dataset
+    that does not know about plans would return the examples alone, and each rank would pack its
+    own.
 
     >>> from torch_collate_kit.packing import pack
     >>> lengths = np.array([5, 3, 9, 2])  # of examples 40, 41, 42 and 43 of a dataset
@@ -38,19 +39,19 @@ class RankPlan:
     """
 
     plan: PackingPlan
-    """Of the whole batch, over all ranks."""
+    """The plan of the whole batch, over all ranks."""
     rank: int
     """The rank whose rows are collated."""
     indices: list[int]
-    """What the rank reads of the dataset."""
+    """The dataset indices that the rank reads."""
     lengths: _Ints
-    """int64 [len(indices)], the tokens that the plan takes each of them to have."""
+    """int64 [len(indices)], the number of tokens that the plan assumes for each of them."""
     num_examples: int
-    """Examples of the batch, over all ranks."""
+    """Number of examples in the batch, over all ranks."""
     num_loss_tokens: int | None = None
-    """Loss tokens of the batch, over all ranks; None: not known."""
+    """Number of loss tokens in the batch, over all ranks; None if unknown."""
     own_num_loss_tokens: int | None = None
-    """Loss tokens of what the rank reads."""
+    """Number of loss tokens in the examples that the rank reads; None if unknown."""
 
     @classmethod
     def of(
@@ -61,9 +62,9 @@ class RankPlan:
         lengths: _Ints,
         num_loss_tokens: _Ints | None = None,
     ) -> RankPlan:
-        """The part of ``rank``, where ``plan`` packs the examples at ``indices`` of a dataset.
+        """The part of ``rank`` in ``plan``, which packs the dataset's examples at ``indices``.
 
-        ``lengths`` and ``num_loss_tokens`` are int64 [N], an entry an example of the batch.
+        ``lengths`` and ``num_loss_tokens`` are int64 [N], one entry per example of the batch.
         """
         examples = np.unique(plan.example_indices[_pieces(plan, rank)])
         total = own = None
@@ -75,22 +76,22 @@ class RankPlan:
 
     @property
     def rows(self) -> range:
-        """The rows of the plan that are the rank's."""
+        """The rows of the plan that belong to the rank."""
         return self.plan.rank_rows(self.rank)
 
     @property
     def pieces(self) -> slice:
-        """The pieces of the plan that lie in these rows."""
+        """The pieces of the plan in these rows."""
         return _pieces(self.plan, self.rank)
 
     @property
     def positions(self) -> _Ints:
-        """[S] the position in ``indices`` of the example of each of these pieces."""
+        """[S] for each of these pieces, the position of its example in ``indices``."""
         examples = self.plan.example_indices[self.pieces]
         return np.searchsorted(np.unique(examples), examples)
 
     def with_examples(self, examples: Any) -> PlannedExamples:
-        """What the collator takes: the examples at ``indices``, as a list or as columns."""
+        """The plan with the examples at ``indices``, a list or columns, for the collator."""
         return PlannedExamples(self, examples)
 
     def __len__(self) -> int:
@@ -105,11 +106,11 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class PlannedExamples:
-    """Examples on their way to ``PackedCollator``, and the plan it is to follow."""
+    """Examples for ``PackedCollator``, and the plan that it follows."""
 
     plan: RankPlan
     examples: Any
-    """A list of examples, or columns: those at ``plan.indices``, in that order."""
+    """The examples at ``plan.indices``, in that order: a list, or columns."""
 
 
 def _pieces(plan: PackingPlan, rank: int) -> slice:

@@ -1,8 +1,8 @@
 """The row-filling algorithms: sizes in, rows out.
 
-All of them take ``sizes``, int64 [S], the aligned piece lengths, each in 1..capacity, and return
-``Rows``. Best fit and first fit treat all pieces of one size together, so what they cost depends on
-the number of distinct sizes more than on the number of pieces. There is at least one piece.
+All of them take ``sizes``, int64 [S], the aligned lengths of at least one piece, each in
+1..capacity, and return ``Rows``. Best fit and first fit place all pieces of one size together, so
+their cost depends on the number of distinct sizes more than on the number of pieces.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def from_labels(cls, order: _Ints, row_of: npt.NDArray[np.integer], num_rows: int) -> Rows:
-        """Group by row: piece ``order[i]`` goes to row ``row_of[i]``; order is kept in a row."""
+        """Group by row: piece ``order[i]`` goes to row ``row_of[i]``. Order within rows is kept."""
         offsets = running_sum(np.bincount(row_of, minlength=num_rows))
         return cls(order[stable_argsort(row_of, num_rows)], offsets)
 
@@ -55,7 +55,7 @@ class Rows(NamedTuple):
         return Rows(self.order[np.arange(offsets[-1]) + shift], offsets)
 
     def totals(self, values: _Ints) -> _Ints:
-        """Sum of ``values`` (int64 [S], by piece number) over each row: int64 [R]."""
+        """The sum of ``values`` (int64 [S], by piece number) in each row: int64 [R]."""
         sums = running_sum(values[self.order])[self.offsets]
         return sums[1:] - sums[:-1]
 
@@ -63,8 +63,8 @@ class Rows(NamedTuple):
 def stable_argsort(keys: npt.NDArray[np.integer], num_keys: int) -> _Ints:
     """Stable argsort of integers in ``range(num_keys)``: int64, the shape of ``keys``.
 
-    NumPy sorts 16-bit integers by radix, wider ones by comparison: two 16-bit passes over 32-bit
-    keys are several times faster than one pass of the comparison sort.
+    NumPy uses a radix sort for 16-bit integers and a comparison sort for wider ones. Two 16-bit
+    passes over 32-bit keys are several times faster than one comparison sort.
     """
     if num_keys <= 1 << 16:
         return np.argsort(keys.astype(np.uint16), kind="stable")
@@ -78,14 +78,14 @@ def stable_argsort(keys: npt.NDArray[np.integer], num_keys: int) -> _Ints:
 def best_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) -> Rows:
     """Longest piece first, each into the fullest row that still has room for it.
 
-    Source: D. S. Johnson, "Near-optimal bin packing algorithms" (1973): at most 11/9 of the best
-    possible number of rows + 6/9. Packing by length histogram: Krell et al., "Efficient sequence
-    packing without cross-contamination" (2021).
+    Source: D. S. Johnson, "Near-optimal bin packing algorithms" (1973): at most 11/9 of the optimal
+    number of rows + 6/9. Packing by length histogram: Krell et al., "Efficient sequence packing
+    without cross-contamination" (2021).
 
-    The result is exactly that of placing the pieces one by one. A row that takes a piece of some
-    size is then the fullest one with room, so it takes the next piece of that size as well, until
-    too little is free: rows with equal free space each take ``space // size`` at once. With
-    ``max_pieces``, of equally full rows the one with the fewest free slots comes first.
+    The result is exactly that of placing the pieces one by one. A row that has just taken a piece
+    is the fullest row with room, so it also takes the next piece of the same size, until it has no
+    room for another. So each row takes ``space // size`` pieces of a size at once. With
+    ``max_pieces``, the row with the fewest free slots comes first among equally full rows.
 
     >>> rows = best_fit_decreasing(np.array([4, 6, 3, 7]), 10, None)
     >>> rows.order.tolist(), rows.offsets.tolist()
@@ -156,15 +156,15 @@ def first_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) ->
     """Longest piece first, each into the earliest opened row that has room for it.
 
     Source: D. S. Johnson (1973), as for ``best_fit_decreasing``, with the same bound. A binary tree
-    over the rows, each node the most free space below it, finds the earliest row with room in
-    log2(rows) steps; the row takes as many pieces of the same size as fit.
+    over the rows, whose nodes store the largest free space below them, finds the earliest row with
+    room in log2(rows) steps. That row takes as many pieces of the same size as fit.
 
     >>> rows = first_fit_decreasing(np.array([4, 6, 3, 7]), 10, None)
     >>> rows.order.tolist(), rows.offsets.tolist()
     ([3, 2, 1, 0], [0, 2, 4])
     """
     order, distinct, counts = _histogram(sizes, capacity)
-    # Any two rows with free slots hold more than one capacity together; the others hold max_pieces.
+    # Any two rows with free slots together hold more than the capacity; the others hold max_pieces.
     most_rows = 2 * int(sizes.sum()) // capacity + 2 + len(sizes) // (max_pieces or len(sizes))
     num_leaves = 1 << (most_rows - 1).bit_length()
     space = [capacity] * (2 * num_leaves)
@@ -194,7 +194,7 @@ def first_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) ->
 
 
 def sequential(sizes: _Ints, capacity: int, max_pieces: int | None) -> Rows:
-    """Next fit: pieces in the order given, a new row whenever the next one does not fit.
+    """Next fit: pieces in the given order, a new row whenever the next piece does not fit.
 
     >>> sequential(np.array([4, 6, 3, 7, 1]), 10, None).offsets.tolist()
     [0, 2, 4, 5]
@@ -211,7 +211,7 @@ def sequential(sizes: _Ints, capacity: int, max_pieces: int | None) -> Rows:
 
 
 def _histogram(sizes: _Ints, capacity: int) -> tuple[_Ints, list[int], list[int]]:
-    """Piece numbers by size, longest first, ties by number; the distinct sizes; their counts."""
+    """Piece numbers from longest to shortest, ties by number; the distinct sizes; their counts."""
     order = stable_argsort(capacity - sizes, capacity)
     ordered = sizes[order]
     starts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
