@@ -250,7 +250,7 @@ def test_offsets_of_a_wrong_form_are_refused(offsets: Any) -> None:
 
 @pytest.mark.parametrize("offsets", [[0, 3], [-1, 2], [0, 2, 1], [2, 0], [0, 9, 2]])
 def test_offsets_that_fall_or_leave_the_values_are_refused(offsets: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"must not fall and must lie within 0\.\.2 .*got \["):
+    with pytest.raises(ValueError, match=r"must not decrease and must lie within 0\.\.2 .*got \["):
         Ragged(np.arange(2), offsets)
 
 

@@ -1,4 +1,4 @@
-"""Checks on arguments: what is wrong, where, what was found, and the way out."""
+"""Argument checks, whose errors name the argument, what was found, and how to fix it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def checked_int(name: str, value: Any, *, minimum: int = 1, hint: str = "") -> i
 
 
 def checked_optional_int(name: str, value: Any, *, hint: str) -> int | None:
-    """As ``checked_int``; None stays None.
+    """Like ``checked_int``, but None is allowed and returned.
 
     >>> checked_optional_int("max_length", None, hint="None switches it off")
     """
@@ -38,7 +38,7 @@ def checked_optional_int(name: str, value: Any, *, hint: str) -> int | None:
 
 
 def checked_bool(name: str, value: Any) -> bool:
-    """``value`` if it is True or False; "no" and 0 would count as one of them without a word.
+    """``value`` if it is True or False; values that are only truthy or falsy are refused.
 
     >>> checked_bool("fixed_width", True)
     True
@@ -56,12 +56,12 @@ def checked_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> No
 
 
 def checked_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """``lengths`` as int64 [N], all positive. A view when it is int64 already, else a copy.
+    """``lengths`` as int64 [N], all positive. A view if they are int64 already, else a copy.
 
     Raises:
         TypeError: the lengths are not integers.
         ValueError: they are not one-dimensional.
-        DataError: a length is zero, negative or beyond int64; the message names the example.
+        DataError: a length is zero, negative or too large for int64; the message names the example.
     """
     hint = "pass one int per example, such as [len(ids) for ids in input_ids]"
     if isinstance(lengths, np.ma.MaskedArray):
@@ -89,27 +89,27 @@ def checked_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
     longest = int(array.argmax())
     if int(array[longest]) > np.iinfo(np.int64).max:
         raise DataError(
-            f"example {longest} has length {int(array[longest])}, more than int64 holds; "
+            f"example {longest} has length {int(array[longest])}, more than int64 can hold; "
             "check how the lengths were computed"
         )
     return array.astype(np.int64, copy=False)
 
 
 def _raise_not_integers(array: npt.NDArray[Any], hint: str) -> None:
-    """Raise TypeError, naming the first element that is to blame where there is one."""
+    """Raise TypeError for the first element that is not an integer, else for one over int64."""
     for i, n in enumerate(array.tolist()):
         if isinstance(n, bool) or not isinstance(n, int):
             raise TypeError(
                 f"lengths must be integers, got dtype {array.dtype}: lengths[{i}] is {n!r}; {hint}"
             )
     raise DataError(
-        f"a length is more than int64 holds (largest {max(array.tolist())}); "
+        f"a length is more than int64 can hold (largest {max(array.tolist())}); "
         "check how the lengths were computed"
     )
 
 
 def needed_package(name: str, purpose: str) -> Any:
-    """The module ``name``, imported where it is used: only ``purpose`` needs its package.
+    """Import and return the module ``name``, which only ``purpose`` needs.
 
     Raises:
         ImportError: the package is not installed; the message has the pip command.
@@ -122,7 +122,7 @@ def needed_package(name: str, purpose: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != package:  # it is installed, and a package that it needs is not
+        if error.name != package:  # it is installed, but a package that it imports is not
             raise
         message = f"{purpose} needs the package {package}: pip install {package}"
         raise ImportError(message, name=package) from error

@@ -1,4 +1,4 @@
-"""What users can catch."""
+"""The exceptions of this package."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ __all__ = ["DataError", "IsolationError", "StateError"]
 class DataError(ValueError):
     """The data of an example is wrong.
 
-    The message names the example's index, what was found, the limit, and the way out. Wrong
-    configuration (an unknown strategy, a width below the alignment) is a plain ``ValueError`` or
+    The message names the index of the example, what was found, the limit, and how to fix it. Wrong
+    settings (an unknown strategy, a width below the alignment) raise a plain ``ValueError`` or
     ``TypeError``.
 
     >>> raise DataError("example 3 is empty; drop it")
@@ -19,7 +19,7 @@ class DataError(ValueError):
 
 
 class IsolationError(RuntimeError):
-    """Packed examples can see each other, or nothing shows that they cannot.
+    """Packed examples can see each other, or it could not be shown that they cannot.
 
     Raised by :func:`torch_collate_kit.attention.check_isolation`.
 
@@ -30,12 +30,12 @@ class IsolationError(RuntimeError):
 
 
 class StateError(RuntimeError):
-    """A step, an order or a saved state that does not fit what it is given to.
+    """A step, an order or a saved state does not match the object it is passed to.
 
-    Raised instead of serving a batch of another step or of an older order, and instead of resuming
-    on other data. Nothing has been changed when it is raised.
+    Raised instead of returning a batch of another step or of an older order, and instead of
+    resuming on other data. The object is left unchanged.
 
-    >>> raise StateError("state is of 300 examples, the dataset has 200")
+    >>> raise StateError("the state is for 300 examples, the dataset has 200")
     Traceback (most recent call last):
-    torch_collate_kit.errors.StateError: state is of 300 examples, the dataset has 200
+    torch_collate_kit.errors.StateError: the state is for 300 examples, the dataset has 200
     """

@@ -1,4 +1,4 @@
-"""The one ragged type: rows of different length in one flat array, with offsets."""
+"""The ragged type: rows of different lengths in one flat array, with offsets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Ragged", "row_indices"]
 
 
 def row_indices(indices: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
-    """Row numbers as int64; a boolean mask or floats would be cut to 0 and 1 without a word.
+    """Row numbers as int64. Booleans and floats are refused: they would silently become integers.
 
     Raises:
         TypeError: anything but integers.
@@ -22,23 +22,23 @@ def row_indices(indices: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
     picked = np.asarray(indices)
     if picked.size and picked.dtype.kind not in "iu":
         raise TypeError(
-            f"rows are named by integers, got {picked.dtype}; of a mask take mask.nonzero()"
+            f"row indices must be integers, got {picked.dtype}; for a mask pass mask.nonzero()"
         )
     return picked.astype(np.int64, copy=False)
 
 
 class Ragged:
-    """Rows of different length: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
+    """Rows of different lengths: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
 
-    ``values`` is an ndarray or tensor ``[T, ...]``, kept as it is (no copy). ``offsets`` is always
-    a NumPy int64 array ``[N + 1]`` in host memory: it says which shape the data has, and asking for
-    a shape must never wait for a device. Both are to be read, not written.
+    ``values`` is an ndarray or tensor ``[T, ...]``, which is not copied. ``offsets`` is always a
+    NumPy int64 array ``[N + 1]`` in host memory: it holds the shape of the data, and reading a
+    shape must never wait for a device. Treat both as read-only.
 
     Rows and row slices are views; :meth:`take`, :meth:`cat` and :meth:`from_rows` copy.
 
     Raises:
-        TypeError: values that are neither ndarray nor dense tensor; a masked array.
-        ValueError: offsets that do not run from 0 or more, without falling, to at most ``T``.
+        TypeError: values that are neither an ndarray nor a dense tensor; a masked array.
+        ValueError: offsets that decrease or lie outside ``0..T``.
 
     >>> ragged = Ragged.from_rows([[1, 2, 3], [4], []])
     >>> ragged[0]
@@ -52,8 +52,8 @@ class Ragged:
     def __init__(self, values: np.ndarray | Tensor, offsets: np.ndarray | Sequence[int]) -> None:
         if not isinstance(values, np.ndarray | Tensor):
             raise TypeError(
-                f"values must be an ndarray or a tensor, got {type(values).__name__}; rows that "
-                "are lists go into Ragged.from_rows"
+                f"values must be an ndarray or a tensor, got {type(values).__name__}; for rows "
+                "that are lists use Ragged.from_rows"
             )
         if isinstance(values, np.ma.MaskedArray):
             raise TypeError("values are a masked array, whose mask would be lost; pass .filled(0)")
@@ -77,14 +77,14 @@ class Ragged:
             or (self.offsets[1:] < self.offsets[:-1]).any()
         ):
             raise ValueError(
-                f"offsets must not fall and must lie within 0..{len(values)} (the values), got "
+                f"offsets must not decrease and must lie within 0..{len(values)} (the values), got "
                 f"{self.offsets[:8].tolist()}{'...' if len(given) > 8 else ''}; they are the "
-                "cumulated lengths with a 0 before them"
+                "cumulative lengths with a leading 0"
             )
 
     @classmethod
     def from_rows(cls, rows: Iterable[Any], dtype: Any = None) -> Ragged:
-        """One flat NumPy copy of rows that are lists, ndarrays or CPU tensors."""
+        """Rows that are lists, ndarrays or CPU tensors, copied into one flat NumPy array."""
         rows = list(rows)
         for i, row in enumerate(rows):
             if isinstance(row, np.ma.MaskedArray):
@@ -102,7 +102,7 @@ class Ragged:
     def from_lengths(
         cls, values: np.ndarray | Tensor, lengths: np.ndarray | Sequence[int]
     ) -> Ragged:
-        """A view of ``values`` as rows of the given lengths, one behind the other."""
+        """A view of ``values`` as consecutive rows of the given lengths."""
         offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
         return cls(values, offsets)
@@ -111,7 +111,7 @@ class Ragged:
     def cat(cls, parts: Sequence[Ragged]) -> Ragged:
         """The rows of all parts, one after the other; values are copied."""
         if not parts:
-            raise ValueError("Ragged.cat needs at least one part, got none; it takes their kind")
+            raise ValueError("Ragged.cat needs at least one part, got none; pass a Ragged or more")
         flat = [part.flat_values for part in parts]
         values = torch.cat(flat) if isinstance(flat[0], Tensor) else np.concatenate(flat)
         return cls.from_lengths(values, np.concatenate([part.lengths for part in parts]))
@@ -119,11 +119,11 @@ class Ragged:
     @property
     def lengths(self) -> np.ndarray:
         """Row lengths: int64 [N], a new array."""
-        return self.offsets[1:] - self.offsets[:-1]  # np.diff takes ten times as long to begin
+        return self.offsets[1:] - self.offsets[:-1]  # ten times less overhead than np.diff
 
     @property
     def flat_values(self) -> Any:
-        """The values of the rows alone, a view: a slice may look at a part of ``values``."""
+        """The values of these rows, a view; of a slice only a part of ``values``."""
         return self.values[self.offsets[0] : self.offsets[-1]]
 
     def __len__(self) -> int:
@@ -145,7 +145,7 @@ class Ragged:
         return (values[a:b] for a, b in pairwise(offsets))
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Ragged:
-        """The named rows, in that order: a copy."""
+        """The rows at ``indices``, in that order: a copy."""
         picked = row_indices(indices)
         lengths = self.lengths[picked]
         starts = np.repeat(self.offsets[:-1][picked] - (np.cumsum(lengths) - lengths), lengths)
@@ -162,7 +162,7 @@ class Ragged:
         return Ragged(values, self.offsets - self.offsets[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = self.flat_values  # a slice must not ship the values of the other rows
+        values = self.flat_values  # a slice must not pickle the values of other rows
         if isinstance(values, Tensor) and values.nbytes < values.untyped_storage().nbytes():
             values = values.clone()
         return Ragged, (values, self.offsets - self.offsets[0])

@@ -1,7 +1,7 @@
-"""Lengths <-> cu_seqlens <-> position ids <-> segment ids: the only place for it.
+"""Conversions between lengths, cu_seqlens, position ids and segment ids.
 
-A row of ``T`` tokens is ``S`` segments that lie one behind the other. Every function takes and
-returns one-dimensional NumPy arrays or torch tensors, whichever it is given, on the same device.
+A row of ``T`` tokens consists of ``S`` consecutive segments. All functions work on one-dimensional
+NumPy arrays or torch tensors, and return the kind that they are given, on the same device.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Array = TypeVar("Array", np.ndarray, Tensor)
 
 
 def cu_seqlens_from_lengths(lengths_S: Array) -> Array:
-    """Cumulative boundaries of segments, as varlen attention kernels take them: int32 [S + 1].
+    """Cumulative segment boundaries, as varlen attention kernels expect them: int32 [S + 1].
 
-    The first entry is 0, the last the number of tokens. The result is a new array. Lengths on
-    another device are read once, to see that their sum fits.
+    The first entry is 0, the last is the number of tokens. The result is a new array. Lengths on
+    another device are synchronized once, to check that their sum fits into int32.
 
     Raises:
-        ValueError: more tokens than int32 counts.
+        ValueError: more tokens than int32 can count.
 
     >>> cu_seqlens_from_lengths(np.array([3, 2]))
     array([0, 3, 5], dtype=int32)
@@ -48,17 +48,17 @@ def cu_seqlens_from_lengths(lengths_S: Array) -> Array:
 
 
 def check_boundaries(num_tokens: int) -> None:
-    """ValueError where the last boundary of int32 would wrap.
+    """Raise ValueError if the last boundary would overflow int32.
 
     >>> check_boundaries(2**31)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: 2147483648 tokens are more than int32 boundaries count, 2147483647; give them to...
+    ValueError: 2147483648 tokens are more than int32 boundaries can count, 2147483647; pass them...
     """
     limit = 2**31 - 1
     if num_tokens > limit:
         raise ValueError(
-            f"{num_tokens} tokens are more than int32 boundaries count, {limit}; give them to the "
-            "model in parts, such as batch.chunk(num_chunks)"
+            f"{num_tokens} tokens are more than int32 boundaries can count, {limit}; pass them to "
+            "the model in parts, such as batch.chunk(num_chunks)"
         )
 
 
@@ -74,7 +74,7 @@ def lengths_from_cu_seqlens(cu_seqlens: Array) -> Array:
 
 
 def position_ids_from_lengths(lengths_S: Array, *, out: Array | None = None) -> Array:
-    """Positions that restart at 0 in every segment: int64 [T], a new array, or written to ``out``.
+    """Positions that restart at 0 in each segment: int64 [T], a new array or written to ``out``.
 
     >>> position_ids_from_lengths(np.array([3, 2]))
     array([0, 1, 2, 0, 1])
@@ -88,14 +88,14 @@ def position_ids_from_lengths(lengths_S: Array, *, out: Array | None = None) -> 
     lengths = lengths[lengths > 0]
     ends = np.cumsum(lengths)
     positions = np.empty(ends[-1] if len(ends) else 0, np.int64) if out is None else out
-    positions.fill(1)  # a running sum of steps needs no other array; fresh memory is dear
+    positions.fill(1)  # a cumulative sum in place: allocating a second array costs more
     positions[ends[:-1]] = 1 - lengths[:-1]
     positions[:1] = 0
     return np.cumsum(positions, out=positions)
 
 
 def segment_ids_from_lengths(lengths_S: Array) -> Array:
-    """The index of the segment each token lies in: int64 [T], a new array.
+    """The index of each token's segment: int64 [T], a new array.
 
     >>> segment_ids_from_lengths(np.array([3, 2]))
     array([0, 0, 0, 1, 1])
@@ -109,8 +109,8 @@ def segment_ids_from_lengths(lengths_S: Array) -> Array:
 def lengths_from_position_ids(position_ids_T: Array) -> Array:
     """Segment lengths of one row, from its positions [T]: int64 [S], a new array.
 
-    A segment starts where a position is not the one before it plus 1. So a segment that goes on
-    counting from its neighbour is not seen as one of its own, by this function or by transformers.
+    A segment starts where a position is not the previous one plus 1. So a segment that continues
+    the count of the previous one is not recognized, neither by this function nor by transformers.
 
     >>> lengths_from_position_ids(np.array([0, 1, 2, 0, 1]))
     array([3, 2])

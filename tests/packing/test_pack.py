@@ -207,7 +207,11 @@ def test_an_example_of_exactly_one_row_is_not_over_long() -> None:
         ([3, True], TypeError, "lengths[1] is True, a bool; pass one int per example"),
         (np.array([True]), TypeError, "lengths must be integers, got dtype bool: lengths[0] is"),
         (np.array([1, 2**63], dtype=np.uint64), DataError, "example 1 has length 922337203685477"),
-        ([1, 2**70], DataError, "a length is more than int64 holds (largest 118059162071741130342"),
+        (
+            [1, 2**70],
+            DataError,
+            "a length is more than int64 can hold (largest 118059162071741130342",
+        ),
     ],
 )
 def test_refuses_wrong_lengths(lengths: Any, error: type[Exception], message: str) -> None:

@@ -149,8 +149,8 @@ def test_bad_settings_and_files(tmp_path):
     [
         ([0, 5], IndexError, "index 5 is outside the dataset, which has 5 rows; give -5 to 4"),
         ([-6], IndexError, "index -6 is outside the dataset"),
-        ([0.5], TypeError, "rows are named by integers, got float64"),
-        ([True, False], TypeError, r"got bool; of a mask take mask.nonzero\(\)"),
+        ([0.5], TypeError, "row indices must be integers, got float64"),
+        ([True, False], TypeError, r"got bool; for a mask pass mask.nonzero\(\)"),
         ([[0, 1]], TypeError, r"indices must be a flat list of integers, got shape \(1, 2\)"),
     ],
 )
