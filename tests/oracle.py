@@ -179,11 +179,17 @@ def packed_batch(
 
 
 def rollout_batch(
-    rollouts: Sequence[Mapping[str, Any]], *, pad_token_id: int, normalize_loss: bool = False
+    rollouts: Sequence[Mapping[str, Any]],
+    *,
+    pad_token_id: int,
+    pad_to_multiple_of: int | None = None,
+    normalize_loss: bool = False,
 ) -> dict[str, Any]:
     """One rollout a row, left-padded; what belongs to response tokens is right-aligned."""
     lengths = [len(rollout["prompt_ids"]) + len(rollout["response_ids"]) for rollout in rollouts]
     width, num_columns = max(lengths), max(len(rollout["response_ids"]) for rollout in rollouts)
+    while pad_to_multiple_of is not None and width % pad_to_multiple_of:
+        width += 1
     rows = []
     for rollout, length in zip(rollouts, lengths, strict=True):
         row = _empty_row(width, pad_token_id) | _empty_responses(width, rollouts)

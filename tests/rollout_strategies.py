@@ -193,6 +193,7 @@ def rollout_options(draw: st.DrawFn, lengths: list[int]) -> dict[str, Any]:
     """Keyword arguments of `RolloutCollator` under which nothing is warned of."""
     return {
         "max_seq_len": draw(st.sampled_from((None, max(lengths), max(lengths) + 1))),
+        "pad_to_multiple_of": draw(st.sampled_from((None, 1, 3, 8))),
         "normalize_loss": draw(st.booleans()),
     }
 

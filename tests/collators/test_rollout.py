@@ -194,6 +194,23 @@ def test_max_seq_len_must_be_a_positive_integer(bad: Any) -> None:
         RolloutCollator(0, max_seq_len=bad)
 
 
+def test_the_width_is_rounded_up() -> None:
+    batch = RolloutCollator(0, pad_to_multiple_of=4)([rollout(2, 3), rollout(1, 1)])
+    assert batch["input_ids"].tolist() == [[0, 0, 0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0, 1, 2]]
+    assert batch.metadata["response_length"] == 3
+    for same in (1, 5, None):
+        assert (
+            RolloutCollator(0, pad_to_multiple_of=same)([rollout(2, 3)])["input_ids"].shape[1] == 5
+        )
+
+
+@pytest.mark.parametrize("bad", [0, -4, 2.0, True])
+def test_pad_to_multiple_of_must_be_a_positive_integer(bad: Any) -> None:
+    message = r"pad_to_multiple_of must be (at least 1|an int), got .*; None switches it off"
+    with pytest.raises((ValueError, TypeError), match=message):
+        RolloutCollator(0, pad_to_multiple_of=bad)
+
+
 def test_a_bf16_reward_is_a_number() -> None:
     rewards = [torch.tensor(0.1, dtype=d) for d in (torch.bfloat16, torch.float8_e4m3fn)]
     batch = RolloutCollator(0)([rollout(1, 2, rewards=reward) for reward in rewards])

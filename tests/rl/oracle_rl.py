@@ -198,8 +198,8 @@ def _continues(previous: Mapping[str, Any], step: Mapping[str, Any]) -> bool:
         return False
     tokens = previous["prompt_ids"] + previous["response_ids"]
     for key in ("pixel_values", "image_grid_thw"):
-        images = previous.get(key, [])
-        if step.get(key, [])[: len(images)] != images:
+        images = previous.get(key) or []
+        if (step.get(key) or [])[: len(images)] != images:
             return False
     return step["prompt_ids"][: len(tokens)] == tokens
 

@@ -87,13 +87,14 @@ def test_errors() -> None:
     with pytest.raises(TypeError, match=r"prompts_per_mini_batch must be an int, got 1\.0"):
         mini_batch_boundaries(["a"], 1.0)
     for missing in (None, float("nan")):  # they were one prompt, and one each
-        with pytest.raises(
-            DataError, match=f"the uid of row 1 is {missing}; give every row the id"
-        ):
+        with pytest.raises(DataError, match=f"row 1: uid is {missing}; give the id of its"):
             prompt_boundaries(["a", missing, missing])
     with pytest.raises(TypeError, match="got 'aab' of type str; pass a list"):
         prompt_boundaries("aab")
-    with pytest.raises(ValueError, match=r"one uid a row, got shape \[2, 1\]"):
+    with pytest.raises(ValueError, match=r"one uid per row, got shape \[2, 1\]"):
         prompt_boundaries(np.zeros((2, 1)))
-    with pytest.raises(TypeError, match=r"the uid of row 1 is \['b'\] of type list, which cannot"):
-        prompt_boundaries(["a", ["b"]])
+    for uid in (["b"], ("b", [])):
+        with pytest.raises(
+            DataError, match=r"row 1: uid is .* rollouts are grouped by it, so give"
+        ):
+            prompt_boundaries(["a", uid])

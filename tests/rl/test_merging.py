@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rl import oracle_rl as oracle
+from torch_collate_kit.collators import RolloutCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.rl import merge_steps
 
@@ -50,8 +51,8 @@ def rollouts(draw: st.DrawFn) -> list[dict[str, Any]]:
                 ]
             if "images" in extras:
                 images = images + [[float(draw(token))] * 2] * draw(st.integers(0, 1))
-                example["pixel_values"] = list(images)
-                example["image_grid_thw"] = [[1, 1, 1]] * len(images)
+                example["pixel_values"] = list(images) or None
+                example["image_grid_thw"] = [[1, 1, 1]] * len(images) or None
             examples.append(example)
     return examples
 
@@ -97,7 +98,7 @@ def test_against_the_oracle(examples: list[dict[str, Any]], kind: str) -> None:
         assert values == wanted
         if "rollout_expert_indices" in merged:
             routes = merged["rollout_expert_indices"]
-            assert routes.dtype in (np.int16, torch.int16)
+            assert routes.dtype in (np.uint8, np.int16, torch.int16)
             assert len(routes) <= len(values["prompt_ids"]) + len(values["response_ids"])
 
 
@@ -116,12 +117,21 @@ def step(prompt: list[int], response: list[int], **changes: Any) -> dict[str, An
 def test_three_steps_written_out() -> None:
     routes = [np.full((n, 1, 1), value, np.uint8) for n, value in ((2, 1), (5, 2), (6, 3))]
     steps = [
-        step([1, 2], [3], rewards=1, logprobs=[-1.0], note=1, rollout_expert_indices=routes[0]),
+        step(
+            [1, 2],
+            [3],
+            rewards=1,
+            logprobs=[-1.0],
+            advantages=1,
+            note=1,
+            rollout_expert_indices=routes[0],
+        ),
         step(
             [1, 2, 3, 4, 5],
             [6],
             loss_mask=[0.5],
             logprobs=np.array([-2.0], np.float32),
+            advantages=[2.0],
             note=2,
             rollout_expert_indices=routes[1],
         ),
@@ -131,6 +141,7 @@ def test_three_steps_written_out() -> None:
             is_last_step=True,
             rewards=2.5,
             logprobs=[-3, -4],
+            advantages=3.0,
             rollout_expert_indices=routes[2],
         ),
     ]
@@ -140,7 +151,9 @@ def test_three_steps_written_out() -> None:
     assert merged["response_ids"].dtype == np.int64
     assert merged["loss_mask"].tolist() == [1, 0, 0, 0.5, 1, 1]
     assert merged["rewards"].tolist() == [1, 0, 0, 0, 0, 2.5]
-    assert merged["rewards"].dtype == np.float64
+    dtypes = {merged[key].dtype for key in ("loss_mask", "rewards", "logprobs", "advantages")}
+    assert dtypes == {np.dtype(np.float32)}
+    assert merged["advantages"].tolist() == [1, 0, 0, 2, 3, 3]
     assert merged["logprobs"].tolist() == [-1, 0, 0, -2, -3, -4]
     assert merged["rollout_expert_indices"].flatten().tolist() == [1, 1, 2, 2, 2, 3]
     assert merged["rollout_expert_indices"].dtype == np.uint8
@@ -166,7 +179,8 @@ def test_what_is_not_merged_is_shared() -> None:
         (step([1, 2, 3], [4], uid="b"), 2),
         (step([1, 9, 3], [4]), 2),
         (step([1], [2]), 2),  # shorter than what it would continue
-        (step([1, 2, 3], [4], logprobs=None), 1),
+        (step([1, 2, 3], [4], note=None), 1),
+        (step([1, 2, 3], [4], is_last_step=True), 1),
     ],
 )
 def test_what_continues(later: dict[str, Any], count: int) -> None:
@@ -180,29 +194,28 @@ def test_a_rewritten_prompt_starts_anew() -> None:
         [1, 2, 3],
         [9, 3, 4, 5, 6],
     ]
-    assert [merged["rewards"].dtype for merged in found] == [np.float64] * 2  # given as ints
-    assert [merged["loss_mask"].dtype for merged in found] == [np.int64] * 2
+    assert [merged["rewards"].tolist() for merged in found] == [[0, 0], [0, 0, 0]]
+    assert [merged["loss_mask"].tolist() for merged in found] == [[1, 1], [1, 0, 1]]
 
 
 IMAGE = {"pixel_values": np.ones((4, 2)), "image_grid_thw": np.array([[1, 2, 2]])}
 TWO = {"pixel_values": np.ones((8, 2)), "image_grid_thw": np.array([[1, 2, 2]] * 2)}
+NONE = {"pixel_values": None, "image_grid_thw": None}
 
 
 @pytest.mark.parametrize(
     ("earlier", "later", "count"),
     [
-        ({}, IMAGE, 1),
+        (NONE, IMAGE, 1),
         (IMAGE, IMAGE, 1),
         (IMAGE, copy.deepcopy(IMAGE), 1),
         (IMAGE, TWO, 1),
         (IMAGE, {k: torch.from_numpy(v) for k, v in TWO.items()}, 1),
         (TWO, IMAGE, 2),
-        (IMAGE, {}, 2),
-        (IMAGE, {"pixel_values": None, "image_grid_thw": None}, 2),
+        (IMAGE, NONE, 2),
+        (NONE, NONE, 1),
         (IMAGE, {**TWO, "pixel_values": np.zeros((8, 2))}, 2),
-        (IMAGE, {**TWO, "image_grid_thw": np.array([[1, 4, 2]])}, 2),
-        (IMAGE, {**TWO, "pixel_values": np.ones((8, 3))}, 2),
-        ({"pixel_values": np.ones((0, 2))}, {}, 1),
+        (IMAGE, {**IMAGE, "image_grid_thw": np.array([[1, 4, 1]])}, 2),
     ],
 )
 def test_images(earlier: dict[str, Any], later: dict[str, Any], count: int) -> None:
@@ -236,83 +249,66 @@ def test_tensors_of_any_dtype() -> None:
     assert merged["rewards"].tolist() == [1.0, 2.0]
     assert merged["logprobs"].tolist() == [-1.5, -2.5]
     assert merged["rewards"].dtype == merged["logprobs"].dtype == np.float32
-    assert merged["loss_mask"].tolist() == [True, True]
-
-
-ROUTES = np.zeros((2, 1, 1), np.int8)
+    assert merged["loss_mask"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt_ids": []}, "example 1: prompt_ids has 0 tokens; filter it out"),
-        ({"response_ids": [[4]]}, r"example 1: response_ids has shape \[1, 1\]; it is one flat"),
-        ({"prompt_ids": [1.0, 2.0, 3.0]}, "example 1: prompt_ids has dtype float64; token ids are"),
-        ({"prompt_ids": [[1], [2, 3]]}, "example 1: prompt_ids has dtype object"),
+        ({"prompt_ids": []}, r"example 1: prompt_ids is empty \(0 tokens\); nothing would predict"),
+        ({"is_last_step": 2}, "example 1: is_last_step is 2; it must be True or False"),
         (
-            {"rewards": None},
-            r"example 1 has no rewards, got keys \['is_last_step', .* merging need",
+            {"uid": {}},
+            r"example 1: uid is \{\} \(dict\); rollouts are grouped by it, so give a str",
         ),
-        ({"is_last_step": None}, "example 1 has no is_last_step"),
-        ({"uid": None}, "example 1 has no uid"),
-        ({"loss_mask": None}, "example 1 has no loss_mask"),
-        ({"is_last_step": 1}, "example 1: is_last_step is 1; it is True or False"),
-        ({"loss_mask": [1, 1]}, r"example 1: loss_mask has shape \[2\], but there are 1 response"),
-        ({"loss_mask": ["x"]}, "example 1: loss_mask has dtype <U1; give numbers"),
-        (
-            {"rewards": [1.0, 0.0]},
-            r"example 1: rewards has shape \[2\], but there are 1 .*one numb",
-        ),
-        ({"rewards": "1"}, "example 1: rewards has dtype <U1; give numbers"),
+        ({"loss_mask": [1, 1]}, "example 1: loss_mask has 2 entries, response_ids has 1 tokens"),
+        ({"rewards": "1"}, "example 1: rewards is str; give one number, or one "),
         (
             {"logprobs": [0.5]},
-            "examples 0 and 1 are steps that continue each other, but only example 1 has logprobs; "
-            "give it for both or neither",
+            "example 1 and example 0 differ in logprobs; every example of a batch needs the same",
         ),
-        ({"rollout_expert_indices": ROUTES}, "only example 1 has rollout_expert_indices"),
+        ({"log_probs": [0.5]}, ""),  # a near miss is looked for in the keys of example 0
     ],
 )
-def test_errors(changes: dict[str, Any], message: str) -> None:
+def test_errors_are_those_of_the_collator(changes: dict[str, Any], message: str) -> None:
     examples = [step([1], [2]), step([1, 2, 3], [4], **changes)]
-    with pytest.raises(DataError, match=message):
+    if not message:
+        assert len(merge_steps(examples)) == 1
+        examples.reverse()
+        message = "example 0 has no logprobs, but 'log_probs' looks like it; rename it to logprobs"
+    with pytest.raises(DataError, match=message) as merging:
+        merge_steps(examples)
+    with pytest.raises(DataError) as collating:
+        RolloutCollator(0)(examples)
+    assert str(merging.value) == str(collating.value)
+
+
+@pytest.mark.parametrize("key", ["uid", "is_last_step"])
+@pytest.mark.parametrize("is_none", [False, True])
+def test_what_merging_needs(key: str, is_none: bool) -> None:
+    examples = [step([1], [2]), step([1, 2, 3], [4])]
+    for example in examples:
+        del example[key]
+        example |= {key: None} if is_none else {}
+    with pytest.raises(
+        DataError, match=f"no {key} in example 0; steps are merged by uid and is_last_step, give"
+    ):
         merge_steps(examples)
 
 
-@pytest.mark.parametrize(
-    ("routes", "message"),
-    [
-        (
-            ROUTES[0],
-            r"example 1: rollout_expert_indices has shape \[1, 1\]; it is \[tokens, layers",
-        ),
-        (
-            np.zeros((5, 1, 1)),
-            "example 1: rollout_expert_indices has routes of 5 tokens, but prompt and resp",
-        ),
-        (
-            np.zeros((4, 2, 1)),
-            r"example 1: rollout_expert_indices has \[layers, top_k\] \[2, 1\], example 0 has "
-            r"\[1, 1\]; both are of one model",
-        ),
-    ],
-)
-def test_route_errors(routes: Any, message: str) -> None:
-    examples = [
-        step([1], [2], rollout_expert_indices=ROUTES),
-        step([1, 2, 3], [4], rollout_expert_indices=routes),
-    ]
-    with pytest.raises(DataError, match=message):
-        merge_steps(examples)
+@pytest.mark.parametrize("flag", [1, 1.0, np.bool_(True), torch.tensor(True), np.array([1])])
+def test_a_last_step_is_what_the_collator_takes_for_one(flag: Any) -> None:
+    examples = [step([1], [2], is_last_step=flag), step([1, 2, 3], [4])]
+    assert RolloutCollator(0)(examples).row_metadata["is_last_step"] == [True, False]
+    assert len(merge_steps(examples)) == 2
 
 
 def test_type_errors() -> None:
     with pytest.raises(
-        TypeError, match="examples must be a list of mappings, one a step, got dict"
+        TypeError, match="examples must be a list of mappings, one per step, got dict"
     ):
         merge_steps(step([1], [2]))
     with pytest.raises(TypeError, match="got generator"):
         merge_steps(e for e in [])
-    with pytest.raises(TypeError, match="example 1 is a list; a step is a mapping"):
+    with pytest.raises(DataError, match="example 1 is a list; an example is a mapping with resp"):
         merge_steps([step([1], [2]), []])
-    with pytest.raises(TypeError, match=r"the uid of row 0 is \{\} of type dict"):
-        merge_steps([step([1], [2], uid={})])

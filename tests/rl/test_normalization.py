@@ -197,7 +197,7 @@ A, M = torch.ones(2, 2), torch.ones(2, 2)
         (
             {"reduction": "prompt_mean", "uids": ["a", None]},
             DataError,
-            "the uid of row 1 is None; give every row the id of its prompt",
+            "row 1: uid is None; give the id of its prompt",
         ),
         (
             {"boundaries": [0, 1]},

@@ -78,7 +78,10 @@ def test_an_id_is_of_its_uid() -> None:
             "trajectory_id 0 of uid 'a' begins at row 0 and comes back at row 2; the rows of a "
             "trajectory lie next to each other, in the order of their steps, and other",
         ),
-        ({"trajectory_ids": [0, 0, None, None]}, "the trajectory_id of row 2 is None; give every"),
+        (
+            {"trajectory_ids": [0, 0, None, None]},
+            "row 2: trajectory_id is None; give the id of its traj",
+        ),
         (
             {"rewards": REWARDS * 0, "is_last_step": [False, True, False, False]},
             "row 3 of uid 'a' is not a last step, and",
@@ -95,10 +98,10 @@ def test_argument_errors() -> None:
     with pytest.raises(ValueError, match="trajectory_ids has 1 entries for 4 rows; give one traj"):
         advantages(trajectory_ids=[0])
     with pytest.raises(
-        TypeError, match="trajectory_ids must be one trajectory_id a row, got 'abcd'"
+        TypeError, match="trajectory_ids must be one trajectory_id per row, got 'abcd'"
     ):
         advantages(trajectory_ids="abcd")
-    with pytest.raises(TypeError, match=r"the trajectory_id of row 1 is \[0\] of type list"):
+    with pytest.raises(DataError, match=r"row 1: trajectory_id is \[0\] \(list\); rollouts are gr"):
         advantages(trajectory_ids=[0, [0], 1, 1])
     for estimator, values in (("reinforce++", None), ("gae", REWARDS)):
         with pytest.raises(ValueError, match=r"row 0 is not the last step .*make a trajectory one"):
@@ -164,13 +167,11 @@ def test_merging_checks_it_too() -> None:
     assert merged["trajectory_id"] == 0
     assert merged["response_ids"].tolist() == [2, 3, 4]
     steps[1] |= {"trajectory_id": None}
-    with pytest.raises(
-        DataError, match="the trajectory_id of example 1 is None; give every example"
-    ):
+    with pytest.raises(DataError, match="example 1: trajectory_id is None; give"):
         merge_steps(steps)
     assert len(merge_steps([{**s, "trajectory_id": None} for s in steps])) == 1  # not given
     del steps[1]["trajectory_id"]
-    with pytest.raises(DataError, match="the trajectory_id of example 1 is None"):
+    with pytest.raises(DataError, match="example 1 and example 0 differ in trajectory_id; every"):
         merge_steps(steps)
 
 

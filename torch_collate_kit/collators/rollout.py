@@ -36,6 +36,7 @@ class RolloutCollator:
 
     Args:
         tokenizer: an int pad id, or anything with ``pad_token_id``.
+        pad_to_multiple_of: round the width up to it; a width that is a multiple already stays.
         max_seq_len: prompt and response longer than this are warned of; nothing is cut.
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
         fields: what else the examples hold, by key: ``PerToken``, ``PerResponseToken`` or
@@ -43,7 +44,7 @@ class RolloutCollator:
 
     Calling it takes a list of rollouts, or a mapping of columns, and returns a new
     :class:`~torch_collate_kit.batch.Batch` (docs/contract.md). The width ``W`` is that of the
-    longest prompt and response together, ``A`` that of the longest response:
+    longest prompt and response together, rounded up, ``A`` that of the longest response:
 
     - ``input_ids``, ``attention_mask`` and ``position_ids`` int64 ``[B, W]``;
     - ``response_mask`` int64, ``rewards``, ``loss_mask``, and where they were given
@@ -72,12 +73,16 @@ class RolloutCollator:
         tokenizer: Any,
         *,
         max_seq_len: int | None = None,
+        pad_to_multiple_of: int | None = None,
         normalize_loss: bool = False,
         fields: DeclaredFields | None = None,
     ) -> None:
         self.pad_token_id = pad_token_id_of(tokenizer)
         self.max_seq_len = checked_optional_int(
             "max_seq_len", max_seq_len, hint="None switches it off"
+        )
+        self.pad_to_multiple_of = checked_optional_int(
+            "pad_to_multiple_of", pad_to_multiple_of, hint="None switches it off"
         )
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
         self.fields = checked_fields(fields, (*ROLLOUT_KEYS, *_FIELDS, *_MADE))
@@ -87,7 +92,8 @@ class RolloutCollator:
         lengths = rollouts.lengths
         if self.max_seq_len is not None:
             _warn_of_long(lengths, self.max_seq_len)
-        width, pieces = int(lengths.max()), whole_examples(lengths)
+        multiple = self.pad_to_multiple_of or 1
+        width, pieces = -(-int(lengths.max()) // multiple) * multiple, whole_examples(lengths)
         placed = rollouts.place(pieces)
         placement = Placement(
             width=width,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.declared import DeclaredColumn, DeclaredFields, read_declared
+from torch_collate_kit.reading.grouping import flag_column, id_column
 from torch_collate_kit.reading.media import IMAGES, image_columns, route_column
 from torch_collate_kit.reading.numbers import (
     int_column,
@@ -161,9 +162,9 @@ def read_rollouts(examples: Examples, fields: DeclaredFields | None = None) -> R
         if name in raw
     }
     _check_loss_mask(values["loss_mask"])
-    per_rollout = {field: _uids(name, raw[name]) for name, field in _IDS.items() if name in raw}
+    per_rollout = {field: id_column(name, raw[name]) for name, field in _IDS.items() if name in raw}
     if "is_last_step" in raw:
-        per_rollout["is_last_step"] = _flags("is_last_step", raw["is_last_step"])
+        per_rollout["is_last_step"] = flag_column("is_last_step", raw["is_last_step"])
     routes = raw.get("rollout_expert_indices")
     totals = prompt_ids.lengths + lengths
     return Rollouts(
@@ -344,34 +345,3 @@ def _check_loss_mask(loss_mask: Ragged) -> None:
             f"example {i}: loss_mask is {loss_mask[i][token]} at response token {token}; weights "
             "must be finite and 0 or more"
         )
-
-
-def _uids(name: str, column: Any) -> list[Any]:
-    if set(map(type, column)) <= {str, int}:
-        return list(column)
-    uids = [one_value(value) for value in column]
-    for i, uid in enumerate(uids):
-        if not isinstance(uid, Hashable) or isinstance(uid, Tensor):
-            raise DataError(
-                f"example {i}: {name} is {uid!r:.40} ({type(uid).__name__}); rollouts are grouped "
-                "by it, so give a string or an integer"
-            )
-        if uid is None or (uid == uid) is not True:  # NaN and NA: pandas' missing values
-            owner = "prompt" if name == "uid" else "trajectory"
-            raise DataError(
-                f"example {i}: {name} is {uid}; give the id of its {owner}, or no {name} in any "
-                "example"
-            )
-    return uids
-
-
-def _flags(name: str, column: Any) -> list[bool]:
-    if isinstance(column, np.ndarray) and column.dtype == np.bool_ and column.ndim == 1:
-        return column.tolist()
-    if set(map(type, column)) == {bool}:
-        return list(column)
-    flags = [one_value(value) for value in column]
-    for i, flag in enumerate(flags):
-        if not isinstance(flag, bool | int | float) or flag not in (0, 1):
-            raise DataError(f"example {i}: {name} is {flag!r:.40}; it must be True or False")
-    return [bool(flag) for flag in flags]

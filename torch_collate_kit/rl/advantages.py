@@ -10,18 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_collate_kit._checks import checked_choice
+from torch_collate_kit._checks import checked_bool, checked_choice
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.rl._checks import (
-    Uids,
-    checked_flag,
-    checked_mask,
-    checked_tensors,
-    checked_uids,
-    wide_dtype,
-)
-from torch_collate_kit.rl._estimators import discounted_returns, gae, group_advantages, whitened
-from torch_collate_kit.rl._trajectories import last_steps, trajectories
+from torch_collate_kit.rl.estimators import discounted_returns, gae, group_advantages, whitened
+from torch_collate_kit.rl.response_tensors import checked_mask, checked_tensors, wide_dtype
+from torch_collate_kit.rl.trajectories import last_steps, trajectories
+from torch_collate_kit.rl.uids import Uids, checked_uids
 
 __all__ = ["compute_advantages"]
 
@@ -189,7 +183,7 @@ def _check(
 
 def _check_choices(estimator: str, group_of_one: str, whiten: bool) -> None:
     checked_choice("group_of_one", group_of_one, _GROUPS_OF_ONE)
-    if checked_flag("whiten", whiten) and estimator != "gae":
+    if checked_bool("whiten", whiten) and estimator != "gae":
         raise ValueError(
             f'whiten=True is read by estimator="gae" only, got it with {estimator!r}; reinforce++ '
             "is always whitened, for the others use normalize_advantages(..., z_score=True)"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.rl._checks import Uids, checked_uids
+from torch_collate_kit.rl.uids import Uids, checked_uids
 
-__all__ = ["mini_batch_boundaries", "prompt_boundaries"]
+__all__ = ["checked_boundaries", "mini_batch_boundaries", "prompt_boundaries"]
 
 
 def prompt_boundaries(uids: Uids) -> np.ndarray:
@@ -22,7 +24,7 @@ def prompt_boundaries(uids: Uids) -> np.ndarray:
 
     Raises:
         DataError: no rows, a uid that comes back after another one, or one that is None or NaN.
-        TypeError, ValueError: uids that are not one hashable a row.
+        TypeError, ValueError: uids that are not one hashable per row.
 
     >>> prompt_boundaries(["a", "a", "b", "c", "c", "c"]).tolist()
     [0, 2, 3, 6]
@@ -73,3 +75,36 @@ def mini_batch_boundaries(uids: Uids, prompts_per_mini_batch: int) -> np.ndarray
             f"prompts, add {size - left}, or choose a divisor of {num_prompts}"
         )
     return starts[::size].copy()
+
+
+def checked_boundaries(boundaries: Any, num_rows: int) -> list[int]:
+    """``boundaries`` as Python ints 0, ..., ``num_rows`` that rise.
+
+    Raises:
+        TypeError: anything but integers.
+        ValueError: they do not start at 0, do not rise, or do not end at ``num_rows``.
+    """
+    way_out = "pass what mini_batch_boundaries(uids, ...) of these rows returned"
+    on_host = boundaries.cpu() if isinstance(boundaries, Tensor) else boundaries
+    edges = np.asarray(on_host)
+    if edges.dtype.kind not in "iu" and edges.size:
+        raise TypeError(f"boundaries must be integers, got {edges.dtype}; {way_out}")
+    if edges.ndim != 1 or len(edges) < 2:
+        raise ValueError(
+            f"boundaries must be one-dimensional with at least 2 entries, got shape "
+            f"{list(edges.shape)}; {way_out}"
+        )
+    numbers: list[int] = edges.tolist()
+    if numbers[0] != 0:
+        raise ValueError(f"boundaries must start at 0, got {numbers[0]}; {way_out}")
+    for i in range(1, len(numbers)):
+        if numbers[i] <= numbers[i - 1]:
+            raise ValueError(
+                f"boundaries must rise, got {numbers[i - 1]} and then {numbers[i]} at entry {i}: "
+                f"a mini-batch has at least one row; {way_out}"
+            )
+    if numbers[-1] != num_rows:
+        raise ValueError(
+            f"boundaries end at {numbers[-1]}, but there are {num_rows} rows; {way_out}"
+        )
+    return numbers

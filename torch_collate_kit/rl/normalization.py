@@ -9,17 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_collate_kit._checks import checked_choice, checked_int
+from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.rl._checks import (
-    Uids,
-    checked_boundaries,
-    checked_flag,
-    checked_mask,
-    checked_tensors,
-    checked_uids,
-    wide_dtype,
-)
+from torch_collate_kit.rl.boundaries import checked_boundaries
+from torch_collate_kit.rl.response_tensors import checked_mask, checked_tensors, wide_dtype
+from torch_collate_kit.rl.uids import Uids, checked_uids
 
 __all__ = ["normalize_advantages"]
 
@@ -93,7 +87,7 @@ def normalize_advantages(
     [[0.0, 4.0], [4.0, 4.0]]
     """
     _check(advantages, loss_mask, reduction, epsilon)
-    count_masked = checked_flag("count_masked_rows", count_masked_rows)
+    count_masked = checked_bool("count_masked_rows", count_masked_rows)
     edges = checked_boundaries(boundaries, len(advantages))
     trained = checked_mask("loss_mask", loss_mask).to(advantages.device)
     wide = advantages.detach().to(wide_dtype(advantages))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.rl._checks import checked_mask
+from torch_collate_kit.rl.response_tensors import checked_mask
 
 __all__ = ["response_values"]
 

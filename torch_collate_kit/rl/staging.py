@@ -14,7 +14,7 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.rows import cat, is_per_row, take
 from torch_collate_kit.packing.balance import attention_cost, over_ranks
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.rl._checks import checked_boundaries
+from torch_collate_kit.rl.boundaries import checked_boundaries
 
 __all__ = ["stage_mini_batches", "unstage"]
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.rl._checks import checked_uids
+from torch_collate_kit.reading.grouping import flag_column
+from torch_collate_kit.rl.uids import checked_uids
 
 __all__ = ["checked_trajectory_ids", "last_steps", "trajectories"]
 
@@ -26,7 +27,7 @@ def last_steps(
     last = None if is_last_step is None else _checked_flags(is_last_step, len(uids))[rows]
     if trajectory_ids is None:
         return last
-    ids = checked_uids(trajectory_ids, len(uids), name="trajectory_id", owner="trajectory")
+    ids = checked_uids(trajectory_ids, len(uids), name="trajectory_id")
     return checked_trajectory_ids([(uids[i], ids[i]) for i in rows.tolist()], last, rows)
 
 
@@ -41,7 +42,7 @@ def checked_trajectory_ids(
 
     Raises:
         DataError: a trajectory that comes back, or a flag that contradicts the ids; not the last
-            flag of all, behind which nothing comes.
+            flag of all, after which nothing comes.
 
     >>> checked_trajectory_ids([("a", 0), ("a", 0), ("a", 1)], None, np.arange(3)).tolist()
     [False, True, True]
@@ -81,24 +82,25 @@ def _checked_flags(is_last_step: Any, num_rows: int) -> np.ndarray:
     """``is_last_step`` as bool [num_rows].
 
     Raises:
-        TypeError: neither bools nor 0 and 1.
+        TypeError: nothing to iterate over.
         ValueError: another number of entries than rows.
+        DataError: an entry that is neither a bool nor 0 or 1.
     """
-    on_host = is_last_step.cpu() if isinstance(is_last_step, Tensor) else is_last_step
-    flags = np.asarray(on_host)
-    if flags.shape != (num_rows,):
-        raise ValueError(
-            f"is_last_step has shape {list(flags.shape)} for {num_rows} rows; give one bool a row"
-        )
-    if (
-        num_rows
-        and flags.dtype.kind != "b"
-        and not (flags.dtype.kind in "iu" and np.isin(flags, (0, 1)).all())
-    ):
+    if isinstance(is_last_step, str | bytes) or not isinstance(is_last_step, Iterable):
         raise TypeError(
-            f"is_last_step must be True or False a row, got {flags[:4].tolist()} ({flags.dtype})"
+            f"is_last_step must be one bool per row, got {is_last_step!r:.40} of type "
+            f"{type(is_last_step).__name__}; pass a list"
         )
-    return flags.astype(bool)
+    if isinstance(is_last_step, np.ndarray | Tensor):
+        flags, shape = is_last_step.tolist(), list(is_last_step.shape)
+    else:
+        flags = list(is_last_step)
+        shape = [len(flags)]
+    if shape != [num_rows]:
+        raise ValueError(
+            f"is_last_step has shape {shape} for {num_rows} rows; give one bool per row"
+        )
+    return np.array(flag_column("is_last_step", flags, "row"), dtype=bool)
 
 
 def trajectories(last: np.ndarray, uids: Sequence[Hashable], rows: np.ndarray) -> np.ndarray:
@@ -108,7 +110,7 @@ def trajectories(last: np.ndarray, uids: Sequence[Hashable], rows: np.ndarray) -
     the steps are, for messages.
 
     Raises:
-        DataError: a trajectory with two uids, or steps behind the last trajectory's end.
+        DataError: a trajectory with two uids, or steps after the last trajectory's end.
 
     >>> trajectories(np.array([False, True, True]), "aab", np.arange(3)).tolist()
     [0, 0, 1]
