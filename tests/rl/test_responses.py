@@ -1,17 +1,22 @@
-"""Values of the response tokens, cut out of right-aligned rows."""
+"""Values of the response tokens, cut out of right-aligned rows, and put back."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rl import oracle_rl as oracle
+from torch_collate_kit import PackedCollator, PaddedCollator, RolloutCollator, token_loss
+from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.rl import response_values
+from torch_collate_kit.packing import ParallelLayout
+from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.rl import from_response_values, response_values, stage_mini_batches
 
 MASK = torch.tensor([[0, 0, 1], [1, 1, 1], [0, 0, 0]])
 
@@ -63,7 +68,7 @@ def test_against_the_oracle(lengths: list[int], extra: int, more: int) -> None:
             torch.zeros(3, 2),
             MASK,
             ValueError,
-            "row 1 has 3 response tokens, but values has 2 columns; take the values of at least",
+            "row 1 has response tokens in its last 3 cells, but values has 2 columns; take the",
         ),
         (
             torch.zeros(2, 3),
@@ -88,3 +93,146 @@ def test_against_the_oracle(lengths: list[int], extra: int, more: int) -> None:
 def test_errors(values: Any, mask: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         response_values(values, mask)
+
+
+# --- of a batch, and back -------------------------------------------------------------------------
+
+SHAPES = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=7)
+
+
+def rollouts(shape: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Values that are all different: rollout i, response token j has -(i + j / 8)."""
+    return [
+        {
+            "prompt_ids": [1] * p,
+            "response_ids": [2] * r,
+            "rewards": 0.0,
+            "loss_mask": [1] * r,
+            "logprobs": [-(i + j / 8) for j in range(r)],
+        }
+        for i, (p, r) in enumerate(shape)
+    ]
+
+
+def collated(kind: str, given: list[dict[str, Any]]) -> Batch:
+    if kind == "padded":
+        return RolloutCollator(0, pad_to_multiple_of=4)(given)
+    layout = ParallelLayout(dp=2, tp=2)  # gaps, tails, and rows that are added
+    return PackedCollator(0, max_tokens=12, parallel=layout)(given)
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@given(shape=SHAPES, seed=st.integers(0, 99))
+def test_round_trips_of_a_batch(kind: str, shape: list[tuple[int, int]], seed: int) -> None:
+    given_rollouts = rollouts(shape)
+    batch = collated(kind, given_rollouts).pad_rows(multiple_of=3)
+    batch = batch.select(np.random.default_rng(seed).permutation(len(batch)))
+    lists = [rollout["logprobs"] for rollout in given_rollouts]
+    dense = from_response_values(lists, batch)
+    assert torch.equal(dense, batch["rollout_logprobs"])
+    assert response_values(dense, batch) == lists
+    values = torch.randn(batch["loss_mask"].shape, dtype=torch.float64)
+    again = from_response_values(response_values(values, batch), batch, dtype=torch.float64)
+    assert torch.equal(again, values * batch["response_mask"])
+    if kind == "padded":  # by rows instead
+        mask = batch["response_mask"]
+        rows = response_values(values, mask)
+        assert [len(row) for row in rows] == mask.sum(dim=1).tolist()
+        assert torch.equal(from_response_values(rows, mask, dtype=torch.float64), again)
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@given(shape=SHAPES)
+def test_the_order_is_that_of_per_token_outputs(kind: str, shape: list[tuple[int, int]]) -> None:
+    batch = collated(kind, rollouts(shape))
+    batch = batch.select(np.arange(len(batch))[::-1])
+    torch.manual_seed(0)
+    logits = torch.randn(*batch["input_ids"].shape, 3)
+    _, outputs = token_loss(logits, batch, num_loss_tokens=1, return_per_token_outputs=True)
+    dense = from_response_values(outputs.log_probs, batch)
+    log_probs = logits.log_softmax(-1)[:, :-1].gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    a = dense.shape[1]
+    wanted = torch.where(batch["response_mask"] != 0, log_probs[:, -a:], 0)
+    torch.testing.assert_close(dense, wanted)
+    assert response_values(dense, batch) == [values.tolist() for values in outputs.log_probs]
+    full = response_values(logits[..., 0], batch)  # a value in every cell
+    assert full == response_values(logits[:, -a:, 0], batch)
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right", None])
+def test_examples_padded_packed_and_split(padding_side: Any) -> None:
+    examples = [
+        {"input_ids": [5] * 9, "loss_mask": [0, 1, 1, 1, 1, 1, 1, 1, 1]},
+        {"input_ids": [5] * 3, "loss_mask": [0, 0, 1]},
+        {"input_ids": [5] * 2, "loss_mask": [0, 0]},
+    ]
+    if padding_side:
+        batch = PaddedCollator(0, padding_side=padding_side)(examples)
+    else:
+        batch = PackedCollator(0, max_tokens=4, overflow="split")(examples)
+    torch.manual_seed(0)
+    logits = torch.randn(*batch["input_ids"].shape, 6)
+    _, outputs = token_loss(logits, batch, num_loss_tokens=1, return_per_token_outputs=True)
+    values = response_values(from_response_values(outputs.nll, batch), batch)
+    assert values == [nll.tolist() for nll in outputs.nll]
+    assert [len(row) for row in values] == ([8, 1, 0] if padding_side else [len(values[0]), 1, 0])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [[1, 2], [3]],
+        [np.array([1.0, 2.0]), np.array([3], dtype=np.float16)],
+        [torch.tensor([1.0, 2.0], dtype=torch.bfloat16, requires_grad=True), [3.0]],
+        Ragged.from_rows([[1.0, 2.0], [3.0]]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_values_of_any_kind(values: Any, dtype: torch.dtype) -> None:
+    found = from_response_values(values, torch.tensor([[0, 1, 1], [0, 0, 1]]), dtype=dtype)
+    assert found.dtype == dtype
+    assert found.tolist() == [[0, 1, 2], [0, 0, 3]]
+    assert not found.requires_grad
+
+
+def test_nothing_to_put_back() -> None:
+    assert from_response_values([], torch.zeros(0, 3)).shape == (0, 3)
+    assert from_response_values([[], []], torch.zeros(2, 3)).tolist() == [[0, 0, 0]] * 2
+    assert from_response_values([[], []], torch.zeros(2, 0)).shape == (2, 0)
+    batch = RolloutCollator(0)(rollouts([(1, 2)]))
+    [[_, pads]] = stage_mini_batches(batch, [0, 1], 2)
+    assert response_values(torch.ones(1, 2), pads) == []
+    assert from_response_values([], pads).tolist() == [[0, 0]]
+
+
+def test_errors_of_a_batch() -> None:
+    batch = collated("packed", rollouts([(1, 3), (2, 4)]))
+    a = batch.metadata["response_length"]
+    with pytest.raises(ValueError, match=rf"values has 1 rows, the batch has {len(batch)}; give"):
+        response_values(torch.zeros(1, a), batch)
+    with pytest.raises(ValueError, match="but values has 2 columns; take the values of at least"):
+        response_values(torch.zeros(len(batch), 2), batch)
+    with pytest.raises(
+        ValueError, match="values has 1 entries, the batch has 2 examples; give one"
+    ):
+        from_response_values([[1.0] * 3], batch)
+    with pytest.raises(
+        ValueError, match="values has 1 entries, response_mask has 3 rows; give one"
+    ):
+        from_response_values([[1.0]], MASK)
+    with pytest.raises(DataError, match=r"^example 1: values has 3 entries for 4 response tokens"):
+        from_response_values([[1.0] * 3, [1.0] * 3], batch)
+    with pytest.raises(
+        DataError, match=r"^example 1: values\[0\] is 'a' \(str\); it must be a num"
+    ):
+        from_response_values([[1.0] * 3, ["a"] * 4], batch)
+    with pytest.raises(DataError, match=r"^example 0: values is float; give a list, a 1-D ndarray"):
+        from_response_values([1.0, 2.0], batch)
+    twice = Batch.cat([batch[:1], batch[:1]], {"num_loss_tokens": 0})
+    with pytest.raises(ValueError, match="a piece of example 1 is in the batch twice, so its val"):
+        response_values(torch.zeros(2, a), twice)
+    dense = Batch(dict(batch.items()), row_metadata=batch.row_metadata)
+    with pytest.raises(ValueError, match=r"built from dense tensors, .*pass its response_mask"):
+        response_values(torch.zeros(len(batch), a), dense)
+    with pytest.raises(TypeError, match="response_mask must be a tensor, got list"):
+        from_response_values([[1.0]], [[1]])

@@ -17,6 +17,7 @@ from torch_collate_kit.batch.dense import make_field
 from torch_collate_kit.batch.fields import Field
 from torch_collate_kit.batch.joining import check_joinable
 from torch_collate_kit.batch.model_inputs import model_inputs
+from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.storage import Storage, describe, tensor_of
 from torch_collate_kit.ragged import Ragged, row_indices
 
@@ -294,6 +295,15 @@ class Batch(Mapping[str, Field]):
         {'given': {'x': tensor([0., 0.])}}
         """
         return self._stored().contents()
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where the tokens lie, in host memory; None of a Batch built from dense tensors.
+
+        >>> Batch({"x": torch.zeros(4)}).placement
+        """
+        columns = self._storage.columns
+        return columns.placement if columns else None
 
     def column(self, name: str) -> Tensor | None:
         """A column as it is stored, such as ``input_ids``, one entry per token; None without it.

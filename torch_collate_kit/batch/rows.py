@@ -39,7 +39,7 @@ def take(value: Any, rows: np.ndarray) -> Any:
     if isinstance(value, Ragged):
         return value.take(rows)
     if isinstance(value, Tensor):
-        return value[torch.from_numpy(rows).to(value.device, non_blocking=True)]
+        return value[torch.from_numpy(rows.copy()).to(value.device, non_blocking=True)]
     return value[rows] if isinstance(value, np.ndarray) else [value[i] for i in rows.tolist()]
 
 

@@ -162,7 +162,9 @@ def read_rollouts(examples: Examples, fields: DeclaredFields | None = None) -> R
         if name in raw
     }
     _check_loss_mask(values["loss_mask"])
-    per_rollout = {field: id_column(name, raw[name]) for name, field in _IDS.items() if name in raw}
+    per_rollout: dict[str, list[Any]] = {
+        field: id_column(name, raw[name]) for name, field in _IDS.items() if name in raw
+    }
     if "is_last_step" in raw:
         per_rollout["is_last_step"] = flag_column("is_last_step", raw["is_last_step"])
     routes = raw.get("rollout_expert_indices")

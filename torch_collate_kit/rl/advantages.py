@@ -66,7 +66,7 @@ def compute_advantages(
         response_mask: ``[B, A]``, not 0 at the response tokens.
         uids: the prompt of each row; a list of hashables, an ndarray or a tensor.
         estimator: see above.
-        is_last_step: one bool a row, where rows are the steps of trajectories. The rows of a
+        is_last_step: one bool per row, where rows are the steps of trajectories. The rows of a
             trajectory lie next to each other, and the last of them is True and has all the reward.
             Groups are then the trajectories of a uid, and the advantage of a trajectory goes to the
             response tokens of all its steps.
@@ -74,7 +74,7 @@ def compute_advantages(
             check ``is_last_step``, which alone cannot tell that a True was forgotten between two
             trajectories of one uid, or stand for it where it is None.
         values: ``[B, A]``, for "gae" only. The critic's targets are ``advantages + values``.
-        gamma: discount a token, 0 to 1; read by "gae" and "reinforce++".
+        gamma: discount per token, 0 to 1; read by "gae" and "reinforce++".
         lam: 0 to 1; read by "gae".
         whiten: for "gae" only: ``(a - mean) / (std + epsilon)`` over all response tokens of the
             batch, as PPO does in TRL and verl. Then ``advantages + values`` are no targets of the

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.rows import cat, is_per_row, take
+from torch_collate_kit.batch.trimming import cells_per_row
 from torch_collate_kit.packing.balance import attention_cost, over_ranks
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.rl.boundaries import checked_boundaries
@@ -52,7 +53,9 @@ def stage_mini_batches(
 
     Row metadata goes with the rows; what pads hold there, ``Batch.pad_rows`` says (uids repeat the
     first row's, ``is_last_step`` is True). ``row_metadata["row_indices"]`` is added, int64: the row
-    of ``batch`` that each row was, -1 for pads; :func:`unstage` reads it.
+    of ``batch`` that each row was, -1 for pads; :func:`unstage` reads it. So is
+    ``metadata["row_widths"]``, int64 ``[dp_size, rows]``: the cells that each row of each rank
+    needs, so that :func:`micro_batches` makes the same number of micro-batches on every rank.
 
     With ``balance`` rows are dealt to the ranks so that their tokens, or their attention cost
     (linear plus quadratic), are even, and the i-th rows of all ranks are about as long; pads count
@@ -89,7 +92,8 @@ def unstage(staged: Sequence[Sequence[Batch]], outputs: Sequence[Sequence[Any]])
 
     ``outputs[mini_batch][dp_rank]`` has a row for every row of ``staged[mini_batch][dp_rank]``: a
     tensor or ndarray, rows first, or a list. All are of one kind; so is the result, a copy (for
-    tensors one that gradients flow through).
+    tensors one that gradients flow through). Any two levels of batches do, of which each row was
+    staged once: also ``[micro_batches(part, ...) for ranks in staged for part in ranks]``.
 
     Raises:
         ValueError: other numbers of mini-batches, ranks or rows, shapes or devices that differ, or
@@ -117,7 +121,7 @@ def unstage(staged: Sequence[Sequence[Batch]], outputs: Sequence[Sequence[Any]])
             if not is_per_row(output) or isinstance(output, Ragged):
                 raise TypeError(
                     f"{name} is {type(output).__name__}; give a tensor or ndarray with rows first, "
-                    "or a list with one entry a row"
+                    "or a list with one entry per row"
                 )
             _check_length(name, len(output), len(part), "rows")
             if parts:
@@ -160,6 +164,9 @@ def _stage(batch: Batch, start: int, stop: int, dp_size: int, counts: _RowCounts
         costs = np.zeros(len(mini), dtype=np.int64)
         costs[: stop - start] = counts.costs[start:stop]
         mini = mini.select(over_ranks(costs, len(mini), dp_size, keep_order=False))
+    widths = cells_per_row(mini)
+    if widths is not None:
+        mini.metadata["row_widths"] = widths.reshape(dp_size, -1)
     return mini.chunk(dp_size)
 
 

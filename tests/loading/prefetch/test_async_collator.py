@@ -12,8 +12,7 @@ import pytest
 
 from tests.loading.hang_guard import fails_when_it_hangs, interrupt_main_thread, our_threads
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.prefetch import async_collator
-from torch_collate_kit.loading.prefetch import AsyncBatchCollator
+from torch_collate_kit.loading.prefetch import AsyncBatchCollator, async_collator
 
 STOPS = [KeyboardInterrupt, SystemExit]
 

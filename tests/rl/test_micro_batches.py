@@ -1,0 +1,339 @@
+"""Micro-batches of a staged batch: a budget of cells, one number on every rank, nothing lost."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rl.rollouts import rollout_batch
+from torch_collate_kit import PackedCollator, PaddedCollator, RolloutCollator, token_loss
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.rl import (
+    from_response_values,
+    micro_batches,
+    response_values,
+    stage_mini_batches,
+    unstage,
+)
+
+DP_SIZES = [1, 2, 3, 8]
+
+
+def rollouts(shape: list[tuple[int, int]], *, routes: bool = False) -> list[dict[str, Any]]:
+    """``(prompt tokens, response tokens)`` each; about one response token in three not trained."""
+    rng = np.random.default_rng(len(shape))
+    return [
+        {
+            "prompt_ids": rng.integers(1, 11, p),
+            "response_ids": rng.integers(1, 11, r),
+            "rewards": rng.normal(size=r),
+            "loss_mask": rng.integers(0, 3, r),
+            "logprobs": rng.normal(size=r),
+            "uid": i // 2,
+            **({"rollout_expert_indices": rng.integers(0, 9, (p, 2, 2))} if routes else {}),
+        }
+        for i, (p, r) in enumerate(shape)
+    ]
+
+
+def examples(shape: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """SFT examples of the same tokens; of every third nothing is trained."""
+    return [
+        {
+            "input_ids": np.concatenate([r["prompt_ids"], r["response_ids"]]),
+            "loss_mask": np.append(np.zeros(p), r["loss_mask"] * (i % 3 > 0)),
+        }
+        for i, ((p, _), r) in enumerate(zip(shape, rollouts(shape), strict=True))
+    ]
+
+
+def collated(kind: str, shape: list[tuple[int, int]], **options: Any) -> Batch:
+    if kind == "rollouts":
+        return RolloutCollator(0, **options)(rollouts(shape))
+    if kind == "packed rollouts":
+        return PackedCollator(0, max_tokens=16, **options)(rollouts(shape))
+    if kind == "packed":
+        return PackedCollator(0, max_tokens=16, **options)(examples(shape))
+    if kind == "dense":
+        return rollout_batch(shape, [0] * len(shape))
+    return PaddedCollator(0, padding_side=kind, **options)(examples(shape))
+
+
+KINDS = ["rollouts", "left", "right", "packed rollouts", "packed", "dense"]
+SHAPES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 8)), min_size=1, max_size=9)
+
+
+def cut_out(name: str, field: torch.Tensor, kind: str, widths: tuple[int, int], a: int) -> Any:
+    """The part of a dense field that rows have after they were trimmed to another width."""
+    before, after = widths
+    is_right_padded = kind == "right"
+    if name in ("input_ids", "attention_mask", "position_ids", "labels", "per_token"):
+        return field[:, :after] if is_right_padded else field[:, before - after :]
+    columns = field.shape[1] - (before - after if is_right_padded else 0)
+    return field[:, columns - a : columns]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    shape=SHAPES,
+    dp_size=st.sampled_from(DP_SIZES),
+    extra=st.integers(0, 60),
+    multiple=st.sampled_from([None, 4]),
+    given_fields=st.booleans(),
+)
+def test_micro_batches_are_cuts_of_the_block(
+    kind: str,
+    shape: list[tuple[int, int]],
+    dp_size: int,
+    extra: int,
+    multiple: int | None,
+    given_fields: bool,
+) -> None:
+    """Within the budget, as many on every rank, every row once, every field as in the block."""
+    can_round = kind in ("rollouts", "left", "right")
+    multiple = multiple if can_round else None
+    batch = collated(kind, shape, **({"pad_to_multiple_of": multiple} if can_round else {}))
+    if given_fields:  # as tensors that are stored as they are
+        torch.manual_seed(0)
+        a = batch["loss_mask"].shape[1]
+        extras = {
+            "per_token": torch.randn(batch["input_ids"].shape),
+            "values": torch.randn(len(batch), a, 2),
+            "scores": torch.randn(len(batch)),
+            "ids": batch["input_ids"].clone(),
+        }
+        batch = batch.with_fields(**extras)
+        batch["input_ids"].add_(0)  # changed in place
+    [ranks] = stage_mini_batches(batch, [0, len(batch)], dp_size)
+    width = ranks[0]["input_ids"].shape[1]
+    needs = ranks[0].metadata["row_widths"]
+    assert needs.shape == (dp_size, len(ranks[0]))
+    budget = -(-int(needs.max()) // (multiple or 1)) * (multiple or 1) + extra
+    micro = [micro_batches(part, max_tokens=budget, pad_to_multiple_of=multiple) for part in ranks]
+    assert len({len(parts) for parts in micro}) == 1
+    for part, parts in zip(ranks, micro, strict=True):
+        rows = np.concatenate([m.row_metadata["row_indices"] for m in parts])
+        assert sorted(rows.tolist()) == sorted(part.row_metadata["row_indices"].tolist())
+        assert sum(map(len, parts)) == len(part)
+        left = list(range(len(part)))
+        for m in parts:
+            ids = m["input_ids"]
+            assert 0 < ids.numel() <= budget
+            lengths = m["attention_mask"].sum(dim=1)
+            trims = kind in ("rollouts", "left", "right")
+            if trims:
+                longest = -(-int(lengths.max()) // (multiple or 1)) * (multiple or 1)
+                assert ids.shape[1] == longest
+            else:
+                assert ids.shape[1] == width
+            assert m["loss_mask"].shape[1] == m.metadata["response_length"] < ids.shape[1]
+            wanted_rows = []
+            for row in m.row_metadata["row_indices"].tolist():
+                at = next(i for i in left if part.row_metadata["row_indices"][i] == row)
+                left.remove(at)
+                wanted_rows.append(at)
+            whole = part.select(wanted_rows)
+            widths, a = (width, ids.shape[1]), m.metadata["response_length"]
+            for name, field in whole.items():
+                if name in ("sub_seq_lengths", "cu_seq_lens"):
+                    assert m[name].tolist() == field.tolist()
+                elif name == "scores":
+                    assert torch.equal(m[name], field)
+                elif name == "ids":
+                    assert torch.equal(m[name], m["input_ids"])
+                else:
+                    found = m[name]
+                    assert found.dtype == field.dtype
+                    assert torch.equal(found, cut_out(name, field, kind, widths, a)), name
+            # nothing was lost with the columns that are gone
+            assert m["attention_mask"].sum() == whole["attention_mask"].sum()
+            for name in ("loss_mask", "response_mask", "rewards"):
+                if name in whole:
+                    assert (m[name] != 0).sum() == (whole[name] != 0).sum()
+            assert m.metadata.pop("row_widths").shape == part.metadata["row_widths"].shape
+            own = {"response_length": a, "row_widths": part.metadata["row_widths"]}
+            assert {**m.metadata, **own} == {**part.metadata, **own}
+
+
+@pytest.mark.parametrize("kind", ["rollouts", "left"])
+def test_the_response_is_trimmed_to_the_longest(kind: str) -> None:
+    batch = collated(kind, [(1, 8), (5, 2), (5, 1), (1, 2)])
+    [[part]] = stage_mini_batches(batch, [0, 4], 1)
+    parts = micro_batches(part, max_tokens=14)
+    shapes = [(list(m["input_ids"].shape), m.metadata["response_length"]) for m in parts]
+    trained = [max(m.row_metadata["num_actions"].flat_values.max(), 1) for m in parts]
+    if kind == "rollouts":
+        assert trained == [8, 2, 2]
+    assert shapes == list(zip([[1, 9], [1, 7], [2, 6]], trained, strict=True))
+
+
+def test_written_out() -> None:
+    """Rank 1 has short rows and could do with one micro-batch; rank 0 needs three."""
+    batch = RolloutCollator(0)(rollouts([(1, 7), (2, 6), (1, 3), (1, 1), (1, 1), (1, 2)]))
+    ranks = stage_mini_batches(batch, [0, 6], 2)[0]
+    assert ranks[0].metadata["row_widths"].tolist() == [[8, 8, 4], [2, 2, 3]]
+    first, second = (micro_batches(part, max_tokens=9) for part in ranks)
+    assert [m.row_metadata["row_indices"].tolist() for m in first] == [[0], [1], [2]]
+    assert [m.row_metadata["row_indices"].tolist() for m in second] == [[5], [3], [4]]
+    assert [list(m["input_ids"].shape) for m in first + second] == [
+        [1, 8],
+        [1, 8],
+        [1, 4],
+        [1, 3],
+        [1, 2],
+        [1, 2],
+    ]
+    tokens = batch["input_ids"][5, -3:].tolist()
+    assert second[0]["input_ids"].tolist() == [tokens]
+    assert second[0]["position_ids"].tolist() == [[0, 1, 2]]
+    assert second[0]["rewards"].tolist() == [batch["rewards"][5, -2:].tolist()]
+
+
+def test_a_rank_of_pads_alone() -> None:
+    """Two rows on four ranks: the last two have rows that were added, and run them."""
+    batch = RolloutCollator(0, normalize_loss=True)(rollouts([(1, 3), (2, 6)]))
+    ranks = stage_mini_batches(batch, [0, 2], 4)[0]
+    for part in (micro_batches(part, max_tokens=8) for part in ranks):
+        [m] = part
+        assert m["input_ids"].shape[0] == 1
+    [last] = micro_batches(ranks[3], max_tokens=8)
+    assert last["input_ids"].shape == (1, 4)  # it repeats row 0
+    assert last["loss_mask"].tolist() == [[0.0]]
+    assert last.row_metadata["row_indices"].tolist() == [-1]
+
+
+def test_a_loss_mask_of_ones_own_keeps_its_columns() -> None:
+    """Where a user trains what the rollouts did not say, no column of it is cut off."""
+    batch = RolloutCollator(0)(rollouts([(1, 8), (5, 1)]))
+    mask = torch.zeros(2, 8)
+    mask[1, -5:] = 1  # four tokens of the prompt, too
+    [[part]] = stage_mini_batches(batch.with_fields(loss_mask=mask), [0, 2], 1)
+    parts = micro_batches(part, max_tokens=9)
+    assert [m["loss_mask"].tolist() for m in parts] == [[[0.0] * 8], [[1.0] * 5]]
+    assert parts[1].metadata["response_length"] == parts[1]["rewards"].shape[1] == 5
+
+
+class Bigram(torch.nn.Module):
+    """Logits of the next token from the token and its position: left padding must not matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        table = torch.randn(12, 12, generator=generator, dtype=torch.float64)
+        places = torch.randn(40, 12, generator=generator, dtype=torch.float64)
+        self.table, self.places = torch.nn.Parameter(table), torch.nn.Parameter(places)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self.table[batch["input_ids"]] + self.places[batch["position_ids"]]
+
+
+@pytest.mark.parametrize("normalize_loss", [False, True])
+@pytest.mark.parametrize("balance", [None, "tokens"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_those_of_the_staged_batch(
+    kind: str, balance: Any, normalize_loss: bool
+) -> None:
+    options = {} if kind == "dense" else {"normalize_loss": normalize_loss}
+    shape = [(1, 8), (5, 2), (2, 5), (1, 2), (6, 1), (3, 3), (2, 2)]
+    batch = collated(kind, shape, **options)
+    model = Bigram()
+    for ranks in stage_mini_batches(batch, [0, 2, len(batch)], 2, balance=balance):
+        model.zero_grad()
+        number = ranks[0].metadata["num_loss_tokens"]
+        whole = sum(token_loss(model(part), part, num_loss_tokens=number) for part in ranks)
+        whole.backward()
+        wanted = [parameter.grad.clone() for parameter in model.parameters()]
+        assert wanted[0].abs().max() > 1e-3
+        model.zero_grad()
+        total = 0.0
+        micro = [m for part in ranks for m in micro_batches(part, max_tokens=30)]
+        assert len(micro) >= 2
+        for m in micro:
+            loss = token_loss(model(m), m, num_loss_tokens=m.metadata["num_loss_tokens"])
+            loss.backward()
+            total += loss.item()
+        assert total == pytest.approx(whole.item(), rel=1e-9, abs=1e-9)
+        for parameter, grad in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("balance", [None, "attention"])
+@given(shape=SHAPES, dp_size=st.sampled_from(DP_SIZES), extra=st.integers(0, 40))
+def test_outputs_go_back(
+    balance: Any, shape: list[tuple[int, int]], dp_size: int, extra: int
+) -> None:
+    """Values per row, and values per response token, of all micro-batches of all ranks."""
+    batch = RolloutCollator(0)(rollouts(shape))
+    edges = sorted({0, len(batch) // 2, len(batch)})
+    staged = stage_mini_batches(batch, edges, dp_size, balance=balance)
+    micro = [micro_batches(part, max_tokens=14 + extra) for ranks in staged for part in ranks]
+    sums = unstage(micro, [[m["rollout_logprobs"].sum(dim=1) for m in parts] for parts in micro])
+    torch.testing.assert_close(sums, batch["rollout_logprobs"].sum(dim=1))
+    values = [
+        [response_values(m["rollout_logprobs"], m["response_mask"]) for m in parts]
+        for parts in micro
+    ]
+    found = from_response_values(unstage(micro, values), batch)
+    assert torch.equal(found, batch["rollout_logprobs"])
+
+
+def test_on_the_ranks_as_from_a_controller() -> None:
+    """A part that was sent to its rank makes the same micro-batches there."""
+    batch = RolloutCollator(0)(rollouts([(1, 8), (5, 2), (2, 5), (1, 2)], routes=True))
+    for part in stage_mini_batches(batch, [0, 4], 2)[0]:
+        sent = pickle.loads(pickle.dumps(part))
+        here, there = (micro_batches(p, max_tokens=16) for p in (part, sent))
+        assert len(here) == len(there) == 2
+        assert all(a == b for a, b in zip(here, there, strict=True))
+        for m in there:
+            assert pickle.loads(pickle.dumps(m)) == m
+            assert m["rollout_expert_indices"].shape[:2] == m["input_ids"].shape
+    assert "row_widths" not in batch.metadata
+
+
+def test_fields_are_not_made() -> None:
+    batch = RolloutCollator(0)(rollouts([(1, 8), (5, 2), (2, 5), (1, 2)]))
+    [[part]] = stage_mini_batches(batch, [0, 4], 1)
+    parts = micro_batches(part, max_tokens=16)
+    assert not part._made
+    assert not any(m._made for m in parts)
+    assert sum(m.column("input_ids").numel() for m in parts) == 9 + 7 + 7 + 3
+
+
+def test_errors() -> None:
+    batch = RolloutCollator(0)(rollouts([(1, 8), (5, 2), (2, 5), (1, 2)]))
+    ranks = stage_mini_batches(batch, [0, 4], 2)[0]
+    with pytest.raises(TypeError, match=r"batch must be a Batch, got list; pass one rank's part"):
+        micro_batches(ranks, max_tokens=8)
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        micro_batches(ranks[0], max_tokens=0)
+    with pytest.raises(ValueError, match="pad_to_multiple_of must be at least 1, got 0; None swi"):
+        micro_batches(ranks[0], max_tokens=9, pad_to_multiple_of=0)
+    with pytest.raises(ValueError, match=r"^the batch was not staged .* \[0, len\(batch\)\], 1\)"):
+        micro_batches(batch, max_tokens=9)
+    for other in (ranks[0][:1], ranks[0].select([1, 0]), Batch.cat(ranks)):
+        with pytest.raises(ValueError, match=rf"the {len(other)} rows of the batch are not the 2"):
+            micro_batches(other, max_tokens=9)
+    with pytest.raises(ValueError, match="9 cells wide, which is no multiple of pad_to_multiple_"):
+        micro_batches(ranks[0], max_tokens=9, pad_to_multiple_of=2)
+    for part in ranks:  # both raise, though only rank 0 has the row
+        with pytest.raises(
+            DataError,
+            match=r"^row 0 of rank 0 has 9 cells, more than max_tokens=8, and a row is never cut; "
+            r"raise max_tokens to 9, filter long rollouts out before staging, or pack narrower",
+        ):
+            micro_batches(part, max_tokens=8)
+    with pytest.raises(
+        DataError, match=r"row 0 of rank 0 has 9 cells \(so have 2 more\), more tha"
+    ):
+        micro_batches(ranks[1], max_tokens=6)
+    [[plain]] = stage_mini_batches(Batch({"x": torch.ones(2)}), [0, 2], 1)
+    with pytest.raises(ValueError, match="the batch was not staged"):
+        micro_batches(plain, max_tokens=8)

@@ -1,0 +1,125 @@
+"""A rank's part of a mini-batch, cut into micro-batches of a budget of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from torch_collate_kit._checks import checked_int, checked_optional_int
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.trimming import cells_per_row, trimmed
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing.micro_batches import fewest_micro_batches, micro_batch_rows
+
+__all__ = ["micro_batches"]
+
+
+def micro_batches(
+    batch: Batch, *, max_tokens: int, pad_to_multiple_of: int | None = None
+) -> list[Batch]:
+    """The rows of ``staged[mini_batch][rank]`` in micro-batches of at most ``max_tokens`` cells.
+
+    A micro-batch has rows of about one length, and ``rows * width <= max_tokens``, pads included.
+    Padding that none of its rows needs is cut off, on the left or the right: the width is that of
+    its longest row, ``metadata["response_length"]`` that of its longest response. Tensors that were
+    put into the batch with that width, or with a column per response token, are cut likewise.
+    Packed rows keep their width, and so do those of a Batch built from dense tensors.
+
+    **The same number on every rank**, without communication: ``stage_mini_batches`` told every rank
+    how wide the rows of all are, so each makes as many as the rank that needs most. None is empty,
+    their cells are even, and the longest rows come first on every rank. So it can be called by a
+    controller for all parts, or on the ranks, each for its own.
+
+    Every row is there once, in another order; ``row_metadata["row_indices"]`` goes with it, so that
+    :func:`unstage` puts outputs in order (responses differ in width: give it lists, as
+    :func:`response_values` makes them). Other metadata is that of the mini-batch:
+    ``token_loss(..., num_loss_tokens=metadata["num_loss_tokens"])`` summed over micro-batches and
+    ranks is the token mean of the mini-batch.
+
+    Args:
+        batch: a rank's part, whole, as it was staged. Fields may have been added or replaced.
+        max_tokens: cells of a micro-batch.
+        pad_to_multiple_of: round widths up to it. The width of the batch is a multiple of it, too:
+            collate with ``RolloutCollator(pad_to_multiple_of=...)``.
+
+    Returns:
+        New batches; their columns are copies.
+
+    Raises:
+        DataError: a row, of any rank, that is over the budget alone. Every rank raises it.
+        ValueError: a batch that was not staged, or rows of it only; a width that is no multiple.
+        TypeError: not a Batch.
+
+    >>> from torch_collate_kit import RolloutCollator
+    >>> from torch_collate_kit.rl import stage_mini_batches
+    >>> rollouts = [
+    ...     {"prompt_ids": [1], "response_ids": [2] * n, "rewards": 1.0, "loss_mask": [1] * n}
+    ...     for n in (2, 7, 1, 3)
+    ... ]
+    >>> [[part]] = stage_mini_batches(RolloutCollator(0)(rollouts), [0, 4], dp_size=1)
+    >>> micro = micro_batches(part, max_tokens=8)
+    >>> [(m.row_metadata["row_indices"].tolist(), list(m["input_ids"].shape)) for m in micro]
+    [([1], [1, 8]), ([3, 0], [2, 4]), ([2], [1, 2])]
+    """
+    if not isinstance(batch, Batch):
+        raise TypeError(
+            f"batch must be a Batch, got {type(batch).__name__}; pass one rank's part, "
+            "staged[mini_batch][rank]"
+        )
+    checked_int("max_tokens", max_tokens)
+    hint = "None switches it off"
+    multiple = checked_optional_int("pad_to_multiple_of", pad_to_multiple_of, hint=hint) or 1
+    own, of_ranks = _row_widths(batch)
+    if multiple > 1:
+        _check_multiple(batch, multiple)
+        own, of_ranks = (-(-widths // multiple) * multiple for widths in (own, of_ranks))
+    _check_budget(of_ranks, max_tokens)
+    count = max(fewest_micro_batches(widths, max_tokens) for widths in of_ranks)
+    return [
+        trimmed(batch.select(rows), multiple_of=multiple)
+        for rows in micro_batch_rows(own, max_tokens, count)
+    ]
+
+
+def _row_widths(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Of the rows, and of those of all ranks: int64 [N] and [ranks, N]."""
+    of_ranks: Any = batch.metadata.get("row_widths")
+    if of_ranks is None or "row_indices" not in batch.row_metadata:
+        raise ValueError(
+            "the batch was not staged (it has no row_widths in its metadata), so it is not known "
+            "how many micro-batches the other ranks make; pass staged[mini_batch][rank] of "
+            "rl.stage_mini_batches(batch, boundaries, dp_size), for one rank and one mini-batch "
+            "stage_mini_batches(batch, [0, len(batch)], 1)"
+        )
+    own = cells_per_row(batch)
+    is_own = of_ranks.shape[1] == len(batch) and (of_ranks == own).all(axis=1).any()
+    if own is None or not is_own:
+        raise ValueError(
+            f"the {len(batch)} rows of the batch are not the {of_ranks.shape[1]} rows of a rank "
+            "that were staged; pass staged[mini_batch][rank] whole, in its order, and slice the "
+            "micro-batches"
+        )
+    return own, of_ranks
+
+
+def _check_multiple(batch: Batch, multiple: int) -> None:
+    placed = batch.placement
+    width = batch["input_ids"].shape[1] if placed is None else placed.width
+    if width % multiple:
+        raise ValueError(
+            f"the rows are {width} cells wide, which is no multiple of pad_to_multiple_of="
+            f"{multiple}; collate with pad_to_multiple_of={multiple}"
+        )
+
+
+def _check_budget(of_ranks: np.ndarray, max_tokens: int) -> None:
+    over = np.argwhere(of_ranks > max_tokens)
+    if len(over):
+        rank, row = over[0].tolist()
+        others = f" (so have {len(over) - 1} more)" if len(over) > 1 else ""
+        raise DataError(
+            f"row {row} of rank {rank} has {of_ranks[rank, row]} cells{others}, more than "
+            f"max_tokens={max_tokens}, and a row is never cut; raise max_tokens to "
+            f"{of_ranks.max()}, filter long rollouts out before staging, or pack narrower rows"
+        )
