@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
-from torch_collate_kit.loading._device_copy import DeviceCopy
+from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy
 
 from tests.batch_samples import KINDS, masked_examples, rollouts
 from torch_collate_kit.batch import Batch, dense
