@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.batch_samples import contents, examples, loose, plain, storages_of, tensors_of
+from tests.batch_samples import KINDS, contents, examples, loose, plain, storages_of, tensors_of
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.ragged import Ragged
@@ -327,6 +327,23 @@ def test_batches_collated_apart_are_not_joined_by_chance(kind: Any) -> None:
 def test_a_packed_batch_rebuilt_without_its_metadata_is_refused(packed: Batch) -> None:
     with pytest.raises(ValueError, match=r"rebuilt without its metadata.*model_inputs=True"):
         Batch(dict(packed.items()))
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_counts_per_row_go_with_the_rows(kind: str) -> None:
+    batch = KINDS[kind]()
+    tokens = batch["attention_mask"].sum(1).tolist()
+    trained = (batch["loss_mask"] != 0).sum(1).tolist()
+    for rows in ([*range(len(batch))][1:], [0], [len(batch) - 1, 0]):
+        for part in (batch[rows[0] : rows[0] + len(rows)], batch.select(rows)):
+            found = part.row_metadata["example_indices"].tolist()
+            places = [batch.row_metadata["example_indices"].tolist().index(row) for row in found]
+            assert part.num_tokens_per_row().tolist() == [tokens[i] for i in places]
+            assert part.num_loss_tokens_per_row().tolist() == [trained[i] for i in places]
+            if "response_mask" in batch:
+                responses = part["response_mask"].sum(1).tolist()
+                assert part.num_tokens_per_row("responses").tolist() == responses
+    assert batch.num_tokens_per_row("nothing") is None
 
 
 def test_to_takes_a_device(packed: Batch) -> None:

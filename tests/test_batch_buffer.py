@@ -115,6 +115,26 @@ def test_pinning_pins_the_one_buffer(packed: Batch, monkeypatch: pytest.MonkeyPa
         assert contents(result) == contents(batch)
 
 
+@pytest.mark.parametrize("non_blocking", [True, False])
+def test_rows_of_a_pinned_batch_are_gathered_in_pinned_memory(
+    packed: Batch, monkeypatch: pytest.MonkeyPatch, non_blocking: bool
+) -> None:
+    """A copy that is not to wait waits for pageable memory."""
+    asked: list[bool] = []
+    empty = torch.empty
+
+    def counted(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", counted)
+    packed[1:].to("meta", non_blocking=non_blocking)
+    assert not any(asked)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    packed[1:].to("meta", non_blocking=non_blocking)
+    assert any(asked) == non_blocking
+
+
 # --- pickling and processes ----------------------------------------------------------------------
 
 

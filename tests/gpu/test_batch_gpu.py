@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+from tests.batch_samples import KINDS, storages_of, tensors_of
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.losses import global_num_loss_tokens, token_loss
@@ -19,7 +21,12 @@ from torch_collate_kit.ragged import Ragged
 pytestmark = pytest.mark.gpu
 
 ATTENTIONS = ("torch_varlen", "flash_attention_2", "flash_attention_3", "sdpa", "eager")
-COLLATORS = [PackedCollator(0, max_tokens=64), PaddedCollator(0)]
+COLLATORS = {"packed": PackedCollator(0, max_tokens=64), "padded": PaddedCollator(0)}
+BATCHES: dict[str, Callable[[], Batch]] = {
+    **KINDS,
+    "longer packed": lambda: COLLATORS["packed"](examples()),
+    "longer padded": lambda: COLLATORS["padded"](examples()),
+}
 
 
 def examples(count: int = 12) -> list[dict[str, Any]]:
@@ -27,9 +34,14 @@ def examples(count: int = 12) -> list[dict[str, Any]]:
     return [{"input_ids": [1 + (i + t) % 30 for t in range(n)]} for i, n in enumerate(lengths)]
 
 
-@pytest.fixture(params=COLLATORS, ids=["packed", "padded"])
+@pytest.fixture(params=list(COLLATORS))
 def collate(request: pytest.FixtureRequest) -> Any:
-    return request.param
+    return COLLATORS[request.param]
+
+
+@pytest.fixture(params=list(BATCHES))
+def batch(request: pytest.FixtureRequest) -> Batch:
+    return BATCHES[request.param]()
 
 
 @contextmanager
@@ -57,21 +69,17 @@ class _HostToDevice(TorchDispatchMode):
         return result
 
 
-def tensors_of(batch: Batch) -> list[torch.Tensor]:
-    return [field.values if isinstance(field, Ragged) else field for field in batch.values()]
-
-
-def storages_of(batch: Batch) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors_of(batch)}
-
-
 def check_equal(batch: Batch, expected: Batch) -> None:
+    """The same fields: dtypes and values to the last bit, wherever the two are."""
     assert list(batch) == list(expected)
     assert batch.metadata == expected.metadata
+    assert batch.row_metadata.keys() == expected.row_metadata.keys()
     for name, field in batch.items():
         if isinstance(field, Ragged):
+            assert field.values.dtype == expected[name].values.dtype, name
             assert field == expected[name], name
         else:
+            assert field.dtype == expected[name].dtype, name
             assert torch.equal(field.cpu(), expected[name].cpu()), name
 
 
@@ -81,20 +89,103 @@ def test_the_detector_detects() -> None:
         value.item()
 
 
-def test_pinning_pins_the_one_buffer(collate: Any) -> None:
-    batch = collate(examples())
+# --- fields --------------------------------------------------------------------------------------
+
+OPERATIONS: dict[str, Callable[[Batch], Batch]] = {
+    "whole": lambda b: b,
+    "slice": lambda b: b[1:],
+    "step": lambda b: b[::2],
+    "first row": lambda b: b[:1],
+    "no row": lambda b: b[:0],
+    "chunk": lambda b: b.chunk(len(b))[-1],
+    "select": lambda b: b.select([len(b) - 1, 0, 0]),
+    "pad_rows": lambda b: b.pad_rows(multiple_of=len(b) + 2),
+    "cat": lambda b: Batch.cat([b[1:], b[:1]]),
+    "with_fields": lambda b: b.with_fields(attention_mask=b["attention_mask"] * 2),
+    "divided": lambda b: b.divide_loss_mask(7),
+    "changed": lambda b: _changed(b)[1:],
+}
+
+
+def _changed(batch: Batch) -> Batch:
+    batch["input_ids"].add_(3)
+    batch["loss_mask"].mul_(2)
+    return batch
+
+
+@pytest.mark.parametrize("name", list(OPERATIONS))
+def test_every_field_is_that_of_the_host_and_nothing_waits(batch: Batch, name: str) -> None:
+    moved = batch.to("cuda")
+    with no_waiting():
+        found = OPERATIONS[name](moved)
+        fields = dict(found)
+    values = [field.values if isinstance(field, Ragged) else field for field in fields.values()]
+    assert {value.device.type for value in values} == {"cuda"}
+    expected = OPERATIONS[name](batch)
+    check_equal(found, expected)
+    check_equal(found.to("cpu"), expected)
+
+
+def test_each_field_can_be_the_first_one_that_is_made(batch: Batch) -> None:
+    for name in batch:
+        moved = batch.to("cuda")
+        with no_waiting():
+            field = moved[name]
+        expected = batch[name]
+        if isinstance(field, Ragged):
+            assert field == expected, name
+        else:
+            assert torch.equal(field.cpu(), expected), name
+
+
+def test_what_is_said_of_a_batch_does_not_wait(batch: Batch) -> None:
+    moved = batch.to("cuda")
+    with no_waiting():
+        assert repr(moved) == repr(batch)
+        assert moved.nbytes == batch.nbytes
+        assert list(moved) == list(batch)
+        assert moved.num_tokens_per_row().tolist() == batch.num_tokens_per_row().tolist()
+        assert (
+            moved["sub_seq_lengths"].lengths.tolist() == batch["sub_seq_lengths"].lengths.tolist()
+        )
+        moved.record_stream(torch.cuda.current_stream())
+    assert moved._made.keys() == {"sub_seq_lengths"}
+
+
+def test_the_memory_of_a_batch_is_that_of_what_it_stores() -> None:
+    batch = COLLATORS["packed"](examples(4000))
+    assert batch.nbytes < 7 * batch.metadata["num_tokens"]
+    COLLATORS["packed"](examples(2)).to("cuda")
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    moved = batch.to("cuda")
+    stored = torch.cuda.memory_allocated() - before
+    assert batch.nbytes <= stored <= batch.nbytes + 64 * len(tensors_of(batch)) + 512
+    fields = moved["input_ids"].nbytes + moved["labels"].nbytes
+    assert torch.cuda.memory_allocated() - before >= stored + fields
+    del moved
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+
+
+# --- moving --------------------------------------------------------------------------------------
+
+
+def test_pinning_pins_the_one_buffer(batch: Batch) -> None:
     for given in (batch, batch[1:]):
         pinned = given.pin_memory()
         assert len(storages_of(pinned)) == 1
-        assert all(tensor.is_pinned() for tensor in tensors_of(pinned))
+        assert all(tensor.is_pinned() for tensor in tensors_of(pinned) if tensor.numel())
         check_equal(pinned, given)
-    assert not batch["input_ids"].is_pinned()
+    assert not batch.column("input_ids").is_pinned()
+    moved = batch.to("cuda")
+    assert moved.pin_memory() is moved
 
 
-def test_a_pinned_batch_moves_with_one_copy_and_does_not_wait(collate: Any) -> None:
-    batch = collate(examples()).pin_memory()
+def test_a_pinned_batch_moves_with_one_copy_and_does_not_wait(batch: Batch) -> None:
+    pinned = batch.pin_memory()
     with no_waiting(), _HostToDevice() as copies:
-        moved = batch.to("cuda", non_blocking=True)
+        moved = pinned.to("cuda", non_blocking=True)
     assert copies.count == 1
     assert {tensor.device.type for tensor in tensors_of(moved)} == {"cuda"}
     assert len(storages_of(moved)) == 1
@@ -103,76 +194,35 @@ def test_a_pinned_batch_moves_with_one_copy_and_does_not_wait(collate: Any) -> N
     assert moved.to("cuda") is moved
 
 
-def test_a_slice_moves_with_one_copy(collate: Any) -> None:
-    batch = collate(examples())
+def test_a_slice_moves_with_one_copy(batch: Batch) -> None:
     with _HostToDevice() as copies:
         moved = batch[1:].to("cuda")
     assert copies.count == 1
     check_equal(moved, batch[1:])
 
 
-def test_a_slice_of_a_pinned_batch_does_not_wait(collate: Any) -> None:
-    part = collate(examples()).pin_memory()[1:]
-    assert part._in_one_buffer()["input_ids"].is_pinned()
-    with no_waiting():
-        part.to("cuda", non_blocking=True)
+def test_a_slice_of_a_pinned_batch_is_moved_from_pinned_memory(batch: Batch) -> None:
+    part = batch.pin_memory()[1:]
+    sources: list[bool] = []
+    to = torch.Tensor.to
+
+    def watched(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        sources.append(self.is_pinned())
+        return to(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, no_waiting():
+        patch.setattr(torch.Tensor, "to", watched)
+        moved = part.to("cuda", non_blocking=True)
+    assert sources == [True]
+    check_equal(moved, batch[1:])
 
 
-def test_a_slice_on_the_device_stays_there(collate: Any) -> None:
-    moved = collate(examples()).to("cuda")
+def test_a_slice_on_the_device_stays_there(batch: Batch) -> None:
+    moved = batch.to("cuda")
     with no_waiting(), _HostToDevice() as copies:
         part = moved[1:].to("cuda")
     assert copies.count == 0
     check_equal(part, moved[1:])
-
-
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_model_inputs_do_not_wait(collate: Any, attention: str) -> None:
-    batch = collate(examples())
-    moved = batch.to("cuda")
-    for rows in (slice(None), slice(1, None), slice(0, 1)):
-        with no_waiting():
-            inputs = moved[rows].model_inputs(attention)
-        expected = batch[rows].model_inputs(attention)
-        assert list(inputs) == list(expected)
-        for name, value in inputs.items():
-            if isinstance(value, torch.Tensor):
-                assert value.device.type == "cuda"
-                assert torch.equal(value.cpu(), expected[name]), name
-            else:
-                assert value == expected[name]
-
-
-def test_slices_and_shapes_do_not_wait(collate: Any) -> None:
-    moved = collate(examples()).to("cuda")
-    with no_waiting():
-        for part in moved.chunk(len(moved)):
-            assert len(part) == 1
-            assert part["sub_seq_lengths"].lengths.sum() >= 1
-        repr(moved)
-
-
-def test_the_loss_does_not_wait_and_is_the_one_of_the_host(collate: Any) -> None:
-    batch = collate(examples())
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(*batch["labels"].shape, 32, generator=generator)
-    expected, outputs = token_loss(logits, batch, num_loss_tokens=9, return_per_token_outputs=True)
-    moved = batch.to("cuda")
-    on_device = logits.cuda().requires_grad_()
-    total = torch.tensor(9, device="cuda")
-    for denominator in (9, total):
-        with no_waiting():
-            loss = token_loss(on_device, moved, num_loss_tokens=denominator)
-            loss.backward()
-        assert loss.device.type == "cuda"
-        torch.testing.assert_close(loss.cpu(), expected)
-    on, moved_outputs = token_loss(
-        on_device, moved, num_loss_tokens=9, return_per_token_outputs=True
-    )
-    torch.testing.assert_close(on.cpu(), expected)
-    assert moved_outputs.example_indices.tolist() == outputs.example_indices.tolist()
-    for values, other in zip(moved_outputs.nll, outputs.nll, strict=True):
-        assert values.tolist() == pytest.approx(other.tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -188,12 +238,13 @@ def test_a_dataloader_pins_the_whole_batch(collate: Any, num_workers: int) -> No
     assert len(batches) == 2
     for i, batch in enumerate(batches):
         assert isinstance(batch, Batch)
+        assert not batch._made
         assert len(storages_of(batch)) == 1
         assert all(tensor.is_pinned() for tensor in tensors_of(batch))
-        check_equal(batch, collate(examples(24)[12 * i : 12 * i + 12]))
         with no_waiting(), _HostToDevice() as copies:
-            batch.to("cuda", non_blocking=True)
+            moved = batch.to("cuda", non_blocking=True)
         assert copies.count == 1
+        check_equal(moved, collate(examples(24)[12 * i : 12 * i + 12]))
 
 
 def test_a_copy_on_another_stream_arrives_whole(collate: Any) -> None:
@@ -211,13 +262,33 @@ def test_ragged_values_move_and_offsets_stay() -> None:
     with no_waiting():
         assert ragged.lengths.tolist() == [2, 0, 1]
         assert [len(row) for row in ragged] == [2, 0, 1]
-    assert ragged.take([2, 0]).tolist() == [[3], [1, 2]]
+        taken = ragged.take([2, 0])
+    assert taken.tolist() == [[3], [1, 2]]
     assert ragged == Ragged.from_rows([[1, 2], [], [3]])
+
+
+# --- what a model and its loss read --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_model_inputs_do_not_wait(batch: Batch, attention: str) -> None:
+    moved = batch.to("cuda")
+    for rows in (slice(None), slice(1, None), slice(0, 1)):
+        with no_waiting():
+            inputs = moved[rows].model_inputs(attention)
+        expected = batch[rows].model_inputs(attention)
+        assert list(inputs) == list(expected)
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor):
+                assert value.device.type == "cuda"
+                assert torch.equal(value.cpu(), expected[name]), name
+            else:
+                assert value == expected[name]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_block_mask_is_made_on_the_device_without_waiting(attention: str) -> None:
-    batch = PackedCollator(0, max_tokens=64)(examples())
+    batch = COLLATORS["packed"](examples())
     options: dict[str, Any] = {"mask": "block", "sliding_window": 4}
     expected = batch.model_inputs(attention, **options)["attention_mask"]
     on_device = batch.to("cuda")
@@ -228,8 +299,64 @@ def test_a_block_mask_is_made_on_the_device_without_waiting(attention: str) -> N
         assert torch.equal(mask.cpu(), expected[name])
 
 
+def test_the_loss_does_not_wait_and_is_the_one_of_the_host(batch: Batch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(*batch["input_ids"].shape, 512, generator=generator)
+    options: dict[str, Any] = {"return_per_token_outputs": True}
+    expected, outputs = token_loss(logits, batch, num_loss_tokens=9, **options)
+    on_device = logits.cuda().requires_grad_()
+    total = torch.tensor(9, device="cuda")
+    for denominator in (9, total):
+        moved = batch.to("cuda")  # nothing of it was made
+        with no_waiting():
+            loss = token_loss(on_device, moved, num_loss_tokens=denominator)
+            loss.backward()
+        assert loss.device.type == "cuda"
+        torch.testing.assert_close(loss.cpu(), expected)
+    on, moved_outputs = token_loss(on_device, moved, num_loss_tokens=total, **options)
+    assert torch.equal(on, loss)
+    assert moved_outputs.example_indices.tolist() == outputs.example_indices.tolist()
+    for values, other in zip(moved_outputs.nll, outputs.nll, strict=True):
+        assert values.tolist() == pytest.approx(other.tolist(), rel=1e-5)
+    labels = batch.to("cuda")["labels"] if "labels" in batch else None
+    if labels is not None:
+        with no_waiting():
+            token_loss(on_device, labels, num_loss_tokens=9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_taken_logits_give_the_loss_and_gradient_of_all_of_them(dtype: torch.dtype) -> None:
+    batch = BATCHES["packed"]().to("cuda")
+    logits = torch.randn(*batch["input_ids"].shape, 512, device="cuda").to(dtype).requires_grad_()
+    taken = token_loss(logits, batch, num_loss_tokens=9)
+    dense = Batch(dict(batch), row_metadata=batch.row_metadata, metadata=batch.metadata)
+    whole = token_loss(logits, dense, num_loss_tokens=9)
+    assert torch.equal(taken, whole)
+    gradients = [torch.autograd.grad(loss, logits)[0] for loss in (taken, whole)]
+    assert torch.equal(*gradients)
+
+
+def test_the_memory_of_the_loss_follows_from_the_response_tokens() -> None:
+    example = {"input_ids": list(range(1024)), "loss_mask": [0] * 922 + [1] * 102}
+    batch = PackedCollator(0, max_tokens=1024)([example] * 4).to("cuda")
+    vocabulary = 32_768
+    logits = torch.randn(4, 1024, vocabulary, device="cuda", dtype=torch.bfloat16)
+    logits.requires_grad_()
+    token_loss(logits, batch, num_loss_tokens=408).backward()  # fields and kernels are there
+    logits.grad = None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = token_loss(logits, batch, num_loss_tokens=408)
+    kept = torch.cuda.memory_allocated() - before
+    loss.backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    in_fp32, mebibyte = 4 * 408 * vocabulary, 2**20
+    assert in_fp32 <= kept <= in_fp32 + 2 * mebibyte
+    assert peak <= logits.nbytes + 4 * in_fp32 + 4 * mebibyte  # the gradient, and a tenth of fp32
+
+
 def test_loss_tokens_are_counted_without_waiting() -> None:
-    batch = PackedCollator(0, max_tokens=64)(examples())
+    batch = COLLATORS["packed"](examples())
     micro_batches = [batch[i : i + 1].to("cuda") for i in range(len(batch))]
     with no_waiting():
         number = global_num_loss_tokens(micro_batches)

@@ -71,7 +71,7 @@ def test_the_copy_is_from_pinned_memory_on_a_stream_of_its_own(monkeypatch):
 
     def watched(self, device, *, non_blocking=False):
         stream = torch.cuda.current_stream()
-        seen.append((self["input_ids"].is_pinned(), non_blocking, stream))
+        seen.append((self.column("input_ids").is_pinned(), non_blocking, stream))
         return to(self, device, non_blocking=non_blocking)
 
     monkeypatch.setattr(type(batch), "to", watched)
@@ -86,8 +86,7 @@ def test_receiving_makes_the_stream_wait_and_not_the_host():
     batch = COLLATORS["packed"](EXAMPLES[:8])
     copy = DeviceCopy(torch.device("cuda"))
     assert copy._stream is not None
-    copy.receive(copy.send(batch))  # page-locked memory and kernels are there from now on
-    batch["input_ids"].cuda().sum()
+    copy.receive(copy.send(batch))["input_ids"].sum()  # pinned memory and kernels are there now
     torch.cuda.synchronize()
     with torch.cuda.stream(copy._stream):
         torch.cuda._sleep(1_000_000_000)  # half a second in front of the copy
@@ -95,7 +94,7 @@ def test_receiving_makes_the_stream_wait_and_not_the_host():
     torch.cuda.set_sync_debug_mode("error")
     try:
         received = copy.receive(sent)
-        total = received["input_ids"].sum()  # queued behind the copy
+        total = received["input_ids"].sum()  # made and queued after the copy
         assert sent.copied is not None
         assert not sent.copied.query(), "the copy was done before anybody had to wait"
     finally:
@@ -144,6 +143,33 @@ def test_an_object_whose_tensors_cannot_be_seen_is_refused_unless_it_records_its
     following = copy.receive(copy.send({"x": torch.zeros(1 << 20)}))
     assert total.item() == 1 << 20
     assert following["x"].sum().item() == 0
+
+
+def test_no_field_is_made_on_the_way():
+    copy = DeviceCopy(torch.device("cuda"))
+    received = copy.receive(copy.send(COLLATORS["packed"](EXAMPLES[:8])))
+    assert received.column("input_ids").is_cuda
+    assert received._made == {}
+
+
+def test_fields_that_were_made_elsewhere_are_not_written_again():
+    """They are recorded too: a batch may come with fields that were made on another stream."""
+    copy = DeviceCopy(torch.device("cuda"))
+    batch = COLLATORS["padded"]([{"input_ids": [1] * (1 << 14)}] * 64).to("cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        batch["input_ids"]
+    received = copy.receive(copy.send(batch))
+    assert received is batch
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # the consumer's kernels are behind the host
+    total = received["input_ids"].sum()
+    del received, batch
+    with torch.cuda.stream(side):
+        torch.zeros(64, 1 << 14, dtype=torch.int64, device="cuda")
+    assert total.item() == 1 << 20
 
 
 def test_what_is_on_the_device_already_stays():

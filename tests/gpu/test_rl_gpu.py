@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.batch_samples import rollouts, tensors_of
 from tests.rl.rollouts import OUTCOME, rollout_batch
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import RolloutCollator
 from torch_collate_kit.rl import (
     compute_advantages,
     normalize_advantages,
@@ -91,3 +93,19 @@ def test_staging_and_back(batch: Batch, balance: Any) -> None:
     values = response_values(back, batch["response_mask"])
     assert values == response_values(batch["rollout_logprobs"], batch["response_mask"])
     assert [len(row) for row in values] == [response for _, response in SHAPE]
+
+
+@pytest.mark.parametrize("balance", [None, "tokens", "attention"])
+def test_staging_of_what_a_collator_stores(balance: Any) -> None:
+    batch = RolloutCollator(0, normalize_loss=True)(rollouts(images=True))
+    on_host = stage_mini_batches(batch, [0, 1, 4], 2, balance=balance)
+    staged = stage_mini_batches(batch.to("cuda"), [0, 1, 4], 2, balance=balance)
+    for ranks, wanted in zip(staged, on_host, strict=True):
+        for part, expected in zip(ranks, wanted, strict=True):
+            assert {tensor.device.type for tensor in tensors_of(part)} == {"cuda"}
+            assert part == expected
+            assert not set(part._made) - {"sub_seq_lengths"}
+            assert dict(part).keys() == dict(expected).keys()
+            assert all(torch.equal(part[k].cpu(), expected[k]) for k in ("rewards", "loss_mask"))
+    back = unstage(staged, [[part["rewards"] for part in ranks] for ranks in staged])
+    assert torch.equal(back.cpu(), batch["rewards"])

@@ -27,8 +27,13 @@ class Slot(NamedTuple):
     offsets: np.ndarray | None
 
 
-def gather(fields: Mapping[Key, Tensor | Ragged]) -> tuple[Tensor, dict[Key, Slot]]:
-    """A new uint8 buffer with the bytes of all fields, on the device of the first, and where."""
+def gather(
+    fields: Mapping[Key, Tensor | Ragged], *, pin: bool = False
+) -> tuple[Tensor, dict[Key, Slot]]:
+    """A new uint8 buffer with the bytes of all fields, on the device of the first, and where.
+
+    With ``pin`` in page-locked memory.
+    """
     slots: dict[Key, Slot] = {}
     sources: list[Tensor] = []
     end = 0
@@ -44,7 +49,7 @@ def gather(fields: Mapping[Key, Tensor | Ragged]) -> tuple[Tensor, dict[Key, Slo
         sources.append(source)
         end = start + math.prod(source.shape) * source.dtype.itemsize
     size = -(-end // _ALIGNMENT) * _ALIGNMENT  # torch.load reads a storage as its widest dtype
-    buffer = torch.empty(size, dtype=torch.uint8, device=sources[0].device)
+    buffer = torch.empty(size, dtype=torch.uint8, device=sources[0].device, pin_memory=pin)
     for source, slot in zip(sources, slots.values(), strict=True):
         _view(buffer, slot).copy_(source.detach())
     return buffer, slots

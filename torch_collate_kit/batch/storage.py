@@ -101,15 +101,17 @@ class Storage:
             return None
         return np.diff(self.columns.placement.offsets(count))
 
-    def in_one_buffer(self) -> tuple[Tensor, dict[Key, Slot]]:
+    def in_one_buffer(self, *, pin: bool = False) -> tuple[Tensor, dict[Key, Slot]]:
         """The buffer, and where everything lies there; a copy, unless it is in one already."""
-        return gather(self.items()) if self.buffer is None else self.buffer
+        return gather(self.items(), pin=pin) if self.buffer is None else self.buffer
 
     def moved(self, device: torch.device, *, non_blocking: bool) -> Storage | None:
         """In one buffer on another device; None if all of it is there."""
-        if all(tensor_of(value).device == device for value in self.items().values()):
+        stored = [tensor_of(value) for value in self.items().values()]
+        if all(tensor.device == device for tensor in stored):
             return None
-        buffer, slots = self.in_one_buffer()
+        pin = non_blocking and all(tensor.is_pinned() for tensor in stored if len(tensor))
+        buffer, slots = self.in_one_buffer(pin=pin)  # rows of a pinned batch stay pinned
         return self._carved(buffer.to(device, non_blocking=non_blocking), slots)
 
     def pinned(self) -> Storage | None:
