@@ -422,14 +422,16 @@ def test_a_padding_mask_beside_boundaries_is_refused(kind):
     mask = torch.ones_like(inputs["input_ids"])
     mask[0, -5:] = 0
     with pytest.raises(
-        ValueError, match=r"attention_mask.*beside cu_seq_lens_q.*leave attention_m"
+        ValueError, match=r"attention_mask.*in addition to cu_seq_lens_q.*leave attention_m"
     ):
         tiny_model(kind)(**inputs, attention_mask=mask)
 
 
 def test_a_4d_mask_beside_boundaries_is_refused():
     mask = torch.ones(1, 1, 13, 13, dtype=torch.bool).tril()
-    with pytest.raises(ValueError, match=r"here as \[1, 1, 13, 13\].*pads are a segment of their"):
+    with pytest.raises(
+        ValueError, match=r"its shape is \[1, 1, 13, 13\].*pads are a segment of their"
+    ):
         tiny_model("llama")(**packed_inputs(*ONE_ROW), attention_mask=mask)
 
 

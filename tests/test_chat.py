@@ -251,7 +251,7 @@ def test_template_that_rewrites_earlier_turns() -> None:
     tokenizer.chat_template = "{{ messages | length }}" + template.replace(
         "{{ m.content }}", tagged_turn
     )
-    with pytest.raises(DataError, match=r"messages\[3\].*another way once more follows"):
+    with pytest.raises(DataError, match=r"messages\[3\].*differently once more messages follow"):
         tokenize_chat(example, tokenizer, train_on="last")
 
 
@@ -471,13 +471,16 @@ YO = {"role": "assistant", "content": "yo"}
     ("example", "message"),
     [
         ({"messages": "[]"}, r"`messages` must be a list of dicts, got str; decode a JSON string"),
-        ({"messages": {"role": ["user"]}}, r"got dict; .*turn a dict of lists around"),
+        (
+            {"messages": {"role": ["user"]}},
+            r"got dict; .*turn a dict of lists into a list of dicts",
+        ),
         ({"messages": [USER, "yo"]}, r"messages\[1\] must be a dict with a `role`.*got str"),
         ({"messages": [{"from": "human"}]}, r"messages\[0\].*got keys \['from'\]; rename .*ShareG"),
         ({"messages": [{"role": 3, "content": ""}]}, r"messages\[0\] must be .* `role` string"),
         ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\] `content` must .* got 3"),
         ({"messages": [{**YO, "tool_calls": 3}]}, r"messages\[0\] `tool_calls` must be a list of"),
-        ({"messages": [{**YO, "tool_calls": "[{"}]}, r"`tool_calls`: invalid JSON '\[\{'.*mend it"),
+        ({"messages": [{**YO, "tool_calls": "[{"}]}, r"`tool_calls`: invalid JSON '\[\{'.*fix it"),
         ({"messages": [USER, YO], "tools": TOOL}, r"`tools` must be a list of dicts .*got \{'type"),
         (
             {"messages": [USER, YO], "tools": [3]},
@@ -552,7 +555,7 @@ def test_template_that_is_no_jinja(broken: str) -> None:
     """The template is named, not the record: no DataError, no index, no roles."""
     for template in (broken, "{% generation %}{% endgeneration %}" + broken):
         tokenizer = byte_tokenizer("\n" + template)
-        message = r"^the chat template is no valid Jinja, line 2: .*mend tokenizer\.chat_template$"
+        message = r"^the chat template is not valid Jinja, line 2: .*fix tokenizer\.chat_template$"
         with pytest.raises(ValueError, match=message) as caught:
             tokenize_chat({"messages": [USER, YO]}, tokenizer)
         assert not isinstance(caught.value, DataError)
@@ -572,7 +575,7 @@ def test_template_that_refuses() -> None:
 def test_template_that_joins_arguments_as_text() -> None:
     template = "{{ messages[1].tool_calls[0].function.arguments + '<|im_end|>' }}"
     tokenizer = byte_tokenizer("{% generation %}" + template + "{% endgeneration %}")
-    with pytest.raises(DataError, match="decode_arguments=False if the template joins"):
+    with pytest.raises(DataError, match="decode_arguments=False if the template uses"):
         tokenize_chat(with_call(), tokenizer)
     result = tokenize_chat(with_call(), tokenizer, decode_arguments=False)
     assert tokenizer.decode(result["input_ids"]) == '{"a": "é"}<|im_end|>'
@@ -582,7 +585,9 @@ def test_wrong_options(tagged: Any) -> None:
     example = {"messages": [USER, YO]}
     with pytest.raises(ValueError, match="train_on must be 'all' or 'last', got 'first'"):
         tokenize_chat(example, tagged, train_on="first")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="max_length must be at least 2, got 1; None is no limit"):
+    with pytest.raises(
+        ValueError, match="max_length must be at least 2, got 1; None means no limit"
+    ):
         tokenize_chat(example, tagged, max_length=1)
     with pytest.raises(ValueError, match=r"no chat_template; .*set tokenizer\.chat_template"):
         tokenize_chat(example, byte_tokenizer(None))

@@ -1,6 +1,7 @@
-"""What a chat or Alpaca record says: columns -> messages, tools and template variables.
+"""Reading a chat or Alpaca record: columns -> messages, tools and template variables.
 
-What would be dropped without a word (a legacy function call, an unknown role, a weight) is refused.
+What a template would silently ignore (a legacy function call, an unknown role, a weight) is
+refused.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def read_messages(example: Mapping[str, Any], decode_arguments: bool) -> list[di
         found = _alpaca_messages(example)
     if not isinstance(found, (list, tuple)):
         raise DataError(
-            f"`messages` must be a list of dicts, got {type(found).__name__}; decode a JSON string "
-            "or turn a dict of lists around"
+            f"`messages` must be a list of dicts, got {type(found).__name__}; decode a JSON "
+            "string, or turn a dict of lists into a list of dicts"
         )
     messages = [_read_message(m, f"messages[{i}]", decode_arguments) for i, m in enumerate(found)]
     if system is None or system == "":
@@ -37,7 +38,7 @@ def read_messages(example: Mapping[str, Any], decode_arguments: bool) -> list[di
 
 
 def assistant_turns(messages: list[dict[str, Any]]) -> list[int]:
-    """Indices of the assistant's messages; none is an error if another role may stand for it."""
+    """Indices of the assistant's messages. With none, an unknown role is an error."""
     roles = [message["role"] for message in messages]
     unknown = next((role for role in roles if role not in _ROLES), None)
     if unknown is not None and "assistant" not in roles:
@@ -50,15 +51,15 @@ def assistant_turns(messages: list[dict[str, Any]]) -> list[int]:
 
 
 def check_weights(messages: list[dict[str, Any]], turns: list[int]) -> None:
-    """Refuse a turn to train whose own key says not to, or only in part."""
+    """Refuse to train a turn whose own weight says otherwise."""
     for turn in turns:
         for key in ("weight", "train", "trainable"):
             value = messages[turn].get(key, 1)
             if value != 1:  # True is 1
                 raise DataError(
                     f"messages[{turn}] has {key} {value!r}, but a turn is trained in full or not "
-                    f"at all; remove `{key}` to train it, or make a record of every turn to train, "
-                    "ending with it, and pass train_on='last'"
+                    f"at all; remove `{key}` to train it, or make one record per turn to train, "
+                    "which ends with that turn, and pass train_on='last'"
                 )
 
 
@@ -111,33 +112,33 @@ def _decode_call(call: dict[str, Any]) -> dict[str, Any]:
         return {**call, "function": _decode_call(call["function"])}
     try:
         arguments = json.loads(call.get("arguments") or "{}")
-    except (TypeError, ValueError):  # a dict already, or no JSON: a model may have written anything
+    except (TypeError, ValueError):  # already a dict, or any text that a model wrote
         return call
     return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
 
 def read_dicts(found: Any, what: str) -> list[dict[str, Any]]:
-    """A list of dicts, from dicts or JSON strings or the JSON of the whole list."""
+    """A list of dicts, from dicts, JSON strings, or one JSON string of the whole list."""
 
     def decode(value: Any) -> Any:
         try:
             return json.loads(value) if isinstance(value, str) else _drop_none(value)
         except ValueError as error:
-            raise DataError(f"{what}: invalid JSON {value[:60]!r} ({error}); mend it") from error
+            raise DataError(f"{what}: invalid JSON {value[:60]!r} ({error}); fix it") from error
 
     value = decode(found or []) or []
     items = value if isinstance(value, list) else [value, "[]"]  # not a list: fails below
     dicts: list[Any] = [decode(item) if isinstance(item, str) else item for item in items]
     if not all(isinstance(item, dict) for item in dicts):
         raise DataError(
-            f"{what} must be a list of dicts or of their JSON, got {value!r:.60}; Python functions "
-            "become schemas with transformers.utils.get_json_schema"
+            f"{what} must be a list of dicts or of JSON strings, got {value!r:.60}; turn Python "
+            "functions into schemas with transformers.utils.get_json_schema"
         )
     return dicts
 
 
 def _drop_none(value: Any) -> Any:
-    """A copy without None-valued keys: Arrow gives every struct the keys of all others."""
+    """A copy without keys that are None: Arrow gives each struct the keys of all others."""
     if isinstance(value, Mapping):
         return {key: _drop_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):

@@ -1,12 +1,13 @@
 """Chat records -> ``input_ids`` and ``loss_mask``.
 
-The tokenizer's chat template renders a record; the loss mask says which tokens an assistant wrote,
-its end-of-turn token included. Where the template has ``{% generation %}`` tags, they decide. Where
-it has not, a turn is the text between "all messages before it, plus the generation prompt" and "all
-messages up to it". Both must be literal prefixes of the whole text: a template that rewrites
-earlier turns is refused rather than trained on the wrong tokens.
+The tokenizer's chat template renders a record. The loss mask marks the tokens that an assistant
+wrote, including its end-of-turn token. If the template has ``{% generation %}`` tags, they decide.
+Otherwise a turn is the text between two renderings: all messages before it with the generation
+prompt, and all messages including it. Both must be literal prefixes of the whole text. So a
+template that rewrites earlier turns is refused; it would train the wrong tokens.
 
-Price: one tokenisation a record; one template rendering with tags, two a trained turn without.
+The cost is one tokenization per record, and one template rendering per record with tags or two per
+trained turn without them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ __all__ = ["tokenize_chat", "tokenize_chat_dataset"]
 
 _logger = logging.getLogger(__name__)
 
-# Goes into the fingerprint of the `datasets` cache: raise it when a record's output changes.
+# Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
 _CACHE_VERSION = 2
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -55,37 +56,48 @@ def tokenize_chat(
     decode_arguments: bool = True,
     labels: bool = False,
 ) -> dict[str, Any]:
-    """Tokenise one chat or Alpaca record and mark the tokens to train on.
+    """Tokenize one chat or Alpaca record and mark the tokens to train on.
 
-    What is read of ``example`` (a column that is missing, or None, is ignored):
+    Args:
+        example: a mapping. It is not changed. Columns that are missing or None are ignored:
 
-    - ``messages``: dicts with ``role`` and ``content``; a None ``content`` is an empty text. Keys
-      whose value is None are dropped at every depth, because Arrow fills them in. Messages after
-      the last assistant turn are cut off: nothing there can be trained. A ``weight``, ``train`` or
-      ``trainable`` that says not to train a turn that is trained is an error, as are a legacy
-      ``function_call`` and, without any assistant turn, a role that is none of OpenAI's.
-    - ``instruction``, ``input``, ``output``: read when there is no ``messages``; one user turn
-      (instruction, blank line, input) and one assistant turn.
-    - ``system``: becomes the first message; a system message that differs from it is an error.
-    - ``tools``: schemas as dicts or JSON strings, or the JSON of the whole list; before ``tools=``.
-    - ``chat_template_kwargs``: variables for the template; before those of the argument.
+            ``messages``: dicts with ``role`` and ``content``, where None is an empty text. Keys
+            whose value is None are removed at every depth, because Arrow adds them. Messages after
+            the last assistant turn are removed, since nothing in them can be trained.
 
-    ``train_on`` is every assistant turn or the last. ``max_length`` keeps the first tokens.
-    ``decode_arguments`` makes ``function.arguments`` a dict where it is the JSON of one, as Hugging
-    Face templates expect (most would quote a string twice); False is for those that join strings.
+            ``instruction``, ``input``, ``output``: used if there are no ``messages``. They become
+            one user turn (instruction, blank line, input) and one assistant turn.
 
-    ``labels=True`` writes ``labels`` (list of int, -100 where not trained) in place of
-    ``loss_mask``: for transformers.Trainer and TRL, whose defaults drop a ``loss_mask`` column.
+            ``system``: becomes the first message.
 
-    Returns ``input_ids`` (list of int), ``loss_mask`` (0/1, same length), ``num_cut_tokens`` (lost
-    to ``max_length``) and ``skip_reason``: "" or, with empty lists, "no_assistant_turn",
-    "nothing_left_after_truncation", "no_trained_tokens" (the template marks none). A first token
-    does not count as trained, because nothing predicts it. ``example`` is not changed.
+            ``tools``: schemas as dicts or JSON strings, or one JSON string of the whole list. They
+            replace those of the argument.
+
+            ``chat_template_kwargs``: variables for the template. They override those of the
+            argument.
+        tokenizer: a transformers tokenizer with a chat template.
+        train_on: "all" assistant turns, or only the "last".
+        max_length: keep only this many tokens from the beginning; None keeps all.
+        tools: schemas for records without ``tools``.
+        chat_template_kwargs: variables for the template.
+        decode_arguments: parse ``function.arguments`` into a dict if it is the JSON of one, as most
+            Hugging Face templates expect. False is for templates that concatenate it as a string.
+        labels: return ``labels`` (list of int, -100 where not trained) instead of ``loss_mask``.
+            transformers.Trainer and TRL keep them, and drop a ``loss_mask`` column by default.
+
+    Returns ``input_ids`` (list of int), ``loss_mask`` (0/1, same length), ``num_cut_tokens``
+    (removed by ``max_length``) and ``skip_reason``. That is "", or with empty lists
+    "no_assistant_turn", "nothing_left_after_truncation", or "no_trained_tokens" (the template marks
+    none). The first token does not count as trained, because nothing predicts it.
 
     Raises:
-        DataError: the record has another form, or the template cannot render it or rewrites it.
-        ValueError: a wrong option, no chat template, or one that is no valid Jinja.
-        TypeError: not a mapping, not a tokenizer, or a ``max_length`` that is no integer.
+        DataError: the record has another form; ``system`` and a system message differ; a turn to
+            train has a ``weight``, ``train`` or ``trainable`` other than 1; a legacy
+            ``function_call``; no assistant turn but an unknown role; or the template cannot render
+            the record, or rewrites earlier turns.
+        ValueError: a wrong option, no chat template, or one that is not valid Jinja.
+        TypeError: not a mapping, not a tokenizer, or a ``max_length`` that is not an integer.
+        ImportError: the template has ``{% generation %}`` tags, and transformers is not installed.
 
     >>> from tokenizers import Tokenizer, models, pre_tokenizers
     >>> from transformers import PreTrainedTokenizerFast
@@ -142,15 +154,17 @@ def tokenize_chat_dataset(
 ) -> tuple[Dataset, Counter[str]]:
     """Run :func:`tokenize_chat` over a ``datasets.Dataset``, in ``num_proc`` processes.
 
-    Returns a new dataset of the kept examples, in order, with the columns ``input_ids`` (int32) and
-    ``loss_mask`` (int8) or, with ``labels=True``, ``labels`` (int32) alone, and how often each
-    ``skip_reason`` occurred. Skips and cut tokens are logged, one warning each. ``datasets.map``
-    shows the progress and caches the result.
+    Returns a new dataset of the kept examples, in order, and a Counter of the ``skip_reason`` of
+    the others. The dataset has the columns ``input_ids`` (int32) and ``loss_mask`` (int8), or with
+    ``labels=True`` ``labels`` (int32) instead of ``loss_mask``. One warning is logged for skipped
+    examples and one for truncated ones. ``datasets.map`` shows progress and caches the result.
 
     Raises:
-        DataError: as :func:`tokenize_chat`, naming the example's index; or all are skipped.
-        ValueError: as :func:`tokenize_chat`.
-        TypeError: not a ``datasets.Dataset``, or as :func:`tokenize_chat`.
+        DataError: as in :func:`tokenize_chat`, naming the index of the example; or every example is
+            skipped.
+        ValueError: as in :func:`tokenize_chat`.
+        TypeError: not a ``datasets.Dataset``, or as in :func:`tokenize_chat`.
+        ImportError: datasets is not installed.
 
     >>> tokenize_chat_dataset([{"messages": []}], tokenizer=None)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -175,7 +189,7 @@ def tokenize_chat_dataset(
     if reasons and skips.total() == len(reasons):
         raise DataError(
             f"all {len(reasons)} examples are skipped: {dict(skips)}; a record needs an assistant "
-            "turn, of which the chat template trains tokens before max_length"
+            "turn with tokens that the chat template trains, before max_length"
         )
     tokenized = tokenized.select_columns(["input_ids", "labels" if labels else "loss_mask"])
     if cuts:
@@ -183,7 +197,7 @@ def tokenize_chat_dataset(
     if skips:
         _logger.warning("skipped %d of %d examples: %s", skips.total(), len(reasons), dict(skips))
         kept = [i for i, reason in enumerate(reasons) if not reason]
-        # Without the flattening an indices mapping stays, which columnar readers trip over.
+        # flatten_indices removes the indices mapping, which columnar readers do not expect.
         tokenized = tokenized.select(kept).flatten_indices()
     return tokenized, skips
 
@@ -191,14 +205,14 @@ def tokenize_chat_dataset(
 def _map(dataset: Any, fn_kwargs: dict[str, Any], num_proc: int | None) -> Any:
     import datasets
 
-    # Named types, because a first batch with skips alone would fix them as lists of null.
+    # Explicit types: a first batch that is skipped as a whole would fix them as lists of null.
     features = {
         "input_ids": datasets.Sequence(datasets.Value("int32")),
         **_target_feature(fn_kwargs["options"]["labels"]),
         "num_cut_tokens": datasets.Value("int64"),
         "skip_reason": datasets.Value("string"),
     }
-    if len(dataset) == 0:  # map would return no column at all
+    if len(dataset) == 0:  # map would return no columns at all
         empty: dict[str, list[Any]] = {name: [] for name in features}
         return datasets.Dataset.from_dict(empty, features=datasets.Features(features))
     return dataset.with_format(None).map(
@@ -235,7 +249,7 @@ def _result(
     cut: int = 0,
     skip_reason: str = "",
 ) -> dict[str, Any]:
-    if labels:  # nothing predicts a first token, and packed by another it would be trained
+    if labels:  # another packer would train the first token, which nothing predicts
         trained = [i if kept else IGNORE_INDEX for i, kept in zip(ids, mask, strict=True)]
         target = {"labels": [IGNORE_INDEX, *trained[1:]] if trained else []}
     else:
@@ -251,22 +265,22 @@ def _check_options(tokenizer: Any, train_on: str, max_length: int | None, **flag
     if max_length is not None and not hasattr(max_length, "__index__"):
         raise TypeError(f"max_length must be an integer or None, got {max_length!r}; convert it")
     if max_length is not None and max_length < 2:
-        raise ValueError(f"max_length must be at least 2, got {max_length}; None is no limit")
+        raise ValueError(f"max_length must be at least 2, got {max_length}; None means no limit")
     if not hasattr(tokenizer, "get_chat_template"):
         raise TypeError(
             f"tokenizer must be a tokenizer, got {type(tokenizer).__name__}; load it with "
-            "AutoTokenizer.from_pretrained, or take the processor's .tokenizer"
+            "AutoTokenizer.from_pretrained, or pass the processor's .tokenizer"
         )
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            f"{type(tokenizer).__name__} has no chat_template; take the tokenizer of the model's "
+            f"{type(tokenizer).__name__} has no chat_template; use the tokenizer of the model's "
             "chat version, or set tokenizer.chat_template"
         )
 
 
 @dataclass(frozen=True)
 class _Chat:
-    """One conversation that ends with an assistant turn, and what renders it."""
+    """One conversation that ends with an assistant turn, and the tokenizer that renders it."""
 
     tokenizer: Any
     messages: list[dict[str, Any]]
@@ -281,12 +295,12 @@ class _Chat:
         else:
             text = self._render(self.messages)
             spans = [self._span(text, turn) for turn in turns]
-        is_fast = self.tokenizer.is_fast  # only these know which characters a token stands for
+        is_fast = self.tokenizer.is_fast  # only these give the characters of each token
         encoded = self._encode(text, return_offsets_mapping=is_fast)
         input_ids = list(encoded["input_ids"])
         loss_mask = [0] * len(input_ids)
         for start, end in (span for span in spans if span[0] < span[1]):
-            # A token that lies across the start belongs to the turn: no prompt ends inside it.
+            # A token that crosses the start belongs to the turn, since no prompt ends inside it.
             if is_fast:
                 offsets = encoded["offset_mapping"]
                 first = bisect_right(offsets, start, key=itemgetter(1))
@@ -297,12 +311,12 @@ class _Chat:
         return input_ids, loss_mask
 
     def _tagged_spans(self, template: str, turns: list[int]) -> tuple[str, list[tuple[int, int]]]:
-        """The text and the characters that the tags enclose, from the first of ``turns`` on."""
+        """The text, and the spans of characters inside tags, from the first of ``turns`` on."""
         purpose = "a chat template with {% generation %} tags"
         templates = needed_package("transformers.utils.chat_template_utils", purpose)
-        # apply_chat_template asks char_to_token where they lie, and trains all that follows, or
-        # nothing, or half an emoji, where a tag stands beside a character without a token of its
-        # own: https://github.com/huggingface/transformers/issues/47325
+        # apply_chat_template finds their tokens with char_to_token. Where a tag is next to a
+        # character without a token of its own, it trains everything after it, or nothing, or half
+        # an emoji: https://github.com/huggingface/transformers/issues/47325
         kwargs = {**self.tokenizer.special_tokens_map, **self.kwargs, "chat_template": template}
         kwargs["return_assistant_tokens_mask"] = True
         with self._explained(self.messages):
@@ -316,16 +330,16 @@ class _Chat:
         return text, spans
 
     def _span(self, text: str, turn: int) -> tuple[int, int]:
-        """First and last + 1 character of what the assistant writes in its turn."""
+        """The span of characters that the assistant writes in its turn: first, and last + 1."""
         before, through = self.messages[:turn], self._render(self.messages[: turn + 1])
         if before:
             prompt = self._render(before, prompt=True)
-        else:  # no template renders an empty list: the prompt is what it appends to this turn
+        else:  # no template renders an empty list: find the prompt by what it adds to this turn
             header = self._render(self.messages[:1], prompt=True)[len(through) :]
             prompt = through.partition(header)[0] + header if header else ""
         start = self._prefix_length(text, prompt, turn)
         end = self._prefix_length(text, through, turn)
-        # "\n" after <|im_end|> belongs to no one: generation has stopped by then.
+        # "\n" after <|im_end|> is not part of the turn: generation has stopped by then.
         written = text[start:end].rstrip()
         tokens = self.tokenizer.added_tokens_decoder.values()
         if written.endswith(tuple(token.content for token in tokens if token.special)):
@@ -335,9 +349,10 @@ class _Chat:
     def _prefix_length(self, text: str, prefix: str, turn: int) -> int:
         if not text.startswith(prefix):
             raise DataError(
-                f"messages[{turn}]: the chat template renders this turn, or those before it, in "
-                "another way once more follows (thinking dropped?); pass train_on='last', or set a "
-                "tokenizer.chat_template with {% generation %} tags that keeps what it has rendered"
+                f"messages[{turn}]: the chat template renders this turn, or an earlier one, "
+                "differently once more messages follow (does it drop thinking?); pass "
+                "train_on='last', or set a tokenizer.chat_template with {% generation %} tags that "
+                "does not rewrite earlier turns"
             )
         return len(prefix)
 
@@ -346,7 +361,7 @@ class _Chat:
         return next((i for i, token in enumerate(head) if token != input_ids[i]), len(head))
 
     def _encode(self, text: str, **options: Any) -> Any:
-        # The template has written the special tokens: adding them would double the BOS.
+        # The template writes the special tokens itself: adding them would repeat the BOS.
         return self.tokenizer(text, add_special_tokens=False, verbose=False, **options)
 
     def _render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
@@ -362,12 +377,12 @@ class _Chat:
             yield
         except TemplateSyntaxError as error:
             raise ValueError(
-                f"the chat template is no valid Jinja, line {error.lineno}: {error.message}; mend "
+                f"the chat template is not valid Jinja, line {error.lineno}: {error.message}; fix "
                 "tokenizer.chat_template"
             ) from error
         except (TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(
                 f"the chat template cannot render the roles [{roles}]: {error}; change the record, "
-                "or pass decode_arguments=False if the template joins function.arguments as text"
+                "or pass decode_arguments=False if the template uses function.arguments as text"
             ) from error

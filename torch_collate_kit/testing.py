@@ -1,4 +1,4 @@
-"""What a loader of your own can be tested with: digests of batches, and resuming at every step."""
+"""Tools to test your own loader: digests of batches, and resuming at every step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["assert_exact_resume", "batch_digest"]
 
 
 def batch_digest(batch: Any) -> str:
-    """A hash of everything in a batch: equal exactly if the batches are equal to the last byte.
+    """A hash of everything in a batch: equal for batches that are equal to the last byte.
 
-    Takes a Batch (what it stores, and metadata), tensors, arrays, Ragged, numbers, strings, None,
-    and mappings, lists, tuples and dataclasses of these. The order of keys does not count; dtypes,
-    shapes, and whether a sequence is a list or a tuple do. Nothing is changed.
+    Accepts a Batch (hashing what it stores, and its metadata), tensors, arrays, Ragged, numbers,
+    strings, None, and mappings, lists, tuples and dataclasses of these. Dtypes, shapes and the kind
+    of a sequence (list or tuple) count; the order of keys does not. Nothing is changed.
 
     Raises:
-        TypeError: something else is inside.
+        TypeError: the batch contains something else.
 
     >>> batch_digest({"a": torch.tensor([1])}) == batch_digest({"a": torch.tensor([1])})
     True
@@ -35,13 +35,15 @@ def batch_digest(batch: Any) -> str:
     """
     found = hashlib.blake2b(digest_size=16)
     for part in _parts(batch):
-        found.update(len(part).to_bytes(8, "little"))  # so that no two parts run together
+        found.update(
+            len(part).to_bytes(8, "little")
+        )  # so that parts cannot be confused when joined
         found.update(part)
     return found.hexdigest()
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """The bytes of a value: what kind of thing it is, then what is in it."""
+    """The bytes of a value: its kind, then its contents."""
     if isinstance(value, torch.Tensor):
         yield f"tensor {value.dtype} {list(value.shape)}".encode()
         cells = value.detach().cpu().contiguous().reshape(-1)
@@ -90,23 +92,24 @@ def assert_exact_resume(
     stops: Iterable[int] | None = None,
     max_state_bytes: int = 16_384,
 ) -> list[str]:
-    """Stop at every step, load the state into a new object, and compare all that follows.
+    """Stop at every step, load the state into a new object, and compare all later batches.
 
     Args:
-        make: makes the object anew, always the same one. It is iterable, an ``iter()`` being an
-            epoch, and has ``state_dict`` and ``load_state_dict``: a loader, an iterable dataset,
-            or a sampler (then ``state_at`` is used, which says what a consumer of so many steps
-            would save). It may have ``close``.
-        num_steps: how many batches are compared, over as many epochs as it takes.
-        stops: after how many batches to stop; by default after 0, 1, ... ``num_steps`` - 1.
-        max_state_bytes: the most that a state may be as JSON.
+        make: creates the object, the same one each time: a loader, an iterable dataset or a
+            sampler. It is iterable, where one ``iter()`` is an epoch, has ``state_dict`` and
+            ``load_state_dict``, and may have ``close``. If it has ``state_at``, as the samplers of
+            this package have, that gives the state after a number of steps.
+        num_steps: number of batches to compare, over as many epochs as needed.
+        stops: numbers of batches after which to stop; by default 0, 1, ... ``num_steps`` - 1.
+        max_state_bytes: the largest size of a state as JSON.
 
-    Every state goes through JSON. Saving must not disturb: the run that saves at every step is
-    compared with one that does not. Returns the digest of every batch, in order.
+    Every state is converted to JSON and back. A run that saves its state at every step is compared
+    with one that does not, because saving must have no side effects. Returns the digest of every
+    batch, in order.
 
     Raises:
-        AssertionError: a batch differs, an epoch begins elsewhere, the batches run out before
-            ``num_steps``, or a state is not JSON or too large.
+        AssertionError: a batch differs, an epoch begins at another batch, there are fewer than
+            ``num_steps`` batches, or a state is too large or not JSON.
 
     >>> from torch_collate_kit.loading.sampler import PrefetchingSampler
     >>> len(assert_exact_resume(lambda: PrefetchingSampler(10, 4, seed=1), num_steps=7))
@@ -132,7 +135,7 @@ def _digests(
     state: dict[str, Any] | None = None,
     save: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[tuple[str, bool]]:
-    """The digest of each of the next batches, and whether it is the first one of its iter()."""
+    """The digest of each of the next batches, and whether it is the first of its iter()."""
     found: list[tuple[str, bool]] = []
     with _closing(make()) as source:
         if state is not None:
@@ -164,7 +167,7 @@ def _closing(source: Any) -> Iterator[Any]:
 
 
 def _position(source: Any) -> tuple[int, int] | None:
-    """Where a sampler's next iter() begins; None for what counts its batches itself."""
+    """Where a sampler's next iter() begins; None for objects that count their own batches."""
     if not hasattr(source, "state_at"):
         return None
     return source.epoch, source.state_dict()["step"]
@@ -184,7 +187,7 @@ def _as_json(state: dict[str, Any], *, after: int, max_bytes: int) -> str:
         raise AssertionError(f"the state after {after} batches is not JSON: {error}") from error
     assert len(text) <= max_bytes, (
         f"the state after {after} batches has {len(text)} bytes as JSON, more than "
-        f"max_state_bytes={max_bytes}; a state is a position, not what lies there"
+        f"max_state_bytes={max_bytes}; a state is a position, not the data there"
     )
     return text
 
@@ -193,6 +196,8 @@ def _compare(
     found: list[tuple[str, bool]], expected: list[tuple[str, bool]], run: str, first: int = 0
 ) -> None:
     for i, (mine, wanted) in enumerate(zip(found, expected, strict=True)):
-        assert mine[0] == wanted[0], f"{run}: batch {first + i} is another one"
-        # the first batch after a resume is the first one of its iter() in any case
-        assert mine[1] == wanted[1] or i == 0, f"{run}: an epoch begins elsewhere, at {first + i}"
+        assert mine[0] == wanted[0], f"{run}: batch {first + i} differs"
+        # the first batch after a resume is the first of its iter() in any case
+        assert mine[1] == wanted[1] or i == 0, (
+            f"{run}: an epoch begins at another batch, {first + i}"
+        )

@@ -1,4 +1,4 @@
-"""Whether packed examples can see each other, found by changing one and watching the others."""
+"""Whether packed examples can see each other: change one, and compare the logits of the others."""
 
 from __future__ import annotations
 
@@ -28,44 +28,45 @@ from torch_collate_kit.segments import (
 
 __all__ = ["check_isolation"]
 
-# Isolated logits do not move at all with deterministic kernels; what is allowed here is rounding of
-# kernels that are not (a mixture of experts groups its tokens anew). A leak is far above it.
+# With deterministic kernels isolated logits do not move at all. These tolerances allow for rounding
+# in other kernels (a mixture of experts groups its tokens differently). A leak is far larger.
 _TOLERANCE = {
     torch.float64: 1e-9,
     torch.float32: 1e-4,
     torch.float16: 2e-3,
     torch.bfloat16: 1e-2,
 }
-_MASK_PADDING = -1  # segment id of cells that a 2-D attention mask takes out
+_MASK_PADDING = -1  # segment id of cells that a 2-D attention mask excludes
 
 
 def check_isolation(
     model: nn.Module, batch: Batch | Mapping[str, Any], *, tolerance: float | None = None
 ) -> None:
-    """Change the tokens of one segment; raise unless the logits of all others stay where they are.
+    """Change the tokens of one segment; raise if the logits of another segment change.
 
-    ``batch`` is a packed :class:`Batch`, which is asked for the inputs of the model's own attention
-    implementation, or a plain mapping of model inputs, which reaches the model as it is but for
-    ``labels`` (no loss is needed). Segments are read from ``cu_seq_lens_q``, else from positions
-    that restart; cells that a 2-D ``attention_mask`` takes out are not looked at. The first segment
-    of every row, the one in the middle and the last are changed, one at a time. So a call costs
-    about ``rows + 3`` forward passes without gradients, and twice that for a model in training
-    mode, because some leaks exist in only one mode. A row or two are enough.
+    Args:
+        model: run in eval mode, and if it is in training mode also in that, with the same dropout
+            in every run. Modes and random state are restored. Pass it before it is wrapped for
+            FSDP: ranks may need different numbers of forward passes.
+        batch: a packed :class:`Batch`, whose inputs for the model's attention implementation are
+            used, or a mapping of model inputs, which are passed on without ``labels``. Segments are
+            read from ``cu_seq_lens_q``, otherwise from positions that restart. Cells that a 2-D
+            ``attention_mask`` excludes are ignored.
+        tolerance: the change allowed, as a fraction of the change in the changed segment's own
+            logits. The default depends on the lowest precision of logits, weights and autocast:
+            1e-9 for float64, 1e-4 for float32, 2e-3 for float16, 1e-2 for bfloat16.
 
-    The model is run in eval mode, and also in training mode where it is in that now, there with the
-    same dropout in each run. Modes and random state are put back. Run it on the model before it is
-    wrapped for FSDP: ranks may need different numbers of passes.
-
-    ``tolerance`` is the movement allowed, as a fraction of the movement of the changed segment's
-    own logits. The default follows the least precise of logits, weights and autocast: 1e-9 in
-    float64, 1e-4 in float32, 2e-3 in float16, 1e-2 in bfloat16.
+    The first segment of each row, the middle segment and the last segment are changed, one at a
+    time. So a call takes about ``rows + 3`` forward passes without gradients, and twice as many in
+    training mode, because some leaks exist in one mode only. One or two rows are enough.
 
     Raises:
-        IsolationError: a segment moves another one's logits; a changed segment's own logits do not
-            move, or logits are NaN, so that nothing is shown; the model has recurrent, convolution
-            or linear-attention layers without kernels that take ``cu_seq_lens``.
-        ValueError: fewer than two segments; inputs that do not say where segments are; a 4-D mask
-            in which the model's sliding windows are lost.
+        IsolationError: a segment changes the logits of another; nothing can be shown, because a
+            changed segment's own logits stay the same or logits are NaN; or the model has
+            recurrent, convolution or linear-attention layers without kernels that take
+            ``cu_seq_lens``.
+        ValueError: fewer than two segments; inputs that do not define segments; a 4-D mask that
+            loses the model's sliding windows.
         TypeError: the model's output has no ``logits``.
 
     >>> import transformers
@@ -90,7 +91,7 @@ def check_isolation(
     segments = _find_segments(inputs)
     if len(segments.rows) < 2:
         raise ValueError(
-            f"the batch has {len(segments.rows)} segment(s), so there is nothing to leak into; "
+            f"the batch has {len(segments.rows)} segment(s), so nothing can leak; "
             "pass a batch with at least two packed examples"
         )
     if len(segments.rows) > len(set(segments.rows)):
@@ -102,7 +103,7 @@ def check_isolation(
 
 
 class _Segments(NamedTuple):
-    """Which segment every cell belongs to [R, W], and the row of every segment."""
+    """The segment of each cell [R, W], and the row of each segment."""
 
     ids_RW: Tensor
     rows: list[int]
@@ -137,8 +138,8 @@ def _find_segments(inputs: Mapping[str, Any]) -> _Segments:
         lengths = torch.cat([lengths_from_position_ids(row) for row in rows])
     else:
         raise ValueError(
-            "neither cu_seq_lens_q nor position_ids is passed, so nothing tells the segments (nor "
-            "tells the model); pass what Batch.model_inputs() gives"
+            "neither cu_seq_lens_q nor position_ids is passed, so neither this check nor the model "
+            "knows the segments; pass what Batch.model_inputs() returns"
         )
     if int(lengths.sum()) != ids.numel():
         raise ValueError(
@@ -149,7 +150,7 @@ def _find_segments(inputs: Mapping[str, Any]) -> _Segments:
     mask = inputs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
         cells = cells.masked_fill(mask == 0, _MASK_PADDING)
-    # numbered again from 0: empty segments and those that are all padding are gone
+    # renumbered from 0, without segments that are empty or all padding
     real, dense = torch.unique(cells, return_inverse=True)
     dense = dense - int((real == _MASK_PADDING).any())
     num_segments = int(dense.max()) + 1
@@ -176,7 +177,7 @@ def _check_one_mode(
         if own == 0:
             raise IsolationError(
                 f"changing all tokens of {segments.name(source)} does not move its own logits, so "
-                "that the others stay shows nothing; check that the model reads input_ids"
+                "nothing can be shown; check that the model reads input_ids"
             )
         leaks = {segment: x for segment, x in moved.items() if x > allowed * own}
         if leaks:
@@ -193,7 +194,7 @@ def _check_one_mode(
 def _movement(
     model: nn.Module, inputs: dict[str, Any], segments: _Segments, source: int, before: Tensor
 ) -> dict[int, float]:
-    """How far the logits of every segment move when the tokens of ``source`` change."""
+    """The largest change of a logit in each segment when the tokens of ``source`` change."""
     changed_ids = _change_tokens(model, inputs["input_ids"], segments.ids_RW == source)
     after = _logits(model, inputs | {"input_ids": changed_ids})
     # equal infinities (a masked vocabulary tail) did not move
@@ -202,7 +203,7 @@ def _movement(
 
 
 def _largest_by_segment(values_RW: Tensor, segments: _Segments) -> dict[int, float]:
-    """The largest value in the cells of each segment; NaN where one is NaN."""
+    """The largest value in each segment's cells; NaN if one of them is NaN."""
     largest = values_RW.new_zeros(len(segments.rows))
     real = segments.ids_RW >= 0
     largest.scatter_reduce_(0, segments.ids_RW[real], values_RW[real], "amax")
@@ -210,10 +211,10 @@ def _largest_by_segment(values_RW: Tensor, segments: _Segments) -> dict[int, flo
 
 
 def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Logits [R, W, V]; the random state is put back, so dropout is the same in every call."""
+    """Logits [R, W, V]. The random state is restored, so dropout is the same in every call."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     with torch.random.fork_rng(devices), warnings.catch_warnings():
-        # reentrant checkpointing warns that nothing here wants a gradient, which is so
+        # reentrant checkpointing warns that no input requires a gradient, which is intended here
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         try:
             output = model(**inputs)
@@ -246,10 +247,10 @@ def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def _change_tokens(model: nn.Module, ids_RW: Tensor, where_RW: Tensor) -> Tensor:
-    """Another token in every chosen cell, but for placeholders of images, audio and video."""
+    """Another token in each chosen cell, except in placeholders of images, audio and video."""
     vocab_size, fixed = vocabulary(model, ids_RW)
     changed = (ids_RW + vocab_size // 2) % vocab_size
-    for _ in fixed:  # never make a placeholder: each step leaves at most one of them behind
+    for _ in fixed:  # never create a placeholder; at most len(fixed) of their ids are consecutive
         changed = torch.where(torch.isin(changed, fixed), (changed + 1) % vocab_size, changed)
     return torch.where(where_RW & ~torch.isin(ids_RW, fixed), changed, ids_RW)
 
@@ -263,7 +264,7 @@ def _default_tolerance(model: nn.Module, logits: Tensor) -> float:
 
 @contextmanager
 def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Eval mode for all modules, or the modes as they are; put back one by one afterwards."""
+    """Set eval mode, or keep the modes as they are; each module's mode is restored afterwards."""
     before = [(module, module.training) for module in model.modules()]
     if not training:
         model.eval()
@@ -275,7 +276,7 @@ def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 def _refuse_lost_window(model: nn.Module, inputs: Mapping[str, Any], segments: _Segments) -> None:
-    """A 4-D mask reaches every layer as it is, those with a sliding window too."""
+    """Refuse a 4-D mask without the sliding window: it replaces the mask of every layer."""
     mask = inputs.get("attention_mask")
     window, all_slide = sliding_window(model)
     if window is None or not isinstance(mask, Tensor) or mask.ndim != 4:
@@ -309,7 +310,9 @@ def _likely_reason(
     if mask is not None:
         return f'the attention_mask {_shape(mask)} itself, or attention "{attention}" misusing it'
     if by_boundaries and inputs.get("cu_seq_lens_q") is None:
-        return f'attention "{attention}" needs cu_seq_lens_q; pass what Batch.model_inputs() gives'
+        return (
+            f'attention "{attention}" needs cu_seq_lens_q; pass what Batch.model_inputs() returns'
+        )
     if not by_boundaries and inputs.get("use_cache") is not False:
         return (
             "use_cache is not False (the default of the config is True), and with a cache "
@@ -325,26 +328,26 @@ def _likely_reason(
                 "it"
             )
     return _blind_mask(model, inputs, segments, source, allowed) or (
-        "a layer of the model mixes positions by itself; look for layers other than attention"
+        "a layer of the model mixes positions; look for layers other than attention"
     )
 
 
 def _blind_mask(
     model: nn.Module, inputs: dict[str, Any], segments: _Segments, source: int, allowed: float
 ) -> str | None:
-    """The reason where a block mask stops the leak: the model's own does not see positions.
+    """The reason, if a block mask stops the leak: the model's own mask ignores position_ids.
 
-    In transformers 5.23 so do afmoe, biogpt, bloom, falcon, gpt_oss, mpt, opt, xglm.
+    In transformers 5.23 that is so in afmoe, biogpt, bloom, falcon, gpt_oss, mpt, opt and xglm.
     """
     attention = attention_name(model)
     if attention not in ("sdpa", "eager"):
         return None
     masked = inputs | {"attention_mask": block_mask(segments.ids_RW, attention)}
-    blind = "the model builds its mask without position_ids, which then separate nothing"
+    blind = "the model builds its mask without position_ids, so they do not separate examples"
     try:
         moved = _movement(model, masked, segments, source, _logits(model, masked))
     except IsolationError as error:
-        return f"perhaps {blind}, and a block mask is no way out: {error}"
+        return f"perhaps {blind}, and a block mask does not help: {error}"
     own = moved.pop(source)
     if max(moved.values()) > allowed * own:
         return None

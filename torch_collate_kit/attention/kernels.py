@@ -1,4 +1,4 @@
-"""Causal attention inside segments: torch's varlen kernel where it fits, else an SDPA a segment."""
+"""Causal attention within segments: torch's varlen kernel where possible, else SDPA per segment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Segments", "attend", "same_dtype"]
 
 
 class Segments(NamedTuple):
-    """Boundaries flat over the rows, int32 [S + 1], and lengths that no segment exceeds."""
+    """Boundaries flat over the rows, int32 [S + 1], and upper bounds of the segment lengths."""
 
     cu_q: Tensor
     cu_k: Tensor
@@ -37,12 +37,12 @@ def attend(
 ) -> Tensor:
     """Query [B, H, T, D], key and value [B, Hkv, T, D] -> a new tensor [B, T, H, D].
 
-    A token sees the tokens of its segment up to itself, with ``window`` only itself and the
-    ``window - 1`` before it. Boundaries on a CUDA device are read on the host only where the kernel
-    does not fit (fp32, an odd head dimension, an old card).
+    A token attends to the tokens of its segment up to itself; with ``window`` only to itself and
+    the ``window - 1`` tokens before it. Boundaries on a CUDA device are copied to the host only if
+    the kernel cannot be used (fp32, an unsupported head dimension, an old GPU).
 
     Raises:
-        ValueError: boundaries that do not fit the rows, as far as they are read on the host.
+        ValueError: boundaries that do not fit the rows, if they are read on the host.
 
     >>> cu = torch.tensor([0, 1, 3], dtype=torch.int32)
     >>> value = torch.tensor([1.0, 2.0, 4.0]).view(1, 1, 3, 1)
@@ -51,7 +51,7 @@ def attend(
     """
     num_rows, _, width, _ = query.shape
     query, key, value = same_dtype(query, key, value)
-    # [B, H, T, D] -> [B * T, H, D]: rows one behind the other, as the boundaries count them
+    # [B, H, T, D] -> [B * T, H, D]: consecutive rows, as the boundaries count them
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     window = None if window is None or window >= width else window
     kernel = _load_kernel() if _fits_kernel(query, value) else None
@@ -65,7 +65,7 @@ def attend(
 
 
 def same_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All three in one dtype: autocast's, else that of value, which no norm has widened."""
+    """All three in one dtype: autocast's, or value's, since norms upcast only query and key."""
     device = value.device.type
     dtype = value.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
@@ -88,9 +88,9 @@ def _on_host(
     return _sdpa_by_segment(query, key, value, lengths, scale, window)
 
 
-# Under torch.compile reading the boundaries would break the graph again and again, in every layer.
-# As an operator that the compiler does not look into it breaks it nowhere, and lengths that change
-# compile nothing anew. The backward pass computes the forward pass again, inside its own operator.
+# Under torch.compile, reading the boundaries would break the graph in every layer. An operator that
+# is opaque to the compiler breaks it nowhere, and new lengths cause no recompilation. The backward
+# pass recomputes the forward pass, inside its own operator.
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, SymInt num_rows, "
     "float? scale, SymInt? window"
@@ -121,7 +121,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
 def _one_op_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    # autograd itself is off inside an operator; torch.func has a differentiation of its own
+    # autograd is disabled inside an operator, but torch.func still differentiates
     pull_back = torch.func.vjp(lambda q, k, v: _on_host(q, k, v, *rest), query, key, value)[1]
     return tuple(x.contiguous() for x in pull_back(gradient))
 
@@ -146,7 +146,7 @@ _one_op.register_autograd(_backward, setup_context=_keep_inputs)
 
 
 def _segment_lengths(cu_q: Tensor, cu_k: Tensor, num_rows: int, width: int) -> list[int]:
-    """Segment lengths on the host, checked against the rows. Free where the boundaries are."""
+    """Segment lengths on the host, checked against the rows."""
     bounds: list[int] = cu_q.tolist()
     lengths: list[int] = lengths_from_cu_seqlens(cu_q).tolist()
     if cu_k is not cu_q and cu_k.tolist() != bounds:
@@ -158,7 +158,7 @@ def _segment_lengths(cu_q: Tensor, cu_k: Tensor, num_rows: int, width: int) -> l
     if bounds[0] != 0 or bounds[-1] != row_bounds[-1] or min(lengths, default=0) < 0:
         raise ValueError(
             f"cu_seq_lens_q must rise from 0 to {row_bounds[-1]} ({num_rows} rows of {width} "
-            f"tokens, one behind the other), got {bounds}"
+            f"tokens, one after the other), got {bounds}"
         )
     missing = sorted(set(row_bounds) - set(bounds))
     if missing:
@@ -178,7 +178,7 @@ def _sdpa_by_segment(
     window: int | None,
 ) -> Tensor:
     """Causal attention inside each segment: [N, H, D] and [N, Hkv, D] -> [N, H, D]."""
-    if len(set(lengths)) == 1:  # equal segments are a batch: one call for all of them
+    if len(set(lengths)) == 1:  # segments of equal length form a batch: one call for all of them
         shape = (len(lengths), lengths[0])
         query, key, value = (x.view(*shape, *x.shape[1:]) for x in (query, key, value))
         return _causal_sdpa(query, key, value, scale, window).flatten(0, 1)
@@ -190,7 +190,7 @@ def _sdpa_by_segment(
 def _causal_sdpa(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
 ) -> Tensor:
-    """[B, L, H, D] -> [B, L, H, D]; a token sees itself and the ``window - 1`` before it."""
+    """[B, L, H, D] -> [B, L, H, D]; with ``window`` a token sees its ``window`` latest tokens."""
     length = query.shape[1]
     mask = None
     if window is not None and window < length:
@@ -215,7 +215,7 @@ class _Kernel(NamedTuple):
 
 @functools.cache
 def _load_kernel() -> _Kernel | None:
-    """torch's varlen kernel behind one signature, or None where this torch has none."""
+    """torch's varlen kernel with one signature for all versions, or None if torch has none."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -224,7 +224,7 @@ def _load_kernel() -> _Kernel | None:
 
 
 def _adapt_kernel(varlen_attn: Callable[..., Any]) -> _Kernel:
-    """One signature over torch's: 2.10 has is_causal only, 2.11 scale and window, 2.12 GQA too."""
+    """One signature for all: 2.10 has only is_causal, 2.11 scale and window, 2.12 also GQA."""
     accepted = inspect.signature(varlen_attn).parameters
     takes_window = "window_size" in accepted
 
@@ -246,7 +246,7 @@ def _adapt_kernel(varlen_attn: Callable[..., Any]) -> _Kernel:
             options["scale"] = scale
         elif scale is not None and not math.isclose(scale, default := query.shape[2] ** -0.5):
             query = query * (scale / default)
-        if takes_window:  # (left, right) tokens beside the own one; a tuple, torch compares it
+        if takes_window:  # (left, right) neighbours; must be a tuple, which torch compares
             options["window_size"] = (-1 if window is None else window - 1, 0)
         else:
             options["is_causal"] = True
@@ -260,7 +260,7 @@ def _adapt_kernel(varlen_attn: Callable[..., Any]) -> _Kernel:
 
 
 def _fits_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernel takes these inputs: its rules, read in torch's source."""
+    """Whether the kernel supports these inputs, by the rules in torch's source."""
     head_dim = query.shape[-1]
     return (
         query.is_cuda

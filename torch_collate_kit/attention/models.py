@@ -1,4 +1,4 @@
-"""What the config of a model says that packed rows depend on."""
+"""Properties of a model that matter for packed rows, read from its config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RECURRENT_KERNELS = ("fla", "causal_conv1d")  # the packages whose kernels take
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and its like."""
+    """The model inside DistributedDataParallel and similar wrappers."""
     inner = getattr(model, "module", model)
     return inner if isinstance(inner, nn.Module) else model
 
@@ -28,13 +28,13 @@ def _configs(model: nn.Module) -> list[Any]:
     """The model's config and the configs nested in it (text_config, vision_config, ...)."""
     config = getattr(model, "config", None)
     found: list[Any] = [] if config is None else [config]
-    for config in found:  # grows while it is read
+    for config in found:  # grows during the loop
         found += [value for value in vars(config).values() if hasattr(value, "model_type")]
     return found
 
 
 def _text_config(model: nn.Module) -> Any:
-    """The config of the text part: the one that sees packed rows."""
+    """The config of the text model, which gets the packed rows."""
     config: Any = getattr(_unwrap(model), "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -44,7 +44,7 @@ def attention_name(model: nn.Module) -> str | None:
 
 
 def sliding_window(model: nn.Module) -> tuple[int | None, bool]:
-    """The window of the model's sliding layers, None without any; and whether all layers slide."""
+    """The window of the sliding layers, None without such layers; and whether all layers slide."""
     config = _text_config(model)
     window: int | None = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None)
@@ -68,7 +68,7 @@ def refuse_recurrent_layers(model: nn.Module, inputs: Mapping[str, Any]) -> None
     if inputs.get("cu_seq_lens_q") is None:
         raise IsolationError(
             f"the model has {found} layers, which carry state from one segment of a row into the "
-            f"next, and no cu_seq_lens_q is passed that could stop them; {way_out}"
+            f"next, and no cu_seq_lens_q is passed to prevent that; {way_out}"
         )
     missing = [name for name in _RECURRENT_KERNELS if importlib.util.find_spec(name) is None]
     if missing:
@@ -79,7 +79,7 @@ def refuse_recurrent_layers(model: nn.Module, inputs: Mapping[str, Any]) -> None
 
 
 def vocabulary(model: nn.Module, ids_RW: Tensor) -> tuple[int, Tensor]:
-    """Number of tokens, and the ids that stand for something that is not text."""
+    """Size of the vocabulary, and the ids that stand for something other than text."""
     embed = getattr(_unwrap(model), "get_input_embeddings", lambda: None)()
     size = getattr(embed, "num_embeddings", None) or int(ids_RW.max()) + 1
     names = {"image", "video", "audio", "vision", "boi", "eoi"}

@@ -1,7 +1,7 @@
-"""The attention ``torch_varlen`` of transformers models: what it takes, and what it refuses.
+"""The attention implementation ``torch_varlen`` for transformers models.
 
-It reads segment boundaries instead of a mask, so nothing of size T x T is ever built for a packed
-row. What it cannot compute exactly is refused with an error, never approximated.
+It uses segment boundaries instead of a mask, so nothing of size T x T is ever built for a packed
+row. What it cannot compute exactly raises an error.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch_collate_kit.attention.kernels import Segments, attend, same_dtype
 
 __all__ = ["register_torch_varlen"]
 
-# transformers looks for "flash", "sdpa" and "flex_attention" inside the name; it must hold none.
+# transformers looks for "flash", "sdpa" and "flex_attention" in the name; it must contain none.
 _NAME = "torch_varlen"
 
-# What transformers builds causal, sliding-window and packed masks from. A mask made of anything
-# else (chunks, image blocks, a user's function) cannot be told from segment boundaries alone.
+# The functions from which transformers builds causal, sliding-window and packed masks. A mask with
+# other parts (chunks, image blocks, a user's function) does not follow from segment boundaries.
 _WINDOW_PART = "sliding_window_overlay.<locals>.inner_mask"
 _KNOWN_MASK_PARTS = {
     "causal_mask_function",
@@ -31,10 +31,10 @@ _KNOWN_MASK_PARTS = {
     "remap_positions_for_packed_sequence.<locals>.inner_mask",
     _WINDOW_PART,
 }
-# Some models (gpt-oss, opt, falcon in transformers 5.23) leave position_ids out of their mask.
+# Some models (gpt-oss, opt, falcon in transformers 5.23) build their mask without position_ids.
 _PROVE = (
-    "and see what check_isolation says: a model whose mask does not see position_ids needs "
-    'Batch.model_inputs(..., mask="block") there'
+    "and run check_isolation: a model whose mask ignores position_ids also needs "
+    'Batch.model_inputs(..., mask="block")'
 )
 _UNSUPPORTED = {
     "softcap": "attention soft-capping",
@@ -45,26 +45,28 @@ _UNSUPPORTED = {
 
 
 def register_torch_varlen() -> None:
-    """Make ``attn_implementation="torch_varlen"`` known to transformers; calling it again is free.
+    """Register ``attn_implementation="torch_varlen"`` with transformers; may be called repeatedly.
 
-    The model then takes ``cu_seq_lens_q/k`` (int32 ``[S + 1]``, flat over the rows:
-    ``[0, ..., R * W]``, every row boundary among them) and ``max_length_q/k`` (Python ints; at
-    least the longest segment, default the row width) beside ``input_ids`` and ``position_ids``, as
-    ``Batch.model_inputs()`` gives them. On CUDA in fp16 or bf16 it runs
-    ``torch.nn.attention.varlen.varlen_attn``; on CPU, in fp32, and where the kernel does not fit
-    (head dimension, card), one ``scaled_dot_product_attention`` a segment, which is exact. Sliding
-    windows and grouped heads work in both. Under autocast, and where query and key come wider than
-    value (Qwen3's norms do that), inputs are cast to the narrower type first. Under torch.compile
-    neither breaks a graph; it is broken once, where transformers asks for the mask.
+    The model then accepts these inputs in addition to ``input_ids`` and ``position_ids``, as
+    ``Batch.model_inputs()`` returns them:
 
-    Without ``cu_seq_lens_q`` the model in eval mode runs the ``sdpa`` attention of transformers, so
-    ``generate()`` works. In training that is an error.
+    - ``cu_seq_lens_q/k``: int32 ``[S + 1]``, flat over the rows, ``[0, ..., R * W]``, with all row
+      boundaries;
+    - ``max_length_q/k``: Python ints, at least the longest segment; the row width by default.
 
-    Raises (in the model's forward):
-        ValueError: training without ``cu_seq_lens_q``; a mask or a filled cache beside it;
-            boundaries that do not fit the rows; attention dropout, soft-capping, sinks, attention
-            that is not causal, a mask pattern other than causal and sliding window, a model that
-            reads its mask by itself; in eval mode, restarting positions that nothing isolates.
+    On CUDA in fp16 or bf16 it runs ``torch.nn.attention.varlen.varlen_attn``. On CPU, in fp32, and
+    with a head dimension or GPU that the kernel does not support, it runs
+    ``scaled_dot_product_attention`` per segment, which is exact. Both support sliding windows and
+    grouped heads. Without ``cu_seq_lens_q`` a model in eval mode runs the ``sdpa`` attention of
+    transformers, so that ``generate()`` works; in training mode that is an error.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: in the model's forward: training without ``cu_seq_lens_q``; a mask or a filled
+            cache in addition to it; boundaries that do not fit the rows; attention dropout,
+            soft-capping, sinks, non-causal attention, a mask pattern other than causal and sliding
+            window, a model that reads the mask itself; in eval mode, restarting positions without
+            boundaries or a mask.
 
     >>> import torch, transformers
     >>> register_torch_varlen()
@@ -87,22 +89,22 @@ def register_torch_varlen() -> None:
 
 
 class _MaskIsReadError(ValueError, AttributeError):
-    """A model reads the mask by itself. An AttributeError too, as hasattr() expects one."""
+    """A model reads the mask itself. Also an AttributeError, because hasattr() expects one."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"the model reads its attention mask by itself ({what}), so it does not run with "
+            f"the model reads its attention mask itself ({what}), so it does not run with "
             f'{_NAME}, which builds none; use attn_implementation="eager" or "sdpa", {_PROVE}; or '
             "use PaddedCollator"
         )
 
 
 class _DeferredMask:
-    """The mask transformers asks for, built only if attention turns out to run without boundaries.
+    """The mask that transformers requests, built only if attention runs without boundaries.
 
-    A packed row of T tokens would cost T x T cells a mask otherwise, although the varlen path never
-    reads one. Not a dataclass: FSDP would take one apart and copy it. A model that computes with
-    its mask in attention of its own (bloom), or looks at it (PaliGemma), is refused.
+    Otherwise each mask of a packed row of T tokens would cost T x T cells, which the varlen path
+    never reads. It is not a dataclass, because FSDP would take that apart and copy it. A model that
+    uses its mask in its own attention code (bloom), or inspects it (PaliGemma), is refused.
     """
 
     __slots__ = ("_built", "_options", "unknown_parts", "windows")
@@ -142,7 +144,7 @@ class _DeferredMask:
 
 
 def _mask_parts(mask_function: Any) -> Iterator[Any]:
-    """The functions a mask function of transformers is composed of, itself included."""
+    """All functions that a mask function of transformers is composed of, including itself."""
     yield mask_function
     for cell in getattr(mask_function, "__closure__", None) or ():
         content = cell.cell_contents
@@ -152,10 +154,10 @@ def _mask_parts(mask_function: Any) -> Iterator[Any]:
 
 
 def _attention_mask(**options: Any) -> Any:
-    """Registered mask function: what ``sdpa`` would get, deferred where boundaries may come."""
+    """Registered mask function: the mask of ``sdpa``, deferred where there may be boundaries."""
     from transformers.masking_utils import sdpa_mask
 
-    # A static cache counts in a tensor that its update changes before attention runs: not deferred.
+    # Not deferred with a static cache: its offset is a tensor that changes before attention runs.
     offset = options.get("q_offset", 0)
     no_cache = options["q_length"] == options["kv_length"] and not isinstance(offset, Tensor)
     if no_cache:
@@ -222,7 +224,7 @@ def _window_option(module: nn.Module) -> str:
     config: Any = getattr(module, "config", None)
     if "sliding_attention" not in (getattr(config, "layer_types", None) or ()):
         return ""
-    return f", with sliding_window={config.sliding_window} beside it"
+    return f" and sliding_window={config.sliding_window}"
 
 
 def _refuse_beside_boundaries(
@@ -249,8 +251,8 @@ def _refuse_beside_boundaries(
         attention_mask = attention_mask.build_from_padding()
     if attention_mask is not None:
         raise ValueError(
-            "an attention_mask is passed beside cu_seq_lens_q (here as "
-            f"{list(attention_mask.shape)}), and {_NAME} follows only one of them; leave "
+            "an attention_mask is passed in addition to cu_seq_lens_q (its shape is "
+            f"{list(attention_mask.shape)}), but {_NAME} uses only one of them; leave "
             "attention_mask out: pads are a segment of their own"
         )
 
@@ -270,11 +272,11 @@ def _masked_forward(
     if module.training:
         raise ValueError(
             f"{_NAME} got no cu_seq_lens_q in training, so packed rows would leak; pass what "
-            f'Batch.model_inputs(attention="{_NAME}") gives, or use attn_implementation="sdpa" '
+            f'Batch.model_inputs(attention="{_NAME}") returns, or use attn_implementation="sdpa" '
             "for padded batches"
         )
     mask = attention_mask.build() if isinstance(attention_mask, _DeferredMask) else attention_mask
-    if getattr(module, "layer_idx", None) in (None, 0):  # one look is enough
+    if getattr(module, "layer_idx", None) in (None, 0):  # checking one layer is enough
         _refuse_restarts(kwargs.get("position_ids"), mask)
     query, key, value = same_dtype(query, key, value)
     output, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
@@ -282,14 +284,14 @@ def _masked_forward(
 
 
 def _refuse_restarts(position_ids: Tensor | None, mask: Tensor | None) -> None:
-    """Positions that restart say that a row is several sequences: the mask must say so too."""
+    """Refuse positions that restart, unless the mask separates the sequences of a row."""
     if position_ids is None or position_ids.ndim != 2 or position_ids.shape[1] < 2:
         return
     if mask is None:
         leaks = bool((torch.diff(position_ids) != 1).any())
     elif mask.shape[-2:] != (position_ids.shape[1],) * 2:  # a cache: one step of generate()
         return
-    else:  # a real cell (it sees itself) where positions fall must see no cell before it
+    else:  # where positions decrease, a real cell (it sees itself) must not see any cell before it
         rows, cells = torch.nonzero(torch.diff(position_ids) < 0, as_tuple=True)
         seen = mask[rows.clamp(max=len(mask) - 1), 0, cells + 1]
         seen = seen if seen.dtype == torch.bool else seen == 0
@@ -298,7 +300,7 @@ def _refuse_restarts(position_ids: Tensor | None, mask: Tensor | None) -> None:
         leaks = bool((seen & earlier & own).any())
     if leaks:
         raise ValueError(
-            "position_ids restart inside a row, but neither cu_seq_lens_q nor a mask keeps the "
-            f'segments apart; pass what Batch.model_inputs(attention="{_NAME}") gives '
-            "(use_cache=False among it)"
+            "position_ids restart inside a row, but neither cu_seq_lens_q nor a mask separates the "
+            f'segments; pass what Batch.model_inputs(attention="{_NAME}") returns, '
+            "which includes use_cache=False"
         )
