@@ -42,10 +42,10 @@ build/oldest/.installed: setup.cfg constraints.txt
 test-oldest: build/oldest/.installed
 	build/oldest/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-# Peers in an environment of their own; the two with --no-deps would replace torch.
+# Peers in an environment of their own; the two with --no-deps would replace torch. axolotl packs in numba.
 build/bench/.installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv build/bench
-	build/bench/bin/pip install --quiet -c constraints.txt -e '.[bench]'
+	build/bench/bin/pip install --quiet -c constraints.txt -e '.[bench]' numba
 	build/bench/bin/pip install --quiet --no-deps -c constraints.txt axolotl skyrl
 	touch $@
 

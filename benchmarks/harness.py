@@ -7,7 +7,6 @@ state of the allocator and of the machine moves figures by a factor of two and m
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import os
@@ -22,9 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STATES", "Report", "Times", "alternate", "arguments", "timed"]
+__all__ = ["Report", "Times", "alternate", "arguments", "timed"]
 
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
 _HERE = Path(__file__).resolve().parent
 _DISTRIBUTIONS = (
     *("torch_collate_kit", "torch", "numpy", "pyarrow", "datasets", "transformers"),
@@ -58,30 +56,15 @@ def _ms(seconds: float) -> str:
     return f"{ms:,.0f}" if ms >= 1000 else f"{ms:.3g}" if ms >= 0.01 else f"{ms:.4f}"
 
 
-STATES = {
-    "kept": "the last batch is alive while the next is built",
-    "freed": "the last batch is freed by then",
-    "cold": "the last batch is freed, and the C library has given all free memory back (the kit "
-    "keeps the blocks of its last batches, so this is cold for the others)",
-}
-
-
-def timed(function: Callable[[], object], state: str) -> Callable[[], float]:
-    """A run of ``function`` that returns its seconds, with memory in one of the ``STATES``.
-
-    "kept" is a training loop that rebinds ``batch``. In "cold" the pages are fresh to every run, as
-    in the first batches of a process, or where something else uses the memory in between.
-    """
+def timed(function: Callable[[], object]) -> Callable[[], float]:
+    """A run of ``function`` that returns its seconds, its last result alive: a training loop."""
     kept: list[object] = [None]
 
     def run() -> float:
-        if state == "cold" and _malloc_trim is not None:
-            _malloc_trim(0)
         began = time.perf_counter()
         result = function()
         seconds = time.perf_counter() - began
-        if state == "kept":
-            kept[0] = result
+        kept[0] = result
         return seconds
 
     return run
