@@ -74,7 +74,7 @@ def image_columns(raw: Mapping[str, Any]) -> dict[str, Ragged]:
         if patches != len(pixels_of[i]) or grid.shape[1] != 3:
             raise DataError(
                 f"example {i}: pixel_values has {len(pixels_of[i])} patches, image_grid_thw of "
-                f"shape {grid.shape} speaks of {patches}; give what the processor returned"
+                f"shape {grid.shape} describes {patches}; give what the processor returned"
             )
     columns = {}
     for name, given in zip(IMAGES, (pixels_of, grid_of), strict=True):

@@ -45,7 +45,7 @@ def raw_columns(examples: Examples, known: Sequence[str], ids: str, hint: str) -
         if not hasattr(column, "__len__") or getattr(column, "ndim", 1) == 0:
             raise DataError(
                 f"column {key} is {type(column).__name__}, which has no rows; a mapping is taken "
-                "as columns, with an entry an example"
+                "as columns, with one entry per example"
             )
     num_examples = len(raw[ids])
     if not num_examples:

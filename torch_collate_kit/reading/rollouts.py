@@ -39,7 +39,7 @@ from torch_collate_kit.reading.raw import (
 
 __all__ = ["ROLLOUT_KEYS", "Rollouts", "are_rollouts", "read_rollouts"]
 
-# Columns of one number a response token, and the field of a batch that each becomes.
+# Columns with one number per response token, and the batch field that each becomes.
 _RESPONSE_FIELDS = {
     "rewards": "rewards",
     "loss_mask": "loss_mask",
@@ -249,7 +249,7 @@ def _where(column: Ragged, is_bad: np.ndarray) -> tuple[int, int]:
 
 
 def _response_field(name: str, column: Any, response_ids: Ragged) -> Ragged:
-    """One float32 a response token. ``rewards`` and ``advantages`` may be one number a rollout."""
+    """One float32 per response token. ``rewards`` and ``advantages`` may be one per rollout."""
     lengths = response_ids.lengths
     if name in ("rewards", "advantages"):
         column = _spread(name, column, lengths)
@@ -260,7 +260,7 @@ def _response_field(name: str, column: Any, response_ids: Ragged) -> Ragged:
         one = {"rewards": "one number for the last token, or ", "advantages": "one number, or "}
         raise DataError(
             f"example {i}: {name} has {given.lengths[i]} entries, response_ids has {lengths[i]} "
-            f"tokens; give {one.get(name, '')}one entry a response token"
+            f"tokens; give {one.get(name, '')}one entry per response token"
         )
     if name == "loss_mask":
         is_lost = (given.values > 0) & (given.values < LEAST_WEIGHT)
@@ -298,7 +298,7 @@ def _spread(name: str, column: Any, lengths: np.ndarray) -> Any:
         if not is_one and not is_sequence(value) and not isinstance(value, np.ndarray | Tensor):
             kind = "None" if value is None else type(value).__name__
             raise DataError(
-                f"example {i}: {name} is {kind}; give one number, or one a response token"
+                f"example {i}: {name} is {kind}; give one number, or one per response token"
             )
     if not any(is_number):
         return column
@@ -328,7 +328,7 @@ def _number(name: str, index: int, value: Any) -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise DataError(
             f"example {index}: {name} is {number!r:.40} ({type(number).__name__}); give one number "
-            "that float32 holds, or one a response token"
+            "that float32 holds, or one per response token"
         ) from None
 
 

@@ -250,7 +250,7 @@ def _int_per_example(column: Any) -> np.ndarray:
         if not isinstance(count, int) or isinstance(count, bool):
             raise DataError(
                 f"example {i}: num_actions is {count!r:.40}; it must be an integer, the number of "
-                "tokens at the end that loss_mask speaks of"
+                "tokens at the end that loss_mask covers"
             )
     return np.array(counts, dtype=np.int64)
 
