@@ -81,7 +81,7 @@ class _Maker:
         starts = self._columns.segments["starts"].flat_values
         return starts + self.row_of_segment() * self.width
 
-    def _spans(self, count: str) -> tuple[Tensor, Tensor]:
+    def spans(self, count: str) -> tuple[Tensor, Tensor]:
         """int64 [Q]: where the counted tokens of each segment begin, and how many they are."""
         segments: Any = self._columns.segments
         number, starts = segments[count].flat_values, self.starts()
@@ -93,11 +93,10 @@ class _Maker:
         """int64, the cell over all rows of every counted token."""
         key = f"cells of {count}"
         if key not in self._made:
-            starts, number = self._spans(count)
+            starts, number = self.spans(count)
             total = int(self._columns.placement.segments[count].flat_values.sum())
-            first = starts - (torch.cumsum(number, 0) - number)
-            cells = torch.repeat_interleave(first, number, output_size=total)
-            self._made[key] = cells.add_(torch.arange(total, device=cells.device))
+            before = torch.cumsum(number, 0) - number
+            self._made[key] = _counted_up(starts - before, before, total)
         return self._made[key]
 
     def response_cells(self) -> Tensor:
@@ -144,6 +143,17 @@ def _full(size: int, value: Any, *, like: Tensor) -> Tensor:
     return fresh.view(like.dtype).fill_(value)
 
 
+def _counted_up(shifts: Tensor, starts: Tensor, size: int) -> Tensor:
+    """``t + shifts[q]`` for all t below ``size``, where q is the last segment that begins by t.
+
+    ``starts`` do not fall. A running sum needs no other array of that size.
+    """
+    steps = _full(size + 1, 1, like=shifts)  # segments without tokens may begin after the last one
+    steps[:1] = 0
+    steps.scatter_add_(0, starts, torch.diff(shifts, prepend=shifts.new_zeros(1)))
+    return torch.cumsum(steps, 0, out=steps)[:size]
+
+
 def _own(name: str, spec: FieldSpec, maker: _Maker, columns: Columns) -> Field:
     """A field that has a column of its own."""
     if isinstance(spec, PerExample | PerImage):
@@ -166,21 +176,22 @@ def _input_ids(maker: _Maker, *_: Any) -> Tensor:
 
 
 def _attention_mask(maker: _Maker, *_: Any) -> Field:
-    cells = maker.cells("lengths")
-    mask = _full(maker.num_rows * maker.width, 0, like=cells).scatter_(0, cells, 1)
-    return mask.view(maker.num_rows, maker.width)
+    starts, lengths = maker.spans("lengths")
+    size = maker.num_rows * maker.width
+    changes = _full(size + 1, 0, like=starts)  # 1 where tokens begin, -1 where they end
+    ones = torch.ones_like(starts)
+    changes.scatter_add_(0, starts, ones).scatter_add_(0, starts + lengths, -ones)
+    return torch.cumsum(changes, 0, out=changes)[:size].view(maker.num_rows, maker.width)
 
 
 def _position_ids(maker: _Maker, columns: Columns, _: Any) -> Field:
     if maker.is_packed:  # segments cover their rows
         starts, size = maker.starts(), maker.num_rows * maker.width
-        lengths = torch.diff(starts, append=starts.new_full((1,), size))
-        first = torch.repeat_interleave(starts, lengths, output_size=size)
-        positions = torch.arange(size, device=first.device, out=_full(size, 0, like=first))
-        return positions.sub_(first).view(maker.num_rows, maker.width)
-    cells, lengths = maker.cells("lengths"), columns.segments["lengths"].flat_values
-    first = torch.repeat_interleave(maker.starts(), lengths, output_size=len(cells))
-    return maker.in_cells(cells - first, "lengths", 0)
+        return _counted_up(-starts, starts, size).view(maker.num_rows, maker.width)
+    lengths: Any = columns.segments["lengths"].flat_values
+    before = torch.cumsum(lengths, 0) - lengths
+    positions = _counted_up(-before, before, len(maker.cells("lengths")))
+    return maker.in_cells(positions, "lengths", 0)
 
 
 def _labels(maker: _Maker, columns: Columns, _: Any) -> Field:
