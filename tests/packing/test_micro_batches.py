@@ -67,3 +67,8 @@ def test_equal_rows_stay_in_their_order() -> None:
     one_each = micro_batch_rows(np.array([4, 4, 4, 4, 4]), 100, 5)
     assert [part.tolist() for part in one_each] == [[0], [1], [2], [3], [4]]
     assert [part.tolist() for part in micro_batch_rows(np.array([4, 4]), 10**9, 1)] == [[0, 1]]
+
+
+def test_what_is_split_further_is_what_has_most_cells() -> None:
+    found = micro_batch_rows(np.array([6, 3, 3, 1, 1, 1]), 6, 4)
+    assert [part.tolist() for part in found] == [[0], [1], [2], [3, 4, 5]]

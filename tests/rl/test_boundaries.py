@@ -93,7 +93,7 @@ def test_errors() -> None:
         prompt_boundaries("aab")
     with pytest.raises(ValueError, match=r"one uid per row, got shape \[2, 1\]"):
         prompt_boundaries(np.zeros((2, 1)))
-    for uid in (["b"], ("b", [])):
+    for uid in (["b"], ("b", []), torch.ones(2)):
         with pytest.raises(
             DataError, match=r"row 1: uid is .* rollouts are grouped by it, so give"
         ):

@@ -140,6 +140,17 @@ def test_micro_batches_are_cuts_of_the_block(
                 left.remove(at)
                 wanted_rows.append(at)
             whole = part.select(wanted_rows)
+            if trims:  # the response begins where the first of any row does
+                cut = width - ids.shape[1] if kind == "right" else 0
+                pads = ids.shape[1] - lengths if kind == "right" else 0 * lengths
+                reach = [
+                    int(n) + p
+                    for row, p in zip(m.row_metadata["num_actions"], pads.tolist(), strict=True)
+                    for n in row
+                    if n
+                ]
+                kept = min(part.metadata["response_length"] - cut, ids.shape[1] - 1)
+                assert m.metadata["response_length"] == max(0, min(max(reach, default=1), kept))
             widths, a = (width, ids.shape[1]), m.metadata["response_length"]
             for name, field in whole.items():
                 if name in ("sub_seq_lengths", "cu_seq_lens"):
@@ -207,6 +218,18 @@ def test_a_rank_of_pads_alone() -> None:
     assert last["input_ids"].shape == (1, 4)  # it repeats row 0
     assert last["loss_mask"].tolist() == [[0.0]]
     assert last.row_metadata["row_indices"].tolist() == [-1]
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_a_row_of_one_token_has_no_prediction(padding_side: Any) -> None:
+    batch = PaddedCollator(0, padding_side=padding_side)(
+        [{"input_ids": [5]}, {"input_ids": [5, 6, 7]}]
+    )
+    [[part]] = stage_mini_batches(batch, [0, 2], 1)
+    long, short = micro_batches(part, max_tokens=3)
+    assert (long.metadata["response_length"], short.metadata["response_length"]) == (2, 0)
+    assert short["loss_mask"].shape == (1, 0)
+    assert token_loss(torch.ones(1, 1, 9), short, num_loss_tokens=2).item() == 0
 
 
 def test_a_loss_mask_of_ones_own_keeps_its_columns() -> None:

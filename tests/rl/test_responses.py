@@ -175,6 +175,9 @@ def test_examples_padded_packed_and_split(padding_side: Any) -> None:
     _, outputs = token_loss(logits, batch, num_loss_tokens=1, return_per_token_outputs=True)
     values = response_values(from_response_values(outputs.nll, batch), batch)
     assert values == [nll.tolist() for nll in outputs.nll]
+    nll = -logits.log_softmax(-1)[:, :-1].gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    for own, wanted in zip(response_values(nll, batch), values, strict=True):
+        assert own == pytest.approx(wanted)
     assert [len(row) for row in values] == ([8, 1, 0] if padding_side else [len(values[0]), 1, 0])
 
 
@@ -203,6 +206,17 @@ def test_nothing_to_put_back() -> None:
     [[_, pads]] = stage_mini_batches(batch, [0, 1], 2)
     assert response_values(torch.ones(1, 2), pads) == []
     assert from_response_values([], pads).tolist() == [[0, 0]]
+
+
+def test_an_example_without_response_needs_no_columns() -> None:
+    examples = [
+        {"input_ids": [5] * 9, "labels": [-100] * 8 + [5]},
+        {"input_ids": [5], "labels": [-100]},
+    ]
+    batch = PaddedCollator(0, padding_side="right")(examples)
+    assert batch.metadata["response_length"] == 1
+    assert response_values(torch.tensor([[2.0], [3.0]]), batch) == [[2.0], []]
+    assert from_response_values([[2.0], []], batch).tolist() == [[2.0], [0.0]]
 
 
 def test_errors_of_a_batch() -> None:
