@@ -271,7 +271,7 @@ def _check_target_lengths(
     hint = " (or pass num_actions too, if it is the mask of the last tokens)"
     raise DataError(
         f"example {i}: {name} has {got[i]} entries, input_ids has {lengths[i]} tokens; give one "
-        f"entry a token{hint if name == 'loss_mask' else ''}"
+        f"entry per token{hint if name == 'loss_mask' else ''}"
     )
 
 
