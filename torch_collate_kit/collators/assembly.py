@@ -15,7 +15,7 @@ from torch_collate_kit.batch.placement import Pieces, Placement
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.declared import DeclaredFields
-from torch_collate_kit.reading.placing import Placed
+from torch_collate_kit.reading.numbers import Placed
 
 __all__ = ["NOTHING_LOST", "assemble", "counts_of"]
 

@@ -22,8 +22,7 @@ from torch_collate_kit.packing import (
 )
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.declared import DeclaredFields, checked_fields
-from torch_collate_kit.reading.keys import KNOWN
-from torch_collate_kit.reading.raw import Examples
+from torch_collate_kit.reading.raw import KNOWN, Examples
 from torch_collate_kit.reading.rollouts import ROLLOUT_KEYS, Rollouts, are_rollouts, read_rollouts
 from torch_collate_kit.reading.sft import SftExamples, no_examples, pad_token_id_of, read_columns
 

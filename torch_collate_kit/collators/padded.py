@@ -12,8 +12,7 @@ from torch_collate_kit.batch.placement import Placement, padded, whole_examples
 from torch_collate_kit.collators.assembly import NOTHING_LOST, assemble, counts_of
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.declared import DeclaredFields, checked_fields
-from torch_collate_kit.reading.keys import KNOWN
-from torch_collate_kit.reading.raw import Examples
+from torch_collate_kit.reading.raw import KNOWN, Examples
 from torch_collate_kit.reading.sft import pad_token_id_of, read_columns
 
 __all__ = ["PaddedCollator"]

@@ -16,18 +16,16 @@ from torch_collate_kit.reading.declared import DeclaredColumn, DeclaredFields, r
 from torch_collate_kit.reading.grouping import flag_column, id_column
 from torch_collate_kit.reading.media import IMAGES, image_columns, route_column
 from torch_collate_kit.reading.numbers import (
-    int_column,
-    joined,
-    taken,
-    tensor_to_numpy,
-    weight_column,
-)
-from torch_collate_kit.reading.placing import (
     LEAST_WEIGHT,
     Placed,
     as_weights,
     bad_weight,
+    int_column,
+    joined,
     narrow_ids,
+    taken,
+    tensor_to_numpy,
+    weight_column,
 )
 from torch_collate_kit.reading.raw import (
     Examples,

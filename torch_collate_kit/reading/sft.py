@@ -19,26 +19,31 @@ from torch_collate_kit.reading.declared import (
     empty_columns,
     read_declared,
 )
-from torch_collate_kit.reading.keys import KNOWN, TARGETS, check_keys
 from torch_collate_kit.reading.numbers import (
     Numbers,
-    int_column,
-    joined,
-    row_array,
-    spans,
-    taken,
-    weight_column,
-)
-from torch_collate_kit.reading.placing import (
     Placed,
     as_flags,
     as_weights,
     bad_weight,
     first_bad,
+    int_column,
     is_bad_weight,
+    joined,
+    row_array,
+    spans,
+    taken,
     token_ids,
+    weight_column,
 )
-from torch_collate_kit.reading.raw import Examples, first_with, one_value, raw_columns
+from torch_collate_kit.reading.raw import (
+    KNOWN,
+    TARGETS,
+    Examples,
+    check_keys,
+    first_with,
+    one_value,
+    raw_columns,
+)
 
 __all__ = [
     "SftExamples",

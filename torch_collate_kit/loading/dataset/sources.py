@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.keys import KNOWN, check_keys
+from torch_collate_kit.reading.raw import KNOWN, check_keys
 
 if TYPE_CHECKING:
     import datasets
