@@ -86,28 +86,7 @@ class Batch(Mapping[str, Field]):
         self._shared: dict[str, Tensor] = {}  # what several of them are made of
         self.row_metadata: dict[str, Any] = dict(row_metadata or {})
         self.metadata: dict[str, Any] = dict(metadata or {})
-        given = storage.given
-        if storage.columns is None and not given:
-            raise ValueError("a Batch needs at least one field, got none; rows are counted there")
-        if "cu_seq_lens" in given and "max_segment_length" not in self.row_metadata:
-            raise ValueError(
-                "a packed batch (it has cu_seq_lens) was rebuilt without its metadata, as "
-                "transformers.Trainer and DataLoader(batch_size=None) do, and would reach a model "
-                "with a mask that lets its examples see each other; for Trainer make the collator "
-                "with model_inputs=True, for the DataLoader pass a collate_fn that changes nothing"
-            )
-        for key, value in self.row_metadata.items():
-            if not rows.is_per_row(value):
-                raise TypeError(
-                    f"row_metadata[{key!r}] must be a list, ndarray, tensor or Ragged with one "
-                    f"entry per row, got {type(value).__name__}; what belongs to the whole batch "
-                    "goes into metadata"
-                )
-        per_row = {f"row_metadata[{k!r}]": v for k, v in self.row_metadata.items()}
-        for name, value in (given | per_row).items():
-            if len(value) != len(self):
-                first = next(iter(storage.names))
-                raise ValueError(f"{name} has {len(value)} rows, but {first} has {len(self)}")
+        storage.check(self.row_metadata)
 
     @overload
     def __getitem__(self, key: str) -> Any: ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,35 @@ class Storage:
     def names(self) -> dict[str, None]:
         """Of the fields, in their order."""
         return dict.fromkeys((*(() if self.columns is None else self.columns.names), *self.given))
+
+    def check(self, row_metadata: Mapping[str, Any]) -> None:
+        """That fields and row metadata have one entry per row, and a packed batch its metadata.
+
+        Raises:
+            TypeError: row metadata without rows.
+            ValueError: no field, other numbers of rows, a packed batch that was taken apart.
+        """
+        if self.columns is None and not self.given:
+            raise ValueError("a Batch needs at least one field, got none; rows are counted there")
+        if "cu_seq_lens" in self.given and "max_segment_length" not in row_metadata:
+            raise ValueError(
+                "a packed batch (it has cu_seq_lens) was rebuilt without its metadata, as "
+                "transformers.Trainer and DataLoader(batch_size=None) do, and would reach a model "
+                "with a mask that lets its examples see each other; for Trainer make the collator "
+                "with model_inputs=True, for the DataLoader pass a collate_fn that changes nothing"
+            )
+        for key, value in row_metadata.items():
+            if not rows.is_per_row(value):
+                raise TypeError(
+                    f"row_metadata[{key!r}] must be a list, ndarray, tensor or Ragged with one "
+                    f"entry per row, got {type(value).__name__}; what belongs to the whole batch "
+                    "goes into metadata"
+                )
+        per_row = {f"row_metadata[{k!r}]": v for k, v in row_metadata.items()}
+        for name, value in (self.given | per_row).items():
+            if len(value) != self.num_rows:
+                first = next(iter(self.names))
+                raise ValueError(f"{name} has {len(value)} rows, but {first} has {self.num_rows}")
 
     def with_given(self, fields: dict[str, Field]) -> Storage:
         """With fields added or replaced."""

@@ -1,8 +1,8 @@
 """Columns of numbers: read in any form, then checked and copied in the order of a batch's rows.
 
 Ragged columns are read where they lie, arrays are joined only in the order of the rows, and Python
-lists are converted once per column (10 to 15 ns per token, the most expensive step of all: hand over
-arrays where speed matters). ``struct`` converts them because it is the fastest way and refuses
+lists are converted once per column (10 to 15 ns per token, the most expensive step of all: hand
+over arrays where speed matters). ``struct`` converts them because it is the fastest way and refuses
 floats as ids; ``np.fromiter`` would cut 1.5 to 1 without a word.
 """
 
