@@ -31,7 +31,7 @@ def _layout(n: Callable[[int], Any]) -> ParallelLayout:
 def _packed(n: Callable[[int], Any]) -> Any:
     options = {"max_tokens": n(200), "max_sequences_per_row": n(3)}
     collate = PackedCollator(n(7), parallel=_layout(n), fixed_width=True, **options)
-    return collate(EXAMPLES), collate.max_tokens, collate.max_sequences_per_row
+    return collate(EXAMPLES), collate.packing
 
 
 def _stream(n: Callable[[int], Any]) -> Any:

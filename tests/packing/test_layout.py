@@ -27,9 +27,8 @@ def test_align_is_what_the_parallel_ranks_need(options: dict[str, int], align: i
     assert ParallelLayout(**options).align == align
 
 
-def test_only_pipeline_parallelism_needs_uniform_rows() -> None:
-    assert ParallelLayout(pp=2).uniform_rows
-    assert not ParallelLayout(dp=8, tp=8, cp=8, fp8=True).uniform_rows
+def test_a_pipeline_changes_nothing() -> None:
+    assert ParallelLayout(pp=4, tp=2).align == ParallelLayout(tp=2).align
 
 
 def test_is_immutable_hashable_and_holds_python_ints() -> None:

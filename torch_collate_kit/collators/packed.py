@@ -8,18 +8,14 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, overload
 
 import numpy as np
 
-from torch_collate_kit._checks import checked_bool, checked_int, checked_optional_int
+from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.placement import Pieces, Placement, longest_segments, packed
 from torch_collate_kit.collators.assembly import assemble, counts_of
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing import (
-    PackingPlan,
-    ParallelLayout,
-    PlannedExamples,
-    RankPlan,
-    pack,
-)
+from torch_collate_kit.packing import PackingOptions, PackingPlan, PlannedExamples, RankPlan
+from torch_collate_kit.packing.options import packing_options
+from torch_collate_kit.packing.planner import plan_of
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.declared import DeclaredFields, checked_fields
 from torch_collate_kit.reading.raw import KNOWN, Examples
@@ -42,19 +38,20 @@ B = TypeVar("B", bound=Batch | dict[str, Any])
 if TYPE_CHECKING:
     from typing_extensions import Required, TypedDict, Unpack
 
-    class _Options(TypedDict, total=False):
-        """All but ``model_inputs``, which says what a call returns."""
+    from torch_collate_kit.packing.options import PackingKeywords
 
-        max_tokens: Required[int]
-        strategy: str
-        parallel: ParallelLayout | None
-        overflow: str
-        max_sequences_per_row: int | None
+    class _Settings(TypedDict, total=False):
+        """What is not of the packing; ``model_inputs`` says what a call returns."""
+
         fixed_width: bool
-        balance: str | None
         normalize_loss: bool
         train_all: bool
         fields: DeclaredFields | None
+
+    class _Options(PackingKeywords, _Settings, total=False):
+        """All, with the packing as keywords."""
+
+        max_tokens: Required[int]
 
 
 class PackedCollator(Generic[B]):
@@ -63,6 +60,8 @@ class PackedCollator(Generic[B]):
     Args:
         tokenizer: an int pad id, or anything with ``pad_token_id``.
         max_tokens: the most cells a row may have, alignment gaps included.
+        packing: in place of ``max_tokens``, ``strategy``, ``parallel``, ``overflow``,
+            ``max_sequences_per_row`` and ``balance``: all of them in one ``PackingOptions``.
         strategy: how rows are filled, see :func:`torch_collate_kit.packing.pack`.
         parallel: the parallel layout. Rows are a multiple of ``dp``, rank ``r`` owns the ``r``-th
             run of them (``batch.chunk(dp)[r]``), and sub-sequences are aligned for tp, cp and fp8.
@@ -131,36 +130,40 @@ class PackedCollator(Generic[B]):
         model_inputs: bool,
         **options: Unpack[_Options],
     ) -> None: ...
+    @overload
+    def __init__(
+        self: PackedCollator[Batch],
+        tokenizer: Any,
+        *,
+        packing: PackingOptions,
+        model_inputs: Literal[False] = False,
+        **settings: Unpack[_Settings],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: PackedCollator[dict[str, Any]],
+        tokenizer: Any,
+        *,
+        packing: PackingOptions,
+        model_inputs: Literal[True],
+        **settings: Unpack[_Settings],
+    ) -> None: ...
     def __init__(
         self,
         tokenizer: Any,
         *,
-        max_tokens: int,
-        strategy: str = "best_fit_decreasing",
-        parallel: ParallelLayout | None = None,
-        overflow: str = "raise",
-        max_sequences_per_row: int | None = None,
+        max_tokens: int | None = None,
+        packing: PackingOptions | None = None,
         fixed_width: bool = False,
-        balance: str | None = "attention",
         normalize_loss: bool = True,
         model_inputs: bool = False,
         train_all: bool = False,
         fields: DeclaredFields | None = None,
+        **options: Unpack[PackingKeywords],
     ) -> None:
         self.pad_token_id = pad_token_id_of(tokenizer)
-        self.max_tokens = checked_int("max_tokens", max_tokens)
-        self.strategy = strategy
-        self.parallel = ParallelLayout() if parallel is None else parallel
-        if not isinstance(self.parallel, ParallelLayout):
-            raise TypeError(
-                f"parallel must be a ParallelLayout, got {parallel!r}; ParallelLayout(dp=2)"
-            )
-        self.overflow = overflow
-        self.max_sequences_per_row = checked_optional_int(
-            "max_sequences_per_row", max_sequences_per_row, hint="None means no limit"
-        )
+        self.packing = packing_options(packing, max_tokens, options)
         self.fixed_width = checked_bool("fixed_width", fixed_width)
-        self.balance = balance
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
         self.train_all = checked_bool("train_all", train_all)
         self.model_inputs = checked_bool("model_inputs", model_inputs)
@@ -171,24 +174,18 @@ class PackedCollator(Generic[B]):
                 f"{', '.join(self.fields)} would be lost; take the Batch, and "
                 "batch.model_inputs() for the model"
             )
-        self.plan([])  # a wrong setting raises here, not in a worker an hour later
 
     def plan(self, lengths: Sequence[int] | np.ndarray) -> PackingPlan:
         """Which example goes where, from lengths alone: what calling the collator follows."""
-        return pack(
-            lengths,
-            self.max_tokens,
-            strategy=self.strategy,
-            align=self.parallel.align,
-            rows_multiple_of=self.parallel.dp,
-            balance=self.balance,
-            overflow=self.overflow,
-            max_sequences_per_row=self.max_sequences_per_row,
-        )
+        return plan_of(lengths, self.packing)
 
     def __call__(self, examples: Examples | PlannedExamples) -> B:
         if isinstance(examples, PlannedExamples):
-            batch = self._collate_part(examples.plan, examples.examples)
+            planned = examples.plan
+            if isinstance(planned, RankPlan):
+                batch = self._collate_part(planned, examples.examples)
+            else:
+                batch = self._collate_whole(planned, examples.examples)
         else:
             columns: SftExamples | Rollouts
             if are_rollouts(examples):
@@ -217,14 +214,7 @@ class PackedCollator(Generic[B]):
     def _collate_part(self, part: RankPlan, examples: Examples) -> Batch:
         """A rank's rows of a batch that is planned as a whole."""
         plan = part.plan
-        given = {"max_tokens": plan.max_tokens, "align": plan.align, "dp": plan.num_ranks}
-        layout = self.parallel
-        mine = {"max_tokens": self.max_tokens, "align": layout.align, "dp": layout.dp}
-        if given != mine:
-            raise ValueError(
-                f"the batch was planned for {given}, the collator has {mine}; give "
-                "PackedBatchSampler and PackedCollator the same max_tokens and parallel"
-            )
+        self._check_plan(plan)
         is_known = part.num_loss_tokens is not None or plan.num_ranks == 1
         if self.normalize_loss and not self.model_inputs and not is_known:
             raise ValueError(
@@ -246,6 +236,32 @@ class PackedCollator(Generic[B]):
             )
         return batch
 
+    def _check_plan(self, plan: PackingPlan) -> None:
+        given = {"max_tokens": plan.max_tokens, "align": plan.align, "dp": plan.num_ranks}
+        layout = self.packing.parallel
+        mine = {"max_tokens": self.packing.max_tokens, "align": layout.align, "dp": layout.dp}
+        if given != mine:
+            raise ValueError(
+                f"the batch was planned for {given}, the collator has {mine}; give "
+                "PackedBatchSampler and PackedCollator the same max_tokens and parallel"
+            )
+
+    def _collate_whole(self, plan: PackingPlan, examples: Examples) -> Batch:
+        """All rows of a plan; its pieces may be any parts of the examples."""
+        self._check_plan(plan)
+        columns = self._read(examples)
+        ends = np.zeros_like(columns.lengths)
+        np.maximum.at(ends, plan.example_indices, plan.starts + plan.lengths)
+        beyond = np.flatnonzero(ends > columns.lengths)
+        if len(beyond):
+            i = int(beyond[0])
+            raise DataError(
+                f"example {i} has {columns.lengths[i]} tokens, the plan reads {ends[i]} of it; an "
+                "example must stay as it was when it was planned"
+            )
+        positions, num_examples = plan.example_indices, len(columns.lengths)
+        return self._rows(plan, range(plan.num_rows), positions, columns, num_examples)
+
     def _rows(
         self,
         plan: PackingPlan,
@@ -256,8 +272,8 @@ class PackedCollator(Generic[B]):
         num_loss_tokens_elsewhere: int = 0,
     ) -> Batch:
         """Rows of a plan; ``positions`` are where in the columns the examples of its pieces are."""
-        align = self.parallel.align
-        width = self.max_tokens // align * align if self.fixed_width else plan.width
+        align = plan.align
+        width = self.packing.capacity if self.fixed_width else plan.width
         first, stop = plan.row_offsets[[rows.start, rows.stop]]
         row_offsets = plan.row_offsets[rows.start : rows.stop + 1] - first
         pieces = Pieces(positions, plan.starts[first:stop], plan.lengths[first:stop], row_offsets)
@@ -314,13 +330,13 @@ class PackedCollator(Generic[B]):
                 "model_inputs=True passes on labels alone, so the rewards of rollouts would be "
                 "lost; take the Batch, and batch.model_inputs(labels=False) for the model"
             )
-        capacity = self.max_tokens // self.parallel.align * self.parallel.align
+        capacity, max_tokens = self.packing.capacity, self.packing.max_tokens
         too_long = np.flatnonzero(rollouts.lengths > capacity)
-        if len(too_long) and self.overflow != "drop":
+        if len(too_long) and self.packing.overflow != "drop":
             i = int(too_long[0])
             raise DataError(
                 f"example {i} is a rollout of {rollouts.lengths[i]} tokens, more "
-                f"than the {capacity} that fit in a row with max_tokens={self.max_tokens}, and a "
+                f"than the {capacity} that fit in a row with max_tokens={max_tokens}, and a "
                 'rollout is never cut; raise max_tokens, or pass overflow="drop"'
             )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from torch_collate_kit.packing.layout import ParallelLayout
+from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.planner import pack
 from torch_collate_kit.packing.rank_plan import PlannedExamples, RankPlan
 
-__all__ = ["PackingPlan", "ParallelLayout", "PlannedExamples", "RankPlan", "pack"]
+__all__ = ["PackingOptions", "PackingPlan", "ParallelLayout", "PlannedExamples", "RankPlan", "pack"]

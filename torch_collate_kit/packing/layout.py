@@ -15,14 +15,16 @@ class ParallelLayout:
     """Sizes of the parallel dimensions: data, tensor, context, pipeline; and fp8 on or off.
 
     The four sizes are ints of at least 1 and are kept as Python ints. Immutable and hashable.
+    ``pp`` changes nothing here: pipeline stages exchange blocks of one shape, which is
+    ``PackedCollator(fixed_width=True)`` with a fixed number of rows (docs/contract.md).
 
     Raises:
         TypeError: a size is not an int, or ``fp8`` is not a bool.
         ValueError: a size is below 1.
 
     >>> layout = ParallelLayout(dp=4, tp=2, cp=2, fp8=True)
-    >>> layout.align, layout.uniform_rows
-    (32, False)
+    >>> layout.align
+    32
     """
 
     dp: int = 1
@@ -53,12 +55,3 @@ class ParallelLayout:
         """
         align = self.tp * 2 * self.cp if self.cp > 1 else self.tp
         return math.lcm(align, 16 * self.cp) if self.fp8 else align
-
-    @property
-    def uniform_rows(self) -> bool:
-        """True when all rows must have one width: pipeline stages exchange fixed shapes.
-
-        >>> ParallelLayout(pp=2).uniform_rows
-        True
-        """
-        return self.pp > 1

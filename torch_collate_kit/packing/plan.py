@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.packing.balance import attention_cost
+from torch_collate_kit.packing.options import capacity_of
 
 __all__ = ["PackingPlan"]
 
@@ -102,7 +103,7 @@ class PackingPlan:
         longer than half the capacity, since no two of those share a row. Rounded up to a multiple
         of ``num_ranks``.
         """
-        usable = self.max_tokens // self.align * self.align
+        usable = capacity_of(self.max_tokens, self.align)
         cells = self.aligned_lengths
         by_cells = -(-int(cells.sum()) // usable)
         by_long_pieces = int(np.count_nonzero(2 * cells > usable))

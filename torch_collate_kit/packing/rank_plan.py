@@ -108,9 +108,11 @@ class RankPlan:
 class PlannedExamples:
     """Examples for ``PackedCollator``, and the plan that it follows."""
 
-    plan: RankPlan
+    plan: RankPlan | PackingPlan
+    """A rank's part of a batch, or the whole."""
     examples: Any
-    """The examples at ``plan.indices``, in that order: a list, or columns."""
+    """A list or columns: the examples at ``plan.indices`` in that order; for a whole batch, all
+    that the plan numbers."""
 
 
 def _pieces(plan: PackingPlan, rank: int) -> slice:

@@ -336,7 +336,7 @@ def test_lengths_and_counts_that_are_not_those_of_the_dataset():
     ("other", "message"),
     [
         ({"max_tokens": 9}, "max_tokens=8, this sampler has max_tokens=9"),
-        ({"parallel": ParallelLayout()}, "rows_multiple_of=2, this sampler has rows_multiple_of=1"),
+        ({"parallel": ParallelLayout()}, "dp=2, this sampler has dp=1"),
         ({"batch_size": 2}, "batch_size=4, this sampler has batch_size=2"),
         ({"strategy": "balanced"}, "strategy='best_fit_decreasing'"),
         ({"seed": 4}, "seed=3, this sampler has seed=4"),

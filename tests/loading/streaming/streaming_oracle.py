@@ -65,16 +65,17 @@ def plain_loop(
     examples: list[dict[str, Any]], collator: PackedCollator, buffer_size: int, rows_per_batch: int
 ) -> list[Batch]:
     """Give out full rows while a window of eight buffers lasts, then a beginning of the buffer."""
-    limit, align = collator.max_tokens, collator.parallel.align
+    packing = collator.packing
+    limit, align = packing.max_tokens, packing.parallel.align
     settings: dict[str, Any] = {
-        "strategy": collator.strategy,
+        "strategy": packing.strategy,
         "align": align,
-        "overflow": collator.overflow,
-        "max_sequences_per_row": collator.max_sequences_per_row,
+        "overflow": packing.overflow,
+        "max_sequences_per_row": packing.max_sequences_per_row,
     }
     batches: list[Batch] = []
     unread, buffer, held_back, num_read = list(range(len(examples))), [], set(), 0
-    num_buffers = 1 if collator.strategy == "sequential" else 8
+    num_buffers = 1 if packing.strategy == "sequential" else 8
 
     def rows_of(waiting: list[int]) -> list[list[int]]:
         plan = pack([len(examples[i]["input_ids"]) for i in waiting], limit, **settings)

@@ -22,7 +22,7 @@ from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.loading.dataset.arrow_columns import ListColumn
 from torch_collate_kit.loading.streaming import PackedIterableDataset
-from torch_collate_kit.loading.streaming.shards import Columns, Place, Stream
+from torch_collate_kit.loading.streaming.shards import Place, Stream, TokenizedShard
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
 
@@ -162,7 +162,7 @@ def plain() -> Any:
 def test_columns_are_read_as_columns(name: str) -> None:
     source = SOURCES[name](examples_of("loss_mask", [3, 5, 2, 4]))
     found = Stream(source, 1, 2, presharded=False).read(Place(1))
-    assert isinstance(found, Columns)
+    assert isinstance(found, TokenizedShard)
     assert found.positions == range(1, 4, 2)
 
 
@@ -178,7 +178,7 @@ def test_columns_are_read_as_columns(name: str) -> None:
     ],
 )
 def test_what_gives_something_else_is_iterated_over(source: Any) -> None:
-    assert not isinstance(Stream(source, 0, 1, presharded=False).read(Place()), Columns)
+    assert not isinstance(Stream(source, 0, 1, presharded=False).read(Place()), TokenizedShard)
     expected = PackedIterableDataset([dict(example) for example in source], **SETTINGS)
     found = list(PackedIterableDataset(source, **SETTINGS))
     assert found

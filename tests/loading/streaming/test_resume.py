@@ -22,7 +22,7 @@ from torch_collate_kit.loading.streaming import PackedIterableDataset
 from torch_collate_kit.loading.streaming.readers import ENTRY
 from torch_collate_kit.loading.streaming.shards import Place
 from torch_collate_kit.loading.streaming.windows import Windows
-from torch_collate_kit.packing import pack
+from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.testing import assert_exact_resume
 
 
@@ -125,7 +125,7 @@ def test_resume_reads_at_most_one_window_again(settings: dict[str, Any], num_buf
 def test_a_window_ends_behind_all_that_was_held_back() -> None:
     settings = {"rows_per_batch": 1, "buffer_size": 10, "num_buffers": 8}
     nothing = np.empty(0, dtype=ENTRY)
-    windows = Windows(lambda n: nothing, lambda lengths: pack(lengths, 12), **settings)
+    windows = Windows(lambda n: nothing, PackingOptions(12), **settings)
     entry = (0, 0, 1, False, *Place(9), {})
     windows._buffer, windows._num_broken = np.array([entry] * 10, dtype=ENTRY), 6
     assert windows._window_behind(4) is None

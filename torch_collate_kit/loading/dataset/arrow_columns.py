@@ -6,9 +6,9 @@ some 50 MB.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice, repeat
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
 
 __all__ = ["ListColumn", "NumberColumn", "column_of"]
-
-Cut: TypeAlias = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class _Column:
@@ -119,12 +117,10 @@ class ListColumn(_Column):
         starts, stops = self._bounds(*self._places(rows, named, look_inside=False))
         return (stops - starts).astype(np.int64)
 
-    def take(self, rows: np.ndarray, named: np.ndarray, cut: Cut | None = None) -> Ragged:
-        """The rows, or what ``cut`` makes of where they start and stop, copied end to end."""
+    def take(self, rows: np.ndarray, named: np.ndarray) -> Ragged:
+        """The rows, copied end to end."""
         chunks, rows = self._places(rows, named)
         starts, stops = self._bounds(chunks, rows)
-        if cut is not None:
-            starts, stops = cut(starts, stops)
         if self._first_bits:
             values = self._bools(chunks, starts, stops)
         else:

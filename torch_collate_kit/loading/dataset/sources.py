@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
 
-__all__ = ["IDS", "KNOWN", "ArrowFiles", "Source", "from_state", "is_a", "normalised", "to_state"]
+__all__ = ["IDS", "ArrowFiles", "DatasetSource", "from_state", "is_a", "normalised", "to_state"]
 
-Source: TypeAlias = (
+DatasetSource: TypeAlias = (
     "datasets.Dataset | pa.Table | pa.RecordBatch | str | os.PathLike[str] "
     "| Sequence[str | os.PathLike[str]] | Sequence[Mapping[str, Any]]"
 )

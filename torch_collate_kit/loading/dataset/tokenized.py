@@ -18,9 +18,8 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset.arrow_columns import ListColumn, NumberColumn, column_of
 from torch_collate_kit.loading.dataset.sources import (
     IDS,
-    KNOWN,
     ArrowFiles,
-    Source,
+    DatasetSource,
     from_state,
     is_a,
     normalised,
@@ -77,7 +76,11 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     """
 
     def __init__(
-        self, source: Source, *, columns: Sequence[str] | None = None, train_all: bool = False
+        self,
+        source: DatasetSource,
+        *,
+        columns: Sequence[str] | None = None,
+        train_all: bool = False,
     ) -> None:
         self._train_all = checked_bool("train_all", train_all)
         self._read_from(normalised(source, columns, train_all))
@@ -160,34 +163,6 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         """Tokens of these rows alone: int64."""
         named, rows = self._rows(indices)
         return self._tokens.lengths_at(rows, named)
-
-    def _pieces(
-        self, indices: np.ndarray, is_piece: np.ndarray, starts: np.ndarray, stops: np.ndarray
-    ) -> dict[str, Any]:
-        """As ``__getitems__``, with the tokens ``starts`` to ``stops`` alone where ``is_piece``.
-
-        The columns are those that the collators know; the rows that are cut must be sound.
-        """
-        named, rows = self._rows(indices)
-        lengths = self._tokens.lengths_at(rows, named)
-
-        def cut(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            before = lengths - (stop - first)  # tokens that the column says nothing of
-            cut_first = first + np.maximum(starts - before, 0)
-            cut_stop = first + np.maximum(stops - before, 0)
-            return np.where(is_piece, cut_first, first), np.where(is_piece, cut_stop, stop)
-
-        pieces: dict[str, Any] = {}
-        for name in filter(self._columns.__contains__, KNOWN):
-            column = self._columns[name]
-            if isinstance(column, ListColumn):
-                pieces[name] = column.take(rows, named, cut)
-            else:
-                pieces[name] = column.take(rows, named)
-        if "num_actions" in pieces:
-            counts = pieces["loss_mask"].lengths
-            pieces["num_actions"] = np.where(is_piece, counts, pieces["num_actions"])
-        return pieces
 
     def __getstate__(self) -> dict[str, Any]:
         return {"source": to_state(self._source), "train_all": self._train_all}

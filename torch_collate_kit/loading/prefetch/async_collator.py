@@ -71,7 +71,7 @@ class AsyncBatchCollator(Generic[T]):
         future: Future[T] = Future()
         self._slot = _Slot(step, self._generation, future)  # first: nothing flies unseen
         try:
-            self._executor.submit(_fill, future, self._compute, step)
+            self._executor.submit(_compute_into, future, self._compute, step)
         except BaseException:  # Ctrl-C in here: either the thread has begun, or it never will
             if future.cancel():
                 self._slot = None
@@ -152,7 +152,7 @@ class AsyncBatchCollator(Generic[T]):
             )
 
 
-def _fill(future: Future[T], compute: Callable[[int], T], step: int) -> None:
+def _compute_into(future: Future[T], compute: Callable[[int], T], step: int) -> None:
     """What the thread does for a step."""
     if not future.set_running_or_notify_cancel():
         return

@@ -13,8 +13,8 @@ import torch
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch.device_copy import device_copy
-from torch_collate_kit.loading.prefetch.read_ahead import END, Run
-from torch_collate_kit.loading.prefetch.resumable_loaders import source_of
+from torch_collate_kit.loading.prefetch.read_ahead import END, ReadAhead
+from torch_collate_kit.loading.prefetch.resumable_loaders import resumable_loader
 from torch_collate_kit.loading.sampler.arguments import is_same
 
 __all__ = ["PrefetchLoader"]
@@ -76,11 +76,12 @@ class PrefetchLoader:
         device: torch.device | str | int | None = None,
     ) -> None:
         self.wait_seconds = 0.0
-        self._source = source_of(loader)
-        self._max_tokens: int | None = getattr(loader.collate_fn, "max_tokens", None)
+        self._loader = resumable_loader(loader)
+        packing = getattr(loader.collate_fn, "packing", None)
+        self._max_tokens: int | None = getattr(packing, "max_tokens", None)
         self._prefetch = checked_bool("prefetch", prefetch)
         self._copy = device_copy(device)
-        self._run: Run | None = None  # the epoch that is being read
+        self._run: ReadAhead | None = None  # the epoch that is being read
         self._pid = 0  # of the process that reads it, or that has read last
         self._loop: object = None  # the loop that may draw from it
         self._interrupt: BaseException | None = None  # of a thread, found where none can be raised
@@ -89,11 +90,11 @@ class PrefetchLoader:
     @property
     def epoch(self) -> int:
         """The epoch of the next batch, or of the last one while its loop still runs."""
-        return self._source.position()[0] if self._run is None else self._run.epoch
+        return self._loader.position()[0] if self._run is None else self._run.epoch
 
     def __len__(self) -> int:
         """Steps of the epoch that the loader stands in, those behind it included."""
-        num_steps = self._source.num_steps() if self._run is None else self._run.num_steps
+        num_steps = self._loader.num_steps() if self._run is None else self._run.num_steps
         if num_steps is None:
             raise TypeError("the length of an epoch of this loader shows at its end")
         return num_steps
@@ -148,28 +149,28 @@ class PrefetchLoader:
                 self._stop_reading(self._run)
             raise
 
-    def _begin_epoch(self, on_epoch: Callable[[int], object] | None) -> Run:
+    def _begin_epoch(self, on_epoch: Callable[[int], object] | None) -> ReadAhead:
         if on_epoch is not None:
-            epoch, step = self._source.position()
+            epoch, step = self._loader.position()
             if step == 0:
                 on_epoch(epoch)
         self._pid = os.getpid()
-        self._run = Run(self._source, self._copy, prefetch=self._prefetch)
+        self._run = ReadAhead(self._loader, self._copy, prefetch=self._prefetch)
         return self._run
 
-    def _take(self, run: Run) -> Any:
+    def _take(self, run: ReadAhead) -> Any:
         began = time.perf_counter()
         try:
             return run.take()
         finally:
             self.wait_seconds += time.perf_counter() - began
 
-    def _end_epoch(self, run: Run) -> None:
+    def _end_epoch(self, run: ReadAhead) -> None:
         self._run = None
         run.stop()
-        self._source.end_epoch(run.epoch, run.num_steps)
+        self._loader.end_epoch(run.epoch, run.num_steps)
 
-    def _stop_reading(self, run: Run | None, *, move_back: bool = True) -> None:
+    def _stop_reading(self, run: ReadAhead | None, *, move_back: bool = True) -> None:
         """Wait for what is in flight and drop it; stand behind what the consumer has received."""
         if run is not None and self._is_elsewhere():
             return  # a fork has inherited it: the thread and the workers are its parent's
@@ -183,9 +184,9 @@ class PrefetchLoader:
         if not move_back:
             return
         if run.is_over:
-            self._source.end_epoch(run.epoch, run.num_steps)
+            self._loader.end_epoch(run.epoch, run.num_steps)
         else:
-            self._source.move_to(run.epoch, run.step, run.mark)
+            self._loader.move_to(run.epoch, run.step, run.mark)
 
     def reshuffle(self) -> None:
         """The rest of the epoch in a new order; first waits for what is in flight and drops it.
@@ -197,20 +198,20 @@ class PrefetchLoader:
         self._check_open()
         self._stop_reading(self._run)
         self._raise_interrupt()
-        self._source.reshuffle()
+        self._loader.reshuffle()
 
     def set_epoch(self, epoch: int) -> None:
         """Stand at the beginning of ``epoch``; first waits for what is in flight and drops it."""
         self._check_open()
         self._stop_reading(self._run)
         self._raise_interrupt()
-        self._source.set_epoch(epoch)
+        self._loader.set_epoch(epoch)
         self._loop = None
 
     def state_dict(self) -> dict[str, Any]:
         """The position behind the batches received so far."""
-        run, source = self._run, self._source
-        at = source.state_at(run.epoch, run.step, run.mark) if run else source.state_dict()
+        run, loader = self._run, self._loader
+        at = loader.state_at(run.epoch, run.step, run.mark) if run else loader.state_dict()
         return {"version": 1, "max_tokens": self._max_tokens, **at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -234,7 +235,7 @@ class PrefetchLoader:
                     "with the settings of the run that saved it"
                 )
         run = self._run
-        self._source.load_state_dict(state, lambda: self._stop_reading(run, move_back=False))
+        self._loader.load_state_dict(state, lambda: self._stop_reading(run, move_back=False))
         self._loop = None
         self._raise_interrupt()
 
@@ -245,7 +246,7 @@ class PrefetchLoader:
         if self._is_elsewhere():
             return
         self._stop_reading(self._run)
-        self._source.close()
+        self._loader.close()
         self._raise_interrupt()
 
     def __enter__(self) -> PrefetchLoader:
@@ -270,7 +271,7 @@ class PrefetchLoader:
 
     def _is_elsewhere(self) -> bool:
         """Whether it came here by a fork, and what it reads with belongs to the parent process."""
-        is_in_use = self._run is not None or self._source.has_workers()
+        is_in_use = self._run is not None or self._loader.has_workers()
         return is_in_use and self._pid != os.getpid()
 
     def _check_loop(self, loop: object) -> None:

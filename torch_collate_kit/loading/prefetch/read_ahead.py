@@ -9,21 +9,21 @@ from typing import Any
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch.async_collator import AsyncBatchCollator
 from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy
-from torch_collate_kit.loading.prefetch.resumable_loaders import Source
+from torch_collate_kit.loading.prefetch.resumable_loaders import ResumableLoader
 
 END: Any = object()
 
 
-class Run:
+class ReadAhead:
     """One reading of an epoch: how far it is built, and how far the consumer has received it."""
 
-    def __init__(self, source: Source, copy: DeviceCopy | None, *, prefetch: bool) -> None:
+    def __init__(self, loader: ResumableLoader, copy: DeviceCopy | None, *, prefetch: bool) -> None:
         # workers are forked here: in the consumer's thread, while no other one runs
-        self._reading = source.begin()
+        self._reading = loader.begin()
         self.epoch, self.step, self.num_steps, batches = self._reading
-        self.mark = source.mark()
-        self._source, self._copy, self._prefetch = source, copy, prefetch
-        self._collator = AsyncBatchCollator(partial(_build, source, batches, copy))
+        self.mark = loader.mark()
+        self._loader, self._copy, self._prefetch = loader, copy, prefetch
+        self._collator = AsyncBatchCollator(partial(_build, loader, batches, copy))
 
     @property
     def is_over(self) -> bool:
@@ -31,7 +31,7 @@ class Run:
 
     def take(self) -> Any:
         """The next batch, or END; the one after it is then on its way."""
-        self._source.check(self.epoch)
+        self._loader.check(self.epoch)
         batch, mark = self._collator.get(self.step)
         if batch is END or self.is_over:
             if self.num_steps is None or (batch is END and self.is_over):
@@ -53,13 +53,13 @@ class Run:
         try:
             self._collator.shutdown()
         finally:
-            self._source.end(self._reading)
+            self._loader.end(self._reading)
 
 
 def _build(
-    source: Source, iterator: Iterator[Any], copy: DeviceCopy | None, step: int
+    loader: ResumableLoader, iterator: Iterator[Any], copy: DeviceCopy | None, step: int
 ) -> tuple[Any, Any]:
-    """The next batch, on its way to its device, and the mark of the position behind it."""
+    """The next batch, on its way to its device, and the mark of the position after it."""
     batch = next(iterator, END)
-    mark = source.mark()
+    mark = loader.mark()
     return batch if batch is END or copy is None else copy.send(batch), mark

@@ -29,7 +29,7 @@ class Reading(NamedTuple):
     batches: Iterator[Any]
 
 
-class Source(Protocol):
+class ResumableLoader(Protocol):
     """A loader and its position; while an epoch is being read, the reader counts."""
 
     def position(self) -> tuple[int, int]:
@@ -71,13 +71,13 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
-def source_of(loader: Any) -> Source:
-    """A source by what the loader has: a sampler that can resume, or a state of its own."""
+def resumable_loader(loader: Any) -> ResumableLoader:
+    """By what the loader has: a sampler that can resume, or a state of its own."""
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(loader, DataLoader) and isinstance(sampler, ResumableSampler):
-        return _SamplerSource(loader, sampler)
+        return _SampledLoader(loader, sampler)
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-        return _StatefulSource(loader)
+        return _StatefulLoader(loader)
     raise TypeError(
         f"a {type(loader).__name__} with batch_sampler={type(sampler).__name__} cannot be resumed; "
         "build it with batch_sampler=PrefetchingSampler(data, batch_size), or wrap torchdata's "
@@ -98,7 +98,7 @@ class _Steps:
         return self.current
 
 
-class _SamplerSource:
+class _SampledLoader:
     """A DataLoader whose batch_sampler knows the state of any position."""
 
     def __init__(self, loader: DataLoader[Any], sampler: ResumableSampler) -> None:
@@ -187,7 +187,7 @@ class _SamplerSource:
         vars(self._loader).update(_iterator=None)
 
 
-class _StatefulSource:
+class _StatefulLoader:
     """A loader that saves itself, as torchdata's StatefulDataLoader: its state is what counts.
 
     It runs ahead of the consumer, so its state is kept after every batch, beside the batch.

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._checks import checked_int, checked_lengths, checked_optional_int
+from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.sampler.arguments import Indices, checked_rank, digest_of
 from torch_collate_kit.loading.sampler.shuffled import Order, OrderedSampler
-from torch_collate_kit.packing import ParallelLayout, RankPlan, pack
+from torch_collate_kit.packing import PackingOptions, RankPlan
+from torch_collate_kit.packing.cutting import cut_to_fit
+from torch_collate_kit.packing.options import packing_options
+from torch_collate_kit.packing.planner import plan_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from torch_collate_kit.packing.options import PackingKeywords
 
 __all__ = ["PackedBatchSampler"]
 
@@ -28,7 +36,8 @@ class PackedBatchSampler(OrderedSampler):
     It yields :class:`~torch_collate_kit.packing.RankPlan` in place of lists of indices, for a
     ``TokenizedDataset`` (or a dataset whose ``__getitems__`` is written for it) and a
     ``PackedCollator`` of the same ``max_tokens`` and ``parallel``. ``strategy``, ``overflow``,
-    ``max_sequences_per_row`` and ``balance`` are as for that collator, which follows the plan.
+    ``max_sequences_per_row`` and ``balance`` are as for that collator, which follows the plan;
+    ``packing`` is all of these in one ``PackingOptions``.
 
     ``num_loss_tokens`` are the trained tokens of every example, ints [N]
     (``TokenizedDataset.num_loss_tokens``). With them ``metadata["num_loss_tokens"]`` is that of the
@@ -48,6 +57,7 @@ class PackedBatchSampler(OrderedSampler):
     >>> from torch_collate_kit import PackedCollator
     >>> from torch_collate_kit.loading.dataset import TokenizedDataset
     >>> ds = TokenizedDataset([{"input_ids": [n] * n} for n in (3, 1, 4, 2)])
+    >>> from torch_collate_kit.packing import ParallelLayout
     >>> layout = ParallelLayout(dp=2)
     >>> sampler = PackedBatchSampler(
     ...     ds.lengths, batch_size=4, max_tokens=8, parallel=layout, shuffle=False
@@ -65,50 +75,31 @@ class PackedBatchSampler(OrderedSampler):
         lengths: npt.ArrayLike,
         *,
         batch_size: int,
-        max_tokens: int,
-        parallel: ParallelLayout | None = None,
+        max_tokens: int | None = None,
+        packing: PackingOptions | None = None,
         rank: int = 0,
         num_loss_tokens: npt.ArrayLike | None = None,
-        strategy: str = "best_fit_decreasing",
-        overflow: str = "raise",
-        max_sequences_per_row: int | None = None,
-        balance: str | None = "attention",
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
         tail: str = "keep",
         order: Order | None = None,
+        **options: Unpack[PackingKeywords],
     ) -> None:
         self._lengths = checked_lengths(lengths).copy()
-        layout = ParallelLayout() if parallel is None else parallel
-        if not isinstance(layout, ParallelLayout):
-            raise TypeError(
-                f"parallel must be a ParallelLayout, got {parallel!r}; ParallelLayout(dp=2)"
-            )
-        self._rank = checked_rank(rank, layout.dp, "parallel.dp")
-        self._options: dict[str, Any] = {
-            "max_tokens": checked_int("max_tokens", max_tokens),
-            "align": layout.align,
-            "rows_multiple_of": layout.dp,
-            "strategy": strategy,
-            "overflow": overflow,
-            "max_sequences_per_row": checked_optional_int(
-                "max_sequences_per_row", max_sequences_per_row, hint="None means no limit"
-            ),
-            "balance": balance,
-        }
-        pack([], **self._options)  # a wrong option raises here, not at some batch
-        limit = self._options["max_tokens"] // layout.align * layout.align
-        too_long = self._lengths > limit
-        if overflow == "raise" and too_long.any():
-            pack(self._lengths, **self._options)  # raises, and names the example
+        self._packing = packing_options(packing, max_tokens, options)
+        self._rank = checked_rank(rank, self._packing.parallel.dp, "parallel.dp")
+        too_long = self._lengths > self._packing.capacity
+        if self._packing.overflow == "raise":
+            cut_to_fit(self._lengths, self._packing)  # names an example that is too long
         self._counts = None
         if num_loss_tokens is not None:
             self._counts = _checked_counts(num_loss_tokens, self._lengths)
-            if overflow in ("truncate", "split") and too_long.any():
+            if self._packing.overflow in ("truncate", "split") and too_long.any():
                 raise ValueError(
                     "num_loss_tokens cannot tell how many are left of example "
-                    f"{int(too_long.argmax())}, cut to {limit} tokens by overflow={overflow!r}; "
+                    f"{int(too_long.argmax())}, cut to {self._packing.capacity} tokens by "
+                    f"overflow={self._packing.overflow!r}; "
                     "cut it when tokenizing, or leave num_loss_tokens out and collate with "
                     "normalize_loss=False"
                 )
@@ -131,11 +122,11 @@ class PackedBatchSampler(OrderedSampler):
     def _pick(self, batch: Indices) -> RankPlan:
         lengths = self._lengths[batch]
         counts = None if self._counts is None else self._counts[batch]
-        plan = pack(lengths, **self._options)
+        plan = plan_of(lengths, self._packing)
         return RankPlan.of(plan, self._rank, batch, lengths, counts)
 
     def _fits(self) -> dict[str, Any]:
-        return {**super()._fits(), **self._told, **self._options}
+        return {**super()._fits(), **self._told, **self._packing.as_state()}
 
 
 def _checked_counts(num_loss_tokens: npt.ArrayLike, lengths: Indices) -> Indices:

@@ -22,11 +22,11 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.sampler.arguments import checked_bool, checked_rank, is_same
-from torch_collate_kit.loading.streaming.readers import Reader, at_position, piece_limit, reader_of
-from torch_collate_kit.loading.streaming.shards import Place, Source, Stream
-from torch_collate_kit.loading.streaming.windows import Windows
-from torch_collate_kit.packing import PackingPlan, pack
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.loading.streaming.readers import Reader, at_position, reader_of
+from torch_collate_kit.loading.streaming.shards import ExampleSource, Place, Stream
+from torch_collate_kit.loading.streaming.windows import PlannedEntries, Windows
+from torch_collate_kit.packing import PlannedExamples
+from torch_collate_kit.packing.planner import plan_of
 
 __all__ = ["PackedIterableDataset"]
 
@@ -54,7 +54,6 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             without a format whose columns one can hold, are read as columns: no Python object an
             example, and tokens are copied once, when their batch is made. Others go one by one.
         tokenizer: an int pad id, or anything with ``pad_token_id``.
-        max_tokens: the most cells a row may have, alignment gaps included.
         buffer_size: the most examples held at a time; of columns only where they lie, and, while
             they are checked, those of a buffer that are split. Rows are as full as those of packing
             all the data at once to within 1% at 1,000: 0.1% on real and long-tailed lengths, 0.8%
@@ -63,8 +62,8 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             fewer, and so has one of a buffer whose examples fill fewer.
         rank, world_size: which part of the stream is read, without collectives.
         presharded: the source itself gives every rank and worker other examples; split nothing.
-        collator_options: what else :class:`PackedCollator` takes: ``strategy``, ``parallel``,
-            ``overflow``, ``max_sequences_per_row``, ``normalize_loss``, ``train_all`` and so on.
+        collator_options: what else :class:`PackedCollator` takes: ``max_tokens`` and the other
+            options of packing (or ``packing=``), ``normalize_loss``, ``train_all`` and so on.
 
     One ``iter()`` is one pass. A batch is what ``PackedCollator`` makes of its examples in stream
     order, ``row_metadata["example_indices"]`` counts within them; load it with
@@ -90,7 +89,8 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
     far as it was given out. That is up to eight buffers, nine where ``rows_per_batch`` rows are a
     large part of one: 8,000 examples and 0.2 s of packing at ``buffer_size=1000``. A source with
     ``state_dict`` and ``load_state_dict`` goes to the window's beginning by itself, any other is
-    read and skipped; so is one with a ``datasets`` shuffle buffer, whose state loses the buffer. A
+    read and skipped; so is a ``datasets`` stream with a shuffle buffer, whose state loses the
+    buffer, or with a step of a kind that is not known to be put back exactly. A
     state is of the newest ``iter()``; the next ``iter()`` goes on there to the end of the pass.
     With DataLoader workers take the state from a torchdata StatefulDataLoader: it is the workers'
     copies of the dataset that move, not this one.
@@ -114,10 +114,9 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
 
     def __init__(
         self,
-        source: Source,
+        source: ExampleSource,
         *,
         tokenizer: Any,
-        max_tokens: int,
         buffer_size: int = 1000,
         rows_per_batch: int = 1,
         rank: int = 0,
@@ -125,7 +124,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         presharded: bool = False,
         **collator_options: Any,
     ) -> None:
-        self.collator = PackedCollator(tokenizer, max_tokens=max_tokens, **collator_options)
+        self.collator = PackedCollator(tokenizer, **collator_options)
         self.buffer_size = checked_int("buffer_size", buffer_size, hint="1000 packs well")
         self.rows_per_batch = checked_int("rows_per_batch", rows_per_batch)
         self.world_size = checked_int("world_size", world_size, hint="1 means one rank")
@@ -137,10 +136,11 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             self.world_size,
             presharded=presharded,
             train_all=self.collator.train_all,
+            fields=self.collator.fields,
         )
         self._saved: Mapping[str, Any] | None = None
         self._position: _Position | None = None
-        dp = self.collator.parallel.dp
+        dp = self.collator.packing.parallel.dp
         if self.rows_per_batch % dp:
             raise ValueError(
                 f"rows_per_batch must be a multiple of dp={dp}, got {self.rows_per_batch}"
@@ -208,15 +208,9 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         worker, collator = get_worker_info(), self.collator
         rank, world_size = self._stream.node
         return {
-            "max_tokens": collator.max_tokens,
             "buffer_size": self.buffer_size,
             "rows_per_batch": self.rows_per_batch,
-            "strategy": collator.strategy,
-            "align": collator.parallel.align,
-            "dp": collator.parallel.dp,
-            "overflow": collator.overflow,
-            "max_sequences_per_row": collator.max_sequences_per_row,
-            "balance": collator.balance,
+            **collator.packing.as_state(),
             "fixed_width": collator.fixed_width,
             "pad_token_id": collator.pad_token_id,
             "normalize_loss": collator.normalize_loss,
@@ -256,27 +250,28 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         return _Position(place, state["num_batches"])
 
     def _check_start(self, start: int) -> None:
-        overflow, limit = self.collator.overflow, piece_limit(self.collator)
+        overflow, capacity = self.collator.packing.overflow, self.collator.packing.capacity
         if start and overflow != "split":
             raise StateError(
                 f"the state's start is {start}, within an example, but with overflow={overflow!r} "
                 "none is split; it is damaged"
             )
-        if start % limit:
+        if start % capacity:
             raise StateError(
-                f"the state's start is {start}, but pieces of examples begin every {limit} tokens; "
-                "it is damaged"
+                f"the state's start is {start}, but pieces of examples begin every {capacity} "
+                "tokens; it is damaged"
             )
 
     def _batches(self, position: _Position) -> Iterator[Batch | dict[str, Any]]:
         reader = reader_of(self._stream, position.place, self.collator)
+        packing = self.collator.packing
         windows = Windows(
             reader.read,
-            self._plan,
+            packing,
             rows_per_batch=self.rows_per_batch,
             buffer_size=self.buffer_size,
             # sequential rows stay in order, so none of them can wait
-            num_buffers=1 if self.collator.strategy == "sequential" else _NUM_BUFFERS,
+            num_buffers=1 if packing.strategy == "sequential" else _NUM_BUFFERS,
         )
         batches = iter(windows)
         for num_skipped in range(position.num_batches):
@@ -286,45 +281,33 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
                     f"{position.place.num_read} of the stream, where at most {num_skipped + 1} "
                     "follow now; the source is not what it was when the state was saved"
                 )
-        for entries, next_window in batches:
-            batch = self._collate(reader, entries)
+        for planned, next_window in batches:
+            batch = self._collate(reader, planned)
             position.num_batches += 1
             if next_window is not None:
                 position.place, position.num_batches = next_window, 0
-            del entries  # or they would be held on top of the next buffer
+            del planned  # or its entries would be held on top of the next buffer
             yield batch  # the position is behind it when the consumer gets it
 
-    def _plan(self, lengths: np.ndarray) -> PackingPlan:
-        collator, strategy = self.collator, self.collator.strategy
-        return pack(
-            lengths,
-            collator.max_tokens,
-            # "balanced" levels best-fit rows: the collator does it within a batch
-            strategy="best_fit_decreasing" if strategy == "balanced" else strategy,
-            align=collator.parallel.align,
-            overflow=collator.overflow,
-            max_sequences_per_row=collator.max_sequences_per_row,
-        )
-
-    def _collate(self, reader: Reader, entries: np.ndarray) -> Batch | dict[str, Any]:
+    def _collate(self, reader: Reader, planned: PlannedEntries) -> Batch | dict[str, Any]:
         try:
-            batch = self.collator(reader.examples(entries))
+            return self._collated(reader, planned)
         except DataError as error:
-            raise self._located(error, reader, entries) from error
-        pieces = tuple(np.flatnonzero(entries["is_piece"]).tolist())
-        if pieces and isinstance(batch, Batch):
-            indices: Ragged = batch.row_metadata["example_indices"]
-            starts = entries["start"][indices.values]
-            batch.row_metadata["example_starts"] = Ragged(starts, indices.offsets)
-            batch.metadata |= {"num_cut": len(pieces), "cut": pieces}
+            raise self._located(error, reader, planned.entries) from error
+
+    def _collated(self, reader: Reader, planned: PlannedEntries) -> Batch | dict[str, Any]:
+        examples = PlannedExamples(planned.plan, reader.examples(planned.entries))
+        batch: Batch | dict[str, Any] = self.collator(examples)
         return batch
 
     def _located(self, error: DataError, reader: Reader, entries: np.ndarray) -> DataError:
         """The error, with the position in the stream of the example that it is about."""
         positions = entries["position"].tolist()
         for i, position in enumerate(positions):
+            alone = entries[i : i + 1]
+            plan = plan_of(alone["num_tokens"], self.collator.packing)
             try:
-                self.collator(reader.examples(entries[i : i + 1]))
+                self._collated(reader, PlannedEntries.of(alone, plan))
             except DataError as single:
                 return at_position(single, position)
         return DataError(f"{error} (a batch of examples {positions} of the stream)")

@@ -13,11 +13,12 @@ from torch.utils.data import get_worker_info
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.sources import is_a
+from torch_collate_kit.reading.declared import DeclaredFields
 
-__all__ = ["Columns", "Example", "Place", "Source", "Stream"]
+__all__ = ["Example", "ExampleSource", "Place", "Stream", "TokenizedShard"]
 
 Example = Mapping[str, Any]
-Source = Iterable[Example] | Callable[[], Iterable[Example]]
+ExampleSource = Iterable[Example] | Callable[[], Iterable[Example]]
 
 
 class Place(NamedTuple):
@@ -28,7 +29,7 @@ class Place(NamedTuple):
     source: Any = None  # the source's own state after num_read examples, if it has one
 
 
-class Columns(NamedTuple):
+class TokenizedShard(NamedTuple):
     """A source that is read by position."""
 
     dataset: TokenizedDataset
@@ -40,15 +41,16 @@ class Stream:
 
     def __init__(
         self,
-        source: Source,
+        source: ExampleSource,
         rank: int,
         world_size: int,
         *,
         presharded: bool,
         train_all: bool = False,
+        fields: DeclaredFields | None = None,
     ) -> None:
         _check_source(source)
-        self._train_all = train_all  # as for collators
+        self._train_all, self._fields = train_all, fields  # as for collators
         self._source, self._rank, self._world_size = source, rank, world_size
         self._presharded = presharded
         self._was_moved = False  # a datasets stream keeps the state it was given for every pass
@@ -65,11 +67,11 @@ class Stream:
         epoch = getattr(self._source, "epoch", None)
         return epoch if type(epoch) is int else None
 
-    def read(self, place: Place) -> Columns | Iterator[tuple[Example, int, Place]]:
+    def read(self, place: Place) -> TokenizedShard | Iterator[tuple[Example, int, Place]]:
         """What comes behind ``place.num_read`` examples.
 
-        Columns if the source has them, otherwise one by one: example, its position in the source,
-        place after it.
+        By row if the source has columns, otherwise one by one: example, its position in the
+        source, place after it.
         """
         source = self._source
         if not _is_iterable(source):
@@ -82,11 +84,31 @@ class Stream:
                 )
             self._check_split_once(source)
         index, num_shards = self._shard(source)
-        if place.source is None and (dataset := _as_columns(source, self._train_all)) is not None:
+        if place.source is None and (dataset := self._as_rows(source)) is not None:
             _check_num_read(place, min(len(dataset), place.num_read))
             first = place.num_read + (index - place.num_read) % num_shards
-            return Columns(dataset, range(first, len(dataset), num_shards))
+            return TokenizedShard(dataset, range(first, len(dataset), num_shards))
         return self._examples(source, place, index, num_shards)
+
+    def _as_rows(self, source: Any) -> TokenizedDataset | None:
+        """The source by position, where that gives what iterating over it gives.
+
+        A ``datasets.IterableDataset`` stays out: its state is exact between the tables it is read
+        in, not at each example of one, and fits no pass that reads by example
+        (docs/design_log.md). A ``datasets.Dataset`` with declared fields goes one by one.
+        """
+        if (
+            is_a(source, "datasets", "Dataset")
+            and type(source).__module__ == "datasets.arrow_dataset"
+        ):
+            form = source.format
+            if self._fields or form["type"] is not None or form["columns"] != source.column_names:
+                return None
+            try:
+                source = TokenizedDataset(source, train_all=self._train_all)
+            except DataError:  # which is raised where it is used, and with its position
+                return None
+        return source if type(source) is TokenizedDataset and source._is_plain() else None
 
     def _examples(
         self, source: Any, place: Place, index: int, num_shards: int
@@ -154,23 +176,6 @@ def _check_num_read(place: Place, num_skipped: int) -> None:
         )
 
 
-def _as_columns(source: Any, train_all: bool) -> TokenizedDataset | None:
-    """The source by position, where that gives what iterating over it gives.
-
-    A ``datasets.IterableDataset`` stays out: its state is exact between the tables it is read in,
-    not at each example of one, and fits no pass that reads by example (docs/design_log.md).
-    """
-    if is_a(source, "datasets", "Dataset") and type(source).__module__ == "datasets.arrow_dataset":
-        form = source.format
-        if form["type"] is not None or form["columns"] != source.column_names:
-            return None
-        try:
-            source = TokenizedDataset(source, train_all=train_all)
-        except DataError:  # which is raised where it is used, and with its position
-            return None
-    return source if type(source) is TokenizedDataset and source._is_plain() else None
-
-
 def _is_iterable(source: Any) -> bool:
     return hasattr(source, "__iter__") or hasattr(source, "__getitem__")
 
@@ -187,16 +192,44 @@ def _node_of(source: Any) -> tuple[int, int] | None:
     return None if node is None else (node.rank, node.world_size)
 
 
+# The kinds of a datasets stream that are exactly where their state says, and those of them that
+# stand on others. A kind that is not here, such as a shuffle buffer, or one of a newer datasets, is
+# not trusted: a pass of it that is resumed reads and skips.
+_EXACT_BASES = {
+    "ExamplesIterable",
+    "ArrowExamplesIterable",
+    "ShuffledDataSourcesExamplesIterable",
+    "ShuffledDataSourcesArrowExamplesIterable",
+}
+_EXACT_STEPS = {
+    "RebatchedArrowExamplesIterable",
+    "SelectColumnsIterable",
+    "StepExamplesIterable",
+    "CyclingMultiSourcesExamplesIterable",
+    "VerticallyConcatenatedMultiSourcesExamplesIterable",
+    "HorizontallyConcatenatedMultiSourcesExamplesIterable",
+    "RandomlyCyclingMultiSourcesExamplesIterable",
+    "MappedExamplesIterable",
+    "FilteredExamplesIterable",
+    "SkipExamplesIterable",
+    "RepeatExamplesIterable",
+    "TakeExamplesIterable",
+    "FormattedExamplesIterable",
+    "TypedExamplesIterable",
+}
+
+
 def _has_exact_state(source: Any) -> bool:
-    """Whether it can be put back by its state. That of a datasets stream loses shuffle buffers."""
+    """Whether it can be put back by its state; what is not known of datasets cannot."""
     if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
         return False
-    nodes = [source] if _is_datasets_stream(source) else []
-    while nodes:
-        node = nodes.pop()
-        if type(node).__name__.startswith("BufferShuffled"):
-            return False
-        nodes += [getattr(node, name, None) for name in ("_ex_iterable", "ex_iterable")]
-        nodes += getattr(node, "ex_iterables", ())
-        nodes = [node for node in nodes if node is not None]
-    return True
+    return not _is_datasets_stream(source) or _is_exact(getattr(source, "_ex_iterable", None))
+
+
+def _is_exact(node: Any) -> bool:
+    """Whether a step of a datasets stream, and all that it stands on, is of a kind known."""
+    kind = type(node).__name__
+    if kind in _EXACT_BASES:
+        return True
+    below = getattr(node, "ex_iterables", None) or [getattr(node, "ex_iterable", None)]
+    return kind in _EXACT_STEPS and all(map(_is_exact, below))

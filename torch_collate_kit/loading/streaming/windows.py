@@ -15,14 +15,40 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
-from torch_collate_kit.loading.streaming.readers import ENTRY, place_behind
+from torch_collate_kit.loading.streaming.readers import ENTRY, place_after
 from torch_collate_kit.loading.streaming.shards import Place
-from torch_collate_kit.packing import PackingPlan
+from torch_collate_kit.packing import PackingOptions, PackingPlan
+from torch_collate_kit.packing.planner import fill_rows, rows_alone
 
-__all__ = ["Windows", "fullest_groups", "groups_to_pack"]
+__all__ = ["PlannedEntries", "Windows", "fullest_groups", "groups_to_pack"]
+
+
+class Group(NamedTuple):
+    """What makes a batch: the examples of the buffer by index, ascending, and how they lie."""
+
+    indices: np.ndarray
+    plan: PackingPlan
+
+
+class PlannedEntries(NamedTuple):
+    """The entries of a batch, and the plan of it: the piece of each entry, by its number."""
+
+    entries: np.ndarray
+    plan: PackingPlan
+
+    @classmethod
+    def of(cls, entries: np.ndarray, plan: PackingPlan) -> PlannedEntries:
+        """``plan`` packs the lengths of the entries, each of which may be a piece itself."""
+        is_piece = entries["is_piece"]
+        if is_piece.any():
+            starts = entries["start"][plan.example_indices]
+            plan = replace(plan, starts=starts, cut=np.flatnonzero(is_piece))
+        return cls(entries, plan)
 
 
 class Windows:
@@ -30,46 +56,46 @@ class Windows:
 
     At most ``buffer_size`` entries are held. A window reads at most ``num_buffers`` times as many,
     and one buffer more where whole batches did not reach behind the entries that were held back.
-    ``read`` gives so many of the next entries, ``plan`` packs lengths into rows.
+    ``read`` gives so many of the next entries.
     """
 
     def __init__(
         self,
         read: Callable[[int], np.ndarray],
-        plan: Callable[[np.ndarray], PackingPlan],
+        packing: PackingOptions,
         *,
         rows_per_batch: int,
         buffer_size: int,
         num_buffers: int,
     ) -> None:
-        self._read, self._plan, self._rows_per_batch = read, plan, rows_per_batch
+        self._read, self._packing, self._rows_per_batch = read, packing, rows_per_batch
         self._buffer_size, self._num_buffers = buffer_size, num_buffers
         self._buffer = np.empty(0, dtype=ENTRY)
         self._num_read = 0  # since the window began
         self._num_broken = 0  # of the buffer: all behind them has waited in one piece
         self._end = Place()  # of what has been read
 
-    def __iter__(self) -> Iterator[tuple[np.ndarray, Place | None]]:
-        while self._fill():
+    def __iter__(self) -> Iterator[tuple[PlannedEntries, Place | None]]:
+        while self._read_on():
             ended = len(self._buffer) < self._buffer_size
             lengths = np.ascontiguousarray(self._buffer["num_tokens"])
             groups, next_window = [], None
             if not ended and self._num_read <= (self._num_buffers - 1) * self._buffer_size:
-                groups = fullest_groups(lengths, self._plan, self._rows_per_batch)
+                groups = fullest_groups(lengths, self._packing, self._rows_per_batch)
                 self._num_broken = len(lengths) if groups else self._num_broken
             if not groups:
-                groups = groups_to_pack(lengths, self._plan, self._rows_per_batch, ended=ended)
-                next_window = self._window_behind(sum(map(len, groups)))
+                groups = groups_to_pack(lengths, self._packing, self._rows_per_batch, ended=ended)
+                next_window = self._window_behind(sum(len(group.indices) for group in groups))
             batches = self._taken_out(groups)
             while len(batches) > 1:
                 yield batches.popleft(), None
             yield batches.popleft(), next_window  # nothing here refers to it while the buffer fills
 
-    def _fill(self) -> bool:
+    def _read_on(self) -> bool:
         """Read on until the buffer is full; whether there is anything in it."""
         more = self._read(self._buffer_size - len(self._buffer))
         if len(more):
-            self._end = place_behind(more[-1])
+            self._end = place_after(more[-1])
             self._buffer = np.concatenate([self._buffer, more])
         self._num_read += len(more)
         return len(self._buffer) > 0
@@ -82,37 +108,36 @@ class Windows:
         if num_packed == len(self._buffer):
             next_window = self._end
         elif num_packed > self._num_broken:
-            next_window = place_behind(self._buffer[num_packed - 1])
+            next_window = place_after(self._buffer[num_packed - 1])
         else:  # go on: what was held back is at the beginning, so some rounds give it all
             self._num_broken -= num_packed
             return None
         self._num_read, self._num_broken = len(self._buffer) - num_packed, 0
         return next_window
 
-    def _taken_out(self, groups: list[np.ndarray]) -> deque[np.ndarray]:
+    def _taken_out(self, groups: list[Group]) -> deque[PlannedEntries]:
         """The entries of each group; the others stay, in their order."""
         taken = np.zeros(len(self._buffer), dtype=bool)
-        taken[np.concatenate(groups)] = True
-        batches = deque(self._buffer[group] for group in groups)
+        taken[np.concatenate([group.indices for group in groups])] = True
+        batches = deque(PlannedEntries.of(self._buffer[indices], plan) for indices, plan in groups)
         self._buffer = self._buffer[~taken]
         self._num_broken = min(self._num_broken, len(self._buffer))
         return batches
 
 
 def fullest_groups(
-    lengths: np.ndarray, plan: Callable[[np.ndarray], PackingPlan], rows_per_batch: int
-) -> list[np.ndarray]:
-    """The indices of each batch's examples, ascending; none if too few rows would stay behind.
+    lengths: np.ndarray, packing: PackingOptions, rows_per_batch: int
+) -> list[Group]:
+    """The examples of each batch; none if too few rows would stay behind.
 
     ``lengths`` int64 [N] are of the examples in the buffer, in the order of the stream. The batches
     hold a third of the examples or more, so an example is packed some three times.
 
-    >>> from torch_collate_kit.packing import pack
-    >>> groups = fullest_groups(np.array([4, 2, 6, 3]), lambda n: pack(n, 6), 1)
-    >>> [group.tolist() for group in groups]  # and 6 and 3 wait
+    >>> groups = fullest_groups(np.array([4, 2, 6, 3]), PackingOptions(6), 1)
+    >>> [group.indices.tolist() for group in groups]  # and 6 and 3 wait
     [[0, 1]]
     """
-    packed = plan(lengths)
+    packed = fill_rows(lengths, packing)
     if packed.num_rows < 2 * rows_per_batch:
         return []
     # Of rows that are full to the same percent those go first whose longest example is oldest. By
@@ -125,53 +150,51 @@ def fullest_groups(
     num_rows = -(-num_rows // rows_per_batch) * rows_per_batch
     if num_rows + rows_per_batch > packed.num_rows:  # next time they might not fill a batch
         return []
-    return _grouped(packed, order[:num_rows], rows_per_batch)
+    return _grouped(packed, order[:num_rows], packing, rows_per_batch)
 
 
 def groups_to_pack(
     lengths: np.ndarray,
-    plan: Callable[[np.ndarray], PackingPlan],
+    packing: PackingOptions,
     rows_per_batch: int,
     *,
     ended: bool,
-) -> list[np.ndarray]:
-    """The indices of each batch's examples, ascending; together they are ``range(num_packed)``.
+) -> list[Group]:
+    """The examples of each batch; together they are ``range(num_packed)``.
 
     ``lengths`` int64 [N] are of the examples in the buffer, ``ended`` says that no more will come.
 
-    >>> from torch_collate_kit.packing import pack
-    >>> groups = groups_to_pack(np.array([4, 2, 6, 3]), lambda n: pack(n, 6), 1, ended=False)
-    >>> [group.tolist() for group in groups]
+    >>> groups = groups_to_pack(np.array([4, 2, 6, 3]), PackingOptions(6), 1, ended=False)
+    >>> [group.indices.tolist() for group in groups]
     [[0, 1], [2]]
     """
-    packed = plan(lengths if ended else lengths[: _num_ready(lengths, plan, rows_per_batch)])
-    return _grouped(packed, np.arange(packed.num_rows), rows_per_batch)
+    num_packed = len(lengths) if ended else _num_ready(lengths, packing, rows_per_batch)
+    packed = fill_rows(lengths[:num_packed], packing)
+    return _grouped(packed, np.arange(packed.num_rows), packing, rows_per_batch)
 
 
-def _grouped(packed: PackingPlan, chosen: np.ndarray, rows_per_batch: int) -> list[np.ndarray]:
-    """The examples of the rows ``chosen``, ``rows_per_batch`` rows a group.
-
-    Best fit, first fit and sequential packing put the examples of some of their rows (sequential:
-    of neighbours) into as many rows again, so a collator makes ``rows_per_batch`` rows of a group.
-    """
-    all_rows = np.split(packed.example_indices, packed.row_offsets[1:-1])
-    rows = [all_rows[row] for row in chosen.tolist()]
+def _grouped(
+    packed: PackingPlan, chosen: np.ndarray, packing: PackingOptions, rows_per_batch: int
+) -> list[Group]:
+    """The examples of the rows ``chosen``, ``rows_per_batch`` rows a group."""
     # A row begins with its longest example. Rows as they were opened would come longest first, and
     # rows by their oldest example those with many short ones first.
-    rows.sort(key=lambda row: row[0] if len(row) else 0)
-    firsts = range(0, len(rows), rows_per_batch)
-    groups = [np.concatenate(rows[i : i + rows_per_batch]) for i in firsts]
-    groups[0] = np.append(groups[0], packed.dropped)  # the collator counts them
-    return [np.sort(group) for group in groups]
+    if len(packed.lengths):
+        chosen = chosen[np.argsort(packed.example_indices[packed.row_offsets[chosen]])]
+    dropped = packed.dropped  # they are counted in the first batch
+    groups = []
+    for i in range(0, len(chosen), rows_per_batch):
+        rows = chosen[i : i + rows_per_batch]
+        groups.append(Group(*rows_alone(packed, rows, dropped, packing)))
+        dropped = dropped[:0]
+    return groups
 
 
-def _num_ready(
-    lengths: np.ndarray, plan: Callable[[np.ndarray], PackingPlan], rows_per_batch: int
-) -> int:
+def _num_ready(lengths: np.ndarray, packing: PackingOptions, rows_per_batch: int) -> int:
     """The most examples that fill whole batches and a row less than all do; all, if none do."""
 
     def num_rows(num_examples: int) -> int:
-        packed = plan(lengths[:num_examples])
+        packed = fill_rows(lengths[:num_examples], packing)
         return packed.num_rows - packed.num_dummy_rows
 
     most_rows = (num_rows(len(lengths)) - 1) // rows_per_batch * rows_per_batch

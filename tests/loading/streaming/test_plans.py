@@ -1,0 +1,156 @@
+"""A stream hands its plan on: what the collator makes of pieces, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.loading.streaming.streaming_oracle import EXAMPLES, SETTINGS, SOURCES, datasets
+from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
+from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading import PackedIterableDataset, TokenizedDataset
+from torch_collate_kit.loading.streaming.shards import _has_exact_state
+from torch_collate_kit.packing import PlannedExamples, pack
+from torch_collate_kit.testing import batch_digest
+
+FIELDS = {
+    "kind": PerToken(torch.int8),
+    "score": PerResponseToken(torch.float32),
+    "domain": PerExample(torch.int64),
+}
+
+
+def examples() -> list[dict[str, Any]]:
+    found = []
+    for i, n in enumerate([5, 31, 2, 12, 44, 7]):
+        a = min(n, 3 + 4 * i)
+        found.append(
+            {
+                "input_ids": [100 * i + j for j in range(n)],
+                "loss_mask": [j % 2 for j in range(a)],
+                "num_actions": a,
+                "kind": [j % 7 for j in range(n)],
+                "score": [i + j / 8 for j in range(a)],
+                "domain": i,
+            }
+        )
+    return found
+
+
+SOURCES_OF = {
+    "lists": examples,
+    "arrays": lambda: [
+        {k: np.array(v) if isinstance(v, list) else v for k, v in e.items()} for e in examples()
+    ],
+    "columns": lambda: TokenizedDataset(examples(), columns=list(examples()[0])),
+    "map-style": lambda: datasets.Dataset.from_list(examples()),
+}
+
+
+@pytest.mark.parametrize("name", list(SOURCES_OF))
+def test_declared_fields_are_cut_with_their_example(name: str) -> None:
+    settings: dict[str, Any] = {"max_tokens": 12, "overflow": "split", "fields": FIELDS}
+    stream = PackedIterableDataset(
+        SOURCES_OF[name](), tokenizer=0, buffer_size=100, rows_per_batch=50, **settings
+    )
+    (batch,) = stream
+    expected = PackedCollator(0, **settings)(examples())
+    for field in ("input_ids", "loss_mask", *FIELDS):
+        found, wanted = batch[field], expected[field]
+        if not isinstance(found, torch.Tensor):
+            found, wanted = found.flat_values, wanted.flat_values
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(wanted)), field
+    starts = "example_starts"
+    assert batch.row_metadata[starts].tolist() == expected.row_metadata[starts].tolist()
+
+
+def test_a_piece_of_a_long_row_copies_no_more_than_itself() -> None:
+    source = TokenizedDataset([{"input_ids": np.arange(1, 4001)}])
+    stream = PackedIterableDataset(
+        source, tokenizer=0, max_tokens=16, buffer_size=4, overflow="split"
+    )
+    whole = source[0]["input_ids"]
+    reader_rows: list[Any] = []
+    collate = stream.collator.__call__
+
+    class Spy(PackedCollator[Any]):
+        def __call__(self, planned: Any) -> Any:
+            reader_rows.extend(planned.examples)
+            return collate(planned)
+
+    stream.collator.__class__ = Spy
+    assert len(list(stream)) == 250
+    assert len(reader_rows) == 250
+    assert all(np.shares_memory(row["input_ids"], whole) for row in reader_rows)
+
+
+def test_an_example_that_shrank_since_it_was_planned_is_refused() -> None:
+    plan = pack([3, 5], 8)
+    message = (
+        "example 1 has 4 tokens, the plan reads 5 of it; an example must stay as it was when it "
+        "was planned"
+    )
+    collate = PackedCollator(0, max_tokens=8)
+    with pytest.raises(DataError, match=f"^{message}$"):
+        collate(PlannedExamples(plan, [{"input_ids": [1] * 3}, {"input_ids": [1] * 4}]))
+    whole = [{"input_ids": [1] * 3}, {"input_ids": [2] * 5}]
+    assert batch_digest(collate(PlannedExamples(plan, whole))) == batch_digest(collate(whole))
+
+
+def test_a_plan_of_other_options_is_refused() -> None:
+    plan = pack([3, 5], 8)
+    with pytest.raises(ValueError, match=r"^the batch was planned for .*'max_tokens': 8.* has .*9"):
+        PackedCollator(0, max_tokens=9)(PlannedExamples(plan, EXAMPLES[:2]))
+
+
+def test_an_error_names_the_token_in_its_example_not_in_its_piece() -> None:
+    wrong = [{"input_ids": [1] * 30 + [-5]}]
+    stream = PackedIterableDataset(wrong, overflow="split", **SETTINGS)
+    with pytest.raises(DataError, match=r"^example 0 of the stream: input_ids is -5 at token 30;"):
+        list(stream)
+
+
+def test_a_rollout_in_a_stream_is_refused() -> None:
+    rollout = {"prompt_ids": [1], "response_ids": [2], "rewards": 1.0, "loss_mask": [1]}
+    stream = PackedIterableDataset([rollout], **SETTINGS)
+    with pytest.raises(DataError, match="no input_ids in example 0 of the stream, got keys"):
+        list(stream)
+
+
+def renamed(node: Any, name: str) -> None:
+    node.__class__ = type(name, (type(node),), {})
+
+
+@pytest.mark.parametrize("name", ["shards", "mapped", "shuffled"])
+def test_what_a_newer_datasets_calls_otherwise_is_skipped_not_restored(name: str) -> None:
+    def make() -> Any:
+        stream = SOURCES[name]()
+        renamed(stream._ex_iterable, "SomethingNew")
+        return stream
+
+    assert _has_exact_state(SOURCES[name]()) == (name != "shuffled")
+    assert not _has_exact_state(make())
+    settings = SETTINGS | {"buffer_size": 2}
+    dataset = PackedIterableDataset(make(), **settings)
+    batches: Iterator[Any] = iter(dataset)
+    for _ in range(12):
+        next(batches)
+    state = json.loads(json.dumps(dataset.state_dict()))
+    assert state["num_read"] > 0
+    assert state["source"] is None
+    resumed = PackedIterableDataset(make(), **settings)
+    resumed.load_state_dict(state)
+    assert list(map(batch_digest, resumed)) == list(map(batch_digest, batches))
+
+
+def test_a_step_whose_base_cannot_be_seen_is_not_trusted() -> None:
+    stream = SOURCES["mapped"]()
+    node = stream._ex_iterable.ex_iterable
+    vars(node)["upstream"] = vars(node).pop("ex_iterable")
+    assert not _has_exact_state(stream)

@@ -1,0 +1,119 @@
+"""PackingOptions: one object behind pack, collator, sampler and stream; keywords say the same."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from typing import Any
+
+import pytest
+
+from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.loading import PackedBatchSampler, PackedIterableDataset
+from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
+from torch_collate_kit.testing import batch_digest
+
+LENGTHS = [5, 30, 9, 2, 14, 8, 8, 1, 22, 3]
+EXAMPLES = [{"input_ids": list(range(1, n + 1))} for n in LENGTHS]
+KEYWORDS: dict[str, Any] = {
+    "max_tokens": 23,
+    "strategy": "balanced",
+    "parallel": ParallelLayout(dp=2, tp=4),
+    "overflow": "split",
+    "max_sequences_per_row": 3,
+    "balance": "tokens",
+}
+PACKING = PackingOptions(**KEYWORDS)
+
+
+def digests(make: Any, **keywords: Any) -> list[str]:
+    return [batch_digest(batch) for batch in make(**keywords)]
+
+
+def collated(**keywords: Any) -> list[Any]:
+    return [PackedCollator(0, **keywords)(EXAMPLES)]
+
+
+def sampled(**keywords: Any) -> list[Any]:
+    sampler = PackedBatchSampler(LENGTHS, batch_size=5, rank=1, **keywords)
+    return [*sampler, sampler.state_dict()]
+
+
+def streamed(**keywords: Any) -> list[Any]:
+    stream = PackedIterableDataset(
+        EXAMPLES, tokenizer=0, buffer_size=6, rows_per_batch=2, **keywords
+    )
+    return [*stream, stream.state_dict()]
+
+
+def planned(**keywords: Any) -> list[Any]:
+    return [pack(LENGTHS, **keywords)]
+
+
+@pytest.mark.parametrize("make", [collated, sampled, streamed, planned])
+def test_one_object_is_the_same_as_its_keywords(make: Any) -> None:
+    expected = digests(make, **KEYWORDS)
+    assert digests(make, packing=PACKING) == expected
+    for name, other in [
+        ("max_tokens", 27),
+        ("overflow", "truncate"),
+        ("parallel", ParallelLayout(dp=2)),
+    ]:
+        assert digests(make, **KEYWORDS | {name: other}) != expected
+
+
+@pytest.mark.parametrize("make", [collated, sampled, streamed, planned])
+def test_the_packing_is_said_once(make: Any) -> None:
+    message = (
+        "packing= and max_tokens, strategy both say how to pack; pass one of them, such as "
+        "packing=dataclasses.replace(packing, ...)"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        make(packing=PACKING, max_tokens=23, strategy="balanced")
+    message = "max_tokens must be an int, got None of type NoneType; pass max_tokens=4096, or"
+    with pytest.raises(TypeError, match=f"^{message}"):
+        make(strategy="balanced")
+    with pytest.raises(TypeError, match=r"^packing must be a PackingOptions, got 23$"):
+        make(packing=23)
+    with pytest.raises(TypeError, match="strategi"):
+        make(max_tokens=23, strategi="balanced")
+
+
+@pytest.mark.parametrize("given", [{"packing": PACKING}, {"max_tokens": 8, "parallel": 0}])
+def test_align_beside_a_layout_is_refused(given: dict[str, Any]) -> None:
+    message = "align and rows_multiple_of are those of the parallel layout; pass either them or p"
+    with pytest.raises(TypeError, match=f"^{message}"):
+        pack(LENGTHS, align=4, **given)
+    with pytest.raises(TypeError, match=f"^{message}"):
+        pack(LENGTHS, rows_multiple_of=2, **given)
+
+
+def test_pack_of_a_layout_is_that_of_its_align_and_dp() -> None:
+    of_numbers = pack(LENGTHS, 32, align=4, rows_multiple_of=2)
+    of_layout = pack(LENGTHS, 32, parallel=ParallelLayout(dp=2, tp=4))
+    assert batch_digest(of_numbers) == batch_digest(of_layout)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"strategy": "best"}, ValueError, "strategy must be one of 'best_fit_decreasing', 'first"),
+        ({"balance": "cost"}, ValueError, "balance must be one of 'attention', 'tokens', None"),
+        ({"overflow": None}, ValueError, "overflow must be one of 'raise', 'truncate', 'drop'"),
+        ({"max_tokens": 3}, ValueError, "max_tokens must be at least align=4, got 3: not one al"),
+        ({"max_tokens": 8.0}, TypeError, "max_tokens must be an int, got 8.0 of type float"),
+        ({"max_sequences_per_row": 0}, ValueError, "max_sequences_per_row must be at least 1"),
+        ({"parallel": 2}, TypeError, "parallel must be a ParallelLayout, got 2; ParallelLayout("),
+    ],
+)
+def test_wrong_options_are_refused_when_they_are_made(
+    keywords: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        PackingOptions(**KEYWORDS | keywords)
+
+
+def test_options_are_values() -> None:
+    assert PACKING == PackingOptions(**KEYWORDS) == pickle.loads(pickle.dumps(PACKING))
+    assert {PACKING: 1}[PackingOptions(**KEYWORDS)] == 1
+    assert PACKING.capacity == 20

@@ -1,0 +1,62 @@
+"""Rows of a plan as a batch of their own: what packing their examples again would give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_collate_kit.packing import PackingOptions, ParallelLayout
+from torch_collate_kit.packing.options import STRATEGIES
+from torch_collate_kit.packing.planner import fill_rows, plan_of, rows_alone
+from torch_collate_kit.testing import batch_digest
+
+
+@given(data=st.data())
+def test_is_the_plan_of_the_examples_alone(data: Any) -> None:
+    draw = data.draw
+    packing = PackingOptions(
+        draw(st.integers(4, 40)),
+        strategy=draw(st.sampled_from(STRATEGIES)),
+        parallel=ParallelLayout(dp=draw(st.integers(1, 3)), tp=draw(st.sampled_from([1, 1, 2, 4]))),
+        overflow=draw(st.sampled_from(["truncate", "drop"])),
+        max_sequences_per_row=draw(st.sampled_from([None, 1, 2, 3])),
+        balance=draw(st.sampled_from(["attention", "tokens", None])),
+    )
+    lengths = np.array(draw(st.lists(st.integers(1, 48), min_size=1, max_size=60)))
+    filled = fill_rows(lengths, packing)
+    rows = np.arange(filled.num_rows)
+    if packing.strategy == "sequential":  # neighbours
+        first = draw(st.integers(0, len(rows) - 1))
+        rows = rows[first : draw(st.integers(first + 1, len(rows)))]
+    else:
+        rows = rows[np.array(draw(st.permutations(rows.tolist())))]
+        rows = rows[: draw(st.integers(1, len(rows)))]
+    dropped = filled.dropped[: draw(st.integers(0, len(filled.dropped)))]
+
+    examples, plan = rows_alone(filled, rows, dropped, packing)
+
+    members = [i for row in rows.tolist() for i in filled.bins[row]]
+    assert examples.tolist() == sorted([*members, *dropped.tolist()])
+    again = plan_of(lengths[examples], packing)
+    for name in ("example_indices", "starts", "lengths", "row_offsets", "dropped", "cut"):
+        assert getattr(plan, name).tolist() == getattr(again, name).tolist(), name
+    assert (plan.max_tokens, plan.align, plan.num_ranks, plan.width) == (
+        again.max_tokens,
+        again.align,
+        again.num_ranks,
+        again.width,
+    )
+
+
+def test_all_rows_alone_are_the_plan() -> None:
+    packing = PackingOptions(12, parallel=ParallelLayout(dp=2), overflow="truncate")
+    lengths = np.array([5, 20, 3, 9, 1, 13])
+    filled = fill_rows(lengths, packing)
+    _, plan = rows_alone(filled, np.arange(filled.num_rows), filled.dropped, packing)
+    for name in ("example_indices", "starts", "lengths", "row_offsets", "dropped", "cut"):
+        assert batch_digest(getattr(plan, name)) == batch_digest(
+            getattr(plan_of(lengths, packing), name)
+        )

@@ -1,0 +1,140 @@
+"""How to pack: the one object behind ``pack``, collator, sampler and stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch_collate_kit._checks import checked_choice, checked_int, checked_optional_int
+from torch_collate_kit.packing.layout import ParallelLayout
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict
+
+    class PackingKeywords(TypedDict, total=False):
+        """The fields of PackingOptions but ``max_tokens``, as keywords."""
+
+        strategy: str
+        parallel: ParallelLayout | None
+        overflow: str
+        max_sequences_per_row: int | None
+        balance: str | None
+
+
+__all__ = ["STRATEGIES", "PackingOptions", "capacity_of", "packing_options"]
+
+STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential")
+_OVERFLOWS = ("raise", "truncate", "drop", "split")
+_BALANCES = ("attention", "tokens", None)
+
+
+@dataclass(frozen=True)
+class PackingOptions:
+    """How examples are packed into rows, checked once; immutable and hashable.
+
+    ``PackedCollator``, ``PackedBatchSampler`` and ``PackedIterableDataset`` take it as ``packing=``
+    or its fields as keywords; ``pack`` takes either, too.
+
+    Raises:
+        TypeError: a number that is not an int, a ``parallel`` that is not a ParallelLayout.
+        ValueError: an unknown choice, a number below its least value.
+
+    >>> packing = PackingOptions(max_tokens=100, parallel=ParallelLayout(dp=2, tp=8))
+    >>> packing.capacity, packing.strategy
+    (96, 'best_fit_decreasing')
+    """
+
+    max_tokens: int
+    """Cells a row may have, alignment gaps included."""
+    strategy: str = "best_fit_decreasing"
+    """How rows are filled, see ``pack``."""
+    parallel: ParallelLayout = field(default_factory=ParallelLayout)
+    """The rows are a multiple of its ``dp``; sub-sequences are aligned to its ``align``."""
+    overflow: str = "raise"
+    """What becomes of an example longer than a row: "raise", "truncate", "drop" or "split"."""
+    max_sequences_per_row: int | None = None
+    """The most pieces a row may hold; None for no limit."""
+    balance: str | None = "attention"
+    """What is made even over ranks: "attention" cost, "tokens", or None (round robin)."""
+
+    def __post_init__(self) -> None:
+        checked_choice("strategy", self.strategy, STRATEGIES)
+        checked_choice("balance", self.balance, _BALANCES)
+        checked_choice("overflow", self.overflow, _OVERFLOWS)
+        if not isinstance(self.parallel, ParallelLayout):
+            raise TypeError(
+                f"parallel must be a ParallelLayout, got {self.parallel!r}; ParallelLayout(dp=2)"
+            )
+        max_tokens = checked_int("max_tokens", self.max_tokens)
+        if max_tokens < self.parallel.align:
+            raise ValueError(
+                f"max_tokens must be at least align={self.parallel.align}, got {max_tokens}: not "
+                "one aligned token fits in a row; raise max_tokens or lower align"
+            )
+        limit = checked_optional_int(
+            "max_sequences_per_row", self.max_sequences_per_row, hint="None means no limit"
+        )
+        object.__setattr__(self, "max_tokens", max_tokens)
+        object.__setattr__(self, "max_sequences_per_row", limit)
+
+    @property
+    def capacity(self) -> int:
+        """Cells of a row that aligned pieces can fill: the longest piece."""
+        return capacity_of(self.max_tokens, self.parallel.align)
+
+    def as_state(self) -> dict[str, Any]:
+        """What a state must share with the object it is loaded into: JSON.
+
+        >>> PackingOptions(8).as_state()["dp"]
+        1
+        """
+        return {
+            "max_tokens": self.max_tokens,
+            "strategy": self.strategy,
+            "align": self.parallel.align,
+            "dp": self.parallel.dp,
+            "overflow": self.overflow,
+            "max_sequences_per_row": self.max_sequences_per_row,
+            "balance": self.balance,
+        }
+
+
+def packing_options(
+    packing: PackingOptions | None, max_tokens: int | None, keywords: PackingKeywords
+) -> PackingOptions:
+    """``packing``, or options of ``max_tokens`` and the keywords.
+
+    Raises:
+        TypeError: both, neither, or a ``packing`` of another type.
+
+    >>> packing_options(None, 8, {"parallel": None}).capacity
+    8
+    """
+    given: dict[str, Any] = {**keywords}
+    if packing is None:
+        if max_tokens is None:
+            raise TypeError(
+                "max_tokens must be an int, got None of type NoneType; pass max_tokens=4096, or "
+                "packing=PackingOptions(4096)"
+            )
+        if "parallel" in given and given["parallel"] is None:
+            del given["parallel"]
+        return PackingOptions(max_tokens, **given)
+    if not isinstance(packing, PackingOptions):
+        raise TypeError(f"packing must be a PackingOptions, got {packing!r}")
+    if given or max_tokens is not None:
+        names = [*([] if max_tokens is None else ["max_tokens"]), *given]
+        raise TypeError(
+            f"packing= and {', '.join(names)} both say how to pack; pass one of them, such as "
+            "packing=dataclasses.replace(packing, ...)"
+        )
+    return packing
+
+
+def capacity_of(max_tokens: int, align: int) -> int:
+    """Cells of a row that pieces rounded up to ``align`` can fill.
+
+    >>> capacity_of(100, 8)
+    96
+    """
+    return max_tokens // align * align
