@@ -80,6 +80,15 @@ def test_a_batch_in_one_buffer_moves_with_one_copy(collated: Batch) -> None:
     assert moved["labels"].shape == collated["labels"].shape
 
 
+def test_a_batch_that_was_moved_does_not_keep_the_memory_that_it_came_from(packed: Batch) -> None:
+    sent = pickle.loads(pickle.dumps(packed))
+    buffer = sent._storage.buffer[0].numpy()
+    for part in (sent, sent[1:]):
+        moved = part.to("meta")
+        for counts in moved._storage.columns.placement.segments.values():
+            assert not np.shares_memory(counts.values, buffer)
+
+
 def test_a_slice_and_loose_tensors_are_gathered_and_then_move_with_one_copy(packed: Batch) -> None:
     for batch in (packed[1:], loose()):
         with _Copies() as copies:

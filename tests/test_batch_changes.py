@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.batch_samples import KINDS
+from tests.strategies import FUZZ
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.fields import PerExample, PerResponseToken
 from torch_collate_kit.ragged import Ragged
@@ -89,7 +90,7 @@ def change(field: Any, wanted: Any, number: int) -> None:
             tensor.view(len(tensor), -1)[number % len(tensor), ::2] += number
 
 
-@settings(max_examples=150)
+@settings(FUZZ, max_examples=150)
 @given(data=st.data(), kind=st.sampled_from(list(KINDS)), inference=st.booleans())
 def test_random_changes_and_operations(data: Any, kind: str, inference: bool) -> None:
     batch, model = KINDS[kind](), model_of(KINDS[kind]())
