@@ -88,14 +88,14 @@ def level(
 
 
 def _by_pieces(rows: Rows, sizes: _Ints) -> _Ints:
-    """The rows, the emptiest first, then those with the most pieces: int64 [R]."""
+    """Row numbers: the emptiest row, then the others by descending number of pieces: int64 [R]."""
     by_pieces = np.argsort(-rows.counts(), kind="stable")
     emptiest = rows.totals(sizes)[by_pieces].argmin()
     return np.concatenate([by_pieces[[emptiest]], np.delete(by_pieces, emptiest)])
 
 
 def _is_evener(bins: _Ints, weights: _Ints, before: _Ints) -> bool:
-    """Whether the rows of the pieces, ``bins``, differ less in weight than they did ``before``."""
+    """Whether the rows ``bins`` of the pieces differ less in weight than the rows ``before``."""
     dealt = np.bincount(bins, weights=weights, minlength=len(before))
     return bool(np.ptp(dealt) < np.ptp(before))
 

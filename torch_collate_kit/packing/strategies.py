@@ -40,12 +40,12 @@ class Rows(NamedTuple):
         return cls(order[stable_argsort(row_of, num_rows)], offsets)
 
     def labels(self) -> _Ints:
-        """The row of every entry of ``order``: int64 [S]."""
+        """The row of each entry of ``order``: int64 [S]."""
         return np.repeat(np.arange(len(self.offsets) - 1), self.counts())
 
     def counts(self) -> _Ints:
-        """The pieces of each row: int64 [R]."""
-        return self.offsets[1:] - self.offsets[:-1]  # np.diff takes ten times as long to begin
+        """The number of pieces in each row: int64 [R]."""
+        return self.offsets[1:] - self.offsets[:-1]  # ten times less overhead than np.diff
 
     def take(self, row_indices: _Ints) -> Rows:
         """The rows ``row_indices``, in that order. A copy."""
@@ -99,17 +99,19 @@ def best_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) -> 
 def _fill_best(
     distinct: list[int], counts: list[int], capacity: int, max_pieces: int | None
 ) -> tuple[_Ints, _Ints, _Ints, int]:
-    """The fills in turn, and the number of rows.
+    """The fills in order, and the number of rows.
 
-    A fill is a run of rows, numbered as they are opened, that take ``each`` pieces of one size:
-    first row, number of rows, each. The rows of a run are equally full until another fill splits
-    it. A run is one integer, ``first * unit + number``; run 0 is the rows that are not yet opened.
+    A fill is a run of consecutive rows, each of which takes ``each`` pieces of one size: first row,
+    number of rows, each. Rows are numbered as they are opened. The rows of a run are equally full
+    until another fill splits it. A run is stored as one integer, ``first * unit + number``; run 0
+    holds the rows that are not open yet.
 
-    All runs with room are one sorted list of integers, ``(key + 1) * unit - 1 - run``: ``key`` is
-    the free space, or where pieces are limited ``space * stride + free slots``. So they are in
-    best-fit order, of equally full ones the last run first. One flat loop over integers: calls
-    would double its time, most of the time of planning a batch is spent here, and a tuple or list
-    per run sets off the garbage collector, which takes 80 ms in a process with torch.
+    The runs with room are one sorted list of integers, ``(key + 1) * unit - 1 - run``. ``key`` is
+    the free space or, with a limit on pieces per row, ``space * stride + free slots``. So they are
+    in best-fit order, and of equally full runs the last one comes first. It is one flat loop over
+    integers, because most of the time for a plan is spent here: function calls would double it,
+    and a tuple or list per run would trigger the garbage collector, which takes 80 ms in a process
+    with torch.
     """
     stride, closes = (1, 0) if max_pieces is None else (max_pieces + 1, 1)
     unit = sum(counts) + 2  # more than there can be runs
@@ -130,7 +132,7 @@ def _fill_best(
                 each = place // room
                 if closes:
                     each = min(each, place // unit % stride)
-                if count < each:  # one row takes the rest, and has room for more
+                if count < each:  # one row takes the rest and still has room
                     each = count
                 else:
                     used = min(count // each, rows % unit)
@@ -145,9 +147,9 @@ def _fill_best(
             filled.append(rows)
             eachs.append(each)
             count -= used * each
-            if not closes or place // unit % stride:  # without a free slot a row is closed
+            if not closes or place // unit % stride:  # a row without a free slot is closed
                 insort(open_runs, place)
-                at += 1  # it is too full by now, or count is 0
+                at += 1  # it is too full for this size, or count is 0
     firsts, num_taken = np.divmod(_int_array(filled), unit)
     return firsts, num_taken, _int_array(eachs), runs[0] // unit
 
@@ -220,7 +222,7 @@ def _histogram(sizes: _Ints, capacity: int) -> tuple[_Ints, list[int], list[int]
 
 
 def _expand(firsts: _Ints, num_rows: _Ints, each: _Ints) -> npt.NDArray[np.integer]:
-    """The row of every piece, in the order in which they were placed: int [S]."""
+    """The row of each piece, in the order in which they were placed: int [S]."""
     ends = np.cumsum(num_rows)
     rows = np.repeat(firsts - ends + num_rows, num_rows) + np.arange(ends[-1])
     return np.repeat(rows.astype(np.uint32), np.repeat(each, num_rows))
