@@ -26,6 +26,7 @@ from torch_collate_kit import (
     PerToken,
     Ragged,
     RolloutCollator,
+    StateError,
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int64, torch.bool)
@@ -206,6 +207,34 @@ def test_through_a_loader_and_a_stream(num_workers: int) -> None:
     assert batch["mine"].tolist() == [[1, 2, 3, 4, 5]]
     stream = PackedIterableDataset(SFT, tokenizer=0, max_tokens=8, fields=fields)
     assert next(iter(stream))["mine"].tolist() == [[1, 2, 3, 4, 5]]
+
+
+def test_the_state_of_a_stream_says_which_fields_it_has() -> None:
+    def stream(fields: dict[str, Any]) -> PackedIterableDataset:
+        return PackedIterableDataset(SFT, tokenizer=0, max_tokens=8, fields=fields)
+
+    state = stream({"mine": PerToken(torch.int16)}).state_dict()
+    stream({"mine": PerToken(torch.int16)}).load_state_dict(state)
+    for other in ({}, {"mine": PerToken(torch.int8)}, {"mine": PerToken(torch.int16, pad=1)}):
+        with pytest.raises(StateError, match="the state is of fields='mine: PerToken"):
+            stream(other).load_state_dict(state)
+
+
+@pytest.mark.parametrize("overflow", ["split", "truncate"])
+def test_a_stream_cuts_them_with_the_example(overflow: str) -> None:
+    rows = [{"input_ids": list(range(1, 12)), "loss_mask": [1] * 11, "mine": list(range(11))}]
+    fields = {"mine": PerToken(torch.int16, pad=-1)}
+    options = {"max_tokens": 4, "overflow": overflow, "fields": fields}
+    found = sorted(
+        row
+        for batch in PackedIterableDataset(rows, tokenizer=0, **options)
+        for row in batch["mine"].tolist()
+    )
+    whole = sorted(PackedCollator(0, **options)(rows)["mine"].tolist())
+    assert [[n for n in row if n >= 0] for row in found] == [
+        [n for n in row if n >= 0] for row in whole
+    ]
+    assert len(found) == (3 if overflow == "split" else 1)
 
 
 def test_a_rank_without_examples_has_them_too() -> None:

@@ -216,6 +216,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             "normalize_loss": collator.normalize_loss,
             "model_inputs": collator.model_inputs,
             "train_all": collator.train_all,
+            "fields": ", ".join(f"{name}: {spec}" for name, spec in collator.fields.items()),
             "rank": rank,
             "world_size": world_size,
             "num_workers": 0 if worker is None else worker.num_workers,
