@@ -235,3 +235,13 @@ def test_a_rollout_has_the_same_least_weight():
     assert message.startswith("example 0: loss_mask[1] is 1e-40, which float32 loses")
     batch = RolloutCollator(0)([rollout | {"loss_mask": [1, 1], "rewards": [0, 1e-40]}])
     assert batch.metadata["num_loss_tokens"] == 2  # a reward may be as small as it likes
+
+
+@pytest.mark.parametrize("largest", [2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1])
+@pytest.mark.parametrize("collate", [PaddedCollator(0), PackedCollator(0, max_tokens=8)])
+def test_ids_at_the_ends_of_int32_and_int64_stay_what_they_are(collate, largest):
+    columns = {"input_ids": Ragged.from_rows([[1, largest, 3], [largest, 5]])}
+    examples = [{"input_ids": row} for row in columns["input_ids"]]
+    for given in (columns, examples):
+        ids = collate(given)["input_ids"].flatten().tolist()
+        assert sorted(i for i in ids if i) == sorted([1, largest, 3, largest, 5])
