@@ -63,7 +63,7 @@ def measured(runs: Runs, rounds: int) -> dict[str, Times]:
 def delivery(make: Callable[[], Any]) -> Callable[[], float]:
     """A run of batches through one worker: the median of the seconds from one to the next."""
     loader = DataLoader(
-        range(_WARM_UP + _DELIVERED),  # type: ignore[arg-type]
+        range(_WARM_UP + _DELIVERED),
         collate_fn=lambda _: make(),
         num_workers=1,
         persistent_workers=True,
