@@ -3,7 +3,7 @@
 The stream is cut into windows of some eight buffers. Poor rows wait within a window, and all of it
 is given out at its end, so the state is the place where the window began and the number of batches
 given out since: no token, no list of what waits. The price: a resumed pass reads up to a window
-again, and an example is packed some four times (5-30 us).
+again, and an example is packed some three times (5-30 us).
 """
 
 from __future__ import annotations
