@@ -288,7 +288,7 @@ def reading(report: Report, folder: Path, rounds: int) -> None:
                 numpy_rows(i), max_tokens=8192, fill=first_fit
             ),
         }
-        times = measured({k: drawn(f) for k, f in whole.items()}, rounds, "kept")
+        times = measured({k: drawn(f) for k, f in whole.items()}, rounds)
         report.times("from Arrow to a packed batch", times)
         rows = rows_of(times, "TokenizedDataset, PackedCollator", {})
         report.table("From Arrow to a packed batch", HEADER, rows, "ms; the same batches.")

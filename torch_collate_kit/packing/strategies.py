@@ -1,13 +1,13 @@
 """The row-filling algorithms: sizes in, rows out.
 
-All of them take ``sizes``, int64 [S], the aligned lengths of at least one piece, each in
-1..capacity, and return ``Rows``. Best fit and first fit place all pieces of one size together, so
-their cost depends on the number of distinct sizes more than on the number of pieces.
+All of them take ``sizes``, int64 [S], the aligned piece lengths, each in 1..capacity, and return
+``Rows``. Best fit and first fit treat all pieces of one size together, so what they cost depends on
+the number of distinct sizes more than on the number of pieces. There is at least one piece.
 """
 
 from __future__ import annotations
 
-from bisect import bisect, insort
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -35,17 +35,17 @@ class Rows(NamedTuple):
 
     @classmethod
     def from_labels(cls, order: _Ints, row_of: npt.NDArray[np.integer], num_rows: int) -> Rows:
-        """Group by row: piece ``order[i]`` goes to row ``row_of[i]``. Order within rows is kept."""
+        """Group by row: piece ``order[i]`` goes to row ``row_of[i]``; order is kept in a row."""
         offsets = running_sum(np.bincount(row_of, minlength=num_rows))
         return cls(order[stable_argsort(row_of, num_rows)], offsets)
 
     def labels(self) -> _Ints:
-        """The row of each entry of ``order``: int64 [S]."""
+        """The row of every entry of ``order``: int64 [S]."""
         return np.repeat(np.arange(len(self.offsets) - 1), self.counts())
 
     def counts(self) -> _Ints:
-        """The number of pieces in each row: int64 [R]."""
-        return self.offsets[1:] - self.offsets[:-1]  # ten times less overhead than np.diff
+        """The pieces of each row: int64 [R]."""
+        return self.offsets[1:] - self.offsets[:-1]  # np.diff takes ten times as long to begin
 
     def take(self, row_indices: _Ints) -> Rows:
         """The rows ``row_indices``, in that order. A copy."""
@@ -55,7 +55,7 @@ class Rows(NamedTuple):
         return Rows(self.order[np.arange(offsets[-1]) + shift], offsets)
 
     def totals(self, values: _Ints) -> _Ints:
-        """The sum of ``values`` (int64 [S], by piece number) in each row: int64 [R]."""
+        """Sum of ``values`` (int64 [S], by piece number) over each row: int64 [R]."""
         sums = running_sum(values[self.order])[self.offsets]
         return sums[1:] - sums[:-1]
 
@@ -63,8 +63,8 @@ class Rows(NamedTuple):
 def stable_argsort(keys: npt.NDArray[np.integer], num_keys: int) -> _Ints:
     """Stable argsort of integers in ``range(num_keys)``: int64, the shape of ``keys``.
 
-    NumPy uses a radix sort for 16-bit integers and a comparison sort for wider ones. Two 16-bit
-    passes over 32-bit keys are several times faster than one comparison sort.
+    NumPy sorts 16-bit integers by radix, wider ones by comparison: two 16-bit passes over 32-bit
+    keys are several times faster than one pass of the comparison sort.
     """
     if num_keys <= 1 << 16:
         return np.argsort(keys.astype(np.uint16), kind="stable")
@@ -78,14 +78,14 @@ def stable_argsort(keys: npt.NDArray[np.integer], num_keys: int) -> _Ints:
 def best_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) -> Rows:
     """Longest piece first, each into the fullest row that still has room for it.
 
-    Source: D. S. Johnson, "Near-optimal bin packing algorithms" (1973): at most 11/9 of the optimal
-    number of rows + 6/9. Packing by length histogram: Krell et al., "Efficient sequence packing
-    without cross-contamination" (2021).
+    Source: D. S. Johnson, "Near-optimal bin packing algorithms" (1973): at most 11/9 of the best
+    possible number of rows + 6/9. Packing by length histogram: Krell et al., "Efficient sequence
+    packing without cross-contamination" (2021).
 
-    The result is exactly that of placing the pieces one by one. A row that has just taken a piece
-    is the fullest row with room, so it also takes the next piece of the same size, until it has no
-    room for another. So each row takes ``space // size`` pieces of a size at once. With
-    ``max_pieces``, the row with the fewest free slots comes first among equally full rows.
+    The result is exactly that of placing the pieces one by one. A row that takes a piece of some
+    size is then the fullest one with room, so it takes the next piece of that size as well, until
+    too little is free: rows with equal free space each take ``space // size`` at once. With
+    ``max_pieces``, of equally full rows the one with the fewest free slots comes first.
 
     >>> rows = best_fit_decreasing(np.array([4, 6, 3, 7]), 10, None)
     >>> rows.order.tolist(), rows.offsets.tolist()
@@ -99,40 +99,43 @@ def best_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) -> 
 def _fill_best(
     distinct: list[int], counts: list[int], capacity: int, max_pieces: int | None
 ) -> tuple[_Ints, _Ints, _Ints, int]:
-    """The fills in order, and the number of rows.
+    """The fills in turn, and the number of rows.
 
-    A fill is a run of consecutive rows, each of which takes ``each`` pieces of one size: first row,
-    number of rows, each. Rows are numbered as they are opened. The rows of a run are equally full
-    until another fill splits it. A run is stored as one integer, ``first * unit + number``; run 0
-    holds the rows that are not open yet.
+    A fill is a run of rows, numbered as they are opened, that take ``each`` pieces of one size:
+    first row, number of rows, each. The rows of a run are equally full until another fill splits
+    it. It is one integer, ``first * unit + number``; run 1 is the rows that are not yet opened.
 
-    The runs with room are one sorted list of integers, ``(key + 1) * unit - 1 - run``. ``key`` is
-    the free space or, with a limit on pieces per row, ``space * stride + free slots``. So they are
-    in best-fit order, and of equally full runs the last one comes first. It is one flat loop over
-    integers, because most of the time for a plan is spent here: function calls would double it,
-    and a tuple or list per run would trigger the garbage collector, which takes 80 ms in a process
-    with torch.
+    A run's place in best-fit order is one integer, ``run - (key + 1) * unit``: ``key`` is its free
+    space, or where pieces are limited ``space * stride + free slots``, and of equally full runs the
+    last one comes first. Runs with room for the size at hand are a stack, best fit on top. What a
+    fill leaves is below all of them and too full for that size, so it waits in a heap until sizes
+    have come down to it. One flat loop over integers: calls would double its time, most of the time
+    of planning a batch is spent here, and a tuple or list per run sets off the garbage collector,
+    which takes 80 ms in a process with torch.
     """
     stride, closes = (1, 0) if max_pieces is None else (max_pieces + 1, 1)
     unit = sum(counts) + 2  # more than there can be runs
-    runs = [unit - 2]
-    open_runs = [(capacity * stride + (max_pieces or 0) + 1) * unit - 1]
+    runs = [0, unit - 2]
+    with_room = [1 - (capacity * stride + (max_pieces or 0) + 1) * unit]
+    waiting: list[int] = []
     filled: list[int] = []
     eachs: list[int] = []
     size_unit, slot_unit = stride * unit, closes * unit
+    shortest = distinct[-1] * size_unit
     for size, count in zip(distinct, counts, strict=True):
         room = size * size_unit
-        at = bisect(open_runs, room)
+        while waiting and waiting[0] < -room:
+            with_room.append(heappop(waiting))
         while count:
-            place = open_runs[at]
-            run = ~place % unit
+            place = with_room[-1]
+            run = place % unit
             rows = runs[run]
             each = used = 1
             if count > 1:
-                each = place // room
+                each = -place // room
                 if closes:
-                    each = min(each, place // unit % stride)
-                if count < each:  # one row takes the rest and still has room
+                    each = min(each, -place // unit % stride)
+                if count < each:  # one row takes the rest, and has room for more
                     each = count
                 else:
                     used = min(count // each, rows % unit)
@@ -141,32 +144,32 @@ def _fill_best(
                 runs[run] = rows + used * unit - used
                 rows -= unused
             else:
-                del open_runs[at]
-            place += run - len(runs) - each * (room + slot_unit)
+                del with_room[-1]
+            place += len(runs) - run + each * (room + slot_unit)
             runs.append(rows)
             filled.append(rows)
             eachs.append(each)
             count -= used * each
-            if not closes or place // unit % stride:  # a row without a free slot is closed
-                insort(open_runs, place)
-                at += 1  # it is too full for this size, or count is 0
+            # A row closes without room for the shortest piece, or without a free slot.
+            if place < -shortest and (not closes or -place // unit % stride):
+                heappush(waiting, place)
     firsts, num_taken = np.divmod(_int_array(filled), unit)
-    return firsts, num_taken, _int_array(eachs), runs[0] // unit
+    return firsts, num_taken, _int_array(eachs), runs[1] // unit
 
 
 def first_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) -> Rows:
     """Longest piece first, each into the earliest opened row that has room for it.
 
     Source: D. S. Johnson (1973), as for ``best_fit_decreasing``, with the same bound. A binary tree
-    over the rows, whose nodes store the largest free space below them, finds the earliest row with
-    room in log2(rows) steps. That row takes as many pieces of the same size as fit.
+    over the rows, each node the most free space below it, finds the earliest row with room in
+    log2(rows) steps; the row takes as many pieces of the same size as fit.
 
     >>> rows = first_fit_decreasing(np.array([4, 6, 3, 7]), 10, None)
     >>> rows.order.tolist(), rows.offsets.tolist()
     ([3, 2, 1, 0], [0, 2, 4])
     """
     order, distinct, counts = _histogram(sizes, capacity)
-    # Any two rows with free slots together hold more than the capacity; the others hold max_pieces.
+    # Any two rows with free slots hold more than one capacity together; the others hold max_pieces.
     most_rows = 2 * int(sizes.sum()) // capacity + 2 + len(sizes) // (max_pieces or len(sizes))
     num_leaves = 1 << (most_rows - 1).bit_length()
     space = [capacity] * (2 * num_leaves)
@@ -196,7 +199,7 @@ def first_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) ->
 
 
 def sequential(sizes: _Ints, capacity: int, max_pieces: int | None) -> Rows:
-    """Next fit: pieces in the given order, a new row whenever the next piece does not fit.
+    """Next fit: pieces in the order given, a new row whenever the next one does not fit.
 
     >>> sequential(np.array([4, 6, 3, 7, 1]), 10, None).offsets.tolist()
     [0, 2, 4, 5]
@@ -213,7 +216,7 @@ def sequential(sizes: _Ints, capacity: int, max_pieces: int | None) -> Rows:
 
 
 def _histogram(sizes: _Ints, capacity: int) -> tuple[_Ints, list[int], list[int]]:
-    """Piece numbers from longest to shortest, ties by number; the distinct sizes; their counts."""
+    """Piece numbers by size, longest first, ties by number; the distinct sizes; their counts."""
     order = stable_argsort(capacity - sizes, capacity)
     ordered = sizes[order]
     starts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
@@ -222,7 +225,7 @@ def _histogram(sizes: _Ints, capacity: int) -> tuple[_Ints, list[int], list[int]
 
 
 def _expand(firsts: _Ints, num_rows: _Ints, each: _Ints) -> npt.NDArray[np.integer]:
-    """The row of each piece, in the order in which they were placed: int [S]."""
+    """The row of every piece, in the order in which they were placed: int [S]."""
     ends = np.cumsum(num_rows)
     rows = np.repeat(firsts - ends + num_rows, num_rows) + np.arange(ends[-1])
     return np.repeat(rows.astype(np.uint32), np.repeat(each, num_rows))
