@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch import Batch, PerExample, PerResponseToken, PerToken
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
@@ -89,6 +89,24 @@ def rollouts(*, images: bool = False) -> list[dict[str, Any]]:
     return found
 
 
+DECLARED = {
+    "type": PerToken(torch.int8, pad=3),
+    "reference": PerResponseToken(torch.bfloat16),
+    "domain": PerExample(torch.int64),
+}
+
+
+def declared_examples() -> list[dict[str, Any]]:
+    """The examples with a mask of their last tokens, and an entry of every declared kind."""
+    found = []
+    for i, example in enumerate(examples()):
+        length = len(example["input_ids"])
+        own = {"type": [i % 3] * length, "reference": [0.5 * i] * (length - 1), "domain": i}
+        mask = {"loss_mask": [1] * (length - 1), "num_actions": length - 1}
+        found.append({**example, **mask, **own})
+    return found
+
+
 KINDS: dict[str, Any] = {  # a batch of every kind that collators make
     "left": lambda: PaddedCollator(9)(masked_examples()),
     "right": lambda: PaddedCollator(9, padding_side="right")(masked_examples("completion_mask")),
@@ -100,6 +118,10 @@ KINDS: dict[str, Any] = {  # a batch of every kind that collators make
     ),
     "rollouts": lambda: RolloutCollator(9)(rollouts(images=True)),
     "packed rollouts": lambda: PackedCollator(9, max_tokens=9)(rollouts()),
+    "declared": lambda: PaddedCollator(9, fields=DECLARED)(declared_examples()),
+    "packed declared": lambda: PackedCollator(9, max_tokens=16, fields=DECLARED)(
+        declared_examples()
+    ),
 }
 
 

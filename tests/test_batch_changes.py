@@ -60,14 +60,21 @@ def joined(first: Model, second: Model) -> Model:
 
 
 PADS: dict[str, Any] = {"labels": -100, "router_padding_mask": True}
-EMPTY = ("loss_mask", "response_mask", "rewards", "advantages", "rollout_logprobs")
+EMPTY = (
+    "loss_mask",
+    "response_mask",
+    "rewards",
+    "advantages",
+    "rollout_logprobs",
+    "reference",
+)
 
 
 def padded(model: Model, multiple_of: int) -> Model:
     count = len(model["input_ids"])
     model = rows_of(model, [*range(count), *([0] * (-count % multiple_of))])
     for name, of in model.items():
-        if name == "sub_seq_lengths":
+        if name in ("sub_seq_lengths", "domain"):
             of[count:] = [row[:0] for row in of[count:]]
         elif name in PADS or name in EMPTY:
             of[count:] = PADS.get(name, 0)
