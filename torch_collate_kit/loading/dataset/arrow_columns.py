@@ -190,7 +190,7 @@ class NumberColumn(_Column):
 def _joined(
     values: list[Any], chunks: np.ndarray, starts: np.ndarray, stops: np.ndarray, dtype: Any
 ) -> np.ndarray:
-    """The spans, one behind the other: memoryviews take half the time of ndarrays.
+    """The spans, one after the other: memoryviews take half the time of ndarrays.
 
     A few at a time, for the garbage collector counts them: with 700 alive it starts, and in a
     process with many objects it then takes longer than all the copying.

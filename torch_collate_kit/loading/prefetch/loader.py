@@ -37,7 +37,7 @@ class PrefetchLoader:
 
     The loader has one position. ``for batch in loader`` yields the rest of the epoch it stands in
     (all of it, at an epoch's beginning), ``steps(n)`` the next n batches, across epochs. A loop
-    that is broken off leaves the position behind the last batch received, and the next loop goes on
+    that is broken off leaves the position after the last batch received, and the next loop goes on
     from there; ``set_epoch`` moves it. The last batch of an epoch is trained with nothing in
     flight, so no batch is ever built in the order, or from the data, of another epoch. At most one
     loop is live: a newer one, ``set_epoch`` and ``load_state_dict`` end it.
@@ -48,7 +48,7 @@ class PrefetchLoader:
     the parent's workers. It is not a DataLoader, so ``accelerator.prepare`` returns it as it is,
     and ``accelerator.register_for_checkpointing`` saves it.
 
-    ``state_dict()`` is small JSON: the position behind the batches that the consumer has received,
+    ``state_dict()`` is small JSON: the position after the batches that the consumer has received,
     whatever is in flight, as the sampler (or the StatefulDataLoader) saves it, with a version and
     ``max_tokens`` of the collator.
 
@@ -209,7 +209,7 @@ class PrefetchLoader:
         self._loop = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the batches received so far."""
+        """The position after the batches received so far."""
         run, loader = self._run, self._loader
         at = loader.state_at(run.epoch, run.step, run.mark) if run else loader.state_dict()
         return {"version": 1, "max_tokens": self._max_tokens, **at}

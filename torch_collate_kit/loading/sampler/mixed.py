@@ -155,7 +155,7 @@ class MixedSampler(EpochSampler):
         return cursor
 
     def _keep_mark(self, cursor: Cursor, step: int) -> None:
-        """Remembers the way so far, now and then: states are asked for behind the iterator."""
+        """Remembers the way so far, now and then: states lie before where the iterator is."""
         if step % max(1, _PICKS_PER_MARK // self._num_global) == 0:
             self._insert(cursor.mark(step))
 

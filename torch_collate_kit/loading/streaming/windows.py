@@ -55,7 +55,7 @@ class Windows:
     """Iterates once: the entries of a batch, and with a window's last one where the next begins.
 
     At most ``buffer_size`` entries are held. A window reads at most ``num_buffers`` times as many,
-    and one buffer more where whole batches did not reach behind the entries that were held back.
+    and one buffer more where whole batches did not reach past the entries that were held back.
     ``read`` gives so many of the next entries.
     """
 
