@@ -42,12 +42,10 @@ def pad_columns(columns: Columns, added: int) -> Columns:
     untrained = {"loss_weights": 0, "labels": IGNORE_INDEX}
 
     def padded(name: str, column: Any) -> Any:
-        if name in untrained and columns.count_of(name) == "lengths":
-            return _filled(take(column, order), last, untrained[name])
-        is_repeated = name == "input_ids" or isinstance(
-            columns.specs.get(name), PerToken | PerImage
-        )
-        return take(column, order) if is_repeated else with_empty_rows(column, added)
+        if not isinstance(columns.specs[name], PerToken | PerImage):
+            return with_empty_rows(column, added)
+        repeated = take(column, order)
+        return _filled(repeated, last, untrained[name]) if name in untrained else repeated
 
     def placed(name: str, counts: Any) -> Any:
         repeated = take(counts, order)

@@ -12,10 +12,26 @@ from torch import Tensor
 
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["Slot", "carve", "gather"]
+__all__ = ["Slot", "carve", "fresh_bytes", "gather"]
 
 _ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
+_HUGE_PAGE = 1 << 21
+_LARGE = 1 << 18
 Key = TypeVar("Key", bound=Hashable)
+
+
+def fresh_bytes(size: int) -> np.ndarray:
+    """uint8 [size], not filled, that begins where a page of 2 MB may.
+
+    NumPy asks for such pages, for arrays of 4 MB and more. To touch fresh memory in pages of 4 KB
+    takes up to ten times as long as to fill it. What is allocated beside the array is never
+    touched, so it takes addresses and no memory.
+    """
+    if size < _LARGE:
+        return np.empty(size, dtype=np.uint8)
+    array = np.empty(size + 2 * _HUGE_PAGE, dtype=np.uint8)
+    first = -array.ctypes.data % _HUGE_PAGE
+    return array[first : first + size]
 
 
 class Slot(NamedTuple):

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from torch_collate_kit.batch.fields import IGNORE_INDEX, FieldSpec
 from torch_collate_kit.batch.placement import Placement
@@ -21,10 +20,10 @@ __all__ = ["Columns"]
 class Columns:
     """The columns of a batch on their device, and where their entries lie.
 
-    ``values`` maps a name to its column: a Ragged, or a tensor with one entry per row. ``specs``
-    has those that are fields by themselves; ``loss_weights`` (or ``labels``, where labels were
-    given) is what the loss fields follow from. ``segments`` is the placement once more, as Ragged
-    tensors on the device, beside ``num_segments`` int32 [R].
+    ``values`` maps a name to its column, a Ragged, ``specs`` to what it has one entry of.
+    ``loss_weights`` (or ``labels``, where labels were given) is what the loss fields follow from.
+    ``segments`` is the placement once more, as Ragged tensors on the device, beside
+    ``num_segments`` int32 [R].
     """
 
     values: dict[str, Any]
@@ -37,14 +36,6 @@ class Columns:
     @property
     def num_rows(self) -> int:
         return len(self.segments["num_segments"])
-
-    def count_of(self, column: str) -> str | None:
-        """Which of the placement's counts says how many entries a segment has in a column."""
-        if column == "loss_weights" and "response_mask" in self.names:
-            return "responses"
-        if column in ("input_ids", "labels", "loss_weights"):
-            return "lengths"
-        return self.specs[column].count
 
     def change(self, rows: Callable[[Any], Any]) -> Columns:
         """The same with other rows: ``rows`` takes a Ragged or a tensor with one entry per row."""
@@ -95,10 +86,10 @@ class Columns:
 
         Two batches with equal dense fields have equal ones, whatever dtypes they are stored in.
         """
-        full = {"input_ids": torch.int64, "labels": torch.int64, "loss_weights": torch.float32}
-        full |= {name: spec.dtype for name, spec in self.specs.items()}
         columns = {
-            name: Ragged(column.flat_values.to(full[name]), column.offsets - column.offsets[0])
+            name: Ragged(
+                column.flat_values.to(self.specs[name].dtype), column.offsets - column.offsets[0]
+            )
             for name, column in self.values.items()
         }
         placement = self.placement

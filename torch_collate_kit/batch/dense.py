@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_collate_kit.batch.buffer import fresh_bytes
 from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.fields import (
     IGNORE_INDEX,
@@ -56,91 +57,94 @@ class _Maker:
         self.width, self.num_columns = placement.width, placement.response_length
         self.num_rows, self.pad_token_id = columns.num_rows, placement.pad_token_id
         self.is_packed = placement.is_packed
+        self.device = columns.segments["num_segments"].device
 
     def flat(self, column: str) -> Tensor:
         values: Tensor = self._columns.values[column].flat_values
         return values
 
-    def has(self, column: str) -> bool:
-        return column in self._columns.values
-
-    def count_of(self, column: str) -> str:
-        count = self._columns.count_of(column)
-        assert count is not None
-        return count
+    def per_segment(self, count: str) -> Tensor:
+        """int32 [Q], as the placement has it."""
+        counts: Tensor = self._columns.segments[count].flat_values
+        return counts
 
     def row_of_segment(self) -> Tensor:
         """int64 [Q]."""
-        num_segments: Any = self._columns.segments["num_segments"]
-        rows = torch.arange(self.num_rows, device=num_segments.device)
+        rows = torch.arange(self.num_rows, device=self.device)
         total = len(self._columns.placement.segments["starts"].flat_values)
+        num_segments = self._columns.segments["num_segments"]
         return torch.repeat_interleave(rows, num_segments, output_size=total)
 
     def starts(self) -> Tensor:
         """int64 [Q], the first cell of each segment, counted over all rows."""
-        starts = self._columns.segments["starts"].flat_values
-        return starts + self.row_of_segment() * self.width
-
-    def spans(self, count: str) -> tuple[Tensor, Tensor]:
-        """int64 [Q]: where the counted tokens of each segment begin, and how many they are."""
-        segments: Any = self._columns.segments
-        number, starts = segments[count].flat_values, self.starts()
-        if count == "responses":
-            starts = starts + segments["lengths"].flat_values - number
-        return starts, number
+        if "starts" not in self._made:
+            first = self.row_of_segment() * self.width
+            self._made["starts"] = self.per_segment("starts") + first
+        return self._made["starts"]
 
     def cells(self, count: str) -> Tensor:
         """int64, the cell over all rows of every counted token."""
-        key = f"cells of {count}"
-        if key not in self._made:
-            starts, number = self.spans(count)
-            total = int(self._columns.placement.segments[count].flat_values.sum())
-            before = torch.cumsum(number, 0) - number
-            self._made[key] = _counted_up(starts - before, before, total)
-        return self._made[key]
+        return self._cells_of(count, lambda starts: starts)
 
     def response_cells(self) -> Tensor:
         """int64, the cell of every response token in ``[R, A]``."""
-        key = "response cells"
+        hidden = self.width - self.num_columns
+        return self._cells_of(
+            "responses", lambda starts: starts - (self.row_of_segment() + 1) * hidden, "in [R, A]"
+        )
+
+    def _cells_of(
+        self, count: str, moved: Callable[[Tensor], Tensor], where: str = "in [R, W]"
+    ) -> Tensor:
+        key = f"{count} {where}"
         if key not in self._made:
-            hidden = self.width - self.num_columns
-            number: Any = self._columns.segments["responses"].flat_values
-            shift = (self.row_of_segment() + 1) * hidden
-            cells = self.cells("responses")
-            per_token = torch.repeat_interleave(shift, number, output_size=len(cells))
-            self._made[key] = cells - per_token
+            number, starts = self.per_segment(count), self.starts()
+            if count == "responses":
+                starts = starts + self.per_segment("lengths") - number
+            total = int(self._columns.placement.segments[count].flat_values.sum())
+            before = torch.cumsum(number, 0) - number
+            self._made[key] = _counted_up(moved(starts) - before, before, total)
         return self._made[key]
 
-    def in_cells(self, values: Tensor, count: str, pad: Any) -> Tensor:
-        """Values per counted token as ``[R, W]``; a new tensor of their dtype."""
-        dense = _full(self.num_rows * self.width, pad, like=values)
-        return dense.scatter_(0, self.cells(count), values).view(self.num_rows, self.width)
+    def in_cells(self, values: Tensor | int, count: str, pad: Any, dtype: torch.dtype) -> Tensor:
+        """Values per counted token, or one for all of them, as ``[R, W]``; a new tensor."""
+        dense = _full(self.num_rows * self.width, pad, dtype, self.device)
+        return _put(dense, self.cells(count), values).view(self.num_rows, self.width)
 
-    def in_response(self, values: Tensor, count: str, pad: Any) -> Tensor:
-        """Values per counted token as ``[R, A]``, right-aligned; those further left are lost."""
-        if count == "responses":
-            dense = _full(self.num_rows * self.num_columns, pad, like=values)
-            dense = dense.scatter_(0, self.response_cells(), values)
-            return dense.view(self.num_rows, self.num_columns)
-        return self.in_cells(values, count, pad)[:, self.width - self.num_columns :].contiguous()
-
-    def weights(self) -> tuple[Tensor, str]:
-        """The loss weights, of any dtype, and what has one."""
-        if self.has("labels"):
-            return self.flat("labels") != IGNORE_INDEX, "lengths"
-        return self.flat("loss_weights"), self.count_of("loss_weights")
+    def in_response(self, values: Tensor | int, pad: Any, dtype: torch.dtype) -> Tensor:
+        """Values per response token, or one for all of them, as ``[R, A]``; a new tensor."""
+        dense = _full(self.num_rows * self.num_columns, pad, dtype, self.device)
+        return _put(dense, self.response_cells(), values).view(self.num_rows, self.num_columns)
 
 
-def _full(size: int, value: Any, *, like: Tensor) -> Tensor:
-    """A new flat tensor.
+def _empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A new flat tensor, not filled."""
+    if device.type != "cpu" or not size:
+        return torch.empty(size, dtype=dtype, device=device)
+    return torch.from_numpy(fresh_bytes(size * dtype.itemsize)).view(dtype)
 
-    In host memory NumPy allocates it, since that asks for pages of 2 MB: touching fresh memory in
-    pages of 4 KB takes up to eight times as long as filling it.
-    """
-    if like.device.type != "cpu" or not size:
-        return like.new_full((size,), value)
-    fresh = torch.from_numpy(np.empty(size * like.dtype.itemsize, dtype=np.uint8))
-    return fresh.view(like.dtype).fill_(value)
+
+def _full(size: int, value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A new flat tensor. In host memory zeros take no time until they are read or written."""
+    if device.type == "cpu" and value == 0 and size:
+        return torch.from_numpy(np.zeros(size * dtype.itemsize, dtype=np.uint8)).view(dtype)
+    return _empty(size, dtype, device).fill_(value)
+
+
+def _put(dense: Tensor, cells: Tensor, values: Tensor | int) -> Tensor:
+    if isinstance(values, int):  # scatter_ takes four times as long with a number
+        values = dense.new_full((1,), values).expand(len(cells))
+    return dense.scatter_(0, cells, values)
+
+
+def _copied(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """A new tensor with the same values in another dtype."""
+    fresh = _empty(values.numel(), dtype, values.device)
+    return fresh.view(values.shape).copy_(values)
+
+
+def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values if values.dtype == dtype else _copied(values, dtype)
 
 
 def _counted_up(shifts: Tensor, starts: Tensor, size: int) -> Tensor:
@@ -148,7 +152,8 @@ def _counted_up(shifts: Tensor, starts: Tensor, size: int) -> Tensor:
 
     ``starts`` do not fall. A running sum needs no other array of that size.
     """
-    steps = _full(size + 1, 1, like=shifts)  # segments without tokens may begin after the last one
+    # one more, for segments without tokens may begin after the last one
+    steps = _full(size + 1, 1, shifts.dtype, shifts.device)
     steps[:1] = 0
     steps.scatter_add_(0, starts, torch.diff(shifts, prepend=shifts.new_zeros(1)))
     return torch.cumsum(steps, 0, out=steps)[:size]
@@ -159,11 +164,11 @@ def _own(name: str, spec: FieldSpec, maker: _Maker, columns: Columns) -> Field:
     if isinstance(spec, PerExample | PerImage):
         column: Any = columns.values[name]
         return Ragged(column.flat_values.to(spec.dtype), column.offsets - column.offsets[0])
-    values = maker.flat(name).to(spec.dtype)
+    values = _as(maker.flat(name), spec.dtype)
     if isinstance(spec, PerToken):
-        return maker.in_cells(values, "lengths", spec.pad)
+        return maker.in_cells(values, "lengths", spec.pad, spec.dtype)
     if isinstance(spec, PerResponseToken):
-        return maker.in_response(values, "responses", spec.pad)
+        return maker.in_response(values, spec.pad, spec.dtype)
     top_k = values.shape[-1]
     shape = (maker.num_rows * maker.width, *values.shape[1:])
     experts = torch.arange(top_k, dtype=spec.dtype, device=values.device)
@@ -171,56 +176,55 @@ def _own(name: str, spec: FieldSpec, maker: _Maker, columns: Columns) -> Field:
     return dense.view(maker.num_rows, maker.width, *values.shape[1:])
 
 
-def _input_ids(maker: _Maker, *_: Any) -> Tensor:
-    return maker.in_cells(maker.flat("input_ids").long(), "lengths", maker.pad_token_id)
-
-
 def _attention_mask(maker: _Maker, *_: Any) -> Field:
-    starts, lengths = maker.spans("lengths")
-    size = maker.num_rows * maker.width
-    changes = _full(size + 1, 0, like=starts)  # 1 where tokens begin, -1 where they end
-    ones = torch.ones_like(starts)
-    changes.scatter_add_(0, starts, ones).scatter_add_(0, starts + lengths, -ones)
-    return torch.cumsum(changes, 0, out=changes)[:size].view(maker.num_rows, maker.width)
+    return maker.in_cells(1, "lengths", 0, torch.int64)
 
 
-def _position_ids(maker: _Maker, columns: Columns, _: Any) -> Field:
+def _position_ids(maker: _Maker, *_: Any) -> Field:
     if maker.is_packed:  # segments cover their rows
         starts, size = maker.starts(), maker.num_rows * maker.width
         return _counted_up(-starts, starts, size).view(maker.num_rows, maker.width)
-    lengths: Any = columns.segments["lengths"].flat_values
+    lengths = maker.per_segment("lengths")
     before = torch.cumsum(lengths, 0) - lengths
     positions = _counted_up(-before, before, len(maker.cells("lengths")))
-    return maker.in_cells(positions, "lengths", 0)
+    return maker.in_cells(positions, "lengths", 0, torch.int64)
 
 
 def _labels(maker: _Maker, columns: Columns, _: Any) -> Field:
-    if maker.has("labels"):
-        return maker.in_cells(maker.flat("labels").long(), "lengths", IGNORE_INDEX)
-    weights, count = maker.weights()
-    ids = maker.flat("input_ids").long()
-    if count != "lengths":
-        ids = _input_ids(maker).view(-1).gather(0, maker.cells(count))
-    return maker.in_cells(torch.where(weights != 0, ids, IGNORE_INDEX), count, IGNORE_INDEX)
+    weights, count = maker.flat("loss_weights"), columns.specs["loss_weights"].count
+    trained = weights if weights.dtype == torch.bool else weights != 0
+    ids = maker.flat("input_ids")
+    if count == "responses":
+        dense = maker.in_cells(_as(ids, torch.int64), "lengths", 0, torch.int64)
+        ids = dense.view(-1).gather(0, maker.cells("responses"))
+    labels = _empty(len(ids), torch.int64, ids.device)
+    # torch.where(trained, ids, IGNORE_INDEX) takes three times as long on the CPU
+    torch.sub(ids, IGNORE_INDEX, out=labels).mul_(trained).add_(IGNORE_INDEX)
+    return maker.in_cells(labels, str(count), IGNORE_INDEX, torch.int64)
 
 
 def _loss_mask(maker: _Maker, columns: Columns, metadata: Mapping[str, Any]) -> Field:
-    weights, count = maker.weights()
-    mask = maker.in_response(weights.float(), count, 0)
+    if "labels" in columns.values:
+        weights, count = maker.flat("labels") != IGNORE_INDEX, "lengths"
+    else:
+        weights = maker.flat("loss_weights")
+        count = str(columns.specs["loss_weights"].count)
+    if count == "responses":
+        mask = maker.in_response(_as(weights, torch.float32), 0, torch.float32)
+    else:
+        dense = maker.in_cells(weights, "lengths", 0, weights.dtype)
+        mask = _copied(dense[:, maker.width - maker.num_columns :], torch.float32)
     divisor = metadata.get("loss_mask_divisor", 1)
     # by a tensor: CUDA multiplies by the reciprocal of a number, which is off by a bit
     return mask if divisor == 1 else mask.div_(mask.new_full((), divisor))
 
 
 def _response_mask(maker: _Maker, *_: Any) -> Field:
-    cells = maker.response_cells()
-    return maker.in_response(torch.ones_like(cells), "responses", 0)
+    return maker.in_response(1, 0, torch.int64)
 
 
 def _router_padding_mask(maker: _Maker, *_: Any) -> Field:
-    cells = maker.cells("routed")
-    values = torch.zeros_like(cells, dtype=torch.bool)
-    return maker.in_cells(values, "routed", True)
+    return maker.in_cells(False, "routed", True, torch.bool)
 
 
 def _sub_seq_lengths(maker: _Maker, columns: Columns, _: Any) -> Field:
@@ -243,7 +247,6 @@ def _cu_seq_lens(maker: _Maker, columns: Columns, _: Any) -> Field:
 
 
 _DERIVED: dict[str, Callable[[_Maker, Columns, Mapping[str, Any]], Field]] = {
-    "input_ids": _input_ids,
     "position_ids": _position_ids,
     "attention_mask": _attention_mask,
     "labels": _labels,

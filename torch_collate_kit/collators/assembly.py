@@ -1,4 +1,4 @@
-"""From what was read and planned to a Batch: the last step of every collator."""
+"""What every collator begins and ends with: the pad id, and a Batch of what was read and placed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch import IGNORE_INDEX, Batch
 from torch_collate_kit.batch.columns import Columns
-from torch_collate_kit.batch.fields import OWN_FIELDS
+from torch_collate_kit.batch.fields import FieldSpec, PerResponseToken, PerToken
 from torch_collate_kit.batch.placement import Pieces, Placement
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.declared import DeclaredFields
-from torch_collate_kit.reading.numbers import Placed
+from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
 
-__all__ = ["NOTHING_LOST", "assemble", "counts_of"]
+__all__ = ["NOTHING_LOST", "assemble", "pad_token_id_of"]
 
 NOTHING_LOST: dict[str, Any] = {  # metadata of a layout that has a row for every example
     "num_dummy_rows": 0,
@@ -28,53 +27,69 @@ NOTHING_LOST: dict[str, Any] = {  # metadata of a layout that has a row for ever
 }
 
 
-def counts_of(pieces: Pieces, placed: Placed) -> dict[str, np.ndarray]:
-    """What a placement counts in each piece."""
-    counts = {"lengths": pieces.lengths, "responses": placed.num_actions}
-    return counts if placed.routed is None else counts | {"routed": placed.routed}
+def pad_token_id_of(tokenizer: Any) -> int:
+    """The pad id of an int, a tokenizer, or anything with ``pad_token_id``."""
+    if isinstance(tokenizer, int | np.integer) and not isinstance(tokenizer, bool):
+        pad_token_id = int(tokenizer)
+    elif not hasattr(tokenizer, "pad_token_id"):
+        raise TypeError(
+            "tokenizer must be an int pad id or have .pad_token_id, got "
+            f"{type(tokenizer).__name__}; pass the tokenizer, or tokenizer.pad_token_id"
+        )
+    elif tokenizer.pad_token_id is None:
+        raise ValueError(
+            "the tokenizer has no pad token (pad_token_id is None); set one, for instance "
+            "tokenizer.pad_token = tokenizer.eos_token, or pass the pad id as an int"
+        )
+    elif not isinstance(tokenizer.pad_token_id, int | np.integer):
+        raise TypeError(f"pad_token_id must be an int, got {tokenizer.pad_token_id!r}")
+    else:
+        pad_token_id = int(tokenizer.pad_token_id)
+    if pad_token_id < 0:
+        raise ValueError(f"pad_token_id must be 0 or more, got {pad_token_id}; embeddings index it")
+    return pad_token_id
 
 
 def assemble(
+    examples: ExampleColumns,
     pieces: Pieces,
-    placed: Placed,
+    placed: PlacedColumns,
     placement: Placement,
     names: tuple[str, ...],
     *,
     normalize_loss: bool,
     row_metadata: Mapping[str, Any],
     metadata: Mapping[str, Any],
-    fields: DeclaredFields | None = None,
     num_loss_tokens_elsewhere: int = 0,
 ) -> Batch:
-    """The Batch of pieces that are placed. ``names`` are its fields, ``fields`` the declared ones.
+    """The Batch of pieces of the examples that are placed. ``names`` are its fields.
 
     ``num_loss_tokens_elsewhere``: of rows that other ranks collate. Metadata given goes last.
     """
-    known = {**OWN_FIELDS, **(fields or {})}
-    specs = {name: spec for name, spec in known.items() if name in placed.columns}
+    weights = PerToken if examples.num_actions is None else PerResponseToken
+    specs: dict[str, FieldSpec] = {
+        "input_ids": PerToken(torch.int64, placement.pad_token_id),
+        "labels": PerToken(torch.int64, IGNORE_INDEX),
+        "loss_weights": weights(torch.float32),
+        **examples.specs,
+    }
+    columns = {
+        name: Ragged(torch.as_tensor(values), _row_offsets(placed.lengths[name], pieces))
+        for name, values in placed.columns.items()
+    }
     segments: dict[str, Any] = {
         name: Ragged(torch.from_numpy(of.values), of.offsets)
         for name, of in placement.segments.items()
     }
     segments["num_segments"] = torch.from_numpy(placement.row_counts)
-    columns = Columns({}, specs, names, placement, segments)
-    offsets: dict[str | None, np.ndarray] = {}
-    for name, values in placed.columns.items():
-        count = columns.count_of(name)
-        if count is None:
-            row_offsets = placed.offsets.get(name, np.arange(len(pieces.lengths) + 1))
-            row_offsets = row_offsets[pieces.row_offsets]
-        else:
-            row_offsets = offsets.setdefault(count, placement.offsets(count))
-        columns.values[name] = Ragged(torch.as_tensor(values), row_offsets)
     num_loss_tokens = placed.num_loss_tokens + num_loss_tokens_elsewhere
     per_piece = {
         "example_indices": pieces.examples,
         "example_starts": pieces.starts,
-        "num_actions": placed.num_actions,
+        "num_actions": placed.counts["responses"],
     }
     return Batch.of_storage(
-        Storage(columns, {}),
+        Storage(Columns(columns, {k: specs[k] for k in columns}, names, placement, segments), {}),
         {
             **{key: Ragged(values, pieces.row_offsets) for key, values in per_piece.items()},
             **row_metadata,
@@ -87,3 +102,8 @@ def assemble(
             **metadata,
         },
     )
+
+
+def _row_offsets(lengths: np.ndarray, pieces: Pieces) -> np.ndarray:
+    """int64 [R + 1], where the entries of each row begin, from those that each piece has."""
+    return np.append(0, np.cumsum(lengths))[pieces.row_offsets]

@@ -11,16 +11,17 @@ import numpy as np
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.placement import Pieces, Placement, longest_segments, packed
-from torch_collate_kit.collators.assembly import assemble, counts_of
+from torch_collate_kit.collators.assembly import assemble, pad_token_id_of
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions, PackingPlan, PlannedExamples, RankPlan
 from torch_collate_kit.packing.options import packing_options
 from torch_collate_kit.packing.planner import plan_of
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.declared import DeclaredFields, checked_fields
+from torch_collate_kit.reading.examples import ExampleColumns
+from torch_collate_kit.reading.fields import DeclaredFields, checked_fields
 from torch_collate_kit.reading.raw import KNOWN, Examples
-from torch_collate_kit.reading.rollouts import ROLLOUT_KEYS, Rollouts, are_rollouts, read_rollouts
-from torch_collate_kit.reading.sft import SftExamples, no_examples, pad_token_id_of, read_columns
+from torch_collate_kit.reading.rollouts import ROLLOUT_KEYS, are_rollouts, read_rollouts
+from torch_collate_kit.reading.sft import read_columns
 
 __all__ = ["PackedCollator"]
 
@@ -187,7 +188,6 @@ class PackedCollator(Generic[B]):
             else:
                 batch = self._collate_whole(planned, examples.examples)
         else:
-            columns: SftExamples | Rollouts
             if are_rollouts(examples):
                 columns = read_rollouts(examples, self.fields)
                 self._check_rollouts(columns)
@@ -201,7 +201,7 @@ class PackedCollator(Generic[B]):
         _refuse_weights(batch)
         return cast(B, batch.model_inputs())
 
-    def _read(self, examples: Examples) -> SftExamples:
+    def _read(self, examples: Examples) -> ExampleColumns:
         columns = read_columns(examples, train_all=self.train_all, fields=self.fields)
         if self.model_inputs and columns.target is None and not self.train_all:
             raise DataError(
@@ -223,7 +223,7 @@ class PackedCollator(Generic[B]):
                 "dataset.num_loss_tokens to PackedBatchSampler, or normalize_loss=False here and "
                 "the sum over the ranks to token_loss"
             )
-        columns = self._read(examples) if part.indices else no_examples(self.fields)
+        columns = self._read(examples) if part.indices else ExampleColumns.of_none(self.fields)
         _check_lengths(part, columns.lengths)
         elsewhere = (part.num_loss_tokens or 0) - (part.own_num_loss_tokens or 0)
         batch = self._rows(plan, part.rows, part.positions, columns, part.num_examples, elsewhere)
@@ -267,7 +267,7 @@ class PackedCollator(Generic[B]):
         plan: PackingPlan,
         rows: range,
         positions: np.ndarray,
-        columns: SftExamples | Rollouts,
+        columns: ExampleColumns,
         num_examples: int,
         num_loss_tokens_elsewhere: int = 0,
     ) -> Batch:
@@ -278,29 +278,26 @@ class PackedCollator(Generic[B]):
         row_offsets = plan.row_offsets[rows.start : rows.stop + 1] - first
         pieces = Pieces(positions, plan.starts[first:stop], plan.lengths[first:stop], row_offsets)
         placed = columns.place(pieces)
-        segments = packed(counts_of(pieces, placed), row_offsets, width=width, align=align)
+        segments = packed(placed.counts, row_offsets, width=width, align=align)
         placement = Placement(width, width - 1, self.pad_token_id, True, segments)
         example_indices = plan.example_indices[first:stop]
-        per_rollout: dict[str, Any] = {}
-        names = tuple(self.fields)
-        if isinstance(columns, Rollouts):
-            names = tuple(name for name in columns.names if name != "loss_mask")
-            bounds = list(pairwise(row_offsets.tolist()))
-            for key, values in columns.per_rollout.items():
-                in_order = [values[i] for i in positions.tolist()]
-                per_rollout[key] = [tuple(in_order[a:b]) for a, b in bounds]
+        per_row: dict[str, Any] = {}
+        for key, values in columns.per_example.items():
+            in_order = [values[i] for i in positions.tolist()]
+            per_row[key] = [tuple(in_order[a:b]) for a, b in pairwise(row_offsets.tolist())]
+        names = dict.fromkeys((*_FIELDS, *columns.names, "sub_seq_lengths", "cu_seq_lens"))
         return assemble(
+            columns,
             pieces,
             placed,
             placement,
-            (*_FIELDS, *names, "sub_seq_lengths", "cu_seq_lens"),
-            fields=self.fields,
+            tuple(names),
             normalize_loss=self.normalize_loss,
             num_loss_tokens_elsewhere=num_loss_tokens_elsewhere,
             row_metadata={
                 "example_indices": Ragged(example_indices, row_offsets),
                 "max_segment_length": longest_segments(segments["starts"], width),
-                **per_rollout,
+                **per_row,
             },
             metadata={
                 "num_examples": num_examples,
@@ -313,9 +310,10 @@ class PackedCollator(Generic[B]):
             },
         )
 
-    def _check_rollouts(self, rollouts: Rollouts) -> None:
-        if rollouts.images:
-            first = int(np.flatnonzero(rollouts.images["pixel_values"].lengths)[0])
+    def _check_rollouts(self, rollouts: ExampleColumns) -> None:
+        images = [column for column in rollouts.fields if column.name == "pixel_values"]
+        if images:
+            first = int(np.flatnonzero(images[0].values.lengths)[0])
             raise DataError(
                 f"example {first} is a rollout with pixel_values; rollouts with images are not "
                 "packed, for their positions are the model's: collate them with RolloutCollator"

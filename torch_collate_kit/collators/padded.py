@@ -9,11 +9,11 @@ import numpy as np
 from torch_collate_kit._checks import checked_bool, checked_optional_int
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.placement import Placement, padded, whole_examples
-from torch_collate_kit.collators.assembly import NOTHING_LOST, assemble, counts_of
+from torch_collate_kit.collators.assembly import NOTHING_LOST, assemble, pad_token_id_of
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.reading.declared import DeclaredFields, checked_fields
+from torch_collate_kit.reading.fields import DeclaredFields, checked_fields
 from torch_collate_kit.reading.raw import KNOWN, Examples
-from torch_collate_kit.reading.sft import pad_token_id_of, read_columns
+from torch_collate_kit.reading.sft import read_columns
 
 __all__ = ["PaddedCollator"]
 
@@ -90,20 +90,21 @@ class PaddedCollator:
         placed = columns.place(pieces)
         # the widest run of cells from a row's first response token to its end
         pads = 0 if self.padding_side == "left" else width - lengths
-        response_cells = np.where(placed.num_actions > 0, placed.num_actions + pads, 0)
+        num_actions = placed.counts["responses"]
+        response_cells = np.where(num_actions > 0, num_actions + pads, 0)
         placement = Placement(
             width=width,
             response_length=int(response_cells.max()),
             pad_token_id=self.pad_token_id,
             is_packed=False,
-            segments=padded(counts_of(pieces, placed), width, padding_side=self.padding_side),
+            segments=padded(placed.counts, width, padding_side=self.padding_side),
         )
         return assemble(
+            columns,
             pieces,
             placed,
             placement,
-            (*_FIELDS, *self.fields),
-            fields=self.fields,
+            (*_FIELDS, *columns.names),
             normalize_loss=self.normalize_loss,
             row_metadata={},
             metadata={"num_examples": len(lengths), **NOTHING_LOST},

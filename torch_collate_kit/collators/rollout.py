@@ -10,11 +10,10 @@ import numpy as np
 from torch_collate_kit._checks import checked_bool, checked_optional_int
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.placement import Placement, padded, whole_examples
-from torch_collate_kit.collators.assembly import NOTHING_LOST, assemble, counts_of
-from torch_collate_kit.reading.declared import DeclaredFields, checked_fields
+from torch_collate_kit.collators.assembly import NOTHING_LOST, assemble, pad_token_id_of
+from torch_collate_kit.reading.fields import DeclaredFields, checked_fields
 from torch_collate_kit.reading.raw import Examples
 from torch_collate_kit.reading.rollouts import ROLLOUT_KEYS, read_rollouts
-from torch_collate_kit.reading.sft import pad_token_id_of
 
 __all__ = ["RolloutCollator"]
 
@@ -97,19 +96,19 @@ class RolloutCollator:
         placed = rollouts.place(pieces)
         placement = Placement(
             width=width,
-            response_length=int(placed.num_actions.max()),
+            response_length=int(placed.counts["responses"].max()),
             pad_token_id=self.pad_token_id,
             is_packed=False,
-            segments=padded(counts_of(pieces, placed), width, padding_side="left"),
+            segments=padded(placed.counts, width, padding_side="left"),
         )
         return assemble(
+            rollouts,
             pieces,
             placed,
             placement,
             (*_FIELDS, *rollouts.names, "sub_seq_lengths"),
-            fields=self.fields,
             normalize_loss=self.normalize_loss,
-            row_metadata=rollouts.per_rollout,
+            row_metadata=rollouts.per_example,
             metadata={"num_examples": len(lengths), **NOTHING_LOST},
         )
 

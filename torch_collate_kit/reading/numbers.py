@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,16 +26,15 @@ from torch_collate_kit.reading.raw import is_sequence
 __all__ = [
     "LEAST_WEIGHT",
     "Numbers",
-    "Placed",
     "Rows",
     "as_flags",
     "as_weights",
     "bad_weight",
     "first_bad",
+    "in_pairs",
     "int_column",
     "is_bad_weight",
     "joined",
-    "narrow_ids",
     "number_column",
     "row_array",
     "spans",
@@ -73,6 +72,23 @@ def joined(column: Numbers) -> Ragged:
     if isinstance(column, Ragged):
         return column
     return Ragged(np.concatenate(column.arrays), column.offsets)
+
+
+def in_pairs(first: Numbers, second: Numbers) -> Ragged:
+    """Row i of the one column and row i of the other as one row: int32 where both fit, or int64."""
+    is_narrow = all(isinstance(of, Ragged) and _are_int32_ids(of.values) for of in (first, second))
+    parts: list[Any] = [None] * (2 * len(first))
+    parts[::2], parts[1::2] = _rows_of(first), _rows_of(second)
+    dtype = np.int32 if is_narrow else np.int64
+    values = np.concatenate(parts, dtype=dtype, casting="unsafe")
+    return Ragged.from_lengths(values, first.lengths + second.lengths)
+
+
+def _rows_of(column: Numbers) -> list[np.ndarray]:
+    if isinstance(column, Rows):
+        return column.arrays
+    values = column.values
+    return [values[start:stop] for start, stop in pairwise(column.offsets.tolist())]
 
 
 def taken(
@@ -268,28 +284,14 @@ def _bad_entry(name: str, index: int, row: list[Any], typecode: str) -> DataErro
 # --- in the order of the rows of a batch ----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Placed:
-    """What the pieces of a batch hold, in the order of its rows."""
-
-    columns: dict[str, np.ndarray | Tensor]
-    """By name: one entry per token, per response token, per routed token, or per example."""
-    num_loss_tokens: int
-    num_actions: np.ndarray
-    """int64 [S], the response tokens of each piece."""
-    routed: np.ndarray | None = None
-    """int64 [S], the tokens with a route of each piece."""
-    offsets: dict[str, np.ndarray] = field(default_factory=dict)
-    """int64 [S + 1], of columns that have any number of entries per piece: where these begin."""
-
-
-def first_bad(is_bad: np.ndarray, pieces: Pieces) -> tuple[int, int]:
-    """The first bad entry of those that the pieces have per token: its example, and token there."""
+def first_bad(
+    is_bad: np.ndarray, examples: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+) -> tuple[int, int]:
+    """The first bad one of the entries of these spans: its example, and its place there."""
     entry = int(np.flatnonzero(is_bad)[0])
-    ends = np.cumsum(pieces.lengths)
-    piece = int(np.searchsorted(ends, entry, side="right"))
-    token = entry - int(ends[piece] - pieces.lengths[piece]) + int(pieces.starts[piece])
-    return int(pieces.examples[piece]), token
+    ends = np.cumsum(lengths)
+    span = int(np.searchsorted(ends, entry, side="right"))
+    return int(examples[span]), entry - int(ends[span] - lengths[span]) + int(starts[span])
 
 
 def _are_int32_ids(values: np.ndarray) -> bool:
@@ -299,14 +301,6 @@ def _are_int32_ids(values: np.ndarray) -> bool:
     return not values.size or (int(values.min()) >= 0 and int(values.max()) <= _INT32_MAX)
 
 
-def narrow_ids(values: np.ndarray) -> np.ndarray | None:
-    """A copy in int32 where they fit, else in int64; None where one is negative or beyond int64."""
-    if _are_int32_ids(values):
-        return values.astype(np.int32)
-    is_bad = int(values.min()) < 0 or int(values.max()) > np.iinfo(np.int64).max
-    return None if is_bad else values.astype(np.int64)
-
-
 def token_ids(name: str, ids: Numbers, pieces: Pieces) -> np.ndarray:
     """The ids of the pieces, int32 where they fit, else int64: a copy.
 
@@ -314,23 +308,24 @@ def token_ids(name: str, ids: Numbers, pieces: Pieces) -> np.ndarray:
         DataError: a negative id.
     """
     if isinstance(ids, Ragged) and _are_int32_ids(ids.values):
-        return taken(ids, pieces.examples, pieces.starts, pieces.lengths, np.int32)
-    values = taken(ids, pieces.examples, pieces.starts, pieces.lengths)
-    narrow = narrow_ids(values)
-    if narrow is not None:
-        return narrow
+        return taken(ids, *pieces[:3], np.int32)
+    values = taken(ids, *pieces[:3])
+    if _are_int32_ids(values):
+        return values.astype(np.int32)
+    if int(values.min()) >= 0 and int(values.max()) <= np.iinfo(np.int64).max:
+        return values.astype(np.int64)
     is_bad = values.astype(np.int64) < 0
-    i, token = first_bad(is_bad, pieces)
+    i, token = first_bad(is_bad, *pieces[:3])
     raise DataError(
         f"example {i}: {name} is {values[is_bad][0]} at token {token}; token ids are 0 or more "
         "(-100 belongs into labels)"
     )
 
 
-def as_flags(column: Numbers) -> Numbers:
+def as_flags(column: Ragged) -> Ragged:
     """A column that holds nothing but 0 and 1 as bools, which are put in order in less memory."""
-    if isinstance(column, Ragged) and column.values.dtype != np.bool_:
-        values = column.values
+    values = column.values
+    if values.dtype != np.bool_:
         trained = values != 0
         if np.count_nonzero(values == 1) == np.count_nonzero(trained):
             return Ragged(trained, column.offsets)

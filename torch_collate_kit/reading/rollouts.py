@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from torch_collate_kit.batch.placement import Pieces
+from torch_collate_kit.batch.fields import OWN_FIELDS
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.declared import DeclaredColumn, DeclaredFields, read_declared
+from torch_collate_kit.reading.examples import ExampleColumns
+from torch_collate_kit.reading.fields import DeclaredFields, FieldColumn, read_declared
 from torch_collate_kit.reading.grouping import flag_column, id_column
 from torch_collate_kit.reading.media import IMAGES, image_columns, route_column
 from torch_collate_kit.reading.numbers import (
     LEAST_WEIGHT,
-    Placed,
-    as_weights,
+    Numbers,
+    as_flags,
     bad_weight,
+    in_pairs,
     int_column,
     joined,
-    narrow_ids,
-    taken,
     tensor_to_numpy,
     weight_column,
 )
@@ -35,7 +34,7 @@ from torch_collate_kit.reading.raw import (
     raw_columns,
 )
 
-__all__ = ["ROLLOUT_KEYS", "Rollouts", "are_rollouts", "read_rollouts"]
+__all__ = ["ROLLOUT_KEYS", "are_rollouts", "read_rollouts"]
 
 # Columns with one number per response token, and the batch field that each becomes.
 _RESPONSE_FIELDS = {
@@ -46,90 +45,16 @@ _RESPONSE_FIELDS = {
 }
 _REQUIRED = ("prompt_ids", "response_ids", "rewards", "loss_mask")
 _IDS = {"uid": "uids", "trajectory_id": "trajectory_ids"}  # and their names in metadata
-_PER_ROLLOUT = (*_IDS, "is_last_step")
+_ROUTES = "rollout_expert_indices"
 ROLLOUT_KEYS = (
     *_REQUIRED,
     "logprobs",
     "advantages",
-    *_PER_ROLLOUT,
-    "rollout_expert_indices",
+    *_IDS,
+    "is_last_step",
+    _ROUTES,
     *IMAGES,
 )
-
-
-@dataclass(frozen=True)
-class Rollouts:
-    """The rollouts of a batch, a column at a time, each as one flat ndarray."""
-
-    prompt_ids: Ragged
-    response_ids: Ragged
-    lengths: np.ndarray  # int64 [N], tokens of prompt and response
-    fields: dict[str, Ragged]  # float32, one value per response token, by the name in a batch
-    routes: Ragged | None  # [tokens with a route, layers, top_k]
-    images: dict[str, Ragged]  # pixel_values [patches, dim], image_grid_thw [n, 3], of any dtype
-    per_rollout: dict[str, list[Any]]  # uids, trajectory_ids, is_last_step
-    declared: list[DeclaredColumn]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The fields that a batch has of them, beside those of all tokens."""
-        routes = ("rollout_expert_indices", "router_padding_mask")
-        return (
-            "response_mask",
-            *self.fields,
-            *(() if self.routes is None else routes),
-            *self.images,
-            *(column.name for column in self.declared),
-        )
-
-    def place(self, pieces: Pieces) -> Placed:
-        """What the rollouts hold, in the order of the pieces, each of which is a whole one."""
-        examples = pieces.examples
-        counts = self.response_ids.lengths[examples]
-        columns: dict[str, np.ndarray | Tensor] = {"input_ids": self._ids(examples)}
-        for name, values in self.fields.items():
-            taken_values = _in_order(values, examples)
-            if name == "loss_mask":
-                weights = as_weights(taken_values)
-                assert weights is not None  # they were checked
-                columns["loss_weights"] = weights
-                num_loss_tokens = int(np.count_nonzero(weights))
-            else:
-                columns[name] = taken_values.copy()
-        offsets, routed = {}, None
-        if self.routes is not None:
-            columns["rollout_expert_indices"] = _in_order(self.routes, examples).copy()
-            routed = self.routes.lengths[examples]
-        for name, images in self.images.items():
-            columns[name] = _in_order(images, examples).copy()
-            offsets[name] = np.append(0, np.cumsum(images.lengths[examples]))
-        for column in self.declared:
-            columns[column.name] = column.place(pieces, pieces.starts, counts)
-        return Placed(columns, num_loss_tokens, counts, routed, offsets)
-
-    def _ids(self, examples: np.ndarray) -> np.ndarray:
-        """Prompt and response of each rollout, joined."""
-        prompts, responses = self.prompt_ids, self.response_ids
-        bounds = [
-            offsets[examples + last].tolist()
-            for offsets in (prompts.offsets, responses.offsets)
-            for last in (0, 1)
-        ]
-        parts = [
-            part
-            for a, b, c, d in zip(*bounds, strict=True)
-            for part in (prompts.values[a:b], responses.values[c:d])
-        ]
-        values = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-        narrow = narrow_ids(values)
-        assert narrow is not None  # they were checked
-        return narrow
-
-
-def _in_order(column: Ragged, examples: np.ndarray) -> np.ndarray:
-    """The rows of the named examples, joined; it may be a view."""
-    lengths = column.lengths[examples]
-    return taken(column, examples, np.zeros_like(lengths), lengths)
 
 
 def are_rollouts(examples: Examples) -> bool:
@@ -144,38 +69,48 @@ def are_rollouts(examples: Examples) -> bool:
     return "prompt_ids" in keys or "response_ids" in keys
 
 
-def read_rollouts(examples: Examples, fields: DeclaredFields | None = None) -> Rollouts:
-    """Check the rollouts (DataError names the bad one) and look at them as columns."""
+def read_rollouts(examples: Examples, fields: DeclaredFields | None = None) -> ExampleColumns:
+    """Check the rollouts (DataError names the bad one) and look at them as columns.
+
+    Prompt and response are one example, whose response tokens are its last ``num_actions``.
+    """
     fields = fields or {}
     hint = f"a rollout has {', '.join(_REQUIRED)}"
     raw = raw_columns(examples, (*ROLLOUT_KEYS, *fields), "response_ids", hint)
     needed = (*_REQUIRED, *fields)
     raw = {k: column for k, column in raw.items() if k in needed or not _is_all_none(column)}
     _check_keys(raw, [key for key in map(str, first_keys(examples)) if key not in fields])
-    prompt_ids, response_ids = (_ids(name, raw[name]) for name in ("prompt_ids", "response_ids"))
-    lengths = response_ids.lengths
+    prompts, responses = (_ids(name, raw[name]) for name in ("prompt_ids", "response_ids"))
+    num_actions = responses.lengths
+    input_ids = in_pairs(prompts, responses)
+    _check_ids(input_ids, prompts.lengths)
     values = {
-        field: _response_field(name, raw[name], response_ids)
+        field: _response_field(name, raw[name], num_actions)
         for name, field in _RESPONSE_FIELDS.items()
         if name in raw
     }
-    _check_loss_mask(values["loss_mask"])
-    per_rollout: dict[str, list[Any]] = {
+    names = ["response_mask", *values]
+    target = values.pop("loss_mask")
+    if _ROUTES in raw:
+        values[_ROUTES] = route_column(raw[_ROUTES], input_ids.lengths)
+        names += [_ROUTES, "router_padding_mask"]
+    images = image_columns(raw)
+    per_example: dict[str, list[Any]] = {
         field: id_column(name, raw[name]) for name, field in _IDS.items() if name in raw
     }
     if "is_last_step" in raw:
-        per_rollout["is_last_step"] = flag_column("is_last_step", raw["is_last_step"])
-    routes = raw.get("rollout_expert_indices")
-    totals = prompt_ids.lengths + lengths
-    return Rollouts(
-        prompt_ids,
-        response_ids,
-        totals,
-        values,
-        None if routes is None else route_column(routes, totals),
-        image_columns(raw),
-        per_rollout,
-        read_declared(raw, fields, totals, lengths),
+        per_example["is_last_step"] = flag_column("is_last_step", raw["is_last_step"])
+    columns = [FieldColumn(k, OWN_FIELDS[k], of) for k, of in (values | images).items()]
+    return ExampleColumns(
+        input_ids,
+        input_ids.lengths,
+        "loss_mask",
+        target,
+        num_actions,
+        columns + read_declared(raw, fields, input_ids.lengths, num_actions),
+        per_example,
+        (*names, *images, *fields),
+        are_rollouts=True,
     )
 
 
@@ -218,10 +153,8 @@ def _is_logprobs(key: str) -> bool:
     return "logprob" in _bare(key) or _bare(key).endswith("logp")
 
 
-def _ids(name: str, column: Any) -> Ragged:
-    ids = joined(int_column(name, column))
-    if ids.values.dtype == np.uint64:  # input_ids would wrap what int64 does not hold
-        ids = Ragged(ids.values.astype(np.int64), ids.offsets)
+def _ids(name: str, column: Any) -> Numbers:
+    ids = int_column(name, column)
     lengths = ids.lengths
     if not lengths.all():
         i = int(np.flatnonzero(lengths == 0)[0])
@@ -231,12 +164,16 @@ def _ids(name: str, column: Any) -> Ragged:
             else "filter it out"
         )
         raise DataError(f"example {i}: {name} is empty (0 tokens); {why}")
-    if ids.values.min(initial=0) < 0:
-        i, token = _where(ids, ids.values < 0)
-        raise DataError(
-            f"example {i}: {name} is {ids[i][token]} at token {token}; token ids are 0 or more"
-        )
     return ids
+
+
+def _check_ids(input_ids: Ragged, prompt_lengths: np.ndarray) -> None:
+    if input_ids.values.min() < 0:
+        i, token = _where(input_ids, input_ids.values < 0)
+        value, hidden = input_ids[i][token], int(prompt_lengths[i])
+        name = "prompt_ids" if token < hidden else "response_ids"
+        place = token if token < hidden else token - hidden
+        raise DataError(f"example {i}: {name} is {value} at token {place}; token ids are 0 or more")
 
 
 def _where(column: Ragged, is_bad: np.ndarray) -> tuple[int, int]:
@@ -246,9 +183,8 @@ def _where(column: Ragged, is_bad: np.ndarray) -> tuple[int, int]:
     return i, place - int(column.offsets[i])
 
 
-def _response_field(name: str, column: Any, response_ids: Ragged) -> Ragged:
+def _response_field(name: str, column: Any, lengths: np.ndarray) -> Ragged:
     """One float32 per response token. ``rewards`` and ``advantages`` may be one per rollout."""
-    lengths = response_ids.lengths
     if name in ("rewards", "advantages"):
         column = _spread(name, column, lengths)
     given = joined(weight_column(name, column, "give numbers"))
@@ -260,11 +196,8 @@ def _response_field(name: str, column: Any, response_ids: Ragged) -> Ragged:
             f"example {i}: {name} has {given.lengths[i]} entries, response_ids has {lengths[i]} "
             f"tokens; give {one.get(name, '')}one entry per response token"
         )
-    if name == "loss_mask":
-        is_lost = (given.values > 0) & (given.values < LEAST_WEIGHT)
-        if is_lost.any():
-            i, token = _where(given, is_lost)
-            raise bad_weight(i, name, float(given[i][token]), token, token)
+    if name == "loss_mask" and (given := as_flags(given)).values.dtype == np.bool_:
+        return given
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused below
         values = given.values.astype(np.float32, copy=False)
         total = values.sum(dtype=np.float64)
@@ -276,6 +209,8 @@ def _response_field(name: str, column: Any, response_ids: Ragged) -> Ragged:
             f"example {i}: {name} is {given[i][token]} at response token {token}; it must be "
             f"finite in float32: {hint}filter such rollouts out"
         )
+    if name == "loss_mask":
+        _check_loss_mask(given)
     return Ragged(values, given.offsets)
 
 
@@ -345,3 +280,7 @@ def _check_loss_mask(loss_mask: Ragged) -> None:
             f"example {i}: loss_mask is {loss_mask[i][token]} at response token {token}; weights "
             "must be finite and 0 or more"
         )
+    is_lost = (loss_mask.values > 0) & (loss_mask.values < LEAST_WEIGHT)
+    if is_lost.any():
+        i, token = _where(loss_mask, is_lost)
+        raise bad_weight(i, "loss_mask", float(loss_mask[i][token]), token, token)

@@ -10,8 +10,11 @@ import numpy as np
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.examples import ExampleColumns
+from torch_collate_kit.reading.media import IMAGES
+from torch_collate_kit.reading.numbers import joined
 from torch_collate_kit.reading.raw import is_sequence
-from torch_collate_kit.reading.rollouts import Rollouts, read_rollouts
+from torch_collate_kit.reading.rollouts import read_rollouts
 from torch_collate_kit.rl.trajectories import checked_trajectory_ids
 
 __all__ = ["merge_steps"]
@@ -91,9 +94,9 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _checked_groups(rollouts: Rollouts) -> tuple[list[Any], list[bool]]:
+def _checked_groups(rollouts: ExampleColumns) -> tuple[list[Any], list[bool]]:
     """Uids and flags of the steps."""
-    found = rollouts.per_rollout
+    found = rollouts.per_example
     for key, name in (("uid", "uids"), ("is_last_step", "is_last_step")):
         if name not in found:
             raise DataError(
@@ -106,40 +109,44 @@ def _checked_groups(rollouts: Rollouts) -> tuple[list[Any], list[bool]]:
     return uids, last
 
 
-def _continues(rollouts: Rollouts, earlier: int, later: int) -> bool:
+def _num_prompt(rollouts: ExampleColumns, step: int) -> int:
+    assert rollouts.num_actions is not None
+    return int(rollouts.lengths[step] - rollouts.num_actions[step])
+
+
+def _continues(rollouts: ExampleColumns, earlier: int, later: int) -> bool:
     """Whether the later prompt begins with all tokens, and all images, of the earlier step."""
-    prompt = rollouts.prompt_ids[later]
-    tokens = np.concatenate([rollouts.prompt_ids[earlier], rollouts.response_ids[earlier]])
+    ids = joined(rollouts.input_ids)
+    tokens, prompt = ids[earlier], ids[later][: _num_prompt(rollouts, later)]
+    images = [joined(of) for name, of in rollouts.columns.items() if name in IMAGES]
     return np.array_equal(prompt[: len(tokens)], tokens) and all(
-        np.array_equal(images[later][: len(images[earlier])], images[earlier])
-        for images in rollouts.images.values()
+        np.array_equal(of[later][: len(of[earlier])], of[earlier]) for of in images
     )
 
 
 def _merged(
-    steps: Sequence[Mapping[str, Any]], rollouts: Rollouts, chain: Sequence[int]
+    steps: Sequence[Mapping[str, Any]], rollouts: ExampleColumns, chain: Sequence[int]
 ) -> dict[str, Any]:
-    first, last = chain[0], chain[-1]
-    num_prompt = len(rollouts.prompt_ids[first])
-    tokens = np.concatenate([rollouts.prompt_ids[last], rollouts.response_ids[last]])
     merged = dict(steps[-1])
     merged["prompt_ids"] = steps[0]["prompt_ids"]
-    merged["response_ids"] = tokens[num_prompt:].astype(np.int64, copy=False)
+    tokens = joined(rollouts.input_ids)[chain[-1]][_num_prompt(rollouts, chain[0]) :]
+    merged["response_ids"] = tokens.astype(np.int64)
     for field, key in _FIELDS.items():
-        if field in rollouts.fields:
-            merged[key] = _joined(rollouts, rollouts.fields[field], chain)
-    if rollouts.routes is not None:
-        merged["rollout_expert_indices"] = _joined_routes(rollouts.routes, chain)
+        if field in rollouts.columns:
+            merged[key] = _joined_responses(rollouts, joined(rollouts.columns[field]), chain)
+    if "rollout_expert_indices" in rollouts.columns:
+        routes = joined(rollouts.columns["rollout_expert_indices"])
+        merged["rollout_expert_indices"] = _joined_routes(routes, chain)
     return merged
 
 
-def _joined(rollouts: Rollouts, field: Ragged, chain: Sequence[int]) -> np.ndarray:
+def _joined_responses(rollouts: ExampleColumns, field: Ragged, chain: Sequence[int]) -> np.ndarray:
     """The values of the responses, with 0 where the next prompt put tokens in between."""
     parts = [field[chain[0]]]
     for earlier, later in pairwise(chain):
-        added = len(rollouts.prompt_ids[later]) - int(rollouts.lengths[earlier])
-        parts += [np.zeros(added, field.values.dtype), field[later]]
-    return np.concatenate(parts)
+        added = _num_prompt(rollouts, later) - int(rollouts.lengths[earlier])
+        parts += [np.zeros(added, np.float32), field[later]]
+    return np.concatenate(parts, dtype=np.float32)
 
 
 def _joined_routes(routes: Ragged, chain: Sequence[int]) -> np.ndarray:

@@ -27,7 +27,7 @@ from torch_collate_kit.loading.dataset.sources import (
 )
 from torch_collate_kit.packing import PlannedExamples, RankPlan
 from torch_collate_kit.ragged import row_indices
-from torch_collate_kit.reading.sft import loss_token_counts, read_columns
+from torch_collate_kit.reading.sft import read_columns
 
 __all__ = ["TokenizedDataset"]
 
@@ -136,7 +136,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
             stop = min(start + _ROWS_AT_A_TIME, len(self))
             try:
                 parts.append(
-                    loss_token_counts(read_columns(self[start:stop], train_all=self._train_all))
+                    read_columns(self[start:stop], train_all=self._train_all).num_loss_tokens()
                 )
             except DataError as error:
                 raise DataError(f"rows {start} to {stop - 1}, counted from 0: {error}") from error

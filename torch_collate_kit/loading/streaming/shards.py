@@ -13,7 +13,7 @@ from torch.utils.data import get_worker_info
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.sources import is_a
-from torch_collate_kit.reading.declared import DeclaredFields
+from torch_collate_kit.reading.fields import DeclaredFields
 
 __all__ = ["Example", "ExampleSource", "Place", "Stream", "TokenizedShard"]
 

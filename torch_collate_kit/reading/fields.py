@@ -1,4 +1,4 @@
-"""Fields that a user declares: one entry per token, per response token, or per example."""
+"""Columns of an example beside its ids and its loss: our own fields, and those a user declares."""
 
 from __future__ import annotations
 
@@ -10,53 +10,60 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
+from torch_collate_kit.batch.fields import FieldSpec, PerExample, PerResponseToken, PerToken
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.numbers import Numbers, number_column, taken
+from torch_collate_kit.reading.numbers import Numbers, first_bad, number_column, taken
 from torch_collate_kit.reading.raw import one_value
 
-__all__ = ["DeclaredColumn", "DeclaredFields", "checked_fields", "empty_columns", "read_declared"]
+__all__ = ["DeclaredFields", "FieldColumn", "checked_fields", "read_declared"]
 
 DeclaredFields = Mapping[str, PerToken | PerResponseToken | PerExample]
 
 
 @dataclass(frozen=True)
-class DeclaredColumn:
-    """A declared field as it was read: checked, in the order of the examples."""
+class FieldColumn:
+    """A field as it was read: checked, one row of entries per example, in their order."""
 
     name: str
-    spec: PerToken | PerResponseToken | PerExample
+    spec: FieldSpec
     values: Numbers
 
-    def place(self, pieces: Pieces, first_entries: np.ndarray, num_actions: np.ndarray) -> Tensor:
-        """What the pieces hold of it, in its dtype: a copy.
+    def spans(
+        self, pieces: Pieces, first_actions: np.ndarray, num_actions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which entries of its example each piece holds: the first, and how many; int64 [S] each.
 
-        ``first_entries`` int64 [S]: of a field per response token, where the response tokens of
-        each piece begin among those of its example.
+        ``first_actions`` and ``num_actions`` int64 [S]: which of its example's response tokens.
+        """
+        if self.spec.count == "lengths":
+            return pieces.starts, pieces.lengths
+        if self.spec.count == "responses":
+            return first_actions, num_actions
+        lengths = self.values.lengths[pieces.examples]
+        return np.zeros_like(lengths), lengths
+
+    def place(self, pieces: Pieces, starts: np.ndarray, lengths: np.ndarray) -> Tensor:
+        """The entries of these spans, in the order of the pieces: a copy.
+
+        Numbers are in the dtype of the field, routes and images in the one they came in.
 
         Raises:
             DataError: a number that the dtype does not hold.
         """
-        starts, lengths = pieces.starts, pieces.lengths
-        if isinstance(self.spec, PerResponseToken):
-            starts, lengths = first_entries, num_actions
-        elif isinstance(self.spec, PerExample):
-            starts, lengths = np.zeros_like(starts), np.ones_like(lengths)
         values = taken(self.values, pieces.examples, starts, lengths)
-        cast = torch.from_numpy(values if values.base is None else values.copy()).to(
-            self.spec.dtype
-        )
+        column = torch.from_numpy(values if values.base is None else values.copy())
+        if not isinstance(self.spec, PerToken | PerResponseToken | PerExample):
+            return column
+        cast = column.to(self.spec.dtype)
         is_lost = _is_lost(values, cast)
         if is_lost is not None:
-            entry = int(np.flatnonzero(is_lost)[0])
-            piece = int(np.searchsorted(np.cumsum(lengths), entry, side="right"))
-            place = entry - int(np.cumsum(lengths)[piece] - lengths[piece]) + int(starts[piece])
-            at = "" if isinstance(self.spec, PerExample) else f"[{place}]"
+            i, entry = first_bad(is_lost, pieces.examples, starts, lengths)
+            at = "" if isinstance(self.spec, PerExample) else f"[{entry}]"
             raise DataError(
-                f"example {int(pieces.examples[piece])}: {self.name}{at} is {values[entry]}, which "
-                f"{self.spec.dtype} does not hold; declare another dtype, or give other numbers"
+                f"example {i}: {self.name}{at} is {values[is_lost][0]}, which {self.spec.dtype} "
+                "does not hold; declare another dtype, or give other numbers"
             )
         return cast
 
@@ -117,7 +124,7 @@ def read_declared(
     fields: DeclaredFields,
     lengths: np.ndarray,
     responses: np.ndarray | None,
-) -> list[DeclaredColumn]:
+) -> list[FieldColumn]:
     """Check that every example has its entries; the numbers are looked at when they are placed.
 
     ``lengths`` and ``responses`` int64 [N]: tokens and response tokens of each example.
@@ -133,7 +140,7 @@ def read_declared(
                 "leave it out of fields"
             )
         if isinstance(spec, PerExample):
-            columns.append(DeclaredColumn(name, spec, _per_example(name, raw[name])))
+            columns.append(FieldColumn(name, spec, _per_example(name, raw[name])))
             continue
         expected, what = lengths, "token"
         if isinstance(spec, PerResponseToken):
@@ -153,14 +160,8 @@ def read_declared(
                 f"example {i}: {name} has {column.lengths[i]} entries, the example has "
                 f"{expected[i]} {what}s; give one entry per {what}"
             )
-        columns.append(DeclaredColumn(name, spec, column))
+        columns.append(FieldColumn(name, spec, column))
     return columns
-
-
-def empty_columns(fields: DeclaredFields) -> list[DeclaredColumn]:
-    """The columns of no examples."""
-    nothing = Ragged(np.zeros(0), [0])
-    return [DeclaredColumn(name, spec, nothing) for name, spec in fields.items()]
 
 
 def _per_example(name: str, column: Any) -> Ragged:

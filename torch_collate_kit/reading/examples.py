@@ -1,0 +1,179 @@
+"""What was read of the examples of a batch, a column at a time, and what its rows hold of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from torch_collate_kit.batch import IGNORE_INDEX
+from torch_collate_kit.batch.fields import FieldSpec
+from torch_collate_kit.batch.placement import Pieces
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.fields import DeclaredFields, FieldColumn
+from torch_collate_kit.reading.numbers import (
+    Numbers,
+    as_flags,
+    as_weights,
+    bad_weight,
+    first_bad,
+    is_bad_weight,
+    joined,
+    taken,
+    token_ids,
+)
+
+__all__ = ["ExampleColumns", "PlacedColumns"]
+
+
+@dataclass(frozen=True)
+class PlacedColumns:
+    """What the pieces of a batch hold, in the order of its rows."""
+
+    columns: dict[str, np.ndarray | Tensor]
+    lengths: dict[str, np.ndarray]
+    """int64 [S] each: the entries of a column that each piece has."""
+    counts: dict[str, np.ndarray]
+    """int64 [S] each: the "lengths" of the pieces, their "responses", and the "routed" tokens."""
+    num_loss_tokens: int
+
+
+@dataclass(frozen=True)
+class ExampleColumns:
+    """The examples of a batch, SFT examples or rollouts. Legend: N examples."""
+
+    input_ids: Numbers
+    lengths: np.ndarray
+    """int64 [N], tokens per example."""
+    target_name: str | None
+    """In which form the loss target was given, if it was."""
+    target: Numbers | None
+    """Labels or weights: of every token, or of the last ``num_actions``."""
+    num_actions: np.ndarray | None
+    """int64 [N], as given: of a rollout its response tokens."""
+    fields: list[FieldColumn]
+    per_example: dict[str, list[Any]] = field(default_factory=dict)
+    """Row metadata to be: uids, trajectory_ids, is_last_step."""
+    names: tuple[str, ...] = ()
+    """The fields that a batch has of them, beside those of every SFT batch."""
+    are_rollouts: bool = False
+
+    @classmethod
+    def of_none(cls, fields: DeclaredFields) -> ExampleColumns:
+        """What a rank reads that has no examples of a batch."""
+        nothing = np.zeros(0, dtype=np.int64)
+        empty = Ragged(nothing, [0])
+        columns = [FieldColumn(name, spec, empty) for name, spec in fields.items()]
+        return cls(empty, nothing, None, None, None, columns, names=tuple(fields))
+
+    @property
+    def specs(self) -> dict[str, FieldSpec]:
+        """What the columns of the fields are."""
+        return {column.name: column.spec for column in self.fields}
+
+    @property
+    def columns(self) -> dict[str, Numbers]:
+        """The columns of the fields, and that of the loss target in the form in which it came."""
+        target = {} if self.target is None else {str(self.target_name): self.target}
+        return target | {column.name: column.values for column in self.fields}
+
+    def place(self, pieces: Pieces) -> PlacedColumns:
+        """What the pieces hold; the first token of each is not trained, as nothing predicts it.
+
+        Raises:
+            DataError: an id, a label, a weight, or a number of a declared field is wrong.
+        """
+        examples, starts, lengths = pieces[:3]
+        columns: dict[str, np.ndarray | Tensor] = {
+            "input_ids": token_ids("input_ids", self.input_ids, pieces)
+        }
+        per_token = {"input_ids": lengths}
+        if self.num_actions is not None:
+            prompts = (self.lengths - self.num_actions)[examples]
+            num_actions = np.clip(starts + lengths - prompts, 0, lengths - 1)
+            first_actions = starts + lengths - num_actions - prompts
+            weights = self._weights(examples, first_actions, num_actions)
+            columns["loss_weights"], per_token["loss_weights"] = weights, num_actions
+            num_loss_tokens = int(np.count_nonzero(weights))
+        else:
+            firsts = np.cumsum(lengths) - lengths
+            name, untrained = "loss_weights", 0
+            if self.target_name == "labels":
+                name, untrained = "labels", IGNORE_INDEX
+                target = self._labels(pieces)
+            elif self.target is None:
+                target = np.ones(int(lengths.sum()), dtype=np.bool_)
+            else:
+                target = self._weights(examples, starts, lengths)
+            target[firsts] = untrained
+            columns[name], per_token[name] = target, lengths
+            trained = target if target.dtype == np.bool_ else target != untrained
+            num_loss_tokens = int(np.count_nonzero(trained))
+            num_actions = lengths - 1
+            if self.target is not None:
+                num_actions = _num_actions(trained, firsts, lengths)
+            first_actions = starts
+        counts = {"lengths": lengths, "responses": num_actions}
+        for column in self.fields:
+            first, number = column.spans(pieces, first_actions, num_actions)
+            columns[column.name] = column.place(pieces, first, number)
+            per_token[column.name] = number
+            if column.spec.count == "routed":
+                counts["routed"] = number
+        return PlacedColumns(columns, per_token, counts, num_loss_tokens)
+
+    def num_loss_tokens(self) -> np.ndarray:
+        """Trained tokens of each example: int64 [N]. Its first token is not trained.
+
+        Raises:
+            DataError: a weight is wrong.
+        """
+        if self.target is None:
+            return self.lengths - 1
+        untrained = IGNORE_INDEX if self.target_name == "labels" else 0
+        target = joined(self.target)
+        if self.target_name != "labels" and target.values.dtype.kind == "f":
+            all_of_it = np.arange(len(self.lengths)), np.zeros_like(self.lengths), target.lengths
+            self._weights(*all_of_it)  # raises
+        is_trained = target.values != untrained
+        offsets = target.offsets
+        is_trained[offsets[:-1][target.lengths == self.lengths]] = False
+        before = np.append(0, np.cumsum(is_trained))
+        return np.diff(before[offsets])
+
+    def _labels(self, pieces: Pieces) -> np.ndarray:
+        assert self.target is not None
+        labels = taken(self.target, *pieces[:3])
+        is_bad = (labels < 0) & (labels != IGNORE_INDEX)
+        if is_bad.any():
+            i, token = first_bad(is_bad, *pieces[:3])
+            raise DataError(
+                f"example {i}: labels is {labels[is_bad][0]} at token {token}; a label is a token "
+                f"id, or {IGNORE_INDEX} where nothing is trained"
+            )
+        fits = not labels.size or labels.max() <= np.iinfo(np.int32).max
+        return labels.astype(np.int32 if fits else np.int64)
+
+    def _weights(self, examples: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """The weights of these spans, bool where they are 0 and 1, else float32: a copy."""
+        assert self.target is not None
+        target = as_flags(self.target) if isinstance(self.target, Ragged) else self.target
+        weights = taken(target, examples, starts, lengths)
+        checked = as_weights(weights)
+        if checked is None:
+            is_bad = is_bad_weight(weights)
+            i, entry = first_bad(is_bad, examples, starts, lengths)
+            hidden = 0 if self.num_actions is None else int(self.lengths[i] - self.num_actions[i])
+            value = float(weights[is_bad][0])
+            raise bad_weight(i, str(self.target_name), value, entry, entry + hidden)
+        return checked
+
+
+def _num_actions(trained: np.ndarray, firsts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Tokens of each piece from the first trained one to its end: int64 [S]."""
+    # the first token of a piece is not trained, so a trained run begins after one that is not
+    begins = np.append(np.flatnonzero(trained[1:] > trained[:-1]) + 1, len(trained))
+    return np.maximum(firsts + lengths - begins[np.searchsorted(begins, firsts)], 0)
