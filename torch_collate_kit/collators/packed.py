@@ -182,24 +182,28 @@ class PackedCollator(Generic[B]):
 
     def __call__(self, examples: Examples | PlannedExamples) -> B:
         if isinstance(examples, PlannedExamples):
-            planned = examples.plan
-            if isinstance(planned, RankPlan):
-                batch = self._collate_part(planned, examples.examples)
-            else:
-                batch = self._collate_whole(planned, examples.examples)
+            part = examples.part
+            self._check_part(part)
+            columns = ExampleColumns.of_none(self.fields)
+            if part.rank is None or part.indices:
+                columns = self._read(examples.examples)
+            part.check_lengths(columns.lengths)
         else:
-            if are_rollouts(examples):
-                columns = read_rollouts(examples, self.fields)
-                self._check_rollouts(columns)
-            else:
-                columns = self._read(examples)
-            plan = self.plan(columns.lengths)
-            rows, num_examples = range(plan.num_rows), len(columns.lengths)
-            batch = self._rows(plan, rows, plan.example_indices, columns, num_examples)
+            columns = self._read_alone(examples)
+            part = RankPlan.whole(self.plan(columns.lengths))
+        batch = self._collate(columns, part)
         if not self.model_inputs:
             return cast(B, batch)
         _refuse_weights(batch)
         return cast(B, batch.model_inputs())
+
+    def _read_alone(self, examples: Examples) -> ExampleColumns:
+        """Examples without a plan, which may be rollouts."""
+        if not are_rollouts(examples):
+            return self._read(examples)
+        columns = read_rollouts(examples, self.fields)
+        self._check_rollouts(columns)
+        return columns
 
     def _read(self, examples: Examples) -> ExampleColumns:
         columns = read_columns(examples, train_all=self.train_all, fields=self.fields)
@@ -211,11 +215,17 @@ class PackedCollator(Generic[B]):
             )
         return columns
 
-    def _collate_part(self, part: RankPlan, examples: Examples) -> Batch:
-        """A rank's rows of a batch that is planned as a whole."""
-        plan = part.plan
-        self._check_plan(plan)
-        is_known = part.num_loss_tokens is not None or plan.num_ranks == 1
+    def _check_part(self, part: RankPlan) -> None:
+        """That a sampler or a stream planned as this collator would."""
+        plan, layout = part.plan, self.packing.parallel
+        given = {"max_tokens": plan.max_tokens, "align": plan.align, "dp": plan.num_ranks}
+        mine = {"max_tokens": self.packing.max_tokens, "align": layout.align, "dp": layout.dp}
+        if given != mine:
+            raise ValueError(
+                f"the batch was planned for {given}, the collator has {mine}; give "
+                "PackedBatchSampler and PackedCollator the same max_tokens and parallel"
+            )
+        is_known = part.rank is None or part.num_loss_tokens is not None or plan.num_ranks == 1
         if self.normalize_loss and not self.model_inputs and not is_known:
             raise ValueError(
                 "normalize_loss=True divides by the loss tokens of the whole batch, and this rank "
@@ -223,84 +233,37 @@ class PackedCollator(Generic[B]):
                 "dataset.num_loss_tokens to PackedBatchSampler, or normalize_loss=False here and "
                 "the sum over the ranks to token_loss"
             )
-        columns = self._read(examples) if part.indices else ExampleColumns.of_none(self.fields)
-        _check_lengths(part, columns.lengths)
-        elsewhere = (part.num_loss_tokens or 0) - (part.own_num_loss_tokens or 0)
-        batch = self._rows(plan, part.rows, part.positions, columns, part.num_examples, elsewhere)
-        if part.num_loss_tokens not in (None, batch.metadata["num_loss_tokens"]):
-            raise DataError(
-                f"the examples at {part.indices} of the dataset have "
-                f"{batch.metadata['num_loss_tokens'] - elsewhere} loss tokens, the sampler was "
-                f"told {part.own_num_loss_tokens}; its num_loss_tokens must be those of the "
-                "dataset that is read: pass dataset.num_loss_tokens"
-            )
-        return batch
 
-    def _check_plan(self, plan: PackingPlan) -> None:
-        given = {"max_tokens": plan.max_tokens, "align": plan.align, "dp": plan.num_ranks}
-        layout = self.packing.parallel
-        mine = {"max_tokens": self.packing.max_tokens, "align": layout.align, "dp": layout.dp}
-        if given != mine:
-            raise ValueError(
-                f"the batch was planned for {given}, the collator has {mine}; give "
-                "PackedBatchSampler and PackedCollator the same max_tokens and parallel"
-            )
-
-    def _collate_whole(self, plan: PackingPlan, examples: Examples) -> Batch:
-        """All rows of a plan; its pieces may be any parts of the examples."""
-        self._check_plan(plan)
-        columns = self._read(examples)
-        ends = np.zeros_like(columns.lengths)
-        np.maximum.at(ends, plan.example_indices, plan.starts + plan.lengths)
-        beyond = np.flatnonzero(ends > columns.lengths)
-        if len(beyond):
-            i = int(beyond[0])
-            raise DataError(
-                f"example {i} has {columns.lengths[i]} tokens, the plan reads {ends[i]} of it; an "
-                "example must stay as it was when it was planned"
-            )
-        positions, num_examples = plan.example_indices, len(columns.lengths)
-        return self._rows(plan, range(plan.num_rows), positions, columns, num_examples)
-
-    def _rows(
-        self,
-        plan: PackingPlan,
-        rows: range,
-        positions: np.ndarray,
-        columns: ExampleColumns,
-        num_examples: int,
-        num_loss_tokens_elsewhere: int = 0,
-    ) -> Batch:
-        """Rows of a plan; ``positions`` are where in the columns the examples of its pieces are."""
-        align = plan.align
+    def _collate(self, columns: ExampleColumns, part: RankPlan) -> Batch:
+        """The rows of the part."""
+        plan, rows, positions = part.plan, part.rows, part.positions
         width = self.packing.capacity if self.fixed_width else plan.width
-        first, stop = plan.row_offsets[[rows.start, rows.stop]]
-        row_offsets = plan.row_offsets[rows.start : rows.stop + 1] - first
-        pieces = Pieces(positions, plan.starts[first:stop], plan.lengths[first:stop], row_offsets)
+        row_offsets = plan.row_offsets[rows.start : rows.stop + 1]
+        chosen = slice(int(row_offsets[0]), int(row_offsets[-1]))
+        row_offsets = row_offsets - row_offsets[0]
+        pieces = Pieces(positions, plan.starts[chosen], plan.lengths[chosen], row_offsets)
         placed = columns.place(pieces)
-        segments = packed(placed.counts, row_offsets, width=width, align=align)
-        placement = Placement(width, width - 1, self.pad_token_id, True, segments)
-        example_indices = plan.example_indices[first:stop]
+        segments = packed(placed.counts, row_offsets, width=width, align=plan.align)
         per_row: dict[str, Any] = {}
         for key, values in columns.per_example.items():
             in_order = [values[i] for i in positions.tolist()]
             per_row[key] = [tuple(in_order[a:b]) for a, b in pairwise(row_offsets.tolist())]
         names = dict.fromkeys((*_FIELDS, *columns.names, "sub_seq_lengths", "cu_seq_lens"))
-        return assemble(
+        batch = assemble(
             columns,
             pieces,
             placed,
-            placement,
+            Placement(width, width - 1, self.pad_token_id, True, segments),
             tuple(names),
             normalize_loss=self.normalize_loss,
-            num_loss_tokens_elsewhere=num_loss_tokens_elsewhere,
+            num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere,
             row_metadata={
-                "example_indices": Ragged(example_indices, row_offsets),
+                "example_indices": Ragged(plan.example_indices[chosen], row_offsets),
                 "max_segment_length": longest_segments(segments["starts"], width),
                 **per_row,
             },
             metadata={
-                "num_examples": num_examples,
+                "num_examples": part.num_examples or len(columns.lengths),
                 "num_tokens": int(plan.lengths.sum()),
                 "num_dummy_rows": plan.num_dummy_rows,
                 "num_dropped": len(plan.dropped),
@@ -309,6 +272,8 @@ class PackedCollator(Generic[B]):
                 "cut": tuple(plan.cut.tolist()),
             },
         )
+        part.check_loss_tokens(placed.num_loss_tokens)
+        return batch
 
     def _check_rollouts(self, rollouts: ExampleColumns) -> None:
         images = [column for column in rollouts.fields if column.name == "pixel_values"]
@@ -337,23 +302,6 @@ class PackedCollator(Generic[B]):
                 f"than the {capacity} that fit in a row with max_tokens={max_tokens}, and a "
                 'rollout is never cut; raise max_tokens, or pass overflow="drop"'
             )
-
-
-def _check_lengths(part: RankPlan, lengths: np.ndarray) -> None:
-    """A plan made of other lengths would cut examples, or leave holes."""
-    if len(lengths) != len(part.indices):
-        raise DataError(
-            f"the batch has {len(lengths)} examples where {len(part.indices)} were asked for; a "
-            "dataset's __getitems__ must return one an index, in their order"
-        )
-    wrong = np.flatnonzero(lengths != part.lengths)
-    if len(wrong):
-        i = int(wrong[0])
-        raise DataError(
-            f"example {part.indices[i]} of the dataset has {lengths[i]} tokens, the sampler was "
-            f"told {part.lengths[i]}; its lengths must be those of the dataset that is read: pass "
-            "dataset.lengths"
-        )
 
 
 def _refuse_weights(batch: Batch) -> None:

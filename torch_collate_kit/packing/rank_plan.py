@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.plan import PackingPlan
 
 __all__ = ["PlannedExamples", "RankPlan"]
@@ -40,14 +41,14 @@ class RankPlan:
 
     plan: PackingPlan
     """The plan of the whole batch, over all ranks."""
-    rank: int
-    """The rank whose rows are collated."""
+    rank: int | None
+    """The rank whose rows are collated; None for those of all ranks."""
     indices: list[int]
-    """The dataset indices that the rank reads."""
+    """The dataset indices that the rank reads; none for all ranks, whose examples are at hand."""
     lengths: _Ints
     """int64 [len(indices)], the number of tokens that the plan assumes for each of them."""
     num_examples: int
-    """Number of examples in the batch, over all ranks."""
+    """Number of examples in the batch, over all ranks; 0 for as many as are at hand."""
     num_loss_tokens: int | None = None
     """Number of loss tokens in the batch, over all ranks; None if unknown."""
     own_num_loss_tokens: int | None = None
@@ -74,21 +75,72 @@ class RankPlan:
         mine = indices[examples].tolist()
         return cls(plan, rank, mine, lengths[examples], len(indices), total, own)
 
-    @property
-    def rows(self) -> range:
-        """The rows of the plan that belong to the rank."""
-        return self.plan.rank_rows(self.rank)
+    @classmethod
+    def whole(cls, plan: PackingPlan) -> RankPlan:
+        """All rows of ``plan``; its pieces may be any parts of the examples that it numbers."""
+        return cls(plan, None, [], np.zeros(0, dtype=np.int64), 0)
 
     @property
-    def pieces(self) -> slice:
-        """The pieces of the plan in these rows."""
-        return _pieces(self.plan, self.rank)
+    def rows(self) -> range:
+        """The rows of the plan that are collated."""
+        return range(self.plan.num_rows) if self.rank is None else self.plan.rank_rows(self.rank)
 
     @property
     def positions(self) -> _Ints:
-        """[S] for each of these pieces, the position of its example in ``indices``."""
-        examples = self.plan.example_indices[self.pieces]
+        """[S] for each piece in these rows, the position of its example among those read."""
+        if self.rank is None:
+            return self.plan.example_indices
+        examples = self.plan.example_indices[_pieces(self.plan, self.rank)]
         return np.searchsorted(np.unique(examples), examples)
+
+    @property
+    def num_loss_tokens_elsewhere(self) -> int:
+        """Loss tokens in examples that other ranks read; 0 if unknown."""
+        return (self.num_loss_tokens or 0) - (self.own_num_loss_tokens or 0)
+
+    def check_lengths(self, lengths: _Ints) -> None:
+        """That the examples read, of these lengths, are those that were planned.
+
+        Raises:
+            DataError: more or fewer examples, or others; a plan of them would cut or leave holes.
+        """
+        if self.rank is None:
+            ends = np.zeros_like(lengths)
+            np.maximum.at(ends, self.plan.example_indices, self.plan.starts + self.plan.lengths)
+            beyond = np.flatnonzero(ends > lengths)
+            if len(beyond):
+                i = int(beyond[0])
+                raise DataError(
+                    f"example {i} has {lengths[i]} tokens, the plan reads {ends[i]} of it; an "
+                    "example must stay as it was when it was planned"
+                )
+            return
+        if len(lengths) != len(self.indices):
+            raise DataError(
+                f"the batch has {len(lengths)} examples where {len(self.indices)} were asked for; "
+                "a dataset's __getitems__ must return one per index, in their order"
+            )
+        wrong = np.flatnonzero(lengths != self.lengths)
+        if len(wrong):
+            i = int(wrong[0])
+            raise DataError(
+                f"example {self.indices[i]} of the dataset has {lengths[i]} tokens, the sampler "
+                f"was told {self.lengths[i]}; its lengths must be those of the dataset that is "
+                "read: pass dataset.lengths"
+            )
+
+    def check_loss_tokens(self, num_loss_tokens: int) -> None:
+        """That the examples read have as many loss tokens as the sampler was told.
+
+        Raises:
+            DataError: they have not.
+        """
+        if self.own_num_loss_tokens not in (None, num_loss_tokens):
+            raise DataError(
+                f"the examples at {self.indices} of the dataset have {num_loss_tokens} loss "
+                f"tokens, the sampler was told {self.own_num_loss_tokens}; its num_loss_tokens "
+                "must be those of the dataset that is read: pass dataset.num_loss_tokens"
+            )
 
     def with_examples(self, examples: Any) -> PlannedExamples:
         """The plan with the examples at ``indices``, a list or columns, for the collator."""
@@ -113,6 +165,11 @@ class PlannedExamples:
     examples: Any
     """A list or columns: the examples at ``plan.indices`` in that order; for a whole batch, all
     that the plan numbers."""
+
+    @property
+    def part(self) -> RankPlan:
+        """The plan, as a part of the batch or as all of it."""
+        return RankPlan.whole(self.plan) if isinstance(self.plan, PackingPlan) else self.plan
 
 
 def _pieces(plan: PackingPlan, rank: int) -> slice:
