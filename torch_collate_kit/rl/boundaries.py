@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.rl.uids import Uids, checked_uids
+from torch_collate_kit.rl.groups import Uids, checked_uids
 
 __all__ = ["checked_boundaries", "mini_batch_boundaries", "prompt_boundaries"]
 
@@ -19,8 +20,8 @@ def prompt_boundaries(uids: Uids) -> np.ndarray:
     """The row at which each prompt begins, and the number of rows: int64 [P + 1], 0, ..., N.
 
     ``uids`` names the prompt of each row: a list of hashables, an ndarray or a tensor [N]. The rows
-    of one prompt (its samples, and their steps) lie next to each other. Take the uids of rows that
-    were not padded yet: a row that ``Batch.pad_rows`` added repeats the uid of row 0.
+    of a prompt (its samples, and their steps) lie next to each other. Call it before
+    ``Batch.pad_rows``, whose rows repeat the uid of row 0.
 
     Raises:
         DataError: no rows, a uid that comes back after another one, or one that is None or NaN.
@@ -32,31 +33,28 @@ def prompt_boundaries(uids: Uids) -> np.ndarray:
     keys = checked_uids(uids)
     if not keys:
         raise DataError("uids is empty (0 rows); give at least one row")
-    first_row: dict[Hashable, int] = {keys[0]: 0}
-    starts = [0]
-    for row in range(1, len(keys)):
-        if keys[row] == keys[row - 1]:
+    starts: dict[Hashable, int] = {}
+    for row, uid in enumerate(keys):
+        if row and uid == keys[row - 1]:
             continue
-        if keys[row] in first_row:
+        if starts.setdefault(uid, row) != row:
             raise DataError(
-                f"uid {keys[row]!r} begins at row {first_row[keys[row]]} and comes back at row "
-                f"{row} after uid {keys[row - 1]!r}; rows of one prompt must lie next to each "
-                "other: sort the rows by uid (stable), give prompts different uids, or take the "
-                "boundaries before Batch.pad_rows, whose rows repeat the first uid"
+                f"uid {uid!r} begins at row {starts[uid]} and comes back at row {row} after uid "
+                f"{keys[row - 1]!r}; rows of one prompt must lie next to each other: sort the rows "
+                "by uid (stable), give prompts different uids, or take the boundaries before "
+                "Batch.pad_rows, whose rows repeat the first uid"
             )
-        first_row[keys[row]] = row
-        starts.append(row)
-    return np.array([*starts, len(keys)], dtype=np.int64)
+    return np.array([*starts.values(), len(keys)], dtype=np.int64)
 
 
 def mini_batch_boundaries(uids: Uids, prompts_per_mini_batch: int) -> np.ndarray:
     """The row at which each mini-batch begins, and the number of rows: int64 [M + 1], 0, ..., N.
 
-    Every mini-batch has exactly ``prompts_per_mini_batch`` prompts, with however many rows these
-    have: the number of optimizer steps does not depend on how many turns the model took.
+    Every mini-batch has ``prompts_per_mini_batch`` prompts, with any number of rows: the number of
+    optimizer steps does not depend on how many turns the model took.
 
     Raises:
-        ValueError: a number of prompts that does not divide.
+        ValueError: the number of prompts is not a multiple of ``prompts_per_mini_batch``.
         DataError, TypeError: as :func:`prompt_boundaries`; ``prompts_per_mini_batch`` not an int.
 
     >>> mini_batch_boundaries(["a", "a", "b", "c", "c", "c"], 1).tolist()
@@ -97,11 +95,11 @@ def checked_boundaries(boundaries: Any, num_rows: int) -> list[int]:
     numbers: list[int] = edges.tolist()
     if numbers[0] != 0:
         raise ValueError(f"boundaries must start at 0, got {numbers[0]}; {way_out}")
-    for i in range(1, len(numbers)):
-        if numbers[i] <= numbers[i - 1]:
+    for i, (start, stop) in enumerate(pairwise(numbers), start=1):
+        if stop <= start:
             raise ValueError(
-                f"boundaries must rise, got {numbers[i - 1]} and then {numbers[i]} at entry {i}: "
-                f"a mini-batch has at least one row; {way_out}"
+                f"boundaries must rise, got {start} and then {stop} at entry {i}: a mini-batch has "
+                f"at least one row; {way_out}"
             )
     if numbers[-1] != num_rows:
         raise ValueError(

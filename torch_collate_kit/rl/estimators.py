@@ -10,7 +10,18 @@ from torch import Tensor
 
 from torch_collate_kit.errors import DataError
 
-__all__ = ["discounted_returns", "gae", "group_advantages", "whitened"]
+__all__ = ["check_epsilon", "gae", "group_advantages", "group_numbers", "whitened"]
+
+
+def group_numbers(uids: Sequence[Hashable]) -> tuple[np.ndarray, list[Hashable]]:
+    """The group of each uid, int64 [N], and the uid of each group, in order of appearance.
+
+    >>> group_numbers("bab")
+    (array([0, 1, 0]), ['b', 'a'])
+    """
+    numbers: dict[Hashable, int] = {}
+    groups = np.array([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=np.int64)
+    return groups, list(numbers)
 
 
 def group_advantages(
@@ -27,25 +38,24 @@ def group_advantages(
     >>> group_advantages(np.array([1.0, 3.0, 7.0]), "aab", **options).tolist()
     [-2.0, 2.0, 7.0]
     """
-    numbers: dict[Hashable, int] = {}
-    groups = np.array([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=np.int64)
-    sizes = np.bincount(groups, minlength=len(numbers))
+    groups, names = group_numbers(uids)
+    sizes = np.bincount(groups, minlength=len(names))
     is_alone = sizes == 1
     if group_of_one == "raise" and is_alone.any():
         raise DataError(
-            f"uid {list(numbers)[int(is_alone.argmax())]!r} has only one score (so have "
+            f"uid {names[int(is_alone.argmax())]!r} has only one score (so have "
             f"{np.count_nonzero(is_alone)} of {len(sizes)} uids), and {estimator=} compares the "
             "scores of a uid; sample its prompt more than once, filter such rows out, or pass "
             'group_of_one="zero" (advantage 0) or "score" (its score, as if the mean were 0 and '
             "the std 1)"
         )
-    means = np.bincount(groups, weights=scores, minlength=len(numbers)) / np.maximum(sizes, 1)
+    means = np.bincount(groups, weights=scores, minlength=len(names)) / np.maximum(sizes, 1)
     if estimator == "maxrl":
-        _check_means(means, is_alone, list(numbers))
-    deviation = scores - means[groups]  # exactly 0 of a group of one
+        _check_means(means, is_alone, names)
+    deviation = scores - means[groups]  # exactly 0 in a group of one
     others = np.maximum(sizes - 1, 1)
     if estimator == "grpo":
-        variance = np.bincount(groups, weights=deviation**2, minlength=len(numbers)) / others
+        variance = np.bincount(groups, weights=deviation**2, minlength=len(names)) / others
         advantages = deviation / (np.sqrt(variance) + epsilon)[groups]
     elif estimator == "rloo":  # s - (sum - s) / (n - 1), without the difference of large sums
         advantages = deviation * (sizes / others)[groups]
@@ -70,6 +80,8 @@ def _check_means(means: np.ndarray, is_alone: np.ndarray, uids: Sequence[Hashabl
 def gae(rewards: Tensor, values: Tensor, valid: Tensor, *, gamma: float, lam: float) -> Tensor:
     """Generalized advantage estimates [B, A], a scan from the right; cells not valid are skipped.
 
+    With values of 0 and ``lam=1`` these are the discounted sums of the rewards from each cell on.
+
     >>> rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]])
     >>> gae(rewards, values, torch.tensor([[True, True]]), gamma=1.0, lam=1.0).tolist()
     [[0.5, 0.5]]
@@ -85,17 +97,13 @@ def gae(rewards: Tensor, values: Tensor, valid: Tensor, *, gamma: float, lam: fl
     return advantages
 
 
-def discounted_returns(rewards: Tensor, valid: Tensor, *, gamma: float) -> Tensor:
-    """The discounted sum of the rewards from each cell on [B, A]; cells not valid are skipped.
-
-    >>> discounted_returns(torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool), gamma=0.5).tolist()
-    [[1.75, 1.5, 1.0]]
-    """
-    return gae(rewards, torch.zeros_like(rewards), valid, gamma=gamma, lam=1.0)
+def check_epsilon(epsilon: float) -> None:
+    if not epsilon > 0:
+        raise ValueError(f"epsilon must be above 0, got {epsilon}; it keeps a std of 0 from 0 / 0")
 
 
 def whitened(values: Tensor, valid: Tensor, *, epsilon: float) -> Tensor:
-    """``(v - mean) / (std + epsilon)`` over all valid cells, 0 elsewhere; 0 of a single cell.
+    """``(v - mean) / (std + epsilon)`` over all valid cells, 0 elsewhere; 0 for a single cell.
 
     >>> whitened(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[True, True, False]]), epsilon=0.5)
     tensor([[-0.5224,  0.5224,  0.0000]])

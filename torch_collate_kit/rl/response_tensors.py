@@ -1,4 +1,4 @@
-"""Tensors with one value per response token: checks of their shapes, masks, and wide sums."""
+"""Tensors with one value per response token: checks, masks, and the dtypes of sums and results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_collate_kit.errors import DataError
 
-__all__ = ["checked_mask", "checked_tensors", "wide_dtype"]
+__all__ = ["checked_mask", "checked_tensors", "narrow", "refuse_cells", "wide"]
 
 
 def checked_tensors(**tensors: Any) -> None:
@@ -34,27 +34,36 @@ def checked_tensors(**tensors: Any) -> None:
             )
 
 
-def checked_mask(name: str, mask: Tensor) -> Tensor:
-    """bool, where ``mask`` is not 0.
+def refuse_cells(is_wrong: Tensor, values: Tensor, message: str) -> None:
+    """Raise DataError for the first wrong cell, whose {row}, {column} and {value} are filled in."""
+    cells = is_wrong.nonzero()
+    if len(cells):
+        row, column = cells[0].tolist()
+        value = values[row, column].item()
+        raise DataError(message.format(row=row, column=column, value=value))
 
-    Raises:
-        DataError: an entry that is negative or not finite, which would count as one that is kept.
-    """
+
+def checked_mask(name: str, mask: Tensor) -> Tensor:
+    """bool, where ``mask`` is not 0. A negative entry, or one that is not finite, is refused."""
     given = mask.detach()
-    wrong = (~((given >= 0) & given.isfinite())).nonzero()
-    if len(wrong):
-        row, column = wrong[0].tolist()
-        raise DataError(
-            f"row {row}: {name} is {given[row, column].item()} at column {column}; it must be "
-            "finite and 0 or more: 0 where the token does not count"
-        )
+    refuse_cells(
+        ~((given >= 0) & given.isfinite()),
+        given,
+        f"row {{row}}: {name} is {{value}} at column {{column}}; it must be finite and 0 or more: "
+        "0 where the token does not count",
+    )
     return given != 0
 
 
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """What sums are formed in: float64, except where the device has none.
+def wide(tensor: Tensor) -> Tensor:
+    """In float64 (float32 where the device has none), without a graph.
 
     In float32 the mean of equal rewards can be off by one bit, and that bit divided by
     ``0 + epsilon`` is an advantage of 0.01 where there is nothing to learn.
     """
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
+    return tensor.detach().to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+
+
+def narrow(result: Tensor, *, like: Tensor) -> Tensor:
+    """``result`` in float64 where ``like`` is, else in float32."""
+    return result.to(torch.float64 if like.dtype == torch.float64 else torch.float32)

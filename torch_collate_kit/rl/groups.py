@@ -1,4 +1,4 @@
-"""Which trajectory a row is a step of."""
+"""Which prompt and which trajectory a row belongs to."""
 
 from __future__ import annotations
 
@@ -9,26 +9,67 @@ import numpy as np
 from torch import Tensor
 
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.reading.grouping import flag_column
-from torch_collate_kit.rl.uids import checked_uids
+from torch_collate_kit.reading.grouping import flag_column, id_column
 
-__all__ = ["checked_trajectory_ids", "last_steps", "trajectories"]
+__all__ = ["Uids", "checked_trajectory_ids", "checked_uids", "last_steps", "trajectories"]
+
+Uids = Sequence[Hashable] | np.ndarray | Tensor
+
+
+def checked_uids(uids: Any, num_rows: int | None = None, *, name: str = "uid") -> list[Hashable]:
+    """``uids`` as a list of hashables that compare by value; a tensor's are its numbers.
+
+    Raises:
+        TypeError: a string, or nothing to iterate over.
+        ValueError: not one-dimensional, or another number of them than ``num_rows``.
+        DataError: a uid that cannot be hashed, or is None or NaN: such rows would be one prompt, or
+            one each.
+
+    >>> checked_uids(np.array([3, 3, 4]))
+    [3, 3, 4]
+    """
+    keys = id_column(name, _one_per_row(f"{name}s", name, uids), "row")
+    if num_rows is not None and len(keys) != num_rows:
+        raise ValueError(
+            f"{name}s has {len(keys)} entries for {num_rows} rows; give one {name} per row"
+        )
+    return keys
+
+
+def _one_per_row(name: str, what: str, values: Any) -> list[Any]:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise TypeError(
+            f"{name} must be one {what} per row, got {values!r:.40} of type "
+            f"{type(values).__name__}; pass a list"
+        )
+    if not isinstance(values, np.ndarray | Tensor):
+        return list(values)
+    if values.ndim != 1:
+        raise ValueError(f"{name} must be one {what} per row, got shape {list(values.shape)}")
+    return values.tolist()
 
 
 def last_steps(
     is_last_step: Any, trajectory_ids: Any, uids: Sequence[Hashable], rows: np.ndarray
-) -> np.ndarray | None:
-    """bool [N], whether each of ``rows`` is the last step of its trajectory; None: nothing says.
+) -> np.ndarray:
+    """bool [N], whether each of ``rows`` ends its trajectory; all do if neither argument is given.
 
     Raises:
         DataError: ``is_last_step`` and ``trajectory_ids`` contradict each other.
         TypeError, ValueError: not one bool, not one id for every uid.
     """
-    last = None if is_last_step is None else _checked_flags(is_last_step, len(uids))[rows]
-    if trajectory_ids is None:
-        return last
-    ids = checked_uids(trajectory_ids, len(uids), name="trajectory_id")
-    return checked_trajectory_ids([(uids[i], ids[i]) for i in rows.tolist()], last, rows)
+    last = None
+    if is_last_step is not None:
+        flags = _one_per_row("is_last_step", "bool", is_last_step)
+        if len(flags) != len(uids):
+            raise ValueError(
+                f"is_last_step has shape [{len(flags)}] for {len(uids)} rows; give one bool per row"
+            )
+        last = np.array(flag_column("is_last_step", flags, "row"), dtype=bool)[rows]
+    if trajectory_ids is not None:
+        ids = checked_uids(trajectory_ids, len(uids), name="trajectory_id")
+        last = checked_trajectory_ids([(uids[i], ids[i]) for i in rows.tolist()], last, rows)
+    return np.ones(len(rows), dtype=bool) if last is None else last
 
 
 def checked_trajectory_ids(
@@ -78,36 +119,11 @@ def checked_trajectory_ids(
     return last
 
 
-def _checked_flags(is_last_step: Any, num_rows: int) -> np.ndarray:
-    """``is_last_step`` as bool [num_rows].
-
-    Raises:
-        TypeError: nothing to iterate over.
-        ValueError: another number of entries than rows.
-        DataError: an entry that is neither a bool nor 0 or 1.
-    """
-    if isinstance(is_last_step, str | bytes) or not isinstance(is_last_step, Iterable):
-        raise TypeError(
-            f"is_last_step must be one bool per row, got {is_last_step!r:.40} of type "
-            f"{type(is_last_step).__name__}; pass a list"
-        )
-    if isinstance(is_last_step, np.ndarray | Tensor):
-        flags, shape = is_last_step.tolist(), list(is_last_step.shape)
-    else:
-        flags = list(is_last_step)
-        shape = [len(flags)]
-    if shape != [num_rows]:
-        raise ValueError(
-            f"is_last_step has shape {shape} for {num_rows} rows; give one bool per row"
-        )
-    return np.array(flag_column("is_last_step", flags, "row"), dtype=bool)
-
-
 def trajectories(last: np.ndarray, uids: Sequence[Hashable], rows: np.ndarray) -> np.ndarray:
     """The number of the trajectory of each step: int64 [N], 0, 0, 1, ...
 
-    ``last`` bool [N] is True at the last step of each, ``rows`` [N] says which rows of the batch
-    the steps are, for messages.
+    ``last`` bool [N] is True at the last step of each; ``rows`` [N] and ``uids`` [N] are the rows
+    of the steps, named in messages, and their uids.
 
     Raises:
         DataError: a trajectory with two uids, or steps after the last trajectory's end.
@@ -116,15 +132,15 @@ def trajectories(last: np.ndarray, uids: Sequence[Hashable], rows: np.ndarray) -
     [0, 0, 1]
     """
     for i in np.flatnonzero(~last).tolist():
+        step = f"row {rows[i]} of uid {uids[i]!r} is not a last step"
         if i + 1 == len(last):
             raise DataError(
-                f"row {int(rows[i])} of uid {uids[i]!r} is not a last step, and no step follows; "
-                "the last row of every trajectory needs is_last_step=True"
+                f"{step}, and no step follows; the last row of every trajectory needs "
+                "is_last_step=True"
             )
         if uids[i + 1] != uids[i]:
             raise DataError(
-                f"row {int(rows[i])} of uid {uids[i]!r} is not a last step, but the next step, row "
-                f"{int(rows[i + 1])}, is of uid {uids[i + 1]!r}; the rows of a trajectory lie next "
-                "to each other and end with is_last_step=True"
+                f"{step}, but the next step, row {rows[i + 1]}, is of uid {uids[i + 1]!r}; the "
+                "rows of a trajectory lie next to each other and end with is_last_step=True"
             )
     return np.cumsum(last) - last
