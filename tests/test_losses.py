@@ -411,6 +411,19 @@ def test_a_slice_gives_the_values_of_its_examples(layout: Callable[[bool], Colla
         assert values == pytest.approx(loop_nll(model, EXAMPLES[index]), rel=1e-6)
 
 
+def test_a_batch_of_dense_tensors_gives_the_same_values(layout: Callable[[bool], Collate]) -> None:
+    model = Model()
+    batch = layout(True)(EXAMPLES).pad_rows(multiple_of=4)
+    dense = Batch(dict(batch.items()), row_metadata=batch.row_metadata, metadata=batch.metadata)
+    assert dense.placement is None
+    options: dict[str, Any] = {"num_loss_tokens": 1, "return_per_token_outputs": True}
+    _, expected = token_loss(model(batch), batch, **options)
+    _, outputs = token_loss(model(batch), dense, **options)
+    assert outputs.example_indices.tolist() == [0, 1, 2, 3, 4, 5]
+    for values, other in zip(outputs.nll, expected.nll, strict=True):
+        assert values.tolist() == other.tolist()
+
+
 def test_rows_in_another_order_give_the_same_values() -> None:
     model = Model()
     batch = PackedCollator(0, max_tokens=8)(EXAMPLES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -17,6 +16,8 @@ from torch import Tensor
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
 from torch_collate_kit.batch.model_inputs import response_cells
+from torch_collate_kit.batch.response_spans import cells_by_example
+from torch_collate_kit.ragged import Ragged
 
 __all__ = ["PerTokenOutputs", "global_num_loss_tokens", "token_loss"]
 
@@ -25,13 +26,12 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class PerTokenOutputs:
-    """Values of the response tokens, one array an example, in the order of the examples.
+    """Values of the response tokens, one array per example, in the order of the examples.
 
-    ``example_indices`` int64 ``[E]`` ascends and names the examples of the batch's rows (a slice of
-    a batch has some of them). ``nll[i]`` is float32 ``[n]``, in host memory: of example
-    ``example_indices[i]`` the last ``n = row_metadata["num_actions"]`` tokens. Of a split example
-    these are the response tokens of its pieces, joined in order; nothing predicts the first token
-    of a piece.
+    ``example_indices`` int64 ``[E]``, ascending, names the examples of the batch's rows. ``nll[i]``
+    float32 ``[n]``, in host memory, has the last ``n = row_metadata["num_actions"]`` tokens of
+    example ``example_indices[i]``. The pieces of a split example are joined in order; nothing
+    predicts the first token of a piece.
 
     >>> from torch_collate_kit.collators import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}, {"input_ids": [3, 1, 2]}])
@@ -76,31 +76,29 @@ def token_loss(
     """Sum of weighted token losses over ``num_loss_tokens``: a scalar, fp32 for half logits.
 
     ``num_loss_tokens`` is the number of loss tokens of the whole optimizer step, over all
-    micro-batches and ranks (:func:`global_num_loss_tokens`). Then the sum of the losses of all
-    micro-batches and ranks is the token mean, however the examples were laid out (a mean of means
-    is not). DistributedDataParallel averages gradients over ranks: multiply by the number of ranks
-    there. 0 divides by 1. (A tensor is not looked at, since that would wait for the device; one
-    that is no count, negative or not finite, makes the loss NaN.)
+    micro-batches and ranks (:func:`global_num_loss_tokens`). Then the losses of all micro-batches
+    and ranks add up to the token mean, however the examples were laid out (a mean of means does
+    not). DistributedDataParallel averages gradients over ranks: multiply by their number there.
 
-    Of a collator's batch only the logits that predict response tokens are cast and kept for the
-    backward pass: 4 bytes per response token and entry of the vocabulary, not 4 per cell. (Of bf16
-    logits ``[4, 512, 8192]``, a tenth of the cells responses: 6.7 MB instead of 67, and 104 MB at
-    the peak of the backward pass instead of 235.) Their number is in host memory, so nothing waits
-    for the device. Of plain labels, and where ``loss_mask`` was replaced or changed in place, the
-    logits of all predicting cells are taken.
+    From a collator's batch only the logits that predict response tokens are cast and kept for the
+    backward pass: 4 bytes per response token and entry of the vocabulary, not 4 per cell. Nothing
+    waits for the device. From plain labels, or where ``loss_mask`` was replaced or changed in
+    place, the logits of all predicting cells are used.
 
     Args:
         logits: ``[R, W, V]``, or with a Batch only the last ``K >= A + 1`` columns (what
             ``model(..., logits_to_keep=A + 1)`` gives), where ``A = metadata["response_length"]``.
-        batch_or_labels: the Batch (its ``loss_mask`` may hold weights and may be normalised, which
-            is undone), or unshifted labels ``[R, W]`` with -100 where nothing is trained.
-        num_loss_tokens: a number, or a scalar tensor on the device of the logits.
-        return_per_token_outputs: also return :class:`PerTokenOutputs`. Off, nothing of it is
-            computed or copied to the host; the loss is the same to the last bit.
+        batch_or_labels: the Batch (its ``loss_mask`` may hold weights, divided or not), or
+            unshifted labels ``[R, W]`` with -100 where nothing is trained.
+        num_loss_tokens: a number, or a scalar tensor on the device of the logits; 0 divides by 1.
+            A tensor that is negative or not finite makes the loss NaN: checking would wait for it.
+        return_per_token_outputs: also return :class:`PerTokenOutputs`, copied to the host. The loss
+            is the same to the last bit.
 
     Raises:
-        ValueError: shapes that do not fit, a ``num_loss_tokens`` that is negative, infinite or NaN,
-            or per-token outputs asked of plain labels, which do not say where examples lie.
+        ValueError: shapes that do not fit; a number that is negative, infinite or NaN; per-token
+            outputs of plain labels, which do not say where examples lie.
+        TypeError: arguments of another type.
 
     >>> logits = torch.zeros(1, 3, 4)
     >>> labels = torch.tensor([[-100, 2, 3]])
@@ -109,16 +107,15 @@ def token_loss(
     """
     _check_types(logits, batch_or_labels, num_loss_tokens)
     checked_bool("return_per_token_outputs", return_per_token_outputs)
+    batch: Batch | None = None
     if isinstance(batch_or_labels, Batch):
-        batch: Batch | None = batch_or_labels
-        mask = batch_or_labels["loss_mask"]
-        labels = _labels(batch_or_labels, mask)
-        response_length = mask.shape[1]
-        divisor = batch_or_labels.metadata.get("loss_mask_divisor", 1)
+        batch = batch_or_labels
+        mask, divisor = batch["loss_mask"], batch.metadata.get("loss_mask_divisor", 1)
+        labels = _labels(batch, mask)
     else:
-        batch, labels, divisor = None, batch_or_labels, 1
-        response_length = labels.shape[-1] - 1
+        labels, divisor = batch_or_labels, 1
         mask = labels[..., 1:] != IGNORE_INDEX
+    response_length = mask.shape[-1]
     _check_shapes(logits, labels, response_length, from_batch=batch is not None)
     targets = labels[..., labels.shape[-1] - response_length :]
     if return_per_token_outputs:
@@ -145,16 +142,15 @@ def global_num_loss_tokens(
 ) -> Tensor:
     """Loss tokens of an optimizer step, over its micro-batches and all ranks: the divisor.
 
-    The cells of ``loss_mask`` that are not 0 (or the labels that are trained) are counted in the
-    rows that are given, whatever their metadata say, so slices of a batch count once each. With
-    ``torch.distributed`` initialised the counts are summed over the ranks in one all-reduce of 8
-    bytes; every rank must call it, one without rows with an empty list.
+    Counts the cells of ``loss_mask`` that are not 0 (or the labels that are trained) in the given
+    rows, whatever their metadata say. If ``torch.distributed`` is initialized, the counts are
+    summed over the ranks in one all-reduce of 8 bytes; every rank must call it, one without rows
+    with an empty list.
 
     Args:
         batches: this rank's micro-batches of the step: a Batch, unshifted labels ``[R, W]``, or any
             number of these.
-        group: the ranks that hold different rows, all by default. With tensor, context or pipeline
-            parallelism these are the data-parallel ranks.
+        group: the ranks that hold different rows (the data-parallel ranks), all by default.
 
     Returns:
         int64, a scalar tensor on the device of the batches, or on one that the backend can reduce
@@ -198,7 +194,7 @@ def _reducing_device(device: torch.device, group: dist.ProcessGroup | None) -> t
 
 
 def _labels(batch: Batch, mask: Tensor) -> Tensor:
-    """Of a batch of rollouts, which has none: its ids where the mask is not 0."""
+    """For a batch of rollouts, which has none: its ids where the mask is not 0."""
     if "labels" in batch:
         return batch["labels"]
     ids: Tensor = batch["input_ids"]
@@ -276,27 +272,6 @@ def _check_shapes(
 
 
 def _per_token_outputs(batch: Batch, nll_RA: Tensor) -> PerTokenOutputs:
-    """Cut the response of every sub-sequence out of [R, A]; column j is cell W - A + j."""
-    values = nll_RA.detach().float().cpu().numpy()
-    hidden = batch["input_ids"].shape[1] - values.shape[1]
-    lengths = batch["sub_seq_lengths"].to("cpu")
-    if "cu_seq_lens" in batch:
-        starts = [row.tolist() for row in batch["cu_seq_lens"].to("cpu")]
-    else:
-        starts = [[first] for first in batch["attention_mask"].argmax(dim=1).tolist()]
-    columns = [batch.row_metadata[k] for k in ("example_indices", "example_starts", "num_actions")]
-    pieces: dict[int, list[tuple[int, np.ndarray]]] = {}
-    for row, entries in enumerate(zip(*columns, strict=True)):
-        spans = zip(*(e.tolist() for e in entries), lengths[row].tolist(), strict=True)
-        for k, (example, first, n, length) in enumerate(spans):
-            end = starts[row][k] + length - hidden
-            pieces.setdefault(example, []).append((first, values[row, end - n : end]))
-    for example, found in pieces.items():
-        if len({first for first, _ in found}) < len(found):
-            raise ValueError(
-                f"a piece of example {example} is in the batch twice, so its token values have no "
-                "order; ask for per-token outputs before batches are joined or rows repeated"
-            )
-    order = sorted(pieces)
-    joined = [np.concatenate([v for _, v in sorted(pieces[i], key=itemgetter(0))]) for i in order]
-    return PerTokenOutputs(np.array(order, dtype=np.int64), joined)
+    examples, cells = cells_by_example(batch, nll_RA.shape[1])
+    values = nll_RA.detach().float().cpu().numpy().reshape(-1)[cells.values]
+    return PerTokenOutputs(examples, list(Ragged(values, cells.offsets)))
