@@ -439,7 +439,7 @@ def test_a_filled_cache_beside_boundaries_is_refused():
     inputs, model = packed_inputs(*ONE_ROW), tiny_model("llama")
     inputs["use_cache"] = True
     cache = model(**inputs).past_key_values
-    with pytest.raises(ValueError, match=r"13 query and 26 key tokens a row.*use_cache=False"):
+    with pytest.raises(ValueError, match=r"13 query and 26 key tokens per row.*use_cache=False"):
         model(**inputs, past_key_values=cache)
 
 

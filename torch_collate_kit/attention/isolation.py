@@ -36,7 +36,6 @@ _TOLERANCE = {
     torch.float16: 2e-3,
     torch.bfloat16: 1e-2,
 }
-_MASK_PADDING = -1  # segment id of cells that a 2-D attention mask excludes
 
 
 def check_isolation(
@@ -44,21 +43,20 @@ def check_isolation(
 ) -> None:
     """Change the tokens of one segment; raise if the logits of another segment change.
 
+    The first segment of each row, the middle segment and the last segment are changed, one at a
+    time. A call takes about ``rows + 3`` forward passes without gradients, and twice as many in
+    training mode, because some leaks exist in one mode only. One or two rows are enough.
+
     Args:
-        model: run in eval mode, and if it is in training mode also in that, with the same dropout
+        model: run in eval mode, and also in training mode if it is in that, with the same dropout
             in every run. Modes and random state are restored. Pass it before it is wrapped for
             FSDP: ranks may need different numbers of forward passes.
-        batch: a packed :class:`Batch`, whose inputs for the model's attention implementation are
-            used, or a mapping of model inputs, which are passed on without ``labels``. Segments are
-            read from ``cu_seq_lens_q``, otherwise from positions that restart. Cells that a 2-D
-            ``attention_mask`` excludes are ignored.
+        batch: a packed :class:`Batch`, or a mapping of model inputs, of which ``labels`` are
+            ignored. Segments are read from ``cu_seq_lens_q``, otherwise from positions that
+            restart. Cells that a 2-D ``attention_mask`` excludes are ignored.
         tolerance: the change allowed, as a fraction of the change in the changed segment's own
-            logits. The default depends on the lowest precision of logits, weights and autocast:
+            logits. The default follows from the lowest precision of logits, weights and autocast:
             1e-9 for float64, 1e-4 for float32, 2e-3 for float16, 1e-2 for bfloat16.
-
-    The first segment of each row, the middle segment and the last segment are changed, one at a
-    time. So a call takes about ``rows + 3`` forward passes without gradients, and twice as many in
-    training mode, because some leaks exist in one mode only. One or two rows are enough.
 
     Raises:
         IsolationError: a segment changes the logits of another; nothing can be shown, because a
@@ -134,8 +132,8 @@ def _find_segments(inputs: Mapping[str, Any]) -> _Segments:
         lengths = lengths_from_cu_seqlens(cu_seq_lens)
     elif positions is not None:
         # [4, R, W] is the form with a text row first; [3, R, W] has only image positions
-        rows = positions.flatten(0, -2)[: len(ids)].expand(len(ids), -1)
-        lengths = torch.cat([lengths_from_position_ids(row) for row in rows])
+        of_text = positions.flatten(0, -2)[: len(ids)].expand(len(ids), -1)
+        lengths = torch.cat([lengths_from_position_ids(row) for row in of_text])
     else:
         raise ValueError(
             "neither cu_seq_lens_q nor position_ids is passed, so neither this check nor the model "
@@ -149,15 +147,14 @@ def _find_segments(inputs: Mapping[str, Any]) -> _Segments:
     cells = segment_ids_from_lengths(lengths).view(ids.shape).to(ids.device)
     mask = inputs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
-        cells = cells.masked_fill(mask == 0, _MASK_PADDING)
-    # renumbered from 0, without segments that are empty or all padding
-    real, dense = torch.unique(cells, return_inverse=True)
-    dense = dense - int((real == _MASK_PADDING).any())
-    num_segments = int(dense.max()) + 1
-    rows_R1 = torch.arange(len(ids), device=ids.device)[:, None].expand(ids.shape)
-    first_row = rows_R1.new_zeros(num_segments)
-    first_row[dense[dense >= 0]] = rows_R1[dense >= 0]
-    return _Segments(dense, first_row.tolist())
+        cells = cells.masked_fill(mask == 0, -1)
+    # renumbered from 0, without segments that are empty or all padding, which is -1
+    found, dense = torch.unique(cells, return_inverse=True)
+    dense = dense - int(found[0] < 0)
+    row_of = dense.new_zeros(int(dense.max()) + 1)
+    rows, columns = torch.nonzero(dense >= 0, as_tuple=True)
+    row_of[dense[rows, columns]] = rows
+    return _Segments(dense, row_of.tolist())
 
 
 def _check_one_mode(
@@ -194,19 +191,17 @@ def _check_one_mode(
 def _movement(
     model: nn.Module, inputs: dict[str, Any], segments: _Segments, source: int, before: Tensor
 ) -> dict[int, float]:
-    """The largest change of a logit in each segment when the tokens of ``source`` change."""
+    """The largest change of a logit in each segment when the tokens of ``source`` change.
+
+    NaN where a logit is NaN.
+    """
     changed_ids = _change_tokens(model, inputs["input_ids"], segments.ids_RW == source)
     after = _logits(model, inputs | {"input_ids": changed_ids})
     # equal infinities (a masked vocabulary tail) did not move
     moved_RW = torch.where(before == after, 0, (before - after).abs()).amax(-1).float()
-    return _largest_by_segment(moved_RW, segments)
-
-
-def _largest_by_segment(values_RW: Tensor, segments: _Segments) -> dict[int, float]:
-    """The largest value in each segment's cells; NaN if one of them is NaN."""
-    largest = values_RW.new_zeros(len(segments.rows))
     real = segments.ids_RW >= 0
-    largest.scatter_reduce_(0, segments.ids_RW[real], values_RW[real], "amax")
+    largest = moved_RW.new_zeros(len(segments.rows))
+    largest.scatter_reduce_(0, segments.ids_RW[real], moved_RW[real], "amax")
     return dict(enumerate(largest.tolist()))
 
 
@@ -222,15 +217,12 @@ def _logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
             mask = inputs.get("attention_mask")
             if mask is None or getattr(mask, "ndim", 4) == 2:
                 raise
-            what = "no dict of masks" if isinstance(mask, Mapping) else "2-D masks only"
-            way_out = (
-                "leave sliding_window out"
-                if isinstance(mask, Mapping)
-                else "use PaddedCollator, since nothing separates packed rows then"
-            )
+            hint = "2-D masks only, use PaddedCollator, since nothing separates packed rows then"
+            if isinstance(mask, Mapping):
+                hint = "no dict of masks, leave sliding_window out"
             raise IsolationError(
                 f"the model fails with the attention_mask {_shape(mask)} "
-                f"({type(error).__name__}: {error}); if it takes {what}, {way_out}"
+                f"({type(error).__name__}: {error}); if it takes {hint}"
             ) from error
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
@@ -299,9 +291,8 @@ def _shape(mask: Any) -> str:
 def _likely_reason(
     model: nn.Module, inputs: dict[str, Any], segments: _Segments, source: int, allowed: float
 ) -> str:
-    attention = attention_name(model) or "unknown"
-    mask = inputs.get("attention_mask")
-    by_boundaries = attention == "torch_varlen" or attention.startswith("flash")
+    attention, mask = attention_name(model) or "unknown", inputs.get("attention_mask")
+    boundaries = inputs.get("cu_seq_lens_q")
     if mask is not None and getattr(mask, "ndim", 4) == 2:
         return (
             "a 2-D attention_mask is passed, and any 2-D mask switches packed isolation off in "
@@ -309,16 +300,18 @@ def _likely_reason(
         )
     if mask is not None:
         return f'the attention_mask {_shape(mask)} itself, or attention "{attention}" misusing it'
-    if by_boundaries and inputs.get("cu_seq_lens_q") is None:
-        return (
-            f'attention "{attention}" needs cu_seq_lens_q; pass what Batch.model_inputs() returns'
-        )
-    if not by_boundaries and inputs.get("use_cache") is not False:
+    if attention == "torch_varlen" or attention.startswith("flash"):
+        if boundaries is None:
+            return (
+                f'attention "{attention}" needs cu_seq_lens_q; pass what Batch.model_inputs() '
+                "returns"
+            )
+    elif inputs.get("use_cache") is not False:
         return (
             "use_cache is not False (the default of the config is True), and with a cache "
             "transformers ignores restarting position_ids; pass use_cache=False"
         )
-    if inputs.get("cu_seq_lens_q") is not None and not by_boundaries:
+    elif boundaries is not None:
         by_positions = {k: v for k, v in inputs.items() if k in ("input_ids", "position_ids")}
         if len(by_positions) < 2 or not torch.equal(
             _find_segments(by_positions).ids_RW, segments.ids_RW

@@ -6,13 +6,12 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from torch_collate_kit.segments import lengths_from_cu_seqlens
 
 __all__ = ["Segments", "attend", "same_dtype"]
 
@@ -57,10 +56,9 @@ def attend(
     kernel = _load_kernel() if _fits_kernel(query, value) else None
     if kernel is not None and (window is None or kernel.takes_window):
         output = kernel.run(query, key, value, segments, scale, window)
-    elif torch.compiler.is_compiling():
-        output = _one_op(query, key, value, segments.cu_q, segments.cu_k, num_rows, scale, window)
     else:
-        output = _on_host(query, key, value, segments.cu_q, segments.cu_k, num_rows, scale, window)
+        run = _one_op if torch.compiler.is_compiling() else _sdpa_by_segment
+        output = run(query, key, value, segments.cu_q, segments.cu_k, num_rows, scale, window)
     return output.view(num_rows, width, *output.shape[1:])
 
 
@@ -71,21 +69,6 @@ def same_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
     return query.to(dtype), key.to(dtype), value.to(dtype)
-
-
-def _on_host(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    num_rows: int,
-    scale: float | None,
-    window: int | None,
-) -> Tensor:
-    """[N, H, D] and [N, Hkv, D] -> [N, H, D]; the boundaries are read on the host."""
-    lengths = _segment_lengths(cu_q, cu_k, num_rows, len(query) // num_rows)
-    return _sdpa_by_segment(query, key, value, lengths, scale, window)
 
 
 # Under torch.compile, reading the boundaries would break the graph in every layer. An operator that
@@ -104,7 +87,7 @@ _ARGUMENTS = (
     tags=torch.Tag.cudagraph_unsafe,
 )
 def _one_op(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    return _on_host(query, key, value, *rest).contiguous()
+    return _sdpa_by_segment(query, key, value, *rest).contiguous()
 
 
 @_one_op.register_fake
@@ -122,7 +105,9 @@ def _one_op_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     # autograd is disabled inside an operator, but torch.func still differentiates
-    pull_back = torch.func.vjp(lambda q, k, v: _on_host(q, k, v, *rest), query, key, value)[1]
+    pull_back = torch.func.vjp(lambda q, k, v: _sdpa_by_segment(q, k, v, *rest), query, key, value)[
+        1
+    ]
     return tuple(x.contiguous() for x in pull_back(gradient))
 
 
@@ -148,7 +133,7 @@ _one_op.register_autograd(_backward, setup_context=_keep_inputs)
 def _segment_lengths(cu_q: Tensor, cu_k: Tensor, num_rows: int, width: int) -> list[int]:
     """Segment lengths on the host, checked against the rows."""
     bounds: list[int] = cu_q.tolist()
-    lengths: list[int] = lengths_from_cu_seqlens(cu_q).tolist()
+    lengths = [stop - start for start, stop in pairwise(bounds)]
     if cu_k is not cu_q and cu_k.tolist() != bounds:
         raise ValueError(
             f"cu_seq_lens_q and cu_seq_lens_k differ, {bounds} and {cu_k.tolist()}; in "
@@ -173,11 +158,14 @@ def _sdpa_by_segment(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lengths: list[int],
+    cu_q: Tensor,
+    cu_k: Tensor,
+    num_rows: int,
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Causal attention inside each segment: [N, H, D] and [N, Hkv, D] -> [N, H, D]."""
+    """[N, H, D] and [N, Hkv, D] -> [N, H, D]; the boundaries are read on the host."""
+    lengths = _segment_lengths(cu_q, cu_k, num_rows, len(query) // num_rows)
     if len(set(lengths)) == 1:  # segments of equal length form a batch: one call for all of them
         shape = (len(lengths), lengths[0])
         query, key, value = (x.view(*shape, *x.shape[1:]) for x in (query, key, value))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit.attention.kernels import Segments, attend, same_dtype
+from torch_collate_kit.attention.models import sliding_window as window_of
 
 __all__ = ["register_torch_varlen"]
 
@@ -47,8 +48,8 @@ _UNSUPPORTED = {
 def register_torch_varlen() -> None:
     """Register ``attn_implementation="torch_varlen"`` with transformers; may be called repeatedly.
 
-    The model then accepts these inputs in addition to ``input_ids`` and ``position_ids``, as
-    ``Batch.model_inputs()`` returns them:
+    The model then accepts what ``Batch.model_inputs()`` returns, beside ``input_ids`` and
+    ``position_ids``:
 
     - ``cu_seq_lens_q/k``: int32 ``[S + 1]``, flat over the rows, ``[0, ..., R * W]``, with all row
       boundaries;
@@ -102,9 +103,8 @@ class _MaskIsReadError(ValueError, AttributeError):
 class _DeferredMask:
     """The mask that transformers requests, built only if attention runs without boundaries.
 
-    Otherwise each mask of a packed row of T tokens would cost T x T cells, which the varlen path
-    never reads. It is not a dataclass, because FSDP would take that apart and copy it. A model that
-    uses its mask in its own attention code (bloom), or inspects it (PaliGemma), is refused.
+    The varlen path never reads its T x T cells. It is not a dataclass, which FSDP would take apart
+    and copy. A model that uses its mask itself (bloom), or inspects it (PaliGemma), is refused.
     """
 
     __slots__ = ("_built", "_options", "unknown_parts", "windows")
@@ -157,10 +157,9 @@ def _attention_mask(**options: Any) -> Any:
     """Registered mask function: the mask of ``sdpa``, deferred where there may be boundaries."""
     from transformers.masking_utils import sdpa_mask
 
-    # Not deferred with a static cache: its offset is a tensor that changes before attention runs.
-    offset = options.get("q_offset", 0)
-    no_cache = options["q_length"] == options["kv_length"] and not isinstance(offset, Tensor)
-    if no_cache:
+    # The offset of a static cache is a tensor that changes before attention runs.
+    is_static = isinstance(options.get("q_offset"), Tensor)
+    if options["q_length"] == options["kv_length"] and not is_static:
         return _DeferredMask(options)
     return sdpa_mask(**options)
 
@@ -214,17 +213,12 @@ def _refuse_unsupported(
         )
     for option, what in _UNSUPPORTED.items():
         if kwargs.get(option) is not None:
+            window, _ = window_of(module)
+            also = "" if window is None else f" and sliding_window={window}"
             raise ValueError(
                 f"{_NAME} cannot do {what}, but {name} passes {option}; use "
-                f'attn_implementation="eager" for this model, {_PROVE}{_window_option(module)}'
+                f'attn_implementation="eager" for this model, {_PROVE}{also}'
             )
-
-
-def _window_option(module: nn.Module) -> str:
-    config: Any = getattr(module, "config", None)
-    if "sliding_attention" not in (getattr(config, "layer_types", None) or ()):
-        return ""
-    return f" and sliding_window={config.sliding_window}"
 
 
 def _refuse_beside_boundaries(
@@ -232,8 +226,8 @@ def _refuse_beside_boundaries(
 ) -> None:
     if query.shape[2] != key.shape[2]:
         raise ValueError(
-            f"cu_seq_lens_q is passed with {query.shape[2]} query and {key.shape[2]} key tokens a "
-            "row: the cache is not empty; pass use_cache=False for packed rows"
+            f"cu_seq_lens_q is passed with {query.shape[2]} query and {key.shape[2]} key tokens "
+            "per row: the cache is not empty; pass use_cache=False for packed rows"
         )
     if isinstance(attention_mask, _DeferredMask):
         if attention_mask.unknown_parts:
