@@ -335,7 +335,7 @@ def use_kernel(monkeypatch):
 
     def use(kernel: Any) -> None:
         monkeypatch.setattr(kernels, "_fits_kernel", lambda query, value: True)
-        monkeypatch.setattr(kernels, "_load_kernel", lambda: kernels._adapt_kernel(kernel))
+        monkeypatch.setattr(kernels, "_load_kernel", lambda: kernels._Kernel(kernel))
 
     return use
 

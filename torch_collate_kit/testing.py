@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,9 @@ __all__ = ["assert_exact_resume", "batch_digest"]
 def batch_digest(batch: Any) -> str:
     """A hash of everything in a batch: equal for batches that are equal to the last byte.
 
-    Accepts a Batch (hashing what it stores, and its metadata), tensors, arrays, Ragged, numbers,
-    strings, None, and mappings, lists, tuples and dataclasses of these. Dtypes, shapes and the kind
-    of a sequence (list or tuple) count; the order of keys does not. Nothing is changed.
+    Accepts a Batch (what it stores, and its metadata), tensors, arrays, Ragged, numbers, strings,
+    None, and mappings, lists, tuples and dataclasses of these. Dtypes, shapes and the kind of a
+    sequence count; the order of keys does not.
 
     Raises:
         TypeError: the batch contains something else.
@@ -35,9 +35,8 @@ def batch_digest(batch: Any) -> str:
     """
     found = hashlib.blake2b(digest_size=16)
     for part in _parts(batch):
-        found.update(
-            len(part).to_bytes(8, "little")
-        )  # so that parts cannot be confused when joined
+        # its length too, so that parts cannot be confused when joined
+        found.update(len(part).to_bytes(8, "little"))
         found.update(part)
     return found.hexdigest()
 
@@ -94,18 +93,20 @@ def assert_exact_resume(
 ) -> list[str]:
     """Stop at every step, load the state into a new object, and compare all later batches.
 
+    Every state is converted to JSON and back. A run that saves its state at every step is compared
+    with one that does not, because saving must have no side effects.
+
     Args:
         make: creates the object, the same one each time: a loader, an iterable dataset or a
-            sampler. It is iterable, where one ``iter()`` is an epoch, has ``state_dict`` and
-            ``load_state_dict``, and may have ``close``. If it has ``state_at``, as the samplers of
-            this package have, that gives the state after a number of steps.
+            sampler. It is iterable (one ``iter()`` is an epoch), has ``state_dict`` and
+            ``load_state_dict``, and may have ``close``. If it has ``state_at(epoch, step)``, like
+            the samplers of this package, states are taken from that.
         num_steps: number of batches to compare, over as many epochs as needed.
         stops: numbers of batches after which to stop; by default 0, 1, ... ``num_steps`` - 1.
         max_state_bytes: the largest size of a state as JSON.
 
-    Every state is converted to JSON and back. A run that saves its state at every step is compared
-    with one that does not, because saving must have no side effects. Returns the digest of every
-    batch, in order.
+    Returns:
+        The digest of every batch, in order.
 
     Raises:
         AssertionError: a batch differs, an epoch begins at another batch, there are fewer than
@@ -137,7 +138,8 @@ def _digests(
 ) -> list[tuple[str, bool]]:
     """The digest of each of the next batches, and whether it is the first of its iter()."""
     found: list[tuple[str, bool]] = []
-    with _closing(make()) as source:
+    source = make()
+    with closing(source) if hasattr(source, "close") else nullcontext():
         if state is not None:
             source.load_state_dict(state)
         if save is not None:
@@ -145,11 +147,11 @@ def _digests(
         num_empty = 0
         while len(found) < num_steps and num_empty < 2:
             before = len(found)
-            position = _position(source)
+            state_after = _state_after(source)
             for batch in source:
                 found.append((batch_digest(batch), len(found) == before))
                 if save is not None:
-                    save(_state_of(source, position, len(found) - before))
+                    save(state_after(len(found) - before))
                 if len(found) == num_steps:
                     break
             num_empty = num_empty + 1 if len(found) == before else 0
@@ -157,27 +159,12 @@ def _digests(
     return found
 
 
-@contextmanager
-def _closing(source: Any) -> Iterator[Any]:
-    try:
-        yield source
-    finally:
-        if hasattr(source, "close"):
-            source.close()
-
-
-def _position(source: Any) -> tuple[int, int] | None:
-    """Where a sampler's next iter() begins; None for objects that count their own batches."""
+def _state_after(source: Any) -> Callable[[int], dict[str, Any]]:
+    """Gives the state after so many batches of the next iter(); samplers do not count their own."""
     if not hasattr(source, "state_at"):
-        return None
-    return source.epoch, source.state_dict()["step"]
-
-
-def _state_of(source: Any, position: tuple[int, int] | None, num_taken: int) -> dict[str, Any]:
-    if position is None:
-        return source.state_dict()
-    epoch, step = position
-    return source.state_at(epoch, step + num_taken)
+        return lambda num_taken: source.state_dict()
+    epoch, step = source.epoch, source.state_dict()["step"]
+    return lambda num_taken: source.state_at(epoch, step + num_taken)
 
 
 def _as_json(state: dict[str, Any], *, after: int, max_bytes: int) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -95,9 +94,15 @@ def check_isolation(
     if len(segments.rows) > len(set(segments.rows)):
         refuse_recurrent_layers(model, inputs)
     _refuse_lost_window(model, inputs, segments)
-    for training in (False, True) if model.training else (False,):
-        with _mode(model, training=training), torch.no_grad():
-            _check_one_mode(model, inputs, segments, tolerance)
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        _check_mode(model, inputs, segments, tolerance)
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+    if model.training:
+        _check_mode(model, inputs, segments, tolerance)
 
 
 class _Segments(NamedTuple):
@@ -157,7 +162,8 @@ def _find_segments(inputs: Mapping[str, Any]) -> _Segments:
     return _Segments(dense, row_of.tolist())
 
 
-def _check_one_mode(
+@torch.no_grad()
+def _check_mode(
     model: nn.Module, inputs: dict[str, Any], segments: _Segments, tolerance: float | None
 ) -> None:
     before = _logits(model, inputs)
@@ -252,19 +258,6 @@ def _default_tolerance(model: nn.Module, logits: Tensor) -> float:
     if torch.is_autocast_enabled(logits.device.type):
         dtypes.add(torch.get_autocast_dtype(logits.device.type))
     return max(_TOLERANCE.get(dtype, _TOLERANCE[torch.bfloat16]) for dtype in dtypes)
-
-
-@contextmanager
-def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Set eval mode, or keep the modes as they are; each module's mode is restored afterwards."""
-    before = [(module, module.training) for module in model.modules()]
-    if not training:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, was_training in before:
-            module.training = was_training
 
 
 def _refuse_lost_window(model: nn.Module, inputs: Mapping[str, Any], segments: _Segments) -> None:

@@ -196,27 +196,26 @@ def _causal_sdpa(
     return output.transpose(1, 2)
 
 
-class _Kernel(NamedTuple):
-    run: Callable[[Tensor, Tensor, Tensor, Segments, float | None, int | None], Tensor]
-    takes_window: bool
-
-
 @functools.cache
 def _load_kernel() -> _Kernel | None:
-    """torch's varlen kernel with one signature for all versions, or None if torch has none."""
+    """torch's varlen kernel, or None if torch has none."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return _adapt_kernel(varlen_attn)
+    return _Kernel(varlen_attn)
 
 
-def _adapt_kernel(varlen_attn: Callable[..., Any]) -> _Kernel:
+class _Kernel:
     """One signature for all: 2.10 has only is_causal, 2.11 scale and window, 2.12 also GQA."""
-    accepted = inspect.signature(varlen_attn).parameters
-    takes_window = "window_size" in accepted
+
+    def __init__(self, varlen_attn: Callable[..., Any]) -> None:
+        self._run = varlen_attn
+        self._accepted = inspect.signature(varlen_attn).parameters
+        self.takes_window = "window_size" in self._accepted
 
     def run(
+        self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -226,25 +225,20 @@ def _adapt_kernel(varlen_attn: Callable[..., Any]) -> _Kernel:
     ) -> Tensor:
         options: dict[str, Any] = {}
         groups = query.shape[1] // key.shape[1]
-        if "enable_gqa" in accepted:
+        if "enable_gqa" in self._accepted:
             options["enable_gqa"] = groups > 1
         elif groups > 1:
             key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-        if "scale" in accepted:
+        if "scale" in self._accepted:
             options["scale"] = scale
         elif scale is not None and not math.isclose(scale, default := query.shape[2] ** -0.5):
             query = query * (scale / default)
-        if takes_window:  # (left, right) neighbours; must be a tuple, which torch compares
+        if self.takes_window:  # (left, right) neighbours; must be a tuple, which torch compares
             options["window_size"] = (-1 if window is None else window - 1, 0)
         else:
             options["is_causal"] = True
-        cu_q, cu_k = (cu.to(query.device, torch.int32) for cu in (segments.cu_q, segments.cu_k))
-        output: Tensor = varlen_attn(
-            query, key, value, cu_q, cu_k, segments.max_q, segments.max_k, **options
-        )
-        return output
-
-    return _Kernel(run, takes_window)
+        cu_q, cu_k = (cu.to(query.device, torch.int32) for cu in segments[:2])
+        return self._run(query, key, value, cu_q, cu_k, *segments[2:], **options)
 
 
 def _fits_kernel(query: Tensor, value: Tensor) -> bool:

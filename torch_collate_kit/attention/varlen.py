@@ -183,8 +183,12 @@ def _attention_forward(
     """Registered attention: query [B, H, T, D], key and value [B, Hkv, T, D] -> [B, T, H, D]."""
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     _refuse_unsupported(module, dropout, causal, kwargs)
-    if cu_seq_lens_q is None:
-        return _masked_forward(module, query, key, value, attention_mask, scaling, kwargs)
+    if cu_seq_lens_q is None:  # generate(), or padded evaluation
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        mask = _mask_without_boundaries(module, attention_mask, kwargs.get("position_ids"))
+        heads = same_dtype(query, key, value)
+        return sdpa_attention_forward(module, *heads, mask, scaling=scaling, **kwargs)[0], None
     cu_seq_lens_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
     _refuse_beside_boundaries(query, key, attention_mask, sliding_window)
     width = query.shape[2]
@@ -251,18 +255,9 @@ def _refuse_beside_boundaries(
         )
 
 
-def _masked_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float | None,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, None]:
-    """No boundaries: the sdpa attention of transformers, for generate() and padded evaluation."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
+def _mask_without_boundaries(
+    module: nn.Module, attention_mask: Any, position_ids: Tensor | None
+) -> Tensor | None:
     if module.training:
         raise ValueError(
             f"{_NAME} got no cu_seq_lens_q in training, so packed rows would leak; pass what "
@@ -271,10 +266,8 @@ def _masked_forward(
         )
     mask = attention_mask.build() if isinstance(attention_mask, _DeferredMask) else attention_mask
     if getattr(module, "layer_idx", None) in (None, 0):  # checking one layer is enough
-        _refuse_restarts(kwargs.get("position_ids"), mask)
-    query, key, value = same_dtype(query, key, value)
-    output, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
-    return output, None
+        _refuse_restarts(position_ids, mask)
+    return mask
 
 
 def _refuse_restarts(position_ids: Tensor | None, mask: Tensor | None) -> None:
