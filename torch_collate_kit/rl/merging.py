@@ -31,32 +31,28 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rollout examples with the steps of a trajectory merged where one continues the other.
 
     Consecutive examples of one ``uid``, the earlier without ``is_last_step``, become one if the
-    prompt of the later begins with all tokens of the earlier, prompt and response: a forward pass
-    over the result computes every token once. A step whose prompt was rewritten starts a new one.
-    Where the examples have a ``trajectory_id``, ``is_last_step`` is checked against it: a True
-    forgotten between two trajectories of one uid would merge them.
+    prompt of the later begins with all tokens of the earlier, prompt and response. Then a forward
+    pass computes every token once. A step whose prompt was rewritten starts a new one. If the
+    examples have a ``trajectory_id``, ``is_last_step`` is checked against it. A merged example has:
 
-    Of a merged example:
-
-    - ``prompt_ids`` is that of the first step. ``response_ids`` int64 is all that follows: the
-      responses, and between them what the later prompts added (tool output, the next user turn).
-      There ``loss_mask``, ``rewards``, ``logprobs`` and ``advantages`` are 0.
-    - ``rewards`` has one value per response token; a scalar reward is at the last token of its
+    - ``prompt_ids`` of the first step. ``response_ids`` is all that follows: the responses, and
+      between them what the later prompts added (tool output, the next user turn), where
+      ``loss_mask``, ``rewards``, ``logprobs`` and ``advantages`` are 0.
+    - ``rewards`` with one value per response token; a scalar reward is at the last token of its
       step.
     - ``rollout_expert_indices``: the route of a token is from the first step that has it, which is
-      the one that sampled it; later steps fill what is missing. A prefix of the tokens, as before.
-    - ``is_last_step`` and all other keys are those of the last step merged. ``pixel_values`` and
-      ``image_grid_thw`` too: steps are merged only if the earlier's are the beginning of them.
-      (A key of your own with one entry per response token does not fit the merged response.)
+      the one that sampled it. They cover all tokens or the first ones, as before.
+    - ``is_last_step`` and all other keys from the last step merged. (A key of your own with one
+      entry per response token does not fit the merged response.) Steps with images are merged only
+      if the later ones begin with those of the earlier.
 
-    Examples are read as ``RolloutCollator`` reads them (docs/contract.md); ``uid`` and
-    ``is_last_step`` are needed. Returns new dicts; examples are not changed. Merged columns are new
-    ndarrays: ids int64, routes uint8 or int16, the others float32; all else is the objects of the
-    examples, not copies.
+    Examples are read as by ``RolloutCollator`` (docs/contract.md); ``uid`` and ``is_last_step`` are
+    required. Returns new dicts. Merged columns are new ndarrays: ids int64, routes uint8 or int16,
+    the others float32. Everything else is not copied.
 
     Raises:
         DataError: an example that the collator would refuse, or one without ``uid`` or
-            ``is_last_step``; ``trajectory_id`` that contradicts ``is_last_step`` or comes back
+            ``is_last_step``; a ``trajectory_id`` that contradicts ``is_last_step`` or comes back
             later.
         TypeError: not a list of mappings.
 
@@ -86,12 +82,7 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             chains[-1].append(i)
         else:
             chains.append([i])
-    return [
-        _merged([examples[i] for i in chain], rollouts, chain)
-        if len(chain) > 1
-        else dict(examples[chain[0]])
-        for chain in chains
-    ]
+    return [_merged(examples, rollouts, chain) for chain in chains]
 
 
 def _checked_groups(rollouts: ExampleColumns) -> tuple[list[Any], list[bool]]:
@@ -125,10 +116,12 @@ def _continues(rollouts: ExampleColumns, earlier: int, later: int) -> bool:
 
 
 def _merged(
-    steps: Sequence[Mapping[str, Any]], rollouts: ExampleColumns, chain: Sequence[int]
+    examples: Sequence[Mapping[str, Any]], rollouts: ExampleColumns, chain: Sequence[int]
 ) -> dict[str, Any]:
-    merged = dict(steps[-1])
-    merged["prompt_ids"] = steps[0]["prompt_ids"]
+    merged = dict(examples[chain[-1]])
+    if len(chain) == 1:
+        return merged
+    merged["prompt_ids"] = examples[chain[0]]["prompt_ids"]
     tokens = joined(rollouts.input_ids)[chain[-1]][_num_prompt(rollouts, chain[0]) :]
     merged["response_ids"] = tokens.astype(np.int64)
     for field, key in _FIELDS.items():

@@ -21,34 +21,32 @@ def micro_batches(
     """The rows of ``staged[mini_batch][rank]`` in micro-batches of at most ``max_tokens`` cells.
 
     A micro-batch has rows of about one length, and ``rows * width <= max_tokens``, pads included.
-    Padding that none of its rows needs is cut off, on the left or the right: the width is that of
-    its longest row, ``metadata["response_length"]`` that of its longest response. Tensors that were
-    put into the batch with that width, or with a column per response token, are cut likewise.
-    Packed rows keep their width, and so do those of a Batch built from dense tensors.
+    Its width is that of its longest row, ``metadata["response_length"]`` that of its longest
+    response: other padding is cut off, also of tensors added to the batch that have this width or
+    a column per response token. Packed rows keep their width, and so do those of a Batch built from
+    dense tensors.
 
-    **The same number on every rank**, without communication: ``stage_mini_batches`` told every rank
-    how wide the rows of all are, so each makes as many as the rank that needs most. None is empty,
-    their cells are even, and the longest rows come first on every rank. So it can be called by a
-    controller for all parts, or on the ranks, each for its own.
+    **The same number on every rank**, without communication: ``stage_mini_batches`` stored the
+    widths of the rows of all ranks, so each rank makes as many as the one that needs most. None is
+    empty, their cells are even, and the longest rows come first on every rank.
 
-    Every row is there once, in another order; ``row_metadata["row_indices"]`` goes with it, so that
-    :func:`unstage` puts outputs in order (responses differ in width: give it lists, as
-    :func:`response_values` makes them). Other metadata is that of the mini-batch:
-    ``token_loss(..., num_loss_tokens=metadata["num_loss_tokens"])`` summed over micro-batches and
-    ranks is the token mean of the mini-batch.
+    :func:`unstage` restores the order of the rows by ``row_metadata["row_indices"]`` (responses
+    differ in width: give it lists, as :func:`response_values` makes them). Other metadata is that
+    of the mini-batch, such as the divisor ``metadata["num_loss_tokens"]``.
 
     Args:
         batch: a rank's part, whole, as it was staged. Fields may have been added or replaced.
         max_tokens: cells of a micro-batch.
-        pad_to_multiple_of: round widths up to it. The width of the batch is a multiple of it, too:
-            collate with ``RolloutCollator(pad_to_multiple_of=...)``.
+        pad_to_multiple_of: round widths up to it. It must divide the width of the batch: collate
+            with ``RolloutCollator(pad_to_multiple_of=...)``.
 
     Returns:
         New batches; their columns are copies.
 
     Raises:
         DataError: a row, of any rank, that is over the budget alone. Every rank raises it.
-        ValueError: a batch that was not staged, or rows of it only; a width that is no multiple.
+        ValueError: a batch that was not staged, or only some of its rows; a width that is not a
+            multiple.
         TypeError: not a Batch.
 
     >>> from torch_collate_kit import RolloutCollator
@@ -70,10 +68,9 @@ def micro_batches(
     checked_int("max_tokens", max_tokens)
     hint = "None switches it off"
     multiple = checked_optional_int("pad_to_multiple_of", pad_to_multiple_of, hint=hint) or 1
-    own, of_ranks = _row_widths(batch)
-    if multiple > 1:
-        _check_multiple(batch, multiple)
-        own, of_ranks = (-(-widths // multiple) * multiple for widths in (own, of_ranks))
+    both = _row_widths(batch)
+    _check_multiple(batch, multiple)
+    own, of_ranks = (-(-widths // multiple) * multiple for widths in both)
     _check_budget(of_ranks, max_tokens)
     count = max(fewest_micro_batches(widths, max_tokens) for widths in of_ranks)
     return [

@@ -1,8 +1,8 @@
-"""A rollout batch cut into mini-batches, each padded by itself and dealt to the ranks."""
+"""A rollout batch cut into mini-batches, each padded and divided among the ranks by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -38,38 +38,29 @@ def stage_mini_batches(
 ) -> list[list[Batch]]:
     """The rows of every mini-batch and rank: ``staged[mini_batch][dp_rank]``.
 
-    Mini-batch ``m`` has the rows ``boundaries[m]`` to ``boundaries[m + 1]``, and nothing changes
-    that: it is padded by itself, with zero-loss rows (``Batch.pad_rows``), until ``dp_size``
-    divides it, then cut into equal runs. Every rank gets as many rows as the others, even of a
-    mini-batch smaller than ``dp_size``.
+    Mini-batch ``m`` has the rows ``boundaries[m]`` to ``boundaries[m + 1]``. It is padded by itself
+    with zero-loss rows (``Batch.pad_rows``) until ``dp_size`` divides it, then cut into equal runs,
+    so every rank gets as many rows as the others. Compute and normalize advantages before.
 
-    A staged batch is a part of its mini-batch as a rank's batch is a part of the collated one
-    (docs/contract.md): same width, and metadata that is not per row speaks of the mini-batch over
-    all ranks. ``num_loss_tokens``, ``num_examples``, ``num_tokens`` and ``num_dummy_rows`` are
-    counted anew (the first where there is a ``loss_mask``, ``num_tokens`` where lengths are known).
-    A ``loss_mask`` that was divided is multiplied so that it is divided by its mini-batch's
-    ``num_loss_tokens``, and ``loss_mask_divisor`` says so: a plain sum is the token mean of the
-    mini-batch, and ``token_loss(..., num_loss_tokens=metadata["num_loss_tokens"])`` too.
+    Like a rank's part of a collated batch (docs/contract.md), a staged batch keeps its width, and
+    its metadata describes the mini-batch over all ranks: ``num_loss_tokens`` (where there is a
+    ``loss_mask``), ``num_examples``, ``num_tokens`` (where lengths are known) and
+    ``num_dummy_rows``. A divided ``loss_mask`` is divided by the ``num_loss_tokens`` of its
+    mini-batch instead, so a plain sum is the token mean of the mini-batch.
 
-    Row metadata goes with the rows; what pads hold there, ``Batch.pad_rows`` says (uids repeat the
-    first row's, ``is_last_step`` is True). ``row_metadata["row_indices"]`` is added, int64: the row
-    of ``batch`` that each row was, -1 for pads; :func:`unstage` reads it. So is
-    ``metadata["row_widths"]``, int64 ``[dp_size, rows]``: the cells that each row of each rank
-    needs, so that :func:`micro_batches` makes the same number of micro-batches on every rank.
+    Two entries are added: ``row_metadata["row_indices"]``, int64, the row of ``batch`` that each
+    row was, -1 for an added one, for :func:`unstage`; and ``metadata["row_widths"]``, int64
+    ``[dp_size, rows]``, the cells that each row of each rank needs, for :func:`micro_batches`.
 
-    With ``balance`` rows are dealt to the ranks so that their tokens, or their attention cost
-    (linear plus quadratic), are even, and the i-th rows of all ranks are about as long; pads count
-    0 and go to different ranks. Row lengths are ``sub_seq_lengths``, else of ``attention_mask``.
-    Without, rows keep their order.
+    With ``balance`` rows are distributed so that their tokens, or their attention cost (linear plus
+    quadratic), are even over the ranks, and the i-th rows of all ranks are about as long. Without,
+    rows keep their order. Lengths are ``sub_seq_lengths``, otherwise those of ``attention_mask``.
 
-    Advantages are computed and normalized before: the rows of a group or of a trajectory may go to
-    different ranks, and with ``balance`` in another order.
-
-    Fields are views of ``batch`` where nothing was added, moved or multiplied, else copies.
+    Fields are views of ``batch`` where nothing was added, moved or multiplied, otherwise copies.
 
     Raises:
-        ValueError: boundaries that do not run from 0, rising, to ``len(batch)``, an unknown
-            ``balance``, or balance without lengths.
+        ValueError: boundaries that do not rise from 0 to ``len(batch)``, an unknown ``balance``, or
+            ``balance`` without lengths.
         TypeError: not a Batch, or not integers.
 
     >>> import torch
@@ -88,12 +79,12 @@ def stage_mini_batches(
 
 
 def unstage(staged: Sequence[Sequence[Batch]], outputs: Sequence[Sequence[Any]]) -> Any:
-    """What the ranks computed, in the order of the rows that were staged, without the pads.
+    """What the ranks computed, in the order of the rows that were staged, without added rows.
 
     ``outputs[mini_batch][dp_rank]`` has a row for every row of ``staged[mini_batch][dp_rank]``: a
-    tensor or ndarray, rows first, or a list. All are of one kind; so is the result, a copy (for
-    tensors one that gradients flow through). Any two levels of batches do, of which each row was
-    staged once: also ``[micro_batches(part, ...) for ranks in staged for part in ranks]``.
+    tensor or ndarray, rows first, or a list. All are of one kind; so is the result, a copy (tensors
+    keep their graph). Any two levels of batches are accepted that hold every row once: also
+    ``[micro_batches(part, ...) for ranks in staged for part in ranks]``.
 
     Raises:
         ValueError: other numbers of mini-batches, ranks or rows, shapes or devices that differ, or
@@ -108,36 +99,29 @@ def unstage(staged: Sequence[Sequence[Batch]], outputs: Sequence[Sequence[Any]])
     """
     parts: list[Any] = []
     rows: list[np.ndarray] = []
-    _check_length("outputs", len(outputs), len(staged), "mini-batches")
+    _check_length("outputs", outputs, staged, "mini-batches")
     for m, (ranks, of_ranks) in enumerate(zip(staged, outputs, strict=True)):
-        _check_length(f"outputs[{m}]", len(of_ranks), len(ranks), "ranks")
+        _check_length(f"outputs[{m}]", of_ranks, ranks, "ranks")
         for r, (part, output) in enumerate(zip(ranks, of_ranks, strict=True)):
-            name = f"outputs[{m}][{r}]"
             if "row_indices" not in part.row_metadata:
                 raise ValueError(
                     f"staged[{m}][{r}] has no row_indices in its row_metadata; pass what "
                     "stage_mini_batches returned"
                 )
-            if not is_per_row(output) or isinstance(output, Ragged):
-                raise TypeError(
-                    f"{name} is {type(output).__name__}; give a tensor or ndarray with rows first, "
-                    "or a list with one entry per row"
-                )
-            _check_length(name, len(output), len(part), "rows")
-            if parts:
-                _check_alike(name, output, parts[0])
             parts.append(output)
             rows.append(part.row_metadata["row_indices"])
+            _check_output(f"outputs[{m}][{r}]", output, parts[0])
+            _check_length(f"outputs[{m}][{r}]", output, part, "rows")
     if not parts:
         raise ValueError("staged is empty; pass what stage_mini_batches returned")
     row_of = np.concatenate(rows)
     kept = np.flatnonzero(row_of >= 0)
     order = kept[np.argsort(row_of[kept], kind="stable")]
-    if not np.array_equal(row_of[order], np.arange(len(order))):
-        odd = int(np.flatnonzero(row_of[order] != np.arange(len(order)))[0])
+    odd = np.flatnonzero(row_of[order] != np.arange(len(order)))
+    if len(odd):
         raise ValueError(
-            f"row {odd} of the batch is missing or there twice among the staged rows; pass every "
-            "mini-batch of one stage_mini_batches call, and no other"
+            f"row {odd[0]} of the batch is missing or there twice among the staged rows; pass "
+            "every mini-batch of one stage_mini_batches call, and no other"
         )
     return take(cat(parts), order)
 
@@ -149,20 +133,16 @@ def _stage(batch: Batch, start: int, stop: int, dp_size: int, counts: _RowCounts
     metadata = whole.metadata
     metadata["num_dummy_rows"] = int(is_dummy.sum())
     metadata["num_examples"] = _num_examples(whole, is_dummy)
-    metadata.pop("num_tokens", None)
-    metadata.pop("num_loss_tokens", None)
-    if counts.tokens is not None:
-        metadata["num_tokens"] = int(counts.tokens[start:stop].sum())
-    if counts.loss_tokens is not None:
-        number = int(counts.loss_tokens[start:stop].sum())
-        metadata["num_loss_tokens"] = number
-        if metadata.get("loss_mask_divisor", 1) != 1:  # of a mask that is not divided it is 1
-            whole = whole.divide_loss_mask(max(number, 1))
+    for name, per_row in (("num_tokens", counts.tokens), ("num_loss_tokens", counts.loss_tokens)):
+        metadata.pop(name, None)
+        if per_row is not None:
+            metadata[name] = int(per_row[start:stop].sum())
+    if counts.loss_tokens is not None and metadata.get("loss_mask_divisor", 1) != 1:
+        whole = whole.divide_loss_mask(max(metadata["num_loss_tokens"], 1))
     mini = whole.pad_rows(multiple_of=dp_size)
     mini.row_metadata["row_indices"][stop - start :] = -1
     if counts.costs is not None:
-        costs = np.zeros(len(mini), dtype=np.int64)
-        costs[: stop - start] = counts.costs[start:stop]
+        costs = np.append(counts.costs[start:stop], np.zeros(len(mini) - len(whole), np.int64))
         mini = mini.select(over_ranks(costs, len(mini), dp_size, keep_order=False))
     widths = cells_per_row(mini)
     if widths is not None:
@@ -178,7 +158,7 @@ def _num_examples(rows: Batch, is_dummy: np.ndarray) -> int:
 
 
 def _row_counts(batch: Batch, balance: str | None) -> _RowCounts:
-    """Read the device once for all mini-batches, the numbers of tokens not even once."""
+    """For all mini-batches at once, since the device may have to be read."""
     is_dummy = np.zeros(len(batch), dtype=bool)
     responses = batch.num_tokens_per_row("responses")
     if "response_mask" in batch:
@@ -214,12 +194,19 @@ def _row_sums(pieces: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     return sums[offsets[1:]] - sums[offsets[:-1]]
 
 
-def _check_length(name: str, found: int, wanted: int, what: str) -> None:
-    if found != wanted:
-        raise ValueError(f"{name} has {found} {what}, staged has {wanted}; give one for each")
+def _check_length(name: str, given: Sized, staged: Sized, what: str) -> None:
+    if len(given) != len(staged):
+        raise ValueError(
+            f"{name} has {len(given)} {what}, staged has {len(staged)}; give one for each"
+        )
 
 
-def _check_alike(name: str, output: Any, first: Any) -> None:
+def _check_output(name: str, output: Any, first: Any) -> None:
+    if not is_per_row(output) or isinstance(output, Ragged):
+        raise TypeError(
+            f"{name} is {type(output).__name__}; give a tensor or ndarray with rows first, or a "
+            "list with one entry per row"
+        )
     if type(output) is not type(first):
         raise TypeError(
             f"{name} is {type(output).__name__}, outputs[0][0] is {type(first).__name__}; give "
