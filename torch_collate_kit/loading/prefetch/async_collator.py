@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch_collate_kit.errors import StateError
@@ -133,12 +132,7 @@ class AsyncBatchCollator(Generic[T]):
     def __enter__(self) -> AsyncBatchCollator[T]:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()
 
     def _check_open(self, method: str, step: int) -> None:

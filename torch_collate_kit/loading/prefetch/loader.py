@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -168,7 +167,7 @@ class PrefetchLoader:
     def _end_epoch(self, run: ReadAhead) -> None:
         self._run = None
         run.stop()
-        self._loader.end_epoch(run.epoch, run.num_steps)
+        self._loader.end_epoch(run.epoch)
 
     def _stop_reading(self, run: ReadAhead | None, *, move_back: bool = True) -> None:
         """Wait for what is in flight and drop it; stand behind what the consumer has received."""
@@ -184,7 +183,7 @@ class PrefetchLoader:
         if not move_back:
             return
         if run.is_over:
-            self._loader.end_epoch(run.epoch, run.num_steps)
+            self._loader.end_epoch(run.epoch)
         else:
             self._loader.move_to(run.epoch, run.step, run.mark)
 
@@ -252,12 +251,7 @@ class PrefetchLoader:
     def __enter__(self) -> PrefetchLoader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _check_open(self) -> None:

@@ -19,11 +19,10 @@ class ReadAhead:
 
     def __init__(self, loader: ResumableLoader, copy: DeviceCopy | None, *, prefetch: bool) -> None:
         # workers are forked here: in the consumer's thread, while no other one runs
-        self._reading = loader.begin()
-        self.epoch, self.step, self.num_steps, batches = self._reading
+        self.epoch, self.step, self.num_steps, self._batches = loader.begin()
         self.mark = loader.mark()
         self._loader, self._copy, self._prefetch = loader, copy, prefetch
-        self._collator = AsyncBatchCollator(partial(_build, loader, batches, copy))
+        self._collator = AsyncBatchCollator(partial(_build, loader, self._batches, copy))
 
     @property
     def is_over(self) -> bool:
@@ -53,7 +52,7 @@ class ReadAhead:
         try:
             self._collator.shutdown()
         finally:
-            self._loader.end(self._reading)
+            self._loader.end(self._batches)
 
 
 def _build(

@@ -1,7 +1,4 @@
-"""What PrefetchLoader reads from, and how it knows and keeps its position there.
-
-``mark`` is what has to be kept beside (epoch, step) to come back to a position later.
-"""
+"""What PrefetchLoader reads from, and how it knows and keeps its position there."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import copy
 import hashlib
 import io
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader
@@ -20,69 +17,37 @@ from torch_collate_kit.loading.sampler.arguments import is_same
 from torch_collate_kit.loading.sampler.resumable import ResumableSampler
 
 
-class Reading(NamedTuple):
-    """An epoch that is begun: its batches from ``step`` on."""
+class _Loader:
+    """A loader and its position. While an epoch is being read, the reader counts the steps.
 
-    epoch: int
-    step: int
-    num_steps: int | None  # from step 0; None if only the end will tell
-    batches: Iterator[Any]
+    ``begin()`` returns epoch, first step, number of steps from step 0 on (None if only the end
+    will tell), and the batches from that step on.
+    """
 
-
-class ResumableLoader(Protocol):
-    """A loader and its position; while an epoch is being read, the reader counts."""
-
-    def position(self) -> tuple[int, int]:
-        """Epoch and step at which the next ``begin`` reads."""
-
-    def num_steps(self) -> int | None:
-        """Steps of the epoch at ``position``, from its step 0; None if only the end will tell."""
-
-    def begin(self) -> Reading: ...
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
 
     def check(self, epoch: int) -> None:
-        """StateError if something else than the reader has moved the position meanwhile."""
-
-    def end(self, reading: Reading) -> None:
-        """Nobody draws from its batches any more, and nobody is about to."""
+        """StateError if something other than the reader has moved the position meanwhile."""
 
     def mark(self) -> Any:
-        """Called by whoever drew a batch, before the next one is drawn."""
+        """What ``move_to`` needs besides epoch and step; called after each batch drawn."""
 
-    def end_epoch(self, epoch: int, num_steps: int | None) -> None:
+    def end_epoch(self, epoch: int) -> None:
         """The position is now the beginning of the next epoch."""
 
-    def move_to(self, epoch: int, step: int, mark: Any) -> None: ...
+    def end(self, batches: Iterator[Any]) -> None:
+        """Called when nobody draws from the batches of a ``begin()`` any more."""
+        if not getattr(self._loader, "persistent_workers", False):
+            _end_workers(batches)
 
-    def set_epoch(self, epoch: int) -> None: ...
-
-    def reshuffle(self) -> None: ...
-
-    def state_at(self, epoch: int, step: int, mark: Any) -> dict[str, Any]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any], stop_reading: Callable[[], None]) -> None:
-        """Checks, and calls ``stop_reading`` only when the state fits."""
+    def close(self) -> None:
+        """Ends the worker processes that wait for the next epoch, unless they are the caller's."""
 
     def has_workers(self) -> bool:
         """Whether worker processes wait for the next epoch."""
-
-    def close(self) -> None: ...
-
-
-def resumable_loader(loader: Any) -> ResumableLoader:
-    """By what the loader has: a sampler that can resume, or a state of its own."""
-    sampler = getattr(loader, "batch_sampler", None)
-    if isinstance(loader, DataLoader) and isinstance(sampler, ResumableSampler):
-        return _SampledLoader(loader, sampler)
-    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-        return _StatefulLoader(loader)
-    raise TypeError(
-        f"a {type(loader).__name__} with batch_sampler={type(sampler).__name__} cannot be resumed; "
-        "build it with batch_sampler=PrefetchingSampler(data, batch_size), or wrap torchdata's "
-        "StatefulDataLoader, which is also the way for iterable datasets"
-    )
+        persists = getattr(self._loader, "persistent_workers", False)
+        return bool(persists) and getattr(self._loader, "_iterator", None) is not None
 
 
 class _Steps:
@@ -98,33 +63,31 @@ class _Steps:
         return self.current
 
 
-class _SampledLoader:
+class _SampledLoader(_Loader):
     """A DataLoader whose batch_sampler knows the state of any position."""
 
     def __init__(self, loader: DataLoader[Any], sampler: ResumableSampler) -> None:
         _check_lengths(loader, sampler)
+        super().__init__(copy.copy(loader))  # the caller's keeps its sampler
         self._sampler = sampler
         self._steps = _Steps()
-        self._loader = copy.copy(loader)  # the caller's keeps its sampler
         # not by setattr: a DataLoader forbids it; and no persistent workers in common
         vars(self._loader).update(batch_sampler=self._steps, _iterator=None)
-        self._ended: tuple[int, int] | None = None  # epoch and step where the reading ended
 
     def position(self) -> tuple[int, int]:
-        state = self.state_dict()["sampler"]
+        state = self._sampler.state_dict()
         return state["epoch"], state["step"]
 
     def num_steps(self) -> int:
         return len(self._sampler)
 
-    def begin(self) -> Reading:
-        self._ended = None
+    def begin(self) -> tuple[int, int, int | None, Iterator[Any]]:
         epoch, step = self.position()
         if self._sampler.epoch != epoch:  # somebody called iter() and drew nothing
             self._sampler.set_epoch(epoch, step=step)
         num_steps = self.num_steps()
         self._steps.current = iter(self._sampler)
-        return Reading(epoch, step, num_steps, iter(self._loader))
+        return epoch, step, num_steps, iter(self._loader)
 
     def check(self, epoch: int) -> None:
         if self._sampler.epoch != epoch + 1:  # it is, as soon as iter() was called
@@ -134,67 +97,46 @@ class _SampledLoader:
                 "drops what is in flight"
             )
 
-    def end(self, reading: Reading) -> None:
-        if not self._loader.persistent_workers:
-            _end_workers(reading.batches)
-
-    def mark(self) -> None:
-        return None
-
-    def end_epoch(self, epoch: int, num_steps: int | None) -> None:
-        assert num_steps is not None
-        self._ended = epoch, num_steps  # the sampler is one ahead since iter() was called
-        if not num_steps:  # state_at(epoch, 0) is the epoch's beginning, not its end
-            self.set_epoch(epoch + 1)
-
-    def move_to(self, epoch: int, step: int, mark: None) -> None:
-        self._ended = None
+    def move_to(self, epoch: int, step: int, mark: Any) -> None:
         self._sampler.load_state_dict(self._sampler.state_at(epoch, step))
 
     def set_epoch(self, epoch: int) -> None:
         self._sampler.set_epoch(epoch)
-        self._ended = None
 
     def reshuffle(self) -> None:
         if not hasattr(self._sampler, "reshuffle"):
             raise TypeError(f"a {type(self._sampler).__name__} cannot reshuffle")
         self._sampler.reshuffle()
 
-    def state_at(self, epoch: int, step: int, mark: None) -> dict[str, Any]:
+    def state_at(self, epoch: int, step: int, mark: Any) -> dict[str, Any]:
         return {"sampler": self._sampler.state_at(epoch, step)}
 
     def state_dict(self) -> dict[str, Any]:
-        if self._ended is not None and self._sampler.epoch == self._ended[0] + 1:
-            # not the sampler's own state: that needs the next order, which may not exist yet
-            return self.state_at(*self._ended, None)
         return {"sampler": self._sampler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], stop_reading: Callable[[], None]) -> None:
+        """Checks, and calls ``stop_reading`` only when the state fits."""
         if not isinstance(state.get("sampler"), Mapping):
             raise StateError(
                 f"the state has {sorted(map(str, state))}, no sampler; it is of another kind of "
                 "loader: wrap a DataLoader of the kind that saved it"
             )
         self._sampler.load_state_dict(state["sampler"])  # an iterator made before stays as it is
-        self._ended = None
         stop_reading()
-
-    def has_workers(self) -> bool:
-        return _has_workers(self._loader)
 
     def close(self) -> None:
         _end_workers(vars(self._loader)["_iterator"])  # the persistent ones
         vars(self._loader).update(_iterator=None)
 
 
-class _StatefulLoader:
+class _StatefulLoader(_Loader):
     """A loader that saves itself, as torchdata's StatefulDataLoader: its state is what counts.
 
-    It runs ahead of the consumer, so its state is kept after every batch, beside the batch.
+    It runs ahead of the consumer, so its state is kept as a ``mark`` after every batch.
     """
 
     def __init__(self, loader: Any) -> None:
-        self._loader = loader
+        super().__init__(loader)
         self._epoch, self._step = 0, 0
         self._mark: dict[str, Any] | None = None  # None: the loader itself stands there
 
@@ -204,24 +146,17 @@ class _StatefulLoader:
     def num_steps(self) -> None:
         return None
 
-    def begin(self) -> Reading:
+    def begin(self) -> tuple[int, int, int | None, Iterator[Any]]:
         self._mark = None
-        return Reading(self._epoch, self._step, None, iter(self._loader))
-
-    def check(self, epoch: int) -> None:
-        """Nothing but the reader moves it."""
-
-    def end(self, reading: Reading) -> None:
-        if not getattr(self._loader, "persistent_workers", False):
-            _end_workers(reading.batches)
+        return self._epoch, self._step, None, iter(self._loader)
 
     def mark(self) -> dict[str, Any]:
         return copy.deepcopy(self._loader.state_dict())
 
-    def end_epoch(self, epoch: int, num_steps: int | None) -> None:
+    def end_epoch(self, epoch: int) -> None:
         self._epoch, self._step, self._mark = epoch + 1, 0, None
 
-    def move_to(self, epoch: int, step: int, mark: dict[str, Any]) -> None:
+    def move_to(self, epoch: int, step: int, mark: Any) -> None:
         self._loader.load_state_dict(copy.deepcopy(mark))
         self._epoch, self._step, self._mark = epoch, step, mark
 
@@ -237,16 +172,16 @@ class _StatefulLoader:
             "batch_sampler=PrefetchingSampler(...)"
         )
 
-    def state_at(self, epoch: int, step: int, mark: dict[str, Any]) -> dict[str, Any]:
+    def state_at(self, epoch: int, step: int, mark: Any) -> dict[str, Any]:
         text, position = _to_text(mark), {"epoch": epoch, "step": step}
-        fits = self._fits()
-        return {"loader": text, "digest": _digest(text), "position": position, "fits": fits}
+        return {"loader": text, "digest": _digest(text), "position": position, "fits": self._fits()}
 
     def state_dict(self) -> dict[str, Any]:
         mark = self.mark() if self._mark is None else self._mark
         return self.state_at(self._epoch, self._step, mark)
 
     def load_state_dict(self, state: Mapping[str, Any], stop_reading: Callable[[], None]) -> None:
+        """Checks, and calls ``stop_reading`` only when the state fits."""
         missing = {"loader", "digest", "position", "fits"} - state.keys()
         if missing:
             raise StateError(
@@ -275,12 +210,6 @@ class _StatefulLoader:
         stop_reading()  # before: what is in flight asks the loader for its state
         self.move_to(position["epoch"], position["step"], mark)
 
-    def has_workers(self) -> bool:
-        return _has_workers(self._loader)
-
-    def close(self) -> None:
-        """The loader is the caller's."""
-
     def _fits(self) -> dict[str, Any]:
         try:
             length = len(self._loader.dataset)
@@ -288,6 +217,23 @@ class _StatefulLoader:
             length = None
         settings = {k: getattr(self._loader, k, None) for k in ("batch_size", "num_workers")}
         return {"length": length, **settings}
+
+
+ResumableLoader: TypeAlias = _SampledLoader | _StatefulLoader
+
+
+def resumable_loader(loader: Any) -> ResumableLoader:
+    """By what the loader has: a sampler that can resume, or a state of its own."""
+    sampler = getattr(loader, "batch_sampler", None)
+    if isinstance(loader, DataLoader) and isinstance(sampler, ResumableSampler):
+        return _SampledLoader(loader, sampler)
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return _StatefulLoader(loader)
+    raise TypeError(
+        f"a {type(loader).__name__} with batch_sampler={type(sampler).__name__} cannot be resumed; "
+        "build it with batch_sampler=PrefetchingSampler(data, batch_size), or wrap torchdata's "
+        "StatefulDataLoader, which is also the way for iterable datasets"
+    )
 
 
 def _check_lengths(loader: DataLoader[Any], sampler: ResumableSampler) -> None:
@@ -300,12 +246,6 @@ def _check_lengths(loader: DataLoader[Any], sampler: ResumableSampler) -> None:
             "it with the dataset that is read (one over a part of the data takes order= or torch's "
             "Subset)"
         )
-
-
-def _has_workers(loader: Any) -> bool:
-    """Whether a DataLoader has persistent workers that run."""
-    persists = getattr(loader, "persistent_workers", False)
-    return bool(persists) and getattr(loader, "_iterator", None) is not None
 
 
 def _end_workers(batches: Any) -> None:

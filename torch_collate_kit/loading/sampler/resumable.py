@@ -163,7 +163,7 @@ class EpochSampler(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next ``iter()``; a consumer saves :meth:`state_at` instead."""
-        return self.state_at(*self._position())
+        return self._state_at(*self._position())  # without the length of an epoch not begun yet
 
     def state_at(self, epoch: int, step: int) -> dict[str, Any]:
         """The state with ``step`` steps of ``epoch`` consumed; small JSON.
@@ -171,7 +171,9 @@ class EpochSampler(ABC):
         Raises:
             TypeError, ValueError: the epoch or the step is not an int or out of range.
         """
-        epoch, step = self._checked_position(epoch, step)
+        return self._state_at(*self._checked_position(epoch, step))
+
+    def _state_at(self, epoch: int, step: int) -> dict[str, Any]:
         where = {"version": _VERSION, "epoch": epoch, "step": step}
         return {**where, **self._extra(epoch, step), **self._fits()}
 
