@@ -22,6 +22,11 @@ def rank_slice(num_examples: int, rank: int, world_size: int) -> slice:
     return slice(start, start + each + (rank < longer))
 
 
+def seeded_generator(*words: int) -> np.random.Generator:
+    """A generator of its own for each (seed, epoch, ...)."""
+    return np.random.default_rng(np.random.SeedSequence(words))
+
+
 def checked_length(data: int | Sized, name: str = "data") -> int:
     """The number of examples of ``data``, at least 1."""
     hint = "an empty dataset has no batches"

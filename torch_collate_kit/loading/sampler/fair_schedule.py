@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torch_collate_kit._checks import checked_lengths
-from torch_collate_kit.loading.sampler.arguments import Indices, checked_length
+from torch_collate_kit.loading.sampler.arguments import Indices, checked_length, seeded_generator
 
 
 class Mark(NamedTuple):
-    """How far a mixture has come: steps, and per source the examples and the units taken."""
+    """How far a mixture has come: the examples and the units taken from each source."""
 
-    step: int
     taken: tuple[int, ...]
     used: tuple[int, ...]
 
@@ -49,14 +48,9 @@ class Mixture:
         """The order in which a source is gone through for the ``turn``-th time: int64."""
         kept = self._orders.get(source)
         if kept is None or kept[0] != turn:
-            entropy = np.random.SeedSequence((self._seed, source, turn))
-            size = self.sizes[source]
-            rng = np.random.default_rng(entropy)
-            kept = (
-                turn,
-                rng.permutation(size) if self._shuffle else np.arange(size, dtype=np.int64),
-            )
-            self._orders[source] = kept
+            rng, size = seeded_generator(self._seed, source, turn), self.sizes[source]
+            order = rng.permutation(size) if self._shuffle else np.arange(size, dtype=np.int64)
+            kept = self._orders[source] = turn, order
         return kept[1]
 
     def index(self, source: int, number: int) -> int:
@@ -110,8 +104,8 @@ class Cursor:
         sources = range(len(mixture.weights))
         self._next = [mixture.units(source, self._taken[source]) for source in sources]
 
-    def mark(self, step: int) -> Mark:
-        return Mark(step, tuple(self._taken), tuple(self._used))
+    def mark(self) -> Mark:
+        return Mark(tuple(self._taken), tuple(self._used))
 
     def picks(self, count: int) -> list[tuple[int, int]]:
         """Takes examples: their sources, and how many were taken from that source before.

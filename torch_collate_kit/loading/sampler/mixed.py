@@ -8,8 +8,8 @@ examples have sizes).
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from torch_collate_kit.loading.sampler.fair_schedule import (
     checked_sources,
     checked_weights,
 )
-from torch_collate_kit.loading.sampler.resumable import EpochSampler, checked_word
+from torch_collate_kit.loading.sampler.resumable import EpochSampler, Plan, checked_word
 
 __all__ = ["MixedSampler"]
 
@@ -102,7 +102,7 @@ class MixedSampler(EpochSampler):
         )
         self._lengths_digest = digest_of(arrays) if arrays else None
         nothing = (0,) * len(sizes)
-        self._marks = [Mark(0, nothing, nothing)]
+        self._marks = {0: Mark(nothing, nothing)}  # by the steps before them
         self._set_steps_per_epoch(num_steps, stop)
 
     def _set_steps_per_epoch(self, num_steps: int | None, stop: str | None) -> None:
@@ -147,9 +147,9 @@ class MixedSampler(EpochSampler):
 
     def _cursor(self, step: int) -> Cursor:
         """The place in the stream after ``step`` steps, from the nearest mark before it."""
-        mark = self._marks[bisect_left(self._marks, (step + 1,)) - 1]
-        cursor = Cursor(self._mixture, mark)
-        for done in range(mark.step, step):
+        first = max(marked for marked in self._marks if marked <= step)
+        cursor = Cursor(self._mixture, self._marks[first])
+        for done in range(first, step):
             self._keep_mark(cursor, done)
             cursor.picks(self._num_global)
         return cursor
@@ -157,11 +157,7 @@ class MixedSampler(EpochSampler):
     def _keep_mark(self, cursor: Cursor, step: int) -> None:
         """Remembers the way so far, now and then: states lie before where the iterator is."""
         if step % max(1, _PICKS_PER_MARK // self._num_global) == 0:
-            self._insert(cursor.mark(step))
-
-    def _insert(self, mark: Mark) -> None:
-        if self._marks[bisect_left(self._marks, (mark.step + 1,)) - 1].step != mark.step:
-            insort(self._marks, mark)
+            self._marks[step] = cursor.mark()
 
     def _batches(self, steps: range) -> Iterator[list[int]]:
         """This rank's part of the batches at these steps of the stream."""
@@ -171,9 +167,9 @@ class MixedSampler(EpochSampler):
             self._keep_mark(cursor, step)
             yield [index(*pick) for pick in cursor.picks(self._num_global)[mine]]
 
-    def _plan(self, epoch: int, step: int) -> _Steps:
+    def _plan(self, epoch: int, step: int) -> Plan:
         first = self._first_step(epoch)
-        return _Steps(self._batches, range(first + step, self._first_step(epoch + 1)))
+        return partial(self._batches, range(first + step, self._first_step(epoch + 1)))
 
     def _fits(self) -> dict[str, Any]:
         return {
@@ -192,9 +188,9 @@ class MixedSampler(EpochSampler):
 
     def _extra(self, epoch: int, step: int) -> dict[str, Any]:
         step += self._first_step(epoch)
-        return {"taken": list(self._cursor(step).mark(step).taken)}
+        return {"taken": list(self._cursor(step).mark().taken)}
 
-    def _checked_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> Mark:
+    def _load_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
         taken, step = state["taken"], step + self._first_step(epoch)
         if not isinstance(taken, list) or any(type(n) is not int or n < 0 for n in taken):
             raise StateError(
@@ -212,17 +208,6 @@ class MixedSampler(EpochSampler):
                 f"state has taken={taken!r}, which is not in the proportions of weights="
                 f"{[str(weight) for weight in self._weights]}; pass what state_dict() gave"
             )
-        return Mark(step, tuple(taken), used)
-
-    def _assign_extra(self, extra: Any) -> None:
-        self._insert(extra)  # the marks so far are of the same stream: it fits
-
-
-class _Steps:
-    """The batches of a range of steps, from the start each time they are gone through."""
-
-    def __init__(self, batches: Callable[[range], Iterator[list[int]]], steps: range) -> None:
-        self._batches, self._steps = batches, steps
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._batches(self._steps)
+        self._marks[step] = Mark(
+            tuple(taken), used
+        )  # the marks so far are of the same stream: it fits

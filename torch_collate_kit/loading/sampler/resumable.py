@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.sampler.arguments import is_same
 
-__all__ = ["EpochSampler", "ResumableSampler", "StepIterator", "checked_word", "state_int"]
+__all__ = ["EpochSampler", "Plan", "ResumableSampler", "checked_word", "state_int"]
 
 _VERSION = 1
 _MAX_WORD = 2**32 - 1  # one word of a SeedSequence each, or (2**32 + 1, 0) would be (1, 1)
+Plan: TypeAlias = Callable[[], Iterator[Any]]
 _NEW_RUN = "build the sampler with the arguments of the saved run, or start without the state"
 
 
@@ -61,7 +62,7 @@ class StepIterator(Iterator[Any]):
     iterator: the sampler's is ahead by the rest of the epoch.
     """
 
-    def __init__(self, sampler: EpochSampler, plan: Iterable[Any], epoch: int, first: int) -> None:
+    def __init__(self, sampler: EpochSampler, plan: Plan, epoch: int, first: int) -> None:
         self.sampler, self.plan, self.epoch, self.first = sampler, plan, epoch, first
         self._num_drawn = 0
         self._steps: Iterator[Any] | None = None
@@ -72,7 +73,7 @@ class StepIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._steps is None:
-            self._steps = iter(self.plan)
+            self._steps = self.plan()
         batch = next(self._steps)
         self._num_drawn += 1
         return batch
@@ -101,8 +102,8 @@ class EpochSampler(ABC):
         """Steps of an epoch, from its step 0."""
 
     @abstractmethod
-    def _plan(self, epoch: int, step: int) -> Iterable[Any]:
-        """The batches of an epoch from ``step`` on; what it holds does not change any more."""
+    def _plan(self, epoch: int, step: int) -> Plan:
+        """Makes the batches of an epoch from ``step`` on, the same at each call."""
 
     @abstractmethod
     def _fits(self) -> dict[str, Any]:
@@ -113,12 +114,8 @@ class EpochSampler(ABC):
         """What a state holds besides its position."""
 
     @abstractmethod
-    def _checked_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> Any:
-        """The extra of a state that fits, for ``_assign_extra``; StateError when it is wrong."""
-
-    @abstractmethod
-    def _assign_extra(self, extra: Any) -> None:
-        """Takes what ``_checked_extra`` returned."""
+    def _load_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
+        """Takes the ``_extra`` of a state that fits; StateError, and nothing changed, if wrong."""
 
     @property
     def epoch(self) -> int:
@@ -184,9 +181,8 @@ class EpochSampler(ABC):
             StateError: the state is of another sampler, or no state; nothing has been changed.
         """
         epoch, step = self._checked_state(state)
-        extra = self._checked_extra(state, epoch, step)
+        self._load_extra(state, epoch, step)
         self._epoch, self._step, self._latest = epoch, step, None
-        self._assign_extra(extra)
 
     def _position(self) -> tuple[int, int]:
         """The epoch and step that the next ``iter()`` begins with."""

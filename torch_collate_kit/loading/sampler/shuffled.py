@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sized
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,8 +25,14 @@ from torch_collate_kit.loading.sampler.arguments import (
     checked_rank,
     checked_tail,
     rank_slice,
+    seeded_generator,
 )
-from torch_collate_kit.loading.sampler.resumable import EpochSampler, checked_word, state_int
+from torch_collate_kit.loading.sampler.resumable import (
+    EpochSampler,
+    Plan,
+    checked_word,
+    state_int,
+)
 
 __all__ = ["Order", "OrderedSampler", "PrefetchingSampler"]
 
@@ -60,7 +67,6 @@ class OrderedSampler(EpochSampler):
         self._user_order = order
         self._user_latest: tuple[int, Indices] | None = None
         self._user_lengths: dict[int, int] = {}
-        self._ends = [0]  # of the epochs 0, 1, .. of a user's order, in the endless stream
         self._reshuffles: list[tuple[int, int]] = []
         self._num_steps(0)
 
@@ -109,9 +115,7 @@ class OrderedSampler(EpochSampler):
         """Where an epoch starts in the endless stream of epochs."""
         if self._user_order is None:
             return epoch * self._length
-        while len(self._ends) <= epoch:
-            self._ends.append(self._ends[-1] + self._num_examples(len(self._ends) - 1))
-        return self._ends[epoch]
+        return sum(map(self._num_examples, range(epoch)))
 
     def _num_steps(self, epoch: int) -> int:
         size = self._num_global
@@ -147,7 +151,7 @@ class OrderedSampler(EpochSampler):
 
     def _order(self, epoch: int) -> Indices:
         """The indices of an epoch before any reshuffle: int64, read only where it is kept."""
-        rng = np.random.default_rng(np.random.SeedSequence((self._seed, epoch)))
+        rng = seeded_generator(self._seed, epoch)
         if self._user_order is None:
             size = self._length
             return rng.permutation(size) if self._shuffle else np.arange(size, dtype=np.int64)
@@ -161,12 +165,12 @@ class OrderedSampler(EpochSampler):
         order, carried = self._order(epoch), self._num_carried(epoch)
         steps = [step for e, step in self._reshuffles if e == epoch]
         for count, step in enumerate(steps, start=1):  # from 1: a SeedSequence drops trailing zeros
-            rng = np.random.default_rng(np.random.SeedSequence((self._seed, epoch, count)))
+            rng = seeded_generator(self._seed, epoch, count)
             done = max(step * self._num_global - carried, 0)
             order = np.concatenate([order[:done], rng.permutation(order[done:])])
         return order
 
-    def _plan(self, epoch: int, step: int) -> _Slices:
+    def _plan(self, epoch: int, step: int) -> Plan:
         steps = range(step, self._num_steps(epoch))
         before, missing = epoch, self._num_carried(epoch)
         carried: list[Indices] = []
@@ -177,7 +181,11 @@ class OrderedSampler(EpochSampler):
             missing -= len(part)
         stream = self._reshuffled(epoch)
         stream = np.concatenate([*carried, stream]) if carried else stream
-        return _Slices(stream, steps, self._num_global, self._pick)
+        return partial(self._batches, stream, steps)
+
+    def _batches(self, stream: Indices, steps: range) -> Iterator[Any]:
+        for step in steps:
+            yield self._pick(stream[step * self._num_global : (step + 1) * self._num_global])
 
     def _jump(self, epoch: int, step: int) -> None:
         super()._jump(epoch, step)
@@ -201,7 +209,7 @@ class OrderedSampler(EpochSampler):
     def _extra(self, epoch: int, step: int) -> dict[str, Any]:
         return {"reshuffles": [list(at) for at in self._reshuffles_for(epoch, step)]}
 
-    def _checked_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> Any:
+    def _load_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
         records, first = state["reshuffles"], self._carried_from(epoch)
         pairs = isinstance(records, list) and all(isinstance(at, (list, tuple)) for at in records)
         if not pairs or any(len(at) != 2 for at in records):
@@ -210,7 +218,7 @@ class OrderedSampler(EpochSampler):
                 "pass what state_dict() gave"
             )
         names = "a reshuffle's epoch", "a reshuffle's step"
-        places = [tuple(map(state_int, names, at)) for at in records]
+        places = [(state_int(names[0], e), state_int(names[1], s)) for e, s in records]
         inside = all((first, 0) <= at <= (epoch, step) for at in places)
         if not inside or places != sorted(places) or any(s > self._num_steps(e) for e, s in places):
             raise StateError(
@@ -218,10 +226,7 @@ class OrderedSampler(EpochSampler):
                 f"epoch {first} and its position, epoch {epoch} step {step}; "
                 "pass what state_dict() gave"
             )
-        return places
-
-    def _assign_extra(self, extra: Any) -> None:
-        self._reshuffles = extra
+        self._reshuffles = places
 
 
 class PrefetchingSampler(OrderedSampler):
@@ -290,17 +295,3 @@ class PrefetchingSampler(OrderedSampler):
 
     def _fits(self) -> dict[str, Any]:
         return {**super()._fits(), "world_size": self._world_size}
-
-
-class _Slices:
-    """What a rank takes of consecutive slices of a stream of indices."""
-
-    def __init__(
-        self, stream: Indices, steps: range, num_global: int, pick: Callable[[Indices], Any]
-    ) -> None:
-        self._stream, self._steps = stream, steps
-        self._num_global, self._pick = num_global, pick
-
-    def __iter__(self) -> Iterator[Any]:
-        for step in self._steps:
-            yield self._pick(self._stream[step * self._num_global : (step + 1) * self._num_global])
