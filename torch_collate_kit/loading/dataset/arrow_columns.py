@@ -21,26 +21,56 @@ if TYPE_CHECKING:
 __all__ = ["ListColumn", "NumberColumn", "column_of"]
 
 
-class _Column:
-    """A column in chunks. In the methods ``rows`` are of the column, ``named`` what errors say."""
+class ListColumn:
+    """A column of lists: per chunk the flat values, and where the rows start in them.
+
+    In the methods ``rows`` are rows of the column, and ``named`` is what errors call them.
+    """
 
     def __init__(self, name: str, dtype: Any, chunks: Iterable[Any]) -> None:
         self.name = name
         self.dtype = np.dtype(dtype)
-        self._values: list[Any] = []
+        self._values: list[memoryview] = []
+        self._offsets: list[memoryview] = []
+        self._width: int | None = None  # of lists of a fixed size, which have no offsets
         self._suspects: dict[int, pa.Array] = {}  # chunks with a null somewhere
-        counts = [0]
+        self._is_in_bits = False  # Arrow booleans, eight in a byte
+        firsts, counts = [], [0]
         for chunk in chunks:
-            if len(chunk):  # Arrow may leave the buffers of an empty chunk out
-                counts.append(len(chunk))
-                self._add(chunk)
+            if not len(chunk):  # Arrow may leave the buffers of an empty chunk out
+                continue
+            counts.append(len(chunk))
+            if isinstance(chunk, Ragged):
+                self._offsets.append(chunk.offsets.data)
+                self._values.append(chunk.values.data.toreadonly())
+            else:
+                firsts.append(self._add(chunk))
         self._starts = np.cumsum(counts)  # int64 [chunks + 1], the first row of each
+        self._shifts = np.array(firsts, dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def _add(self, chunk: Any) -> None:
-        raise NotImplementedError
+    def _add(self, chunk: pa.Array) -> int:
+        """Adds a chunk of Arrow lists, and returns where in their buffer its values start."""
+        # Not flatten(): with one null row it copies the whole chunk. `.values` ignores the slice,
+        # and so do the offsets that belong to it.
+        values = chunk.values
+        self._width = getattr(chunk.type, "list_size", None)
+        if self._width is None:
+            self._offsets.append(chunk.offsets.to_numpy().data)
+        else:
+            values = values[chunk.offset * self._width :]
+        if chunk.null_count or values.null_count:
+            self._suspects[len(self._values)] = chunk
+        data = memoryview(values.buffers()[-1] or b"").toreadonly()  # None: only empty lists
+        self._is_in_bits = self.dtype == np.bool_
+        if not self._is_in_bits:  # what lies under a null is arbitrary
+            first, size = values.offset, self.dtype.itemsize
+            data = data[first * size : (first + len(values)) * size]
+            data = np.frombuffer(data, dtype=self.dtype).data
+        self._values.append(data)
+        return int(values.offset)
 
     def _places(
         self, rows: np.ndarray, named: np.ndarray, *, look_inside: bool = True
@@ -57,39 +87,6 @@ class _Column:
                 if chunk in self._suspects and _has_null(self._suspects[chunk][row], look_inside):
                     raise _null_error(self.name, i)
         return chunks, rows
-
-
-class ListColumn(_Column):
-    """A column of lists: per chunk the flat values, and where the rows start in them."""
-
-    def __init__(self, name: str, dtype: Any, chunks: Iterable[Any]) -> None:
-        self._offsets: list[memoryview] = []
-        self._width: int | None = None  # of lists of a fixed size, which have no offsets
-        self._first_bits: list[int] = []  # of Arrow booleans: where in their first byte they start
-        super().__init__(name, dtype, chunks)
-        self._shifts = np.array(self._first_bits, dtype=np.int64)
-
-    def _add(self, chunk: Any) -> None:
-        if isinstance(chunk, Ragged):
-            self._offsets.append(chunk.offsets.data)
-            self._values.append(chunk.values.data.toreadonly())
-            return
-        # Not flatten(): with one null row it copies the whole chunk. `.values` ignores the slice,
-        # and so do the offsets that belong to it.
-        values = chunk.values
-        self._width = getattr(chunk.type, "list_size", None)
-        if self._width is None:
-            self._offsets.append(chunk.offsets.to_numpy().data)
-        else:
-            values = values[chunk.offset * self._width :]
-        if chunk.null_count or values.null_count:
-            self._suspects[len(self._values)] = chunk
-        if self.dtype == np.bool_:
-            packed, first_bit = _bits(values)
-            self._first_bits.append(first_bit)
-            self._values.append(packed.data)
-        else:
-            self._values.append(_view(values).data)
 
     def lengths(self, rows: np.ndarray | None = None) -> np.ndarray:
         """int64, of all rows or of the given ones, from offsets alone; a null row is an error."""
@@ -108,7 +105,7 @@ class ListColumn(_Column):
         """The one row, as a read-only view (bool: a copy, Arrow has it in bits)."""
         chunks, row = self._places(row, named)
         starts, stops = self._bounds(chunks, row)
-        if self._first_bits:
+        if self._is_in_bits:
             return self._bools(chunks, starts, stops)
         return np.frombuffer(self._values[chunks[0]][starts[0] : stops[0]], dtype=self.dtype)
 
@@ -121,7 +118,7 @@ class ListColumn(_Column):
         """The rows, copied end to end."""
         chunks, rows = self._places(rows, named)
         starts, stops = self._bounds(chunks, rows)
-        if self._first_bits:
+        if self._is_in_bits:
             values = self._bools(chunks, starts, stops)
         else:
             values = _joined(self._values, chunks, starts, stops, self.dtype)
@@ -149,30 +146,29 @@ class ListColumn(_Column):
         return _joined([bits.data], np.zeros_like(chunks), starts, starts + lengths, np.bool_)
 
 
-class NumberColumn(_Column):
-    """A column of one number a row: ``num_actions``, or the indices mapping of ``datasets``."""
+class NumberColumn:
+    """A column of one number per row: ``num_actions``, or the indices mapping of ``datasets``.
 
-    def __init__(self, name: str, dtype: Any, chunks: Iterable[Any]) -> None:
-        super().__init__(name, np.int64 if np.dtype(dtype).kind in "iu" else dtype, chunks)
+    Integers are given out as int64. Several chunks are copied into one array.
+    """
 
-    def _add(self, chunk: Any) -> None:
-        if isinstance(chunk, np.ndarray):
-            self._values.append(_ints(chunk))
-            return
-        if chunk.null_count:
-            self._suspects[len(self._values)] = chunk
-        if self.dtype == np.bool_:
-            packed, first_bit = _bits(chunk)
-            bits = np.unpackbits(packed, bitorder="little")
-            self._values.append(bits[first_bit : first_bit + len(chunk)].view(np.bool_))
-        else:
-            self._values.append(_ints(_view(chunk)))
+    def __init__(self, name: str, dtype: Any, column: np.ndarray | pa.ChunkedArray) -> None:
+        self.name = name
+        self.dtype = np.dtype(np.int64 if np.dtype(dtype).kind in "iu" else dtype)
+        self._is_null: np.ndarray | None = None
+        if not isinstance(column, np.ndarray):
+            if column.null_count:
+                import pyarrow as pa
 
-    def all(self) -> np.ndarray:
-        """Every row, nulls unchecked: a copy."""
-        return np.concatenate([np.empty(0, dtype=self.dtype), *self._values]).astype(
-            self.dtype, copy=False
-        )
+                self._is_null = column.is_null().to_numpy()
+                column = column.cast(pa.from_numpy_dtype(dtype)).fill_null(
+                    np.dtype(dtype).type().item()
+                )
+            column = column.to_numpy()
+        self.values = column
+
+    def __len__(self) -> int:
+        return len(self.values)
 
     def row(self, row: np.ndarray, named: np.ndarray) -> Any:
         """The number of the one row."""
@@ -180,11 +176,9 @@ class NumberColumn(_Column):
 
     def take(self, rows: np.ndarray, named: np.ndarray) -> np.ndarray:
         """The rows: a copy."""
-        chunks, rows = self._places(rows, named)
-        if len(self._values) == 1:
-            return np.asarray(self._values[0])[rows].astype(self.dtype, copy=False)
-        places = zip(chunks.tolist(), rows.tolist(), strict=True)
-        return np.array([self._values[chunk][row] for chunk, row in places], dtype=self.dtype)
+        if self._is_null is not None and self._is_null[rows].any():
+            raise _null_error(self.name, int(named[self._is_null[rows].argmax()]))
+        return self.values[rows].astype(self.dtype, copy=False)
 
 
 def _joined(
@@ -209,7 +203,7 @@ def column_of(name: str, column: Any) -> ListColumn | NumberColumn:
     if isinstance(column, Ragged):
         return ListColumn(name, column.values.dtype, [column])
     if isinstance(column, np.ndarray):
-        return NumberColumn(name, column.dtype, [column])
+        return NumberColumn(name, column.dtype, column)
     kind = column.type
     is_list = _is_list(kind)
     dtype = _dtype(kind.value_type if is_list else kind)
@@ -218,7 +212,7 @@ def column_of(name: str, column: Any) -> ListColumn | NumberColumn:
             f"column {name} has the Arrow type {kind}; a column holds one flat list of numbers a "
             "row, or one number: cast it, or leave it out with columns="
         )
-    return (ListColumn if is_list else NumberColumn)(name, dtype, column.chunks)
+    return ListColumn(name, dtype, column.chunks) if is_list else NumberColumn(name, dtype, column)
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -229,42 +223,13 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _dtype(kind: pa.DataType) -> np.dtype[Any] | None:
-    import pyarrow as pa
+    from pyarrow import types
 
-    if pa.types.is_null(kind):  # what Arrow infers when every list is empty
+    if types.is_null(kind):  # what Arrow infers when every list is empty
         return np.dtype(np.int64)
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
         return np.dtype(kind.to_pandas_dtype())
     return None
-
-
-def _view(values: pa.Array) -> Any:
-    """A NumPy view of Arrow numbers; what lies under a null is anything."""
-    import pyarrow as pa
-
-    if pa.types.is_null(values.type):
-        values = values.cast(pa.int64())
-    data = values.buffers()[1]
-    if data is None:  # nothing but empty lists
-        return np.empty(0, dtype=values.type.to_pandas_dtype())
-    if values.null_count:
-        parts = [None, data]
-        values = pa.Array.from_buffers(values.type, len(values), parts, offset=values.offset)
-    return values.to_numpy(zero_copy_only=True)
-
-
-def _bits(values: pa.Array) -> tuple[np.ndarray, int]:
-    """Booleans as Arrow keeps them, eight in a byte, and the bit that is the first."""
-    data = values.buffers()[1]
-    if data is None:  # nothing but empty lists
-        return np.empty(0, dtype=np.uint8), 0
-    first, stop = values.offset, values.offset + len(values)
-    return np.frombuffer(data, dtype=np.uint8)[first >> 3 : (stop + 7) >> 3], first & 7
-
-
-def _ints(values: np.ndarray) -> Any:
-    """A memoryview gives Python ints, and cheaper than NumPy gives its scalars."""
-    return values.data if values.dtype.kind in "iu" else values
 
 
 def _has_null(entry: pa.Scalar, look_inside: bool) -> bool:

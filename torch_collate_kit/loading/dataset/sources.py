@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -36,16 +36,14 @@ IDS = ("input_ids", "labels")  # tokens; masks may be weights
 class ArrowFiles:
     """Arrow files by path: what a worker needs to map them again."""
 
-    def __init__(self, paths: list[str], columns: Sequence[str] | None, train_all: bool) -> None:
+    def __init__(self, paths: list[str], names: list[str]) -> None:
         self._paths = [os.path.abspath(path) for path in paths]  # a worker may start elsewhere
-        self._names = _chosen_of_all(
-            self._paths, lambda path: _mapped(path).column_names, columns, train_all
-        )
+        self._names = names
 
     def table(self) -> pa.Table:
         import pyarrow as pa
 
-        tables = [_chosen_table(_mapped(path), self._names) for path in self._paths]
+        tables = [_mapped(path).select(self._names) for path in self._paths]
         try:
             return pa.concat_tables(tables)
         except pa.ArrowInvalid as error:
@@ -85,7 +83,7 @@ def normalised(source: Any, columns: Sequence[str] | None, train_all: bool) -> A
 
         source = pa.Table.from_batches([source])
     if is_a(source, "pyarrow", "Table"):
-        return _chosen_table(source, _chosen(source.column_names, columns, train_all))
+        return source.select(_chosen(source.column_names, columns, train_all))
     if isinstance(source, list | tuple):
         if source and all(isinstance(entry, str | os.PathLike) for entry in source):
             return _open_files([os.fspath(path) for path in source], columns, train_all)
@@ -112,31 +110,6 @@ def _chosen(available: Sequence[str], columns: Sequence[str] | None, train_all: 
     return list(dict.fromkeys(columns))
 
 
-def _chosen_of_all(
-    paths: Sequence[str],
-    names_of: Callable[[str], Sequence[str]],
-    columns: Sequence[str] | None,
-    train_all: bool,
-) -> list[str]:
-    """Of several files; a target that only some have would be left out without a word."""
-    first = _chosen(names_of(paths[0]), columns, train_all)
-    for path in paths[1:]:
-        names = _chosen(names_of(path), columns, train_all)
-        if names != first:
-            raise ValueError(
-                f"{path!r} has the columns {names}, {paths[0]!r} has {first}; make them alike, or "
-                "pass columns="
-            )
-    return first
-
-
-def _chosen_table(table: pa.Table, names: list[str]) -> pa.Table:
-    missing = [name for name in names if name not in table.column_names]
-    if missing:
-        raise ValueError(f"a file has no column {missing[0]!r}, the first one has; pass columns=")
-    return table.select(names)
-
-
 def _open_files(paths: list[str], columns: Sequence[str] | None, train_all: bool) -> Any:
     is_parquet = []
     for path in paths:
@@ -144,15 +117,24 @@ def _open_files(paths: list[str], columns: Sequence[str] | None, train_all: bool
             raise ValueError(f"{path!r} is a folder; pass datasets.load_from_disk(folder)")
         with open(path, "rb") as file:
             is_parquet.append(file.read(4) == b"PAR1")
-    if not any(is_parquet):
-        return ArrowFiles(paths, columns, train_all)
-    if not all(is_parquet):
+    if len(set(is_parquet)) > 1:
         raise ValueError("the source mixes Parquet and Arrow files; make two datasets of them")
-    datasets = needed_package("datasets", "reading Parquet files")
-    pq = needed_package("pyarrow.parquet", "reading Parquet files")
-    names = _chosen_of_all(paths, lambda path: pq.read_schema(path).names, columns, train_all)
-    found = datasets.Dataset.from_parquet(paths, columns=names)
-    return found.select_columns(names)
+    if is_parquet[0]:
+        datasets = needed_package("datasets", "reading Parquet files")
+        pq = needed_package("pyarrow.parquet", "reading Parquet files")
+        available = [pq.read_schema(path).names for path in paths]
+    else:
+        available = [_mapped(path).column_names for path in paths]
+    first, *others = [_chosen(names, columns, train_all) for names in available]
+    for path, names in zip(paths[1:], others, strict=True):
+        if names != first:  # a target that only some have would be left out without a word
+            raise ValueError(
+                f"{path!r} has the columns {names}, {paths[0]!r} has {first}; make them alike, or "
+                "pass columns="
+            )
+    if not is_parquet[0]:
+        return ArrowFiles(paths, first)
+    return datasets.Dataset.from_parquet(paths, columns=first).select_columns(first)
 
 
 def _copied(

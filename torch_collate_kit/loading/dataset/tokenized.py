@@ -91,7 +91,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         self._mapping: NumberColumn | None = None  # row of the dataset -> row of its table
         if is_a(source, "datasets", "Dataset"):
             if source._indices is not None:
-                self._mapping = NumberColumn("indices", np.int64, source._indices.column(0).chunks)
+                self._mapping = NumberColumn("indices", np.int64, source._indices.column(0))
             source = source.data.table
         elif isinstance(source, ArrowFiles):
             source = source.table()
@@ -106,7 +106,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of every row: int64 [N], a new array each time, from offsets; reads no token."""
-        return self._tokens.lengths(None if self._mapping is None else self._mapping.all())
+        return self._tokens.lengths(None if self._mapping is None else self._mapping.values)
 
     def __len__(self) -> int:
         return self._num_rows
