@@ -18,6 +18,7 @@ from tests.collators.test_cost import num_calls
 from tests.loading.streaming.column_sources import FORMS, SOURCES, dataset_of, examples_of, table_of
 from tests.loading.streaming.streaming_oracle import EXAMPLES, SETTINGS
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.loading.dataset.arrow_columns import ListColumn
@@ -27,6 +28,8 @@ from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
 
 pa = pytest.importorskip("pyarrow")
+
+COLLATOR = PackedCollator(0, max_tokens=8)
 
 
 def passes(
@@ -161,7 +164,7 @@ def plain() -> Any:
 @pytest.mark.parametrize("name", SOURCES)
 def test_columns_are_read_as_columns(name: str) -> None:
     source = SOURCES[name](examples_of("loss_mask", [3, 5, 2, 4]))
-    found = Stream(source, 1, 2, presharded=False).read(Place(1))
+    found = Stream(source, 1, 2, presharded=False, collator=COLLATOR).read(Place(1))
     assert isinstance(found, TokenizedShard)
     assert found.positions == range(1, 4, 2)
 
@@ -178,7 +181,8 @@ def test_columns_are_read_as_columns(name: str) -> None:
     ],
 )
 def test_what_gives_something_else_is_iterated_over(source: Any) -> None:
-    assert not isinstance(Stream(source, 0, 1, presharded=False).read(Place()), TokenizedShard)
+    stream = Stream(source, 0, 1, presharded=False, collator=COLLATOR)
+    assert not isinstance(stream.read(Place()), TokenizedShard)
     expected = PackedIterableDataset([dict(example) for example in source], **SETTINGS)
     found = list(PackedIterableDataset(source, **SETTINGS))
     assert found

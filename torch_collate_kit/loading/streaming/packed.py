@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torch_collate_kit._checks import checked_int
@@ -22,11 +21,10 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.sampler.arguments import checked_bool, checked_rank, is_same
-from torch_collate_kit.loading.streaming.readers import Reader, at_position, reader_of
+from torch_collate_kit.loading.streaming.readers import Reader, at_positions, reader_of
 from torch_collate_kit.loading.streaming.shards import ExampleSource, Place, Stream
 from torch_collate_kit.loading.streaming.windows import PlannedEntries, Windows
 from torch_collate_kit.packing import PlannedExamples
-from torch_collate_kit.packing.planner import plan_of
 
 __all__ = ["PackedIterableDataset"]
 
@@ -131,12 +129,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         self.rank = checked_rank(rank, self.world_size)
         self.presharded = checked_bool("presharded", presharded)
         self._stream = Stream(
-            source,
-            self.rank,
-            self.world_size,
-            presharded=presharded,
-            train_all=self.collator.train_all,
-            fields=self.collator.fields,
+            source, self.rank, self.world_size, presharded=presharded, collator=self.collator
         )
         self._saved: Mapping[str, Any] | None = None
         self._position: _Position | None = None
@@ -264,7 +257,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             )
 
     def _batches(self, position: _Position) -> Iterator[Batch | dict[str, Any]]:
-        reader = reader_of(self._stream, position.place, self.collator)
+        reader = reader_of(self._stream, position.place)
         packing = self.collator.packing
         windows = Windows(
             reader.read,
@@ -292,23 +285,8 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
 
     def _collate(self, reader: Reader, planned: PlannedEntries) -> Batch | dict[str, Any]:
         try:
-            return self._collated(reader, planned)
+            examples = reader.examples(planned.entries)
+            batch: Batch | dict[str, Any] = self.collator(PlannedExamples(planned.plan, examples))
+            return batch
         except DataError as error:
-            raise self._located(error, reader, planned.entries) from error
-
-    def _collated(self, reader: Reader, planned: PlannedEntries) -> Batch | dict[str, Any]:
-        examples = PlannedExamples(planned.plan, reader.examples(planned.entries))
-        batch: Batch | dict[str, Any] = self.collator(examples)
-        return batch
-
-    def _located(self, error: DataError, reader: Reader, entries: np.ndarray) -> DataError:
-        """The error, with the position in the stream of the example that it is about."""
-        positions = entries["position"].tolist()
-        for i, position in enumerate(positions):
-            alone = entries[i : i + 1]
-            plan = plan_of(alone["num_tokens"], self.collator.packing)
-            try:
-                self._collated(reader, PlannedEntries.of(alone, plan))
-            except DataError as single:
-                return at_position(single, position)
-        return DataError(f"{error} (a batch of examples {positions} of the stream)")
+            raise at_positions(error, planned.entries["position"].tolist()) from error

@@ -8,9 +8,10 @@ example the tokens that the plan names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from torch_collate_kit.packing.cutting import cut_to_fit, num_pieces
 from torch_collate_kit.reading.raw import KNOWN, Examples
 from torch_collate_kit.reading.sft import read_columns
 
-__all__ = ["ENTRY", "Reader", "at_position", "place_after", "reader_of"]
+__all__ = ["ENTRY", "Reader", "at_positions", "place_after", "reader_of"]
 
 ENTRY = np.dtype(
     [
@@ -35,26 +36,6 @@ ENTRY = np.dtype(
         ("example", np.object_),  # the whole of it; None where rows are read by position
     ]
 )
-
-
-class Reader(Protocol):
-    def read(self, num_entries: int) -> np.ndarray:
-        """The next entries, ENTRY [num_entries]; fewer at the end of the stream only.
-
-        Raises:
-            DataError: an example cannot be packed; names its position in the stream.
-        """
-
-    def examples(self, entries: np.ndarray) -> Examples:
-        """What a collator takes for them."""
-
-
-def reader_of(stream: Stream, place: Place, collator: PackedCollator[Any]) -> Reader:
-    """What comes behind ``place``."""
-    found = stream.read(place)
-    kind: Any = _RowReader if isinstance(found, TokenizedShard) else _ExampleReader
-    reader: Reader = kind(found, place, collator)
-    return reader
 
 
 def place_after(entry: Any) -> Place:
@@ -75,9 +56,15 @@ class _ExampleReader:
         self._entries = self._read(examples, place)
 
     def read(self, num_entries: int) -> np.ndarray:
+        """The next entries, ENTRY [num_entries]; fewer only at the end of the stream.
+
+        Raises:
+            DataError: an example cannot be packed; names its position in the stream.
+        """
         return np.fromiter(islice(self._entries, num_entries), dtype=ENTRY)
 
     def examples(self, entries: np.ndarray) -> Examples:
+        """What a collator takes for them."""
         examples: list[Example] = entries["example"].tolist()
         return examples
 
@@ -94,7 +81,7 @@ class _ExampleReader:
                     pieces = list(zip(starts.tolist(), lengths.tolist(), strict=True))
                     example = self._as_arrays(example)
             except DataError as error:
-                raise at_position(error, position) from error
+                raise at_positions(error, [position]) from error
             _check_start(before, position, num_tokens)
             for start, length in pieces:
                 stop = start + length
@@ -164,7 +151,7 @@ class _RowReader:
         except DataError as error:
             if len(span) > 1:
                 return self._read(1)  # those before the wrong one are given out
-            raise at_position(error, span[0]) from error
+            raise at_positions(error, span[:1]) from error
         entries = self._entries_of(positions, lengths)
         self._positions = self._positions[len(positions) :]
         self._before = Place(int(positions[-1]) + 1)
@@ -197,6 +184,9 @@ class _RowReader:
         return entries
 
 
+Reader: TypeAlias = _RowReader | _ExampleReader
+
+
 def _check_start(place: Place, position: int = -1, num_tokens: int = 0) -> None:
     """That the example at ``position``, the next one after the place, reaches beyond it."""
     if place.start and place.start >= num_tokens:
@@ -215,14 +205,24 @@ def _is_too_long(collator: PackedCollator[Any], num_tokens: Any) -> Any:
     return (num_tokens > packing.capacity) & (packing.overflow == "raise")
 
 
-def at_position(error: DataError, position: int) -> DataError:
-    """The error of an example that was looked at alone, with its position in the stream.
+def at_positions(error: DataError, positions: Sequence[int]) -> DataError:
+    """The error of a batch, with the position in the stream of the one example that it is about.
 
-    >>> at_position(DataError("example 0 is empty"), 7)
+    >>> at_positions(DataError("example 1 is empty"), [6, 7])
     DataError('example 7 of the stream is empty')
     """
-    name = f"example {position} of the stream"
-    message = str(error).removeprefix(f"row {position}: ")
-    if "example 0" in message:
-        return DataError(message.replace("example 0", name, 1))
-    return DataError(f"{name}: {message}")
+    message, named = str(error), set(re.findall(r"(example|row) (\d+)", str(error)))
+    if len(named) != 1:
+        return DataError(f"{message} (a batch of examples {positions} of the stream)")
+    ((kind, number),) = named
+    position = int(number) if kind == "row" else positions[int(number)]  # a row is a position
+    found = f"{kind} {number}"
+    return DataError(message.replace(found, f"example {position} of the stream", 1))
+
+
+def reader_of(stream: Stream, place: Place) -> Reader:
+    """What comes after ``place``."""
+    found = stream.read(place)
+    if isinstance(found, TokenizedShard):
+        return _RowReader(found, place, stream.collator)
+    return _ExampleReader(found, place, stream.collator)

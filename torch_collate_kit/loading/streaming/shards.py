@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
+from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.sources import is_a
-from torch_collate_kit.reading.fields import DeclaredFields
 
 __all__ = ["Example", "ExampleSource", "Place", "Stream", "TokenizedShard"]
 
@@ -46,11 +46,10 @@ class Stream:
         world_size: int,
         *,
         presharded: bool,
-        train_all: bool = False,
-        fields: DeclaredFields | None = None,
+        collator: PackedCollator[Any],
     ) -> None:
         _check_source(source)
-        self._train_all, self._fields = train_all, fields  # as for collators
+        self.collator = collator
         self._source, self._rank, self._world_size = source, rank, world_size
         self._presharded = presharded
         self._was_moved = False  # a datasets stream keeps the state it was given for every pass
@@ -102,10 +101,14 @@ class Stream:
             and type(source).__module__ == "datasets.arrow_dataset"
         ):
             form = source.format
-            if self._fields or form["type"] is not None or form["columns"] != source.column_names:
+            if (
+                self.collator.fields
+                or form["type"] is not None
+                or form["columns"] != source.column_names
+            ):
                 return None
             try:
-                source = TokenizedDataset(source, train_all=self._train_all)
+                source = TokenizedDataset(source, train_all=self.collator.train_all)
             except DataError:  # which is raised where it is used, and with its position
                 return None
         return source if type(source) is TokenizedDataset and source._is_plain() else None

@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -28,11 +28,8 @@ from torch_collate_kit.packing.planner import fill_rows, rows_alone
 __all__ = ["PlannedEntries", "Windows", "fullest_groups", "groups_to_pack"]
 
 
-class Group(NamedTuple):
-    """What makes a batch: the examples of the buffer by index, ascending, and how they lie."""
-
-    indices: np.ndarray
-    plan: PackingPlan
+# What makes a batch: the examples of the buffer by index, ascending, and the plan of them.
+Group: TypeAlias = tuple[np.ndarray, PackingPlan]
 
 
 class PlannedEntries(NamedTuple):
@@ -85,7 +82,7 @@ class Windows:
                 self._num_broken = len(lengths) if groups else self._num_broken
             if not groups:
                 groups = groups_to_pack(lengths, self._packing, self._rows_per_batch, ended=ended)
-                next_window = self._window_behind(sum(len(group.indices) for group in groups))
+                next_window = self._window_behind(sum(len(indices) for indices, _ in groups))
             batches = self._taken_out(groups)
             while len(batches) > 1:
                 yield batches.popleft(), None
@@ -118,7 +115,7 @@ class Windows:
     def _taken_out(self, groups: list[Group]) -> deque[PlannedEntries]:
         """The entries of each group; the others stay, in their order."""
         taken = np.zeros(len(self._buffer), dtype=bool)
-        taken[np.concatenate([group.indices for group in groups])] = True
+        taken[np.concatenate([indices for indices, _ in groups])] = True
         batches = deque(PlannedEntries.of(self._buffer[indices], plan) for indices, plan in groups)
         self._buffer = self._buffer[~taken]
         self._num_broken = min(self._num_broken, len(self._buffer))
@@ -134,7 +131,7 @@ def fullest_groups(
     hold a third of the examples or more, so an example is packed some three times.
 
     >>> groups = fullest_groups(np.array([4, 2, 6, 3]), PackingOptions(6), 1)
-    >>> [group.indices.tolist() for group in groups]  # and 6 and 3 wait
+    >>> [indices.tolist() for indices, plan in groups]  # and 6 and 3 wait
     [[0, 1]]
     """
     packed = fill_rows(lengths, packing)
@@ -165,7 +162,7 @@ def groups_to_pack(
     ``lengths`` int64 [N] are of the examples in the buffer, ``ended`` says that no more will come.
 
     >>> groups = groups_to_pack(np.array([4, 2, 6, 3]), PackingOptions(6), 1, ended=False)
-    >>> [group.indices.tolist() for group in groups]
+    >>> [indices.tolist() for indices, plan in groups]
     [[0, 1], [2]]
     """
     num_packed = len(lengths) if ended else _num_ready(lengths, packing, rows_per_batch)
@@ -185,7 +182,7 @@ def _grouped(
     groups = []
     for i in range(0, len(chosen), rows_per_batch):
         rows = chosen[i : i + rows_per_batch]
-        groups.append(Group(*rows_alone(packed, rows, dropped, packing)))
+        groups.append(rows_alone(packed, rows, dropped, packing))
         dropped = dropped[:0]
     return groups
 
