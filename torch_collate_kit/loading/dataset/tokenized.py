@@ -35,38 +35,23 @@ _ROWS_AT_A_TIME = 1000  # where all rows are gone through
 
 
 class TokenizedDataset(Dataset[dict[str, Any]]):
-    """A map-style dataset that hands a DataLoader's collator whole columns.
+    """A map-style dataset that passes whole columns to a DataLoader's collator.
 
     Args:
-        source: one of
-            a ``datasets.Dataset``, also after shuffle, select, sort, train_test_split, ...;
-            a ``pyarrow.Table`` or ``RecordBatch``, in chunks or sliced;
-            a path, or a list of paths, of Arrow files (stream or file format, memory-mapped unless
-            they are compressed) or of Parquet files (decoded once into the disk cache of
-            ``datasets``, and mapped from there);
-            a list of examples, copied once into columns.
-        columns: the columns to keep, each of lists of numbers or of numbers. By default those that
-            the collators know (``input_ids``, ``num_actions``, ``attention_mask``, target forms).
-        train_all: the source has no loss target, and every token is trained. It must be said where
-            it has other columns than ``input_ids`` (and ``attention_mask``), which are left out;
-            naming ``columns`` says it, too.
+        source: a ``datasets.Dataset``; a ``pyarrow.Table`` or ``RecordBatch``; a path, or a list of
+            paths, of Arrow or Parquet files; or a list of examples, which is copied into columns.
+        columns: the columns to keep, of lists of numbers or of numbers. By default those that the
+            collators know (``input_ids``, ``num_actions``, ``attention_mask``, target forms).
+        train_all: every token of a source without a loss target is trained. Must be given if it has
+            other columns than ``input_ids`` and ``attention_mask``, unless ``columns`` is given.
 
-    ``ds[i]`` is a dict of 1-D ndarrays in the dtype of the source, read-only views (bool: copies,
-    Arrow has them in bits). ``ds[a:b]`` and ``ds.__getitems__(indices)``, which a DataLoader calls,
-    are dicts of columns, copied: :class:`~torch_collate_kit.ragged.Ragged` with a row an index, and
-    ndarrays for columns of numbers (integers int64). Indices may be negative and may repeat; no
-    index gives columns of 0 rows in the same dtypes. The collators check the values. With a
-    ``PackedBatchSampler`` the columns go on together with its plan.
-
-    Reading is lazy: of a memory-mapped source only the rows asked for are touched, and the system
-    may take their pages back. Pickled into workers it goes by path where the source has one (a
-    memory-mapped ``datasets.Dataset``, Arrow and Parquet files), otherwise with the kept columns.
+    ``ds[i]`` is a dict of 1-D ndarrays, read-only views. ``ds[a:b]`` and
+    ``ds.__getitems__(indices)`` are dicts of columns, copied: :class:`~torch_collate_kit.Ragged`,
+    and ndarrays for numbers. Reading is lazy. Sources, dtypes and pickling: docs/loading.md.
 
     Raises:
         DataError: no ``input_ids``; a column without numbers; a null, when its row is read.
-        IndexError: an index outside the dataset.
-        TypeError: a source that is none of the above; an index that is not an integer.
-        ValueError: a name in ``columns`` that does not exist; files that do not fit together.
+        IndexError, TypeError, ValueError: an index or source that does not exist or is wrong.
 
     >>> ds = TokenizedDataset([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4]}])
     >>> len(ds), ds.lengths.tolist(), ds[0]

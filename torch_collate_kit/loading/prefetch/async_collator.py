@@ -29,16 +29,14 @@ class AsyncBatchCollator(Generic[T]):
         compute: builds the batch of a step. It runs on one background thread after ``submit``, in
             the caller's thread in a ``get`` without one, and never twice at the same time.
 
-    A batch is handed out for the step that it was built for, or not at all. All methods are for one
-    consumer thread. The thread starts with the first ``submit`` and ends with ``shutdown``, which
-    leaving the ``with`` block calls, or when the object is gone. A forked process has no thread of
-    its parent's: there the batch in the slot is refused, and ``clear`` and ``shutdown`` drop it
-    without waiting.
+    A batch is given out only for the step that it was built for. All methods are for one consumer
+    thread. The background thread starts with the first ``submit`` and ends with ``shutdown``, which
+    leaving the ``with`` block calls. In a forked process the batch in the slot is refused, and
+    ``clear`` and ``shutdown`` drop it without waiting.
 
     Raises:
         StateError: a second ``submit`` before ``get``; a ``get`` while the slot holds another step,
-            or a batch from before a ``clear``; either of them after ``shutdown``, or in a process
-            forked while the slot was full.
+            or a batch from before a ``clear``; either of them after ``shutdown`` or a fork.
 
     >>> with AsyncBatchCollator(lambda step: [step] * 2) as collator:
     ...     for step in range(3):

@@ -25,42 +25,24 @@ class PrefetchLoader:
     """Batches of a DataLoader, the next one built on a thread while the consumer trains.
 
     Args:
-        loader: a DataLoader, with or without workers, whose ``batch_sampler`` is a
-            PrefetchingSampler or another one with its methods; or torchdata's StatefulDataLoader.
-            It is not changed, but nobody else should iterate it meanwhile.
-        prefetch: False builds every batch when it is asked for, without a thread: the same batches.
-        device: where batches go. For CUDA they are pinned and copied on a stream of their own while
-            the batch before is trained; an object with a ``.to()`` of its own that is no tensor,
-            mapping, list or tuple then needs a ``record_stream`` (TypeError). None and "cpu" leave
-            them where they are.
+        loader: a DataLoader with a resumable ``batch_sampler``, such as a PrefetchingSampler; or
+            torchdata's StatefulDataLoader. Nothing else may iterate it.
+        prefetch: False builds each batch when it is asked for, without a thread: the same batches.
+        device: where batches go. For CUDA they are pinned, and copied on a separate stream. None
+            and "cpu" leave them where they are.
 
-    The loader has one position. ``for batch in loader`` yields the rest of the epoch it stands in
-    (all of it, at an epoch's beginning), ``steps(n)`` the next n batches, across epochs. A loop
-    that is broken off leaves the position after the last batch received, and the next loop goes on
-    from there; ``set_epoch`` moves it. The last batch of an epoch is trained with nothing in
-    flight, so no batch is ever built in the order, or from the data, of another epoch. At most one
-    loop is live: a newer one, ``set_epoch`` and ``load_state_dict`` end it.
-
-    An exception in building a batch is raised at that batch, in the consumer. ``close``, or leaving
-    the ``with`` block, waits for what is in flight and ends the thread. In a process that is forked
-    while an epoch is being read, the loader is refused: it waits for nothing there and ends none of
-    the parent's workers. It is not a DataLoader, so ``accelerator.prepare`` returns it as it is,
-    and ``accelerator.register_for_checkpointing`` saves it.
-
-    ``state_dict()`` is small JSON: the position after the batches that the consumer has received,
-    whatever is in flight, as the sampler (or the StatefulDataLoader) saves it, with a version and
-    ``max_tokens`` of the collator.
-
-    ``wait_seconds`` is how long the consumer has waited for batches so far.
+    The loader has one position. ``for batch in loader`` yields the rest of the epoch, ``steps(n)``
+    the next n batches across epochs. A loop that is left early keeps the position after the last
+    batch received. ``wait_seconds`` is how long the consumer has waited for batches so far.
+    What ends a loop, forks, devices and states: docs/loading.md.
 
     Raises:
         TypeError: a loader that cannot be resumed.
-        ValueError: a sampler that was built for another number of examples than the dataset has.
-        StateError: a loop that is over, a loader that is closed or that another process reads, a
-            state that does not fit.
+        ValueError: a sampler for another number of examples than the dataset has.
+        StateError: a loop that is over, a loader that is closed or in use by another process.
 
     >>> from torch.utils.data import DataLoader
-    >>> from torch_collate_kit.loading.sampler import PrefetchingSampler
+    >>> from torch_collate_kit import PrefetchingSampler
     >>> sampler = PrefetchingSampler(5, 2, shuffle=False)
     >>> with PrefetchLoader(DataLoader(range(5), batch_sampler=sampler)) as loader:
     ...     [batch.tolist() for batch in loader.steps(4)]

@@ -38,33 +38,24 @@ _PICKS_PER_MARK = 4096  # a mark is a few ints; a state costs the picks since th
 
 
 class MixedSampler(EpochSampler):
-    """Batches of indices into several datasets laid end to end, in given proportions.
+    """Batches of indices into several datasets, laid end to end, in given proportions.
 
-    ``sources`` are datasets, or their numbers of examples; example j of source i has the index that
-    it has in a ``torch.utils.data.ConcatDataset`` of them. ``weights`` are the shares (any positive
-    numbers; a float means the decimal it prints as; default: the sources' own sizes) of the
-    examples, or with ``by="tokens"`` of the tokens; then ``lengths`` has the int lengths of each
-    source's examples, or the sources have a ``.lengths``. After any number of examples every source
-    is within one example, or one longest example's tokens, of its share. No randomness is in that;
-    each source is gone through in an order that is a pure function of (seed, source, turn), and
-    none of its examples comes again before all have come.
+    Args:
+        sources: datasets, or their numbers of examples. Indices are those of a
+            ``torch.utils.data.ConcatDataset`` of them.
+        batch_size, seed, shuffle, rank, world_size: as for ``PrefetchingSampler``.
+        weights: the shares, positive numbers; by default the sizes of the sources.
+        by: whether these are shares of the "examples" or of the "tokens".
+        lengths: by tokens, the int lengths of each source's examples; by default its ``.lengths``.
+        num_steps: steps of an epoch. Otherwise an epoch lasts until one source has been read.
+        stop: until the "first" (the default) or until "all" sources have been read.
 
-    An epoch has ``num_steps`` steps, or lasts until the first source (``stop="first"``, the
-    default) or the last (``stop="all"``) has been gone through. By examples that is exact for the
-    first epoch: "first" repeats no example, "all" leaves none out. By tokens it holds on average
-    over the orders. The stream goes on from epoch to epoch, so that no batch is short.
-
-    ``batch_size``, ``rank``, ``world_size``: as for :class:`PrefetchingSampler`. A pick costs
-    about 2 us with few sources; a jump without a state costs all picks up to it.
-
-    The ``state_dict`` holds ``version``, ``epoch``, ``step``, ``taken`` (examples taken from each
-    source) and what it must fit: ``sizes``, ``weights``, ``by``, ``num_units`` (examples or tokens
-    of each source), ``lengths_digest`` (None by examples), ``num_steps``, ``stop``, ``batch_size``,
-    ``world_size``, ``seed``, ``shuffle``.
+    After any number of examples every source is within one example, or one longest example's
+    tokens, of its share. None of its examples comes again before all have come. The stream goes on
+    from epoch to epoch, so no batch is short. More in docs/loading.md.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or an epoch would have no step.
-        DataError: a length is below 1.
+        TypeError, ValueError, DataError: an argument is wrong, or an epoch would have no step.
 
     >>> sampler = MixedSampler([100, 10], batch_size=4, weights=[3, 1], shuffle=False, num_steps=2)
     >>> [list(sampler), list(sampler)]

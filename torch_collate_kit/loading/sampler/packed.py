@@ -25,49 +25,30 @@ __all__ = ["PackedBatchSampler"]
 
 
 class PackedBatchSampler(OrderedSampler):
-    """Batches whose rows are planned over all ranks, of which a rank reads only its own.
+    """Batches whose rows are planned over all ranks, of which each rank reads only its own.
 
-    ``lengths`` are the tokens of every example, ints [N] (``TokenizedDataset.lengths``).
-    ``batch_size`` counts the examples of a step over all ranks. Every rank computes the same order
-    and the same plan, so that all have the same number of rows of one width, without collectives.
-    With ``parallel.dp`` ranks, ``rank`` gets what ``PackedCollator`` of one controller gives
-    ``batch.chunk(dp)[rank]``: ``Batch.cat`` of the ranks' batches is the controller's.
+    Args:
+        lengths: tokens of every example, ints [N]: ``TokenizedDataset.lengths``.
+        batch_size: examples of a step over all ranks.
+        max_tokens, packing, options: as for ``PackedCollator``, which must have the same.
+        rank: of ``parallel.dp`` ranks.
+        num_loss_tokens: trained tokens of every example, ints [N]; the loss is divided by those of
+            the whole batch. Without them the collator needs ``normalize_loss=False``.
+        shuffle, seed, drop_last, tail, order: as for ``PrefetchingSampler``; a kept tail may be of
+            any size, since ranks without examples get rows of pads.
 
-    It yields :class:`~torch_collate_kit.packing.RankPlan` in place of lists of indices, for a
-    ``TokenizedDataset`` (or a dataset whose ``__getitems__`` is written for it) and a
-    ``PackedCollator`` of the same ``max_tokens`` and ``parallel``. ``strategy``, ``overflow``,
-    ``max_sequences_per_row`` and ``balance`` are as for that collator, which follows the plan;
-    ``packing`` is all of these in one ``PackingOptions``.
-
-    ``num_loss_tokens`` are the trained tokens of every example, ints [N]
-    (``TokenizedDataset.num_loss_tokens``). With them ``metadata["num_loss_tokens"]`` is that of the
-    whole batch, and ``loss_mask`` is divided by it. Without them it is of the rank's rows alone,
-    and the collator must have ``normalize_loss=False``.
-
-    ``shuffle``, ``seed``, ``drop_last``, ``tail``, ``order``, ``reshuffle`` and resuming are as for
-    :class:`~torch_collate_kit.loading.PrefetchingSampler`; a kept tail may be of any size, since
-    ranks without examples get rows of pads. The ``state_dict`` holds, beside what that one's does,
-    ``num_tokens``, digests of ``lengths`` and ``num_loss_tokens``, and the options of
-    :func:`~torch_collate_kit.packing.pack`, and is the same on all ranks.
+    Every rank computes the same order and plan, without collectives, so all have as many rows, of
+    one width. It yields a ``RankPlan``, which a ``TokenizedDataset`` passes on to the collator.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; ``num_loss_tokens`` beside examples to be cut.
-        DataError: a length below 1, or over-long with ``overflow="raise"``.
+        TypeError, ValueError, DataError: an argument or a length is wrong. See docs/loading.md.
 
-    >>> from torch_collate_kit import PackedCollator
-    >>> from torch_collate_kit.loading.dataset import TokenizedDataset
-    >>> ds = TokenizedDataset([{"input_ids": [n] * n} for n in (3, 1, 4, 2)])
     >>> from torch_collate_kit.packing import ParallelLayout
-    >>> layout = ParallelLayout(dp=2)
-    >>> sampler = PackedBatchSampler(
-    ...     ds.lengths, batch_size=4, max_tokens=8, parallel=layout, shuffle=False
-    ... )
+    >>> options = {"max_tokens": 8, "parallel": ParallelLayout(dp=2)}
+    >>> sampler = PackedBatchSampler([3, 1, 4, 2], batch_size=4, shuffle=False, **options)
     >>> part = next(iter(sampler))
     >>> part.rank, part.indices, part.plan.bins
     (0, [1, 2], [[2, 1], [0, 3]])
-    >>> collate = PackedCollator(0, max_tokens=8, parallel=layout, normalize_loss=False)
-    >>> collate(ds.__getitems__(part))["input_ids"].tolist()
-    [[4, 4, 4, 4, 1]]
     """
 
     def __init__(

@@ -232,23 +232,18 @@ class OrderedSampler(EpochSampler):
 class PrefetchingSampler(OrderedSampler):
     """Batches of one dataset's indices: shuffled by (seed, epoch), sharded, resumable.
 
-    ``data`` is the number of examples or anything with ``len()`` (read once). ``batch_size`` counts
-    the examples of a step over all ranks; rank r gets the r-th contiguous run of each global batch,
-    so the ranks' batches, concatenated, are those of one rank. Yields lists of Python ints.
+    Args:
+        data: the number of examples, or anything with ``len()``, which is read once.
+        batch_size: examples of a step over all ranks. Rank r gets the r-th contiguous part.
+        shuffle, seed: an epoch is in an order that is a function of (seed, epoch), or in sequence.
+        tail: the examples after the last full batch make a short batch ("keep"), are left out
+            ("drop"), or begin the next epoch's first batch ("wrap").
+        drop_last: True is ``tail="drop"``.
+        order: ``order(epoch, rng)`` returns the indices of an epoch, which may repeat or be left
+            out. It must be a pure function; ``rng`` is seeded by (seed, epoch).
+        rank, world_size: which part of each batch is yielded, as a list of Python ints.
 
-    ``order(epoch, rng)`` replaces shuffling: it returns the indices of an epoch (1-D ints; they may
-    repeat, leave out, differ in number), must be a pure function of its arguments, and is given
-    a ``Generator`` seeded by (seed, epoch). It is called when a length is asked for, too.
-
-    ``tail`` says what happens to the examples after the last full batch. "keep": a short batch,
-    dealt out evenly over the ranks. "drop" (or ``drop_last=True``): they are left out. "wrap": they
-    begin the next epoch's first batch, so every batch is full and belongs to the epoch in which it
-    ends; an epoch shorter than a batch may have no step. With ``order`` and "wrap", the lengths of
-    all earlier epochs are needed: a jump to epoch e calls ``order`` e times.
-
-    The ``state_dict`` holds ``version``, ``epoch``, ``step``, ``reshuffles`` (where the epochs that
-    still matter were reshuffled) and what it must fit: ``length``, ``batch_size``, ``world_size``,
-    ``seed``, ``tail``, ``shuffle``, ``custom_order``. It is the same on all ranks.
+    The ``state_dict`` is small JSON and the same on all ranks. More in docs/loading.md.
 
     Raises:
         TypeError, ValueError: an argument is wrong, an epoch has no step to drop to, or a kept tail
@@ -257,10 +252,6 @@ class PrefetchingSampler(OrderedSampler):
     >>> sampler = PrefetchingSampler(5, batch_size=2, shuffle=False, tail="wrap")
     >>> [list(sampler), list(sampler)]
     [[[0, 1], [2, 3]], [[4, 0], [1, 2], [3, 4]]]
-    >>> resumed = PrefetchingSampler(5, batch_size=2, shuffle=False, tail="wrap")
-    >>> resumed.load_state_dict(sampler.state_at(epoch=1, step=2))
-    >>> list(resumed)
-    [[3, 4]]
     """
 
     def __init__(

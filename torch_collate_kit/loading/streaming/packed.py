@@ -43,71 +43,30 @@ class _Position:
 
 
 class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
-    """Pack a stream of examples into batches of ``rows_per_batch`` rows of ``max_tokens``.
+    """Packs a stream of examples into batches of ``rows_per_batch`` rows of ``max_tokens``.
 
     Args:
-        source: any iterable of examples that can be iterated again (a list, ``datasets.Dataset``,
-            ``datasets.IterableDataset``), or a callable that makes one, or that makes an iterator.
-            A :class:`~torch_collate_kit.loading.TokenizedDataset`, and a ``datasets.Dataset``
-            without a format whose columns one can hold, are read as columns: no Python object an
-            example, and tokens are copied once, when their batch is made. Others go one by one.
+        source: an iterable of examples that can be iterated again, or a callable that makes one.
+            A ``TokenizedDataset``, or a ``datasets.Dataset`` without a format, is read as columns.
         tokenizer: an int pad id, or anything with ``pad_token_id``.
-        buffer_size: the most examples held at a time; of columns only where they lie, and, while
-            they are checked, those of a buffer that are split. Rows are as full as those of packing
-            all the data at once to within 1% at 1,000: 0.1% on real and long-tailed lengths, 0.8%
-            on lengths spread evenly up to ``max_tokens`` (two a row; 1.7% at 250, 0.1% at 4,000).
-        rows_per_batch: rows of a batch, a multiple of ``parallel.dp``. The last batch of a pass has
-            fewer, and so has one of a buffer whose examples fill fewer.
+        buffer_size: the most examples held at a time. At 1,000, rows are within 1% of the fullest.
+        rows_per_batch: a multiple of ``parallel.dp``. The last batch of a pass may have fewer rows.
         rank, world_size: which part of the stream is read, without collectives.
-        presharded: the source itself gives every rank and worker other examples; split nothing.
-        collator_options: what else :class:`PackedCollator` takes: ``max_tokens`` and the other
-            options of packing (or ``packing=``), ``normalize_loss``, ``train_all`` and so on.
+        presharded: the source gives every rank and worker different examples; do not split it.
+        collator_options: all other options of ``PackedCollator``: ``max_tokens``, ``packing``, ...
 
-    One ``iter()`` is one pass. A batch is what ``PackedCollator`` makes of its examples in stream
-    order, ``row_metadata["example_indices"]`` counts within them; load it with
-    ``DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)``. Rows leave a buffer in the
-    stream order of their longest example; poor rows are packed again with what comes, at most until
-    the end of a window of eight buffers (``strategy="sequential"``: never). With
-    ``overflow="split"`` a piece counts as an example; ``row_metadata["example_starts"]``, and
-    ``"cut"`` and ``"num_cut"`` of ``metadata``, say which are pieces. With "drop" an over-long one
-    is counted in the first batch of its buffer, if need be in a dummy row.
-
-    **Sharding.** Example ``i`` goes to shard ``i % (world_size * num_workers)``, shard
-    ``rank * num_workers + worker``. ``datasets.IterableDataset`` divides its own shards over
-    DataLoader workers, so it is divided over the ranks only, or not at all if it comes from
-    ``split_dataset_by_node``. A callable that iterates such a source inside is ``presharded``.
-    Every example is given out once, so long as all ranks have as many workers. Ranks may differ in
-    their number of batches by the tail: stop all of them at the same number of steps, or agree on
-    the end with an all-reduce; nothing is dropped or repeated here. ``accelerator.prepare`` of a
-    DataLoader of it would divide again, and is refused: pass ``rank`` and ``world_size``, and wrap
-    the loader in a :class:`~torch_collate_kit.loading.PrefetchLoader`.
-
-    **State.** ``state_dict()`` is small JSON: where a window began in the stream, batches given out
-    since, and the settings it fits. The price: a resumed pass reads and packs the window again as
-    far as it was given out. That is up to eight buffers, nine where ``rows_per_batch`` rows are a
-    large part of one: 8,000 examples and 0.2 s of packing at ``buffer_size=1000``. A source with
-    ``state_dict`` and ``load_state_dict`` goes to the window's beginning by itself, any other is
-    read and skipped; so is a ``datasets`` stream with a shuffle buffer, whose state loses the
-    buffer, or with a step of a kind that is not known to be put back exactly. A
-    state is of the newest ``iter()``; the next ``iter()`` goes on there to the end of the pass.
-    With DataLoader workers take the state from a torchdata StatefulDataLoader: it is the workers'
-    copies of the dataset that move, not this one.
+    One ``iter()`` is one pass. Batches are those that ``PackedCollator`` makes of their examples in
+    stream order. Load it with ``DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)``.
+    docs/loading.md describes buffers and windows, sharding over ranks and workers, and resuming.
 
     Raises:
-        DataError: an example is wrong, or too long with ``overflow="raise"``; names its position in
-            the stream. It is raised when its buffer is filled or its batch is made.
-        StateError: a state of other settings, or of a longer stream or example.
-        ValueError, TypeError: a setting is wrong.
+        DataError: an example is wrong or too long; the message names its position in the stream.
+        TypeError, ValueError: a setting is wrong.
 
     >>> examples = [{"input_ids": [7] * n} for n in (3, 2, 4, 1, 5)]
     >>> dataset = PackedIterableDataset(examples, tokenizer=0, max_tokens=6, buffer_size=5)
-    >>> batches = iter(dataset)
-    >>> next(batches)["sub_seq_lengths"].tolist(), dataset.state_dict()["num_batches"]
-    ([[4, 2]], 1)
-    >>> resumed = PackedIterableDataset(examples, tokenizer=0, max_tokens=6, buffer_size=5)
-    >>> resumed.load_state_dict(dataset.state_dict())
-    >>> [batch["sub_seq_lengths"].tolist() for batch in resumed]
-    [[[3]], [[5, 1]]]
+    >>> [batch["sub_seq_lengths"].tolist() for batch in dataset]
+    [[[4, 2]], [[3]], [[5, 1]]]
     """
 
     def __init__(
