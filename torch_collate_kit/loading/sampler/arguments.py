@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._checks import checked_bool as checked_bool
 from torch_collate_kit._checks import checked_choice, checked_int
 
 Indices: TypeAlias = npt.NDArray[np.int64]
@@ -25,6 +24,11 @@ def rank_slice(num_examples: int, rank: int, world_size: int) -> slice:
 def seeded_generator(*words: int) -> np.random.Generator:
     """A generator of its own for each (seed, epoch, ...)."""
     return np.random.default_rng(np.random.SeedSequence(words))
+
+
+def order_of(size: int, shuffle: bool, *words: int) -> Indices:
+    """Indices 0 to ``size`` - 1: int64, shuffled by the words or in sequence."""
+    return seeded_generator(*words).permutation(size) if shuffle else np.arange(size)
 
 
 def checked_length(data: int | Sized, name: str = "data") -> int:

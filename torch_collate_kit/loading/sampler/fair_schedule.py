@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from torch_collate_kit._checks import checked_lengths
-from torch_collate_kit.loading.sampler.arguments import Indices, checked_length, seeded_generator
+from torch_collate_kit.loading.sampler.arguments import Indices, checked_length, order_of
 
 
 class Mark(NamedTuple):
@@ -48,22 +46,22 @@ class Mixture:
         """The order in which a source is gone through for the ``turn``-th time: int64."""
         kept = self._orders.get(source)
         if kept is None or kept[0] != turn:
-            rng, size = seeded_generator(self._seed, source, turn), self.sizes[source]
-            order = rng.permutation(size) if self._shuffle else np.arange(size, dtype=np.int64)
+            order = order_of(self.sizes[source], self._shuffle, self._seed, source, turn)
             kept = self._orders[source] = turn, order
         return kept[1]
 
-    def index(self, source: int, number: int) -> int:
-        """The index, over all sources, of the ``number``-th example taken from a source."""
+    def _row(self, source: int, number: int) -> int:
+        """Which of its examples is the ``number``-th that is taken from a source."""
         turn, at = divmod(number, self.sizes[source])
-        return self._offsets[source] + int(self.order(source, turn)[at])
+        return int(self.order(source, turn)[at])
+
+    def index(self, source: int, number: int) -> int:
+        """The same, as an index over all sources."""
+        return self._offsets[source] + self._row(source, number)
 
     def units(self, source: int, number: int) -> int:
         """Units of the ``number``-th example taken from a source."""
-        if self.lengths is None:
-            return 1
-        turn, at = divmod(number, self.sizes[source])
-        return int(self.lengths[source][self.order(source, turn)[at]])
+        return 1 if self.lengths is None else int(self.lengths[source][self._row(source, number)])
 
     def used(self, taken: Sequence[int]) -> tuple[int, ...]:
         """Units in the first ``taken`` examples of each source."""

@@ -16,13 +16,7 @@ import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.arguments import (
-    checked_batch_size,
-    checked_bool,
-    checked_rank,
-    digest_of,
-    rank_slice,
-)
+from torch_collate_kit.loading.sampler.arguments import checked_rank, digest_of, rank_slice
 from torch_collate_kit.loading.sampler.fair_schedule import (
     Cursor,
     Mark,
@@ -30,7 +24,7 @@ from torch_collate_kit.loading.sampler.fair_schedule import (
     checked_sources,
     checked_weights,
 )
-from torch_collate_kit.loading.sampler.resumable import EpochSampler, Plan, checked_word
+from torch_collate_kit.loading.sampler.resumable import EpochSampler, Plan
 
 __all__ = ["MixedSampler"]
 
@@ -77,15 +71,12 @@ class MixedSampler(EpochSampler):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        super().__init__()
+        self._world_size = checked_int("world_size", world_size)
+        self._rank = checked_rank(rank, self._world_size)
+        super().__init__(batch_size, self._world_size, seed, shuffle)
         checked_choice("by", by, ("examples", "tokens"))
         sizes, arrays = checked_sources(sources, lengths, by)
         self._by = by
-        self._world_size = checked_int("world_size", world_size)
-        self._rank = checked_rank(rank, self._world_size)
-        self._num_global = checked_batch_size(batch_size, self._world_size)
-        self._seed = checked_word("seed", seed)
-        self._shuffle = checked_bool("shuffle", shuffle)
         num_units = [int(array.sum()) for array in arrays] if arrays else sizes
         self._weights = checked_weights(weights, num_units)
         self._mixture = Mixture(
@@ -120,11 +111,6 @@ class MixedSampler(EpochSampler):
     def num_examples(self) -> int:
         """Examples of all sources: the length of the dataset that the indices are of."""
         return sum(self._mixture.sizes)
-
-    @property
-    def num_examples_per_step(self) -> int:
-        """Examples of a step over all ranks: the ``batch_size`` argument."""
-        return self._num_global
 
     def _first_step(self, epoch: int) -> int:
         """Where an epoch starts, in steps of the whole stream."""
@@ -171,10 +157,8 @@ class MixedSampler(EpochSampler):
             "lengths_digest": self._lengths_digest,
             "num_steps": self._steps_per_epoch,
             "stop": self._stop,
-            "batch_size": self._num_global,
             "world_size": self._world_size,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
+            **super()._fits(),
         }
 
     def _extra(self, epoch: int, step: int) -> dict[str, Any]:

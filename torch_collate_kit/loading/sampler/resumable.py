@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from torch_collate_kit._checks import checked_int
+from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.arguments import is_same
+from torch_collate_kit.loading.sampler.arguments import checked_batch_size, is_same
 
 __all__ = ["EpochSampler", "Plan", "ResumableSampler", "checked_word", "state_int"]
 
@@ -92,7 +92,11 @@ class StepIterator(Iterator[Any]):
 class EpochSampler(ABC):
     """The part of a resumable batch sampler that does not depend on what is in a batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_size: int, num_parts: int, seed: int, shuffle: bool) -> None:
+        """``num_parts``: what a full batch is a multiple of."""
+        self._num_global = checked_batch_size(batch_size, num_parts)
+        self._seed = checked_word("seed", seed)
+        self._shuffle = checked_bool("shuffle", shuffle)
         self._epoch = 0
         self._step = 0
         self._latest: StepIterator | None = None
@@ -105,9 +109,9 @@ class EpochSampler(ABC):
     def _plan(self, epoch: int, step: int) -> Plan:
         """Makes the batches of an epoch from ``step`` on, the same at each call."""
 
-    @abstractmethod
     def _fits(self) -> dict[str, Any]:
         """What a state must have in common with this sampler."""
+        return {"batch_size": self._num_global, "seed": self._seed, "shuffle": self._shuffle}
 
     @abstractmethod
     def _extra(self, epoch: int, step: int) -> dict[str, Any]:
@@ -121,6 +125,11 @@ class EpochSampler(ABC):
     def epoch(self) -> int:
         """The epoch after the one begun last: what the next ``iter()`` yields."""
         return self._epoch
+
+    @property
+    def num_examples_per_step(self) -> int:
+        """Examples of a full step over all ranks: the ``batch_size`` argument."""
+        return self._num_global
 
     def __len__(self) -> int:
         """Steps of epoch ``self.epoch``, counted from its step 0."""

@@ -14,25 +14,19 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._checks import checked_int
+from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.sampler.arguments import (
     Indices,
-    checked_batch_size,
-    checked_bool,
     checked_length,
     checked_order,
     checked_rank,
     checked_tail,
+    order_of,
     rank_slice,
     seeded_generator,
 )
-from torch_collate_kit.loading.sampler.resumable import (
-    EpochSampler,
-    Plan,
-    checked_word,
-    state_int,
-)
+from torch_collate_kit.loading.sampler.resumable import EpochSampler, Plan, state_int
 
 __all__ = ["Order", "OrderedSampler", "PrefetchingSampler"]
 
@@ -55,12 +49,9 @@ class OrderedSampler(EpochSampler):
         least_examples: int,
     ) -> None:
         """``least_examples``: batches have at least so many, and full ones a multiple."""
-        super().__init__()
+        super().__init__(batch_size, least_examples, seed, shuffle)
         self._length = checked_length(data)
         self._least_examples = least_examples
-        self._num_global = checked_batch_size(batch_size, least_examples)
-        self._shuffle = checked_bool("shuffle", shuffle)
-        self._seed = checked_word("seed", seed)
         self._tail = checked_tail(tail, checked_bool("drop_last", drop_last))
         if order is not None and not callable(order):
             raise TypeError(f"order must be a function of (epoch, rng), got {order!r}")
@@ -78,11 +69,6 @@ class OrderedSampler(EpochSampler):
     def num_examples(self) -> int:
         """The length of the dataset that the indices are of."""
         return self._length
-
-    @property
-    def num_examples_per_step(self) -> int:
-        """Examples of a full step over all ranks: the ``batch_size`` argument."""
-        return self._num_global
 
     def reshuffle(self) -> None:
         """Puts the rest of the epoch, from the next ``iter()``'s position on, in a new order.
@@ -151,13 +137,11 @@ class OrderedSampler(EpochSampler):
 
     def _order(self, epoch: int) -> Indices:
         """The indices of an epoch before any reshuffle: int64, read only where it is kept."""
-        rng = seeded_generator(self._seed, epoch)
         if self._user_order is None:
-            size = self._length
-            return rng.permutation(size) if self._shuffle else np.arange(size, dtype=np.int64)
+            return order_of(self._length, self._shuffle, self._seed, epoch)
         if self._user_latest is None or self._user_latest[0] != epoch:
-            indices = checked_order(self._user_order(epoch, rng), epoch, self._length)
-            self._user_latest = (epoch, indices)
+            found = self._user_order(epoch, seeded_generator(self._seed, epoch))
+            self._user_latest = epoch, checked_order(found, epoch, self._length)
         return self._user_latest[1]
 
     def _reshuffled(self, epoch: int) -> Indices:
@@ -197,14 +181,8 @@ class OrderedSampler(EpochSampler):
         return [at for at in self._reshuffles if first <= at[0] and at <= (epoch, step)]
 
     def _fits(self) -> dict[str, Any]:
-        return {
-            "length": self._length,
-            "batch_size": self._num_global,
-            "seed": self._seed,
-            "tail": self._tail,
-            "shuffle": self._shuffle,
-            "custom_order": self._user_order is not None,
-        }
+        own = {"length": self._length, "tail": self._tail}
+        return {**own, "custom_order": self._user_order is not None, **super()._fits()}
 
     def _extra(self, epoch: int, step: int) -> dict[str, Any]:
         return {"reshuffles": [list(at) for at in self._reshuffles_for(epoch, step)]}

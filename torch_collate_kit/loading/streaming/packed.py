@@ -16,11 +16,11 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torch_collate_kit._checks import checked_int
+from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading.sampler.arguments import checked_bool, checked_rank, is_same
+from torch_collate_kit.loading.sampler.arguments import checked_rank, is_same
 from torch_collate_kit.loading.streaming.readers import Reader, at_positions, reader_of
 from torch_collate_kit.loading.streaming.shards import ExampleSource, Place, Stream
 from torch_collate_kit.loading.streaming.windows import PlannedEntries, Windows
