@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Ragged", "row_indices"]
+__all__ = ["Ragged", "row_indices", "span_indices"]
 
 
 def row_indices(indices: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
@@ -25,6 +25,16 @@ def row_indices(indices: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
             f"row indices must be integers, got {picked.dtype}; for a mask pass mask.nonzero()"
         )
     return picked.astype(np.int64, copy=False)
+
+
+def span_indices(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """``starts[0], starts[0] + 1, ...`` of each length, one span after the other: int64.
+
+    >>> span_indices(np.array([5, 2]), np.array([3, 1])).tolist()
+    [5, 6, 7, 2]
+    """
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
 
 
 class Ragged:
@@ -148,8 +158,7 @@ class Ragged:
         """The rows at ``indices``, in that order: a copy."""
         picked = row_indices(indices)
         lengths = self.lengths[picked]
-        starts = np.repeat(self.offsets[:-1][picked] - (np.cumsum(lengths) - lengths), lengths)
-        cells = starts + np.arange(len(starts))
+        cells = span_indices(self.offsets[:-1][picked], lengths)
         values = self.values
         if isinstance(values, Tensor):
             on_device = torch.from_numpy(cells).to(values.device, non_blocking=True)

@@ -73,8 +73,8 @@ def lengths_from_cu_seqlens(cu_seqlens: Array) -> Array:
     return np.diff(cu_seqlens.astype(np.int64))
 
 
-def position_ids_from_lengths(lengths_S: Array, *, out: Array | None = None) -> Array:
-    """Positions that restart at 0 in each segment: int64 [T], a new array or written to ``out``.
+def position_ids_from_lengths(lengths_S: Array) -> Array:
+    """Positions that restart at 0 in each segment: int64 [T], a new array.
 
     >>> position_ids_from_lengths(np.array([3, 2]))
     array([0, 1, 2, 0, 1])
@@ -83,15 +83,10 @@ def position_ids_from_lengths(lengths_S: Array, *, out: Array | None = None) -> 
         lengths_S = lengths_S.long()
         starts = torch.cumsum(lengths_S, 0) - lengths_S
         first = torch.repeat_interleave(starts, lengths_S)
-        return torch.sub(torch.arange(len(first), device=first.device), first, out=out)
+        return torch.arange(len(first), device=first.device) - first
     lengths = np.asarray(lengths_S, dtype=np.int64)
-    lengths = lengths[lengths > 0]
-    ends = np.cumsum(lengths)
-    positions = np.empty(ends[-1] if len(ends) else 0, np.int64) if out is None else out
-    positions.fill(1)  # a cumulative sum in place: allocating a second array costs more
-    positions[ends[:-1]] = 1 - lengths[:-1]
-    positions[:1] = 0
-    return np.cumsum(positions, out=positions)
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.arange(len(starts)) - starts
 
 
 def segment_ids_from_lengths(lengths_S: Array) -> Array:

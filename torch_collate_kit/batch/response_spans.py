@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from torch_collate_kit.batch.batch import Batch
-from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.segments import position_ids_from_lengths
+from torch_collate_kit.ragged import Ragged, span_indices
 
 __all__ = ["cells_by_example", "cells_of_spans"]
 
@@ -50,7 +49,7 @@ def _cells_after(batch: Batch, num_pieces: np.ndarray) -> np.ndarray:
         else:
             starts = Ragged(batch["attention_mask"].argmax(1).cpu(), np.arange(len(batch) + 1))
     first, length = (
-        np.asarray(of.flat_values)[_ranges(of.offsets[:-1] - of.offsets[0], num_pieces)]
+        np.asarray(of.flat_values)[span_indices(of.offsets[:-1] - of.offsets[0], num_pieces)]
         for of in (starts, lengths)
     )
     return width - first.astype(np.int64) - length
@@ -67,8 +66,4 @@ def cells_of_spans(
             f"row {rows[i]} has response tokens in its last {from_end[i]} cells, but values has "
             f"{num_columns} columns; take the values of at least the last A cells"
         )
-    return _ranges((rows + 1) * num_columns - from_end, counts)
-
-
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    return np.repeat(starts, lengths) + position_ids_from_lengths(lengths)
+    return span_indices((rows + 1) * num_columns - from_end, counts)

@@ -14,17 +14,9 @@ from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.fields import DeclaredFields, FieldColumn
-from torch_collate_kit.reading.numbers import (
-    Numbers,
-    as_flags,
-    as_weights,
-    bad_weight,
-    first_bad,
-    is_bad_weight,
-    joined,
-    taken,
-    token_ids,
-)
+from torch_collate_kit.reading.numbers import Numbers
+from torch_collate_kit.reading.spans import are_int32_ids, first_bad, joined, taken
+from torch_collate_kit.reading.weights import as_flags, as_weights, bad_weight, is_bad_weight
 
 __all__ = ["ExampleColumns", "PlacedColumns"]
 
@@ -87,9 +79,7 @@ class ExampleColumns:
             DataError: an id, a label, a weight, or a number of a declared field is wrong.
         """
         examples, starts, lengths = pieces[:3]
-        columns: dict[str, np.ndarray | Tensor] = {
-            "input_ids": token_ids("input_ids", self.input_ids, pieces)
-        }
+        columns: dict[str, np.ndarray | Tensor] = {"input_ids": self._ids(pieces)}
         per_token = {"input_ids": lengths}
         if self.num_actions is not None:
             prompts = (self.lengths - self.num_actions)[examples]
@@ -143,6 +133,23 @@ class ExampleColumns:
         is_trained[offsets[:-1][target.lengths == self.lengths]] = False
         before = np.append(0, np.cumsum(is_trained))
         return np.diff(before[offsets])
+
+    def _ids(self, pieces: Pieces) -> np.ndarray:
+        """int32 where they fit, else int64: a copy."""
+        ids, picked = self.input_ids, pieces[:3]
+        if isinstance(ids, Ragged) and are_int32_ids(ids.values):
+            return taken(ids, *picked, np.int32)
+        values = taken(ids, *picked)
+        if are_int32_ids(values):
+            return values.astype(np.int32)
+        if int(values.min()) >= 0 and int(values.max()) <= np.iinfo(np.int64).max:
+            return values.astype(np.int64)
+        is_bad = values.astype(np.int64) < 0
+        i, token = first_bad(is_bad, *picked)
+        raise DataError(
+            f"example {i}: input_ids is {values[is_bad][0]} at token {token}; token ids are 0 or "
+            "more (-100 belongs into labels)"
+        )
 
     def _labels(self, pieces: Pieces) -> np.ndarray:
         assert self.target is not None

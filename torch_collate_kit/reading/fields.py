@@ -14,8 +14,9 @@ from torch_collate_kit.batch.fields import FieldSpec, PerExample, PerResponseTok
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.numbers import Numbers, first_bad, number_column, taken
+from torch_collate_kit.reading.numbers import Numbers, number_column
 from torch_collate_kit.reading.raw import one_value
+from torch_collate_kit.reading.spans import first_bad, taken
 
 __all__ = ["DeclaredFields", "FieldColumn", "checked_fields", "read_declared"]
 
@@ -152,7 +153,7 @@ def read_declared(
                 )
             expected = responses
         whole = not (spec.dtype.is_floating_point or spec.dtype == torch.bool)
-        column = number_column(name, raw[name], whole=whole)
+        column = number_column(name, raw[name], "whole numbers" if whole else "numbers")
         wrong = np.flatnonzero(column.lengths != expected)
         if len(wrong):
             i = int(wrong[0])

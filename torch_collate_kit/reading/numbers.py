@@ -1,4 +1,4 @@
-"""Columns of numbers: read in any form, then checked and copied in the order of a batch's rows.
+"""Columns of numbers in any form.
 
 Ragged columns are read where they lie, arrays are joined only in the order of the rows, and Python
 lists are converted once per column (10 to 15 ns per token, the most expensive step of all: hand
@@ -11,43 +11,27 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.raw import is_sequence
 
-__all__ = [
-    "LEAST_WEIGHT",
-    "Numbers",
-    "Rows",
-    "as_flags",
-    "as_weights",
-    "bad_weight",
-    "first_bad",
-    "in_pairs",
-    "int_column",
-    "is_bad_weight",
-    "joined",
-    "number_column",
-    "row_array",
-    "spans",
-    "taken",
-    "tensor_to_numpy",
-    "token_ids",
-    "weight_column",
-]
+__all__ = ["Numbers", "Rows", "number_column", "row_array", "tensor_to_numpy"]
 
-_INT32_MAX = np.iinfo(np.int32).max
-# Divided by the loss tokens of a batch, up to 10**8, it is still a normal float32.
-LEAST_WEIGHT = 1e-30
-_SHORT_SPAN = 128  # entries on average; below it an index gather is the faster one (measured)
+_Kind = Literal["ids", "labels", "weights", "numbers", "whole numbers"]
+_INT, _FLOAT = ("q", "iu"), ("d", "iufb")  # type code of lists, kinds of dtypes that are taken
+_KINDS: dict[_Kind, tuple[str, str, str]] = {
+    "ids": (*_INT, "token ids index an embedding, convert them"),
+    "labels": (*_INT, "labels are token ids (a mask goes into loss_mask), convert ids"),
+    "weights": (*_FLOAT, "give 0/1 or weights"),
+    "numbers": (*_FLOAT, "give numbers"),
+    "whole numbers": ("q", "iufb", "give numbers"),  # as integers, where they come in lists
+}
 
 
 class Rows:
@@ -67,92 +51,13 @@ class Rows:
 Numbers = Ragged | Rows  # of ndarrays
 
 
-def joined(column: Numbers) -> Ragged:
-    """The column as one flat array, in the order of the examples."""
-    if isinstance(column, Ragged):
-        return column
-    return Ragged(np.concatenate(column.arrays), column.offsets)
+def number_column(name: str, column: Any, kind: _Kind) -> Numbers:
+    """The column as flat arrays of a NumPy dtype that its kind may have, not copied if it is one.
 
-
-def in_pairs(first: Numbers, second: Numbers) -> Ragged:
-    """Row i of the one column and row i of the other as one row: int32 where both fit, or int64."""
-    is_narrow = all(isinstance(of, Ragged) and _are_int32_ids(of.values) for of in (first, second))
-    parts: list[Any] = [None] * (2 * len(first))
-    parts[::2], parts[1::2] = _rows_of(first), _rows_of(second)
-    dtype = np.int32 if is_narrow else np.int64
-    values = np.concatenate(parts, dtype=dtype, casting="unsafe")
-    return Ragged.from_lengths(values, first.lengths + second.lengths)
-
-
-def _rows_of(column: Numbers) -> list[np.ndarray]:
-    if isinstance(column, Rows):
-        return column.arrays
-    values = column.values
-    return [values[start:stop] for start, stop in pairwise(column.offsets.tolist())]
-
-
-def taken(
-    column: Numbers,
-    examples: np.ndarray,
-    starts: np.ndarray,
-    lengths: np.ndarray,
-    dtype: Any = None,
-) -> np.ndarray:
-    """The entries ``starts`` to ``starts + lengths`` of the examples, one span after the other.
-
-    Spans are joined, or where they are short gathered by an index, which costs more per entry and
-    nothing per span. The result may be a view of the column. With ``dtype``, whose range the
-    entries must be known to be in, it is a copy of that dtype, made in the same pass.
+    Raises:
+        DataError: an entry of another form, or of another dtype.
     """
-    if not len(examples):
-        values = column.values if isinstance(column, Ragged) else column.arrays[0]
-        return values[:0].astype(dtype or values.dtype)
-    if isinstance(column, Rows):
-        chosen = [column.arrays[i] for i in examples.tolist()]
-        if starts.any() or not np.array_equal(lengths, column.lengths[examples]):
-            spans_of = zip(chosen, starts.tolist(), (starts + lengths).tolist(), strict=True)
-            chosen = [array[start:stop] for array, start, stop in spans_of]
-        return np.concatenate(chosen, dtype=dtype, casting="unsafe")
-    values, first = column.values, column.offsets[:-1][examples] + starts
-    total = int(lengths.sum())
-    if (
-        first[-1] + lengths[-1] - first[0] == total
-        and (first[1:] == first[:-1] + lengths[:-1]).all()
-    ):
-        run = values[first[0] : first[0] + total]
-        return run if dtype is None else run.astype(dtype)
-    if total < _SHORT_SPAN * len(examples):
-        return values[spans(first, lengths)].astype(dtype or values.dtype, copy=False)
-    bounds = zip(first.tolist(), (first + lengths).tolist(), strict=True)
-    return np.concatenate(
-        [values[start:stop] for start, stop in bounds], dtype=dtype, casting="unsafe"
-    )
-
-
-def spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """``starts[0], starts[0] + 1, ...`` of each length, one span after the other: int64."""
-    before = np.cumsum(lengths) - lengths
-    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
-
-
-def int_column(name: str, column: Any) -> Numbers:
-    what = "token ids index an embedding, convert them"
-    if name == "labels":
-        what = "labels are token ids (a mask goes into loss_mask), convert ids"
-    return _column(name, column, "q", "iu", f"not integers; {what} with .astype(np.int64)")
-
-
-def weight_column(name: str, column: Any, advice: str = "give 0/1 or weights") -> Numbers:
-    return _column(name, column, "d", "iufb", advice)
-
-
-def number_column(name: str, column: Any, *, whole: bool) -> Numbers:
-    """Numbers of any kind; lists of ``whole`` ones are read as int64, others as float64."""
-    return _column(name, column, "q" if whole else "d", "iufb", "give numbers")
-
-
-def _column(name: str, column: Any, typecode: str, kinds: str, advice: str) -> Numbers:
-    """Flat values of a NumPy dtype of these kinds, and offsets from 0 on."""
+    typecode, kinds, advice = _KINDS[kind]
     if isinstance(column, Ragged):
         values = column.flat_values
         flat = values if isinstance(values, np.ndarray) else tensor_to_numpy(name, None, values)
@@ -171,6 +76,8 @@ def _column(name: str, column: Any, typecode: str, kinds: str, advice: str) -> N
     dtypes = {row.dtype for row in rows}
     if any(dtype.kind not in kinds for dtype in dtypes):
         i, dtype = next((i, r.dtype) for i, r in enumerate(rows) if r.dtype.kind not in kinds)
+        if kinds == "iu":
+            advice = f"not integers; {advice} with .astype(np.int64)"
         separator = ", " if typecode == "q" else "; "
         raise DataError(f"example {i}: {name} has dtype {dtype}{separator}{advice}")
     if len(rows) == 1:
@@ -279,83 +186,3 @@ def _bad_entry(name: str, index: int, row: list[Any], typecode: str) -> DataErro
             wanted = "an integer that fits 64 bits" if typecode == "q" else "a number"
             return DataError(f"{where} ({type(entry).__name__}); it must be {wanted}")
     raise AssertionError("the row converts one by one but not as a whole")
-
-
-# --- in the order of the rows of a batch ----------------------------------------------------------
-
-
-def first_bad(
-    is_bad: np.ndarray, examples: np.ndarray, starts: np.ndarray, lengths: np.ndarray
-) -> tuple[int, int]:
-    """The first bad one of the entries of these spans: its example, and its place there."""
-    entry = int(np.flatnonzero(is_bad)[0])
-    ends = np.cumsum(lengths)
-    span = int(np.searchsorted(ends, entry, side="right"))
-    return int(examples[span]), entry - int(ends[span] - lengths[span]) + int(starts[span])
-
-
-def _are_int32_ids(values: np.ndarray) -> bool:
-    """Whether all of a column are ids that int32 holds."""
-    if values.dtype == np.int64:  # one pass for both ends
-        return not (values.view(np.uint64) > _INT32_MAX).any()
-    return not values.size or (int(values.min()) >= 0 and int(values.max()) <= _INT32_MAX)
-
-
-def token_ids(name: str, ids: Numbers, pieces: Pieces) -> np.ndarray:
-    """The ids of the pieces, int32 where they fit, else int64: a copy.
-
-    Raises:
-        DataError: a negative id.
-    """
-    if isinstance(ids, Ragged) and _are_int32_ids(ids.values):
-        return taken(ids, *pieces[:3], np.int32)
-    values = taken(ids, *pieces[:3])
-    if _are_int32_ids(values):
-        return values.astype(np.int32)
-    if int(values.min()) >= 0 and int(values.max()) <= np.iinfo(np.int64).max:
-        return values.astype(np.int64)
-    is_bad = values.astype(np.int64) < 0
-    i, token = first_bad(is_bad, *pieces[:3])
-    raise DataError(
-        f"example {i}: {name} is {values[is_bad][0]} at token {token}; token ids are 0 or more "
-        "(-100 belongs into labels)"
-    )
-
-
-def as_flags(column: Ragged) -> Ragged:
-    """A column that holds nothing but 0 and 1 as bools, which are put in order in less memory."""
-    values = column.values
-    if values.dtype != np.bool_:
-        trained = values != 0
-        if np.count_nonzero(values == 1) == np.count_nonzero(trained):
-            return Ragged(trained, column.offsets)
-    return column
-
-
-def as_weights(values: np.ndarray) -> np.ndarray | None:
-    """Loss weights as bool where all are 0 or 1, else float32: a copy; None where one is wrong."""
-    if values.dtype == np.bool_:
-        return values.copy()
-    trained = values != 0
-    if np.count_nonzero(values == 1) == np.count_nonzero(trained):
-        return trained
-    return None if is_bad_weight(values).any() else values.astype(np.float32)
-
-
-def is_bad_weight(values: np.ndarray) -> np.ndarray:
-    """Where a weight is negative, not finite in float32, or lost in it."""
-    with np.errstate(over="ignore"):
-        kept = values.astype(np.float32)
-    return ~((values == 0) | ((kept >= LEAST_WEIGHT) & (kept < np.inf)))
-
-
-def bad_weight(index: int, name: str, value: float, entry: int, token: int) -> DataError:
-    """What is wrong with a weight: entry ``entry`` of its column, which is of token ``token``."""
-    if 0 < value < 1:
-        return DataError(
-            f"example {index}: {name}[{entry}] is {value}, which float32 loses; a weight must be 0 "
-            f"or at least {LEAST_WEIGHT}: give 0 where nothing is trained"
-        )
-    return DataError(
-        f"example {index}: {name} is {value} at token {token}; weights must be finite and 0 or more"
-    )

@@ -15,17 +15,7 @@ from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.fields import DeclaredFields, FieldColumn, read_declared
 from torch_collate_kit.reading.grouping import flag_column, id_column
 from torch_collate_kit.reading.media import IMAGES, image_columns, route_column
-from torch_collate_kit.reading.numbers import (
-    LEAST_WEIGHT,
-    Numbers,
-    as_flags,
-    bad_weight,
-    in_pairs,
-    int_column,
-    joined,
-    tensor_to_numpy,
-    weight_column,
-)
+from torch_collate_kit.reading.numbers import Numbers, number_column, tensor_to_numpy
 from torch_collate_kit.reading.raw import (
     Examples,
     first_keys,
@@ -33,6 +23,8 @@ from torch_collate_kit.reading.raw import (
     one_value,
     raw_columns,
 )
+from torch_collate_kit.reading.spans import in_pairs, joined
+from torch_collate_kit.reading.weights import LEAST_WEIGHT, as_flags, bad_weight
 
 __all__ = ["ROLLOUT_KEYS", "are_rollouts", "read_rollouts"]
 
@@ -154,7 +146,7 @@ def _is_logprobs(key: str) -> bool:
 
 
 def _ids(name: str, column: Any) -> Numbers:
-    ids = int_column(name, column)
+    ids = number_column(name, column, "ids")
     lengths = ids.lengths
     if not lengths.all():
         i = int(np.flatnonzero(lengths == 0)[0])
@@ -187,7 +179,7 @@ def _response_field(name: str, column: Any, lengths: np.ndarray) -> Ragged:
     """One float32 per response token. ``rewards`` and ``advantages`` may be one per rollout."""
     if name in ("rewards", "advantages"):
         column = _spread(name, column, lengths)
-    given = joined(weight_column(name, column, "give numbers"))
+    given = joined(number_column(name, column, "numbers"))
     wrong = np.flatnonzero(given.lengths != lengths)
     if len(wrong):
         i = int(wrong[0])

@@ -12,7 +12,7 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.fields import DeclaredFields, read_declared
-from torch_collate_kit.reading.numbers import Numbers, int_column, row_array, weight_column
+from torch_collate_kit.reading.numbers import Numbers, number_column, row_array
 from torch_collate_kit.reading.raw import (
     KNOWN,
     TARGETS,
@@ -37,7 +37,7 @@ def read_columns(
     raw = raw_columns(examples, (*KNOWN, *fields), "input_ids", "tokenize the text first")
     owners = {key: f"example {i}" for key, i in first_with(examples).items()}
     check_keys(owners, train_all=train_all, declared=tuple(fields))
-    input_ids = int_column("input_ids", raw["input_ids"])
+    input_ids = number_column("input_ids", raw["input_ids"], "ids")
     lengths = input_ids.lengths
     if not lengths.all():
         index = int(np.flatnonzero(lengths == 0)[0])
@@ -49,7 +49,7 @@ def read_columns(
     declared = read_declared(raw, fields, lengths, num_actions)
     target = None
     if name is not None:
-        target = (int_column if name == "labels" else weight_column)(name, raw[name])
+        target = number_column(name, raw[name], "labels" if name == "labels" else "weights")
         _check_target_lengths(name, target, lengths, num_actions)
     names = tuple(fields)
     return ExampleColumns(input_ids, lengths, name, target, num_actions, declared, names=names)

@@ -12,9 +12,9 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.media import IMAGES
-from torch_collate_kit.reading.numbers import joined
 from torch_collate_kit.reading.raw import is_sequence
 from torch_collate_kit.reading.rollouts import read_rollouts
+from torch_collate_kit.reading.spans import joined
 from torch_collate_kit.rl.groups import checked_trajectory_ids
 
 __all__ = ["merge_steps"]

@@ -14,7 +14,8 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.response_spans import cells_by_example, cells_of_spans
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.numbers import joined, weight_column
+from torch_collate_kit.reading.numbers import number_column
+from torch_collate_kit.reading.spans import joined
 from torch_collate_kit.rl.response_tensors import checked_mask
 
 __all__ = ["from_response_values", "response_values"]
@@ -99,7 +100,7 @@ def from_response_values(
         )
     dense = torch.zeros(len(responses) * num_columns, dtype=dtype, device=device)
     if len(cells):
-        given = joined(weight_column("values", values, "give numbers"))
+        given = joined(number_column("values", values, "numbers"))
         wrong = np.flatnonzero(given.lengths != cells.lengths)
         if len(wrong):
             i = int(wrong[0])
