@@ -16,9 +16,11 @@ from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.fields import DeclaredFields, FieldColumn
 from torch_collate_kit.reading.numbers import Numbers
 from torch_collate_kit.reading.spans import are_int32_ids, first_bad, joined, taken
-from torch_collate_kit.reading.weights import as_flags, as_weights, bad_weight, is_bad_weight
 
-__all__ = ["ExampleColumns", "PlacedColumns"]
+__all__ = ["LEAST_WEIGHT", "ExampleColumns", "PlacedColumns", "as_flags", "bad_weight"]
+
+# Divided by the loss tokens of a batch, up to 10**8, it is still a normal float32.
+LEAST_WEIGHT = 1e-30
 
 
 @dataclass(frozen=True)
@@ -169,9 +171,9 @@ class ExampleColumns:
         assert self.target is not None
         target = as_flags(self.target) if isinstance(self.target, Ragged) else self.target
         weights = taken(target, examples, starts, lengths)
-        checked = as_weights(weights)
+        checked = _as_weights(weights)
         if checked is None:
-            is_bad = is_bad_weight(weights)
+            is_bad = _is_bad_weight(weights)
             i, entry = first_bad(is_bad, examples, starts, lengths)
             hidden = 0 if self.num_actions is None else int(self.lengths[i] - self.num_actions[i])
             value = float(weights[is_bad][0])
@@ -184,3 +186,42 @@ def _num_actions(trained: np.ndarray, firsts: np.ndarray, lengths: np.ndarray) -
     # the first token of a piece is not trained, so a trained run begins after one that is not
     begins = np.append(np.flatnonzero(trained[1:] > trained[:-1]) + 1, len(trained))
     return np.maximum(firsts + lengths - begins[np.searchsorted(begins, firsts)], 0)
+
+
+def as_flags(column: Ragged) -> Ragged:
+    """A column that holds nothing but 0 and 1 as bools, which are put in order in less memory."""
+    values = column.values
+    if values.dtype != np.bool_:
+        trained = values != 0
+        if np.count_nonzero(values == 1) == np.count_nonzero(trained):
+            return Ragged(trained, column.offsets)
+    return column
+
+
+def _as_weights(values: np.ndarray) -> np.ndarray | None:
+    """Loss weights as bool where all are 0 or 1, else float32: a copy; None where one is wrong."""
+    if values.dtype == np.bool_:
+        return values.copy()
+    trained = values != 0
+    if np.count_nonzero(values == 1) == np.count_nonzero(trained):
+        return trained
+    return None if _is_bad_weight(values).any() else values.astype(np.float32)
+
+
+def _is_bad_weight(values: np.ndarray) -> np.ndarray:
+    """Where a weight is negative, not finite in float32, or lost in it."""
+    with np.errstate(over="ignore"):
+        kept = values.astype(np.float32)
+    return ~((values == 0) | ((kept >= LEAST_WEIGHT) & (kept < np.inf)))
+
+
+def bad_weight(index: int, name: str, value: float, entry: int, token: int) -> DataError:
+    """What is wrong with a weight: entry ``entry`` of its column, which is of token ``token``."""
+    if 0 < value < 1:
+        return DataError(
+            f"example {index}: {name}[{entry}] is {value}, which float32 loses; a weight must be 0 "
+            f"or at least {LEAST_WEIGHT}: give 0 where nothing is trained"
+        )
+    return DataError(
+        f"example {index}: {name} is {value} at token {token}; weights must be finite and 0 or more"
+    )

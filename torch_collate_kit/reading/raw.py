@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +20,8 @@ __all__ = [
     "check_keys",
     "first_keys",
     "first_with",
+    "flag_column",
+    "id_column",
     "is_sequence",
     "one_value",
     "raw_columns",
@@ -203,3 +205,50 @@ def _is_one_slip(a: str, b: str) -> bool:
     while a and b and a[-1] == b[-1]:
         a, b = a[:-1], b[:-1]
     return (len(a) < 2 and len(b) < 2) or (len(a) == 2 and a == b[::-1])
+
+
+def id_column(name: str, column: Iterable[Any], row: str = "example") -> list[Hashable]:
+    """Uids as plain values that can be hashed; ``row`` is the word for what has one.
+
+    >>> id_column("uid", [np.int64(3), "a"])
+    [3, 'a']
+    """
+    if set(map(type, column := list(column))) <= {str, int}:
+        return column
+    uids = [one_value(value) for value in column]
+    for i, uid in enumerate(uids):
+        if isinstance(uid, Tensor) or not _is_hashable(uid):  # equal tensors differ as keys
+            raise DataError(
+                f"{row} {i}: {name} is {uid!r:.40} ({type(uid).__name__}); rollouts are grouped "
+                "by it, so give a string or an integer"
+            )
+        if uid is None or (uid == uid) is not True:  # NaN and NA: pandas' missing values
+            owner = "prompt" if name == "uid" else "trajectory"
+            without = f", or no {name} in any example" if row == "example" else ""
+            raise DataError(f"{row} {i}: {name} is {uid}; give the id of its {owner}{without}")
+    return uids
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)  # of a tuple that holds a list, isinstance(value, Hashable) says True
+    except TypeError:
+        return False
+    return True
+
+
+def flag_column(name: str, column: Iterable[Any], row: str = "example") -> list[bool]:
+    """True and False, or 0 and 1, as bools.
+
+    >>> flag_column("is_last_step", np.array([0, 1]))
+    [False, True]
+    """
+    if isinstance(column, np.ndarray) and column.dtype == np.bool_ and column.ndim == 1:
+        return column.tolist()
+    if set(map(type, column := list(column))) == {bool}:
+        return column
+    flags = [one_value(value) for value in column]
+    for i, flag in enumerate(flags):
+        if not isinstance(flag, bool | int | float) or flag not in (0, 1):
+            raise DataError(f"{row} {i}: {name} is {flag!r:.40}; it must be True or False")
+    return [bool(flag) for flag in flags]

@@ -11,20 +11,25 @@ from torch import Tensor
 from torch_collate_kit.batch.fields import OWN_FIELDS
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.examples import ExampleColumns
+from torch_collate_kit.reading.examples import (
+    LEAST_WEIGHT,
+    ExampleColumns,
+    as_flags,
+    bad_weight,
+)
 from torch_collate_kit.reading.fields import DeclaredFields, FieldColumn, read_declared
-from torch_collate_kit.reading.grouping import flag_column, id_column
 from torch_collate_kit.reading.media import IMAGES, image_columns, route_column
 from torch_collate_kit.reading.numbers import Numbers, number_column, tensor_to_numpy
 from torch_collate_kit.reading.raw import (
     Examples,
     first_keys,
+    flag_column,
+    id_column,
     is_sequence,
     one_value,
     raw_columns,
 )
 from torch_collate_kit.reading.spans import in_pairs, joined
-from torch_collate_kit.reading.weights import LEAST_WEIGHT, as_flags, bad_weight
 
 __all__ = ["ROLLOUT_KEYS", "are_rollouts", "read_rollouts"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.reading.grouping import flag_column, id_column
+from torch_collate_kit.reading.raw import flag_column, id_column
 
 __all__ = ["Uids", "checked_trajectory_ids", "checked_uids", "last_steps", "trajectories"]
 

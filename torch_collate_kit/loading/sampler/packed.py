@@ -12,9 +12,8 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.sampler.arguments import Indices, checked_rank, digest_of
 from torch_collate_kit.loading.sampler.shuffled import Order, OrderedSampler
 from torch_collate_kit.packing import PackingOptions, RankPlan
-from torch_collate_kit.packing.cutting import cut_to_fit
 from torch_collate_kit.packing.options import packing_options
-from torch_collate_kit.packing.planner import plan_of
+from torch_collate_kit.packing.planner import cut_to_fit, plan_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

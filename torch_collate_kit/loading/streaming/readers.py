@@ -18,7 +18,7 @@ import numpy as np
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.streaming.shards import Example, Place, Stream, TokenizedShard
-from torch_collate_kit.packing.cutting import cut_to_fit, num_pieces
+from torch_collate_kit.packing.planner import cut_to_fit, num_pieces
 from torch_collate_kit.reading.raw import KNOWN, Examples
 from torch_collate_kit.reading.sft import read_columns
 
