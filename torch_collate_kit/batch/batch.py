@@ -25,22 +25,21 @@ __all__ = ["Batch"]
 
 
 class Batch(Mapping[str, Field]):
-    """A training batch: named fields with rows first, ``row_metadata`` and ``metadata``.
+    """A training batch: fields with one entry per row, ``row_metadata`` and ``metadata``.
 
-    Fields are tensors ``[R, ...]`` or :class:`Ragged` with ``R`` rows. ``len(batch)`` is ``R``.
-    ``batch["input_ids"]`` is a field, ``batch[2:5]`` a Batch of these rows. Which fields a collator
-    gives, their dtypes and what pads hold is written down in docs/contract.md.
+    ``batch["input_ids"]`` is a field, a tensor ``[R, ...]`` or a :class:`Ragged` with R rows;
+    ``batch[2:5]`` is a Batch of these rows, ``len(batch)`` is R. docs/contract.md lists the fields
+    that a collator gives.
 
-    A collator's batch holds columns, one entry per token, and integers that say where they lie. A
-    field is made of them when it is first read, on the device where they are, and kept. Slicing,
-    moving, pinning and pickling work on the columns. A field that was changed in place is kept as
-    it is; to replace one, use :meth:`with_fields`. (Changes through ``.numpy()`` are not seen.)
+    A collator's batch stores columns, one entry per token, and where they lie. A field is made of
+    them when it is first read, on their device, and kept. A field that is changed in place stays
+    changed (not through ``.numpy()``, which nobody sees); :meth:`with_fields` replaces one.
 
-    ``row_metadata`` has one entry per row (a list, ndarray, tensor or Ragged each) and is sliced
-    with the rows. ``metadata`` belongs to the batch as it was collated and stays, so that
-    ``metadata["num_loss_tokens"]`` remains the divisor of the loss.
+    ``row_metadata`` has one entry per row (list, ndarray, tensor or Ragged) and is sliced with the
+    rows. ``metadata`` belongs to the batch as it was collated, so slices keep it.
 
     Raises:
+        TypeError: a field that is neither a tensor nor a Ragged.
         ValueError: fields or row metadata that disagree in the number of rows.
 
     >>> batch = Batch({"x": torch.tensor([[1, 2], [3, 4]])}, row_metadata={"uids": ["a", "b"]})
@@ -127,7 +126,7 @@ class Batch(Mapping[str, Field]):
         return Batch.of_storage(self._stored().change(change), per_row, self.metadata)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
+        return iter(self._storage.names)
 
     def __len__(self) -> int:
         return self._storage.num_rows
@@ -135,7 +134,7 @@ class Batch(Mapping[str, Field]):
     def __contains__(self, key: object) -> bool:
         return key in self._storage.names
 
-    def keys(self) -> KeysView[str]:
+    def keys(self) -> KeysView[str]:  # the views of Mapping count rows: len(batch)
         return self._storage.names.keys()
 
     def items(self) -> ItemsView[str, Field]:
@@ -152,10 +151,8 @@ class Batch(Mapping[str, Field]):
             return NotImplemented
         if self.keys() != other.keys():
             return False
-        if not (
-            rows.equal(self.row_metadata, other.row_metadata)
-            and rows.equal(self.metadata, other.metadata)
-        ):
+        metadata = (self.row_metadata, self.metadata), (other.row_metadata, other.metadata)
+        if not all(rows.equal(mine, theirs) for mine, theirs in zip(*metadata, strict=True)):
             return False
         mine, theirs = self.contents(), other.contents()
         if rows.equal(mine, theirs):
@@ -174,8 +171,7 @@ class Batch(Mapping[str, Field]):
         >>> list(batch.with_fields(advantages=torch.zeros(2, 1)))
         ['input_ids', 'advantages']
         """
-        checked = Batch(fields)._storage.given if fields else {}
-        storage = self._stored().with_given(checked)
+        storage = self._stored().with_given(Batch(fields)._storage.given if fields else {})
         batch = Batch.of_storage(storage, self.row_metadata, self.metadata)
         batch._made = {k: made for k, made in self._made.items() if k not in storage.given}
         batch._shared = self._shared
@@ -214,8 +210,7 @@ class Batch(Mapping[str, Field]):
     def cat(cls, batches: Sequence[Batch], metadata: Mapping[str, Any] | None = None) -> Batch:
         """The rows of all batches, one after the other: a copy.
 
-        Row metadata is concatenated; ``metadata`` of the batches must agree, the argument overrides
-        it.
+        Row metadata is concatenated; ``metadata`` must agree, but for keys that the argument has.
 
         Raises:
             ValueError: no batches, other fields, other widths, or metadata that disagrees.
@@ -238,12 +233,9 @@ class Batch(Mapping[str, Field]):
     def pad_rows(self, *, multiple_of: int) -> Batch:
         """Rows added at the end until ``multiple_of`` divides them: a copy, or self if it does.
 
-        An added row repeats row 0, so that every model can run it, with zero loss, and without
-        sub-sequences: labels -100; loss_mask, response_mask, rewards, advantages, returns, and
-        every floating-point field of the shape of a mask 0; expert routes those of pads;
-        ``sub_seq_lengths`` and ragged metadata empty; ``is_last_step`` True, a trajectory of its
-        own that no other row continues. Other metadata, ``uids`` too, repeats row 0's.
-        ``metadata["num_dummy_rows"]`` counts them.
+        An added row repeats row 0, so that every model can run it, with zero loss and without
+        sub-sequences: docs/contract.md has the value of each field. ``is_last_step`` is True
+        there. ``metadata["num_dummy_rows"]`` counts added rows.
 
         >>> batch = Batch({"input_ids": torch.tensor([[5]]), "loss_mask": torch.tensor([[1.0]])})
         >>> padded = batch.pad_rows(multiple_of=2)
@@ -262,8 +254,6 @@ class Batch(Mapping[str, Field]):
             pad_metadata(self.row_metadata, added),
             {**self.metadata, "num_dummy_rows": num_dummy_rows},
         )
-
-    # --- what is stored ---------------------------------------------------------------------------
 
     def contents(self) -> dict[str, Any]:
         """The ``"columns"``, in the dtypes of the dense fields, and what was ``"given"``.
@@ -376,23 +366,19 @@ class Batch(Mapping[str, Field]):
         mask: Literal["block"] | None = None,
         sliding_window: int | None = None,
     ) -> dict[str, Any]:
-        """What ``model(**inputs)`` of a transformers model needs: in a plain dict.
+        """What ``model(**inputs)`` of a transformers model needs, in a plain dict.
 
-        ``input_ids``, ``position_ids`` and ``use_cache=False``, and ``labels`` where the batch has
-        them, unless ``labels=False``, which spares the model a loss of its own beside yours. With
-        images, ``pixel_values`` and ``image_grid_thw`` of all rows in place of ``position_ids``,
-        which the model makes of the grids. A padded batch adds ``attention_mask``. A packed batch
-        never adds that 2-D mask, since it makes transformers ignore the segments; for varlen
-        ``attention`` it adds ``cu_seq_lens_q/k`` (int32, flat over the rows) and
-        ``max_length_q/k`` (Python ints), for "sdpa" and "eager" the restarting position ids do the
-        work.
+        ``input_ids``, ``position_ids``, ``use_cache=False``, and ``labels`` if there are any and
+        ``labels`` is True. A padded batch adds ``attention_mask``; a packed one never does, since
+        with that 2-D mask transformers ignores the segments. For varlen ``attention`` it adds
+        ``cu_seq_lens_q/k`` (int32, flat over the rows) and ``max_length_q/k`` (Python ints). With
+        images, ``pixel_values`` and ``image_grid_thw`` come in place of ``position_ids``.
 
         ``mask="block"`` is for packed rows of models whose mask does not see the position ids
-        (docs/contract.md names them; :func:`check_isolation` tells): ``attention_mask`` is then a
-        causal mask ``[R, 1, W, W]`` of a block per segment, made for "sdpa" or "eager" on the
-        device of the batch. It replaces the masks of the model, so for one with sliding-window
-        layers (gpt-oss) pass ``sliding_window=model.config.sliding_window``: then it is a dict of
-        a mask for each kind of layer.
+        (docs/contract.md names them): a causal ``attention_mask`` ``[R, 1, W, W]`` of a block per
+        segment, for "sdpa" or "eager". It replaces the masks of the model, so for one with
+        sliding-window layers pass ``sliding_window=model.config.sliding_window``; it is then a dict
+        of a mask for each kind of layer.
 
         Raises:
             ValueError: an unknown ``attention`` or ``mask``, or one without the other it needs;

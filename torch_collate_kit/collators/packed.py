@@ -56,55 +56,29 @@ if TYPE_CHECKING:
 
 
 class PackedCollator(Generic[B]):
-    """Collate examples into rows of at most ``max_tokens``, several examples a row.
+    """Collate examples, or rollouts, into rows that hold several of them, isolated from each other.
 
     Args:
         tokenizer: an int pad id, or anything with ``pad_token_id``.
-        max_tokens: the most cells a row may have, alignment gaps included.
-        packing: in place of ``max_tokens``, ``strategy``, ``parallel``, ``overflow``,
-            ``max_sequences_per_row`` and ``balance``: all of them in one ``PackingOptions``.
-        strategy: how rows are filled, see :func:`torch_collate_kit.packing.pack`.
-        parallel: the parallel layout. Rows are a multiple of ``dp``, rank ``r`` owns the ``r``-th
-            run of them (``batch.chunk(dp)[r]``), and sub-sequences are aligned for tp, cp and fp8.
-        overflow: what an example longer than a row gets: "raise", "truncate", "drop" or "split".
-        max_sequences_per_row: the most sub-sequences a row may hold.
-        fixed_width: every batch has the width ``max_tokens`` (down to a multiple of the alignment);
-            otherwise it is as wide as its fullest row. The number of rows still differs from batch
-            to batch: for one shape under torch.compile see docs/contract.md.
-        balance: what is made even over ranks: "attention" cost, "tokens", or None (round robin).
+        max_tokens, strategy, parallel, overflow, max_sequences_per_row, balance: how rows are
+            filled, see :class:`~torch_collate_kit.packing.PackingOptions`.
+        packing: these in one object instead.
+        fixed_width: make every batch ``max_tokens`` wide, not as wide as its fullest row.
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
-        model_inputs: return the plain dict of ``Batch.model_inputs()``, for transformers.Trainer.
-            It has labels and no ``loss_mask``, so weights other than 0 and 1 are refused, and
-            ``normalize_loss`` has no effect.
-        train_all: the examples have no loss target, and every token is trained. It must be said
-            where they have other keys than ``input_ids`` (and ``attention_mask``), and with
-            ``model_inputs``, for Trainer removes a ``loss_mask`` unless it is told not to.
-        fields: what else the examples hold, by key: ``PerToken``, ``PerResponseToken`` or
-            ``PerExample`` with a dtype. It is read, checked, cut, placed and sliced as our own.
+        model_inputs: return the dict of ``Batch.model_inputs()``, for transformers.Trainer.
+        train_all: the examples have no loss target, and every token is trained.
+        fields: what else to read, by key: PerToken, PerResponseToken or PerExample, with a dtype.
 
-    Calling it takes a list of examples, or a mapping of ragged columns, and returns a new
-    :class:`~torch_collate_kit.batch.Batch` (docs/contract.md): ``input_ids``, ``position_ids``,
-    ``attention_mask`` and ``labels`` int64 ``[R, W]``, ``loss_mask`` float32 ``[R, W - 1]``,
-    ``sub_seq_lengths`` ragged int64, ``cu_seq_lens`` ragged int32. It can be pickled into
-    DataLoader workers. Inputs are copied, never changed. Behind a ``PackedBatchSampler`` it follows
-    the sampler's plan, its strategy, overflow and balance included, and returns the rank's rows of
-    the batch.
-
-    Rollouts (see :class:`~torch_collate_kit.collators.RolloutCollator`) can be packed too: their
-    ``response_mask``, ``rewards``, ``rollout_logprobs`` and ``advantages`` are ``[R, W - 1]``, as
-    ``loss_mask`` is, and ``token_loss(..., return_per_token_outputs=True)`` gives what the model
-    makes of them in the order of the rollouts. They are never cut.
+    Calling it takes a list of examples or a mapping of columns, and returns a new
+    :class:`~torch_collate_kit.batch.Batch`. Inputs are copied. docs/contract.md has the fields.
 
     Raises:
         DataError: an example is wrong, or too long with ``overflow="raise"``.
         ValueError, TypeError: a setting is wrong, or does not fit the sampler's.
 
-    >>> collate = PackedCollator(0, max_tokens=6)
-    >>> batch = collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
-    ([[5, 6, 7, 8, 9]], [[0, 1, 2, 0, 1]])
-    >>> batch["labels"].tolist(), batch.model_inputs()["cu_seq_lens_q"].tolist()
-    ([[-100, 6, 7, -100, 9]], [0, 3, 5])
+    >>> batch = PackedCollator(0, max_tokens=6)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    >>> batch["input_ids"].tolist(), batch["labels"].tolist()
+    ([[5, 6, 7, 8, 9]], [[-100, 6, 7, -100, 9]])
     """
 
     @overload

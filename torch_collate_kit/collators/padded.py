@@ -32,28 +32,22 @@ class PaddedCollator:
 
     Args:
         tokenizer: an int pad id, or anything with ``pad_token_id``.
-        padding_side: "left" keeps the last token in the last column, so that responses are aligned
-            and generation can go on from there; "right" pads behind.
-        pad_to_multiple_of: round the width up to it; a width that is a multiple already stays.
+        padding_side: "left" puts the last token into the last column, as generation needs; "right"
+            puts the pads after the tokens.
+        pad_to_multiple_of: round the width up to a multiple of it.
         max_length: the most tokens an example may have. A longer one raises; nothing is cut.
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
-        train_all: the examples have no loss target, and every token is trained. It must be said
-            where they have other keys than ``input_ids`` (and ``attention_mask``).
-        fields: what else the examples hold, by key: ``PerToken``, ``PerResponseToken`` or
-            ``PerExample`` with a dtype. It is read, checked, cut, placed and sliced as our own.
+        train_all: the examples have no loss target, and every token is trained.
+        fields: what else to read, by key: PerToken, PerResponseToken or PerExample, with a dtype.
 
-    Calling it takes a list of examples, or a mapping of ragged columns, and returns a new
-    :class:`~torch_collate_kit.batch.Batch` (docs/contract.md): ``input_ids``, ``position_ids``
-    (0 at pads), ``attention_mask`` and ``labels`` int64 ``[B, L]``, ``loss_mask`` float32
-    ``[B, A]``, ``sub_seq_lengths`` ragged int64. It can be pickled into DataLoader workers.
-    Inputs are copied, never changed.
+    Calling it takes a list of examples or a mapping of columns, and returns a new
+    :class:`~torch_collate_kit.batch.Batch`. Inputs are copied. docs/contract.md has the fields.
 
     Raises:
         DataError: an example is wrong, or longer than ``max_length``.
         ValueError, TypeError: a setting is wrong.
 
-    >>> collate = PaddedCollator(0)
-    >>> batch = collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    >>> batch = PaddedCollator(0)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist()
     ([[5, 6, 7], [0, 8, 9]], [[-100, 6, 7], [-100, -100, 9]])
     """

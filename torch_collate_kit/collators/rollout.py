@@ -24,47 +24,27 @@ _MADE = ("response_mask", "rollout_logprobs", "router_padding_mask", "sub_seq_le
 class RolloutCollator:
     """Collate rollouts into one left-padded block, with right-aligned tensors of the responses.
 
-    A rollout has ``prompt_ids`` and ``response_ids``, ``rewards`` (one number, which goes to the
-    last token, or one a response token) and ``loss_mask`` (one weight a response token; 0 where the
-    policy did not write it). It may have ``logprobs`` of the response tokens, ``advantages`` (one
-    number, for all response tokens, or one each), ``uid`` (of its prompt), ``trajectory_id`` (of
-    the trajectory it is a step of), ``is_last_step`` (of it), ``rollout_expert_indices`` (integers
-    ``[tokens, layers, top_k]``: the experts that a mixture-of-experts router chose, for all tokens
-    or the first ones), and ``pixel_values`` with ``image_grid_thw``. Each of them is a list, an
-    ndarray, or a tensor of any dtype and device.
+    A rollout has ``prompt_ids``, ``response_ids``, ``rewards`` (one number, which goes to the last
+    token, or one per response token) and ``loss_mask`` (one weight per response token).
+    docs/contract.md has the keys that it may have, and the fields of the batch.
 
     Args:
         tokenizer: an int pad id, or anything with ``pad_token_id``.
-        pad_to_multiple_of: round the width up to it; a width that is a multiple already stays.
-        max_seq_len: prompt and response longer than this are warned of; nothing is cut.
+        max_seq_len: warn of rollouts with more tokens than this; nothing is cut.
+        pad_to_multiple_of: round the width up to a multiple of it.
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
-        fields: what else the examples hold, by key: ``PerToken``, ``PerResponseToken`` or
-            ``PerExample`` with a dtype. It is read, checked, cut, placed and sliced as our own.
+        fields: what else to read, by key: PerToken, PerResponseToken or PerExample, with a dtype.
 
-    Calling it takes a list of rollouts, or a mapping of columns, and returns a new
-    :class:`~torch_collate_kit.batch.Batch` (docs/contract.md). The width ``W`` is that of the
-    longest prompt and response together, rounded up, ``A`` that of the longest response:
-
-    - ``input_ids``, ``attention_mask`` and ``position_ids`` int64 ``[B, W]``;
-    - ``response_mask`` int64, ``rewards``, ``loss_mask``, and where they were given
-      ``rollout_logprobs`` and ``advantages`` float32 ``[B, A]``, which match
-      ``log_probs[:, -A-1:-1]``;
-    - ``rollout_expert_indices`` int16 ``[B, W, layers, top_k]`` and ``router_padding_mask`` bool
-      ``[B, W]``: True where no route was given, which holds ``top_k`` distinct experts;
-    - ``pixel_values`` float32 and ``image_grid_thw`` int64, ragged: those of a row.
-
-    ``row_metadata`` has ``"uids"``, ``"trajectory_ids"`` and ``"is_last_step"``, as given. It
-    can be pickled into DataLoader workers. Inputs are copied, never changed.
+    Calling it takes a list of rollouts or a mapping of columns, and returns a new
+    :class:`~torch_collate_kit.batch.Batch`. Inputs are copied.
 
     Raises:
-        DataError: a rollout is wrong; says which, and what.
+        DataError: a rollout is wrong.
         ValueError, TypeError: a setting is wrong.
 
     >>> good = {"prompt_ids": [5, 6], "response_ids": [7, 8], "rewards": 1.0, "loss_mask": [1, 1]}
-    >>> bad = {"prompt_ids": [5, 6, 7], "response_ids": [9], "rewards": 0.0, "loss_mask": [1]}
-    >>> batch = RolloutCollator(0)([good, bad])
-    >>> batch["input_ids"].tolist(), batch["rewards"].tolist(), batch["response_mask"].tolist()
-    ([[5, 6, 7, 8], [5, 6, 7, 9]], [[0.0, 1.0], [0.0, 0.0]], [[1, 1], [0, 1]])
+    >>> RolloutCollator(0)([good])["rewards"]
+    tensor([[0., 1.]])
     """
 
     def __init__(
