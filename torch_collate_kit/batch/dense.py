@@ -55,7 +55,7 @@ class _Maker:
         self._columns, self._made = columns, made
         placement = columns.placement
         self.width, self.num_columns = placement.width, placement.response_length
-        self.num_rows, self.pad_token_id = columns.num_rows, placement.pad_token_id
+        self.num_rows = columns.num_rows
         self.is_packed = placement.is_packed
         self.device = columns.segments["num_segments"].device
 
