@@ -1,4 +1,4 @@
-"""What rows hold that fill up a batch: nothing to train, nothing to count.
+"""Rows that fill up a batch, with nothing to train and nothing to count.
 
 They repeat row 0, so that every model can run them, and have no loss, no response, no route and no
 sub-sequence.

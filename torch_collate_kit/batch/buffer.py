@@ -24,8 +24,8 @@ def fresh_bytes(size: int) -> np.ndarray:
     """uint8 [size], not filled, that begins where a page of 2 MB may.
 
     NumPy asks for such pages, for arrays of 4 MB and more. To touch fresh memory in pages of 4 KB
-    takes up to ten times as long as to fill it. What is allocated beside the array is never
-    touched, so it takes addresses and no memory.
+    takes up to ten times as long as to fill it. The bytes around the array are never touched,
+    so they take addresses and no memory.
     """
     if size < _LARGE:
         return np.empty(size, dtype=np.uint8)

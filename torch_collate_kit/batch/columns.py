@@ -22,7 +22,7 @@ class Columns:
 
     ``values`` maps a name to its column, a Ragged, ``specs`` to what it has one entry of.
     ``loss_weights`` (or ``labels``, where labels were given) is what the loss fields follow from.
-    ``segments`` is the placement once more, as Ragged tensors on the device, beside
+    ``segments`` is the placement again, as Ragged tensors on the device, and
     ``num_segments`` int32 [R].
     """
 
@@ -70,7 +70,7 @@ class Columns:
         return replace(self, values={}, segments={})
 
     def filled(self, values: dict[str, Any], segments: dict[str, Any]) -> Columns:
-        """The same, held by these tensors; in host memory the placement looks at them too."""
+        """The same, held by these tensors; in host memory the placement shares them."""
         on_host = segments["num_segments"].device.type == "cpu"
         placement = self.placement.change(_copied)
         if on_host:

@@ -36,7 +36,7 @@ def model_inputs(
     checked_bool("labels", labels)
     varlen = _is_varlen(attention)
     _refuse_unknown_mask(attention, mask, sliding_window)
-    # a vision model makes positions of its own, by the grids of the images
+    # a vision model computes its own positions, from the grids of the images
     names = ("input_ids", *(() if "pixel_values" in batch else ("position_ids",)))
     inputs: dict[str, Any] = {name: batch[name] for name in names}
     if labels and "labels" in batch:

@@ -33,7 +33,7 @@ class Pieces(NamedTuple):
 
 
 def whole_examples(lengths: np.ndarray) -> Pieces:
-    """Every example in a row of its own."""
+    """One example per row."""
     examples = np.arange(len(lengths), dtype=np.int64)
     return Pieces(examples, np.zeros_like(examples), lengths, np.arange(len(lengths) + 1))
 

@@ -1,4 +1,4 @@
-"""Values with one entry a row, whatever holds them: list, array, tensor or Ragged."""
+"""Values with one entry per row, whatever holds them: list, array, tensor or Ragged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["cat", "equal", "is_per_row", "owned", "take", "with_empty_rows"]
 
 
 def is_per_row(value: Any) -> bool:
-    """Whether a metadata value has one entry a row."""
+    """Whether a metadata value has one entry per row."""
     if isinstance(value, np.ndarray | Tensor):
         return value.ndim > 0  # a scalar has no rows
     return isinstance(value, list | Ragged)

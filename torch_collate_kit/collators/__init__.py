@@ -1,4 +1,4 @@
-"""Collators for ``DataLoader(collate_fn=...)``, one class a layout."""
+"""Collators for ``DataLoader(collate_fn=...)``, one class per layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several examples a row: no pads to speak of, and no example sees another."""
+"""Several examples per row: hardly any padding, and no example sees another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One example a row, padded to the longest: the layout for small batches and for generation."""
+"""One example per row, padded to the longest: for small batches and for generation."""
 
 from __future__ import annotations
 

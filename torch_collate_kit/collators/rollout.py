@@ -1,4 +1,4 @@
-"""Rollouts of a policy, one a row: the layout of RL training."""
+"""Rollouts of a policy, one per row: the layout of RL training."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ _Ints = npt.NDArray[np.int64]
 def fewest_micro_batches(widths: _Ints, max_cells: int) -> int:
     """The least number of micro-batches that hold rows of these widths, int64 [N].
 
-    Widest first, each micro-batch takes as many of the next rows as fit beside its first: no choice
-    of rows needs fewer, since what is left could not be narrower.
+    Widest first, each micro-batch takes as many of the next rows as fit with its first one. No
+    other choice needs fewer, since the rows that are left could not be narrower.
 
     >>> fewest_micro_batches(np.array([2, 8, 3, 2]), 8)
     3
@@ -34,7 +34,7 @@ def micro_batch_rows(widths: _Ints, max_cells: int, num_micro_batches: int) -> l
     order = np.argsort(-widths, kind="stable")
     descending = widths[order].tolist()
     low, high = descending[0], max_cells
-    while low < high:  # the smallest budget that does with so many
+    while low < high:  # the smallest budget for which that many are enough
         middle = (low + high) // 2
         if len(_sizes(descending, middle)) <= num_micro_batches:
             high = middle

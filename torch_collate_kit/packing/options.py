@@ -1,4 +1,4 @@
-"""How to pack: the one object behind ``pack``, collator, sampler and stream."""
+"""How to pack: the options of ``pack``, the collator, the sampler and the stream."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class ExampleColumns:
     per_example: dict[str, list[Any]] = field(default_factory=dict)
     """Row metadata to be: uids, trajectory_ids, is_last_step."""
     names: tuple[str, ...] = ()
-    """The fields that a batch has of them, beside those of every SFT batch."""
+    """The fields that a batch has of them, in addition to those of every SFT batch."""
     are_rollouts: bool = False
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Columns of an example beside its ids and its loss: our own fields, and those a user declares."""
+"""Columns other than ids and loss targets: our own fields, and those that a user declares."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def image_columns(raw: Mapping[str, Any]) -> dict[str, Ragged]:
 def _arrays(
     name: str, entries: Mapping[int, Any], num_dims: int, kinds: str, shape: str
 ) -> dict[int, np.ndarray]:
-    """Entries by their example, as ndarrays of so many dimensions, of a dtype of these kinds."""
+    """Entries by their example, as ndarrays of that many dimensions and one of these kinds."""
     arrays: dict[int, np.ndarray] = {}
     for i, entry in entries.items():
         array = _as_array(name, i, entry, shape)

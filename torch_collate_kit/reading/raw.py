@@ -153,7 +153,8 @@ def check_keys(
 ) -> None:
     """``owners``: of every key whose it is, such as "example 0".
 
-    Without a target every token is trained, so beside any key that is not read it must be said.
+    Without a target every token is trained. With other keys, which are not read, this must be
+    requested: one of them may have been meant as the target.
     ``declared`` keys are read as fields.
 
     Raises:
