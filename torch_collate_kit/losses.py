@@ -22,6 +22,10 @@ from torch_collate_kit.ragged import Ragged
 __all__ = ["PerTokenOutputs", "global_num_loss_tokens", "token_loss"]
 
 _HALF = (torch.float16, torch.bfloat16)
+_COUNT = (
+    "it is the number of loss tokens of the step, what global_num_loss_tokens(micro_batches) "
+    "returns"
+)
 
 
 @dataclass(frozen=True)
@@ -130,9 +134,11 @@ def token_loss(
     # where() first: an infinite loss of a token that is not trained must not become 0 * inf.
     weighted = torch.where(mask != 0, nll, 0) * mask.to(nll.dtype)
     loss = _divided(weighted.sum() * divisor, num_loss_tokens)
-    if batch is not None and return_per_token_outputs:
-        return loss, _per_token_outputs(batch, nll)
-    return loss
+    if batch is None or not return_per_token_outputs:
+        return loss
+    examples, cells = cells_by_example(batch, response_length)
+    values = nll.detach().float().cpu().numpy().reshape(-1)[cells.values]
+    return loss, PerTokenOutputs(examples, list(Ragged(values, cells.offsets)))
 
 
 def global_num_loss_tokens(
@@ -225,8 +231,7 @@ def _divided(total: Tensor, num_loss_tokens: float | Tensor) -> Tensor:
         return total / torch.where(is_count, torch.where(number == 0, 1, number), math.nan)
     if not 0 <= num_loss_tokens < math.inf:  # NaN too
         raise ValueError(
-            f"num_loss_tokens must be finite and 0 or more, got {num_loss_tokens}; it is the "
-            "number of loss tokens of the step, what global_num_loss_tokens(micro_batches) returns"
+            f"num_loss_tokens must be finite and 0 or more, got {num_loss_tokens}; {_COUNT}"
         )
     return total / (num_loss_tokens or 1)
 
@@ -251,8 +256,7 @@ def _check_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> Non
         num_loss_tokens, int | float | np.number
     ):
         raise TypeError(
-            f"num_loss_tokens must be a number, got {type(num_loss_tokens).__name__}; it is the "
-            "number of loss tokens of the step, what global_num_loss_tokens(micro_batches) returns"
+            f"num_loss_tokens must be a number, got {type(num_loss_tokens).__name__}; {_COUNT}"
         )
 
 
@@ -269,9 +273,3 @@ def _check_shapes(
             f"logits have shape {list(logits.shape)}, labels {list(labels.shape)}; logits must be "
             f"{wanted}{also}: give those of the same rows, not shifted"
         )
-
-
-def _per_token_outputs(batch: Batch, nll_RA: Tensor) -> PerTokenOutputs:
-    examples, cells = cells_by_example(batch, nll_RA.shape[1])
-    values = nll_RA.detach().float().cpu().numpy().reshape(-1)[cells.values]
-    return PerTokenOutputs(examples, list(Ragged(values, cells.offsets)))

@@ -29,12 +29,7 @@ __all__ = ["check_isolation"]
 
 # With deterministic kernels isolated logits do not move at all. These tolerances allow for rounding
 # in other kernels (a mixture of experts groups its tokens differently). A leak is far larger.
-_TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.float16: 2e-3,
-    torch.bfloat16: 1e-2,
-}
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 def check_isolation(
@@ -48,20 +43,19 @@ def check_isolation(
 
     Args:
         model: run in eval mode, and also in training mode if it is in that, with the same dropout
-            in every run. Modes and random state are restored. Pass it before it is wrapped for
-            FSDP: ranks may need different numbers of forward passes.
-        batch: a packed :class:`Batch`, or a mapping of model inputs, of which ``labels`` are
-            ignored. Segments are read from ``cu_seq_lens_q``, otherwise from positions that
-            restart. Cells that a 2-D ``attention_mask`` excludes are ignored.
+            in every run. Modes and random state are restored. Pass it before wrapping it for FSDP,
+            since ranks may need different numbers of forward passes.
+        batch: a packed :class:`Batch`, or a mapping of model inputs. Segments are read from
+            ``cu_seq_lens_q``, otherwise from positions that restart. ``labels`` and cells that a
+            2-D ``attention_mask`` excludes are ignored.
         tolerance: the change allowed, as a fraction of the change in the changed segment's own
             logits. The default follows from the lowest precision of logits, weights and autocast:
             1e-9 for float64, 1e-4 for float32, 2e-3 for float16, 1e-2 for bfloat16.
 
     Raises:
-        IsolationError: a segment changes the logits of another; nothing can be shown, because a
-            changed segment's own logits stay the same or logits are NaN; or the model has
-            recurrent, convolution or linear-attention layers without kernels that take
-            ``cu_seq_lens``.
+        IsolationError: a segment changes the logits of another; a changed segment's own logits stay
+            the same or are NaN; or the model has recurrent, convolution or linear-attention layers
+            without kernels that take ``cu_seq_lens``.
         ValueError: fewer than two segments; inputs that do not define segments; a 4-D mask that
             loses the model's sliding windows.
         TypeError: the model's output has no ``logits``.
@@ -84,7 +78,16 @@ def check_isolation(
             "check_isolation takes a model and a Batch or model inputs, got "
             f"{type(model).__name__} and {type(batch).__name__}"
         )
-    inputs = _model_inputs(model, batch)
+    if isinstance(batch, Batch):
+        inputs = batch.model_inputs(attention=attention_name(model) or "sdpa", labels=False)
+    else:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        raise ValueError(
+            "input_ids must be a tensor [rows, width], because its tokens are changed one segment "
+            f"at a time; got inputs {sorted(inputs)}"
+        )
     segments = _find_segments(inputs)
     if len(segments.rows) < 2:
         raise ValueError(
@@ -114,20 +117,6 @@ class _Segments(NamedTuple):
     def name(self, segment: int) -> str:
         row = self.rows[segment]
         return f"row {row} segment {segment - self.rows.index(row)}"
-
-
-def _model_inputs(model: nn.Module, batch: Batch | Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(batch, Batch):
-        inputs = batch.model_inputs(attention=attention_name(model) or "sdpa")
-    else:
-        inputs = dict(batch)
-    inputs.pop("labels", None)
-    if not isinstance(inputs.get("input_ids"), Tensor) or inputs["input_ids"].ndim != 2:
-        raise ValueError(
-            "input_ids must be a tensor [rows, width], because its tokens are changed one segment "
-            f"at a time; got inputs {sorted(inputs)}"
-        )
-    return inputs
 
 
 def _find_segments(inputs: Mapping[str, Any]) -> _Segments:

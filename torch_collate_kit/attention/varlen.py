@@ -48,12 +48,9 @@ _UNSUPPORTED = {
 def register_torch_varlen() -> None:
     """Register ``attn_implementation="torch_varlen"`` with transformers; may be called repeatedly.
 
-    The model then accepts what ``Batch.model_inputs()`` returns, beside ``input_ids`` and
-    ``position_ids``:
-
-    - ``cu_seq_lens_q/k``: int32 ``[S + 1]``, flat over the rows, ``[0, ..., R * W]``, with all row
-      boundaries;
-    - ``max_length_q/k``: Python ints, at least the longest segment; the row width by default.
+    The model then accepts what ``Batch.model_inputs()`` returns: ``cu_seq_lens_q/k``, int32
+    ``[S + 1]``, flat over the rows, ``[0, ..., R * W]``, with all row boundaries; and
+    ``max_length_q/k``, Python ints, at least the longest segment (the row width by default).
 
     On CUDA in fp16 or bf16 it runs ``torch.nn.attention.varlen.varlen_attn``. On CPU, in fp32, and
     with a head dimension or GPU that the kernel does not support, it runs
@@ -64,10 +61,9 @@ def register_torch_varlen() -> None:
     Raises:
         ImportError: transformers is not installed.
         ValueError: in the model's forward: training without ``cu_seq_lens_q``; a mask or a filled
-            cache in addition to it; boundaries that do not fit the rows; attention dropout,
-            soft-capping, sinks, non-causal attention, a mask pattern other than causal and sliding
-            window, a model that reads the mask itself; in eval mode, restarting positions without
-            boundaries or a mask.
+            cache in addition to it; boundaries that do not fit the rows; attention that is not
+            causal with or without a sliding window (dropout, soft-capping, sinks, other masks); a
+            model that reads the mask itself; restarting positions without boundaries or a mask.
 
     >>> import torch, transformers
     >>> register_torch_varlen()

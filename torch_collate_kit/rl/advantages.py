@@ -50,22 +50,21 @@ def compute_advantages(
 ) -> Tensor:
     """The advantage of every response token: a new tensor [B, A], 0 outside ``response_mask``.
 
-    Outcome estimators compare the score of a row, the sum of its rewards, with the scores of the
-    other rows of its uid, and assign the result to all its response tokens:
+    Outcome estimators compare the score of a row, the sum of its rewards, with the other rows of
+    its uid, and assign the result to all its response tokens:
 
     - ``"grpo"``: ``(score - mean) / (std + epsilon)``, unbiased std (Shao et al. 2024).
     - ``"grpo_no_std"``: ``score - mean`` (Dr. GRPO, Liu et al. 2025).
     - ``"rloo"``: score minus the mean of the others (Kool et al. 2019, Ahmadian et al. 2024).
     - ``"maxrl"``: ``(score - mean) / (mean + epsilon)``, for 0/1 rewards (Tajwar et al. 2026).
 
-    Token estimators use each row alone:
+    Token estimators use each row alone; cells with mask 0 are no time steps:
 
-    - ``"gae"``: generalized advantage estimation (Schulman et al. 2016) with ``values``. Cells with
-      mask 0 are no time steps: the next response token follows.
+    - ``"gae"``: generalized advantage estimation with ``values`` (Schulman et al. 2016).
     - ``"reinforce++"``: the discounted sum of the rewards from a token on, minus its mean over all
       response tokens of the batch, over ``std + epsilon`` (Hu 2025).
 
-    Rows without response tokens, such as those ``Batch.pad_rows`` adds, are ignored.
+    Rows without response tokens, such as those that ``Batch.pad_rows`` adds, are ignored.
 
     Args:
         rewards: ``[B, A]``, 0 where ``response_mask`` is 0.
@@ -76,8 +75,7 @@ def compute_advantages(
             trajectory lie next to each other; the last is True and has the whole reward. Then
             trajectories are compared, and each advantage goes to the tokens of all its steps.
         trajectory_ids: the trajectory of each row, within its uid; hashables like ``uids``. They
-            check ``is_last_step`` (a True forgotten between two trajectories of one uid), or
-            replace it if it is None.
+            check ``is_last_step``, or replace it if it is None.
         values: ``[B, A]``, for "gae" only. The critic's targets are ``advantages + values``.
         gamma: discount per token, 0 to 1; read by "gae" and "reinforce++".
         lam: 0 to 1; read by "gae".
@@ -93,12 +91,12 @@ def compute_advantages(
         computed in float64, so group scores are the same on every device.
 
     Raises:
-        DataError: a reward or value that is not finite; a mask that is negative or not finite; a
-            uid that is None or NaN; a reward that no token or trajectory would get; trajectories
-            that do not end, have several uids, are interrupted or contradict ``is_last_step``; a
-            uid with one score and ``group_of_one="raise"``; a negative mean reward with "maxrl".
-        ValueError: shapes that do not fit; ``values`` missing or not needed; ``whiten`` without
-            "gae"; an unknown estimator; a token estimator with trajectories of several steps.
+        DataError: a reward or value that is not finite, or a reward that no token or trajectory
+            would get; a mask that is negative or not finite; a uid that is None or NaN;
+            trajectories that do not end, have several uids, are interrupted or contradict
+            ``is_last_step``; a uid with one score; a negative mean reward with "maxrl".
+        ValueError: shapes that do not fit; an option that is unknown, missing or not read by the
+            estimator; a token estimator with trajectories of several steps.
         TypeError: not tensors.
 
     >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 3.0]]), torch.tensor([[0, 1], [1, 1]])
@@ -123,7 +121,12 @@ def compute_advantages(
         per_row[rows] = _outcomes(given, last, rows, keys, options)
         advantages = torch.where(valid, torch.from_numpy(per_row).to(given)[:, None], 0)
     else:
-        _check_single_steps(last, rows, estimator)
+        if not last.all():
+            raise ValueError(
+                f"{estimator=} needs one time axis, but row {rows[~last][0]} is not the last step "
+                "of its trajectory: rewards of later steps would not reach it; make a trajectory "
+                'one row with merge_steps, or use an outcome estimator such as "grpo"'
+            )
         if values is None:  # discounted sums of the rewards
             values, lam, whiten = torch.zeros_like(given), 1.0, True
         critic = values.detach().to(given)
@@ -177,12 +180,3 @@ def _check_rewards(rewards: Tensor, valid: Tensor) -> None:
     refuse_cells(~rewards.isfinite() & is_real, rewards, where + why)
     why = "response_mask is 0 there, so no token would get it; put it on a response token"
     refuse_cells((rewards != 0) & ~valid & is_real, rewards, where + why)
-
-
-def _check_single_steps(last: np.ndarray, rows: np.ndarray, estimator: str) -> None:
-    if not last.all():
-        raise ValueError(
-            f"estimator={estimator!r} needs one time axis, but row {rows[~last][0]} is not the "
-            "last step of its trajectory: rewards of later steps would not reach it; make a "
-            'trajectory one row with merge_steps, or use an outcome estimator such as "grpo"'
-        )

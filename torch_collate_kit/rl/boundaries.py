@@ -76,12 +76,7 @@ def mini_batch_boundaries(uids: Uids, prompts_per_mini_batch: int) -> np.ndarray
 
 
 def checked_boundaries(boundaries: Any, num_rows: int) -> list[int]:
-    """``boundaries`` as Python ints 0, ..., ``num_rows`` that rise.
-
-    Raises:
-        TypeError: anything but integers.
-        ValueError: they do not start at 0, do not rise, or do not end at ``num_rows``.
-    """
+    """``boundaries`` as Python ints 0, ..., ``num_rows`` that rise; anything else is refused."""
     way_out = "pass what mini_batch_boundaries(uids, ...) of these rows returned"
     on_host = boundaries.cpu() if isinstance(boundaries, Tensor) else boundaries
     edges = np.asarray(on_host)

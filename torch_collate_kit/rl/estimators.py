@@ -14,11 +14,7 @@ __all__ = ["check_epsilon", "gae", "group_advantages", "group_numbers", "whitene
 
 
 def group_numbers(uids: Sequence[Hashable]) -> tuple[np.ndarray, list[Hashable]]:
-    """The group of each uid, int64 [N], and the uid of each group, in order of appearance.
-
-    >>> group_numbers("bab")
-    (array([0, 1, 0]), ['b', 'a'])
-    """
+    """The group of each uid, int64 [N], and the uid of each group, in order of appearance."""
     numbers: dict[Hashable, int] = {}
     groups = np.array([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=np.int64)
     return groups, list(numbers)
@@ -32,7 +28,7 @@ def group_advantages(
     epsilon: float,
     group_of_one: str,
 ) -> np.ndarray:
-    """The advantage of every score within the scores of its uid: float64 [N], as ``scores``.
+    """The advantage of every score among the scores of its uid: float64 [N], as ``scores``.
 
     >>> options = {"estimator": "rloo", "epsilon": 1e-6, "group_of_one": "score"}
     >>> group_advantages(np.array([1.0, 3.0, 7.0]), "aab", **options).tolist()
@@ -50,8 +46,14 @@ def group_advantages(
             "the std 1)"
         )
     means = np.bincount(groups, weights=scores, minlength=len(names)) / np.maximum(sizes, 1)
-    if estimator == "maxrl":
-        _check_means(means, is_alone, names)
+    negative = (means < 0) & ~is_alone
+    if estimator == "maxrl" and negative.any():
+        worst = int(negative.argmax())
+        raise DataError(
+            f"the mean reward of uid {names[worst]!r} is {means[worst]}: maxrl divides by it, "
+            "which would turn the advantages around; give it rewards of 0 or more, or use "
+            'estimator="grpo"'
+        )
     deviation = scores - means[groups]  # exactly 0 in a group of one
     others = np.maximum(sizes - 1, 1)
     if estimator == "grpo":
@@ -66,25 +68,10 @@ def group_advantages(
     return np.where(is_alone[groups], scores, advantages) if group_of_one == "score" else advantages
 
 
-def _check_means(means: np.ndarray, is_alone: np.ndarray, uids: Sequence[Hashable]) -> None:
-    negative = (means < 0) & ~is_alone
-    if negative.any():
-        group = int(negative.argmax())
-        raise DataError(
-            f"the mean reward of uid {uids[group]!r} is {means[group]}: maxrl divides by it, which "
-            "would turn the advantages around; give it rewards of 0 or more, or use "
-            'estimator="grpo"'
-        )
-
-
 def gae(rewards: Tensor, values: Tensor, valid: Tensor, *, gamma: float, lam: float) -> Tensor:
     """Generalized advantage estimates [B, A], a scan from the right; cells not valid are skipped.
 
     With values of 0 and ``lam=1`` these are the discounted sums of the rewards from each cell on.
-
-    >>> rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]])
-    >>> gae(rewards, values, torch.tensor([[True, True]]), gamma=1.0, lam=1.0).tolist()
-    [[0.5, 0.5]]
     """
     advantages = torch.zeros_like(rewards)
     next_value = next_advantage = rewards.new_zeros(len(rewards))
@@ -103,11 +90,7 @@ def check_epsilon(epsilon: float) -> None:
 
 
 def whitened(values: Tensor, valid: Tensor, *, epsilon: float) -> Tensor:
-    """``(v - mean) / (std + epsilon)`` over all valid cells, 0 elsewhere; 0 for a single cell.
-
-    >>> whitened(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[True, True, False]]), epsilon=0.5)
-    tensor([[-0.5224,  0.5224,  0.0000]])
-    """
+    """``(v - mean) / (std + epsilon)`` over all valid cells, 0 elsewhere; 0 for a single cell."""
     picked = values[valid]
     if len(picked) < 2:
         return torch.zeros_like(values)

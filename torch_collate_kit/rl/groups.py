@@ -19,14 +19,7 @@ Uids = Sequence[Hashable] | np.ndarray | Tensor
 def checked_uids(uids: Any, num_rows: int | None = None, *, name: str = "uid") -> list[Hashable]:
     """``uids`` as a list of hashables that compare by value; a tensor's are its numbers.
 
-    Raises:
-        TypeError: a string, or nothing to iterate over.
-        ValueError: not one-dimensional, or another number of them than ``num_rows``.
-        DataError: a uid that cannot be hashed, or is None or NaN: such rows would be one prompt, or
-            one each.
-
-    >>> checked_uids(np.array([3, 3, 4]))
-    [3, 3, 4]
+    None and NaN are refused: such rows would be one prompt, or one each.
     """
     keys = id_column(name, _one_per_row(f"{name}s", name, uids), "row")
     if num_rows is not None and len(keys) != num_rows:
@@ -52,12 +45,7 @@ def _one_per_row(name: str, what: str, values: Any) -> list[Any]:
 def last_steps(
     is_last_step: Any, trajectory_ids: Any, uids: Sequence[Hashable], rows: np.ndarray
 ) -> np.ndarray:
-    """bool [N], whether each of ``rows`` ends its trajectory; all do if neither argument is given.
-
-    Raises:
-        DataError: ``is_last_step`` and ``trajectory_ids`` contradict each other.
-        TypeError, ValueError: not one bool, not one id for every uid.
-    """
+    """bool [N], whether each of ``rows`` ends its trajectory; without arguments all do."""
     last = None
     if is_last_step is not None:
         flags = _one_per_row("is_last_step", "bool", is_last_step)
@@ -79,11 +67,9 @@ def checked_trajectory_ids(
     *,
     row: str = "row",
 ) -> np.ndarray:
-    """``last``, checked against the uids and trajectory ids of the steps, or made of them.
+    """``last``, checked against the uids and trajectory ids of the steps, or made from them.
 
-    Raises:
-        DataError: a trajectory that comes back, or a flag that contradicts the ids; not the last
-            flag of all, after which nothing comes.
+    The last flag of all is not checked, since nothing comes after it.
 
     >>> checked_trajectory_ids([("a", 0), ("a", 0), ("a", 1)], None, np.arange(3)).tolist()
     [False, True, True]
@@ -120,13 +106,7 @@ def checked_trajectory_ids(
 
 
 def trajectories(last: np.ndarray, uids: Sequence[Hashable], rows: np.ndarray) -> np.ndarray:
-    """The number of the trajectory of each step: int64 [N], 0, 0, 1, ...
-
-    ``last`` bool [N] is True at the last step of each; ``rows`` [N] and ``uids`` [N] are the rows
-    of the steps, named in messages, and their uids.
-
-    Raises:
-        DataError: a trajectory with two uids, or steps after the last trajectory's end.
+    """The number of the trajectory of each step: int64 [N]. ``rows`` are named in messages.
 
     >>> trajectories(np.array([False, True, True]), "aab", np.arange(3)).tolist()
     [0, 0, 1]

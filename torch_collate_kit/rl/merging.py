@@ -19,13 +19,6 @@ from torch_collate_kit.rl.groups import checked_trajectory_ids
 
 __all__ = ["merge_steps"]
 
-_FIELDS = {  # and the keys of an example that they are read from
-    "loss_mask": "loss_mask",
-    "rewards": "rewards",
-    "rollout_logprobs": "logprobs",
-    "advantages": "advantages",
-}
-
 
 def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rollout examples with the steps of a trajectory merged where one continues the other.
@@ -124,12 +117,12 @@ def _merged(
     merged["prompt_ids"] = examples[chain[0]]["prompt_ids"]
     tokens = joined(rollouts.input_ids)[chain[-1]][_num_prompt(rollouts, chain[0]) :]
     merged["response_ids"] = tokens.astype(np.int64)
-    for field, key in _FIELDS.items():
-        if field in rollouts.columns:
-            merged[key] = _joined_responses(rollouts, joined(rollouts.columns[field]), chain)
-    if "rollout_expert_indices" in rollouts.columns:
-        routes = joined(rollouts.columns["rollout_expert_indices"])
-        merged["rollout_expert_indices"] = _joined_routes(routes, chain)
+    for field, column in rollouts.columns.items():
+        if field == "rollout_expert_indices":
+            merged[field] = _joined_routes(joined(column), chain)
+        elif field not in IMAGES:
+            key = "logprobs" if field == "rollout_logprobs" else field  # as examples name it
+            merged[key] = _joined_responses(rollouts, joined(column), chain)
     return merged
 
 

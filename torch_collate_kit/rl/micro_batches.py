@@ -30,9 +30,9 @@ def micro_batches(
     widths of the rows of all ranks, so each rank makes as many as the one that needs most. None is
     empty, their cells are even, and the longest rows come first on every rank.
 
-    :func:`unstage` restores the order of the rows by ``row_metadata["row_indices"]`` (responses
-    differ in width: give it lists, as :func:`response_values` makes them). Other metadata is that
-    of the mini-batch, such as the divisor ``metadata["num_loss_tokens"]``.
+    Metadata is that of the mini-batch, such as the divisor ``metadata["num_loss_tokens"]``.
+    :func:`unstage` restores the order of the rows; responses differ in width, so give it lists, as
+    :func:`response_values` makes them.
 
     Args:
         batch: a rank's part, whole, as it was staged. Fields may have been added or replaced.
@@ -45,8 +45,7 @@ def micro_batches(
 
     Raises:
         DataError: a row, of any rank, that is over the budget alone. Every rank raises it.
-        ValueError: a batch that was not staged, or only some of its rows; a width that is not a
-            multiple.
+        ValueError: not a staged batch, or only some of its rows; a width that is not a multiple.
         TypeError: not a Batch.
 
     >>> from torch_collate_kit import RolloutCollator
@@ -68,9 +67,14 @@ def micro_batches(
     checked_int("max_tokens", max_tokens)
     hint = "None switches it off"
     multiple = checked_optional_int("pad_to_multiple_of", pad_to_multiple_of, hint=hint) or 1
-    both = _row_widths(batch)
-    _check_multiple(batch, multiple)
-    own, of_ranks = (-(-widths // multiple) * multiple for widths in both)
+    own, of_ranks = _row_widths(batch)
+    width = batch["input_ids"].shape[1] if batch.placement is None else batch.placement.width
+    if width % multiple:
+        raise ValueError(
+            f"the rows are {width} cells wide, which is no multiple of pad_to_multiple_of="
+            f"{multiple}; collate with pad_to_multiple_of={multiple}"
+        )
+    own, of_ranks = (-(-widths // multiple) * multiple for widths in (own, of_ranks))
     _check_budget(of_ranks, max_tokens)
     count = max(fewest_micro_batches(widths, max_tokens) for widths in of_ranks)
     return [
@@ -98,16 +102,6 @@ def _row_widths(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
             "micro-batches"
         )
     return own, of_ranks
-
-
-def _check_multiple(batch: Batch, multiple: int) -> None:
-    placed = batch.placement
-    width = batch["input_ids"].shape[1] if placed is None else placed.width
-    if width % multiple:
-        raise ValueError(
-            f"the rows are {width} cells wide, which is no multiple of pad_to_multiple_of="
-            f"{multiple}; collate with pad_to_multiple_of={multiple}"
-        )
 
 
 def _check_budget(of_ranks: np.ndarray, max_tokens: int) -> None:

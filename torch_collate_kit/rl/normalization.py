@@ -45,24 +45,20 @@ def normalize_advantages(
     """Advantages divided, mini-batch by mini-batch, by what a loss would be divided by.
 
     The loss of a mini-batch is then the plain SUM of ``-(advantages * term) * (loss_mask != 0)``
-    over its rows, in any micro-batches and on any ranks. Divide by nothing else, and multiply by
-    the number of ranks where DistributedDataParallel averages over them. A ``loss_mask`` that was
-    divided (``normalize_loss=True``) must not be multiplied in: use ``loss_mask != 0``, or for
-    weights ``loss_mask * metadata["loss_mask_divisor"]``.
+    over its rows, in any micro-batches and on any ranks (times the number of ranks where
+    DistributedDataParallel averages over them). Do not multiply by a ``loss_mask`` that was divided
+    (``normalize_loss=True``); for weights use ``loss_mask * metadata["loss_mask_divisor"]``.
 
-    A loss token is a cell of ``loss_mask`` that is not 0, whatever its weight. A masked row has
-    none, for instance because its response was cut off by its limit; it adds 0 to the sum.
-    ``reduction``:
+    A loss token is a cell of ``loss_mask`` that is not 0. ``reduction``:
 
     - ``"token_mean"``: the mean over the loss tokens of the mini-batch (DAPO, Yu et al. 2025).
     - ``"sequence_mean"``: the mean over rows of their token means (GRPO, Shao et al. 2024).
-    - ``"prompt_mean"``: the mean over prompts of the mean over all loss tokens of the prompt. A
-      prompt that boundaries cut in two counts in each part.
+    - ``"prompt_mean"``: the mean over prompts of the mean over all loss tokens of the prompt.
     - ``"constant_length_mean"``: the token sum over ``max_response_length`` times the number of
       rows (Dr. GRPO, Liu et al. 2025).
 
     Rows and prompts without loss tokens count only with ``count_masked_rows``, in "token_mean"
-    never. A mini-batch without loss tokens divides by 1.
+    never. A mini-batch without loss tokens is divided by 1.
 
     Args:
         advantages: ``[B, A]`` floating point.
@@ -82,10 +78,10 @@ def normalize_advantages(
         ``loss_mask`` is 0; no autograd graph.
 
     Raises:
-        ValueError, TypeError: an unknown reduction, shapes or boundaries that do not fit, or
-            ``uids`` or ``max_response_length`` missing.
         DataError: an advantage of a loss token that is not finite, a mask that is negative or not
             finite, a uid that is None or NaN.
+        ValueError, TypeError: shapes or boundaries that do not fit, an unknown reduction, or one
+            without the option that it reads.
 
     >>> advantages, mask = torch.tensor([[0.0, 4.0], [8.0, 8.0]]), torch.tensor([[0, 1], [1, 1]])
     >>> normalize_advantages(advantages, mask, [0, 1, 2], reduction="token_mean").tolist()
@@ -107,7 +103,11 @@ def normalize_advantages(
     counts = trained.sum(dim=1).cpu().numpy()
     units, length = _units(reduction, len(counts), uids), None
     if reduction == "constant_length_mean":
-        length = _checked_length(max_response_length)
+        if max_response_length is None:
+            raise ValueError(
+                f"{reduction=} needs max_response_length, the most tokens that a response may have"
+            )
+        length = checked_int("max_response_length", max_response_length)
     divisors = np.ones(len(counts))
     for a, b in pairwise(edges):
         if z_score:
@@ -136,12 +136,3 @@ def _divisors(
     tokens = np.bincount(unit_of_row, weights=counts)
     num_units = len(tokens) if count_masked else np.count_nonzero(tokens)
     return num_units * (tokens[unit_of_row] if length is None else np.full(len(counts), length))
-
-
-def _checked_length(max_response_length: int | None) -> int:
-    if max_response_length is None:
-        raise ValueError(
-            'reduction="constant_length_mean" needs max_response_length, the most tokens that a '
-            "response may have"
-        )
-    return checked_int("max_response_length", max_response_length)

@@ -13,12 +13,7 @@ __all__ = ["checked_mask", "checked_tensors", "narrow", "refuse_cells", "wide"]
 
 
 def checked_tensors(**tensors: Any) -> None:
-    """All are tensors of the shape of the first, ``[B, A]``.
-
-    Raises:
-        TypeError: not a tensor.
-        ValueError: not two-dimensional, or of another shape than the first.
-    """
+    """All are tensors ``[B, A]`` of one shape."""
     first_name, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):

@@ -24,25 +24,22 @@ __all__ = ["from_response_values", "response_values"]
 def response_values(values: Tensor, responses: Tensor | Batch) -> list[list[float]]:
     """The values of the response tokens, a list of Python floats per response: a copy.
 
-    Rows are right-aligned: the last column of ``values`` belongs to the last cell of the row. The
-    inverse is :func:`from_response_values`.
+    The inverse is :func:`from_response_values`.
 
     Args:
-        values: ``[R, A']``, any dtype and device, with a gradient or without. ``A'`` is at least
-            the longest response, and ``W - 1`` for packed rows.
-        responses: where the responses are.
-
-            - A Batch, padded or packed: a list per example, in the order of the examples, as in
-              :class:`~torch_collate_kit.PerTokenOutputs`. Added rows have none.
-            - A ``response_mask`` ``[R, A]``, not 0 at the response tokens, which are the last cells
-              of their row: a list per row, as :func:`unstage` takes them, empty for a row of zeros.
+        values: ``[R, A']``, any dtype and device. The last column belongs to the last cell of each
+            row; ``A'`` is at least the longest response, and ``W - 1`` for packed rows.
+        responses: a Batch, padded or packed, gives a list per example, in the order of the
+            examples, as in :class:`~torch_collate_kit.PerTokenOutputs`. A ``response_mask``
+            ``[R, A]``, not 0 at the response tokens, the last cells of each row, gives a list per
+            row, as :func:`unstage` takes them.
 
     Raises:
-        TypeError: not tensors.
-        ValueError: other numbers of rows, fewer values than response tokens, or a Batch that was
-            built from dense tensors.
         DataError: a mask that is not one run of ones at the right end of its row, or that is
             negative or not finite.
+        ValueError: other numbers of rows, fewer values than response tokens, or a Batch that was
+            built from dense tensors.
+        TypeError: not tensors.
 
     >>> values = torch.tensor([[9.0, 1.0, 2.0], [9.0, 9.0, 3.0]])
     >>> response_values(values, torch.tensor([[0, 1, 1], [0, 0, 1]]))
@@ -74,15 +71,12 @@ def from_response_values(
 
     Args:
         values: a flat list, ndarray or tensor per response, with one number per token, in the order
-            that ``response_values(..., responses)`` gives; also the lists of
-            :class:`~torch_collate_kit.PerTokenOutputs`.
-        responses: a Batch, padded or packed (``A`` is its ``metadata["response_length"]``), or a
-            ``response_mask`` ``[R, A]``; as for ``response_values``.
+            of ``response_values`` or of :class:`~torch_collate_kit.PerTokenOutputs`.
+        responses: as for ``response_values``; ``A`` is ``metadata["response_length"]`` of a Batch.
         dtype: of the result.
 
     Raises:
-        DataError: another number of values than a response has tokens, or no numbers; the message
-            names the place in ``values``.
+        DataError: another number of values than a response has tokens, or no numbers.
         ValueError: another number of responses; a Batch that was built from dense tensors.
         TypeError: neither a Batch nor a tensor.
 

@@ -42,10 +42,8 @@ def stage_mini_batches(
     with zero-loss rows (``Batch.pad_rows``) until ``dp_size`` divides it, then cut into equal runs,
     so every rank gets as many rows as the others. Compute and normalize advantages before.
 
-    Like a rank's part of a collated batch (docs/contract.md), a staged batch keeps its width, and
-    its metadata describes the mini-batch over all ranks: ``num_loss_tokens`` (where there is a
-    ``loss_mask``), ``num_examples``, ``num_tokens`` (where lengths are known) and
-    ``num_dummy_rows``. A divided ``loss_mask`` is divided by the ``num_loss_tokens`` of its
+    A staged batch keeps the width, and its metadata describes the mini-batch over all ranks
+    (docs/contract.md). A divided ``loss_mask`` is divided by the ``num_loss_tokens`` of its
     mini-batch instead, so a plain sum is the token mean of the mini-batch.
 
     Two entries are added: ``row_metadata["row_indices"]``, int64, the row of ``batch`` that each
@@ -54,7 +52,7 @@ def stage_mini_batches(
 
     With ``balance`` rows are distributed so that their tokens, or their attention cost (linear plus
     quadratic), are even over the ranks, and the i-th rows of all ranks are about as long. Without,
-    rows keep their order. Lengths are ``sub_seq_lengths``, otherwise those of ``attention_mask``.
+    rows keep their order.
 
     Fields are views of ``batch`` where nothing was added, moved or multiplied, otherwise copies.
 
