@@ -175,7 +175,10 @@ def global_num_loss_tokens(
     counts = [_num_loss_tokens(batch) for batch in ([batches] if single else batches)]
     total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
     if dist.is_available() and dist.is_initialized():
-        total = total.to(_reducing_device(total.device, group))
+        backends = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+        devices = [part.partition(":")[0] for part in backends.split(",")]
+        if total.device.type not in devices:  # nccl has none for the host
+            total = total.to(devices[0])
         dist.all_reduce(total, group=group)
     return total
 
@@ -190,13 +193,6 @@ def _num_loss_tokens(batch: Any) -> Tensor:
         f"{type(batch).__name__}; pass the Batch that the collator returned, or "
         'inputs["labels"] of a collator with model_inputs=True'
     )
-
-
-def _reducing_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
-    """``device``, or where the backend has none for it (nccl for the host) one that it has."""
-    backends = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
-    types = [part.partition(":")[0] for part in backends.split(",")]
-    return device if device.type in types else torch.device(types[0])
 
 
 def _labels(batch: Batch, mask: Tensor) -> Tensor:

@@ -105,9 +105,9 @@ def _one_op_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     # autograd is disabled inside an operator, but torch.func still differentiates
-    pull_back = torch.func.vjp(lambda q, k, v: _sdpa_by_segment(q, k, v, *rest), query, key, value)[
-        1
-    ]
+    _, pull_back, *_ = torch.func.vjp(
+        lambda q, k, v: _sdpa_by_segment(q, k, v, *rest), query, key, value
+    )
     return tuple(x.contiguous() for x in pull_back(gradient))
 
 

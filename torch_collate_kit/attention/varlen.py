@@ -103,10 +103,11 @@ class _DeferredMask:
     and copy. A model that uses its mask itself (bloom), or inspects it (PaliGemma), is refused.
     """
 
-    __slots__ = ("_built", "_options", "unknown_parts", "windows")
+    __slots__ = ("_built", "_options", "has_padding", "unknown_parts", "windows")
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
+        self.has_padding = options.get("attention_mask") is not None
         self._built: tuple[Tensor | None] | None = None
         parts = list(_mask_parts(options["mask_function"]))
         names = [getattr(part, "__qualname__", repr(part)) for part in parts]
@@ -123,10 +124,6 @@ class _DeferredMask:
         if self._built is None:  # once for all layers that share it
             self._built = (sdpa_mask(**self._options),)
         return self._built[0]
-
-    def build_from_padding(self) -> Tensor | None:
-        """The mask where padding is part of it, None where there is no padding."""
-        return None if self._options.get("attention_mask") is None else self.build()
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any) -> Any:
@@ -242,7 +239,7 @@ def _refuse_beside_boundaries(
                 f"the layer asks for sliding_window={sliding_window}; use "
                 f'attn_implementation="sdpa", {_PROVE}'
             )
-        attention_mask = attention_mask.build_from_padding()
+        attention_mask = attention_mask.build() if attention_mask.has_padding else None
     if attention_mask is not None:
         raise ValueError(
             "an attention_mask is passed in addition to cu_seq_lens_q (its shape is "
