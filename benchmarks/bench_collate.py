@@ -183,10 +183,10 @@ def growth(report: Report, folder: Path, rounds: int) -> None:
         micros = [f"{1e6 * seconds:.2f}" for seconds in per_example]
         rows.append([way, *micros, f"{ratio:.2f}x", f"{over_least:.2f}x"])
         if way == "columns":
-            report.target("cost an example, batch 64 to 8,192", ratio, "<x", 1.3)
-            report.target("cost an example, cheapest batch to 8,192", over_least, "<x", 1.3)
+            report.target("cost per example, batch 64 to 8,192", ratio, "<x", 1.3)
+            report.target("cost per example, cheapest batch to 8,192", over_least, "<x", 1.3)
     note = (
-        f"microseconds an example; the same {len(examples):,} examples ({tokens:,} tokens) of the "
+        f"microseconds per example; the same {len(examples):,} examples ({tokens:,} tokens) of the "
         f"real mix in batches of each size, packed; medians of {rounds} rounds. Row by row: "
         "ndarrays, best fit."
     )
@@ -215,7 +215,7 @@ def plot(report: Report, folder: Path) -> None:
     for way, ms in report.data["plot"]["ms"].items():
         axes.loglog(tokens, ms, marker="o", label=names[way])
     axes.set(
-        xlabel="tokens in the batch", ylabel="ms a batch", title="Packed collation, one thread"
+        xlabel="tokens in the batch", ylabel="ms per batch", title="Packed collation, one thread"
     )
     axes.grid(True, which="both", alpha=0.3)
     axes.legend()

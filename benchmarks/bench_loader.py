@@ -2,7 +2,7 @@
 
 Claimed: with a 20 ms collate under a 25 ms step that releases the GIL, at least 95% of the collate
 time is hidden; under a step of small Python ops, which needs the GIL, one DataLoader worker hides
-90% of PackedCollator's; the loader itself costs under 0.2 ms a step, with prefetching on and off.
+90% of PackedCollator's; the loader itself costs under 0.2 ms per step, with prefetching on and off.
 
     python benchmarks/bench_loader.py
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -45,35 +46,35 @@ except ImportError:
 _COLLATE, _STEP = 0.020, 0.025
 
 
-class Sort:
-    """So many sorts of a NumPy array: work outside of the GIL."""
+class Repeated:
+    """Does ``work`` ``count`` times, whatever it is called with."""
 
-    def __init__(self) -> None:
-        self.count = 1
-        self._values = np.random.default_rng(0).random(2_000)
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.count, self._work = 1, work
 
-    def __call__(self, indices: object = None) -> None:
+    def __call__(self, _: object = None) -> None:
         for _ in range(self.count):
-            np.sort(self._values)
+            self._work()
 
 
-class CountUp:
-    """So many hundred additions in Python: work that holds the GIL."""
+def sorting() -> Repeated:
+    """Work outside of the GIL."""
+    return Repeated(partial(np.sort, np.random.default_rng(0).random(2_000)))
 
-    def __init__(self) -> None:
-        self.count = 1
 
-    def __call__(self, indices: object = None) -> None:
-        total = 0
-        for i in range(self.count * 100):
-            total += i
+def count_up() -> None:
+    """Work that holds the GIL."""
+    total = 0
+    for i in range(100):
+        total += i
 
 
 class Halves:
-    """``Sort`` and ``CountUp`` in turn, of equal time, in eight slices."""
+    """Sorting and counting in turn, of equal time, in eight slices."""
 
     def __init__(self) -> None:
-        self._parts = [calibrated(work, _COLLATE / 16) for work in (Sort(), CountUp())]
+        works = sorting(), Repeated(count_up)
+        self._parts = [calibrated(work, _COLLATE / 16) for work in works]
 
     def __call__(self, indices: object = None) -> None:
         for part in self._parts * 8:
@@ -81,7 +82,7 @@ class Halves:
 
 
 class Packed:
-    """Random rows of a dataset, read as columns and packed: ``count`` rows a batch."""
+    """Random rows of a dataset, read as columns and packed: ``count`` rows per batch."""
 
     def __init__(self, folder: Path) -> None:
         self.count = 1000
@@ -95,24 +96,14 @@ class Packed:
         return self._pack(self._dataset.__getitems__(rows))
 
 
-class Matmul:
-    def __init__(self) -> None:
-        self.count = 1
-        self._matrix = torch.rand(512, 512)
-
-    def __call__(self, batch: object = None) -> None:
-        for _ in range(self.count):
-            torch.mm(self._matrix, self._matrix)
+def matmul() -> Repeated:
+    matrix = torch.rand(512, 512)
+    return Repeated(lambda: torch.mm(matrix, matrix))
 
 
-class SmallOps:
-    def __init__(self) -> None:
-        self.count = 1
-        self._vector = torch.rand(64)
-
-    def __call__(self, batch: object = None) -> None:
-        for _ in range(self.count):
-            self._vector.add(1.0).mul(2.0).tanh()
+def small_ops() -> Repeated:
+    vector = torch.rand(64)
+    return Repeated(lambda: vector.add(1.0).mul(2.0).tanh())
 
 
 def sleep(batch: object = None) -> None:
@@ -196,14 +187,14 @@ def compare(
 def measure_overlap(report: Report, folder: Path, num_steps: int, rounds: int) -> None:
     packed = Packed(folder)
     collators: dict[str, Callable[[], Any]] = {
-        "NumPy": lambda: calibrated(Sort(), _COLLATE),
+        "NumPy": lambda: calibrated(sorting(), _COLLATE),
         "half Python": Halves,
         "PackedCollator": lambda: calibrated(packed, _COLLATE),
     }
     steps: dict[str, Callable[[], Any]] = {
         "sleep": lambda: sleep,
-        "matmul": lambda: calibrated(Matmul(), _STEP),
-        "small ops": lambda: calibrated(SmallOps(), _STEP),
+        "matmul": lambda: calibrated(matmul(), _STEP),
+        "small ops": lambda: calibrated(small_ops(), _STEP),
     }
     rows = []
     for step_name, make_step in steps.items():
@@ -228,7 +219,7 @@ def measure_overlap(report: Report, folder: Path, num_steps: int, rounds: int) -
             if key == "PackedCollator under small ops":
                 report.target(f"collate time hidden: {key}, 1 worker", 100 * shares[2], "%", 90)
     note = (
-        f"ms a step, medians of {rounds} runs of {num_steps} steps. PackedCollator: about "
+        f"ms per step, medians of {rounds} runs of {num_steps} steps. PackedCollator: about "
         f"{packed.count} examples a batch with the lengths of {packed.what}. The targets are on "
         "steps that release the GIL; the other rows show what happens when the step needs it too: "
         "Python gives it up only every 5 ms (sys.setswitchinterval). There a worker process hides "
@@ -268,7 +259,7 @@ def measure_overhead(report: Report, rounds: int, step_seconds: float, num_steps
     bare = times["DataLoader"].median
     more = {name: 1e3 * (t.median - bare) for name, t in times.items()}
     rows = [[name, *t.cells(), f"{more[name]:.4f}"] for name, t in times.items()]
-    note = f"ms a step, {rounds} epochs of {num_steps} steps, {step} (sleep), collate_fn=len."
+    note = f"ms per step, {rounds} epochs of {num_steps} steps, {step} (sleep), collate_fn=len."
     header = ["loader", "median", "quartiles", "minimum", "more than DataLoader"]
     report.table(f"Overhead, {step}", header, rows, note)
     for way in ("prefetch off", "prefetch on"):
@@ -278,13 +269,13 @@ def measure_overhead(report: Report, rounds: int, step_seconds: float, num_steps
 def main() -> None:
     parser = arguments(__doc__, rounds=7)
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with real lengths")
-    parser.add_argument("--steps", type=int, default=30, help="steps a run")
+    parser.add_argument("--steps", type=int, default=30, help="steps per run")
     options = parser.parse_args()
     torch.set_num_threads(1)
     claim = (
         "With a 20 ms collate under a 25 ms step that releases the GIL, at least 95% of the "
         "collate time is hidden; under small Python ops one worker hides 90% of PackedCollator's; "
-        "loader overhead a step under 0.2 ms. Medians of alternating runs in one process."
+        "loader overhead under 0.2 ms per step. Medians of alternating runs in one process."
     )
     report = Report("loader", claim)
     measure_overhead(report, options.rounds, step_seconds=0, num_steps=2000)

@@ -142,7 +142,7 @@ def growth(report: Report, folder: Path, rounds: int) -> None:
         rows.append([f"{count:,}", *seconds.cells(), ns, f"{gigabytes:.2f}", f"{process:.2f}"])
     report.target("10,000,000 lengths on one core", seconds.median, "< s", 4)
     report.target("10,000,000 lengths, memory", gigabytes, "< GB", 1)
-    header = ["lengths", "median", "quartiles", "minimum", "ns a length", "GB", "GB, whole process"]
+    header = ["lengths", "median", "quartiles", "minimum", "ns per length", "GB", "GB, process"]
     note = "ms, first plan of a new process on one core, best fit, the real mix."
     report.table("Growth", header, rows, note)
 

@@ -1,4 +1,4 @@
-"""What packing a stream costs an example, by the kind of source, next to packing all of it offline.
+"""What packing a stream costs per example, by kind of source, next to packing all of it offline.
 
 Claimed: over columns (a TokenizedDataset, a datasets.Dataset) a stream costs at most 1.5 times the
 collation of the same rows, planned beforehand.
@@ -12,7 +12,6 @@ collates them. "no batch" is the stream over columns without reading and collati
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import torch
-from harness import Report, alternate, arguments
+from harness import Report, alternate, arguments, timed
 from samples import DEFAULT_DATA, real_mix
 
 from torch_collate_kit import PackedCollator
@@ -45,7 +44,7 @@ def table_of(lengths: np.ndarray) -> pa.Table:
 
 
 class Unmade(PackedIterableDataset):
-    """Which examples make a batch, and no batch."""
+    """Plans batches and collates none."""
 
     def _collate(self, reader: Any, entries: Any) -> Any:
         return {}
@@ -83,29 +82,16 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     lengths, what = real_mix(options.data, options.examples, longest=_MAX_TOKENS)
-
-    def timed(run: Callable[[], object]) -> Callable[[], float]:
-        def seconds() -> float:
-            began = time.perf_counter()
-            run()
-            return time.perf_counter() - began
-
-        return seconds
-
     runs = {name: timed(run) for name, run in runs_over(lengths).items()}
     times = alternate(runs, rounds=options.rounds, warm_up=1)
     report = Report("stream", "Over columns, packing a stream costs little more than collating it.")
     report.times("pass", times)
-    each = {name: 1e6 / len(lengths) for name in times}
     rows = [
-        [
-            name,
-            *(f"{seconds * each[name]:.1f}" for seconds in (t.median, t.lower_quartile, t.least)),
-        ]
+        [name, *(f"{1e6 * s / len(lengths):.1f}" for s in (t.median, t.lower_quartile, t.least))]
         for name, t in times.items()
     ]
     note = (
-        f"us an example, {options.rounds} passes over {len(lengths):,} lengths drawn from {what}."
+        f"us per example, {options.rounds} passes over {len(lengths):,} lengths drawn from {what}."
     )
     report.table("A pass", ["source", "median", "lower quartile", "minimum"], rows, note)
     for name in ("TokenizedDataset", "datasets.Dataset"):

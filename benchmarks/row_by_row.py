@@ -1,4 +1,4 @@
-"""The strongest plain version: NumPy, arrays allocated once, one slice assignment a field and row.
+"""The strongest plain version: NumPy, arrays allocated once, a slice assignment per field and row.
 
 What somebody writes who knows NumPy and has no library: the batch contract's fields, the same
 values and dtypes as the collators of the kit, no checks of the input. Two ways to fill rows:
@@ -140,7 +140,7 @@ def padded(examples: Sequence[Example]) -> dict[str, Any]:
 
 
 def rollouts(examples: Sequence[Example]) -> dict[str, Any]:
-    """The fields of ``RolloutCollator(0)`` for rollouts with log-probs and a reward a token."""
+    """The fields of ``RolloutCollator(0)`` for rollouts with log-probs and a reward per token."""
     prompts = [len(example["prompt_ids"]) for example in examples]
     responses = [len(example["response_ids"]) for example in examples]
     lengths = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]

@@ -39,7 +39,7 @@ _WARM_UP, _DELIVERED = 4, 12  # batches of a run through a worker: not timed, ti
 
 
 def columns_of(examples: Examples) -> dict[str, Ragged]:
-    """What a TokenizedDataset hands over: one array a field."""
+    """What a TokenizedDataset hands over: one array per field."""
     return {name: Ragged.from_rows([e[name] for e in examples]) for name in examples[0]}
 
 
@@ -112,10 +112,8 @@ def compare(
     )
     report.times(heading, times)
     median = {name: t.median for name, t in times.items()}
-    median |= {f"{stage}, {name}": median[name] for stage in ("collate", "ready") for name in plain}
-    median |= {
-        f"{stage}, {name}": median[name] for stage in ("collate", "ready") for name in floors
-    }
+    for stage in ("collate", "ready"):  # they have no other call
+        median |= {f"{stage}, {name}": median[name] for name in (*plain, *floors)}
     stages = ("collate", "ready", "delivered")
     rows = []
     for name in (*makers, *floors):
