@@ -68,18 +68,6 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if not examples:
         return []
     rollouts = read_rollouts(examples)
-    uids, last = _checked_groups(rollouts)
-    chains = [[0]]
-    for i in range(1, len(examples)):
-        if uids[i] == uids[i - 1] and not last[i - 1] and _continues(rollouts, i - 1, i):
-            chains[-1].append(i)
-        else:
-            chains.append([i])
-    return [_merged(examples, rollouts, chain) for chain in chains]
-
-
-def _checked_groups(rollouts: ExampleColumns) -> tuple[list[Any], list[bool]]:
-    """Uids and flags of the steps."""
     found = rollouts.per_example
     for key, name in (("uid", "uids"), ("is_last_step", "is_last_step")):
         if name not in found:
@@ -90,7 +78,13 @@ def _checked_groups(rollouts: ExampleColumns) -> tuple[list[Any], list[bool]]:
     if "trajectory_ids" in found:
         names = list(zip(uids, found["trajectory_ids"], strict=True))
         checked_trajectory_ids(names, np.array(last), np.arange(len(last)), row="example")
-    return uids, last
+    chains = [[0]]
+    for i in range(1, len(examples)):
+        if uids[i] == uids[i - 1] and not last[i - 1] and _continues(rollouts, i - 1, i):
+            chains[-1].append(i)
+        else:
+            chains.append([i])
+    return [_merged(examples, rollouts, chain) for chain in chains]
 
 
 def _num_prompt(rollouts: ExampleColumns, step: int) -> int:

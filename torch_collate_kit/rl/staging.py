@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Sized
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -20,13 +20,7 @@ from torch_collate_kit.rl.boundaries import checked_boundaries
 __all__ = ["stage_mini_batches", "unstage"]
 
 
-class _RowCounts(NamedTuple):
-    """int64 [B] each; None where the batch does not say."""
-
-    is_dummy: np.ndarray  # bool: a row that was added before
-    tokens: np.ndarray | None
-    loss_tokens: np.ndarray | None
-    costs: np.ndarray | None
+_PerRow = np.ndarray | None  # [B]; None where the batch does not say
 
 
 def stage_mini_batches(
@@ -72,8 +66,8 @@ def stage_mini_batches(
     checked_int("dp_size", dp_size, hint="1 means no data parallelism")
     checked_choice("balance", balance, ("tokens", "attention", None))
     edges = checked_boundaries(boundaries, len(batch))
-    counts = _row_counts(batch, balance)
-    return [_stage(batch, a, b, dp_size, counts) for a, b in pairwise(edges)]
+    totals, costs = _row_counts(batch, balance)
+    return [_stage(batch, a, b, dp_size, totals, costs) for a, b in pairwise(edges)]
 
 
 def unstage(staged: Sequence[Sequence[Batch]], outputs: Sequence[Sequence[Any]]) -> Any:
@@ -124,63 +118,62 @@ def unstage(staged: Sequence[Sequence[Batch]], outputs: Sequence[Sequence[Any]])
     return take(cat(parts), order)
 
 
-def _stage(batch: Batch, start: int, stop: int, dp_size: int, counts: _RowCounts) -> list[Batch]:
+def _stage(
+    batch: Batch, start: int, stop: int, dp_size: int, totals: dict[str, _PerRow], costs: _PerRow
+) -> list[Batch]:
     whole = batch[start:stop]
-    is_dummy = counts.is_dummy[start:stop]
     whole.row_metadata["row_indices"] = np.arange(start, stop, dtype=np.int64)
-    metadata = whole.metadata
-    metadata["num_dummy_rows"] = int(is_dummy.sum())
-    metadata["num_examples"] = _num_examples(whole, is_dummy)
-    for name, per_row in (("num_tokens", counts.tokens), ("num_loss_tokens", counts.loss_tokens)):
+    metadata, examples = whole.metadata, whole.row_metadata.get("example_indices")
+    for name, per_row in totals.items():
         metadata.pop(name, None)
         if per_row is not None:
             metadata[name] = int(per_row[start:stop].sum())
-    if counts.loss_tokens is not None and metadata.get("loss_mask_divisor", 1) != 1:
+    metadata["num_examples"] = len(whole) - metadata["num_dummy_rows"]
+    if isinstance(examples, Ragged):  # a packed row holds several
+        metadata["num_examples"] = len(np.unique(np.asarray(examples.to("cpu").values)))
+    if "num_loss_tokens" in metadata and metadata.get("loss_mask_divisor", 1) != 1:
         whole = whole.divide_loss_mask(max(metadata["num_loss_tokens"], 1))
     mini = whole.pad_rows(multiple_of=dp_size)
     mini.row_metadata["row_indices"][stop - start :] = -1
-    if counts.costs is not None:
-        costs = np.append(counts.costs[start:stop], np.zeros(len(mini) - len(whole), np.int64))
-        mini = mini.select(over_ranks(costs, len(mini), dp_size, keep_order=False))
+    if costs is not None:
+        own = np.append(costs[start:stop], np.zeros(len(mini) - len(whole), np.int64))
+        mini = mini.select(over_ranks(own, len(mini), dp_size, keep_order=False))
     widths = cells_per_row(mini)
     if widths is not None:
         mini.metadata["row_widths"] = widths.reshape(dp_size, -1)
     return mini.chunk(dp_size)
 
 
-def _num_examples(rows: Batch, is_dummy: np.ndarray) -> int:
-    pieces = rows.row_metadata.get("example_indices")  # a packed row holds several examples
-    if isinstance(pieces, Ragged):
-        return len(np.unique(np.asarray(pieces.to("cpu").values)))
-    return int((~is_dummy).sum())
-
-
-def _row_counts(batch: Batch, balance: str | None) -> _RowCounts:
-    """For all mini-batches at once, since the device may have to be read."""
-    is_dummy = np.zeros(len(batch), dtype=bool)
+def _row_counts(batch: Batch, balance: str | None) -> tuple[dict[str, _PerRow], _PerRow]:
+    """What metadata count, per row, and the costs to balance; the device is read here, once."""
+    is_dummy = np.zeros(len(batch), dtype=bool)  # rows that were added before
     responses = batch.num_tokens_per_row("responses")
     if "response_mask" in batch:
         counts = _nonzero_cells(batch["response_mask"]) if responses is None else responses
         is_dummy |= counts == 0
-    tokens = costs = None
-    lengths = batch.get("sub_seq_lengths")
-    if isinstance(lengths, Ragged):
-        on_host = lengths.to("cpu")
-        is_dummy |= on_host.lengths == 0
-        pieces = np.asarray(on_host.values, dtype=np.int64)
-        tokens = _row_sums(pieces, on_host.offsets)
-        costs = _row_sums(attention_cost(pieces), on_host.offsets)
+    given, pieces = batch.get("sub_seq_lengths"), None
+    if isinstance(given, Ragged):
+        pieces = given.to("cpu")
+        is_dummy |= pieces.lengths == 0
     elif "attention_mask" in batch:
-        tokens = np.where(is_dummy, 0, _nonzero_cells(batch["attention_mask"]))
-        costs = attention_cost(tokens)
-    if balance == "tokens":
-        costs = tokens
-    if balance is not None and costs is None:
+        lengths = np.where(is_dummy, 0, _nonzero_cells(batch["attention_mask"]))
+        pieces = Ragged(lengths, np.arange(len(batch) + 1))
+    elif balance is not None:
         raise ValueError(
             f"balance={balance!r} needs the lengths of the rows, but the batch has neither "
             f"sub_seq_lengths nor attention_mask, only {list(batch)}; pass balance=None"
         )
-    return _RowCounts(is_dummy, tokens, batch.num_loss_tokens_per_row(), costs if balance else None)
+    tokens = costs = None
+    if pieces is not None:
+        lengths = np.asarray(pieces.values, dtype=np.int64)
+        tokens = _row_sums(lengths, pieces.offsets)
+        costs = _row_sums(attention_cost(lengths), pieces.offsets)
+    totals = {
+        "num_dummy_rows": is_dummy,
+        "num_tokens": tokens,
+        "num_loss_tokens": batch.num_loss_tokens_per_row(),
+    }
+    return totals, {"tokens": tokens, "attention": costs, None: None}[balance]
 
 
 def _nonzero_cells(field: Tensor) -> np.ndarray:
