@@ -204,8 +204,10 @@ def column_of(name: str, column: Any) -> ListColumn | NumberColumn:
         return ListColumn(name, column.values.dtype, [column])
     if isinstance(column, np.ndarray):
         return NumberColumn(name, column.dtype, column)
+    import pyarrow as pa
+
     kind = column.type
-    is_list = _is_list(kind)
+    is_list = isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
     dtype = _dtype(kind.value_type if is_list else kind)
     if dtype is None:
         raise DataError(
@@ -213,13 +215,6 @@ def column_of(name: str, column: Any) -> ListColumn | NumberColumn:
             "row, or one number: cast it, or leave it out with columns="
         )
     return ListColumn(name, dtype, column.chunks) if is_list else NumberColumn(name, dtype, column)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    from pyarrow import types
-
-    kinds = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-    return any(is_kind(kind) for is_kind in kinds)
 
 
 def _dtype(kind: pa.DataType) -> np.dtype[Any] | None:

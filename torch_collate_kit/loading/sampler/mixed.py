@@ -183,6 +183,4 @@ class MixedSampler(EpochSampler):
                 f"state has taken={taken!r}, which is not in the proportions of weights="
                 f"{[str(weight) for weight in self._weights]}; pass what state_dict() gave"
             )
-        self._marks[step] = Mark(
-            tuple(taken), used
-        )  # the marks so far are of the same stream: it fits
+        self._marks.setdefault(step, Mark(tuple(taken), used))

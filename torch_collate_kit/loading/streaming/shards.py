@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
@@ -184,9 +183,7 @@ def _is_iterable(source: Any) -> bool:
 
 
 def _is_datasets_stream(source: Any) -> bool:
-    """Whether it is a ``datasets.IterableDataset``; where it is, datasets is loaded already."""
-    datasets = sys.modules.get("datasets")
-    return datasets is not None and isinstance(source, datasets.IterableDataset)
+    return is_a(source, "datasets", "IterableDataset")
 
 
 def _node_of(source: Any) -> tuple[int, int] | None:
