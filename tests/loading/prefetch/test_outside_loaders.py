@@ -161,7 +161,7 @@ def test_what_a_stateful_loader_does_not_do(stateful):
             loader.set_epoch(3)
         with pytest.raises(TypeError, match="order is the StatefulDataLoader's own"):
             loader.reshuffle()
-        with pytest.raises(TypeError, match="shows at its end"):
+        with pytest.raises(TypeError, match="is known only at its end"):
             len(loader)
 
 

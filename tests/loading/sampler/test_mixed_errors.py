@@ -73,7 +73,7 @@ BAD_ARGUMENTS = [
     (
         {"batch_size": 64},
         ValueError,
-        "a source is gone through after 15 examples, fewer than batch_size=64, so that "
+        "a source ends after 15 examples, fewer than batch_size=64, so that "
         "stop='first' leaves no step; use stop='all', num_steps=..., or a lower batch_size",
     ),
     ({"batch_size": 3, "world_size": 2}, ValueError, "must be a multiple of world_size=2, got 3"),

@@ -1,7 +1,7 @@
-"""Columns of Arrow or NumPy chunks, looked at where they lie; rows are found by integers alone.
+"""Columns of Arrow or NumPy chunks, read in place.
 
-The price is about 2.5 KB of Python objects a chunk and column: 20 GB in chunks of 1,000 rows take
-some 50 MB.
+The cost is about 2.5 KB of Python objects per chunk and column of lists: 50 MB for 20 GB in chunks
+of 1,000 rows.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class ListColumn:
         return np.frombuffer(self._values[chunks[0]][starts[0] : stops[0]], dtype=self.dtype)
 
     def lengths_at(self, rows: np.ndarray, named: np.ndarray) -> np.ndarray:
-        """int64, of the given rows, and nothing of the others is looked at; no token is."""
+        """int64, of the given rows alone; reads no token."""
         starts, stops = self._bounds(*self._places(rows, named, look_inside=False))
         return (stops - starts).astype(np.int64)
 
@@ -136,7 +136,7 @@ class ListColumn:
         return pairs[:, 0], pairs[:, 1]
 
     def _bools(self, chunks: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """The bytes that hold the rows are copied, unpacked in one go, and of that the rows."""
+        """Copies the bytes that hold the rows, unpacks them at once, and takes the rows of that."""
         lengths, starts = stops - starts, starts + self._shifts[chunks]
         first, stop = starts >> 3, (starts + lengths + 7) >> 3
         packed = _joined(self._values, chunks, first, stop, np.uint8)
@@ -186,8 +186,8 @@ def _joined(
 ) -> np.ndarray:
     """The spans, one after the other: memoryviews take half the time of ndarrays.
 
-    A few at a time, for the garbage collector counts them: with 700 alive it starts, and in a
-    process with many objects it then takes longer than all the copying.
+    At most 128 at a time: with 700 of them alive the garbage collector would start, which in a
+    process with many objects takes longer than all the copying.
     """
     one = len(values) == 1
     views = repeat(values[0], len(chunks)) if one else map(values.__getitem__, chunks.tolist())
@@ -211,7 +211,7 @@ def column_of(name: str, column: Any) -> ListColumn | NumberColumn:
     dtype = _dtype(kind.value_type if is_list else kind)
     if dtype is None:
         raise DataError(
-            f"column {name} has the Arrow type {kind}; a column holds one flat list of numbers a "
+            f"column {name} has the Arrow type {kind}; a column holds one flat list of numbers per "
             "row, or one number: cast it, or leave it out with columns="
         )
     return ListColumn(name, dtype, column.chunks) if is_list else NumberColumn(name, dtype, column)

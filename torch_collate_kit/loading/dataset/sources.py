@@ -1,7 +1,7 @@
-"""What a TokenizedDataset may be made of, brought into one of four forms.
+"""The sources of a TokenizedDataset, converted to one of four forms.
 
 A ``datasets.Dataset``, a ``pyarrow.Table``, :class:`ArrowFiles`, or a dict of columns in memory:
-each with the kept columns alone, and each as cheap to send to a worker as it can be.
+each with only the kept columns, and as small to send to a worker as possible.
 """
 
 from __future__ import annotations
@@ -189,13 +189,13 @@ def _as_array(name: str, index: int, example: Mapping[str, Any]) -> np.ndarray:
 
 
 def is_a(value: Any, module: str, name: str) -> bool:
-    """isinstance without the import: who holds such an object has imported its module."""
+    """isinstance without an import: if there is such an object, its module is loaded."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name, ()))
 
 
 def to_state(source: Any) -> Any:
-    """What is pickled. A slice of a table would take the whole table along; the IPC format cuts."""
+    """What is pickled. Of a sliced table the IPC format holds the slice, pickle the whole table."""
     if not is_a(source, "pyarrow", "Table"):
         return source
     import pyarrow as pa

@@ -1,7 +1,7 @@
-"""Tokenised rows as columns: random reads without a Python object per token.
+"""Tokenized rows as columns: random reads without a Python object per token.
 
-A list column of Arrow is one flat array of values and one of offsets. Both are looked at where they
-lie (a memory-mapped file, a table, a slice of one), so a batch costs a memory view a row.
+A list column of Arrow is one flat array of values and one of offsets. Both are read in place, in a
+memory-mapped file or in memory, so a batch costs one memory view per row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch_collate_kit.reading.sft import read_columns
 
 __all__ = ["TokenizedDataset"]
 
-_ROWS_AT_A_TIME = 1000  # where all rows are gone through
+_ROWS_AT_A_TIME = 1000  # when all rows are read
 
 
 class TokenizedDataset(Dataset[dict[str, Any]]):
@@ -84,7 +84,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         self._columns = {name: column_of(name, source[name]) for name in names}
         tokens = self._columns["input_ids"]
         if not isinstance(tokens, ListColumn):
-            raise DataError("input_ids holds one number a row; it must be a list of token ids")
+            raise DataError("input_ids holds one number per row; it must be a list of token ids")
         self._tokens = tokens
         self._num_rows = len(tokens if self._mapping is None else self._mapping)
 
@@ -106,8 +106,8 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     def num_loss_tokens(self) -> np.ndarray:
         """Trained tokens of every row, as the collators count them: int64 [N], a new array.
 
-        Reads all targets once, a thousand rows at a time. No first token counts: nothing predicts
-        it. What a collator cuts off is counted here.
+        Reads all targets, a thousand rows at a time. First tokens do not count, since nothing
+        predicts them. What a collator would cut off does.
 
         Raises:
             DataError: a row that no collator would take.
@@ -138,7 +138,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         return {name: column.take(rows, named) for name, column in self._columns.items()}
 
     def _is_plain(self) -> bool:
-        """Whether its columns are what a collator wants of examples: lists, of ids integers."""
+        """Whether collators take its columns as they take examples: lists, and integer ids."""
         lists = {name for name, column in self._columns.items() if isinstance(column, ListColumn)}
         ids = [column.dtype for name, column in self._columns.items() if name in IDS]
         is_number = {name for name in self._columns if name == "num_actions"}

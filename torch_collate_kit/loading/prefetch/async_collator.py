@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class _Slot(NamedTuple):
-    """The one batch that is being built or waits to be taken."""
+    """The one batch that is being built, or that waits to be taken."""
 
     step: int
     generation: int  # how often clear() had been called when it was submitted
@@ -55,7 +55,7 @@ class AsyncBatchCollator(Generic[T]):
         self._is_shut_down = False
 
     def submit(self, step: int) -> None:
-        """Begin to build the batch of ``step`` on the thread."""
+        """Starts building the batch of ``step`` on the thread."""
         self._check_open("submit", step)
         if self._slot is not None:
             raise StateError(
@@ -66,7 +66,9 @@ class AsyncBatchCollator(Generic[T]):
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch_collate_kit")
             self._pid = os.getpid()
         future: Future[T] = Future()
-        self._slot = _Slot(step, self._generation, future)  # first: nothing flies unseen
+        self._slot = _Slot(
+            step, self._generation, future
+        )  # first: no batch is ever built unnoticed
         try:
             self._executor.submit(_compute_into, future, self._compute, step)
         except BaseException:  # Ctrl-C in here: either the thread has begun, or it never will
@@ -75,10 +77,10 @@ class AsyncBatchCollator(Generic[T]):
             raise
 
     def get(self, step: int) -> T:
-        """The batch of ``step``: waited for if it was submitted, else built here and now.
+        """The batch of ``step``. Waits for it if it was submitted, otherwise builds it now.
 
-        What ``compute`` raised is raised here, with the traceback of the thread, and the slot is
-        empty again. An interrupt while waiting leaves the batch in the slot.
+        An exception of ``compute`` is raised here, with the thread's traceback, and empties the
+        slot. An interrupt while waiting leaves the batch in the slot.
         """
         self._check_open("get", step)
         slot = self._slot
@@ -101,11 +103,10 @@ class AsyncBatchCollator(Generic[T]):
                 self._slot = None
 
     def clear(self) -> None:
-        """Wait until nothing is being built and drop what was; the slot is then empty.
+        """Waits until nothing is being built, and empties the slot.
 
-        What the dropped batch raised is dropped with it, except ``KeyboardInterrupt``,
-        ``SystemExit`` and their like, which are raised here. What another process builds is dropped
-        without waiting.
+        An exception of the dropped batch is dropped too, unless it is no ``Exception``
+        (``KeyboardInterrupt``, ``SystemExit``). In a forked process it does not wait.
         """
         self._generation += 1
         if self._slot is None or self._pid != os.getpid():
@@ -119,7 +120,7 @@ class AsyncBatchCollator(Generic[T]):
             raise error
 
     def shutdown(self) -> None:
-        """``clear()``, then end the thread, also if ``clear`` raises. May be called again."""
+        """``clear()``, then ends the thread, even if ``clear`` raises. May be called again."""
         self._is_shut_down = True
         try:
             self.clear()

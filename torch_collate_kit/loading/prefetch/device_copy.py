@@ -12,7 +12,7 @@ from torch_collate_kit.ragged import Ragged
 
 
 class Sent(NamedTuple):
-    """A batch on its way to the device, and what is recorded behind its copy on a CUDA stream."""
+    """A batch on its way to the device, and the event after its copy on a CUDA stream."""
 
     batch: Any
     copied: torch.cuda.Event | None
@@ -21,8 +21,8 @@ class Sent(NamedTuple):
 class DeviceCopy:
     """Sends batches from the thread that builds them, receives them in the one that trains.
 
-    On CUDA, ``send`` copies from page-locked memory on a stream of its own and waits for nothing;
-    ``receive`` makes the current stream of the consumer wait for the copy, not the consumer.
+    On CUDA, ``send`` copies from pinned memory on a separate stream without waiting. ``receive``
+    makes the consumer's current stream wait for the copy, not the consumer itself.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,8 +47,7 @@ class DeviceCopy:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(sent.copied)
             for part in _recordable(sent.batch):
-                # it was allocated on the other stream, which may not reuse it before this one is
-                # done with it
+                # allocated on the other stream, which must not reuse it before this one is done
                 part.record_stream(stream)
         return sent.batch
 
@@ -79,7 +78,7 @@ def _pin(part: Any) -> Any:
 
 
 def check_recordable(batch: Any) -> None:
-    """TypeError if an object in the batch would be copied to memory that cannot be seen."""
+    """TypeError if the memory of an object's copy could not be recorded."""
     for part in _recordable(batch):
         if not hasattr(part, "record_stream"):
             name = type(part).__name__
@@ -92,7 +91,7 @@ def check_recordable(batch: Any) -> None:
 
 
 def _recordable(value: Any) -> Iterator[Any]:
-    """The tensors of a batch, and its objects with a ``.to()`` of their own."""
+    """The tensors of a batch, and its other objects that have a ``.to()``."""
     if isinstance(value, Ragged):
         yield from _recordable(value.values)
     elif isinstance(value, Tensor) or hasattr(value, "record_stream"):

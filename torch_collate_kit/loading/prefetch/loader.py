@@ -67,7 +67,7 @@ class PrefetchLoader:
         self._run: _ReadAhead | None = None  # the epoch that is being read
         self._pid = 0  # of the process that reads it, or that has read last
         self._loop: object = None  # the loop that may draw from it
-        self._interrupt: BaseException | None = None  # of a thread, found where none can be raised
+        self._interrupt: BaseException | None = None  # of the thread, to be raised at the next call
         self._is_closed = False
 
     @property
@@ -76,10 +76,10 @@ class PrefetchLoader:
         return self._loader.position()[0] if self._run is None else self._run.epoch
 
     def __len__(self) -> int:
-        """Steps of the epoch that the loader stands in, those behind it included."""
+        """Steps of the current epoch, counted from its step 0."""
         num_steps = self._loader.num_steps() if self._run is None else self._run.num_steps
         if num_steps is None:
-            raise TypeError("the length of an epoch of this loader shows at its end")
+            raise TypeError("the length of an epoch of this loader is known only at its end")
         return num_steps
 
     def __iter__(self) -> Iterator[Any]:
@@ -90,9 +90,9 @@ class PrefetchLoader:
     ) -> Iterator[Any]:
         """The next ``num_steps`` batches, across epochs.
 
-        ``on_epoch(epoch)`` is called whenever an epoch is begun at its first step, before any of
-        its batches is built and while nothing reads the data, so it may change them (with
-        persistent workers, which keep their copy of the dataset, the change stays unseen).
+        ``on_epoch(epoch)`` is called at the first step of each epoch, before any of its batches is
+        built. Nothing reads the data then, so it may change them. Persistent workers keep their
+        copy of the dataset and do not see the change.
 
         Raises:
             StateError: epoch after epoch without a batch.
@@ -154,15 +154,15 @@ class PrefetchLoader:
         self._loader.end_epoch(run.epoch)
 
     def _stop_reading(self, run: _ReadAhead | None, *, move_back: bool = True) -> None:
-        """Wait for what is in flight and drop it; stand behind what the consumer has received."""
+        """Drops what is in flight; the position is then after what the consumer has received."""
         if run is not None and self._is_elsewhere():
-            return  # a fork has inherited it: the thread and the workers are its parent's
+            return  # in a fork: the thread and the workers are the parent's
         self._run = None
         if run is None:
             return
         try:
             run.stop()
-        except BaseException as error:  # a loop that is broken off has nobody to raise it to
+        except BaseException as error:  # a loop that is left early has nobody to raise it to
             self._interrupt = error
         if not move_back:
             return
@@ -172,11 +172,11 @@ class PrefetchLoader:
             self._loader.move_to(run.epoch, run.step, run.mark)
 
     def reshuffle(self) -> None:
-        """The rest of the epoch in a new order; first waits for what is in flight and drops it.
+        """Puts the rest of the epoch in a new order; drops what is in flight.
 
-        The data may be changed as soon as it returns, until the next batch is asked for. A loop
-        that is live goes on in the new order. Behind an epoch's last batch it is the next epoch
-        that changes. Resuming is exact: the order is a function of seed, epoch and steps.
+        A loop that is running continues in the new order, and the data may be changed until it asks
+        for the next batch. After an epoch's last batch the next epoch changes. Resuming is exact:
+        the order is a function of seed, epoch and steps.
         """
         self._check_open()
         self._stop_reading(self._run)
@@ -184,7 +184,7 @@ class PrefetchLoader:
         self._loader.reshuffle()
 
     def set_epoch(self, epoch: int) -> None:
-        """Stand at the beginning of ``epoch``; first waits for what is in flight and drops it."""
+        """Moves to the beginning of ``epoch``; drops what is in flight."""
         self._check_open()
         self._stop_reading(self._run)
         self._raise_interrupt()
@@ -198,7 +198,7 @@ class PrefetchLoader:
         return {"version": 1, "max_tokens": self._max_tokens, **at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position, exactly.
+        """Continues exactly from a saved position.
 
         Raises:
             StateError: another version, ``max_tokens``, dataset length, batch size, world size, or
@@ -223,7 +223,7 @@ class PrefetchLoader:
         self._raise_interrupt()
 
     def close(self) -> None:
-        """Wait for what is in flight, end the thread and the workers; may be called again."""
+        """Waits for what is in flight, then ends thread and workers. May be called again."""
         self._is_closed = True
         self._loop = None
         if self._is_elsewhere():
@@ -248,7 +248,7 @@ class PrefetchLoader:
             )
 
     def _is_elsewhere(self) -> bool:
-        """Whether it came here by a fork, and what it reads with belongs to the parent process."""
+        """Whether this is a fork, and the thread and workers belong to the parent process."""
         is_in_use = self._run is not None or self._loader.has_workers()
         return is_in_use and self._pid != os.getpid()
 

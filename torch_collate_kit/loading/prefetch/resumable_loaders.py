@@ -53,8 +53,7 @@ class _Loader:
 class _Steps:
     """Stands in for the sampler inside a DataLoader: an epoch that was begun before.
 
-    A DataLoader with workers calls ``iter(batch_sampler)`` twice for its first epoch, and
-    StatefulDataLoader takes what the sampler will yield next for its position.
+    A DataLoader with workers calls ``iter(batch_sampler)`` twice for its first epoch.
     """
 
     current: Iterator[Any]
@@ -130,7 +129,7 @@ class _SampledLoader(_Loader):
 
 
 class _StatefulLoader(_Loader):
-    """A loader that saves itself, as torchdata's StatefulDataLoader: its state is what counts.
+    """A loader that has a state of its own, such as torchdata's StatefulDataLoader.
 
     It runs ahead of the consumer, so its state is kept as a ``mark`` after every batch.
     """
@@ -138,7 +137,7 @@ class _StatefulLoader(_Loader):
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         self._epoch, self._step = 0, 0
-        self._mark: dict[str, Any] | None = None  # None: the loader itself stands there
+        self._mark: dict[str, Any] | None = None  # None: the loader itself is at the position
 
     def position(self) -> tuple[int, int]:
         return self._epoch, self._step
@@ -223,7 +222,7 @@ ResumableLoader: TypeAlias = _SampledLoader | _StatefulLoader
 
 
 def resumable_loader(loader: Any) -> ResumableLoader:
-    """By what the loader has: a sampler that can resume, or a state of its own."""
+    """Chosen by what the loader has: a resumable sampler, or a state of its own."""
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(loader, DataLoader) and isinstance(sampler, ResumableSampler):
         return _SampledLoader(loader, sampler)
@@ -237,7 +236,7 @@ def resumable_loader(loader: Any) -> ResumableLoader:
 
 
 def _check_lengths(loader: DataLoader[Any], sampler: ResumableSampler) -> None:
-    """A sampler of fewer examples would never read the rest."""
+    """ValueError if the sampler is for another number of examples: some would never be read."""
     num_examples = getattr(sampler, "num_examples", None)
     length = len(loader.dataset) if hasattr(loader.dataset, "__len__") else num_examples
     if type(num_examples) is int and num_examples != length:
@@ -249,10 +248,10 @@ def _check_lengths(loader: DataLoader[Any], sampler: ResumableSampler) -> None:
 
 
 def _end_workers(batches: Any) -> None:
-    """End the worker processes of a DataLoader's iterator now.
+    """Ends the worker processes of a DataLoader's iterator now.
 
-    Left to the garbage collector, which an exception's traceback may do, its queues are closed
-    before the workers are told to go, and it waits five seconds for each of them.
+    The garbage collector closes its queues before it stops the workers, and then waits five seconds
+    for each of them.
     """
     if hasattr(batches, "_shutdown_workers"):
         batches._shutdown_workers()
@@ -265,23 +264,23 @@ def _is_position(value: Any) -> bool:
 
 
 def _to_text(mark: dict[str, Any]) -> str:
-    """A loader's state as text: it holds tensors and tuples, which JSON does not know."""
+    """A loader's state as text: JSON has no tensors and tuples."""
     buffer = io.BytesIO()
     torch.save(mark, buffer)
     text = base64.b64encode(buffer.getvalue()).decode("ascii")
-    _from_text(text)  # what cannot be loaded is refused while there is something to be done
+    _from_text(text)  # refuses what cannot be loaded while it can still be fixed
     return text
 
 
 def _digest(text: str) -> str:
-    """torch.load takes many damaged files, and gives other numbers."""
+    """Needed because torch.load reads many damaged files, and returns other numbers."""
     return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest()
 
 
 def _from_text(text: str) -> dict[str, Any]:
     try:
         return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
-    except Exception as error:  # of any kind, where a file is not one of torch.save
+    except Exception as error:  # of any kind, if it is not a file of torch.save
         raise StateError(
             f"the loader's state cannot be read: {error}; a dataset's state_dict may hold numbers, "
             "strings, tensors, and lists, tuples and dicts of these"

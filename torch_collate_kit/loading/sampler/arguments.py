@@ -1,4 +1,4 @@
-"""Checks on a sampler's arguments, and which part of a batch is a rank's."""
+"""Checks of arguments and states, seeded orders, and each rank's part of a batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rank_slice(num_examples: int, rank: int, world_size: int) -> slice:
 
 
 def seeded_generator(*words: int) -> np.random.Generator:
-    """A generator of its own for each (seed, epoch, ...)."""
+    """A generator that depends on (seed, epoch, ...)."""
     return np.random.default_rng(np.random.SeedSequence(words))
 
 
@@ -72,7 +72,7 @@ def checked_tail(tail: str, drop_last: bool) -> str:
 
 
 def checked_order(indices: npt.ArrayLike, epoch: int, length: int) -> Indices:
-    """A user's order as its own read-only int64 array, after a look at every index."""
+    """A user's order as a read-only int64 array, copied and checked."""
     what = f"order(epoch={epoch}, rng)"
     array = np.asarray(indices)
     if array.ndim != 1:
@@ -95,7 +95,7 @@ def checked_order(indices: npt.ArrayLike, epoch: int, length: int) -> Indices:
 
 
 def digest_of(counts: Sequence[Indices]) -> str:
-    """What tells the counts of examples, such as their lengths, from others in a state."""
+    """A digest of counts per example, such as lengths, by which a state tells them from others."""
     found = hashlib.blake2b(digest_size=16)
     for of_source in counts:
         found.update(of_source.astype("<i8").tobytes())

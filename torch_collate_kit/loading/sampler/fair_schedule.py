@@ -43,7 +43,7 @@ class Mixture:
         self._orders: dict[int, tuple[int, Indices]] = {}
 
     def order(self, source: int, turn: int) -> Indices:
-        """The order in which a source is gone through for the ``turn``-th time: int64."""
+        """The order in which a source is read for the ``turn``-th time: int64."""
         kept = self._orders.get(source)
         if kept is None or kept[0] != turn:
             order = order_of(self.sizes[source], self._shuffle, self._seed, source, turn)
@@ -83,7 +83,7 @@ class Mixture:
         )
 
     def num_examples(self, *, last: bool) -> Fraction:
-        """Examples in which the first (or the last) source is gone through once, on average."""
+        """Examples until the first (or the last) source has been read once, on average."""
         shares = sum(self.weights)
         turns = [Fraction(u, w) for u, w in zip(self.num_units, self.weights, strict=True)]
         turn = max(turns) if last else min(turns)  # in units of all sources: times shares
@@ -106,10 +106,10 @@ class Cursor:
         return Mark(tuple(self._taken), tuple(self._used))
 
     def picks(self, count: int) -> list[tuple[int, int]]:
-        """Takes examples: their sources, and how many were taken from that source before.
+        """Takes ``count`` examples: the source of each, and how many were taken from it before.
 
-        A source whose next example would put it ahead by a whole example has to wait. Of the
-        others, the one whose share first reaches the end of its next example; the lowest on a tie.
+        A source that the next example would put ahead by a whole example has to wait. Of the
+        others, that one is next whose share reaches the end of its next example first.
         """
         weights, shares, done = self._mixture.weights, self._shares, self._done
         taken, used, following = self._taken, self._used, self._next

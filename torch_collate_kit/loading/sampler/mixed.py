@@ -1,9 +1,8 @@
 """Several datasets mixed by weight, resumable at any step.
 
-Which source comes next is decided by a rule, not drawn: every prefix of the stream then has the
-proportions asked for, to one example, where random draws are off by the root of its length, and a
-rare source comes at even distances. The rule is the P-fair schedule (worst-case fair queueing, when
-examples have sizes).
+Which source comes next is decided by a rule, not drawn at random. So every prefix of the stream has
+the proportions asked for, to one example, and a rare source comes at even distances. The rule is
+the P-fair schedule (worst-case fair queueing, if examples have sizes).
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class MixedSampler(EpochSampler):
         self._num_examples = self._mixture.num_examples(last=self._stop == "all")
         if self._num_steps(0) < 1:
             raise ValueError(
-                f"a source is gone through after {float(self._num_examples):.4g} examples, fewer "
+                f"a source ends after {float(self._num_examples):.4g} examples, fewer "
                 f"than batch_size={self._num_global}, so that stop='first' leaves no step; use "
                 "stop='all', num_steps=..., or a lower batch_size"
             )
@@ -132,7 +131,7 @@ class MixedSampler(EpochSampler):
         return cursor
 
     def _keep_mark(self, cursor: Cursor, step: int) -> None:
-        """Remembers the way so far, now and then: states lie before where the iterator is."""
+        """Keeps a mark now and then, since states are asked for steps before the iterator."""
         if step % max(1, _PICKS_PER_MARK // self._num_global) == 0:
             self._marks[step] = cursor.mark()
 

@@ -1,4 +1,4 @@
-"""Batch samplers that can be stopped at any step: epochs and steps handed out, saved, checked."""
+"""Batch samplers that can be stopped and resumed at any step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NEW_RUN = "build the sampler with the arguments of the saved run, or start with
 class ResumableSampler(Protocol):
     """A batch sampler that can be resumed at any step: what ``PrefetchLoader`` needs.
 
-    One ``iter()`` is one epoch, fixed when it is made, and makes ``epoch`` the one after it. A
-    consumer that counts its batches saves ``state_at(epoch, batches)``: the live ``state_dict()``
-    is ahead of it. Has no attribute ``batch_size``: Accelerate would read it and lose batches. With
-    an int ``num_examples`` it is compared with the length of the dataset.
+    One ``iter()`` is one epoch, which is fixed then, and ``epoch`` becomes the next one. A consumer
+    counts its batches and saves ``state_at(epoch, batches)``, since ``state_dict()`` is ahead of
+    it. It must not have an attribute ``batch_size``: Accelerate would read it and lose batches. An
+    int ``num_examples`` is compared with the length of the dataset.
 
     >>> from torch_collate_kit.loading import PrefetchingSampler
     >>> isinstance(PrefetchingSampler(10, batch_size=4), ResumableSampler)
@@ -58,8 +58,8 @@ class ResumableSampler(Protocol):
 class StepIterator(Iterator[Any]):
     """The steps of one epoch from ``first`` on; ``drawn`` once a step has been asked for.
 
-    Has a state of its own, its position, because torchdata's StatefulDataLoader saves that of the
-    iterator: the sampler's is ahead by the rest of the epoch.
+    Its state is its position, which torchdata's StatefulDataLoader saves: the sampler's is ahead by
+    the rest of the epoch.
     """
 
     def __init__(self, sampler: EpochSampler, plan: Plan, epoch: int, first: int) -> None:
@@ -93,7 +93,7 @@ class EpochSampler(ABC):
     """The part of a resumable batch sampler that does not depend on what is in a batch."""
 
     def __init__(self, batch_size: int, num_parts: int, seed: int, shuffle: bool) -> None:
-        """``num_parts``: what a full batch is a multiple of."""
+        """``batch_size`` must be a multiple of ``num_parts``."""
         self._num_global = checked_batch_size(batch_size, num_parts)
         self._seed = checked_word("seed", seed)
         self._shuffle = checked_bool("shuffle", shuffle)
@@ -107,7 +107,7 @@ class EpochSampler(ABC):
 
     @abstractmethod
     def _plan(self, epoch: int, step: int) -> Plan:
-        """Makes the batches of an epoch from ``step`` on, the same at each call."""
+        """A function that yields the batches of an epoch from ``step`` on, the same each time."""
 
     def _fits(self) -> dict[str, Any]:
         """What a state must have in common with this sampler."""
@@ -119,7 +119,7 @@ class EpochSampler(ABC):
 
     @abstractmethod
     def _load_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
-        """Takes the ``_extra`` of a state that fits; StateError, and nothing changed, if wrong."""
+        """Takes over the ``_extra`` of a state; StateError, and nothing changed, if it is wrong."""
 
     @property
     def epoch(self) -> int:
@@ -138,8 +138,8 @@ class EpochSampler(ABC):
     def __iter__(self) -> StepIterator:
         """Begins the next epoch, from its start step.
 
-        An iterator that nothing was drawn from does not count: a DataLoader with workers calls
-        ``iter()`` twice for its first epoch, and must get the same one.
+        An iterator from which nothing was drawn does not count: a DataLoader with workers calls
+        ``iter()`` twice for its first epoch.
         """
         epoch, step = self._position()
         undrawn = self._latest is not None and not self._latest.drawn
@@ -159,17 +159,17 @@ class EpochSampler(ABC):
         self._jump(*self._checked_position(epoch, step))
 
     def may_look_ahead(self, step: int) -> bool:
-        """Whether the step after ``step`` may be prepared now, in the epoch begun last.
+        """Whether the step after ``step`` of the epoch begun last may be prepared now.
 
-        Before the first ``iter()``, or after a jump, it is the epoch that the next one yields.
-        False at the epoch's last step: what follows may still be set or reshuffled.
+        Before the first ``iter()`` or after a jump, of the next epoch. False at an epoch's last
+        step, since the next epoch may still be changed.
         """
         step = checked_int("step", step, minimum=0)
         return step + 1 < self._num_steps(self._latest.epoch if self._latest else self._epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next ``iter()``; a consumer saves :meth:`state_at` instead."""
-        return self._state_at(*self._position())  # without the length of an epoch not begun yet
+        return self._state_at(*self._position())  # does not ask for the length of the next epoch
 
     def state_at(self, epoch: int, step: int) -> dict[str, Any]:
         """The state with ``step`` steps of ``epoch`` consumed; small JSON.
@@ -184,7 +184,7 @@ class EpochSampler(ABC):
         return {**where, **self._extra(epoch, step), **self._fits()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next ``iter()`` goes on where the state was saved. Checked before it is taken.
+        """The next ``iter()`` goes on where the state was saved.
 
         Raises:
             StateError: the state is of another sampler, or no state; nothing has been changed.

@@ -73,11 +73,10 @@ class OrderedSampler(EpochSampler):
     def reshuffle(self) -> None:
         """Puts the rest of the epoch, from the next ``iter()``'s position on, in a new order.
 
-        A pure function of (seed, epoch, how often the epoch was reshuffled), recorded in the state.
-        Examples carried over from the epoch before by ``tail="wrap"`` stay first. An iterator made
-        before still yields the old order: drop it. A loader in the middle of an epoch first calls
-        ``set_epoch(epoch, step=batches consumed)``. A jump to a position before a reshuffle
-        forgets it.
+        It is a function of (seed, epoch, number of reshuffles of the epoch), and recorded in the
+        state. Examples carried over by ``tail="wrap"`` stay first. An iterator made before still
+        yields the old order. In the middle of an epoch, call
+        ``set_epoch(epoch, step=batches_consumed)`` first. A jump to before a reshuffle undoes it.
 
         >>> from torch_collate_kit.loading.sampler import PrefetchingSampler
         >>> sampler = PrefetchingSampler(6, batch_size=2, shuffle=False)
@@ -136,7 +135,7 @@ class OrderedSampler(EpochSampler):
         return epoch
 
     def _order(self, epoch: int) -> Indices:
-        """The indices of an epoch before any reshuffle: int64, read only where it is kept."""
+        """The indices of an epoch before any reshuffle: int64."""
         if self._user_order is None:
             return order_of(self._length, self._shuffle, self._seed, epoch)
         if self._user_latest is None or self._user_latest[0] != epoch:
@@ -160,7 +159,9 @@ class OrderedSampler(EpochSampler):
         carried: list[Indices] = []
         while missing:
             before -= 1
-            part = self._reshuffled(before)[-missing:].copy()  # no view: the rest is let go
+            part = self._reshuffled(before)[
+                -missing:
+            ].copy()  # not a view, which would keep the rest
             carried.insert(0, part)
             missing -= len(part)
         stream = self._reshuffled(epoch)

@@ -1,9 +1,8 @@
 """A stream of examples into packed batches, through a bounded buffer.
 
-The stream is cut into windows of some eight buffers. Poor rows wait within a window, and all of it
-is given out at its end, so the state is the place where the window began and the number of batches
-given out since: no token, no list of what waits. The price: a resumed pass reads up to a window
-again, and an example is packed some three times (5-30 us).
+The stream is cut into windows of eight buffers, and a window is given out completely before the
+next begins. So the state is the place where the window began and the number of batches since: no
+tokens, no list of what waits. The cost: a resumed pass reads up to a window again.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _NUM_BUFFERS = 8  # of a window; 4 lose 0.9% on lengths spread evenly, for half 
 
 @dataclass
 class _Position:
-    """Where a pass stands: where its window began, and the batches since."""
+    """The position of a pass: where its window began, and the batches since."""
 
     place: Place = field(default_factory=Place)
     num_batches: int = 0
@@ -133,11 +132,11 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the newest pass stands: the next batch is the first one after it.
+        """The position of the newest pass, after the last batch that it has given out.
 
         The window began after ``num_read`` examples of the source (``source`` is its own state
-        there, or None) and ``start`` tokens of the next one; ``num_batches`` batches were given out
-        since. Besides, ``version`` and the settings that a dataset must share to load it.
+        there, or None) and ``start`` tokens of the next; ``num_batches`` is counted from there. It
+        also holds ``version`` and the settings that must be the same.
         """
         if self._saved is not None:
             return copy.deepcopy(dict(self._saved))
@@ -147,16 +146,16 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         return copy.deepcopy({"version": _VERSION, **settings, **counts})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next ``iter()`` go on where ``state`` was taken.
+        """The next ``iter()`` goes on where ``state`` was taken.
 
         Raises:
-            StateError: it does not fit, says what differs; nothing has been changed.
+            StateError: the state does not fit; the message says what differs, nothing has changed.
         """
         self._position_of(state)
         self._saved = copy.deepcopy(dict(state))
 
     def _settings(self) -> dict[str, Any]:
-        """What a state must share with the dataset it is loaded into: all that shapes batches."""
+        """All that shapes batches; a state must have the same."""
         worker, collator = get_worker_info(), self.collator
         rank, world_size = self._stream.node
         return {
@@ -239,8 +238,8 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             position.num_batches += 1
             if next_window is not None:
                 position.place, position.num_batches = next_window, 0
-            del planned  # or its entries would be held on top of the next buffer
-            yield batch  # the position is behind it when the consumer gets it
+            del planned  # its entries would be held beside the next buffer
+            yield batch  # when the consumer gets it, the position is after it
 
     def _collate(self, reader: Reader, planned: PlannedEntries) -> Batch | dict[str, Any]:
         try:

@@ -1,9 +1,9 @@
 """What waits in the buffer, as arrays: examples, or pieces of those that were split.
 
-Two readers make them. A source of columns is read by integers alone: an entry says which tokens of
-which row, and the tokens are copied once, when their batch is made. Any other source is read
-example by example, and an entry holds its example. Nothing is cut here: the collator takes of an
-example the tokens that the plan names.
+There are two readers. Of a source of columns only lengths are read: an entry says which tokens of
+which row it is, and the tokens are copied once, when their batch is made. Any other source is read
+example by example, and an entry holds its example. Nothing is cut here: the collator takes those
+tokens of an example that the plan names.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ ENTRY = np.dtype(
         ("start", np.int64),  # its first token in the example
         ("num_tokens", np.int64),
         ("is_piece", np.bool_),
-        ("num_read", np.int64),  # where a pass goes on that has given out all up to this entry:
-        ("next_start", np.int64),  # the fields of its Place
+        ("num_read", np.int64),  # the Place after this entry:
+        ("next_start", np.int64),  # ...
         ("source", np.object_),
         ("example", np.object_),  # the whole of it; None where rows are read by position
     ]
@@ -39,12 +39,12 @@ ENTRY = np.dtype(
 
 
 def place_after(entry: Any) -> Place:
-    """Where a pass goes on that has given out all up to this entry."""
+    """Where a pass continues after this entry."""
     return Place(int(entry["num_read"]), int(entry["next_start"]), entry["source"])
 
 
 class _ExampleReader:
-    """Looks at every example by itself, for they may be anything."""
+    """Reads every example on its own, because it may be anything."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class _ExampleReader:
         _check_start(before)
 
     def _as_arrays(self, example: Example) -> Example:
-        """What is read of an example that is sound, its lists converted once for all pieces."""
+        """A checked example without unknown keys, its lists converted once for all pieces."""
         fields = self._collator.fields
         read_columns([example], train_all=self._collator.train_all, fields=fields)
         known = {key: example[key] for key in (*KNOWN, *fields) if key in example}
@@ -114,7 +114,7 @@ class _ExampleReader:
 
 
 class _RowReader:
-    """No Python object an example: lengths come from offsets, rows when their batch is made."""
+    """No Python object per example: lengths come from offsets, rows when their batch is made."""
 
     def __init__(self, shard: TokenizedShard, place: Place, collator: PackedCollator[Any]) -> None:
         self._dataset, self._positions = shard
@@ -137,7 +137,7 @@ class _RowReader:
         return self._dataset.__getitems__(entries["position"])
 
     def _read(self, num_entries: int) -> np.ndarray:
-        """Entries of one example or more, of no more than make ``num_entries``."""
+        """Entries of at least one example, and of no more than make ``num_entries``."""
         span = self._positions[:num_entries]
         positions = np.arange(span.start, span.stop, span.step)
         try:
@@ -167,7 +167,7 @@ class _RowReader:
             read_columns(whole, train_all=self._collator.train_all, fields=self._collator.fields)
 
     def _entries_of(self, positions: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The pieces of each example, of the first one those that are not before the place."""
+        """The pieces of each example; of the first one only those after the place."""
         packing = self._collator.packing
         rows, starts, num_tokens = np.arange(len(lengths)), np.zeros_like(lengths), lengths
         if packing.overflow == "split":
@@ -188,7 +188,7 @@ Reader: TypeAlias = _RowReader | _ExampleReader
 
 
 def _check_start(place: Place, position: int = -1, num_tokens: int = 0) -> None:
-    """That the example at ``position``, the next one after the place, reaches beyond it."""
+    """StateError unless the next example, at ``position``, reaches beyond the place."""
     if place.start and place.start >= num_tokens:
         if num_tokens:
             found = f"example {position} of the stream, which has {num_tokens}"

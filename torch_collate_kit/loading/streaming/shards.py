@@ -66,10 +66,10 @@ class Stream:
         return epoch if type(epoch) is int else None
 
     def read(self, place: Place) -> TokenizedShard | Iterator[tuple[Example, int, Place]]:
-        """What comes behind ``place.num_read`` examples.
+        """What comes after ``place.num_read`` examples.
 
-        By row if the source has columns, otherwise one by one: example, its position in the
-        source, place after it.
+        Rows of a dataset if the source has columns, otherwise tuples: an example, its position in
+        the source, and the place after it.
         """
         source = self._source
         if not _is_iterable(source):
@@ -89,11 +89,10 @@ class Stream:
         return self._examples(source, place, index, num_shards)
 
     def _as_rows(self, source: Any) -> TokenizedDataset | None:
-        """The source by position, where that gives what iterating over it gives.
+        """The source as rows, if these are what iterating over it gives.
 
-        A ``datasets.IterableDataset`` stays out: its state is exact between the tables it is read
-        in, not at each example of one, and fits no pass that reads by example
-        (docs/design_log.md). A ``datasets.Dataset`` with declared fields goes one by one.
+        Not a ``datasets.IterableDataset``, whose state is exact only between the tables that it
+        reads (docs/design_log.md), nor a ``datasets.Dataset`` with declared fields.
         """
         if (
             is_a(source, "datasets", "Dataset")
@@ -108,7 +107,7 @@ class Stream:
                 return None
             try:
                 source = TokenizedDataset(source, train_all=self.collator.train_all)
-            except DataError:  # which is raised where it is used, and with its position
+            except DataError:  # raised with its position when it is read
                 return None
         return source if type(source) is TokenizedDataset and source._is_plain() else None
 
@@ -192,9 +191,9 @@ def _node_of(source: Any) -> tuple[int, int] | None:
     return None if node is None else (node.rank, node.world_size)
 
 
-# The kinds of a datasets stream that are exactly where their state says, and those of them that
-# stand on others. A kind that is not here, such as a shuffle buffer, or one of a newer datasets, is
-# not trusted: a pass of it that is resumed reads and skips.
+# The steps of a datasets stream that their state restores exactly: those that read data, and those
+# that take it from other steps. Any other step, such as a shuffle buffer or one that a newer
+# datasets has renamed, is not trusted: a resumed pass reads and skips.
 _EXACT_BASES = {
     "ExamplesIterable",
     "ArrowExamplesIterable",
@@ -220,14 +219,14 @@ _EXACT_STEPS = {
 
 
 def _has_exact_state(source: Any) -> bool:
-    """Whether it can be put back by its state; what is not known of datasets cannot."""
+    """Whether its state restores it exactly; of datasets, only if all steps are known to."""
     if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
         return False
     return not _is_datasets_stream(source) or _is_exact(getattr(source, "_ex_iterable", None))
 
 
 def _is_exact(node: Any) -> bool:
-    """Whether a step of a datasets stream, and all that it stands on, is of a kind known."""
+    """Whether a step of a datasets stream, and all those that it takes data from, are known."""
     kind = type(node).__name__
     if kind in _EXACT_BASES:
         return True

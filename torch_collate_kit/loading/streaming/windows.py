@@ -1,13 +1,12 @@
-"""A stream of entries as lists that make a batch each, through a bounded buffer.
+"""Divides a stream of entries into batches, through a bounded buffer.
 
-The stream is cut into windows of some buffers. Which entries make a batch follows from their
-lengths and the window's first entry alone, so a place and a number of batches say where a pass
-stands, and a window that is read again falls into the same batches.
+The stream is cut into windows of several buffers. Which entries make a batch depends only on their
+lengths and on the window's first entry. So a place and a number of batches are the position of a
+pass, and a window that is read again gives the same batches.
 
-Two answers. Within a window the fullest rows are given out, and what was in poor rows is packed
-again with what comes: a long example without a partner waits for one. At the end of a window the
-longest beginning of the buffer that fills whole batches is given out, so that nothing has to be
-remembered but where the beginning ends.
+Within a window the fullest rows are given out, and the rest is packed again with what follows. At
+the end of a window the longest beginning of the buffer that fills whole batches is given out, so
+only the place where it ends has to be saved.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from torch_collate_kit.packing.planner import fill_rows, rows_alone
 __all__ = ["PlannedEntries", "Windows", "fullest_groups", "groups_to_pack"]
 
 
-# What makes a batch: the examples of the buffer by index, ascending, and the plan of them.
+# A batch: ascending indices into the buffer, and the plan of these entries.
 Group: TypeAlias = tuple[np.ndarray, PackingPlan]
 
 
 class PlannedEntries(NamedTuple):
-    """The entries of a batch, and the plan of it: the piece of each entry, by its number."""
+    """The entries of a batch, and its plan."""
 
     entries: np.ndarray
     plan: PackingPlan
 
     @classmethod
     def of(cls, entries: np.ndarray, plan: PackingPlan) -> PlannedEntries:
-        """``plan`` packs the lengths of the entries, each of which may be a piece itself."""
+        """``plan`` packs the lengths of the entries, which may be pieces of examples."""
         is_piece = entries["is_piece"]
         if is_piece.any():
             starts = entries["start"][plan.example_indices]
@@ -49,11 +48,11 @@ class PlannedEntries(NamedTuple):
 
 
 class Windows:
-    """Iterates once: the entries of a batch, and with a window's last one where the next begins.
+    """Iterates once over batches; with the last one of a window comes the place of the next.
 
     At most ``buffer_size`` entries are held. A window reads at most ``num_buffers`` times as many,
-    and one buffer more where whole batches did not reach past the entries that were held back.
-    ``read`` gives so many of the next entries.
+    or one buffer more if whole batches did not reach past the entries that were held back.
+    ``read(n)`` returns the next n entries.
     """
 
     def __init__(
@@ -69,8 +68,8 @@ class Windows:
         self._buffer_size, self._num_buffers = buffer_size, num_buffers
         self._buffer = np.empty(0, dtype=ENTRY)
         self._num_read = 0  # since the window began
-        self._num_broken = 0  # of the buffer: all behind them has waited in one piece
-        self._end = Place()  # of what has been read
+        self._num_broken = 0  # entries of the buffer after which it is an unbroken piece
+        self._end = Place()  # after what has been read
 
     def __iter__(self) -> Iterator[tuple[PlannedEntries, Place | None]]:
         while self._read_on():
@@ -89,7 +88,7 @@ class Windows:
             yield batches.popleft(), next_window  # nothing here refers to it while the buffer fills
 
     def _read_on(self) -> bool:
-        """Read on until the buffer is full; whether there is anything in it."""
+        """Fills the buffer, and returns whether there is anything in it."""
         more = self._read(self._buffer_size - len(self._buffer))
         if len(more):
             self._end = place_after(more[-1])
@@ -98,7 +97,7 @@ class Windows:
         return len(self._buffer) > 0
 
     def _window_behind(self, num_packed: int) -> Place | None:
-        """Where the next window begins if the first ``num_packed`` are given out, if it may.
+        """Where the next window begins after the first ``num_packed``; None if it may not yet.
 
         It is read from one place on, so what waits must be an unbroken piece of the stream.
         """
@@ -106,14 +105,14 @@ class Windows:
             next_window = self._end
         elif num_packed > self._num_broken:
             next_window = place_after(self._buffer[num_packed - 1])
-        else:  # go on: what was held back is at the beginning, so some rounds give it all
+        else:  # what was held back comes first, so a few rounds give it out
             self._num_broken -= num_packed
             return None
         self._num_read, self._num_broken = len(self._buffer) - num_packed, 0
         return next_window
 
     def _taken_out(self, groups: list[Group]) -> deque[PlannedEntries]:
-        """The entries of each group; the others stay, in their order."""
+        """Takes the entries of each group out of the buffer; the others keep their order."""
         taken = np.zeros(len(self._buffer), dtype=bool)
         taken[np.concatenate([indices for indices, _ in groups])] = True
         batches = deque(PlannedEntries.of(self._buffer[indices], plan) for indices, plan in groups)
@@ -125,10 +124,10 @@ class Windows:
 def fullest_groups(
     lengths: np.ndarray, packing: PackingOptions, rows_per_batch: int
 ) -> list[Group]:
-    """The examples of each batch; none if too few rows would stay behind.
+    """The examples of each batch; none if too few rows would remain.
 
-    ``lengths`` int64 [N] are of the examples in the buffer, in the order of the stream. The batches
-    hold a third of the examples or more, so an example is packed some three times.
+    ``lengths`` int64 [N] are those of the buffer, in stream order. The batches hold at least a
+    third of the examples, so an example is packed about three times.
 
     >>> groups = fullest_groups(np.array([4, 2, 6, 3]), PackingOptions(6), 1)
     >>> [indices.tolist() for indices, plan in groups]  # and 6 and 3 wait
@@ -137,9 +136,9 @@ def fullest_groups(
     packed = fill_rows(lengths, packing)
     if packed.num_rows < 2 * rows_per_batch:
         return []
-    # Of rows that are full to the same percent those go first whose longest example is oldest. By
-    # the longest examples would pack uniform lengths by 0.1% better, and give out the long examples
-    # at the beginning of a window: by 1.6 times the mean length in its first eighth.
+    # Of equally full rows (in percent) those with the oldest longest example go first. Choosing the
+    # longest examples would pack uniform lengths 0.1% better, but give them out too early: in the
+    # first eighth of a window they would be 1.6 times as long as the mean.
     percent_free = (packed.max_tokens - packed.row_cells) * 100 // packed.max_tokens
     order = np.lexsort((packed.example_indices[packed.row_offsets[:-1]], percent_free))
     num_examples = np.cumsum(np.diff(packed.row_offsets)[order])
@@ -159,7 +158,7 @@ def groups_to_pack(
 ) -> list[Group]:
     """The examples of each batch; together they are ``range(num_packed)``.
 
-    ``lengths`` int64 [N] are of the examples in the buffer, ``ended`` says that no more will come.
+    ``lengths`` int64 [N] are those of the buffer; ``ended``: no more examples will come.
 
     >>> groups = groups_to_pack(np.array([4, 2, 6, 3]), PackingOptions(6), 1, ended=False)
     >>> [indices.tolist() for indices, plan in groups]
@@ -173,9 +172,9 @@ def groups_to_pack(
 def _grouped(
     packed: PackingPlan, chosen: np.ndarray, packing: PackingOptions, rows_per_batch: int
 ) -> list[Group]:
-    """The examples of the rows ``chosen``, ``rows_per_batch`` rows a group."""
-    # A row begins with its longest example. Rows as they were opened would come longest first, and
-    # rows by their oldest example those with many short ones first.
+    """The examples of the rows ``chosen``, ``rows_per_batch`` rows per group."""
+    # By the longest example of each row, which is its first. In the order in which they were opened
+    # the longest would come first, and by their oldest example those with many short ones.
     if len(packed.lengths):
         chosen = chosen[np.argsort(packed.example_indices[packed.row_offsets[chosen]])]
     dropped = packed.dropped  # they are counted in the first batch
@@ -188,7 +187,7 @@ def _grouped(
 
 
 def _num_ready(lengths: np.ndarray, packing: PackingOptions, rows_per_batch: int) -> int:
-    """The most examples that fill whole batches and a row less than all do; all, if none do."""
+    """The most examples that fill whole batches but not the last row; all, if none do."""
 
     def num_rows(num_examples: int) -> int:
         packed = fill_rows(lengths[:num_examples], packing)
@@ -196,6 +195,6 @@ def _num_ready(lengths: np.ndarray, packing: PackingOptions, rows_per_batch: int
 
     most_rows = (num_rows(len(lengths)) - 1) // rows_per_batch * rows_per_batch
     num_ready = bisect_right(range(1, len(lengths) + 1), most_rows, key=num_rows)
-    while num_rows(num_ready) % rows_per_batch:  # seldom: one more example may save a row
+    while num_rows(num_ready) % rows_per_batch:  # rare: one more example may save a row
         num_ready -= 1
     return num_ready if num_rows(num_ready) else len(lengths)
