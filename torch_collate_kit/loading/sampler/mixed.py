@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.arguments import checked_rank, digest_of, rank_slice
+from torch_collate_kit.loading.sampler.arguments import digest_of, rank_slice
 from torch_collate_kit.loading.sampler.fair_schedule import (
     Cursor,
     Mark,
@@ -70,9 +70,7 @@ class MixedSampler(EpochSampler):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self._world_size = checked_int("world_size", world_size)
-        self._rank = checked_rank(rank, self._world_size)
-        super().__init__(batch_size, self._world_size, seed, shuffle)
+        super().__init__(batch_size, seed=seed, shuffle=shuffle, rank=rank, world_size=world_size)
         checked_choice("by", by, ("examples", "tokens"))
         sizes, arrays = checked_sources(sources, lengths, by)
         self._by = by

@@ -68,7 +68,8 @@ class PackedBatchSampler(OrderedSampler):
     ) -> None:
         self._lengths = checked_lengths(lengths).copy()
         self._packing = packing_options(packing, max_tokens, options)
-        self._rank = checked_rank(rank, self._packing.parallel.dp, "parallel.dp")
+        dp = self._packing.parallel.dp
+        checked_rank(rank, dp, "parallel.dp")
         too_long = self._lengths > self._packing.capacity
         if self._packing.overflow == "raise":
             cut_to_fit(self._lengths, self._packing)  # names an example that is too long
@@ -96,8 +97,13 @@ class PackedBatchSampler(OrderedSampler):
             drop_last=drop_last,
             tail=tail,
             order=order,
-            least_examples=1,
+            rank=rank,
+            world_size=dp,
         )
+
+    @property
+    def _least_examples(self) -> int:
+        return 1  # rows are divided over the ranks, not examples
 
     def _pick(self, batch: Indices) -> RankPlan:
         lengths = self._lengths[batch]

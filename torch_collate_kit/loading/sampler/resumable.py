@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.arguments import checked_batch_size, is_same
+from torch_collate_kit.loading.sampler.arguments import checked_batch_size, checked_rank, is_same
 
 __all__ = ["EpochSampler", "Plan", "ResumableSampler", "checked_word", "state_int"]
 
@@ -92,9 +92,12 @@ class StepIterator(Iterator[Any]):
 class EpochSampler(ABC):
     """The part of a resumable batch sampler that does not depend on what is in a batch."""
 
-    def __init__(self, batch_size: int, num_parts: int, seed: int, shuffle: bool) -> None:
-        """``batch_size`` must be a multiple of ``num_parts``."""
-        self._num_global = checked_batch_size(batch_size, num_parts)
+    def __init__(
+        self, batch_size: int, *, seed: int, shuffle: bool, rank: int, world_size: int
+    ) -> None:
+        self._world_size = checked_int("world_size", world_size)
+        self._rank = checked_rank(rank, self._world_size)
+        self._num_global = checked_batch_size(batch_size, self._least_examples)
         self._seed = checked_word("seed", seed)
         self._shuffle = checked_bool("shuffle", shuffle)
         self._epoch = 0
@@ -108,6 +111,11 @@ class EpochSampler(ABC):
     @abstractmethod
     def _plan(self, epoch: int, step: int) -> Plan:
         """A function that yields the batches of an epoch from ``step`` on, the same each time."""
+
+    @property
+    def _least_examples(self) -> int:
+        """A batch has at least so many examples, and a full one a multiple of it."""
+        return self._world_size
 
     def _fits(self) -> dict[str, Any]:
         """What a state must have in common with this sampler."""

@@ -14,13 +14,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._checks import checked_bool, checked_int
+from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.sampler.arguments import (
     Indices,
     checked_length,
     checked_order,
-    checked_rank,
     checked_tail,
     order_of,
     rank_slice,
@@ -41,17 +40,16 @@ class OrderedSampler(EpochSampler):
         data: int | Sized,
         batch_size: int,
         *,
-        shuffle: bool,
-        seed: int,
-        drop_last: bool,
-        tail: str,
-        order: Order | None,
-        least_examples: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        tail: str = "keep",
+        order: Order | None = None,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
-        """``least_examples``: batches have at least so many, and full ones a multiple."""
-        super().__init__(batch_size, least_examples, seed, shuffle)
+        super().__init__(batch_size, seed=seed, shuffle=shuffle, rank=rank, world_size=world_size)
         self._length = checked_length(data)
-        self._least_examples = least_examples
         self._tail = checked_tail(tail, checked_bool("drop_last", drop_last))
         if order is not None and not callable(order):
             raise TypeError(f"order must be a function of (epoch, rng), got {order!r}")
@@ -232,32 +230,6 @@ class PrefetchingSampler(OrderedSampler):
     >>> [list(sampler), list(sampler)]
     [[[0, 1], [2, 3]], [[4, 0], [1, 2], [3, 4]]]
     """
-
-    def __init__(
-        self,
-        data: int | Sized,
-        batch_size: int,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-        tail: str = "keep",
-        order: Order | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self._world_size = checked_int("world_size", world_size)
-        self._rank = checked_rank(rank, self._world_size)
-        super().__init__(
-            data,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            tail=tail,
-            order=order,
-            least_examples=self._world_size,
-        )
 
     def _pick(self, batch: Indices) -> list[int]:
         mine: list[int] = batch[rank_slice(len(batch), self._rank, self._world_size)].tolist()
