@@ -152,6 +152,14 @@ def test_the_sampler_of_the_caller_may_be_moved_between_epochs():
     assert source.batch_sampler is sampler
 
 
+def test_an_iterator_of_the_callers_sampler_that_nothing_was_drawn_from_does_not_count():
+    sampler = PrefetchingSampler(5, 2, shuffle=False, tail="wrap")  # 2 and 3 steps
+    with PrefetchLoader(DataLoader(range(5), batch_sampler=sampler)) as loader:
+        iter(sampler)
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+        assert [batch.tolist() for batch in loader] == [[4, 0], [1, 2], [3, 4]]
+
+
 def test_the_sampler_moved_under_a_loop_is_an_error():
     sampler = make_sampler()
     loader = DataLoader(EXAMPLES, batch_sampler=sampler, collate_fn=COLLATORS["packed"])

@@ -7,6 +7,7 @@ import io
 import json
 import threading
 from collections.abc import Iterator
+from multiprocessing import active_children
 from typing import Any
 
 import numpy as np
@@ -250,6 +251,19 @@ def test_the_state_of_a_sampler_is_not_one_of_a_stateful_loader(stateful):
             loader.load_state_dict(other.state_dict())
         with pytest.raises(StateError, match="no sampler; it is of another kind"):
             other.load_state_dict(loader.state_dict())
+
+
+def test_the_state_after_loading_is_the_loaded_one_and_starts_no_worker(stateful):
+    def make() -> PrefetchLoader:
+        return PrefetchLoader(stateful(Numbers(4), batch_size=3, num_workers=1))
+
+    with make() as loader, make() as resumed:
+        next(iter(loader))
+        state = loader.state_dict()
+        loader.close()
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
+        assert not active_children()
 
 
 def test_a_state_that_could_not_be_loaded_is_refused_when_it_is_saved(stateful):

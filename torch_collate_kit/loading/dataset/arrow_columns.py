@@ -76,11 +76,8 @@ class ListColumn:
         self, rows: np.ndarray, named: np.ndarray, *, look_inside: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
         """Chunk and row in it, of every row; a null row, or a null in one, is an error."""
-        if len(self._values) == 1:
-            chunks = np.zeros_like(rows)
-        else:
-            chunks = np.searchsorted(self._starts, rows, side="right") - 1
-            rows = rows - self._starts[chunks]
+        chunks = np.searchsorted(self._starts, rows, side="right") - 1
+        rows = rows - self._starts[chunks]
         if self._suspects:
             places = zip(named.tolist(), chunks.tolist(), rows.tolist(), strict=True)
             for i, chunk, row in places:

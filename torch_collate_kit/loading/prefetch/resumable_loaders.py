@@ -153,7 +153,7 @@ class _StatefulLoader(_Loader):
         return copy.deepcopy(self._loader.state_dict())
 
     def end_epoch(self, epoch: int) -> None:
-        self._epoch, self._step, self._mark = epoch + 1, 0, None
+        self._epoch, self._step = epoch + 1, 0
 
     def move_to(self, epoch: int, step: int, mark: Any) -> None:
         self._loader.load_state_dict(copy.deepcopy(mark))

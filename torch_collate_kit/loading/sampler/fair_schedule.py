@@ -27,16 +27,17 @@ class Mixture:
     def __init__(
         self,
         sizes: Sequence[int],
-        weights: Sequence[Fraction],
+        weights: Sequence[Any] | None,
         lengths: Sequence[Indices] | None,
         *,
         seed: int,
         shuffle: bool,
     ) -> None:
-        scale = math.lcm(*(weight.denominator for weight in weights))
         self.sizes, self.lengths = list(sizes), lengths
-        self.weights = [int(weight * scale) for weight in weights]
         self.num_units = [int(n.sum()) for n in lengths] if lengths else list(sizes)
+        self.shares = _checked_shares(weights, self.num_units)
+        scale = math.lcm(*(share.denominator for share in self.shares))
+        self.weights = [int(share * scale) for share in self.shares]
         self.longest = max(int(n.max()) for n in lengths) if lengths else 1
         self._seed, self._shuffle = seed, shuffle
         self._offsets = [sum(self.sizes[:source]) for source in range(len(self.sizes))]
@@ -132,7 +133,7 @@ class Cursor:
         return picked
 
 
-def checked_weights(weights: Sequence[Any] | None, default: Sequence[int]) -> list[Fraction]:
+def _checked_shares(weights: Sequence[Any] | None, default: Sequence[int]) -> list[Fraction]:
     """The weights as fractions that add up to 1; a float means the decimal it is written as."""
     if weights is None:
         weights = default

@@ -21,7 +21,6 @@ from torch_collate_kit.loading.sampler.fair_schedule import (
     Mark,
     Mixture,
     checked_sources,
-    checked_weights,
 )
 from torch_collate_kit.loading.sampler.resumable import EpochSampler, Plan
 
@@ -74,11 +73,7 @@ class MixedSampler(EpochSampler):
         checked_choice("by", by, ("examples", "tokens"))
         sizes, arrays = checked_sources(sources, lengths, by)
         self._by = by
-        num_units = [int(array.sum()) for array in arrays] if arrays else sizes
-        self._weights = checked_weights(weights, num_units)
-        self._mixture = Mixture(
-            sizes, self._weights, arrays, seed=self._seed, shuffle=self._shuffle
-        )
+        self._mixture = Mixture(sizes, weights, arrays, seed=self._seed, shuffle=self._shuffle)
         self._lengths_digest = digest_of(arrays) if arrays else None
         nothing = (0,) * len(sizes)
         self._marks = {0: Mark(nothing, nothing)}  # by the steps before them
@@ -148,7 +143,7 @@ class MixedSampler(EpochSampler):
     def _fits(self) -> dict[str, Any]:
         return {
             "sizes": list(self._mixture.sizes),
-            "weights": [str(weight) for weight in self._weights],
+            "weights": list(map(str, self._mixture.shares)),
             "by": self._by,
             "num_units": list(self._mixture.num_units),
             "lengths_digest": self._lengths_digest,
@@ -178,6 +173,6 @@ class MixedSampler(EpochSampler):
         if not self._mixture.is_fair(used):
             raise StateError(
                 f"state has taken={taken!r}, which is not in the proportions of weights="
-                f"{[str(weight) for weight in self._weights]}; pass what state_dict() gave"
+                f"{list(map(str, self._mixture.shares))}; pass what state_dict() gave"
             )
         self._marks.setdefault(step, Mark(tuple(taken), used))

@@ -98,12 +98,8 @@ class Stream:
             is_a(source, "datasets", "Dataset")
             and type(source).__module__ == "datasets.arrow_dataset"
         ):
-            form = source.format
-            if (
-                self.collator.fields
-                or form["type"] is not None
-                or form["columns"] != source.column_names
-            ):
+            has_format = source.format["type"] or source.format["columns"] != source.column_names
+            if has_format or self.collator.fields:
                 return None
             try:
                 source = TokenizedDataset(source, train_all=self.collator.train_all)
@@ -125,7 +121,9 @@ class Stream:
             if not has_state:
                 raise StateError(
                     "the state holds a state of the source, but this source takes none (it has no "
-                    "load_state_dict, or a shuffle buffer); resume with the source it was saved of"
+                    "load_state_dict, or a step that is not known to be restored exactly, such as "
+                    "a shuffle buffer); resume with the source, and the version of datasets, of "
+                    "the run that saved it"
                 )
             source.load_state_dict(copy.deepcopy(place.source))
             self._was_moved = True
