@@ -76,8 +76,11 @@ class ListColumn:
         self, rows: np.ndarray, named: np.ndarray, *, look_inside: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
         """Chunk and row in it, of every row; a null row, or a null in one, is an error."""
-        chunks = np.searchsorted(self._starts, rows, side="right") - 1
-        rows = rows - self._starts[chunks]
+        if len(self._values) == 1:
+            chunks = np.zeros_like(rows)
+        else:
+            chunks = np.searchsorted(self._starts, rows, side="right") - 1
+            rows = rows - self._starts[chunks]
         if self._suspects:
             places = zip(named.tolist(), chunks.tolist(), rows.tolist(), strict=True)
             for i, chunk, row in places:

@@ -65,10 +65,9 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return change(value)
     if isinstance(value, Mapping):
         return {key: _mapped(item, change) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_mapped(item, change) for item in value)
-    if isinstance(value, tuple):  # a named tuple
-        return type(value)(*(_mapped(item, change) for item in value))
+    if isinstance(value, (list, tuple)):
+        items = [_mapped(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 

@@ -51,18 +51,17 @@ class Mixture:
             kept = self._orders[source] = turn, order
         return kept[1]
 
-    def _row(self, source: int, number: int) -> int:
-        """Which of its examples is the ``number``-th that is taken from a source."""
-        turn, at = divmod(number, self.sizes[source])
-        return int(self.order(source, turn)[at])
-
     def index(self, source: int, number: int) -> int:
-        """The same, as an index over all sources."""
-        return self._offsets[source] + self._row(source, number)
+        """The index, over all sources, of the ``number``-th example taken from a source."""
+        turn, at = divmod(number, self.sizes[source])
+        return self._offsets[source] + int(self.order(source, turn)[at])
 
     def units(self, source: int, number: int) -> int:
         """Units of the ``number``-th example taken from a source."""
-        return 1 if self.lengths is None else int(self.lengths[source][self._row(source, number)])
+        if self.lengths is None:
+            return 1
+        turn, at = divmod(number, self.sizes[source])
+        return int(self.lengths[source][self.order(source, turn)[at]])
 
     def used(self, taken: Sequence[int]) -> tuple[int, ...]:
         """Units in the first ``taken`` examples of each source."""
