@@ -70,20 +70,11 @@ class PackedBatchSampler(OrderedSampler):
         self._packing = packing_options(packing, max_tokens, options)
         dp = self._packing.parallel.dp
         checked_rank(rank, dp, "parallel.dp")
-        too_long = self._lengths > self._packing.capacity
         if self._packing.overflow == "raise":
             cut_to_fit(self._lengths, self._packing)  # names an example that is too long
         self._counts = None
         if num_loss_tokens is not None:
-            self._counts = _checked_counts(num_loss_tokens, self._lengths)
-            if self._packing.overflow in ("truncate", "split") and too_long.any():
-                raise ValueError(
-                    "num_loss_tokens cannot tell how many are left of example "
-                    f"{int(too_long.argmax())}, cut to {self._packing.capacity} tokens by "
-                    f"overflow={self._packing.overflow!r}; "
-                    "cut it when tokenizing, or leave num_loss_tokens out and collate with "
-                    "normalize_loss=False"
-                )
+            self._counts = _checked_counts(num_loss_tokens, self._lengths, self._packing)
         self._told = {  # states must be of the same
             "num_tokens": int(self._lengths.sum()),
             "lengths_digest": digest_of([self._lengths]),
@@ -115,8 +106,10 @@ class PackedBatchSampler(OrderedSampler):
         return {**super()._fits(), **self._told, **self._packing.as_state()}
 
 
-def _checked_counts(num_loss_tokens: npt.ArrayLike, lengths: Indices) -> Indices:
-    """Loss tokens of every example: 0 to its tokens but the first."""
+def _checked_counts(
+    num_loss_tokens: npt.ArrayLike, lengths: Indices, packing: PackingOptions
+) -> Indices:
+    """Loss tokens of every example: at most all tokens but the first, and none cut off."""
     counts = np.asarray(num_loss_tokens)
     if counts.shape != lengths.shape or counts.dtype.kind not in "iu":
         raise ValueError(
@@ -129,5 +122,12 @@ def _checked_counts(num_loss_tokens: npt.ArrayLike, lengths: Indices) -> Indices
         raise DataError(
             f"example {i} has num_loss_tokens={counts[i]} of {lengths[i]} tokens; at most all but "
             "the first are trained: pass dataset.num_loss_tokens"
+        )
+    too_long = lengths > packing.capacity
+    if packing.overflow in ("truncate", "split") and too_long.any():
+        raise ValueError(
+            f"num_loss_tokens cannot tell how many are left of example {int(too_long.argmax())}, "
+            f"cut to {packing.capacity} tokens by overflow={packing.overflow!r}; cut it when "
+            "tokenizing, or leave num_loss_tokens out and collate with normalize_loss=False"
         )
     return counts.astype(np.int64)
