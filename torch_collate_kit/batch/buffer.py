@@ -16,16 +16,16 @@ __all__ = ["Slot", "carve", "fresh_bytes", "gather"]
 
 _ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
 _HUGE_PAGE = 1 << 21
-_LARGE = 1 << 18
+_LARGE = 1 << 20
 Key = TypeVar("Key", bound=Hashable)
 
 
 def fresh_bytes(size: int) -> np.ndarray:
-    """uint8 [size], not filled, that begins where a page of 2 MB may.
+    """uint8 [size], not filled; from 1 MB on it begins where a page of 2 MB may.
 
     NumPy asks for such pages, for arrays of 4 MB and more. To touch fresh memory in pages of 4 KB
-    takes up to ten times as long as to fill it. The bytes around the array are never touched,
-    so they take addresses and no memory.
+    takes up to ten times as long as to fill it. The bytes around the array are never touched, so
+    they take addresses, and memory only up to the end of its last page.
     """
     if size < _LARGE:
         return np.empty(size, dtype=np.uint8)
