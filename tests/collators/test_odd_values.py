@@ -245,3 +245,10 @@ def test_ids_at_the_ends_of_int32_and_int64_stay_what_they_are(collate, largest)
     for given in (columns, examples):
         ids = collate(given)["input_ids"].flatten().tolist()
         assert sorted(i for i in ids if i) == sorted([1, largest, 3, largest, 5])
+
+
+@pytest.mark.parametrize("largest", [2**31 - 1, 2**31, 2**63 - 1])
+@pytest.mark.parametrize("collate", [PaddedCollator(0), PackedCollator(0, max_tokens=8)])
+def test_labels_beyond_int32_stay_what_they_are(collate, largest):
+    batch = collate([{"input_ids": [1, 2], "labels": [-100, largest]}])
+    assert batch["labels"].flatten().tolist() == [-100, largest]
