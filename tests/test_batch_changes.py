@@ -19,7 +19,9 @@ from tests.batch_samples import KINDS
 from tests.strategies import FUZZ
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.fields import PerExample, PerResponseToken
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.testing import batch_digest
 
 Model = dict[str, Any]  # tensors [R, ...], or a list of tensors, one per row
 
@@ -209,3 +211,24 @@ def test_a_declared_field_has_its_pads_in_added_rows_though_it_was_changed(chang
     assert padded_batch["rewards"][4:].unique().tolist() == [-1]
     assert padded_batch["rewards"][:4].max() == (2 if changed else 1)
     assert [len(row) for row in padded_batch["image_grid_thw"]] == [0, 1, 2, 0, 0]
+
+
+@pytest.mark.parametrize("collate", [PackedCollator(0, max_tokens=8), PaddedCollator(0)])
+def test_a_target_of_the_last_tokens_is_the_same_batch(collate: Any) -> None:
+    """It equals, joins and digests as one given for all tokens."""
+    ids = [1, 2, 3], [4, 5, 6, 7]
+    short = [
+        {"input_ids": ids[0], "loss_mask": [1, 1], "num_actions": 2},
+        {"input_ids": ids[1], "loss_mask": [1], "num_actions": 1},
+    ]
+    long = [
+        {"input_ids": ids[0], "loss_mask": [0, 1, 1]},
+        {"input_ids": ids[1], "loss_mask": [0, 0, 0, 1]},
+    ]
+    a, b = collate(short), collate(long)
+    assert a == b
+    assert batch_digest(a) == batch_digest(b)
+    totals = {"num_loss_tokens": 6, "num_tokens": 14, "num_examples": 4}
+    both = Batch.cat([a, b], totals)
+    for name in ("labels", "loss_mask"):
+        assert torch.equal(both[name], torch.cat([a[name], b[name]]))

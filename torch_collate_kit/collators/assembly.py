@@ -66,7 +66,7 @@ def assemble(
 
     ``num_loss_tokens_elsewhere``: of rows that other ranks collate. Metadata given goes last.
     """
-    weights = PerToken if examples.num_actions is None else PerResponseToken
+    weights = PerResponseToken if examples.are_rollouts else PerToken
     specs: dict[str, FieldSpec] = {
         "input_ids": PerToken(torch.int64, placement.pad_token_id),
         "labels": PerToken(torch.int64, IGNORE_INDEX),
@@ -74,7 +74,7 @@ def assemble(
         **examples.specs,
     }
     columns = {
-        name: Ragged(torch.as_tensor(values), _row_offsets(placed.lengths[name], pieces))
+        name: Ragged(torch.as_tensor(values), _row_offsets(placed.entries[name], pieces))
         for name, values in placed.columns.items()
     }
     segments: dict[str, Any] = {

@@ -12,7 +12,7 @@ from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import FieldSpec
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.ragged import Ragged, span_indices
 from torch_collate_kit.reading.fields import DeclaredFields, FieldColumn
 from torch_collate_kit.reading.numbers import Numbers
 from torch_collate_kit.reading.spans import are_int32_ids, first_bad, joined, taken
@@ -28,8 +28,8 @@ class PlacedColumns:
     """What the pieces of a batch hold, in the order of its rows."""
 
     columns: dict[str, np.ndarray | Tensor]
-    lengths: dict[str, np.ndarray]
-    """int64 [S] each: the entries of a column that each piece has."""
+    entries: dict[str, np.ndarray]
+    """int64 [S] each: how many of a column each piece has."""
     counts: dict[str, np.ndarray]
     """int64 [S] each: the "lengths" of the pieces, their "responses", and the "routed" tokens."""
     num_loss_tokens: int
@@ -80,42 +80,61 @@ class ExampleColumns:
         Raises:
             DataError: an id, a label, a weight, or a number of a declared field is wrong.
         """
-        examples, starts, lengths = pieces[:3]
-        columns: dict[str, np.ndarray | Tensor] = {"input_ids": self._ids(pieces)}
-        per_token = {"input_ids": lengths}
-        if self.num_actions is not None:
-            prompts = (self.lengths - self.num_actions)[examples]
-            num_actions = np.clip(starts + lengths - prompts, 0, lengths - 1)
-            first_actions = starts + lengths - num_actions - prompts
-            weights = self._weights(examples, first_actions, num_actions)
-            columns["loss_weights"], per_token["loss_weights"] = weights, num_actions
-            num_loss_tokens = int(np.count_nonzero(weights))
-        else:
-            firsts = np.cumsum(lengths) - lengths
-            name, untrained = "loss_weights", 0
-            if self.target_name == "labels":
-                name, untrained = "labels", IGNORE_INDEX
-                target = self._labels(pieces)
-            elif self.target is None:
-                target = np.ones(int(lengths.sum()), dtype=np.bool_)
-            else:
-                target = self._weights(examples, starts, lengths)
-            target[firsts] = untrained
-            columns[name], per_token[name] = target, lengths
+        if self.num_actions is None:
+            name, target = self._target(pieces)
+            untrained = IGNORE_INDEX if name == "labels" else 0
             trained = target if target.dtype == np.bool_ else target != untrained
-            num_loss_tokens = int(np.count_nonzero(trained))
-            num_actions = lengths - 1
-            if self.target is not None:
-                num_actions = _num_actions(trained, firsts, lengths)
-            first_actions = starts
-        counts = {"lengths": lengths, "responses": num_actions}
+            first_actions, num_actions = pieces.starts, self._count_actions(pieces, trained)
+        else:
+            name, (first_actions, num_actions) = "loss_weights", self._actions(pieces)
+            target = trained = self._weights(pieces.examples, first_actions, num_actions)
+            if not self.are_rollouts:  # one per token, as from every other form of target
+                ends = np.cumsum(pieces.lengths)
+                target = np.zeros(int(pieces.lengths.sum()), dtype=trained.dtype)
+                target[span_indices(ends - num_actions, num_actions)] = trained
+        columns: dict[str, np.ndarray | Tensor] = {"input_ids": self._ids(pieces), name: target}
+        entries = {"input_ids": pieces.lengths, name: pieces.lengths}
+        if self.are_rollouts:
+            entries[name] = num_actions
+        counts = {"lengths": pieces.lengths, "responses": num_actions}
         for column in self.fields:
             first, number = column.spans(pieces, first_actions, num_actions)
             columns[column.name] = column.place(pieces, first, number)
-            per_token[column.name] = number
+            entries[column.name] = number
             if column.spec.count == "routed":
                 counts["routed"] = number
-        return PlacedColumns(columns, per_token, counts, num_loss_tokens)
+        return PlacedColumns(columns, entries, counts, int(np.count_nonzero(trained)))
+
+    def _target(self, pieces: Pieces) -> tuple[str, np.ndarray]:
+        """Labels or weights, one per token, by their name as a column."""
+        name, untrained = "loss_weights", 0
+        if self.target_name == "labels":
+            name, untrained, target = "labels", IGNORE_INDEX, self._labels(pieces)
+        elif self.target is None:
+            target = np.ones(int(pieces.lengths.sum()), dtype=np.bool_)
+        else:
+            target = self._weights(*pieces[:3])
+        target[np.cumsum(pieces.lengths) - pieces.lengths] = untrained
+        return name, target
+
+    def _actions(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
+        """Which of its example's last ``num_actions`` tokens each piece has: first, and how many.
+
+        Not its first token, which nothing predicts.
+        """
+        prompts = (self.lengths - self.num_actions)[pieces.examples]
+        ends = pieces.starts + pieces.lengths
+        num_actions = np.clip(ends - prompts, 0, pieces.lengths - 1)
+        return ends - num_actions - prompts, num_actions
+
+    def _count_actions(self, pieces: Pieces, trained: np.ndarray) -> np.ndarray:
+        """Tokens of each piece from the first trained one to its end: int64 [S]."""
+        if self.target is None:
+            return pieces.lengths - 1
+        ends = np.cumsum(pieces.lengths)
+        # the first token of a piece is not trained, so a trained run begins after one that is not
+        begins = np.append(np.flatnonzero(trained[1:] > trained[:-1]) + 1, len(trained))
+        return np.maximum(ends - begins[np.searchsorted(begins, ends - pieces.lengths)], 0)
 
     def num_loss_tokens(self) -> np.ndarray:
         """Trained tokens of each example: int64 [N]. Its first token is not trained.
@@ -179,13 +198,6 @@ class ExampleColumns:
             value = float(weights[is_bad][0])
             raise bad_weight(i, str(self.target_name), value, entry, entry + hidden)
         return checked
-
-
-def _num_actions(trained: np.ndarray, firsts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Tokens of each piece from the first trained one to its end: int64 [S]."""
-    # the first token of a piece is not trained, so a trained run begins after one that is not
-    begins = np.append(np.flatnonzero(trained[1:] > trained[:-1]) + 1, len(trained))
-    return np.maximum(firsts + lengths - begins[np.searchsorted(begins, firsts)], 0)
 
 
 def as_flags(column: Ragged) -> Ragged:
