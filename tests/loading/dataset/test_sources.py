@@ -52,6 +52,14 @@ def test_files(tmp_path, cache):
     assert_like_plain_rows(pickle.loads(pickle.dumps(ds)), ROWS + ROWS, [9, 0, 4, 5])
 
 
+def test_a_relative_path_is_found_from_another_folder(tmp_path, monkeypatch):
+    write_stream(tmp_path / "a.arrow", pa.Table.from_pylist(ROWS))
+    monkeypatch.chdir(tmp_path)
+    pickled = pickle.dumps(TokenizedDataset("a.arrow"))
+    monkeypatch.chdir("/")
+    assert_like_plain_rows(pickle.loads(pickled), ROWS, [3, 0])
+
+
 def test_a_parquet_file_written_anew_is_read_anew(tmp_path, cache):
     path = tmp_path / "a.parquet"
     for rows in (ROWS, ROWS[::-1]):

@@ -151,7 +151,7 @@ class _RowReader:
         except DataError as error:
             if len(span) > 1:
                 return self._read(1)  # those before the wrong one are given out
-            raise at_positions(error, span[:1]) from error
+            raise at_positions(error, [span[0]]) from error
         entries = self._entries_of(positions, lengths)
         self._positions = self._positions[len(positions) :]
         self._before = Place(int(positions[-1]) + 1)
