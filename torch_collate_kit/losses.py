@@ -148,10 +148,9 @@ def global_num_loss_tokens(
 ) -> Tensor:
     """Loss tokens of an optimizer step, over its micro-batches and all ranks: the divisor.
 
-    Counts the cells of ``loss_mask`` that are not 0 (or the labels that are trained) in the given
-    rows, whatever their metadata say. If ``torch.distributed`` is initialized, the counts are
-    summed over the ranks in one all-reduce of 8 bytes; every rank must call it, one without rows
-    with an empty list.
+    Counts the cells of ``loss_mask`` that are not 0, or the labels that are trained. If
+    ``torch.distributed`` is initialized, the counts are summed over the ranks in one all-reduce of
+    8 bytes; every rank must call it, one without rows with an empty list.
 
     Args:
         batches: this rank's micro-batches of the step: a Batch, unshifted labels ``[R, W]``, or any
@@ -160,10 +159,10 @@ def global_num_loss_tokens(
 
     Returns:
         int64, a scalar tensor on the device of the batches, or on one that the backend can reduce
-        on. Nothing waits for it; ``token_loss`` takes it as it is.
+        on. Nothing waits for it.
 
     Raises:
-        TypeError: something that is neither a Batch nor labels.
+        TypeError: neither a Batch nor labels.
 
     >>> from torch_collate_kit.collators import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=3)([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])

@@ -98,9 +98,8 @@ def assert_exact_resume(
 
     Args:
         make: creates the object, the same one each time: a loader, an iterable dataset or a
-            sampler. It is iterable (one ``iter()`` is an epoch), has ``state_dict`` and
-            ``load_state_dict``, and may have ``close``. If it has ``state_at(epoch, step)``, like
-            the samplers of this package, states are taken from that.
+            sampler. It is iterable (one ``iter()`` is an epoch), has ``state_dict`` (samplers of
+            this package also ``state_at``) and ``load_state_dict``, and may have ``close``.
         num_steps: number of batches to compare, over as many epochs as needed.
         stops: numbers of batches after which to stop; by default 0, 1, ... ``num_steps`` - 1.
         max_state_bytes: the largest size of a state as JSON.
@@ -160,7 +159,7 @@ def _digests(
 
 
 def _state_after(source: Any) -> Callable[[int], dict[str, Any]]:
-    """Gives the state after so many batches of the next iter(); samplers do not count their own."""
+    """The state after a number of batches of the next iter(), which samplers do not count."""
     if not hasattr(source, "state_at"):
         return lambda num_taken: source.state_dict()
     epoch, step = source.epoch, source.state_dict()["step"]

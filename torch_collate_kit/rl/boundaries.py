@@ -20,8 +20,7 @@ def prompt_boundaries(uids: Uids) -> np.ndarray:
     """The row at which each prompt begins, and the number of rows: int64 [P + 1], 0, ..., N.
 
     ``uids`` names the prompt of each row: a list of hashables, an ndarray or a tensor [N]. The rows
-    of a prompt (its samples, and their steps) lie next to each other. Call it before
-    ``Batch.pad_rows``, whose rows repeat the uid of row 0.
+    of a prompt lie next to each other. Call it before ``Batch.pad_rows``.
 
     Raises:
         DataError: no rows, a uid that comes back after another one, or one that is None or NaN.

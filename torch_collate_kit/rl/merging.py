@@ -31,22 +31,18 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     - ``prompt_ids`` of the first step. ``response_ids`` is all that follows: the responses, and
       between them what the later prompts added (tool output, the next user turn), where
       ``loss_mask``, ``rewards``, ``logprobs`` and ``advantages`` are 0.
-    - ``rewards`` with one value per response token; a scalar reward is at the last token of its
-      step.
-    - ``rollout_expert_indices``: the route of a token is from the first step that has it, which is
-      the one that sampled it. They cover all tokens or the first ones, as before.
-    - ``is_last_step`` and all other keys from the last step merged. (A key of your own with one
-      entry per response token does not fit the merged response.) Steps with images are merged only
-      if the later ones begin with those of the earlier.
+    - ``rewards`` with one value per response token; a scalar is at the last token of its step.
+    - ``rollout_expert_indices``, where the route of a token is from the first step that has it.
+    - ``is_last_step`` and all other keys from the last step merged, also your own. Steps are merged
+      only if the images of the later one begin with those of the earlier.
 
     Examples are read as by ``RolloutCollator`` (docs/contract.md); ``uid`` and ``is_last_step`` are
     required. Returns new dicts. Merged columns are new ndarrays: ids int64, routes uint8 or int16,
     the others float32. Everything else is not copied.
 
     Raises:
-        DataError: an example that the collator would refuse, or one without ``uid`` or
-            ``is_last_step``; a ``trajectory_id`` that contradicts ``is_last_step`` or comes back
-            later.
+        DataError: an example that the collator would refuse, or without ``uid`` or
+            ``is_last_step``; a ``trajectory_id`` that contradicts the flags or comes back later.
         TypeError: not a list of mappings.
 
     >>> steps = [
