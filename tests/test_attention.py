@@ -168,6 +168,28 @@ def test_a_static_cache_without_a_mask_equals_sdpa(kind, max_cache_len):
     assert torch.equal(*logits)
 
 
+@pytest.mark.parametrize("static", [True, False])
+def test_the_mask_of_a_static_cache_is_built_at_once(static):
+    """Its offset is a tensor that has changed when attention runs."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+
+    register_torch_varlen()
+    offset: Any = torch.zeros((), dtype=torch.int64) if static else 0
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["torch_varlen"](
+        batch_size=1,
+        q_length=3,
+        kv_length=3,
+        q_offset=offset,
+        kv_offset=0,
+        mask_function=causal_mask_function,
+        attention_mask=None,
+        allow_is_causal_skip=False,
+    )
+    assert isinstance(mask, Tensor) is static
+    built = mask if static else mask.build()
+    assert torch.equal(built[0, 0], torch.ones(3, 3).tril().bool())
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_no_mask_is_built_for_packed_rows(kind, monkeypatch):
     from transformers import masking_utils

@@ -33,8 +33,8 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
       ``loss_mask``, ``rewards``, ``logprobs`` and ``advantages`` are 0.
     - ``rewards`` with one value per response token; a scalar is at the last token of its step.
     - ``rollout_expert_indices``, where the route of a token is from the first step that has it.
-    - ``is_last_step`` and all other keys from the last step merged, also your own. Steps are merged
-      only if the images of the later one begin with those of the earlier.
+    - ``is_last_step`` and all other keys from the last step merged. (A key of your own with one
+      entry per response token no longer fits.) The later one's images begin with the earlier's.
 
     Examples are read as by ``RolloutCollator`` (docs/contract.md); ``uid`` and ``is_last_step`` are
     required. Returns new dicts. Merged columns are new ndarrays: ids int64, routes uint8 or int16,
