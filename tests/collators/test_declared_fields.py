@@ -289,6 +289,14 @@ def test_wrong_values(spec: Any, mine: Any, message: str) -> None:
         collate([{**SFT[0], "mine": mine}])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_infinities_that_were_given_stay(dtype: torch.dtype) -> None:
+    collate = PaddedCollator(0, fields={"mine": PerToken(dtype)}, train_all=True)
+    given = [float("inf"), float("-inf"), float("nan"), 1.0]
+    found = collate([{"input_ids": [1, 2, 3, 4], "mine": given}])["mine"]
+    assert torch.equal(found.nan_to_num(7.0), torch.tensor([given], dtype=dtype).nan_to_num(7.0))
+
+
 def test_a_missing_one() -> None:
     collate = PaddedCollator(0, fields={"mine": PerToken(torch.int8)})
     with pytest.raises(DataError, match="example 0 has no mine, which fields declares"):
