@@ -154,3 +154,10 @@ def test_a_step_whose_base_cannot_be_seen_is_not_trusted() -> None:
     node = stream._ex_iterable.ex_iterable
     vars(node)["upstream"] = vars(node).pop("ex_iterable")
     assert not _has_exact_state(stream)
+
+
+def test_a_part_beyond_the_end_of_its_example_is_refused() -> None:
+    plan = pack([7], 4, overflow="split")
+    message = "example 0 has 5 tokens, the plan reads 7 of it; an example must stay as it was"
+    with pytest.raises(DataError, match=message):
+        PackedCollator(0, max_tokens=4)(PlannedExamples(plan, [{"input_ids": [1] * 5}]))
