@@ -10,6 +10,7 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,dev,plots]'
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt trl  # its chat templates, for tests/chat
 	touch $@
 
 sft: $(VENV)/.installed
@@ -50,7 +51,7 @@ build/bench/.installed: setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 bench: build/bench/.installed
-	for name in packing collate loader rollout stream; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
+	for name in packing collate loader rollout stream chat; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .

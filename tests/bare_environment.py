@@ -186,19 +186,15 @@ def needs() -> dict[str, Any]:
             path.write_bytes(content)
             TokenizedDataset(path)
 
-    template = "{% generation %}{% endgeneration %}"
-    tokenizer = SimpleNamespace(
-        chat_template=template,
-        get_chat_template=lambda *_: template,
-        special_tokens_map={},
-    )
+    tokenizer = SimpleNamespace(chat_template="{{ messages }}", get_chat_template=None)
     turn = [{"role": "assistant", "content": "yes"}]
     return {
         "register_torch_varlen needs the package transformers: pip install transformers": (
             register_torch_varlen
         ),
-        "a chat template with {% generation %} tags needs the package transformers: "
-        "pip install transformers": lambda: tokenize_chat({"messages": turn}, tokenizer),
+        "tokenize_chat needs the package transformers: pip install transformers": (
+            lambda: tokenize_chat({"messages": turn}, tokenizer)
+        ),
         "tokenize_chat_dataset needs the package datasets: pip install datasets": (
             lambda: tokenize_chat_dataset([], tokenizer)
         ),

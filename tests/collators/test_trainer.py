@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
-from tests.test_chat import byte_tokenizer, chat
+from tests.chat.test_chat import byte_tokenizer, chat
 from torch_collate_kit import tokenize_chat_dataset
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError
@@ -25,7 +25,9 @@ CHATS = [
 ]
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content }}</s>{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    "{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 

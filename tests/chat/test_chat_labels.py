@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from tests.test_chat import MIXED, NO_TAGS, TAGS, byte_tokenizer, chat
+from tests.chat.test_chat import MIXED, NO_TAGS, TAGS, byte_tokenizer
 from torch_collate_kit import tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 
@@ -35,10 +35,7 @@ def test_labels_say_what_the_mask_says(tokenizer: Any, options: dict[str, Any]) 
 
 def test_a_first_token_has_no_label() -> None:
     """Nothing predicts it; packed behind another conversation it would be trained."""
-    template = (
-        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    )
-    row = tokenize_chat(chat("assistant: abc"), byte_tokenizer(template), labels=True)
+    row = tokenize_chat({"prompt": "", "completion": "abc"}, byte_tokenizer(None), labels=True)
     assert row["labels"] == [-100, *row["input_ids"][1:]]
     assert -100 not in row["input_ids"]
 
@@ -65,12 +62,12 @@ def test_whole_datasets(tokenizer: Any) -> None:
     assert empty.column_names == ["input_ids", "labels"]
 
 
-@pytest.mark.parametrize("name", ["labels", "decode_arguments"])
-def test_only_bools_are_bools(tokenizer: Any, name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} must be True or False, got 'no'"):
-        tokenize_chat(MIXED[0], tokenizer, **{name: "no"})
-    with pytest.raises(TypeError, match=f"{name} must be True or False, got 'no'"):
-        tokenize_chat_dataset(Dataset.from_list(MIXED), tokenizer, **{name: "no"})
+def test_only_bools_are_bools(tokenizer: Any) -> None:
+    wrong: Any = "no"
+    with pytest.raises(TypeError, match="labels must be True or False, got 'no'"):
+        tokenize_chat(MIXED[0], tokenizer, labels=wrong)
+    with pytest.raises(TypeError, match="labels must be True or False, got 'no'"):
+        tokenize_chat_dataset(Dataset.from_list(MIXED), tokenizer, labels=wrong)
 
 
 def test_a_numpy_length_gives_plain_numbers(tokenizer: Any) -> None:

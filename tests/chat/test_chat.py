@@ -197,33 +197,33 @@ def test_token_across_the_start_belongs_to_the_turn(template: str) -> None:
         assert tokenizer.decode([i for i, mask in pairs if mask]) == first + "yo<|im_end|>"
 
 
-def test_tags_beside_characters_without_a_token_of_their_own() -> None:
+def test_offsets_of_characters_without_a_token_of_their_own() -> None:
     """Trimmed offsets, an emoji of four tokens, an empty turn: nothing more, nothing less."""
-    turn = "{% generation %}{{ m.content }}{% endgeneration %}"
-    template = "{% for m in messages %}" + turn.join(["{% if m.role == 'assistant' %}",
-        "{% else %}{{ m.content }}{% endif %}{{ end }}{% endfor %}"])  # fmt: skip
-    example = chat("user: hi", "assistant: ", "user: a", "assistant: b")
-    for text in ("yo", " yo", "yo 🙂", ""):
-        tokenizer = byte_tokenizer(template)
-        example["messages"][1]["content"] = text
-        result = tokenize_chat(example, tokenizer, chat_template_kwargs={"end": "|"})
-        check(result, tokenizer, "hi|", text, "|a|", "b", "|")
-    # An empty turn inside the one token "\n\n".
-    tokenizer = byte_tokenizer(template, merges=[("Ċ", "Ċ")])
-    result = tokenize_chat(example, tokenizer, chat_template_kwargs={"end": "\n"})
-    check(result, tokenizer, "hi\n\na\n", "b", "\n")
+    template = (
+        "{% for m in messages %}{{ m.role }}{% generation %}"
+        "{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
+        "{{ 'assistant' if add_generation_prompt }}"
+    ).replace(
+        "{{ m.role }}{% gen", "{{ m.role }}{% if m.role == 'user' %}{{ m.content }}{% else %}{% gen"
+    )
+    template = template.replace("{% endfor %}", "{% endif %}{% endfor %}")
     trimming = byte_tokenizer(template)
     trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    example = chat("user: hi", "assistant:  yo", "user: a", "assistant: b")
-    result = tokenize_chat(example, trimming, chat_template_kwargs={"end": "\n"})
-    check(result, trimming, "hi\n", " yo", "\na\n", "b", "\n")
+    example = chat("user: hi", "assistant: ", "user: a", "assistant: b")
+    for tokenizer in (byte_tokenizer(template), trimming):
+        for text in ("yo", " yo", "yo 🙂", "🙂", ""):
+            example["messages"][1]["content"] = text
+            result = tokenize_chat(example, tokenizer)
+            parts = (f"{text}<|im_end|>", "useraassistant", "b<|im_end|>")
+            check(result, tokenizer, "userhiassistant", *parts)
 
 
-def test_turns_without_an_end_token_keep_the_text_that_ends_them() -> None:
+def test_turns_without_an_end_token_are_refused() -> None:
+    """A model that is trained on them never stops."""
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"  # noqa: E501
     tokenizer = byte_tokenizer(template)
-    result = tokenize_chat(chat("user: hi", "assistant: yo", "user: a", "assistant: b"), tokenizer)
-    check(result, tokenizer, "user: hi\n\nassistant: ", "yo\n\n", "user: a\n\nassistant: ", "b\n\n")
+    with pytest.raises(DataError, match=r"messages\[1\]: .* no token that ends this turn; set a"):
+        tokenize_chat(chat("user: hi", "assistant: yo", "user: a", "assistant: b"), tokenizer)
 
 
 def test_template_that_rewrites_earlier_turns() -> None:
@@ -244,15 +244,12 @@ def test_template_that_rewrites_earlier_turns() -> None:
         "<think></think>b<|im_end|>",
         "\n",
     )
-    with pytest.raises(DataError, match=r"messages\[1\].*train_on='last'.*generation %} tags"):
+    with pytest.raises(DataError, match=r"messages\[1\].*differently.*; pass train_on='each'"):
         tokenize_chat(example, tokenizer)
-    # Tags say which tokens are trained, but "last" must also know where the last turn begins.
-    tagged_turn = "{% generation %}{{ m.content }}{% endgeneration %}"
-    tokenizer.chat_template = "{{ messages | length }}" + template.replace(
-        "{{ m.content }}", tagged_turn
-    )
-    with pytest.raises(DataError, match=r"messages\[3\].*differently once more messages follow"):
-        tokenize_chat(example, tokenizer, train_on="last")
+    first, last = tokenize_chat(example, tokenizer, train_on="each")
+    assert last == tokenize_chat(example, tokenizer, train_on="last")
+    head = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    check(first, tokenizer, head, "<think></think>yo<|im_end|>", "\n")
 
 
 # ---- what is read
@@ -275,7 +272,7 @@ HEAD = "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     [
         ('{"a": "é"}', '{"a": "é"}'),
         ('{"a": null}', '{"a": null}'),  # written by the model: kept
-        ({"a": "é", "b": None, "c": [{"d": None}]}, '{"a": "é", "c": [{}]}'),  # filled by Arrow
+        ({"a": "é", "b": None, "c": [{}]}, '{"a": "é", "b": null, "c": [{}]}'),
         ("", "{}"),
         (None, "{}"),
         ("{broken", '"{broken"'),
@@ -285,11 +282,6 @@ HEAD = "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 def test_tool_call_arguments(tokenizer: Any, arguments: Any, rendered: str) -> None:
     result = tokenize_chat(with_call(arguments=arguments), tokenizer)
     check(result, tokenizer, HEAD, f"<calls>f {rendered}<|im_end|>", "\n")
-
-
-def test_arguments_left_as_text(tokenizer: Any) -> None:
-    result = tokenize_chat(with_call(), tokenizer, decode_arguments=False)
-    check(result, tokenizer, HEAD, '<calls>f "{\\"a\\": \\"é\\"}"<|im_end|>', "\n")
 
 
 def test_tool_calls_as_json(tagged: Any) -> None:
@@ -307,12 +299,12 @@ def test_null_content_renders_as_nothing(tokenizer: Any, content: dict[str, Any]
         check(tokenize_chat(example, tokenizer), tokenizer, HEAD, "<|im_end|>", "\n")
 
 
-def test_content_parts() -> None:
-    tokenizer = byte_tokenizer("{% for m in messages %}{{ m.content | tojson }}{% endfor %}")
-    part = {"type": "text", "text": "x", "image_url": None}
-    example = {"messages": [{"role": "user", "content": [part]}, *chat("assistant: y")["messages"]]}
-    result = tokenize_chat(example, tokenizer)
-    check(result, tokenizer, '[{"type": "text", "text": "x"}]', '"y"')
+def test_content_parts(tokenizer: Any) -> None:
+    """Parts that are only text are the same as their text."""
+    part = {"type": "text", "text": "h", "image_url": None}
+    parts = [part, {**part, "text": "i"}]
+    example = {"messages": [{"role": "user", "content": parts}, *chat("assistant: yo")["messages"]]}
+    check(tokenize_chat(example, tokenizer), tokenizer, HEAD, "yo<|im_end|>", "\n")
 
 
 @pytest.mark.parametrize(
@@ -441,17 +433,13 @@ def test_truncation_keeps_the_front(tokenizer: Any) -> None:
 
 
 def test_the_first_token_does_not_count_as_trained() -> None:
-    tokenizer = byte_tokenizer("{% generation %}{{ messages[-1].content }}{% endgeneration %}")
-    result = tokenize_chat(chat("user: hi", "assistant: x"), tokenizer)
-    assert result["skip_reason"] == "no_trained_tokens"
-    result = tokenize_chat(chat("user: hi", "assistant: xy"), tokenizer)
+    """Nothing predicts it."""
+    tokenizer = byte_tokenizer(None)
+    assert tokenize_chat({"prompt": "", "completion": "x"}, tokenizer)["skip_reason"] == (
+        "no_trained_tokens"
+    )
+    result = tokenize_chat({"prompt": "", "completion": "xy"}, tokenizer)
     assert (result["loss_mask"], result["skip_reason"]) == ([1, 1], "")
-    turn = "{% if m.role != 'user' %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}"
-    tokenizer.chat_template = "{% for m in messages %}" + turn + "{{ m.role }}{% endfor %}"
-    example = chat("assistant: x", "user: hi", "assistant: y")
-    assert tokenize_chat(example, tokenizer)["loss_mask"][:2] == [1, 0]
-    result = tokenize_chat(example, tokenizer, max_length=3)
-    assert result["skip_reason"] == "nothing_left_after_truncation"
 
 
 def test_template_that_marks_nothing(tagged: Any) -> None:
@@ -524,21 +512,33 @@ def test_unknown_role_instead_of_an_assistant(tagged: Any, role: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("weight", 0), ("weight", 0.0), ("weight", 0.5), ("train", False), ("trainable", False)],
+    ("key", "value"), [("weight", 0), ("weight", 0.0), ("train", False), ("trainable", False)]
 )
 def test_turn_that_says_not_to_train_it(tokenizer: Any, key: str, value: Any) -> None:
-    plain = {"messages": [USER, YO, USER, YO]}
-    example = {"messages": [USER, {**YO, key: value}, USER, {**YO, key: type(value)(1)}]}
-    message = rf"messages\[1\] has {key} {value}, but .*; remove `{key}` .* pass train_on='last'"
-    with pytest.raises(DataError, match=message):
-        tokenize_chat(example, tokenizer)
-    # As the message says: nothing is trained of the turns before the last.
-    last = tokenize_chat(example, tokenizer, train_on="last")
-    assert last == tokenize_chat(plain, tokenizer, train_on="last")
-    example["messages"].reverse()
-    with pytest.raises(DataError, match=rf"messages\[2\] has {key}"):
-        tokenize_chat({"messages": example["messages"][:3]}, tokenizer, train_on="last")
+    turns = chat("user: a", "assistant: b", "user: c", "assistant: d")["messages"]
+    turns[1] |= {key: value}
+    turns[3] |= {key: type(value)(1)}
+    plain = chat("user: a", "assistant: b", "user: c", "assistant: d")
+    last = tokenize_chat(plain, tokenizer, train_on="last")
+    for train_on in ("all", "last"):
+        assert tokenize_chat({"messages": turns}, tokenizer, train_on=train_on) == last
+    assert tokenize_chat({"messages": turns}, tokenizer, train_on="each") == [last]
+    turns[1][key], turns[3][key] = turns[3][key], turns[1][key]
+    first = tokenize_chat({"messages": plain["messages"][:2]}, tokenizer)
+    for train_on in ("all", "last"):  # what comes after the last turn to train is left out
+        assert tokenize_chat({"messages": turns}, tokenizer, train_on=train_on) == first
+    turns[1][key] = value
+    assert tokenize_chat({"messages": turns}, tokenizer)["skip_reason"] == "no_trained_tokens"
+
+
+def test_turns_are_trained_in_full_or_not_at_all(tagged: Any) -> None:
+    for turn, message in (
+        ({"weight": 0.5}, r"messages\[1\] has weight 0.5, but .*; set `weight` to 0 or 1"),
+        ({"weight": "0"}, r"messages\[1\] has weight '0'"),
+        ({"weight": 1, "train": False}, r"messages\[1\] has .* which contradict .*; keep one"),
+    ):
+        with pytest.raises(DataError, match=message):
+            tokenize_chat({"messages": [USER, {**YO, **turn}]}, tagged)
 
 
 def test_keys_that_say_what_is_done_anyway(tokenizer: Any) -> None:
@@ -572,18 +572,20 @@ def test_template_that_refuses() -> None:
         tokenize_chat({"messages": [USER, YO]}, tokenizer)
 
 
-def test_template_that_joins_arguments_as_text() -> None:
-    template = "{{ messages[1].tool_calls[0].function.arguments + '<|im_end|>' }}"
-    tokenizer = byte_tokenizer("{% generation %}" + template + "{% endgeneration %}")
-    with pytest.raises(DataError, match="decode_arguments=False if the template uses"):
-        tokenize_chat(with_call(), tokenizer)
-    result = tokenize_chat(with_call(), tokenizer, decode_arguments=False)
-    assert tokenizer.decode(result["input_ids"]) == '{"a": "é"}<|im_end|>'
+@pytest.mark.parametrize("form", [json.dumps, lambda arguments: arguments])
+def test_template_that_joins_arguments_as_text(form: Any) -> None:
+    joined = NO_TAGS.replace("(call.function.arguments | tojson)", "call.function.arguments")
+    arguments = {"a": "é", "b": None}
+    result = tokenize_chat(with_call(arguments=form(arguments)), byte_tokenizer(joined))
+    text = (
+        json.dumps(arguments) if form is json.dumps else json.dumps(arguments, ensure_ascii=False)
+    )
+    check(result, byte_tokenizer(joined), HEAD, f"<calls>f {text}<|im_end|>", "\n")
 
 
 def test_wrong_options(tagged: Any) -> None:
     example = {"messages": [USER, YO]}
-    with pytest.raises(ValueError, match="train_on must be 'all' or 'last', got 'first'"):
+    with pytest.raises(ValueError, match="train_on must be 'all', 'last' or 'each', got 'first'"):
         tokenize_chat(example, tagged, train_on="first")  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match="max_length must be at least 2, got 1; None means no limit"
@@ -591,7 +593,8 @@ def test_wrong_options(tagged: Any) -> None:
         tokenize_chat(example, tagged, max_length=1)
     with pytest.raises(ValueError, match=r"no chat_template; .*set tokenizer\.chat_template"):
         tokenize_chat(example, byte_tokenizer(None))
-    with pytest.raises(DataError, match="multiple values for keyword argument 'tokenize'"):
+    message = "`chat_template_kwargs` has 'tokenize', which tokenize_chat sets itself; remove it"
+    with pytest.raises(DataError, match=message):
         tokenize_chat(example, byte_tokenizer(NO_TAGS), chat_template_kwargs={"tokenize": True})
 
 
@@ -690,7 +693,6 @@ def test_dataset_passes_every_option_on(tagged: Any) -> None:
         "max_length": 180,
         "tools": [TOOL],
         "chat_template_kwargs": {"mark": "!"},
-        "decode_arguments": False,
     }
     row = {"messages": MIXED[2]["messages"] + with_call()["messages"]}
     expected = tokenize_chat(row, tagged, **options)
@@ -765,9 +767,9 @@ def test_second_run_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
         return list(tokenize_chat_dataset(source, tokenizer, **options)[0]["loss_mask"])
 
     first = run(used)
-    monkeypatch.delattr("torch_collate_kit.chat.tokenize_chat")  # whoever maps now fails
+    monkeypatch.delattr("torch_collate_kit.chat.dataset.tokenize_records")  # whoever maps now fails
     assert run(used) == run(byte_tokenizer(TAGS)) == first
-    with pytest.raises(NameError, match="tokenize_chat"):
+    with pytest.raises(NameError, match="tokenize_records"):
         run(used, train_on="last")
 
 
@@ -794,7 +796,7 @@ def answer_text(message: dict[str, Any]) -> str:
     """What the shipped template writes for an assistant message, without the template."""
     text = message["content"] or ""
     for call in message.get("tool_calls") or []:
-        arguments = json.dumps(json.loads(call["function"]["arguments"]), ensure_ascii=False)
+        arguments = call["function"]["arguments"]
         text += "\n" if text else ""
         name = call["function"]["name"]
         text += f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'

@@ -1,0 +1,73 @@
+"""python -m torch_collate_kit template: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.chat.test_supervision import CHATML, THINKS
+from torch_collate_kit.__main__ import main
+from torch_collate_kit.chat.preview import verdict_table
+
+
+def test_marked_tokens_and_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "thinks.jinja"
+    path.write_text(THINKS)
+    assert main(["template", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "one turn: right\n    '<|im_start|>user\\nHi.<|im_end|>" in printed
+    assert "<|im_start|>assistant\\n⟦Hello!<|im_end|>⟧\\n'" in printed
+    assert "thinking twice: each\n" in printed
+    assert (
+        "all: messages[1]: the chat template drops its reasoning_content; pass train_on='each'"
+        in printed
+    )
+    assert "tool call: refused: " in printed
+    assert "tool_calls[0] name; set a tokenizer.chat_template" in printed
+
+
+def test_a_table_of_templates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "b.jinja").write_text(THINKS)
+    (tmp_path / "a.jinja").write_text(CHATML)
+    assert main(["template", "--all", str(tmp_path)]) == 0
+    header, line, first, second = capsys.readouterr().out.splitlines()
+    assert header.startswith("| template | one turn | system | two turns |")
+    assert set(line) == set("|- ")
+    assert first.startswith("| a | right | right | right | refused: drops calls")
+    assert first.endswith("| refused: drops thinking | refused: drops thinking |")
+    assert second.startswith("| b | right |")
+    assert second.endswith("| right | each |")
+
+
+def test_a_tokenizer_folder(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["template", str(shared_data / "tokenizers" / "mistral-32k-chatml")]) == 0
+    assert "tool call: right" in capsys.readouterr().out
+
+
+def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% if %}")
+    for name, message in (
+        ("no_such.jinja", "error: no_such.jinja does not exist\n"),
+        (str(broken), "error: the chat template is not valid Jinja, line 1: "),
+    ):
+        assert main(["template", name]) == 1
+        errors = capsys.readouterr().err
+        assert errors.startswith(message)
+        assert errors.count("\n") == 1
+    for arguments in ([], ["template"], ["unknown"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("name", ["gptoss", "llama3_1", "qwen3", "deepseekv3"])
+def test_the_table_of_the_page(name: str) -> None:
+    trl = importlib.util.find_spec("trl")
+    if trl is None or trl.origin is None:
+        pytest.skip("trl is not installed: no chat templates")
+    table = verdict_table([str(Path(trl.origin).parent / "chat_templates" / f"{name}.jinja")])
+    page = Path(__file__).parents[2] / "docs" / "chat.md"
+    assert set(table.splitlines()) <= set(page.read_text(encoding="utf-8").splitlines())

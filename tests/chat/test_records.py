@@ -1,0 +1,113 @@
+"""The forms of records: each gives what the same conversation gives as `messages`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.chat.test_chat import CALL, NO_TAGS, USER, YO, byte_tokenizer, chat, check
+from torch_collate_kit import tokenize_chat
+from torch_collate_kit.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return byte_tokenizer(NO_TAGS)
+
+
+def test_sharegpt(tokenizer: Any) -> None:
+    call = {"name": "f", "arguments": {"a": "é"}}
+    turns = [
+        {"from": "system", "value": "be kind"},
+        {"from": "human", "value": "hi"},
+        {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "42"},
+        {"from": "gpt", "value": "yo", "weight": 1},
+    ]
+    messages = [
+        {"role": "system", "content": "be kind"},
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [{**CALL, "function": call}]},
+        {"role": "tool", "content": "42"},
+        YO,
+    ]
+    expected = tokenize_chat({"messages": messages}, tokenizer)
+    assert tokenize_chat({"conversations": turns}, tokenizer) == expected
+    assert tokenize_chat({"conversations": messages}, tokenizer) == expected
+    turns[4]["weight"] = 0
+    first = tokenize_chat({"messages": messages[:3]}, tokenizer)
+    assert tokenize_chat({"conversations": turns}, tokenizer) == first
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        ({"from": "narrator", "value": "x"}, r"conversations\[1\] is from 'narrator', .*; rename"),
+        ({"from": "gpt", "text": "x"}, r"conversations\[1\] `value` must be text, got None"),
+        ({"from": "gpt", "value": 3}, r"`value` must be text, got 3; convert or rename it"),
+        ({"from": "function_call", "value": "f()"}, r"value 'f\(\)' is no JSON .*; fix it, or giv"),
+        ({"from": "function_call", "value": '{"f": 1}'}, r"JSON of a dict with `name` and `argum"),
+    ],
+)
+def test_sharegpt_that_cannot_be_carried_over(
+    tokenizer: Any, turn: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        tokenize_chat({"conversations": [{"from": "human", "value": "hi"}, turn]}, tokenizer)
+
+
+def test_prompt_and_completion_as_strings() -> None:
+    tokenizer = byte_tokenizer(None)  # no template is needed
+    record = {"prompt": "1+1=", "completion": "2<|im_end|>"}
+    check(tokenize_chat(record, tokenizer), tokenizer, "1+1=", "2<|im_end|>")
+    assert tokenize_chat(record, tokenizer, train_on="each") == [tokenize_chat(record, tokenizer)]
+    nothing = tokenize_chat({"prompt": "1+1="}, tokenizer)
+    assert nothing["skip_reason"] == "no_assistant_turn"
+    for name in ("system", "tools", "documents"):
+        message = f"are strings, which no template renders, so `{name}` would be lost; write it in"
+        with pytest.raises(DataError, match=message):
+            tokenize_chat({**record, name: "x"}, tokenizer)
+
+
+def test_prompt_and_completion_as_messages(tokenizer: Any) -> None:
+    whole = chat("user: hi", "assistant: yo", "user: a", "assistant: b")
+    for system in (None, "be kind"):
+        record = {"prompt": whole["messages"][:3], "completion": whole["messages"][3:]}
+        last = tokenize_chat({**whole, "system": system}, tokenizer, train_on="last")
+        assert tokenize_chat({**record, "system": system}, tokenizer) == last
+    empty = {"prompt": whole["messages"][:2], "completion": []}
+    assert tokenize_chat(empty, tokenizer)["skip_reason"] == "no_assistant_turn"
+    with pytest.raises(DataError, match=r"two strings or two lists .* got list and str; convert"):
+        tokenize_chat({"prompt": [USER], "completion": "yo"}, tokenizer)
+
+
+def test_the_first_form_is_read(tokenizer: Any) -> None:
+    record = {**chat("user: hi", "assistant: yo"), "prompt": "hi", "instruction": "x"}
+    assert tokenize_chat(record, tokenizer) == tokenize_chat(
+        chat("user: hi", "assistant: yo"), tokenizer
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (
+            {"tool_calls": [{"function": {"arguments": {}}}]},
+            r"messages\[1\] has a tool call without",
+        ),
+        (
+            {"reasoning_content": ["x"]},
+            r"messages\[1\] `reasoning_content` must be text, got \['x'\]",
+        ),
+    ],
+)
+def test_messages_that_cannot_be_read(tokenizer: Any, message: Any, expected: str) -> None:
+    with pytest.raises(DataError, match=expected):
+        tokenize_chat({"messages": [USER, {**YO, **message}]}, tokenizer)
+
+
+def test_documents_must_be_dicts(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"`documents` must be a list .*; give each document as"):
+        tokenize_chat({**chat("user: hi", "assistant: yo"), "documents": [3]}, tokenizer)

@@ -1,0 +1,6 @@
+"""Chat records -> examples with ``input_ids`` and a loss target."""
+
+from torch_collate_kit.chat.dataset import tokenize_chat_dataset
+from torch_collate_kit.chat.tokenize import tokenize_chat
+
+__all__ = ["tokenize_chat", "tokenize_chat_dataset"]

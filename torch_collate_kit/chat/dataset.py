@@ -1,0 +1,135 @@
+"""A whole ``datasets.Dataset`` of chat records."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch_collate_kit._checks import needed_package
+from torch_collate_kit.chat.tokenize import ChatOptions, TrainOn, tokenize_records
+from torch_collate_kit.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["tokenize_chat_dataset"]
+
+_logger = logging.getLogger("torch_collate_kit.chat")
+
+# Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
+_CACHE_VERSION = 3
+
+
+def tokenize_chat_dataset(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    train_on: TrainOn = "all",
+    max_length: int | None = None,
+    tools: Sequence[Any] | str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    labels: bool = False,
+    num_proc: int | None = None,
+) -> tuple[Dataset, Counter[str]]:
+    """Run :func:`tokenize_chat` over a ``datasets.Dataset``, in ``num_proc`` processes.
+
+    Returns a new dataset of the kept examples, in order, and a Counter of the ``skip_reason`` of
+    the others. The dataset has the columns ``input_ids`` (int32) and ``loss_mask`` (int8), or with
+    ``labels=True`` ``labels`` (int32) instead of ``loss_mask``. With ``train_on="each"`` a record
+    may give several examples, and ``record_index`` (int64) is the index of the record. One warning
+    is logged for skipped examples and one for truncated ones. ``datasets.map`` shows progress and
+    caches the result. Arrow gives each struct the keys of all others, so keys that are None are
+    removed from tool arguments; arguments that are JSON strings are kept as they are.
+
+    Raises:
+        DataError: as in :func:`tokenize_chat`, naming the index of the example; or every example is
+            skipped.
+        ValueError: as in :func:`tokenize_chat`.
+        TypeError: not a ``datasets.Dataset``, or as in :func:`tokenize_chat`.
+        ImportError: datasets is not installed.
+
+    >>> tokenize_chat_dataset([{"messages": []}], tokenizer=None)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    TypeError: expected a datasets.Dataset, got list; use Dataset.from_list...
+    """
+    datasets = needed_package("datasets", "tokenize_chat_dataset")
+    if not isinstance(dataset, datasets.Dataset):
+        raise TypeError(
+            f"expected a datasets.Dataset, got {type(dataset).__name__}; use Dataset.from_list, a "
+            "split of the DatasetDict, or stream.map(tokenize_chat, fn_kwargs=...) and a filter"
+        )
+    options: dict[str, Any] = {"train_on": train_on, "max_length": max_length, "tools": tools}
+    options |= {"chat_template_kwargs": chat_template_kwargs, "labels": labels}
+    ChatOptions(tokenizer, **options)  # wrong options raise here, not in a worker
+    tokenized = _map(dataset, {"tokenizer": tokenizer, "options": options}, num_proc)
+    reasons = list(tokenized["skip_reason"])
+    cuts = [cut for cut in tokenized["num_cut_tokens"] if cut]
+    skips = Counter(reason for reason in reasons if reason)
+    if reasons and skips.total() == len(reasons):
+        raise DataError(
+            f"all {len(reasons)} examples are skipped: {dict(skips)}; a record needs an assistant "
+            "turn with tokens that the chat template trains, before max_length"
+        )
+    index = ["record_index"] if train_on == "each" else []
+    columns = ["input_ids", "labels" if labels else "loss_mask", *index]
+    tokenized = tokenized.select_columns(columns)
+    if cuts:
+        _logger.warning("cut %d tokens off %d of %d examples", sum(cuts), len(cuts), len(reasons))
+    if skips:
+        _logger.warning("skipped %d of %d examples: %s", skips.total(), len(reasons), dict(skips))
+        kept = [i for i, reason in enumerate(reasons) if not reason]
+        # flatten_indices removes the indices mapping, which columnar readers do not expect.
+        tokenized = tokenized.select(kept).flatten_indices()
+    return tokenized, skips
+
+
+def _map(dataset: Any, fn_kwargs: dict[str, Any], num_proc: int | None) -> Any:
+    import datasets
+
+    # Explicit types: a first batch that is skipped as a whole would fix them as lists of null.
+    target, dtype = ("labels", "int32") if fn_kwargs["options"]["labels"] else ("loss_mask", "int8")
+    features = {
+        "input_ids": datasets.Sequence(datasets.Value("int32")),
+        target: datasets.Sequence(datasets.Value(dtype)),
+        "num_cut_tokens": datasets.Value("int64"),
+        "skip_reason": datasets.Value("string"),
+        "record_index": datasets.Value("int64"),
+    }
+    if len(dataset) == 0:  # map would return no columns at all
+        empty: dict[str, list[Any]] = {name: [] for name in features}
+        return datasets.Dataset.from_dict(empty, features=datasets.Features(features))
+    return dataset.with_format(None).map(
+        _tokenize_rows,
+        with_indices=True,
+        batched=True,
+        batch_size=_BATCH_SIZE,
+        fn_kwargs={**fn_kwargs, "version": _CACHE_VERSION},
+        remove_columns=dataset.column_names,
+        features=datasets.Features(features),
+        num_proc=num_proc,
+        desc="Tokenizing chats",
+    )
+
+
+_BATCH_SIZE = 256
+
+
+def _tokenize_rows(
+    columns: Mapping[str, list[Any]],
+    indices: list[int],
+    *,
+    tokenizer: Any,
+    options: dict[str, Any],
+    version: int,
+) -> dict[str, list[Any]]:
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    results = tokenize_records(rows, ChatOptions(tokenizer, **options), from_arrow=True)
+    found: list[dict[str, Any]] = []
+    for i, result in zip(indices, results, strict=True):
+        if isinstance(result, DataError):
+            raise DataError(f"example {i}: {result}") from result
+        found += [{**row, "record_index": i} for row in result]
+    return {name: [row[name] for row in found] for name in found[0]}

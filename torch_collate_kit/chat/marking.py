@@ -1,0 +1,193 @@
+"""Where each character of a rendered chat came from.
+
+A conversation is rendered twice: as it is, and with every text of every message replaced,
+character by character, by a private-use character that stands for this text alone. The two results
+have the same length and agree wherever the template writes. So each character is known to come from
+one text of one message, or from the template; and a text that did not arrive is known, too.
+
+Not replaced is what templates look at: white space and control characters (``trim``), quotes and
+backslashes (``tojson``), and what looks like a tag in the template's source (``</think>``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Marker", "Occurrence", "Part", "has_marks", "locate", "tags_of"]
+
+_FIRST_MARK, _LAST_MARK = 0x100000, 0x10FFFD  # the last plane of private-use characters
+_MARKS = re.compile("[\U00100000-\U0010fffd]")
+_KEPT = r"\s\x00-\x1f\x7f\"\\"
+# Begins and ends with a replaced character; blanks between are replaced, too.
+_RUN = re.compile(rf"[^{_KEPT}](?:[^\x00-\x1f\x7f\"\\]*[^{_KEPT}])?")
+_SOLID = re.compile(r"\S(?:[^\n]*\S)?")  # for a text of quotes, backslashes or tags alone
+_TAG = re.compile(r"</?[^<>\s'\"{}]{1,40}>|\[/?[A-Z_]+\]")
+_THINK_END = "</think>"
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One text of one message, from its first to its last replaced character.
+
+    ``before`` and ``after`` are the characters around them that are not replaced and no white
+    space. ``kind`` is "content", "thinking", "name", "argument" or "document".
+    """
+
+    message: int
+    kind: str
+    where: str
+    core: str
+    marked: str
+    before: str = ""
+    after: str = ""
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """A place of a part in the rendered text, ``escaped`` as in JSON or not."""
+
+    part: Part
+    start: int
+    end: int
+    escaped: bool
+
+
+def has_marks(text: str) -> bool:
+    """Whether a text has one of the private-use characters, so that it cannot be marked."""
+    return _MARKS.search(text) is not None
+
+
+def tags_of(template: str) -> re.Pattern[str]:
+    """What looks like a tag in the source of a template, as a group to split texts by."""
+    tags = sorted(set(_TAG.findall(template)), key=len, reverse=True)
+    return re.compile("(" + ("|".join(map(re.escape, tags)) or "(?!)") + ")")
+
+
+class Marker:
+    """Makes the marked copy of a conversation for one template."""
+
+    def __init__(self, tags: re.Pattern[str]) -> None:
+        self._tags = tags
+        self.parts: list[Part] = []
+
+    def copy(self, value: Any, message: int, where: str, kind: str) -> Any:
+        """``value`` with every string in it replaced; keys of mappings are kept."""
+        if isinstance(value, str):
+            return self._text(value, message, where, kind)
+        if isinstance(value, Mapping):
+            return {k: self.copy(v, message, f"{where}[{k!r}]", kind) for k, v in value.items()}
+        if isinstance(value, list):
+            return [self.copy(v, message, f"{where}[{i}]", kind) for i, v in enumerate(value)]
+        return value
+
+    def message(self, message: Mapping[str, Any], index: int) -> dict[str, Any]:
+        """The marked copy of a message."""
+        marked = dict(message)
+        content = message.get("content")
+        if isinstance(content, str):
+            marked["content"] = self._content(content, message["role"], index, "content")
+        elif isinstance(content, list):
+            marked["content"] = [
+                {**part, "text": self._content(part["text"], message["role"], index, "content")}
+                if isinstance(part, dict) and isinstance(part.get("text"), str)
+                else part
+                for part in content
+            ]
+        done: dict[str, str] = {}
+        for key in _REASONING:
+            if isinstance(text := message.get(key), str):
+                if text not in done:
+                    done[text] = self._text(text, index, key, "thinking")
+                marked[key] = done[text]
+        if "tool_calls" in message:
+            calls = enumerate(message["tool_calls"])
+            marked["tool_calls"] = [
+                self._call(call, index, f"tool_calls[{i}]") for i, call in calls
+            ]
+        return marked
+
+    def _call(self, call: dict[str, Any], index: int, where: str) -> dict[str, Any]:
+        function = call["function"]
+        name = self._text(function["name"], index, f"{where} name", "name")
+        arguments = self.copy(function["arguments"], index, f"{where} arguments", "argument")
+        return {**call, "function": {**function, "name": name, "arguments": arguments}}
+
+    def _content(self, text: str, role: str, index: int, where: str) -> str:
+        """Thinking that is written into the content is a part of its own."""
+        if role != "assistant" or _THINK_END not in text:
+            return self._text(text, index, where, "content")
+        thinking, end, answer = text.rpartition(_THINK_END)
+        opened, start, thinking = thinking.rpartition("<think>")
+        return (
+            self._text(opened, index, where, "content")
+            + start
+            + self._text(thinking, index, f"thinking inside {where}", "thinking")
+            + end
+            + self._text(answer, index, where, "content")
+        )
+
+    def _text(self, text: str, message: int, where: str, kind: str) -> str:
+        code = _FIRST_MARK + len(self.parts)
+        if not text.strip() or code > _LAST_MARK:
+            return text
+        mark = chr(code)
+
+        def replace(run: re.Match[str]) -> str:
+            return mark * (run.end() - run.start())
+
+        if "<" in text or "[" in text:
+            pieces = self._tags.split(text)
+            pieces[::2] = [_RUN.sub(replace, piece) for piece in pieces[::2]]
+            marked = "".join(pieces)
+        else:
+            marked = _RUN.sub(replace, text)
+        if mark not in marked:
+            marked = _SOLID.sub(replace, text)
+        first, last = marked.find(mark), marked.rfind(mark) + 1
+        before, after = text[:first].lstrip(), text[last:].rstrip()
+        core, marked_core = text[first:last], marked[first:last]
+        self.parts.append(Part(message, kind, where, core, marked_core, before, after))
+        return marked
+
+
+def locate(text: str, marked: str, parts: list[Part]) -> Iterator[Occurrence | int]:
+    """The places of ``parts`` in the order of the text, or the position of what cannot be matched.
+
+    ``text`` and ``marked`` are the two renderings.
+    """
+    end = 0
+    while (found := _MARKS.search(marked, end)) is not None:
+        part = parts[ord(found[0]) - _FIRST_MARK]
+        place = _match(text, marked, found.start(), part, end)
+        if place is None or text[end : place.start] != marked[end : place.start]:
+            yield end
+            return
+        yield place
+        end = place.end
+    if text[end:] != marked[end:]:
+        yield end
+
+
+def _match(text: str, marked: str, start: int, part: Part, floor: int) -> Occurrence | None:
+    for escaped in (False, True):
+        core, marked_core, before, after = (
+            _escape(s) if escaped else s for s in (part.core, part.marked, part.before, part.after)
+        )
+        if escaped and core == part.core:
+            return None
+        end = start + len(core)
+        if not (text.startswith(core, start) and marked.startswith(marked_core, start)):
+            continue
+        first = start - len(before)
+        if first >= floor and text.startswith(before, first) and text.startswith(after, end):
+            return Occurrence(part, first, end + len(after), escaped)
+    return None
+
+
+def _escape(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]

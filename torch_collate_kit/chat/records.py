@@ -1,0 +1,221 @@
+"""Reading a record: the forms that people have -> one :class:`Conversation`.
+
+What a template would silently ignore (a legacy function call, an unknown role) is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_collate_kit.chat.record_forms import find_messages
+from torch_collate_kit.errors import DataError
+
+__all__ = ["Conversation", "is_text", "read_record", "text_of"]
+
+_ROLES = ("system", "developer", "user", "tool", "assistant", "function")
+_SELECTORS = ("weight", "train", "trainable")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_NO_CHAT_TEXT = ("system", "tools", "documents")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in one form, which of them to train, and what else the template gets.
+
+    ``texts`` is set instead of ``messages`` for a prompt and completion that are strings.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    has_assistant: bool = False
+    trained: list[int] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    texts: tuple[str, str] | None = None
+
+
+def read_record(
+    example: Mapping[str, Any], tools: Any, kwargs: Mapping[str, Any], from_arrow: bool
+) -> Conversation:
+    """The conversation of ``example``, which is not changed.
+
+    ``tools`` and ``kwargs`` are those of the call; columns of the record override them. Arrow gives
+    each struct the keys of all others, so ``from_arrow`` removes None from arguments, too.
+    """
+    listed, first = find_messages(example)
+    if isinstance(listed, str) or isinstance(first, str):
+        extra = next((name for name in _NO_CHAT_TEXT if example.get(name)), None)
+        if extra is not None:
+            raise DataError(
+                f"`prompt` and `completion` are strings, which no template renders, so `{extra}` "
+                f"would be lost; write it into the prompt, or give lists of messages"
+            )
+        return Conversation(has_assistant=bool(first), texts=(str(listed), str(first)))
+    messages = [_read_message(m, f"messages[{i}]", from_arrow) for i, m in enumerate(listed)]
+    messages, shift = _with_system(messages, example.get("system"))
+    turns = _assistant_turns(messages)
+    selected = [turn for turn in turns if turn >= first + shift and _is_selected(messages, turn)]
+    own_kwargs = read_dicts([example.get("chat_template_kwargs") or {}], "`chat_template_kwargs`")
+    return Conversation(
+        messages=[{k: v for k, v in m.items() if k not in _SELECTORS} for m in messages],
+        has_assistant=any(turn >= first + shift for turn in turns),
+        trained=selected,
+        tools=read_dicts(example.get("tools"), "`tools`") or read_dicts(tools, "`tools`") or None,
+        documents=read_dicts(example.get("documents"), "`documents`") or None,
+        kwargs={**kwargs, **own_kwargs[0]},
+    )
+
+
+def text_of(content: Any) -> Any:
+    """Parts that are only text as one string; anything else as it is."""
+    if isinstance(content, list) and all(is_text(part) for part in content):
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def is_text(part: Any) -> bool:
+    """Whether a part of a content is text."""
+    kind = part.get("type", "text") if isinstance(part, Mapping) else None
+    return kind == "text" and isinstance(part.get("text"), str)
+
+
+def read_dicts(found: Any, what: str) -> list[dict[str, Any]]:
+    """A list of dicts, from dicts, JSON strings, or one JSON string of the whole list."""
+
+    def decode(value: Any) -> Any:
+        try:
+            return json.loads(value) if isinstance(value, str) else _drop_none(value)
+        except ValueError as error:
+            raise DataError(f"{what}: invalid JSON {value[:60]!r} ({error}); fix it") from error
+
+    value = decode(found or []) or []
+    items = value if isinstance(value, list) else [value, "[]"]  # not a list: fails below
+    dicts: list[Any] = [decode(item) if isinstance(item, str) else item for item in items]
+    if not all(isinstance(item, dict) for item in dicts):
+        raise DataError(
+            f"{what} must be a list of dicts or of JSON strings, got {value!r:.60}; "
+            + (
+                "give each document as {'title': ..., 'text': ...}"
+                if "documents" in what
+                else "turn Python functions into schemas with transformers.utils.get_json_schema"
+            )
+        )
+    return dicts
+
+
+def _with_system(messages: list[dict[str, Any]], system: Any) -> tuple[list[dict[str, Any]], int]:
+    """The messages with the ``system`` column in front, and by how many places they moved."""
+    if system is None or system == "":
+        return messages, 0
+    if not isinstance(system, str):
+        raise DataError(f"`system` must be a string, got {type(system).__name__}; convert it")
+    present = {text_of(m["content"]) for m in messages if m["role"] in ("system", "developer")}
+    if present - {system}:
+        raise DataError("the `system` column and a system message differ; remove one of the two")
+    return (messages, 0) if present else ([{"role": "system", "content": system}, *messages], 1)
+
+
+def _assistant_turns(messages: list[dict[str, Any]]) -> list[int]:
+    """Indices of the assistant's messages. With none, an unknown role is an error."""
+    roles = [message["role"] for message in messages]
+    unknown = next((role for role in roles if role not in _ROLES), None)
+    if unknown is not None and "assistant" not in roles:
+        raise DataError(
+            f"messages[{roles.index(unknown)}] has the unknown role {unknown!r}, and none has "
+            "'assistant'; rename the role of the answers to assistant, others to "
+            "system, user or tool"
+        )
+    return [i for i, role in enumerate(roles) if role == "assistant"]
+
+
+def _is_selected(messages: list[dict[str, Any]], turn: int) -> bool:
+    """Whether the message's own ``weight``, ``train`` or ``trainable`` lets it be trained."""
+    values = {key: messages[turn][key] for key in _SELECTORS if key in messages[turn]}
+    for key, value in values.items():
+        if value not in (0, 1):  # True is 1
+            raise DataError(
+                f"messages[{turn}] has {key} {value!r}, but a turn is trained in full or not at "
+                f"all; set `{key}` to 0 or 1"
+            )
+    if len(set(map(bool, values.values()))) > 1:
+        raise DataError(f"messages[{turn}] has {values}, which contradict each other; keep one")
+    return all(values.values())
+
+
+def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
+    if not isinstance(found, Mapping) or not isinstance(found.get("role"), str):
+        got = f"keys {sorted(found)}" if isinstance(found, Mapping) else type(found).__name__
+        raise DataError(
+            f"{where} must be a dict with a `role` string and `content`, got {got}; rename other "
+            "keys (ShareGPT belongs in a `conversations` column) and roles (to system, user, "
+            "assistant, tool)"
+        )
+    calls = found.get("tool_calls")
+    message = {key: _drop_none(value) for key, value in found.items() if key != "tool_calls"}
+    message = {key: value for key, value in message.items() if value is not None}
+    content = _read_content(message.get("content"))
+    if not isinstance(content, (str, list, type(None))):
+        raise DataError(f"{where} `content` must be text, parts or None, got {content!r:.60}")
+    if message.get("function_call"):
+        raise DataError(
+            f"{where} has a `function_call`, which chat templates no longer read; convert it to "
+            "`tool_calls`: [{'type': 'function', 'function': function_call}], and the result's "
+            "role from function to tool"
+        )
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    if reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise DataError(f"{where} `reasoning_content` must be text, got {reasoning!r:.60}")
+        # The two names that templates read; transformers fills them in like this, too.
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    message["content"] = content
+    # An empty list would count in templates that ask `'tool_calls' in message`.
+    read = [_read_call(call, where, from_arrow) for call in _call_dicts(calls, where)]
+    return {**message, "tool_calls": read} if read else message
+
+
+def _read_content(content: Any) -> Any:
+    """Text, None, or parts that are dicts; anything else as it is."""
+    if not isinstance(content, list):
+        return content
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    return parts or ""
+
+
+def _call_dicts(calls: Any, where: str) -> list[dict[str, Any]]:
+    if isinstance(calls, (list, tuple)) and all(isinstance(call, Mapping) for call in calls):
+        return [dict(call) for call in calls]
+    return read_dicts(calls, f"{where} `tool_calls`")
+
+
+def _read_call(call: Mapping[str, Any], where: str, from_arrow: bool) -> dict[str, Any]:
+    """The call as ``{"type": "function", "function": {"name", "arguments"}}`` and its id."""
+    function = call.get("function") or call
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(
+            f"{where} has a tool call without a name, got {dict(call)!r:.60}; write it as "
+            "{'type': 'function', 'function': {'name': ..., 'arguments': ...}}"
+        )
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":
+        arguments = {}
+    if from_arrow:
+        arguments = _drop_none(arguments)
+    outer = {k: v for k, v in call.items() if v is not None and k not in ("name", "arguments")}
+    return {
+        "type": "function",
+        **outer,
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def _drop_none(value: Any) -> Any:
+    """A copy without keys that are None: Arrow gives each struct the keys of all others."""
+    if isinstance(value, Mapping):
+        return {key: _drop_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_drop_none(item) for item in value]
+    return value

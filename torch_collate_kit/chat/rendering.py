@@ -1,0 +1,383 @@
+"""One rendering of a conversation, in which the origin of every character is known."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch_collate_kit.chat.marking import Marker, Occurrence, Part, has_marks, locate
+from torch_collate_kit.chat.records import Conversation, text_of
+from torch_collate_kit.chat.template import REPEATED_KEY, ChatTemplate, Messages, Refusal, Spans
+
+__all__ = ["Rendering", "render_conversation"]
+
+_PRINTED_PART = re.compile(r"""['"](?:text|type)['"]: ['"]?$""")
+_CHANGE_TEMPLATE = "set a tokenizer.chat_template that writes it, or remove it from the record"
+
+
+class _Style(NamedTuple):
+    """The form in which a template gets texts, empty contents beside calls, and arguments."""
+
+    content: str = "text"  # or "parts"
+    empty: str = "given"  # or "none", "left out", "text"
+    arguments: str = "given"  # or "mapping", "text"
+
+
+_FORMS = {
+    "content": ("text", "parts"),
+    "empty": ("given", "none", "left out", "text"),
+    "arguments": ("given", "mapping", "text"),
+}
+_CALL = {
+    "type": "function",
+    "id": "abcdefghi",
+    "function": {"name": "f", "arguments": '{"k": "v"}'},
+}
+_PROBES: list[Messages] = [
+    [
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+    ],
+    [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}],
+]
+
+
+@dataclass
+class Rendering:
+    """The text of a conversation, in one style, and where its parts are."""
+
+    template: ChatTemplate
+    conversation: Conversation
+    messages: Messages
+    style: _Style
+    text: str
+    tagged: Spans | None
+    parts: list[Part]
+    occurrences: list[Occurrence]
+    is_composed: bool = False
+
+    def move_last_turn(self, start: int, prompt: str) -> None:
+        """Let the text be ``prompt`` and what it has from ``start`` on."""
+        shift = len(prompt) - start
+        self.text = prompt + self.text[start:]
+        self.occurrences = [
+            replace(o, start=o.start + shift, end=o.end + shift) for o in self.occurrences
+        ]
+        if self.tagged is not None:
+            self.tagged = [(first + shift, last + shift) for first, last in self.tagged]
+        self.is_composed = True
+
+    def render(
+        self,
+        count: int,
+        *,
+        prompt: bool = False,
+        switch: Mapping[str, Any] | None = None,
+        then: Messages | None = None,
+    ) -> str:
+        """The text of the first ``count`` messages, and of what is asked for after them."""
+        if count == len(self.messages) and not prompt and not then:
+            return self.text
+        [text], _ = self.template.render(
+            [self.messages[:count] + (then or [])],
+            self.conversation.tools,
+            self.conversation.documents,
+            prompt=prompt,
+            switch=switch,
+        )
+        return text
+
+    def styled(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message in the form that the template needs."""
+        return _styled(message, self.style)
+
+    def question(self) -> Messages:
+        """A message of the user."""
+        return [self.styled({"role": "user", "content": "Q"})]
+
+    def reply(self, turn: int) -> Messages:
+        """What may follow a turn: results of its calls, or else a question."""
+        return [
+            self.styled(
+                {
+                    "role": "tool",
+                    "content": "Q",
+                    "name": call["function"]["name"],
+                    "tool_call_id": call.get("id", ""),
+                }
+            )
+            for call in self.messages[turn].get("tool_calls", ())
+        ] or self.question()
+
+    @cached_property
+    def own(self) -> dict[int, list[int]]:
+        """For each message, where in ``occurrences`` its parts stand for the first time."""
+        seen: set[int] = set()
+        found: dict[int, list[int]] = {}
+        for i, occurrence in enumerate(self.occurrences):
+            if id(occurrence.part) not in seen:
+                seen.add(id(occurrence.part))
+                found.setdefault(occurrence.part.message, []).append(i)
+        return found
+
+    @cached_property
+    def times(self) -> Counter[int]:
+        """How often each part is in the text, by the id of the part."""
+        return Counter(id(occurrence.part) for occurrence in self.occurrences)
+
+    @cached_property
+    def drops(self) -> bool:
+        """Whether a part is not in the text."""
+        return len(self.times) < len(self.parts)
+
+    def region(self, turn: int) -> tuple[int, int]:
+        """From the last character of another message before the turn to the next after it."""
+        own = self.own.get(turn)
+        if own is None:
+            return 0, len(self.text)
+        before, after = own[0], own[-1] + 1
+        start = self.occurrences[before - 1].end if before else 0
+        more = after < len(self.occurrences)
+        return start, self.occurrences[after].start if more else len(self.text)
+
+    def problem(self, turn: int) -> str | None:
+        """What of message ``turn`` is not in the text as the model would write it."""
+        for part in self.parts:
+            if part.message == turn and id(part) not in self.times:
+                return f"messages[{turn}]: the chat template drops its {part.where}"
+        own = self.own.get(turn, [])
+        run = self.occurrences[own[0] : own[-1] + 1] if own else []
+        if any(occurrence.part.message != turn for occurrence in run):
+            return f"messages[{turn}]: the chat template writes it in pieces"
+        if own:
+            texts = [
+                self.occurrences[i].part for i in own if self.occurrences[i].part.kind != "name"
+            ]
+            for part in texts:
+                if self.times[id(part)] > 1:
+                    return f"messages[{turn}]: the chat template writes its {part.where} twice"
+        start, end = self.region(turn)
+        for call in self.messages[turn].get("tool_calls", ()):
+            changed = _changed_arguments(call["function"]["arguments"], self.text[start:end])
+            if changed:
+                return f"messages[{turn}]: the chat template {changed}"
+        return None
+
+
+def render_conversation(
+    template: ChatTemplate, conversation: Conversation, count: int, trained: list[int]
+) -> Rendering:
+    """The first ``count`` messages, in the first style in which every part of them arrives.
+
+    Thinking and text of turns that are not trained may be dropped, as they are at inference.
+    """
+    refusals: list[Refusal] = []
+    for style in _styles(template, conversation, conversation.messages[:count]):
+        try:
+            return _render(template, conversation, count, trained, style)
+        except Refusal as refusal:
+            refusals.append(refusal)
+    raise next((refusal for refusal in refusals if refusal.rendered), refusals[0])
+
+
+def _styles(
+    template: ChatTemplate, conversation: Conversation, messages: Messages
+) -> Iterator[_Style]:
+    """The styles that make a difference, the one that suits the template first."""
+    calls = [message for message in messages if "tool_calls" in message]
+    if (has_tools := conversation.tools is not None) not in template.preferred:
+        template.preferred[has_tools] = _preferred_style(template, conversation)
+    preferred: _Style = template.preferred[has_tools]
+    yield preferred
+    for name, forms in _FORMS.items():
+        if name == "content" or (calls if name == "arguments" else not _all_have_content(calls)):
+            for form in forms:
+                if form != getattr(preferred, name):
+                    yield preferred._replace(**{name: form})
+
+
+def _all_have_content(messages: Messages) -> bool:
+    """Whether every message has content."""
+    return all(message["content"] for message in messages)
+
+
+def _preferred_style(template: ChatTemplate, conversation: Conversation) -> _Style:
+    for messages in _PROBES:
+        probe = Conversation(messages, tools=conversation.tools, kwargs=conversation.kwargs)
+        for style in itertools.starmap(_Style, itertools.product(*_FORMS.values())):
+            try:
+                _render(template, probe, 2, [1], style)
+            except Refusal:
+                continue
+            return style
+    return _Style()
+
+
+def _render(
+    template: ChatTemplate,
+    conversation: Conversation,
+    count: int,
+    trained: list[int],
+    style: _Style,
+) -> Rendering:
+    messages = [_styled(message, style) for message in conversation.messages[:count]]
+    marker = Marker(template.tags)
+    marked = [marker.message(message, i) for i, message in enumerate(messages)]
+    documents = conversation.documents
+    [text, copy], tagged = template.render([messages, marked], conversation.tools, documents)
+    if documents is not None:  # both conversations of one call have the same documents
+        documents = marker.copy(documents, -1, "documents", "document")
+        [copy], _ = template.render([marked], conversation.tools, documents)
+    if has_marks(text):
+        raise Refusal(
+            "a message has one of the private-use characters U+100000 to U+10FFFD",
+            "replace or remove it",
+        )
+    occurrences: list[Occurrence] = []
+    for place in locate(text, copy, marker.parts):
+        if isinstance(place, int):
+            raise _changed(marker.parts, occurrences, text, place)
+        occurrences.append(place)
+    rendering = Rendering(
+        template, conversation, messages, style, text, tagged, marker.parts, occurrences
+    )
+    _check_context(rendering, set(trained))
+    for turn in trained:
+        if problem := rendering.problem(turn):
+            raise Refusal(problem, _CHANGE_TEMPLATE)
+    for i, message in enumerate(rendering.messages):
+        if message.get("content", "") is None:
+            start, end = rendering.region(i)
+            if "None" in rendering.text[start:end]:
+                raise Refusal(f"the chat template prints None as the content of messages[{i}]")
+    return rendering
+
+
+def _styled(message: dict[str, Any], style: _Style) -> dict[str, Any]:
+    """The message in a form that a template may need. What it says is the same."""
+    styled, content = dict(message), message["content"]
+    if not content and "tool_calls" in message:
+        if style.empty == "left out":
+            del styled["content"]
+        elif style.empty != "given":
+            styled["content"] = None if style.empty == "none" else ""
+    elif style.content == "text":
+        styled["content"] = text_of(content or "")
+    elif not isinstance(content, list):
+        styled["content"] = [{"type": "text", "text": content or ""}]
+    if "tool_calls" in message:
+        styled["tool_calls"] = [_styled_call(call, style) for call in message["tool_calls"]]
+    return styled
+
+
+def _styled_call(call: dict[str, Any], style: _Style) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    if style.arguments == "mapping" and isinstance(arguments, str):
+        decoded = _decoded(arguments)
+        arguments = arguments if decoded is None else decoded
+    elif style.arguments == "text" and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _decoded(arguments: str) -> dict[str, Any] | None:
+    """The mapping that a JSON string holds, repeated keys included."""
+    try:
+        found = json.loads(arguments, object_pairs_hook=_with_repeated_keys)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _with_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        while key in found:
+            key += REPEATED_KEY
+        found[key] = value
+    return found
+
+
+def _check_context(rendering: Rendering, trained: set[int]) -> None:
+    """Refuse a text that lacks a message, tool or document that the answers depend on."""
+    for part in rendering.parts:
+        if id(part) in rendering.times or part.message in trained:
+            continue
+        role = "" if part.message < 0 else rendering.messages[part.message]["role"]
+        if role != "assistant" or part.kind not in ("content", "thinking"):
+            where = part.where if part.message < 0 else f"messages[{part.message}] {part.where}"
+            raise Refusal(f"the chat template drops {where}", _CHANGE_TEMPLATE)
+    for occurrence in rendering.occurrences:
+        part = occurrence.part
+        if part.kind == "content" and isinstance(rendering.messages[part.message]["content"], list):
+            before = rendering.text[max(occurrence.start - 12, 0) : occurrence.start]
+            if _PRINTED_PART.search(before):
+                raise Refusal(
+                    f"the chat template prints messages[{part.message}] content as a list",
+                    "give the content as a string",
+                )
+        if part.kind == "argument" and _decoded(part.core) is not None:
+            start, end = occurrence.start, occurrence.end
+            around = rendering.text[start - 1 : start] + rendering.text[end : end + 1]
+            if around in ("{}", '""'):
+                raise Refusal(
+                    f"messages[{part.message}]: the chat template does not write its {part.where} "
+                    "as the JSON that they are",
+                    "give them as a dict",
+                )
+    for tool in rendering.conversation.tools or ():
+        name = tool.get("function", tool).get("name") if isinstance(tool, Mapping) else None
+        if isinstance(name, str) and name not in rendering.text:
+            raise Refusal(
+                f"the chat template drops the tool {name!r}",
+                "remove `tools`, or set a tokenizer.chat_template that writes them",
+            )
+
+
+def _changed_arguments(arguments: Any, text: str) -> str | None:
+    """What happened to arguments that are a mapping; strings in it were found by their marks."""
+    if not isinstance(arguments, Mapping) or not arguments:
+        return None
+    if json.dumps(arguments, ensure_ascii=False).replace(REPEATED_KEY, "") in text:
+        return None
+    if repr(arguments) in text:
+        return "prints arguments as Python, not as JSON"
+    for name, value in _leaves(arguments):
+        written = (
+            {value, json.dumps(value)}
+            if isinstance(value, str)
+            else {json.dumps(value), str(value)}
+        )
+        if not any(form in text for form in written):
+            return f"drops the {name} {value!r} of its arguments"
+    return None
+
+
+def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield "key", str(key).rstrip(REPEATED_KEY)
+            yield from _leaves(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    elif not isinstance(value, str):
+        yield "value", value
+
+
+def _changed(parts: list[Part], found: list[Occurrence], text: str, place: int) -> Refusal:
+    """The refusal of a text that cannot be aligned after ``place``."""
+    seen = {id(occurrence.part) for occurrence in found}
+    part = next((part for part in parts if id(part) not in seen), None)
+    where = "the messages" if part is None else f"messages[{part.message}] {part.where}"
+    return Refusal(
+        f"the chat template changes {where}, or depends on its text, so it is not known which "
+        f"characters are its own (after {text[max(place - 20, 0) : place + 20]!r})",
+        "change the record, or set another tokenizer.chat_template",
+    )

@@ -1,0 +1,148 @@
+"""One chat template with the variables of a call: rendering, and what is known about it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch_collate_kit._checks import needed_package
+from torch_collate_kit.chat.marking import tags_of
+from torch_collate_kit.errors import DataError
+
+__all__ = ["REPEATED_KEY", "ChatTemplate", "Messages", "Refusal", "Spans", "chat_template"]
+
+Messages = list[dict[str, Any]]
+Spans = list[tuple[int, int]]
+
+# Stands after a key that is in its mapping already, so that none is lost. No text keeps it.
+REPEATED_KEY = "\U000ffffd"
+
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_RESERVED = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "conversations",
+    "documents",
+    "messages",
+    "return_assistant_tokens_mask",
+    "tokenize",
+    "tools",
+)
+_TEMPLATES: WeakKeyDictionary[Any, dict[str, ChatTemplate]] = WeakKeyDictionary()
+
+
+def chat_template(tokenizer: Any, kwargs: Mapping[str, Any], tools: Any) -> ChatTemplate:
+    """The template that renders with ``kwargs``; the same object for the same settings."""
+    needed_package("transformers", "tokenize_chat")
+    source = tokenizer.get_chat_template(kwargs.get("chat_template"), tools)
+    variables = {**tokenizer.special_tokens_map, **kwargs}
+    variables.pop("chat_template", None)
+    key = f"{len(tokenizer)} {variables!r} {source}"
+    known = _TEMPLATES.setdefault(tokenizer, {})
+    if key not in known:
+        known[key] = ChatTemplate(tokenizer, source, variables)
+    return known[key]
+
+
+class Refusal(DataError):
+    """Why a conversation is not trained, and the way out, which may get a better one."""
+
+    def __init__(
+        self, reason: str, way_out: str = "change the record", *, rendered: bool = True
+    ) -> None:
+        super().__init__(f"{reason}; {way_out}")
+        self.reason = reason
+        self.rendered = rendered
+
+
+class ChatTemplate:
+    """A template as the tokenizer renders it.
+
+    ``preferred``, ``usual_end`` and ``known_turns`` are found out when they are needed, once: the
+    style in which :mod:`~torch_collate_kit.chat.rendering` gives it messages, the token that ends
+    an answer, and where :mod:`~torch_collate_kit.chat.turns` begin and end.
+    """
+
+    def __init__(self, tokenizer: Any, source: str, variables: dict[str, Any]) -> None:
+        reserved = next((name for name in _RESERVED if name in variables), None)
+        if reserved is not None:
+            raise DataError(
+                f"`chat_template_kwargs` has {reserved!r}, which tokenize_chat sets itself; "
+                "remove it"
+            )
+        self.source = source
+        self.code = _COMMENT.sub("", source)
+        self.has_generation_tags = _GENERATION_TAG.search(self.code) is not None
+        self.known_turns: dict[Any, tuple[int, str]] = {}
+        self.preferred: dict[bool, Any] = {}
+        self.usual_end: str | None = ""  # "" until it is known
+        self.tags = tags_of(source)
+        # Public templates let these decide whether the prompt opens thinking.
+        self.switches = [
+            {name: value}
+            for name in ("enable_thinking", "thinking")
+            for value in (False, True)
+            if name not in variables and re.search(rf"\b{name}\b", self.code)
+        ]
+        self._variables = variables
+        added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        self.eos_token = tokenizer.eos_token
+        solid = sorted((t for t in added if t.strip(" ▁\n\t")), key=len, reverse=True)
+        self.added_token = re.compile("|".join(map(re.escape, solid)) or r"(?!)")
+
+    def render(
+        self,
+        conversations: Sequence[Messages],
+        tools: Any = None,
+        documents: Any = None,
+        *,
+        prompt: bool = False,
+        switch: Mapping[str, Any] | None = None,
+    ) -> tuple[list[str], Spans | None]:
+        """The texts, and the spans inside generation tags of the first (None without tags).
+
+        ``switch`` holds variables that the caller has not set.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with self._explained(conversations[0]):
+            texts, spans = render_jinja_template(
+                list(conversations),
+                tools=tools,
+                documents=documents,
+                chat_template=self.source,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=self.has_generation_tags,
+                **self._variables,
+                **(switch or {}),
+            )
+        tagged = spans[0] if self.has_generation_tags else None
+        if REPEATED_KEY in texts[0]:
+            first = texts[0]
+            if tagged is not None:
+                tagged = [
+                    (a - first.count(REPEATED_KEY, 0, a), b - first.count(REPEATED_KEY, 0, b))
+                    for a, b in tagged
+                ]
+            texts = [text.replace(REPEATED_KEY, "") for text in texts]
+        return texts, tagged
+
+    @contextmanager
+    def _explained(self, messages: Messages) -> Iterator[None]:
+        from jinja2 import TemplateError, TemplateSyntaxError
+
+        try:
+            yield
+        except TemplateSyntaxError as error:
+            raise ValueError(
+                f"the chat template is not valid Jinja, line {error.lineno}: {error.message}; fix "
+                "tokenizer.chat_template"
+            ) from error
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            reason = f"the chat template cannot render the roles [{roles}]: {error}"
+            raise Refusal(reason, rendered=False) from error

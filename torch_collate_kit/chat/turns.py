@@ -1,0 +1,317 @@
+"""Which characters of a rendered turn the model writes: from the generation prompt to its end."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from torch_collate_kit.chat.rendering import Rendering
+from torch_collate_kit.chat.template import Refusal, Spans
+
+__all__ = ["turn_spans"]
+
+_MAX_KNOWN_TURNS = 10_000
+_OPENING, _CLOSING = {"begin", "start", "open"}, {"end", "close"}
+
+
+def turn_spans(rendering: Rendering, turns: list[int]) -> Spans:
+    """First character and last + 1 of what the model writes in each of ``turns``."""
+    shapes = [_shape(message) for message in rendering.messages]
+    spans = [_turn_span(rendering, turn, shapes) for turn in turns]
+    if rendering.tagged is None:
+        return spans
+    return _confirmed(rendering, turns, spans)
+
+
+def _turn_span(rendering: Rendering, turn: int, shapes: list[Any]) -> tuple[int, int]:
+    own = rendering.own.get(turn)
+    if own is None:  # an empty turn: its place is known by its prompt alone
+        start = _start(rendering, turn, None)
+        return start, _end(rendering, turn, start, start)
+    first, last = rendering.occurrences[own[0]].start, rendering.occurrences[own[-1]].end
+    known = rendering.template.known_turns
+    key = _key(rendering, turn, shapes, first, last)
+    if key is None or key not in known:
+        start = _start(rendering, turn, first)
+        first, last = rendering.occurrences[own[0]].start, rendering.occurrences[own[-1]].end
+        end = _end(rendering, turn, start, last)
+        if key is None or rendering.is_composed:
+            return start, end
+        if len(known) >= _MAX_KNOWN_TURNS:
+            known.clear()
+        known[key] = first - start, rendering.text[last:end]
+    width, tail = known[key]
+    if not rendering.text.startswith(tail, last):  # the end of the last turn is appended
+        rendering.text = rendering.text[:last] + tail
+    return first - width, last + len(tail)
+
+
+def _key(
+    rendering: Rendering, turn: int, shapes: list[Any], first: int, last: int
+) -> tuple[Any, ...] | None:
+    """What the prompt and the end of a turn depend on, so that they are not rendered for each one.
+
+    That is the template's text around the turn, and the shapes of the messages around it. None if
+    the template drops parts of the record, since what it drops may depend on anything.
+    """
+    if rendering.drops:
+        return None
+    before, after = rendering.region(turn)
+    roles = [message["role"] for message in rendering.messages]
+    asked = max((i for i in range(turn) if roles[i] == "user"), default=0)
+    return (
+        rendering.style,
+        rendering.text[before:first],
+        rendering.text[last:after],
+        tuple(shapes[max(turn - 1, 0) : turn + 2]),
+        frozenset(shapes[:asked]),
+        frozenset(shapes[asked:turn]),
+        frozenset(shapes[turn + 1 :]),
+        turn == 0,
+        rendering.conversation.tools is None,
+        rendering.conversation.documents is None,
+    )
+
+
+def _shape(message: dict[str, Any]) -> tuple[str, bool, bool, int]:
+    return (
+        message["role"],
+        bool(message.get("content")),
+        bool(message.get("reasoning_content")),
+        len(message.get("tool_calls", ())),
+    )
+
+
+def _start(rendering: Rendering, turn: int, first: int | None) -> int:
+    """Where the prompt ends that the model sees before it writes this turn."""
+    text, messages = rendering.text, rendering.messages
+    if turn == 0:  # no template renders an empty list: find what the prompt adds to this turn
+        through = rendering.render(1)
+        header = rendering.render(1, prompt=True)[len(through) :]
+        where = text.rfind(header, 0, first) if first is not None else text.find(header)
+        if not header or where < 0:
+            raise Refusal(
+                "messages[0]: the chat template has no prompt before a first turn of the assistant",
+                "begin the record with a user message",
+            )
+        return where + len(header)
+    prompt = rendering.render(turn, prompt=True)
+    if not text.startswith(prompt):
+        # It may be the prompt of a model that is asked to think, or not to.
+        switched = (
+            rendering.render(turn, prompt=True, switch=s) for s in rendering.template.switches
+        )
+        fitting = next((other for other in switched if text.startswith(other)), None)
+        if fitting is None:
+            return _compose(rendering, turn, prompt, first)
+        prompt = fitting
+    start = len(prompt)
+    if first is not None and not rendering.region(turn)[0] <= start <= first:
+        raise Refusal(f"messages[{turn}]: the prompt before it ends inside another text")
+    previous = messages[turn - 1]["role"]
+    usual = _usual_end(rendering)
+    bare = previous == "tool" or not text[start:first].strip()
+    if (usual and prompt.rstrip().endswith(usual)) or not (
+        (bare and previous != "assistant") or rendering.render(turn) != prompt
+    ):
+        raise Refusal(
+            f"messages[{turn}]: the generation prompt of the chat template adds no header after a "
+            f"message of the {previous}",
+            "merge messages that follow each other, or set another tokenizer.chat_template",
+        )
+    return start
+
+
+def _compose(rendering: Rendering, turn: int, prompt: str, first: int | None) -> int:
+    """Put the last turn after its prompt, if the template renders earlier turns differently.
+
+    gpt-oss, for example, drops the thinking before a call once the final answer is there.
+    """
+    refusal = _other_prompt(rendering, turn, prompt)
+    before = rendering.render(turn)
+    header = prompt[len(before) :] if prompt.startswith(before) else ""
+    place = rendering.text.rfind(header, rendering.region(turn)[0], first) if header else -1
+    if first is None or place < 0 or turn + 1 < len(rendering.messages):
+        raise refusal
+    if rendering.own[turn][-1] + 1 < len(rendering.occurrences):
+        raise refusal  # another message comes after the last turn
+    if any(
+        part.core not in prompt and json.dumps(part.core, ensure_ascii=False)[1:-1] not in prompt
+        for part in rendering.parts
+        if part.message < 0 or rendering.messages[part.message]["role"] != "assistant"
+    ):
+        raise refusal
+    rendering.move_last_turn(place + len(header), prompt)
+    return len(prompt)
+
+
+def _header(rendering: Rendering) -> str:
+    """What the generation prompt adds after a message of the user."""
+    template, question = rendering.template, rendering.question()
+    [alone], _ = template.render([question])
+    [asked], _ = template.render([question], prompt=True)
+    return asked[len(alone) :] if asked.startswith(alone) else ""
+
+
+def _other_prompt(rendering: Rendering, turn: int, prompt: str) -> Refusal:
+    text = rendering.text
+    same = next(
+        (i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), len(text)
+    )
+    return Refusal(
+        f"messages[{turn}]: the chat template renders what comes before this turn differently once "
+        f"it follows: the model would see {prompt[max(same - 20, 0) : same + 40]!r}, the text has "
+        f"{text[max(same - 20, 0) : same + 40]!r}",
+        "change the record, or set another tokenizer.chat_template",
+    )
+
+
+def _end(rendering: Rendering, turn: int, start: int, last: int) -> int:
+    """The end of the token that ends the turn."""
+    alone = rendering.render(turn + 1)
+    end = _end_of_turn(rendering, turn, alone, start, last)
+    if end is None:
+        return _end_after(rendering, turn, len(alone.rstrip()), alone)
+    if not rendering.text.startswith(alone[:end]):
+        raise _rewritten(turn)
+    return end
+
+
+def _end_of_turn(rendering: Rendering, turn: int, alone: str, start: int, last: int) -> int | None:
+    """The end of the token that ends the turn in ``alone``, a text that ends with this turn."""
+    template = rendering.template
+    usual = _usual_end(rendering)
+    tail = list(template.added_token.finditer(alone, last))
+    for token in tail:
+        if token[0] == usual:
+            return token.end()
+    # Calls may have an end of their own. What closes a tag of the turn is not one.
+    if not tail or "tool_calls" not in rendering.messages[turn]:
+        return None
+    token = tail[-1]
+    opened = {_pair(tag) for tag in template.added_token.findall(alone, start, token.start())}
+    name, side = _pair(token[0])
+    closes = side == "close" and ((name, "open") in opened or token[0][1] == "/")
+    return None if closes or alone[token.end() :].strip() else token.end()
+
+
+def _usual_end(rendering: Rendering) -> str | None:
+    """The first added token after an answer that is only text; None if there is none."""
+    template = rendering.template
+    if template.usual_end == "":
+        template.usual_end = _find_usual_end(rendering)
+    return template.usual_end
+
+
+def _find_usual_end(rendering: Rendering) -> str | None:
+    template, question = rendering.template, rendering.question()
+    answer = rendering.styled({"role": "assistant", "content": "an answer"})
+    try:
+        [text], _ = template.render([[*question, answer]])
+        [asked], _ = template.render([question])
+    except Refusal:
+        return template.eos_token
+    where = text.rfind("an answer")
+    # The first tag of the header is closed by the end of the turn, the others before it.
+    inside = template.added_token.findall(text, len(asked), where)[1:]
+    opened = {name for name, side in map(_pair, inside) if side == "open"}
+    for token in template.added_token.findall(text, where):
+        name, side = _pair(token)
+        if token == template.eos_token or side == "open" or name not in opened:
+            return token
+    return None
+
+
+def _end_after(rendering: Rendering, turn: int, end: int, alone: str) -> int:
+    """The end of the token that follows the turn: in the text, or before a next question."""
+    template, messages = rendering.template, rendering.messages
+    text, follows = rendering.text, "user"
+    if turn + 1 < len(messages):
+        follows = messages[turn + 1]["role"]
+        if not text.startswith(alone[:end]):
+            raise _rewritten(turn)
+        rest = text[end:]
+    else:
+        text = rendering.render(turn + 1, then=rendering.reply(turn))
+        rest = text[end:] if text.startswith(alone[:end]) else _after_answer(rendering)
+        text = alone[:end] + rest
+    token = template.added_token.match(rest, len(rest) - len(rest.lstrip()))
+    header = _header(rendering)
+    # What begins every message does not end one; nor is there a stop token before a system message.
+    if token is None or not header or token[0] in header or follows not in ("user", "tool"):
+        raise Refusal(
+            f"messages[{turn}]: the chat template writes no token that ends this turn",
+            "set a tokenizer.chat_template that ends it with an added token such as "
+            f"{template.eos_token!r}",
+        )
+    if turn + 1 == len(messages):
+        rendering.text = text[: end + token.end()]
+    return end + token.end()
+
+
+def _after_answer(rendering: Rendering) -> str:
+    """The template's text after an answer that is only text, and a next question."""
+    answer = rendering.styled({"role": "assistant", "content": "an answer"})
+    question = rendering.question()
+    [text], _ = rendering.template.render([[*question, answer, *question]])
+    return text.partition("an answer")[2]
+
+
+def _rewritten(turn: int) -> Refusal:
+    return Refusal(
+        f"messages[{turn}]: the chat template renders this turn, or an earlier one, differently "
+        "once more messages follow (does it drop thinking?)",
+        "set a tokenizer.chat_template that does not rewrite earlier turns",
+    )
+
+
+def _pair(token: str) -> tuple[str, str]:
+    """The name of a tag, and whether it opens or closes.
+
+    >>> _pair("<|tool_call_end|>"), _pair("</think>"), _pair("<tool_call|>"), _pair("<|eot_id|>")
+    (('tool_call', 'close'), ('think', 'close'), ('tool_call', 'close'), ('eot_id', 'open'))
+    """
+    words = re.split(r"[_▁ -]+", token.strip("<>[]|\uff5c/").lower())
+    side = "open"
+    ends_like_gemma = token.endswith("|>") and not token.startswith("<|")
+    if token[1:2] == "/" or ends_like_gemma or _CLOSING & set(words):
+        side = "close"
+    name = "_".join(word for word in words if word not in _OPENING | _CLOSING)
+    return name, side if name else "open"
+
+
+def _confirmed(rendering: Rendering, turns: list[int], spans: Spans) -> Spans:
+    """The spans, if generation tags agree about every text; none if they mark nothing."""
+    tagged = [span for span in rendering.tagged or () if span[0] < span[1]]
+
+    def inside(start: int, end: int) -> bool:
+        return any(first <= start and end <= last for first, last in tagged)
+
+    marks = {
+        turn: [
+            inside(rendering.occurrences[i].start, rendering.occurrences[i].end)
+            for i in rendering.own.get(turn, ())
+        ]
+        for turn in turns
+    }
+    found = [mark for turn in turns for mark in marks[turn]]
+    if found and not any(found):
+        return []
+    for turn in turns:
+        if not all(marks[turn]):
+            raise Refusal(
+                f"messages[{turn}]: the {{% generation %}} tags of the chat template leave out "
+                "a part of this turn",
+                "correct the tags, or remove them all",
+            )
+    for occurrence in rendering.occurrences:
+        part = occurrence.part
+        role = rendering.messages[part.message]["role"] if part.message >= 0 else "document"
+        if role != "assistant" and inside(occurrence.start, occurrence.end):
+            raise Refusal(
+                f"messages[{part.message}]: the {{% generation %}} tags of the chat template hold "
+                f"the text of the role {role!r}",
+                "correct the tags, or remove them all",
+            )
+    return spans
