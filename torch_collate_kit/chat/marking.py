@@ -17,13 +17,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Marker", "Occurrence", "Part", "has_marks", "locate", "tags_of"]
+__all__ = ["Marker", "Occurrence", "Part", "has_marks", "locate", "locate_after", "tags_of"]
 
 _FIRST_MARK, _LAST_MARK = 0x100000, 0x10FFFD  # the last plane of private-use characters
 _MARKS = re.compile("[\U00100000-\U0010fffd]")
 _KEPT = r"\s\x00-\x1f\x7f\"\\"
 # Begins and ends with a replaced character; blanks between are replaced, too.
 _RUN = re.compile(rf"[^{_KEPT}](?:[^\x00-\x1f\x7f\"\\]*[^{_KEPT}])?")
+_EDGE = "".join(filter(re.compile(f"[{_KEPT}]").match, map(chr, range(0x3001))))
 _SOLID = re.compile(r"\S(?:[^\n]*\S)?")  # for a text of quotes, backslashes or tags alone
 _TAG = re.compile(r"</?[^<>\s'\"{}]{1,40}>|\[/?[A-Z_]+\]")
 _THINK_END = "</think>"
@@ -69,10 +70,10 @@ def tags_of(template: str) -> re.Pattern[str]:
 
 
 class Marker:
-    """Makes the marked copy of a conversation for one template."""
+    """Makes the marked copy of a conversation for one template, or only lists its ``parts``."""
 
-    def __init__(self, tags: re.Pattern[str]) -> None:
-        self._tags = tags
+    def __init__(self, tags: re.Pattern[str], *, makes_copy: bool = True) -> None:
+        self._tags, self._makes_copy = tags, makes_copy
         self.parts: list[Part] = []
 
     def copy(self, value: Any, message: int, where: str, kind: str) -> Any:
@@ -135,12 +136,17 @@ class Marker:
         code = _FIRST_MARK + len(self.parts)
         if not text.strip() or code > _LAST_MARK:
             return text
+        has_tags = ("<" in text or "[" in text) and self._tags.search(text) is not None
+        if not self._makes_copy and not has_tags and (core := text.strip(_EDGE)):
+            before, after = text[: text.index(core)], text[len(text.rstrip(_EDGE)) :]
+            self.parts.append(Part(message, kind, where, core, "", before.lstrip(), after.rstrip()))
+            return text
         mark = chr(code)
 
         def replace(run: re.Match[str]) -> str:
             return mark * (run.end() - run.start())
 
-        if "<" in text or "[" in text:
+        if has_tags:
             pieces = self._tags.split(text)
             pieces[::2] = [_RUN.sub(replace, piece) for piece in pieces[::2]]
             marked = "".join(pieces)
@@ -171,6 +177,28 @@ def locate(text: str, marked: str, parts: list[Part]) -> Iterator[Occurrence | i
         end = place.end
     if text[end:] != marked[end:]:
         yield end
+
+
+def locate_after(
+    text: str, parts: list[Part], known: list[tuple[str, bool] | None], tail: str | None
+) -> list[Occurrence] | None:
+    """The places of ``parts`` in a text that is made of them and of texts of the template.
+
+    ``known`` has what the template writes before each part, and whether the part is escaped. None
+    if the text is another one.
+    """
+    found = []
+    end = 0
+    for part, entry in zip(parts, known, strict=True):
+        if entry is None or not text.startswith(entry[0], end):
+            return None
+        whole = part.before + part.core + part.after
+        whole, start = _escape(whole) if entry[1] else whole, end + len(entry[0])
+        if not text.startswith(whole, start):
+            return None
+        end = start + len(whole)
+        found.append(Occurrence(part, start, end, entry[1]))
+    return found if text[end:] == tail else None
 
 
 def _match(text: str, marked: str, start: int, part: Part, floor: int) -> Occurrence | None:

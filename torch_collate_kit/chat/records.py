@@ -154,8 +154,11 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
             "assistant, tool)"
         )
     calls = found.get("tool_calls")
-    message = {key: _drop_none(value) for key, value in found.items() if key != "tool_calls"}
-    message = {key: value for key, value in message.items() if value is not None}
+    message = {
+        key: value if isinstance(value, str) else _drop_none(value)
+        for key, value in found.items()
+        if value is not None and key != "tool_calls"
+    }
     content = _read_content(message.get("content"))
     if not isinstance(content, (str, list, type(None))):
         raise DataError(f"{where} `content` must be text, parts or None, got {content!r:.60}")

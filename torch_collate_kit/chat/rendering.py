@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from torch_collate_kit.chat.marking import Marker, Occurrence, Part, has_marks, locate
+from torch_collate_kit.chat.locating import locate_parts
+from torch_collate_kit.chat.marking import Occurrence, Part, has_marks
 from torch_collate_kit.chat.records import Conversation, text_of
 from torch_collate_kit.chat.template import REPEATED_KEY, ChatTemplate, Messages, Refusal, Spans
 
@@ -127,6 +128,14 @@ class Rendering:
         return found
 
     @cached_property
+    def parts_of(self) -> dict[int, list[Part]]:
+        """The parts of each message."""
+        found: dict[int, list[Part]] = {}
+        for part in self.parts:
+            found.setdefault(part.message, []).append(part)
+        return found
+
+    @cached_property
     def times(self) -> Counter[int]:
         """How often each part is in the text, by the id of the part."""
         return Counter(id(occurrence.part) for occurrence in self.occurrences)
@@ -148,8 +157,8 @@ class Rendering:
 
     def problem(self, turn: int) -> str | None:
         """What of message ``turn`` is not in the text as the model would write it."""
-        for part in self.parts:
-            if part.message == turn and id(part) not in self.times:
+        for part in self.parts_of.get(turn, ()):
+            if id(part) not in self.times:
                 return f"messages[{turn}]: the chat template drops its {part.where}"
         own = self.own.get(turn, [])
         run = self.occurrences[own[0] : own[-1] + 1] if own else []
@@ -227,26 +236,14 @@ def _render(
     style: _Style,
 ) -> Rendering:
     messages = [_styled(message, style) for message in conversation.messages[:count]]
-    marker = Marker(template.tags)
-    marked = [marker.message(message, i) for i, message in enumerate(messages)]
-    documents = conversation.documents
-    [text, copy], tagged = template.render([messages, marked], conversation.tools, documents)
-    if documents is not None:  # both conversations of one call have the same documents
-        documents = marker.copy(documents, -1, "documents", "document")
-        [copy], _ = template.render([marked], conversation.tools, documents)
+    [text], tagged = template.render([messages], conversation.tools, conversation.documents)
     if has_marks(text):
         raise Refusal(
             "a message has one of the private-use characters U+100000 to U+10FFFD",
             "replace or remove it",
         )
-    occurrences: list[Occurrence] = []
-    for place in locate(text, copy, marker.parts):
-        if isinstance(place, int):
-            raise _changed(marker.parts, occurrences, text, place)
-        occurrences.append(place)
-    rendering = Rendering(
-        template, conversation, messages, style, text, tagged, marker.parts, occurrences
-    )
+    parts, occurrences = locate_parts(template, conversation, messages, style, text)
+    rendering = Rendering(template, conversation, messages, style, text, tagged, parts, occurrences)
     _check_context(rendering, set(trained))
     for turn in trained:
         if problem := rendering.problem(turn):
@@ -369,15 +366,3 @@ def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(item)
     elif not isinstance(value, str):
         yield "value", value
-
-
-def _changed(parts: list[Part], found: list[Occurrence], text: str, place: int) -> Refusal:
-    """The refusal of a text that cannot be aligned after ``place``."""
-    seen = {id(occurrence.part) for occurrence in found}
-    part = next((part for part in parts if id(part) not in seen), None)
-    where = "the messages" if part is None else f"messages[{part.message}] {part.where}"
-    return Refusal(
-        f"the chat template changes {where}, or depends on its text, so it is not known which "
-        f"characters are its own (after {text[max(place - 20, 0) : place + 20]!r})",
-        "change the record, or set another tokenizer.chat_template",
-    )

@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from torch_collate_kit.chat.locating import shape_of
 from torch_collate_kit.chat.rendering import Rendering
 from torch_collate_kit.chat.template import Refusal, Spans
 
@@ -17,7 +18,7 @@ _OPENING, _CLOSING = {"begin", "start", "open"}, {"end", "close"}
 
 def turn_spans(rendering: Rendering, turns: list[int]) -> Spans:
     """First character and last + 1 of what the model writes in each of ``turns``."""
-    shapes = [_shape(message) for message in rendering.messages]
+    shapes = [shape_of(message) for message in rendering.messages]
     spans = [_turn_span(rendering, turn, shapes) for turn in turns]
     if rendering.tagged is None:
         return spans
@@ -71,15 +72,6 @@ def _key(
         turn == 0,
         rendering.conversation.tools is None,
         rendering.conversation.documents is None,
-    )
-
-
-def _shape(message: dict[str, Any]) -> tuple[str, bool, bool, int]:
-    return (
-        message["role"],
-        bool(message.get("content")),
-        bool(message.get("reasoning_content")),
-        len(message.get("tool_calls", ())),
     )
 
 
