@@ -5,9 +5,9 @@ and without ``{% generation %}`` tags, and no more per message in long conversat
 
     python benchmarks/bench_chat.py --data ../shared/data
 
-The conversations are real (GSM8K, Taskmaster-4, SQuALITY). "transformers, masks" is
-``apply_chat_template(return_assistant_tokens_mask=True)``, which needs the tags; TRL's SFTTrainer
-calls the same. The figures are CPU seconds of the whole process, because a batch is tokenized on
+The conversations are real (GSM8K, Taskmaster-4, SQuALITY). "masks of transformers and
+TRL" is ``apply_chat_template(return_assistant_tokens_mask=True)``, which needs the tags and which
+TRL's SFTTrainer calls. The figures are CPU seconds of the whole process, because a batch is tokenized on
 several threads.
 """
 
@@ -57,7 +57,7 @@ def runs_over(records: list[dict[str, Any]], tokenizer: Any) -> dict[str, Callab
         "tokenize_chat": single,
     }
     if _TAGS.search(tokenizer.chat_template):
-        found["transformers, masks"] = lambda: alone(return_assistant_tokens_mask=True)
+        found["masks of transformers and TRL"] = lambda: alone(return_assistant_tokens_mask=True)
     return {name: _cpu_seconds(run) for name, run in found.items()}
 
 

@@ -32,10 +32,9 @@ def locate_parts(
         marker = Marker(template.tags, makes_copy=False)
         for i, message in enumerate(messages):
             marker.message(message, i)
-        *keys, last = _keys(conversation, messages, style, marker.parts)
+        keys = _keys(conversation, messages, style, marker.parts)
         known = [template.known_texts.get(key) for key in keys]
-        tail, _ = template.known_texts.get(last, (None, False))
-        found = locate_after(text, marker.parts, known, tail)
+        found = locate_after(text, marker.parts, known)
         if found is not None:
             return marker.parts, found
     parts, occurrences = _by_marks(template, conversation, messages, text)
@@ -75,9 +74,9 @@ def _learn(
         template.known_texts.clear()
     end = 0
     for occurrence, key in zip(occurrences, keys, strict=False):  # the last key is the end's
-        template.known_texts[key] = text[end : occurrence.start], occurrence.escaped
+        template.known_texts[key] = text[end : occurrence.start]
         end = occurrence.end
-    template.known_texts[next(keys)] = text[end:], False
+    template.known_texts[next(keys)] = text[end:]
 
 
 def _keys(

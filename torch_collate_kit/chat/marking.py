@@ -50,12 +50,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Occurrence:
-    """A place of a part in the rendered text, ``escaped`` as in JSON or not."""
+    """A place of a part in the rendered text."""
 
     part: Part
     start: int
     end: int
-    escaped: bool
 
 
 def has_marks(text: str) -> bool:
@@ -179,26 +178,25 @@ def locate(text: str, marked: str, parts: list[Part]) -> Iterator[Occurrence | i
         yield end
 
 
-def locate_after(
-    text: str, parts: list[Part], known: list[tuple[str, bool] | None], tail: str | None
-) -> list[Occurrence] | None:
+def locate_after(text: str, parts: list[Part], known: list[str | None]) -> list[Occurrence] | None:
     """The places of ``parts`` in a text that is made of them and of texts of the template.
 
-    ``known`` has what the template writes before each part, and whether the part is escaped. None
-    if the text is another one.
+    ``known`` has what the template writes before each part, and at the end. None if the text is
+    another one.
     """
     found = []
     end = 0
-    for part, entry in zip(parts, known, strict=True):
-        if entry is None or not text.startswith(entry[0], end):
+    for part, before in zip(parts, known[:-1], strict=True):
+        if before is None or not text.startswith(before, end):
             return None
-        whole = part.before + part.core + part.after
-        whole, start = _escape(whole) if entry[1] else whole, end + len(entry[0])
+        start, whole = end + len(before), part.before + part.core + part.after
         if not text.startswith(whole, start):
-            return None
+            whole = _escape(whole)
+            if not text.startswith(whole, start):
+                return None
         end = start + len(whole)
-        found.append(Occurrence(part, start, end, entry[1]))
-    return found if text[end:] == tail else None
+        found.append(Occurrence(part, start, end))
+    return found if text[end:] == known[-1] else None
 
 
 def _match(text: str, marked: str, start: int, part: Part, floor: int) -> Occurrence | None:
@@ -213,7 +211,7 @@ def _match(text: str, marked: str, start: int, part: Part, floor: int) -> Occurr
             continue
         first = start - len(before)
         if first >= floor and text.startswith(before, first) and text.startswith(after, end):
-            return Occurrence(part, first, end + len(after), escaped)
+            return Occurrence(part, first, end + len(after))
     return None
 
 

@@ -78,7 +78,7 @@ class ChatTemplate:
         self.code = _COMMENT.sub("", source)
         self.has_generation_tags = _GENERATION_TAG.search(self.code) is not None
         self.known_turns: dict[Any, tuple[int, str]] = {}
-        self.known_texts: dict[Any, tuple[str, bool]] = {}
+        self.known_texts: dict[Any, str] = {}
         self.preferred: dict[bool, Any] = {}
         self.usual_end: str | None = ""  # "" until it is known
         self.tags = tags_of(source)
