@@ -3,11 +3,11 @@
 Claimed: at most 1.5 times the CPU time of ``apply_chat_template(tokenize=True)``, on templates with
 and without ``{% generation %}`` tags, and no more per message in long conversations.
 
-    python benchmarks/bench_chat.py --data ../shared/data
+    python benchmarks/bench_chat.py
 
-The conversations are real (GSM8K, Taskmaster-4, SQuALITY). "masks of transformers and
-TRL" is ``apply_chat_template(return_assistant_tokens_mask=True)``, which needs the tags and which
-TRL's SFTTrainer calls. The figures are CPU seconds of the whole process, because a batch is tokenized on
+The conversations are real (GSM8K, Taskmaster-4, SQuALITY). "masks of transformers and TRL" is
+``apply_chat_template(return_assistant_tokens_mask=True)``, which needs the tags and which TRL's
+SFTTrainer calls. The figures are CPU seconds of the whole process, because a batch is tokenized on
 several threads.
 """
 
