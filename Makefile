@@ -38,6 +38,7 @@ build/oldest/.installed: setup.cfg constraints.txt
 	grep -E '^(torch|torchdata|pyarrow|matplotlib|pytest|pytest-xdist|hypothesis|mypy)==' constraints.txt \
 		>> build/oldest/versions.txt
 	build/oldest/bin/pip install --quiet -c build/oldest/versions.txt -e '.[test,plots]'
+	build/oldest/bin/pip install --quiet --no-deps -c constraints.txt trl
 	touch $@
 
 test-oldest: build/oldest/.installed

@@ -220,7 +220,10 @@ def test_offsets_of_characters_without_a_token_of_their_own() -> None:
 
 def test_turns_without_an_end_token_are_refused() -> None:
     """A model that is trained on them never stops."""
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"  # noqa: E501
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+        "{{ 'assistant: ' if add_generation_prompt }}"
+    )
     tokenizer = byte_tokenizer(template)
     with pytest.raises(DataError, match=r"messages\[1\]: .* no token that ends this turn; set a"):
         tokenize_chat(chat("user: hi", "assistant: yo", "user: a", "assistant: b"), tokenizer)
