@@ -120,10 +120,16 @@ FAMILY_OF = {name: family for family in FAMILIES for name in _names(family.templ
 
 
 def templates() -> dict[str, str]:
-    """The chat templates of the installed trl package by name; none where it is not installed."""
+    """The chat templates of the trl package by name; its code is not imported.
+
+    Without them most of what is known about chats would not be tested, so this is an error.
+    """
     spec = importlib.util.find_spec("trl")
     if spec is None or spec.origin is None:
-        return {}
+        raise ModuleNotFoundError(
+            "these tests need the chat templates of trl: run `make test`, or "
+            "`pip install --no-deps -c constraints.txt trl`"
+        )
     files = sorted((Path(spec.origin).parent / "chat_templates").glob("*.jinja"))
     return {file.stem: file.read_text(encoding="utf-8") for file in files}
 

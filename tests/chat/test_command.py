@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
+from tests.chat.families import templates
 from tests.chat.test_supervision import CHATML, THINKS
 from torch_collate_kit.__main__ import main
 from torch_collate_kit.chat.preview import verdict_table
@@ -64,10 +64,9 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("name", ["gptoss", "llama3_1", "qwen3", "deepseekv3"])
-def test_the_table_of_the_page(name: str) -> None:
-    trl = importlib.util.find_spec("trl")
-    if trl is None or trl.origin is None:
-        pytest.skip("trl is not installed: no chat templates")
-    table = verdict_table([str(Path(trl.origin).parent / "chat_templates" / f"{name}.jinja")])
+def test_the_table_of_the_page(name: str, tmp_path: Path) -> None:
+    file = tmp_path / f"{name}.jinja"
+    file.write_text(templates()[name], encoding="utf-8")
+    table = verdict_table([str(file)])
     page = Path(__file__).parents[2] / "docs" / "chat.md"
     assert set(table.splitlines()) <= set(page.read_text(encoding="utf-8").splitlines())

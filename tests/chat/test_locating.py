@@ -57,7 +57,6 @@ def num_known(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count
 
 
-@pytest.mark.skipif(not TEMPLATES, reason="trl is not installed: no chat templates")
 @pytest.mark.parametrize("name", SOME)
 def test_known_texts_are_located_as_by_marks(name: str, num_known: list[int]) -> None:
     tokenizer = tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos)

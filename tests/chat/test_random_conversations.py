@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +14,6 @@ from tests.chat.truth import Case
 from torch_collate_kit.chat import tokenize_chat
 
 TEMPLATES = templates()
-pytestmark = pytest.mark.skipif(not TEMPLATES, reason="trl is not installed: no chat templates")
 
 EDGES = ["", " ", "\n", "\n\n", "  \n", "\t", "\r\n", "\u00a0", "\u200d", "\u0301", "\u65e5",
          "\u0643", "\U0001f981", "'", '"', "\\", "<", "}", "{{", "{%", "#", "`", "[", "|",

@@ -15,7 +15,6 @@ from torch_collate_kit.chat import tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.errors import DataError
 
 TEMPLATES = templates()
-pytestmark = pytest.mark.skipif(not TEMPLATES, reason="trl is not installed: no chat templates")
 
 KINDS = ["qwen3", "gptoss", "llama3_1", "deepseek_v3_1"]
 FILES = {  # how many records the slow truth is asked about, of how many that are counted

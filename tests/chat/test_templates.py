@@ -49,7 +49,6 @@ TAKEN = {
     (58, 60, 60): "lfm2_2_5 lfm2_2_5_v2",
     (60, 60, 60): "qwen3_training",
 }
-pytestmark = pytest.mark.skipif(not TEMPLATES, reason="trl is not installed: no chat templates")
 
 
 @cache

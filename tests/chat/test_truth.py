@@ -14,7 +14,6 @@ from tests.chat.truth import Case
 
 TEMPLATES = templates()
 THINKING_ONLY = {name for name in TEMPLATES if name.startswith("deepseek")}
-needs_trl = pytest.mark.skipif(not TEMPLATES, reason="trl is not installed: no templates")
 
 Example = dict[str, Any]
 Damage = Callable[[Case, Example], Example]
@@ -128,12 +127,10 @@ def test_every_word_is_said_once() -> None:
         assert (name == "echo") == (len(said) != len(set(said))), name
 
 
-@needs_trl
 def test_every_template_has_a_family() -> None:
     assert set(TEMPLATES) == set(FAMILY_OF)
 
 
-@needs_trl
 @pytest.mark.parametrize("name", sorted(set(TEMPLATES) - THINKING_ONLY))
 def test_planted_errors_are_found(name: str) -> None:
     case = case_of(name, PLAIN)
@@ -149,7 +146,6 @@ def test_planted_errors_are_found(name: str) -> None:
     assert not survived
 
 
-@needs_trl
 @pytest.mark.parametrize("name", ["qwen3", "gptoss", "llama3_1", "gemma4", "muse_glimmer"])
 def test_planted_errors_of_several_examples_are_found(name: str) -> None:
     case = case_of(name, "two rounds of calls")
@@ -166,7 +162,6 @@ def test_planted_errors_of_several_examples_are_found(name: str) -> None:
         assert case.verdict("each", damaged).kind == "wrong", damage.__name__
 
 
-@needs_trl
 def test_a_part_that_did_not_arrive_is_found() -> None:
     """The mask of another record: its reasoning, call, argument or document is not there."""
     plain = reference_examples(case_of("qwen3", PLAIN))

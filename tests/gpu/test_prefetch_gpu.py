@@ -109,7 +109,7 @@ def test_memory_that_the_consumer_still_reads_is_not_written_again():
     copy = DeviceCopy(torch.device("cuda"))
     received = copy.receive(copy.send(batch))
     torch.cuda.synchronize()
-    torch.cuda._sleep(1_000_000_000)  # the consumer's kernels are behind the host
+    torch.cuda._sleep(1_000_000_000)  # the consumer's kernels are still queued
     total = received["x"].sum()
     del received
     following = copy.receive(copy.send(other))
@@ -137,7 +137,7 @@ def test_an_object_whose_tensors_cannot_be_seen_is_refused_unless_it_records_its
     with pytest.raises(TypeError, match=r"a Holder, which has .to\(\) but is no tensor, mapping"):
         copy.send({"x": Holder(torch.ones(3))})
     received = copy.receive(copy.send(Recording(torch.ones(1 << 20))))
-    torch.cuda._sleep(1_000_000_000)  # the consumer's kernels are behind the host
+    torch.cuda._sleep(1_000_000_000)  # the consumer's kernels are still queued
     total = received.values.sum()
     del received
     following = copy.receive(copy.send({"x": torch.zeros(1 << 20)}))
@@ -164,7 +164,7 @@ def test_fields_that_were_made_elsewhere_are_not_written_again():
     assert received is batch
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    torch.cuda._sleep(1_000_000_000)  # the consumer's kernels are behind the host
+    torch.cuda._sleep(1_000_000_000)  # the consumer's kernels are still queued
     total = received["input_ids"].sum()
     del received, batch
     with torch.cuda.stream(side):
