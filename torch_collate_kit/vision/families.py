@@ -1,0 +1,127 @@
+"""The table of vision-language families: fields of their processors, positions, what packs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+__all__ = ["FAMILIES", "OTHER", "Family", "ImageField", "family_of"]
+
+
+class ImageField(NamedTuple):
+    """One field of a vision processor: dense, the first dimension counts what it has one of."""
+
+    per: Literal["patch", "tile", "image", "example"]
+    num_dims: int
+    kinds: str = "iu"
+    """Kinds of NumPy dtypes that are taken."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What models of one kind have in common.
+
+    ``positions`` is "mrope" (three rows by the grid of the image, and one that restarts),
+    "restarting" (as of text), or "model": the model makes them, so that nothing is packed.
+    """
+
+    name: str
+    processors: tuple[str, ...]
+    """Class names; a subclass counts, too."""
+    model_types: tuple[str, ...]
+    """``config.model_type``."""
+    fields: dict[str, ImageField]
+    positions: Literal["mrope", "restarting", "model"]
+    token_types: str = ""
+    """The field of token types that the model needs beside positions; 1 at image tokens."""
+    not_packed: str = ""
+    """Why rows with several examples are refused."""
+    refused: str = ""
+    """Why no batch is made at all."""
+    joins_tiles: bool = False
+    """The model takes ``[1, tiles, ...]``."""
+
+
+_PIXELS = "fu"
+_GRID = {
+    "pixel_values": ImageField("patch", 2, _PIXELS),
+    "image_grid_thw": ImageField("image", 2),
+}
+_TILES = {"pixel_values": ImageField("tile", 4, _PIXELS)}
+_SIZED = {**_TILES, "image_sizes": ImageField("image", 2)}
+_MASKED = {**_TILES, "pixel_attention_mask": ImageField("tile", 3, "iufb")}
+_IMAGES = {"pixel_values": ImageField("image", 4, _PIXELS)}
+
+FAMILIES = (
+    Family("qwen2_vl", ("Qwen2VLProcessor",), ("qwen2_vl",), _GRID, "mrope"),
+    Family("qwen2_5_vl", ("Qwen2_5_VLProcessor",), ("qwen2_5_vl",), _GRID, "mrope"),
+    Family("qwen3_vl", ("Qwen3VLProcessor",), ("qwen3_vl", "qwen3_vl_moe"), _GRID, "mrope"),
+    Family("glm4v", ("Glm4vProcessor",), ("glm4v", "glm4v_moe"), _GRID, "mrope"),
+    Family(
+        "qwen3_5",
+        (),  # Qwen3VLProcessor, so that only the config tells
+        ("qwen3_5", "qwen3_5_moe"),
+        _GRID,
+        "mrope",
+        not_packed="its linear-attention layers carry their state from one example to the next",
+    ),
+    Family("internvl", ("InternVLProcessor",), ("internvl",), _TILES, "restarting"),
+    Family(
+        "llava_onevision",
+        ("LlavaOnevisionProcessor",),
+        ("llava_onevision",),
+        {**_SIZED, "batch_num_images": ImageField("example", 1)},
+        "restarting",
+    ),
+    Family("llava_next", ("LlavaNextProcessor",), ("llava_next",), _SIZED, "restarting"),
+    Family(
+        "idefics3",
+        ("Idefics3Processor", "SmolVLMProcessor"),
+        ("idefics3", "smolvlm"),
+        _MASKED,
+        "restarting",
+        joins_tiles=True,
+    ),
+    Family("gemma3", ("Gemma3Processor",), ("gemma3",), _IMAGES, "restarting", "token_type_ids"),
+    Family(
+        "paligemma",
+        ("PaliGemmaProcessor",),
+        ("paligemma",),
+        _IMAGES,
+        "model",
+        "token_type_ids",
+        not_packed="it takes the prefixes of all examples of a row for one block",
+    ),
+    Family(
+        "mllama",
+        ("MllamaProcessor",),
+        ("mllama",),
+        {},
+        "model",
+        refused="a token without an image attends to every image of its row, and transformers "
+        "does not run batches that mix examples with and without images",
+    ),
+)
+OTHER = Family(
+    "other",
+    (),
+    (),
+    {},
+    "model",
+    not_packed="it is in no row of the table of families (docs/vision.md), so its positions are "
+    "not known",
+)
+
+
+def family_of(processor: Any = None, config: Any = None) -> Family:
+    """The family by the model's config where it is given, else by the processor; OTHER if unknown.
+
+    >>> class MyProcessor: ...
+    >>> family_of(MyProcessor()).name
+    'other'
+    """
+    if config is not None:
+        model_type = getattr(config, "model_type", None)
+        return next((family for family in FAMILIES if model_type in family.model_types), OTHER)
+    names = {base.__name__ for base in type(processor).__mro__}
+    return next((family for family in FAMILIES if names & set(family.processors)), OTHER)

@@ -1,0 +1,237 @@
+"""What a collator must know of a vision-language model: one small object."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_collate_kit.vision.families import FAMILIES, OTHER, Family, family_of
+
+__all__ = ["ImageUnits", "VisionLayout"]
+
+_Ints = npt.NDArray[np.int64]
+_MERGED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
+_SIZED = ("llava_next", "llava_onevision")
+
+
+class ImageUnits(NamedTuple):
+    """The images of one example, or their tiles where images cannot be told apart; int64 [U]."""
+
+    tokens: _Ints
+    """Placeholders of each."""
+    patches: _Ints
+    """What it counts in ``max_patches``: patches, or tiles in families that cut images up."""
+    tiles: _Ints
+    """Its tiles; 1 in families without tiles."""
+
+
+@dataclass(frozen=True)
+class VisionLayout:
+    """How a model's images become tokens and columns; immutable, hashable, small.
+
+    Collators make it from a processor that they get as their first argument. Pass it yourself where
+    the processor does not tell the model (Qwen3.5 has the processor of Qwen3-VL), or for another
+    ``pixel_dtype``: ``PackedCollator(processor, vision=VisionLayout.of(processor, model.config))``.
+
+    Raises:
+        ValueError: an unknown family or dtype.
+
+    >>> qwen = VisionLayout("qwen3_vl", image_token_id=9, merge_size=2)
+    >>> qwen.units({"image_grid_thw": np.array([[1, 4, 6]])}).tokens.tolist()
+    [6]
+    """
+
+    family_name: str
+    image_token_id: int | None
+    """The placeholder that an image's features replace."""
+    pixel_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What pixels are stored and given to the model in."""
+    merge_size: int = 1
+    """Patches a side that become one token."""
+    patch_shape: tuple[int, int, int] = (3, 2, 196)
+    """Channels, frames and pixels of a flat patch. Still images repeat the same frame."""
+    tile_size: int = 0
+    """Pixels a side of a tile, or of the one size that images have."""
+    tile_tokens: int = 0
+    """Placeholders of a tile, or of an image in families of one size."""
+    tile_side: int = 0
+    """Patches a side of a tile (LLaVA)."""
+    pinpoints: tuple[tuple[int, int], ...] = ()
+    """Sizes that an image is resized to (LLaVA)."""
+    max_tiles: int = 0
+    """Tiles above which features are scaled down (LLaVA-OneVision)."""
+
+    def __post_init__(self) -> None:
+        if self.family_name not in {family.name for family in (*FAMILIES, OTHER)}:
+            known = ", ".join(family.name for family in FAMILIES)
+            raise ValueError(f"family {self.family_name!r} is unknown; known are {known}")
+        if self.pixel_dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(
+                f"pixel_dtype must be 'float32', 'bfloat16' or 'float16', got {self.pixel_dtype!r}"
+            )
+        if self.family.refused:
+            raise ValueError(f"{self.family_name} models are not supported: {self.family.refused}")
+
+    @classmethod
+    def of(
+        cls, processor: Any, config: Any = None, *, pixel_dtype: Any = "float32"
+    ) -> VisionLayout:
+        """The layout of a transformers processor, and of a model's config where that says more.
+
+        Raises:
+            TypeError: no processor with an ``image_processor``.
+            ValueError: a family that is not supported.
+        """
+        images = getattr(processor, "image_processor", None)
+        if images is None:
+            raise TypeError(
+                f"expected a processor with an image_processor, got {type(processor).__name__}; "
+                "load it with AutoProcessor.from_pretrained, or see load_processor"
+            )
+        family = family_of(processor, config)
+        settings: dict[str, Any] = {
+            "family_name": family.name,
+            "image_token_id": image_token_id(processor),
+            "pixel_dtype": str(pixel_dtype).removeprefix("torch."),
+        }
+        if family.name in _MERGED:
+            settings["merge_size"] = int(images.merge_size)
+            size = int(images.patch_size)
+            settings["patch_shape"] = (3, int(images.temporal_patch_size), size * size)
+        elif family.name in _SIZED:
+            settings |= _llava_settings(processor, images)
+        elif family.name != "other":
+            settings["tile_size"] = _side(images)
+            names = ("image_seq_length", "image_seq_len")
+            of = next((o for o in (processor, images) if any(hasattr(o, n) for n in names)), None)
+            tokens = next((getattr(of, n) for n in names if hasattr(of, n)), 0)
+            settings["tile_tokens"] = int(tokens)
+        return cls(**settings)
+
+    @property
+    def family(self) -> Family:
+        """The row of the table."""
+        named = (family for family in FAMILIES if family.name == self.family_name)
+        return next(named, OTHER)
+
+    @property
+    def has_mrope(self) -> bool:
+        """Whether a token has three positions."""
+        return self.family.positions == "mrope"
+
+    @property
+    def counts_images(self) -> bool:
+        """Whether the fields tell images from each other, not only tiles."""
+        return self.family_name not in ("internvl", "idefics3", "other")
+
+    def units(self, fields: Mapping[str, np.ndarray]) -> ImageUnits:
+        """The images of one example, by the processor's fields of it, with tiles laid flat."""
+        if self.family_name in _MERGED:
+            patches = fields["image_grid_thw"].astype(np.int64).prod(axis=1)
+            return ImageUnits(patches // self.merge_size**2, patches, np.ones_like(patches))
+        if self.family_name in _SIZED:
+            is_cut = int(fields.get("batch_num_images", np.ones(1))[0]) == 1
+            sizes = [tuple(size) for size in fields["image_sizes"].tolist()]
+            counts = [self.of_size(height, width, is_cut=is_cut) for height, width in sizes]
+            tokens, tiles = np.array(counts, dtype=np.int64).reshape(-1, 2).T
+            return ImageUnits(tokens, tiles, tiles)
+        ones = np.ones(len(fields["pixel_values"]), dtype=np.int64)
+        return ImageUnits(ones * self.tile_tokens, ones, ones)
+
+    def of_size(self, height: int, width: int, *, is_cut: bool = True) -> tuple[int, int]:
+        """Placeholders and tiles of an image of this size in pixels (LLaVA).
+
+        ``is_cut``: LLaVA-OneVision cuts no image where an example has several.
+        """
+        if self.family_name == "llava_onevision" and not is_cut:
+            return self.tile_tokens + 1, 1
+        return _llava_counts(self, height, width)
+
+    def smallest(self) -> dict[str, np.ndarray]:
+        """The fields of the smallest image, for a batch that needs one and has none."""
+        if self.family_name in _MERGED:
+            side, (channels, frames, pixels) = self.merge_size, self.patch_shape
+            return {
+                "pixel_values": np.zeros((side * side, channels * frames * pixels), np.float32),
+                "image_grid_thw": np.array([[1, side, side]]),
+            }
+        size, fields = self.tile_size, {}
+        if self.family_name in _SIZED:
+            fields["image_sizes"] = np.array([[size, size]])
+            if self.family_name == "llava_onevision":
+                fields["batch_num_images"] = np.array([1])
+        tiles = self.of_size(size, size)[1] if fields else 1
+        # Idefics3 takes a tile of zeros for padding
+        fields["pixel_values"] = np.ones((tiles, 3, size, size), np.float32)
+        if "pixel_attention_mask" in self.family.fields:
+            fields["pixel_attention_mask"] = np.ones((1, size, size), np.int64)
+        return fields
+
+
+def image_token_id(processor: Any) -> int | None:
+    """The id of the placeholder, if the processor or its tokenizer says it."""
+    tokenizer = getattr(processor, "tokenizer", None)
+    for owner in (processor, tokenizer):
+        found = getattr(owner, "image_token_id", None)
+        if isinstance(found, int):
+            return found
+    token = getattr(processor, "image_token", None)
+    if isinstance(token, str) and tokenizer is not None:
+        return int(tokenizer.convert_tokens_to_ids(token))
+    return None
+
+
+def _side(images: Any) -> int:
+    """Pixels a side of a tile."""
+    largest = getattr(images, "max_image_size", None)  # Idefics3 resizes before it cuts
+    size: Any = largest if largest else images.size
+    for key in ("longest_edge", "height", "shortest_edge"):
+        value = size.get(key) if isinstance(size, Mapping) else getattr(size, key, None)
+        if value:
+            return int(value)
+    return int(size)
+
+
+def _llava_settings(processor: Any, images: Any) -> dict[str, Any]:
+    size = _side(images)
+    lost = int(processor.vision_feature_select_strategy == "default")
+    if hasattr(processor, "num_image_tokens"):  # LLaVA-OneVision
+        side = math.isqrt(int(processor.num_image_tokens))
+        tokens = int(processor.num_image_tokens) - lost
+        max_tiles = int(str(processor.vision_aspect_ratio).removeprefix("anyres_max_"))
+    else:
+        side = size // int(processor.patch_size)
+        tokens = side * side + int(processor.num_additional_image_tokens) - lost
+        max_tiles = 0
+    return {
+        "tile_size": size,
+        "tile_side": side,
+        "tile_tokens": tokens,
+        "pinpoints": tuple((int(h), int(w)) for h, w in images.image_grid_pinpoints),
+        "max_tiles": max_tiles,
+    }
+
+
+@lru_cache(maxsize=4096)
+def _llava_counts(layout: VisionLayout, height: int, width: int) -> tuple[int, int]:
+    """Tokens and tiles: the whole image, and its tiles without their padding, a newline per row."""
+    from transformers.image_processing_utils import select_best_resolution
+
+    best = select_best_resolution((height, width), list(layout.pinpoints))
+    down, across = (int(side) // layout.tile_size for side in best)
+    rows, columns = layout.tile_side * down, layout.tile_side * across
+    if width * rows > height * columns:  # wider than the tiles: padded above and below
+        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+    else:
+        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+    if layout.max_tiles:
+        ratio = math.sqrt(rows * columns / (layout.max_tiles * layout.tile_side**2))
+        if ratio > 1.1:
+            rows, columns = int(rows // ratio), int(columns // ratio)
+    return layout.tile_tokens + rows * columns + rows, 1 + down * across
