@@ -14,6 +14,7 @@ import torch
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.vision import VisionLayout
 
 WIDTHS = range(1, 38)  # bytes and int16s beside int64s end at every remainder of 8
 
@@ -55,9 +56,11 @@ def rollout_batches(width: int) -> list[Batch]:
             "rollout_expert_indices": np.arange(3).reshape(1, 1, 3),
         },
     ]
+    layout = VisionLayout("qwen2_vl", image_token_id=9, patch_shape=(1, 1, 3))
     with_image = {"pixel_values": np.ones((4, 3)), "image_grid_thw": [[1, 2, 2]]}
+    with_image["prompt_ids"] = [9] * 4 + rollouts[0]["prompt_ids"]
     return [
-        RolloutCollator(0)([rollouts[0] | with_image]),
+        RolloutCollator(0, vision=layout)([rollouts[0] | with_image]),
         PackedCollator(0, max_tokens=2 * width + 1)(rollouts),
     ]
 

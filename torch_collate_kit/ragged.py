@@ -123,6 +123,8 @@ class Ragged:
         if not parts:
             raise ValueError("Ragged.cat needs at least one part, got none; pass a Ragged or more")
         flat = [part.flat_values for part in parts]
+        if len({values.shape[1:] for values in flat}) > 1:  # no entry, no shape
+            flat = [values for values in flat if len(values)]
         values = torch.cat(flat) if isinstance(flat[0], Tensor) else np.concatenate(flat)
         return cls.from_lengths(values, np.concatenate([part.lengths for part in parts]))
 

@@ -25,6 +25,7 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.losses import token_loss
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.rl import stage_mini_batches
+from torch_collate_kit.vision import VisionLayout
 
 
 def rollout(prompt: int, response: int, **more: Any) -> dict[str, Any]:
@@ -313,13 +314,30 @@ def test_model_inputs_of_rollouts() -> None:
     text = RolloutCollator(0)(TEXT)
     assert list(text.model_inputs()) == ["input_ids", "position_ids", "use_cache", "attention_mask"]
     assert list(text.model_inputs(labels=False)) == list(text.model_inputs())
-    batch = RolloutCollator(0)(RICH)
+    with pytest.raises(ValueError, match="its model is not known, so neither are its positions"):
+        RolloutCollator(0)(RICH).model_inputs()
+
+
+def test_model_inputs_of_rollouts_with_images() -> None:
+    layout = VisionLayout("qwen2_vl", image_token_id=7, patch_shape=(1, 1, 2))
+    examples = [{**r, "prompt_ids": [*[7] * len(r["pixel_values"] or ()), 3]} for r in RICH]
+    del examples[0]["rollout_expert_indices"], examples[1]["rollout_expert_indices"]
+    del examples[2]["rollout_expert_indices"]
+    batch = RolloutCollator(0, vision=layout)(examples)
     for part, patches, images in ((batch, 5, 2), (batch[1:], 3, 1), (batch[1:2], 0, 0)):
         inputs = part.model_inputs()
-        names = ["input_ids", "pixel_values", "image_grid_thw", "use_cache", "attention_mask"]
-        assert list(inputs) == names
-        assert inputs["pixel_values"].shape == (patches, 2)
-        assert inputs["image_grid_thw"].shape == (images, 3)
+        of_images = ["pixel_values", "image_grid_thw"] if images else []
+        assert list(inputs) == [
+            "input_ids",
+            "position_ids",
+            *of_images,
+            "use_cache",
+            "attention_mask",
+        ]
+        assert inputs["position_ids"].shape == (4, *inputs["input_ids"].shape)
+        if images:
+            assert inputs["pixel_values"].shape == (patches, 2)
+            assert inputs["image_grid_thw"].shape == (images, 3)
     assert batch[1:].model_inputs()["pixel_values"].tolist() == RICH[2]["pixel_values"]
 
 

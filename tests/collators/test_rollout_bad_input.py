@@ -89,7 +89,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({**IMAGE, "pixel_values": "x"}, "pixel_values is str; give floats"),
     ({**IMAGE, "pixel_values": META}, "pixel_values is a tensor of layout"),
     ({**IMAGE, "pixel_values": np.ones((1, 4, 3))}, r"shape \(1, 4, 3\)"),
-    ({**IMAGE, "pixel_values": None}, "one of pixel_values and image_grid_thw; both are None"),
+    ({**IMAGE, "pixel_values": None}, "image_grid_thw and no pixel_values; give all"),
     ({**IMAGE, "image_grid_thw": [1, 2, 2]}, r"shape \(3,\) .* give integers \[images, 3\]"),
     ({**IMAGE, "image_grid_thw": [[1.0, 2.0, 2.0]]}, "image_grid_thw has .* dtype float64"),
     ({**IMAGE, "image_grid_thw": [[-1, -2, 2]]}, "image_grid_thw has the size -2"),
@@ -126,7 +126,7 @@ def test_an_image_behind_a_rollout_without_one_is_refused_by_name(entries: dict[
     other = {**IMAGE, "pixel_values": np.ones((4, 5))}
     with pytest.raises(DataError, match=r"^example 2: .* example 1 has \(4, 3\)"):
         RolloutCollator(0)([{**ROLLOUT, **e} for e in (NO_IMAGE, IMAGE, other)])
-    with pytest.raises(DataError, match=r"^example 1 is a rollout with pixel_values"):
+    with pytest.raises(DataError, match=r"^example 1 has pixel_values, and the collator does not"):
         PackedCollator(0, max_tokens=8)([{**ROLLOUT, **e} for e in (NO_IMAGE, IMAGE)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def _alone(family: TinyFamily, model: Any, example: Example) -> tuple[Tensor, Te
 def placeholders_touch(input_ids: Sequence[int], family: TinyFamily, example: Example) -> bool:
     """Whether some image's placeholders follow another's with no token between."""
     is_image = [False, *(token == family.image_token_id for token in input_ids)]
-    runs = sum(now and not before for before, now in zip(is_image, is_image[1:], strict=False))
+    runs = sum(now and not before for before, now in pairwise(is_image))
     return runs < len(example.get("image_grid_thw", ()))
 
 

@@ -95,7 +95,7 @@ class Columns:
         placement = self.placement
         scalars = {
             name: getattr(placement, name)
-            for name in ("width", "response_length", "pad_token_id", "is_packed")
+            for name in ("width", "response_length", "pad_token_id", "is_packed", "vision")
         }
         return columns | {"placement": {**placement.segments, **scalars}}
 

@@ -23,6 +23,7 @@ from torch_collate_kit.batch.fields import (
     PerResponseToken,
     PerToken,
 )
+from torch_collate_kit.batch.mrope import mrope_positions
 from torch_collate_kit.ragged import Ragged
 
 __all__ = ["cells_of_responses", "make_field"]
@@ -163,7 +164,10 @@ def _own(name: str, spec: FieldSpec, maker: _Maker, columns: Columns) -> Field:
     """A field that has a column of its own."""
     if isinstance(spec, PerExample | PerImage):
         column: Any = columns.values[name]
-        return Ragged(column.flat_values.to(spec.dtype), column.offsets - column.offsets[0])
+        flat = column.flat_values.to(spec.dtype)
+        if isinstance(spec, PerImage) and spec.patch_shape is not None:
+            flat = _with_frames(flat, *spec.patch_shape)
+        return Ragged(flat, column.offsets - column.offsets[0])
     values = _as(maker.flat(name), spec.dtype)
     if isinstance(spec, PerToken):
         return maker.in_cells(values, "lengths", spec.pad, spec.dtype)
@@ -174,6 +178,34 @@ def _own(name: str, spec: FieldSpec, maker: _Maker, columns: Columns) -> Field:
     experts = torch.arange(top_k, dtype=spec.dtype, device=values.device)
     dense = experts.expand(shape).clone().index_copy_(0, maker.cells("routed"), values)
     return dense.view(maker.num_rows, maker.width, *values.shape[1:])
+
+
+def _with_frames(patches: Tensor, channels: int, frames: int, size: int) -> Tensor:
+    """Flat patches of several frames, of which one is stored: ``[P, channels * frames * size]``."""
+    repeated = patches.view(-1, channels, 1, size).expand(-1, -1, frames, -1)
+    return repeated.reshape(len(patches), channels * frames * size)
+
+
+def _mrope_position_ids(maker: _Maker, columns: Columns, _: Any) -> Field:
+    restarting: Any = _position_ids(maker)
+    positions = restarting[:, None].repeat(1, 4, 1)
+    grids, lengths = columns.values["image_grid_thw"].flat_values, maker.per_segment("lengths")
+    if not len(grids):
+        return positions
+    layout: Any = columns.placement.vision
+    cells = maker.cells("lengths")
+    rows = _as(maker.flat("input_ids"), torch.int64) == layout.image_token_id
+    of_tokens = mrope_positions(rows, grids, lengths, layout.merge_size)
+    first = (cells // maker.width) * (4 * maker.width) + cells % maker.width
+    for k, values in enumerate(of_tokens, start=1):
+        positions.view(-1)[first + k * maker.width] = values
+    return positions
+
+
+def _token_types(maker: _Maker, columns: Columns, _: Any) -> Field:
+    layout: Any = columns.placement.vision
+    is_image = maker.flat("input_ids") == layout.image_token_id
+    return maker.in_cells(_as(is_image, torch.int64), "lengths", 0, torch.int64)
 
 
 def _attention_mask(maker: _Maker, *_: Any) -> Field:
@@ -248,6 +280,8 @@ def _cu_seq_lens(maker: _Maker, columns: Columns, _: Any) -> Field:
 
 _DERIVED: dict[str, Callable[[_Maker, Columns, Mapping[str, Any]], Field]] = {
     "position_ids": _position_ids,
+    "mrope_position_ids": _mrope_position_ids,
+    "token_type_ids": _token_types,
     "attention_mask": _attention_mask,
     "labels": _labels,
     "response_mask": _response_mask,

@@ -83,9 +83,14 @@ class PerRoutedToken:
 
 @dataclass(frozen=True)
 class PerImage:
-    """What a vision processor returned for the images of a row: ragged."""
+    """What a vision processor returned for the images of a row: ragged.
+
+    ``patch_shape`` is channels, frames and pixels of a flat patch. A column whose patches have one
+    frame holds each of still images once; the field repeats it.
+    """
 
     dtype: torch.dtype
+    patch_shape: tuple[int, int, int] | None = None
     count: ClassVar[str | None] = None
 
 

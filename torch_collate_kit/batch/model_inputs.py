@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["block_mask", "model_inputs", "response_cells"]
 
-_IMAGE_FIELDS = ("pixel_values", "image_grid_thw")
-
 _MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
 _TAKES_4D_MASK = ("sdpa", "eager")
 
@@ -36,26 +34,69 @@ def model_inputs(
     checked_bool("labels", labels)
     varlen = _is_varlen(attention)
     _refuse_unknown_mask(attention, mask, sliding_window)
-    # a vision model computes its own positions, from the grids of the images
-    names = ("input_ids", *(() if "pixel_values" in batch else ("position_ids",)))
-    inputs: dict[str, Any] = {name: batch[name] for name in names}
+    inputs: dict[str, Any] = {"input_ids": batch["input_ids"]}
+    inputs |= _positions_and_images(batch)
     if labels and "labels" in batch:
         inputs["labels"] = batch["labels"]
-    inputs |= {name: batch[name].flat_values for name in _IMAGE_FIELDS if name in batch}
     inputs["use_cache"] = False
+    if mask is None and "cu_seq_lens" in batch and _images_of_cells(batch) is not None:
+        raise ValueError(
+            "packed images attend within themselves, and transformers loses sight of them where "
+            'positions restart; pass attention="sdpa", mask="block" and '
+            "sliding_window=model.config.text_config.sliding_window"
+        )
     if "cu_seq_lens" not in batch:
         inputs["attention_mask"] = batch["attention_mask"]
     elif varlen or mask is not None:
         shape = inputs["input_ids"].shape
         flat = _flat_cu_seq_lens(batch["cu_seq_lens"], shape[1])
         if mask is not None:
-            cells = _segments_of_cells(flat, shape)
-            inputs["attention_mask"] = block_mask(cells, attention, window=sliding_window)
+            cells, images = _segments_of_cells(flat, shape), _images_of_cells(batch)
+            inputs["attention_mask"] = block_mask(
+                cells, attention, window=sliding_window, images_RW=images
+            )
             return inputs
         inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = flat
         longest = max(batch.row_metadata["max_segment_length"], default=0)
         inputs["max_length_q"] = inputs["max_length_k"] = longest
     return inputs
+
+
+def _positions_and_images(batch: Batch) -> dict[str, Any]:
+    """Positions, and of a vision-language model the images of the rows and what tells their tokens.
+
+    A batch without images has none of their fields, as its processor gives none.
+    """
+    placement = batch.placement
+    vision = None if placement is None else placement.vision
+    if vision is None:
+        if "pixel_values" in batch:
+            raise ValueError(
+                "the batch has pixel_values, and its model is not known, so neither are its "
+                "positions; give the collator the processor in place of the tokenizer"
+            )
+        return {"position_ids": batch["position_ids"]}
+    inputs: dict[str, Any] = {}
+    if vision.has_mrope:  # [4, R, W]: the first row tells the examples of a row apart
+        inputs["position_ids"] = batch["mrope_position_ids"].transpose(0, 1)
+    elif vision.family.positions == "restarting":
+        inputs["position_ids"] = batch["position_ids"]
+    if vision.family.token_types:
+        inputs[vision.family.token_types] = batch[vision.family.token_types]
+    for name in vision.family.fields:
+        if name in batch and len(values := batch[name].flat_values):
+            inputs[name] = values[None] if vision.family.joins_tiles else values
+    return inputs
+
+
+def _images_of_cells(batch: Batch) -> Tensor | None:
+    """int64 [R, W], the image that a cell is of, -1 of text; None where images are causal."""
+    vision = None if batch.placement is None else batch.placement.vision
+    if vision is None or vision.family_name != "gemma3" or not len(batch["pixel_values"].values):
+        return None
+    is_image = batch["token_type_ids"].flatten()
+    number = (torch.cumsum(is_image, 0) - 1) // vision.tile_tokens
+    return torch.where(is_image == 1, number, -1).view(batch["token_type_ids"].shape)
 
 
 def response_cells(batch: Batch) -> Tensor | None:
@@ -131,9 +172,15 @@ def _segments_of_cells(cu_seq_lens: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def block_mask(
-    segments_RW: Tensor, attention: str, *, window: int | None = None
+    segments_RW: Tensor,
+    attention: str,
+    *,
+    window: int | None = None,
+    images_RW: Tensor | None = None,
 ) -> Tensor | dict[str, Tensor]:
     """[R, 1, W, W]: a cell sees itself and the cells before it in its segment.
+
+    With ``images_RW``, the image of every cell or -1, it also sees all of its own image.
 
     Bool (True: seen) for "sdpa". For "eager", which adds it to the scores, 0 and -inf in bfloat16,
     which every wider dtype takes over exactly. With ``window`` a dict of two, named as
@@ -142,15 +189,17 @@ def block_mask(
     >>> block_mask(torch.tensor([[0, 0, 1]]), "sdpa")[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
-    seen = (segments_RW[:, :, None] == segments_RW[:, None, :]).tril()[:, None]
-    full = seen if attention == "sdpa" else _additive(seen)
-    if window is None:
-        return full
-    near = seen.triu(1 - window)
-    return {
-        "full_attention": full,
-        "sliding_attention": near if attention == "sdpa" else _additive(near),
-    }
+    causal = (segments_RW[:, :, None] == segments_RW[:, None, :]).tril()[:, None]
+    masks = {"full_attention": causal}
+    if window is not None:
+        masks["sliding_attention"] = causal.triu(1 - window)
+    if images_RW is not None:
+        rows, columns = images_RW[:, None, :, None], images_RW[:, None, None, :]
+        same_image = (rows == columns) & (rows >= 0)
+        masks = {name: seen | same_image for name, seen in masks.items()}
+    if attention != "sdpa":
+        masks = {name: _additive(seen) for name, seen in masks.items()}
+    return masks["full_attention"] if window is None else masks
 
 
 def _additive(seen: Tensor) -> Tensor:

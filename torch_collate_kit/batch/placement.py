@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["Pieces", "Placement", "longest_segments", "packed", "padded", "whole_examples"]
 
@@ -55,6 +56,8 @@ class Placement:
     pad_token_id: int
     is_packed: bool
     segments: dict[str, Ragged]
+    vision: VisionLayout | None = None
+    """Of a vision-language model: how its images become tokens."""
 
     def change(self, rows: Callable[[Ragged], Ragged]) -> Placement:
         """The same with other rows, each count by itself."""

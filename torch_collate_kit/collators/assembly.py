@@ -15,8 +15,9 @@ from torch_collate_kit.batch.placement import Pieces, Placement
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
+from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["NOTHING_LOST", "assemble", "pad_token_id_of"]
+__all__ = ["NOTHING_LOST", "assemble", "made_of_images", "pad_token_id_of", "vision_of"]
 
 NOTHING_LOST: dict[str, Any] = {  # metadata of a layout that has a row for every example
     "num_dummy_rows": 0,
@@ -27,8 +28,30 @@ NOTHING_LOST: dict[str, Any] = {  # metadata of a layout that has a row for ever
 }
 
 
+def vision_of(tokenizer: Any, vision: VisionLayout | None) -> VisionLayout | None:
+    """The layout that is given, or that of a processor given in place of a tokenizer."""
+    if vision is not None and not isinstance(vision, VisionLayout):
+        raise TypeError(
+            f"vision must be a VisionLayout, got {type(vision).__name__}; "
+            "VisionLayout.of(processor, model.config)"
+        )
+    if vision is None and hasattr(tokenizer, "image_processor"):
+        return VisionLayout.of(tokenizer)
+    return vision
+
+
+def made_of_images(vision: VisionLayout | None) -> tuple[str, ...]:
+    """The fields that batches for a vision-language model have in addition, beside its images."""
+    if vision is None:
+        return ()
+    types = vision.family.token_types if vision.family.positions != "model" else ""
+    return (*(("mrope_position_ids",) if vision.has_mrope else ()), *((types,) if types else ()))
+
+
 def pad_token_id_of(tokenizer: Any) -> int:
-    """The pad id of an int, a tokenizer, or anything with ``pad_token_id``."""
+    """The pad id of an int, a tokenizer or processor, or anything with ``pad_token_id``."""
+    if hasattr(tokenizer, "image_processor") and hasattr(tokenizer, "tokenizer"):
+        tokenizer = tokenizer.tokenizer
     if isinstance(tokenizer, int | np.integer) and not isinstance(tokenizer, bool):
         pad_token_id = int(tokenizer)
     elif not hasattr(tokenizer, "pad_token_id"):

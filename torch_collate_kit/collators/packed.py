@@ -11,7 +11,12 @@ import numpy as np
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.placement import Pieces, Placement, longest_segments, packed
-from torch_collate_kit.collators.assembly import assemble, pad_token_id_of
+from torch_collate_kit.collators.assembly import (
+    assemble,
+    made_of_images,
+    pad_token_id_of,
+    vision_of,
+)
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions, PackingPlan, PlannedExamples, RankPlan
 from torch_collate_kit.packing.options import packing_options
@@ -22,6 +27,7 @@ from torch_collate_kit.reading.fields import DeclaredFields, checked_fields
 from torch_collate_kit.reading.raw import KNOWN, Examples
 from torch_collate_kit.reading.rollouts import ROLLOUT_KEYS, are_rollouts, read_rollouts
 from torch_collate_kit.reading.sft import read_columns
+from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["PackedCollator"]
 
@@ -48,6 +54,7 @@ if TYPE_CHECKING:
         normalize_loss: bool
         train_all: bool
         fields: DeclaredFields | None
+        vision: VisionLayout | None
 
     class _Options(PackingKeywords, _Settings, total=False):
         """All, with the packing as keywords."""
@@ -59,7 +66,8 @@ class PackedCollator(Generic[B]):
     """Collate examples, or rollouts, into rows that hold several of them, isolated from each other.
 
     Args:
-        tokenizer: an int pad id, or anything with ``pad_token_id``.
+        tokenizer: an int pad id, or anything with ``pad_token_id``; of a vision-language model its
+            processor.
         max_tokens, strategy, parallel, overflow, max_sequences_per_row, balance: how rows are
             filled, see :class:`~torch_collate_kit.packing.PackingOptions`.
         packing: these in one object instead.
@@ -68,6 +76,8 @@ class PackedCollator(Generic[B]):
         model_inputs: return the dict of ``Batch.model_inputs()``, for transformers.Trainer.
         train_all: the examples have no loss target, and every token is trained.
         fields: what else to read, by key: PerToken, PerResponseToken or PerExample, with a dtype.
+        vision: how the images of a vision-language model become tokens; that of ``tokenizer`` if it
+            is a processor.
 
     Calling it takes a list of examples or a mapping of columns, and returns a new
     :class:`~torch_collate_kit.batch.Batch`. Inputs are copied. docs/contract.md has the fields.
@@ -134,10 +144,17 @@ class PackedCollator(Generic[B]):
         model_inputs: bool = False,
         train_all: bool = False,
         fields: DeclaredFields | None = None,
+        vision: VisionLayout | None = None,
         **options: Unpack[PackingKeywords],
     ) -> None:
         self.pad_token_id = pad_token_id_of(tokenizer)
+        self.vision = vision_of(tokenizer, vision)
         self.packing = packing_options(packing, max_tokens, options)
+        if self.vision is not None and self.vision.family.not_packed:
+            raise ValueError(
+                f"examples of {self.vision.family_name} models are not packed: "
+                f"{self.vision.family.not_packed}; use PaddedCollator"
+            )
         self.fixed_width = checked_bool("fixed_width", fixed_width)
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
         self.train_all = checked_bool("train_all", train_all)
@@ -158,7 +175,7 @@ class PackedCollator(Generic[B]):
         if isinstance(examples, PlannedExamples):
             part = examples.part
             self._check_part(part)
-            columns = ExampleColumns.of_none(self.fields)
+            columns = ExampleColumns.of_none(self.fields, self.vision)
             if part.rank is None or part.indices:
                 columns = self._read(examples.examples)
             part.check_lengths(columns.lengths)
@@ -175,12 +192,14 @@ class PackedCollator(Generic[B]):
         """Examples without a plan, which may be rollouts."""
         if not are_rollouts(examples):
             return self._read(examples)
-        columns = read_rollouts(examples, self.fields)
+        columns = read_rollouts(examples, self.fields, self.vision)
         self._check_rollouts(columns)
         return columns
 
     def _read(self, examples: Examples) -> ExampleColumns:
-        columns = read_columns(examples, train_all=self.train_all, fields=self.fields)
+        columns = read_columns(
+            examples, train_all=self.train_all, fields=self.fields, vision=self.vision
+        )
         if self.model_inputs and columns.target is None and not self.train_all:
             raise DataError(
                 "example 0 has no loss target: transformers.Trainer and TRL remove a loss_mask "
@@ -222,12 +241,13 @@ class PackedCollator(Generic[B]):
         for key, values in columns.per_example.items():
             in_order = [values[i] for i in positions.tolist()]
             per_row[key] = [tuple(in_order[a:b]) for a, b in pairwise(row_offsets.tolist())]
-        names = dict.fromkeys((*_FIELDS, *columns.names, "sub_seq_lengths", "cu_seq_lens"))
+        made = made_of_images(self.vision)
+        names = dict.fromkeys((*_FIELDS, *made, *columns.names, "sub_seq_lengths", "cu_seq_lens"))
         batch = assemble(
             columns,
             pieces,
             placed,
-            Placement(width, width - 1, self.pad_token_id, True, segments),
+            Placement(width, width - 1, self.pad_token_id, True, segments, self.vision),
             tuple(names),
             normalize_loss=self.normalize_loss,
             num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere,
@@ -250,12 +270,11 @@ class PackedCollator(Generic[B]):
         return batch
 
     def _check_rollouts(self, rollouts: ExampleColumns) -> None:
-        images = [column for column in rollouts.fields if column.name == "pixel_values"]
-        if images:
-            first = int(np.flatnonzero(images[0].values.lengths)[0])
+        if rollouts.images is not None and self.vision is None:
+            first = next(i for i, unit in enumerate(rollouts.images.units) if unit is not None)
             raise DataError(
-                f"example {first} is a rollout with pixel_values; rollouts with images are not "
-                "packed, for their positions are the model's: collate them with RolloutCollator"
+                f"example {first} has pixel_values, and the collator does not know the images of "
+                "the model; give it the processor in place of the tokenizer"
             )
         if self.train_all:
             raise ValueError(

@@ -9,11 +9,18 @@ import numpy as np
 from torch_collate_kit._checks import checked_bool, checked_optional_int
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.placement import Placement, padded, whole_examples
-from torch_collate_kit.collators.assembly import NOTHING_LOST, assemble, pad_token_id_of
+from torch_collate_kit.collators.assembly import (
+    NOTHING_LOST,
+    assemble,
+    made_of_images,
+    pad_token_id_of,
+    vision_of,
+)
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.fields import DeclaredFields, checked_fields
 from torch_collate_kit.reading.raw import KNOWN, Examples
 from torch_collate_kit.reading.sft import read_columns
+from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["PaddedCollator"]
 
@@ -31,7 +38,8 @@ class PaddedCollator:
     """Collate examples into rows padded to the longest one.
 
     Args:
-        tokenizer: an int pad id, or anything with ``pad_token_id``.
+        tokenizer: an int pad id, or anything with ``pad_token_id``; of a vision-language model its
+            processor.
         padding_side: "left" puts the last token into the last column, as generation needs; "right"
             puts the pads after the tokens.
         pad_to_multiple_of: round the width up to a multiple of it.
@@ -39,6 +47,8 @@ class PaddedCollator:
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
         train_all: the examples have no loss target, and every token is trained.
         fields: what else to read, by key: PerToken, PerResponseToken or PerExample, with a dtype.
+        vision: how the images of a vision-language model become tokens; that of ``tokenizer`` if it
+            is a processor.
 
     Calling it takes a list of examples or a mapping of columns, and returns a new
     :class:`~torch_collate_kit.batch.Batch`. Inputs are copied. docs/contract.md has the fields.
@@ -62,10 +72,12 @@ class PaddedCollator:
         normalize_loss: bool = True,
         train_all: bool = False,
         fields: DeclaredFields | None = None,
+        vision: VisionLayout | None = None,
     ) -> None:
         if padding_side not in ("left", "right"):
             raise ValueError(f'padding_side must be "left" or "right", got {padding_side!r}')
         self.pad_token_id = pad_token_id_of(tokenizer)
+        self.vision = vision_of(tokenizer, vision)
         self.padding_side = padding_side
         self.pad_to_multiple_of = checked_optional_int(
             "pad_to_multiple_of", pad_to_multiple_of, hint="None switches it off"
@@ -78,7 +90,9 @@ class PaddedCollator:
         self.fields = checked_fields(fields, (*KNOWN, *_FIELDS))
 
     def __call__(self, examples: Examples) -> Batch:
-        columns = read_columns(examples, train_all=self.train_all, fields=self.fields)
+        columns = read_columns(
+            examples, train_all=self.train_all, fields=self.fields, vision=self.vision
+        )
         lengths, width = columns.lengths, self._width(columns.lengths)
         pieces = whole_examples(lengths)
         placed = columns.place(pieces)
@@ -92,13 +106,14 @@ class PaddedCollator:
             pad_token_id=self.pad_token_id,
             is_packed=False,
             segments=padded(placed.counts, width, padding_side=self.padding_side),
+            vision=self.vision,
         )
         return assemble(
             columns,
             pieces,
             placed,
             placement,
-            (*_FIELDS, *columns.names),
+            (*_FIELDS, *made_of_images(self.vision), *columns.names),
             normalize_loss=self.normalize_loss,
             row_metadata={},
             metadata={"num_examples": len(lengths), **NOTHING_LOST},

@@ -10,10 +10,17 @@ import numpy as np
 from torch_collate_kit._checks import checked_bool, checked_optional_int
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.placement import Placement, padded, whole_examples
-from torch_collate_kit.collators.assembly import NOTHING_LOST, assemble, pad_token_id_of
+from torch_collate_kit.collators.assembly import (
+    NOTHING_LOST,
+    assemble,
+    made_of_images,
+    pad_token_id_of,
+    vision_of,
+)
 from torch_collate_kit.reading.fields import DeclaredFields, checked_fields
 from torch_collate_kit.reading.raw import Examples
 from torch_collate_kit.reading.rollouts import ROLLOUT_KEYS, read_rollouts
+from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["RolloutCollator"]
 
@@ -29,11 +36,14 @@ class RolloutCollator:
     docs/contract.md has the keys that it may have, and the fields of the batch.
 
     Args:
-        tokenizer: an int pad id, or anything with ``pad_token_id``.
+        tokenizer: an int pad id, or anything with ``pad_token_id``; of a vision-language model its
+            processor.
         max_seq_len: warn of rollouts with more tokens than this; nothing is cut.
         pad_to_multiple_of: round the width up to a multiple of it.
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
         fields: what else to read, by key: PerToken, PerResponseToken or PerExample, with a dtype.
+        vision: how the images of a vision-language model become tokens; that of ``tokenizer`` if it
+            is a processor.
 
     Calling it takes a list of rollouts or a mapping of columns, and returns a new
     :class:`~torch_collate_kit.batch.Batch`. Inputs are copied.
@@ -55,8 +65,10 @@ class RolloutCollator:
         pad_to_multiple_of: int | None = None,
         normalize_loss: bool = False,
         fields: DeclaredFields | None = None,
+        vision: VisionLayout | None = None,
     ) -> None:
         self.pad_token_id = pad_token_id_of(tokenizer)
+        self.vision = vision_of(tokenizer, vision)
         self.max_seq_len = checked_optional_int(
             "max_seq_len", max_seq_len, hint="None switches it off"
         )
@@ -67,7 +79,7 @@ class RolloutCollator:
         self.fields = checked_fields(fields, (*ROLLOUT_KEYS, *_FIELDS, *_MADE))
 
     def __call__(self, examples: Examples) -> Batch:
-        rollouts = read_rollouts(examples, self.fields)
+        rollouts = read_rollouts(examples, self.fields, self.vision)
         lengths = rollouts.lengths
         if self.max_seq_len is not None:
             _warn_of_long(lengths, self.max_seq_len)
@@ -80,13 +92,14 @@ class RolloutCollator:
             pad_token_id=self.pad_token_id,
             is_packed=False,
             segments=padded(placed.counts, width, padding_side="left"),
+            vision=self.vision,
         )
         return assemble(
             rollouts,
             pieces,
             placed,
             placement,
-            (*_FIELDS, *rollouts.names, "sub_seq_lengths"),
+            (*_FIELDS, *made_of_images(self.vision), *rollouts.names, "sub_seq_lengths"),
             normalize_loss=self.normalize_loss,
             row_metadata=rollouts.per_example,
             metadata={"num_examples": len(lengths), **NOTHING_LOST},

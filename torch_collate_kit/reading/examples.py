@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged, span_indices
 from torch_collate_kit.reading.fields import DeclaredFields, FieldColumn
+from torch_collate_kit.reading.media import ImageColumn, Images
 from torch_collate_kit.reading.numbers import Numbers
 from torch_collate_kit.reading.spans import are_int32_ids, first_bad, joined, taken
+from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["LEAST_WEIGHT", "ExampleColumns", "PlacedColumns", "as_flags", "bad_weight"]
 
@@ -48,20 +51,27 @@ class ExampleColumns:
     """Labels or weights: of every token, or of the last ``num_actions``."""
     num_actions: np.ndarray | None
     """int64 [N], as given: of a rollout its response tokens."""
-    fields: list[FieldColumn]
+    fields: Sequence[FieldColumn | ImageColumn]
     per_example: dict[str, list[Any]] = field(default_factory=dict)
     """Row metadata to be: uids, trajectory_ids, is_last_step."""
     names: tuple[str, ...] = ()
     """The fields that a batch has of them, in addition to those of every SFT batch."""
     are_rollouts: bool = False
+    images: Images | None = None
+    """None where the collator was given no vision model; else there may be no image in it."""
 
     @classmethod
-    def of_none(cls, fields: DeclaredFields) -> ExampleColumns:
+    def of_none(cls, fields: DeclaredFields, vision: VisionLayout | None) -> ExampleColumns:
         """What a rank reads that has no examples of a batch."""
         nothing = np.zeros(0, dtype=np.int64)
         empty = Ragged(nothing, [0])
         columns = [FieldColumn(name, spec, empty) for name, spec in fields.items()]
-        return cls(empty, nothing, None, None, None, columns, names=tuple(fields))
+        images = None if vision is None else Images.of_none(vision)
+        of_them = [] if images is None else images.columns(nothing)
+        names = (*fields, *(column.name for column in of_them))
+        return cls(
+            empty, nothing, None, None, None, [*columns, *of_them], names=names, images=images
+        )
 
     @property
     def specs(self) -> dict[str, FieldSpec]:
@@ -72,7 +82,8 @@ class ExampleColumns:
     def columns(self) -> dict[str, Numbers]:
         """The columns of the fields, and that of the loss target in the form in which it came."""
         target = {} if self.target is None else {str(self.target_name): self.target}
-        return target | {column.name: column.values for column in self.fields}
+        fields = [column for column in self.fields if isinstance(column, FieldColumn)]
+        return target | {column.name: column.values for column in fields}
 
     def place(self, pieces: Pieces) -> PlacedColumns:
         """What the pieces hold; the first token of each is not trained, as nothing predicts it.
@@ -80,19 +91,25 @@ class ExampleColumns:
         Raises:
             DataError: an id, a label, a weight, or a number of a declared field is wrong.
         """
+        ids = self._ids(pieces)
+        is_image = self._is_image(ids)
         if self.num_actions is None:
             name, target = self._target(pieces)
+            if is_image is not None:
+                target[is_image] = IGNORE_INDEX if name == "labels" else 0
             untrained = IGNORE_INDEX if name == "labels" else 0
             trained = target if target.dtype == np.bool_ else target != untrained
             first_actions, num_actions = pieces.starts, self._count_actions(pieces, trained)
         else:
             name, (first_actions, num_actions) = "loss_weights", self._actions(pieces)
             target = trained = self._weights(pieces.examples, first_actions, num_actions)
+            places = span_indices(np.cumsum(pieces.lengths) - num_actions, num_actions)
+            if is_image is not None:
+                trained[is_image[places]] = 0
             if not self.are_rollouts:  # one per token, as from every other form of target
-                ends = np.cumsum(pieces.lengths)
                 target = np.zeros(int(pieces.lengths.sum()), dtype=trained.dtype)
-                target[span_indices(ends - num_actions, num_actions)] = trained
-        columns: dict[str, np.ndarray | Tensor] = {"input_ids": self._ids(pieces), name: target}
+                target[places] = trained
+        columns: dict[str, np.ndarray | Tensor] = {"input_ids": ids, name: target}
         entries = {"input_ids": pieces.lengths, name: pieces.lengths}
         if self.are_rollouts:
             entries[name] = num_actions
@@ -104,6 +121,16 @@ class ExampleColumns:
             if column.spec.count == "routed":
                 counts["routed"] = number
         return PlacedColumns(columns, entries, counts, int(np.count_nonzero(trained)))
+
+    def _is_image(self, ids: np.ndarray) -> np.ndarray | None:
+        """Where ids are placeholders of images, which are not trained; None where there are none.
+
+        No model and no processor excludes them from the loss.
+        """
+        if self.images is None or not len(self.images):
+            return None
+        is_image: np.ndarray = ids == self.images.layout.image_token_id
+        return is_image
 
     def _target(self, pieces: Pieces) -> tuple[str, np.ndarray]:
         """Labels or weights, one per token, by their name as a column."""
@@ -142,16 +169,24 @@ class ExampleColumns:
         Raises:
             DataError: a weight is wrong.
         """
+        ids = joined(self.input_ids)
+        is_image = self._is_image(ids.values)
         if self.target is None:
-            return self.lengths - 1
-        untrained = IGNORE_INDEX if self.target_name == "labels" else 0
-        target = joined(self.target)
-        if self.target_name != "labels" and target.values.dtype.kind == "f":
-            all_of_it = np.arange(len(self.lengths)), np.zeros_like(self.lengths), target.lengths
-            self._weights(*all_of_it)  # raises
-        is_trained = target.values != untrained
-        offsets = target.offsets
-        is_trained[offsets[:-1][target.lengths == self.lengths]] = False
+            if is_image is None:
+                return self.lengths - 1
+            is_trained, offsets = ~is_image, ids.offsets
+        else:
+            untrained = IGNORE_INDEX if self.target_name == "labels" else 0
+            target = joined(self.target)
+            if self.target_name != "labels" and target.values.dtype.kind == "f":
+                every = np.arange(len(self.lengths)), np.zeros_like(self.lengths), target.lengths
+                self._weights(*every)  # raises
+            is_trained, offsets = target.values != untrained, target.offsets
+            if is_image is not None:  # a target may be of the last tokens alone
+                is_trained &= ~is_image[
+                    span_indices(ids.offsets[1:] - target.lengths, target.lengths)
+                ]
+        is_trained[offsets[:-1][np.diff(offsets) == self.lengths]] = False
         before = np.append(0, np.cumsum(is_trained))
         return np.diff(before[offsets])
 

@@ -32,17 +32,27 @@ KNOWN = ("input_ids", *TARGETS, "num_actions", "attention_mask")
 Examples = Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 
-def raw_columns(examples: Examples, known: Sequence[str], ids: str, hint: str) -> dict[str, Any]:
-    """The known columns: a Ragged or a list each. ``ids`` is the one that counts the examples."""
+def raw_columns(
+    examples: Examples, known: Sequence[str], ids: str, hint: str, sometimes: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The known columns: a Ragged or a list each. ``ids`` is the one that counts the examples.
+
+    ``sometimes``: further columns, None in the examples that do not have them.
+    """
     if isinstance(examples, Mapping):
         if _is_one_example(examples.get(ids, ())):
             raise DataError(
                 f"a mapping is taken as columns, but its {ids} are the tokens of one example; "
                 "collate one example as a list: [example]"
             )
-        raw = {key: _rows(key, examples[key]) for key in known if key in examples}
+        names = (*known, *sometimes)
+        raw = {key: _rows(key, examples[key]) for key in names if key in examples}
     elif is_sequence(examples):
         raw = _transpose(examples, known, ids)
+        for key in sometimes:
+            column = [example.get(key) for example in examples]
+            if any(entry is not None for entry in column):
+                raw[key] = column
     else:
         raise TypeError(
             "examples must be a list of mappings or a mapping of columns, got "

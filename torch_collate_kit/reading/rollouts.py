@@ -18,7 +18,7 @@ from torch_collate_kit.reading.examples import (
     bad_weight,
 )
 from torch_collate_kit.reading.fields import DeclaredFields, FieldColumn, read_declared
-from torch_collate_kit.reading.media import IMAGES, image_columns, route_column
+from torch_collate_kit.reading.media import IMAGES, read_images
 from torch_collate_kit.reading.numbers import Numbers, number_column, tensor_to_numpy
 from torch_collate_kit.reading.raw import (
     Examples,
@@ -29,7 +29,9 @@ from torch_collate_kit.reading.raw import (
     one_value,
     raw_columns,
 )
+from torch_collate_kit.reading.routes import route_column
 from torch_collate_kit.reading.spans import in_pairs, joined
+from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["ROLLOUT_KEYS", "are_rollouts", "read_rollouts"]
 
@@ -50,8 +52,9 @@ ROLLOUT_KEYS = (
     *_IDS,
     "is_last_step",
     _ROUTES,
-    *IMAGES,
 )
+# Of rollouts with images whose model is not known: they are carried along.
+_UNKNOWN_MODEL = VisionLayout("qwen2_vl", image_token_id=None, patch_shape=(1, 1, 1))
 
 
 def are_rollouts(examples: Examples) -> bool:
@@ -66,14 +69,20 @@ def are_rollouts(examples: Examples) -> bool:
     return "prompt_ids" in keys or "response_ids" in keys
 
 
-def read_rollouts(examples: Examples, fields: DeclaredFields | None = None) -> ExampleColumns:
+def read_rollouts(
+    examples: Examples,
+    fields: DeclaredFields | None = None,
+    vision: VisionLayout | None = None,
+) -> ExampleColumns:
     """Check the rollouts (DataError names the bad one) and look at them as columns.
 
     Prompt and response are one example, whose response tokens are its last ``num_actions``.
     """
     fields = fields or {}
     hint = f"a rollout has {', '.join(_REQUIRED)}"
-    raw = raw_columns(examples, (*ROLLOUT_KEYS, *fields), "response_ids", hint)
+    of_images = IMAGES if vision is None else tuple(vision.family.fields)
+    keys = (*ROLLOUT_KEYS, *fields)
+    raw = raw_columns(examples, keys, "response_ids", hint, sometimes=of_images)
     needed = (*_REQUIRED, *fields)
     raw = {k: column for k, column in raw.items() if k in needed or not _is_all_none(column)}
     _check_keys(raw, [key for key in map(str, first_keys(examples)) if key not in fields])
@@ -91,23 +100,27 @@ def read_rollouts(examples: Examples, fields: DeclaredFields | None = None) -> E
     if _ROUTES in raw:
         values[_ROUTES] = route_column(raw[_ROUTES], input_ids.lengths)
         names += [_ROUTES, "router_padding_mask"]
-    images = image_columns(raw)
+    if vision is None and any(name in raw for name in IMAGES):
+        vision = _UNKNOWN_MODEL
+    images = None if vision is None else read_images(raw, vision, input_ids)
     per_example: dict[str, list[Any]] = {
         field: id_column(name, raw[name]) for name, field in _IDS.items() if name in raw
     }
     if "is_last_step" in raw:
         per_example["is_last_step"] = flag_column("is_last_step", raw["is_last_step"])
-    columns = [FieldColumn(k, OWN_FIELDS[k], of) for k, of in (values | images).items()]
+    columns = [FieldColumn(k, OWN_FIELDS[k], of) for k, of in values.items()]
+    of_them = [] if images is None else images.columns(input_ids.lengths)
     return ExampleColumns(
         input_ids,
         input_ids.lengths,
         "loss_mask",
         target,
         num_actions,
-        columns + read_declared(raw, fields, input_ids.lengths, num_actions),
+        [*columns, *of_them, *read_declared(raw, fields, input_ids.lengths, num_actions)],
         per_example,
-        (*names, *images, *fields),
+        (*names, *(column.name for column in of_them), *fields),
         are_rollouts=True,
+        images=images,
     )
 
 
@@ -127,19 +140,13 @@ def _check_keys(raw: Mapping[str, Any], given: list[str]) -> None:
             f"no {' and no '.join(missing)} in example 0, got keys {sorted(given)}; a "
             f"rollout has {', '.join(_REQUIRED)}"
         )
-    for name in (name for name in ROLLOUT_KEYS if name not in raw):
-        for key in (key for key in given if key not in ROLLOUT_KEYS):
+    for name in (name for name in (*ROLLOUT_KEYS, *IMAGES) if name not in raw):
+        for key in (key for key in given if key not in (*ROLLOUT_KEYS, *IMAGES)):
             if _bare(key) == _bare(name) or (name == "logprobs" and _is_logprobs(key)):
                 raise DataError(
                     f"example 0 has no {name}, but {key!r} looks like it; rename it to {name}, or "
                     "remove it"
                 )
-    alone = [key for key in IMAGES if key in raw]
-    if len(alone) == 1:
-        raise DataError(
-            f"example 0 has {alone[0]}, but not both of {' and '.join(IMAGES)}; give what the "
-            "processor returned"
-        )
 
 
 def _bare(key: str) -> str:

@@ -12,6 +12,7 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.fields import DeclaredFields, read_declared
+from torch_collate_kit.reading.media import TOKEN_TYPES, read_images
 from torch_collate_kit.reading.numbers import Numbers, number_column, row_array
 from torch_collate_kit.reading.raw import (
     KNOWN,
@@ -22,21 +23,35 @@ from torch_collate_kit.reading.raw import (
     one_value,
     raw_columns,
 )
+from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["read_columns"]
 
 
 def read_columns(
-    examples: Examples, *, train_all: bool = False, fields: DeclaredFields | None = None
+    examples: Examples,
+    *,
+    train_all: bool = False,
+    fields: DeclaredFields | None = None,
+    vision: VisionLayout | None = None,
 ) -> ExampleColumns:
     """Check the examples (DataError names the bad one) and look at them as columns.
 
-    ``train_all``: they have no target, whatever other keys they have. ``fields`` are read too.
+    ``train_all``: they have no target, whatever other keys they have. ``fields`` are read too, and
+    of a model with ``vision`` the images.
     """
     fields = fields or {}
-    raw = raw_columns(examples, (*KNOWN, *fields), "input_ids", "tokenize the text first")
+    of_images = () if vision is None else tuple(vision.family.fields)
+    hint = "tokenize the text first"
+    raw = raw_columns(examples, (*KNOWN, *fields), "input_ids", hint, sometimes=of_images)
     owners = {key: f"example {i}" for key, i in first_with(examples).items()}
-    check_keys(owners, train_all=train_all, declared=tuple(fields))
+    if vision is None and "pixel_values" in owners and "pixel_values" not in fields:
+        raise DataError(
+            f"{owners['pixel_values']} has pixel_values, and the collator does not know the images "
+            "of the model; give it the processor in place of the tokenizer"
+        )
+    of_text = TOKEN_TYPES if vision is not None else ()
+    check_keys(owners, train_all=train_all, declared=(*fields, *of_images, *of_text))
     input_ids = number_column("input_ids", raw["input_ids"], "ids")
     lengths = input_ids.lengths
     if not lengths.all():
@@ -51,8 +66,18 @@ def read_columns(
     if name is not None:
         target = number_column(name, raw[name], "labels" if name == "labels" else "weights")
         _check_target_lengths(name, target, lengths, num_actions)
-    names = tuple(fields)
-    return ExampleColumns(input_ids, lengths, name, target, num_actions, declared, names=names)
+    images = None if vision is None else read_images(raw, vision, input_ids)
+    of_them = [] if images is None else images.columns(lengths)
+    return ExampleColumns(
+        input_ids,
+        lengths,
+        name,
+        target,
+        num_actions,
+        [*declared, *of_them],
+        names=(*fields, *of_images),
+        images=images,
+    )
 
 
 def _target_name(raw: Mapping[str, Any]) -> str | None:

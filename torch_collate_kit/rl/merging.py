@@ -92,9 +92,11 @@ def _continues(rollouts: ExampleColumns, earlier: int, later: int) -> bool:
     """Whether the later prompt begins with all tokens, and all images, of the earlier step."""
     ids = joined(rollouts.input_ids)
     tokens, prompt = ids[earlier], ids[later][: _num_prompt(rollouts, later)]
-    images = [joined(of) for name, of in rollouts.columns.items() if name in IMAGES]
+    arrays = {} if rollouts.images is None else rollouts.images.arrays
+    pairs = [(of[earlier], of[later]) for of in arrays.values()]
     return np.array_equal(prompt[: len(tokens)], tokens) and all(
-        np.array_equal(of[later][: len(of[earlier])], of[earlier]) for of in images
+        first is None or (then is not None and np.array_equal(then[: len(first)], first))
+        for first, then in pairs
     )
 
 

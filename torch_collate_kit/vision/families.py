@@ -42,7 +42,7 @@ class Family:
     """The model takes ``[1, tiles, ...]``."""
 
 
-_PIXELS = "fu"
+_PIXELS = "f"  # whole numbers would not be normalised
 _GRID = {
     "pixel_values": ImageField("patch", 2, _PIXELS),
     "image_grid_thw": ImageField("image", 2),

@@ -177,7 +177,7 @@ class VisionLayout:
 def image_token_id(processor: Any) -> int | None:
     """The id of the placeholder, if the processor or its tokenizer says it."""
     tokenizer = getattr(processor, "tokenizer", None)
-    for owner in (processor, tokenizer):
+    for owner in (tokenizer, processor):  # Gemma-3's processor names another token
         found = getattr(owner, "image_token_id", None)
         if isinstance(found, int):
             return found
