@@ -81,9 +81,9 @@ def _positions_and_images(batch: Batch) -> dict[str, Any]:
         inputs["position_ids"] = batch["mrope_position_ids"].transpose(0, 1)
     elif vision.family.positions == "restarting":
         inputs["position_ids"] = batch["position_ids"]
-    if vision.family.token_types:
-        inputs[vision.family.token_types] = batch[vision.family.token_types]
-    for name in vision.family.fields:
+    types = [vision.family.token_types, "mm_token_type_ids", "token_type_ids"]
+    inputs |= {name: batch[name] for name in dict.fromkeys(types) if name in batch}
+    for name in vision.fields:
         if name in batch and len(values := batch[name].flat_values):
             inputs[name] = values[None] if vision.family.joins_tiles else values
     return inputs

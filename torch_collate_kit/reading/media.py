@@ -15,7 +15,7 @@ from torch_collate_kit.batch.fields import PerImage
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.arrays import checked_arrays
+from torch_collate_kit.reading.arrays import as_array, checked_arrays
 from torch_collate_kit.reading.numbers import Numbers
 from torch_collate_kit.reading.spans import joined
 from torch_collate_kit.vision.families import ImageField
@@ -52,7 +52,7 @@ class Images:
     def of_none(cls, layout: VisionLayout) -> Images:
         """Of a batch without examples."""
         nothing = Ragged(np.zeros(0, dtype=np.int64), [0])
-        return cls(layout, [], {name: [] for name in layout.family.fields}, nothing)
+        return cls(layout, [], {name: [] for name in layout.fields}, nothing)
 
     def __len__(self) -> int:
         return sum(unit is not None for unit in self.units)
@@ -106,7 +106,7 @@ class Images:
 
     def columns(self, lengths: np.ndarray) -> list[ImageColumn]:
         """One per field."""
-        specs = self.layout.family.fields
+        specs = self.layout.fields
         return [ImageColumn(name, field, self, lengths) for name, field in specs.items()]
 
 
@@ -122,7 +122,10 @@ class ImageColumn:
     @property
     def spec(self) -> PerImage:
         if self.name != "pixel_values":
-            return PerImage(torch.int64)
+            arrays = (array for array in self.images.arrays[self.name] if array is not None)
+            first = next(arrays, None) if self.field.per == "unknown" else None
+            is_float = first is not None and first.dtype.kind == "f"
+            return PerImage(torch.float32 if is_float else torch.int64)
         layout = self.images.layout
         has_frames = self.field.per == "patch" and layout.patch_shape[1] > 1
         shape = layout.patch_shape if has_frames else None
@@ -142,6 +145,9 @@ class ImageColumn:
             numbers[piece] = number if per is None else per[:number].sum()
             if self.field.per == "example":
                 numbers[piece] = 1
+            if self.field.per == "unknown":
+                array = self.images.arrays[self.name][pieces.examples[piece]]
+                numbers[piece] = 0 if array is None else len(array)
         return np.zeros_like(numbers), numbers
 
     def place(self, pieces: Pieces, starts: np.ndarray, lengths: np.ndarray) -> Tensor:
@@ -153,9 +159,8 @@ class ImageColumn:
             kept = self.images.kept(pieces, self.example_lengths)
             return torch.from_numpy(kept[kept > 0])
         shape = _shape_of_none(self) if not chosen else chosen[0].shape[1:]
-        dtype = self.spec.dtype if self.name == "pixel_values" else torch.int64
-        if self.field.kinds == "iufb":
-            dtype = torch.bool
+        dtype = torch.bool if self.field.per == "tile" and self.field.num_dims == 3 else None
+        dtype = dtype or self.spec.dtype
         frames = self.spec.patch_shape
         if frames is not None:  # of a still image one of the equal frames is kept
             shape = (frames[0] * frames[2],)
@@ -182,8 +187,8 @@ def _shape_of_none(column: ImageColumn) -> tuple[int, ...]:
     layout, size = column.images.layout, column.images.layout.tile_size
     if column.name == "pixel_values":
         return (layout.patch_shape[0],) if column.field.per == "patch" else (3, size, size)
-    if column.field.kinds == "iufb":
-        return (size, size)
+    if column.field.per in ("tile", "unknown"):
+        return (size, size) if column.field.per == "tile" else (0,)
     return {"image_grid_thw": (3,), "image_sizes": (2,)}[column.name]
 
 
@@ -194,7 +199,7 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
         DataError: fields of a wrong shape, or that disagree with each other or with the number of
             placeholders among the ids.
     """
-    fields, num_examples = layout.family.fields, len(input_ids)
+    fields, num_examples = layout.fields, len(input_ids)
     given = {
         name: {
             i: entry
@@ -205,7 +210,8 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
     }
     owners = sorted({i for entries in given.values() for i in entries})
     for i in owners:
-        missing = [name for name in fields if i not in given[name] and name not in _OPTIONAL]
+        needed = [name for name in fields if name not in _OPTIONAL and not layout.other_fields]
+        missing = [name for name in needed if i not in given[name]]
         if missing:
             raise DataError(
                 f"example {i} has {', '.join(name for name in fields if i in given[name])} and no "
@@ -213,14 +219,7 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
                 "without an image"
             )
     arrays = {
-        name: checked_arrays(
-            name,
-            entries,
-            field.num_dims,
-            field.kinds,
-            _SHAPES.get((field.per, field.num_dims), "what the processor returned"),
-            or_padded=field.per == "tile",
-        )
+        name: _arrays_of(name, entries, field)
         for (name, field), entries in zip(fields.items(), given.values(), strict=True)
     }
     units: list[ImageUnits | None] = [None] * num_examples
@@ -238,6 +237,25 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
     return images
 
 
+def _arrays_of(name: str, entries: Mapping[int, Any], field: ImageField) -> dict[int, np.ndarray]:
+    if field.per != "unknown":
+        shape = _SHAPES[field.per, field.num_dims]
+        is_tiled = field.per == "tile"
+        return checked_arrays(name, entries, field.num_dims, field.kinds, shape, or_padded=is_tiled)
+    what = "an array of what the processor returned"
+    arrays = {i: as_array(name, i, entry, what) for i, entry in entries.items()}
+    first = next(iter(arrays), 0)
+    for i, array in arrays.items():
+        if array.shape[1:] != arrays[first].shape[1:] or not array.ndim:
+            raise DataError(
+                f"example {i}: {name} has shape {array.shape}, example {first} has "
+                f"{arrays[first].shape}, and the processor's family is not in the table, which "
+                "would tell what its dimensions count and which of their entries are padding; "
+                "declare a VisionLayout of a family in docs/vision.md, or use images of one size"
+            )
+    return arrays
+
+
 def _checked(
     index: int, fields: dict[str, np.ndarray], layout: VisionLayout
 ) -> tuple[dict[str, np.ndarray], ImageUnits]:
@@ -253,11 +271,13 @@ def _checked(
             "each image, as the processor returned them"
         )
     units = None if sizes is None else layout.units(fields)
+    if layout.other_fields:
+        return fields, layout.units(fields)
     fields = _laid_flat(fields, units)
     units = layout.units(fields) if units is None else units
     per = {"patch": units.patches.sum(), "tile": units.tiles.sum(), "image": len(units.tokens)}
     for name, array in fields.items():
-        what = layout.family.fields[name].per
+        what = layout.fields[name].per
         if what == "example":
             if array.tolist() != [len(units.tokens)]:
                 raise DataError(
@@ -339,6 +359,8 @@ def _check_placeholders(images: Images) -> None:
     before = np.append(0, np.cumsum(is_placeholder))
     found = np.diff(before[ids.offsets])
     described = np.array([0 if unit is None else unit.tokens.sum() for unit in images.units])
+    if images.layout.other_fields:  # how many an image takes is not known
+        found = np.minimum(found, 1)
     wrong = np.flatnonzero(found != described)
     if len(wrong):
         i = int(wrong[0])

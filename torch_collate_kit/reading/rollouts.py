@@ -80,7 +80,7 @@ def read_rollouts(
     """
     fields = fields or {}
     hint = f"a rollout has {', '.join(_REQUIRED)}"
-    of_images = IMAGES if vision is None else tuple(vision.family.fields)
+    of_images = IMAGES if vision is None else tuple(vision.fields)
     keys = (*ROLLOUT_KEYS, *fields)
     raw = raw_columns(examples, keys, "response_ids", hint, sometimes=of_images)
     needed = (*_REQUIRED, *fields)

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns
@@ -41,7 +43,7 @@ def read_columns(
     of a model with ``vision`` the images.
     """
     fields = fields or {}
-    of_images = () if vision is None else tuple(vision.family.fields)
+    of_images = () if vision is None else tuple(vision.fields)
     hint = "tokenize the text first"
     raw = raw_columns(examples, (*KNOWN, *fields), "input_ids", hint, sometimes=of_images)
     owners = {key: f"example {i}" for key, i in first_with(examples).items()}
@@ -51,6 +53,10 @@ def read_columns(
             "of the model; give it the processor in place of the tokenizer"
         )
     of_text = TOKEN_TYPES if vision is not None else ()
+    if vision is not None and vision.family.positions == "model":  # what the model makes them of
+        types = {name: PerToken(torch.int64) for name in of_text if name in owners}
+        raw |= raw_columns(examples, ("input_ids", *types), "input_ids", hint)
+        fields = {**fields, **types}
     check_keys(owners, train_all=train_all, declared=(*fields, *of_images, *of_text))
     input_ids = number_column("input_ids", raw["input_ids"], "ids")
     lengths = input_ids.lengths

@@ -11,7 +11,7 @@ __all__ = ["FAMILIES", "OTHER", "Family", "ImageField", "family_of"]
 class ImageField(NamedTuple):
     """One field of a vision processor: dense, the first dimension counts what it has one of."""
 
-    per: Literal["patch", "tile", "image", "example"]
+    per: Literal["patch", "tile", "image", "example", "unknown"]
     num_dims: int
     kinds: str = "iu"
     """Kinds of NumPy dtypes that are taken."""
@@ -108,8 +108,8 @@ OTHER = Family(
     (),
     {},
     "model",
-    not_packed="it is in no row of the table of families (docs/vision.md), so its positions are "
-    "not known",
+    not_packed="they are in no row of the table of families (docs/vision.md), so it is not known "
+    "which positions they need",
 )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit.vision.families import FAMILIES, OTHER, Family, family_of
+from torch_collate_kit.vision.families import FAMILIES, OTHER, Family, ImageField, family_of
 
 __all__ = ["ImageUnits", "VisionLayout"]
 
@@ -66,6 +66,8 @@ class VisionLayout:
     """Sizes that an image is resized to (LLaVA)."""
     max_tiles: int = 0
     """Tiles above which features are scaled down (LLaVA-OneVision)."""
+    other_fields: tuple[str, ...] = ()
+    """The image processor's fields, of a family that is not in the table."""
 
     def __post_init__(self) -> None:
         if self.family_name not in {family.name for family in (*FAMILIES, OTHER)}:
@@ -106,7 +108,9 @@ class VisionLayout:
             settings["patch_shape"] = (3, int(images.temporal_patch_size), size * size)
         elif family.name in _SIZED:
             settings |= _llava_settings(processor, images)
-        elif family.name != "other":
+        elif family.name == "other":
+            settings["other_fields"] = tuple(images.model_input_names)
+        else:
             settings["tile_size"] = _side(images)
             names = ("image_seq_length", "image_seq_len")
             of = next((o for o in (processor, images) if any(hasattr(o, n) for n in names)), None)
@@ -119,6 +123,12 @@ class VisionLayout:
         """The row of the table."""
         named = (family for family in FAMILIES if family.name == self.family_name)
         return next(named, OTHER)
+
+    @property
+    def fields(self) -> dict[str, ImageField]:
+        """The vision fields of a processed example."""
+        unknown = {name: ImageField("unknown", 0, "iufb") for name in self.other_fields}
+        return unknown or self.family.fields
 
     @property
     def has_mrope(self) -> bool:
@@ -141,6 +151,9 @@ class VisionLayout:
             counts = [self.of_size(height, width, is_cut=is_cut) for height, width in sizes]
             tokens, tiles = np.array(counts, dtype=np.int64).reshape(-1, 2).T
             return ImageUnits(tokens, tiles, tiles)
+        if self.family_name == "other":  # only that there are some
+            one = np.ones(1, dtype=np.int64)
+            return ImageUnits(one, one, one)
         ones = np.ones(len(fields["pixel_values"]), dtype=np.int64)
         return ImageUnits(ones * self.tile_tokens, ones, ones)
 
