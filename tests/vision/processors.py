@@ -1,0 +1,218 @@
+"""Processors of vision-language families, built by hand: no hub, no torchvision.
+
+Image processors are the PIL versions with small sizes. A processor that insists on a video
+processor, which needs torchvision, is replaced by a subclass that has only the other two parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.smolvlm import processing_smolvlm
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+TILE = 56  # side of a tile or of a whole image in families of one image size, in pixels
+PINPOINTS = [[56, 56], [56, 112], [112, 56], [112, 112], [56, 168]]  # LLaVA: height, width
+_PLAIN = ["<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
+
+
+def tiny_tokenizer(special_tokens: Sequence[str], **attributes: str) -> PreTrainedTokenizerFast:
+    """One token per byte, after the special tokens; id 0 pads.
+
+    ``attributes`` are the named tokens that processors look for, ``image_token="<image>"``.
+
+    >>> tokenizer = tiny_tokenizer(["<image>"], image_token="<image>")
+    >>> tokenizer("a<image>b")["input_ids"], tokenizer.image_token_id, tokenizer.pad_token_id
+    ([71, 5, 72], 5, 0)
+    """
+    names = [*_PLAIN, *special_tokens]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {name: i for i, name in enumerate([*names, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in names])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        extra_special_tokens=attributes,
+    )
+
+
+def chat_template(wrapped_image: str) -> str:
+    """ChatML turns; an image part becomes ``wrapped_image``."""
+    return (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+        "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+        "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+        + wrapped_image
+        + "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+def _without_video(processor_class: type, **members: Any) -> type:
+    """The class with an image processor and a tokenizer only, under its own name."""
+
+    def get_attributes(cls: type) -> list[str]:
+        return ["image_processor", "tokenizer"]
+
+    return type(
+        processor_class.__name__,
+        (processor_class,),
+        {"get_attributes": classmethod(get_attributes), **members},
+    )
+
+
+_QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_GLM = ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>")
+_GLM_VIDEO = ("<|begin_of_video|>", "<|end_of_video|>")
+
+
+def qwen(processor_class: type, patch_size: int) -> Any:
+    factor = 2 * patch_size
+    images = Qwen2VLImageProcessorPil(
+        patch_size=patch_size, size={"shortest_edge": factor**2, "longest_edge": 16 * factor**2}
+    )
+    tokenizer = tiny_tokenizer(_QWEN, image_token=_QWEN[2], video_token=_QWEN[3])
+    return _without_video(processor_class)(
+        image_processor=images,
+        tokenizer=tokenizer,
+        chat_template=chat_template("".join([_QWEN[0], _QWEN[2], _QWEN[1]])),
+    )
+
+
+def glm() -> Any:
+    images = Glm4vImageProcessorPil(size={"shortest_edge": 2 * 28**2, "longest_edge": 32 * 28**2})
+    tokenizer = tiny_tokenizer([*_GLM, *_GLM_VIDEO], image_token=_GLM[2], video_token=_GLM[3])
+    return _without_video(Glm4vProcessor)(
+        image_processor=images,
+        tokenizer=tokenizer,
+        chat_template=chat_template("".join([_GLM[0], _GLM[2], _GLM[1]])),
+    )
+
+
+def internvl() -> Any:
+    images = GotOcr2ImageProcessorPil(
+        size={"height": TILE, "width": TILE}, crop_to_patches=True, max_patches=4
+    )
+    names = {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    }
+    return _without_video(InternVLProcessor)(
+        image_processor=images,
+        tokenizer=tiny_tokenizer(list(names.values()), **names),
+        image_seq_length=4,
+        chat_template=chat_template("<IMG_CONTEXT>\n"),
+    )
+
+
+def llava_onevision() -> Any:
+    images = LlavaOnevisionImageProcessorPil(
+        size={"height": TILE, "width": TILE}, image_grid_pinpoints=PINPOINTS
+    )
+    names = {"image_token": "<image>", "video_token": "<video>"}
+    return _without_video(LlavaOnevisionProcessor)(
+        image_processor=images,
+        tokenizer=tiny_tokenizer(list(names.values()), **names),
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        chat_template=chat_template("<image>\n"),
+    )
+
+
+def llava_next() -> Any:
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": TILE},
+        crop_size={"height": TILE, "width": TILE},
+        image_grid_pinpoints=PINPOINTS,
+    )
+    return LlavaNextProcessor(
+        image_processor=images,
+        tokenizer=tiny_tokenizer(["<image>"], image_token="<image>"),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=chat_template("<image>\n"),
+    )
+
+
+_IDEFICS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
+_ROWS = [f"<row_{row + 1}_col_{col + 1}>" for row in range(6) for col in range(6)]
+_IDEFICS_SIZES = {"size": {"longest_edge": 2 * TILE}, "max_image_size": {"longest_edge": TILE}}
+
+
+def idefics3() -> Any:
+    return Idefics3Processor(
+        image_processor=Idefics3ImageProcessorPil(**_IDEFICS_SIZES),
+        tokenizer=tiny_tokenizer([*_IDEFICS, *_ROWS]),
+        image_seq_len=4,
+        chat_template=chat_template("<image>"),
+    )
+
+
+def smolvlm() -> Any:
+    names = {
+        "fake_image_token": "<fake_token_around_image>",
+        "image_token": "<image>",
+        "global_image_token": "<global-img>",
+    }
+    # Only texts about videos call num2words.
+    # Its chat template method reads two settings of the video processor.
+    video = SimpleNamespace(num_frames=1, fps=1)
+    with mock.patch.object(processing_smolvlm, "num2words", str):
+        return _without_video(processing_smolvlm.SmolVLMProcessor, video_processor=video)(
+            image_processor=SmolVLMImageProcessorPil(**_IDEFICS_SIZES),
+            tokenizer=tiny_tokenizer([*_IDEFICS, *_ROWS, "<video>"], **names),
+            video_processor=None,
+            image_seq_len=4,
+            chat_template=chat_template("<image>"),
+        )
+
+
+def gemma3() -> Any:
+    names = {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    }
+    return Gemma3Processor(
+        image_processor=Gemma3ImageProcessorPil(size={"height": TILE, "width": TILE}),
+        tokenizer=tiny_tokenizer(list(names.values()), **names),
+        image_seq_length=4,
+        chat_template=chat_template("<start_of_image>"),
+    )
+
+
+qwen2 = partial(qwen, Qwen2VLProcessor, 14)
+qwen3 = partial(qwen, Qwen3VLProcessor, 16)
