@@ -24,6 +24,7 @@ from torch_collate_kit.loading import (
 from torch_collate_kit.losses import PerTokenOutputs, global_num_loss_tokens, token_loss
 from torch_collate_kit.packing import PackingOptions, PackingPlan, ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.vision import image_grid, is_vision_language, load_processor
 
 __all__ = [
     "IGNORE_INDEX",
@@ -52,6 +53,9 @@ __all__ = [
     "__version__",
     "check_isolation",
     "global_num_loss_tokens",
+    "image_grid",
+    "is_vision_language",
+    "load_processor",
     "pack",
     "register_torch_varlen",
     "rl",

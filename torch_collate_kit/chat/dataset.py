@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import needed_package
-from torch_collate_kit.chat.tokenize import ChatOptions, TrainOn, tokenize_records
+from torch_collate_kit.chat.image_columns import image_features, with_image_files
+from torch_collate_kit.chat.options import ChatOptions, TrainOn
+from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 __all__ = ["tokenize_chat_dataset"]
 
@@ -25,13 +28,17 @@ _CACHE_VERSION = 3
 
 def tokenize_chat_dataset(
     dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     *,
+    processor: ProcessorMixin | None = None,
     train_on: TrainOn = "all",
     max_length: int | None = None,
     tools: Sequence[Any] | str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     labels: bool = False,
+    pixels: bool = True,
+    image_root: str | PathLike[str] | None = None,
+    max_pixels: int | None = None,
     num_proc: int | None = None,
 ) -> tuple[Dataset, Counter[str]]:
     """Run :func:`tokenize_chat` over a ``datasets.Dataset``, in ``num_proc`` processes.
@@ -63,8 +70,13 @@ def tokenize_chat_dataset(
         )
     options: dict[str, Any] = {"train_on": train_on, "max_length": max_length, "tools": tools}
     options |= {"chat_template_kwargs": chat_template_kwargs, "labels": labels}
-    ChatOptions(tokenizer, **options)  # wrong options raise here, not in a worker
-    tokenized = _map(dataset, {"tokenizer": tokenizer, "options": options}, num_proc)
+    options |= {"processor": processor, "pixels": pixels, "max_pixels": max_pixels}
+    options["image_root"] = image_root
+    images = ChatOptions(tokenizer, **options).images  # wrong options raise here, not in a worker
+    fields = {} if images is None else image_features(images)
+    if images is not None:
+        dataset = with_image_files(dataset)
+    tokenized = _map(dataset, {"tokenizer": tokenizer, "options": options}, fields, num_proc)
     reasons = list(tokenized["skip_reason"])
     cuts = [cut for cut in tokenized["num_cut_tokens"] if cut]
     skips = Counter(reason for reason in reasons if reason)
@@ -74,7 +86,7 @@ def tokenize_chat_dataset(
             "turn with tokens that the chat template trains, before max_length"
         )
     index = ["record_index"] if train_on == "each" else []
-    columns = ["input_ids", "labels" if labels else "loss_mask", *index]
+    columns = ["input_ids", "labels" if labels else "loss_mask", *fields, *index]
     tokenized = tokenized.select_columns(columns)
     if cuts:
         _logger.warning("cut %d tokens off %d of %d examples", sum(cuts), len(cuts), len(reasons))
@@ -86,7 +98,9 @@ def tokenize_chat_dataset(
     return tokenized, skips
 
 
-def _map(dataset: Any, fn_kwargs: dict[str, Any], num_proc: int | None) -> Any:
+def _map(
+    dataset: Any, fn_kwargs: dict[str, Any], fields: dict[str, Any], num_proc: int | None
+) -> Any:
     import datasets
 
     # Explicit types: a first batch that is skipped as a whole would fix them as lists of null.
@@ -97,7 +111,10 @@ def _map(dataset: Any, fn_kwargs: dict[str, Any], num_proc: int | None) -> Any:
         "num_cut_tokens": datasets.Value("int64"),
         "skip_reason": datasets.Value("string"),
         "record_index": datasets.Value("int64"),
+        **fields,
     }
+    has_pixels = "pixel_values" in fields
+    batch_size = _PIXELS_BATCH_SIZE if has_pixels else _BATCH_SIZE
     if len(dataset) == 0:  # map would return no columns at all
         empty: dict[str, list[Any]] = {name: [] for name in features}
         return datasets.Dataset.from_dict(empty, features=datasets.Features(features))
@@ -105,8 +122,9 @@ def _map(dataset: Any, fn_kwargs: dict[str, Any], num_proc: int | None) -> Any:
         _tokenize_rows,
         with_indices=True,
         batched=True,
-        batch_size=_BATCH_SIZE,
-        fn_kwargs={**fn_kwargs, "version": _CACHE_VERSION},
+        batch_size=batch_size,
+        writer_batch_size=batch_size if has_pixels else None,
+        fn_kwargs={**fn_kwargs, "names": list(features), "version": _CACHE_VERSION},
         remove_columns=dataset.column_names,
         features=datasets.Features(features),
         num_proc=num_proc,
@@ -115,6 +133,7 @@ def _map(dataset: Any, fn_kwargs: dict[str, Any], num_proc: int | None) -> Any:
 
 
 _BATCH_SIZE = 256
+_PIXELS_BATCH_SIZE = 16  # an example may have tens of megabytes
 
 
 def _tokenize_rows(
@@ -123,6 +142,7 @@ def _tokenize_rows(
     *,
     tokenizer: Any,
     options: dict[str, Any],
+    names: list[str],
     version: int,
 ) -> dict[str, list[Any]]:
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -132,4 +152,4 @@ def _tokenize_rows(
         if isinstance(result, DataError):
             raise DataError(f"example {i}: {result}") from result
         found += [{**row, "record_index": i} for row in result]
-    return {name: [row[name] for row in found] for name in found[0]}
+    return {name: [row.get(name) for row in found] for name in names}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch_collate_kit.chat.images import num_images
 from torch_collate_kit.chat.marking import Marker, Occurrence, Part, locate, locate_after
 from torch_collate_kit.chat.records import Conversation
 from torch_collate_kit.chat.template import ChatTemplate, Messages, Refusal
@@ -99,13 +100,14 @@ def _keys(
     yield style, has_tools, where, tuple(shapes[max(message, 0) :]), None, None, None
 
 
-def shape_of(message: dict[str, Any]) -> tuple[str, bool, bool, int]:
+def shape_of(message: dict[str, Any]) -> tuple[Any, ...]:
     """What of a message decides what a template writes around its texts."""
     return (
         message["role"],
         bool(message.get("content")),
         bool(message.get("reasoning_content")),
         len(message.get("tool_calls", ())),
+        num_images([message]) and tuple(part["type"] for part in message["content"]),
     )
 
 

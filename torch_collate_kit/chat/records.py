@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_collate_kit.chat.images import ImageSource, num_images, read_images
 from torch_collate_kit.chat.record_forms import find_messages
 from torch_collate_kit.errors import DataError
 
@@ -35,15 +36,24 @@ class Conversation:
     documents: list[dict[str, Any]] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
     texts: tuple[str, str] | None = None
+    images: list[ImageSource] = field(default_factory=list)
+    """One for each image part of ``messages``, in order."""
+    placeholder: str = ""
+    """What the template writes for an image part; "" if it is not known."""
 
 
 def read_record(
-    example: Mapping[str, Any], tools: Any, kwargs: Mapping[str, Any], from_arrow: bool
+    example: Mapping[str, Any],
+    tools: Any,
+    kwargs: Mapping[str, Any],
+    from_arrow: bool,
+    placeholder: str = "",
 ) -> Conversation:
     """The conversation of ``example``, which is not changed.
 
     ``tools`` and ``kwargs`` are those of the call; columns of the record override them. Arrow gives
-    each struct the keys of all others, so ``from_arrow`` removes None from arguments, too.
+    each struct the keys of all others, so ``from_arrow`` removes None from arguments, too. Images
+    are read where there is a ``placeholder`` for them, and refused elsewhere.
     """
     listed, first = find_messages(example)
     if isinstance(listed, str) or isinstance(first, str):
@@ -53,8 +63,20 @@ def read_record(
                 f"`prompt` and `completion` are strings, which no template renders, so `{extra}` "
                 f"would be lost; write it into the prompt, or give lists of messages"
             )
-        return Conversation(has_assistant=bool(first), texts=(str(listed), str(first)))
+        if placeholder:
+            read_images([], example)  # no part for an image: refused if there is one
+        return Conversation(
+            has_assistant=bool(first), texts=(str(listed), str(first)), placeholder=placeholder
+        )
     messages = [_read_message(m, f"messages[{i}]", from_arrow) for i, m in enumerate(listed)]
+    images: list[ImageSource] = []
+    if placeholder:
+        messages, images = read_images(messages, example)
+    elif num_images(messages):
+        raise DataError(
+            "the messages have images, which a tokenizer alone does not read; pass "
+            "processor=AutoProcessor.from_pretrained(...) in place of the tokenizer"
+        )
     messages, shift = _with_system(messages, example.get("system"))
     turns = _assistant_turns(messages)
     selected = [turn for turn in turns if turn >= first + shift and _is_selected(messages, turn)]
@@ -66,6 +88,8 @@ def read_record(
         tools=read_dicts(example.get("tools"), "`tools`") or read_dicts(tools, "`tools`") or None,
         documents=read_dicts(example.get("documents"), "`documents`") or None,
         kwargs={**kwargs, **own_kwargs[0]},
+        images=images,
+        placeholder=placeholder,
     )
 
 
@@ -112,8 +136,8 @@ def _with_system(messages: list[dict[str, Any]], system: Any) -> tuple[list[dict
         return messages, 0
     if not isinstance(system, str):
         raise DataError(f"`system` must be a string, got {type(system).__name__}; convert it")
-    present = {text_of(m["content"]) for m in messages if m["role"] in ("system", "developer")}
-    if present - {system}:
+    present = [text_of(m["content"]) for m in messages if m["role"] in ("system", "developer")]
+    if any(content != system for content in present):
         raise DataError("the `system` column and a system message differ; remove one of the two")
     return (messages, 0) if present else ([{"role": "system", "content": system}, *messages], 1)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from torch_collate_kit.chat.images import num_images
 from torch_collate_kit.chat.locating import locate_parts
 from torch_collate_kit.chat.marking import Occurrence, Part, has_marks
 from torch_collate_kit.chat.records import Conversation, text_of
@@ -242,6 +243,8 @@ def _render(
             "a message has one of the private-use characters U+100000 to U+10FFFD",
             "replace or remove it",
         )
+    if conversation.placeholder:
+        _check_images(text, messages, conversation.placeholder)
     parts, occurrences = locate_parts(template, conversation, messages, style, text)
     rendering = Rendering(template, conversation, messages, style, text, tagged, parts, occurrences)
     _check_context(rendering, set(trained))
@@ -254,6 +257,23 @@ def _render(
             if "None" in rendering.text[start:end]:
                 raise Refusal(f"the chat template prints None as the content of messages[{i}]")
     return rendering
+
+
+def _check_images(text: str, messages: Messages, placeholder: str) -> None:
+    """Refuse a text that has not one placeholder for each image."""
+    count, found = num_images(messages), text.count(placeholder)
+    if count == found:
+        return
+    for i, message in enumerate(messages):
+        if placeholder in repr(message):
+            raise Refusal(
+                f"messages[{i}] has the text {placeholder!r}, which stands for an image",
+                "remove it, or give strings with <image> markers and a column `images`",
+            )
+    raise Refusal(
+        f"the chat template writes {found} placeholders {placeholder!r} for {count} images",
+        "set a chat_template that writes one for each {'type': 'image'} part",
+    )
 
 
 def _styled(message: dict[str, Any], style: _Style) -> dict[str, Any]:

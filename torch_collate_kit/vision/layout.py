@@ -154,7 +154,11 @@ class VisionLayout:
         if self.family_name == "other":  # only that there are some
             one = np.ones(1, dtype=np.int64)
             return ImageUnits(one, one, one)
-        ones = np.ones(len(fields["pixel_values"]), dtype=np.int64)
+        if "pixel_values" in fields:
+            count = len(fields["pixel_values"])
+        else:  # an example without pixels, for planning
+            count = int(fields["num_tiles"].sum())
+        ones = np.ones(count, dtype=np.int64)
         return ImageUnits(ones * self.tile_tokens, ones, ones)
 
     def of_size(self, height: int, width: int, *, is_cut: bool = True) -> tuple[int, int]:
@@ -190,7 +194,7 @@ class VisionLayout:
 def image_token_id(processor: Any) -> int | None:
     """The id of the placeholder, if the processor or its tokenizer says it."""
     tokenizer = getattr(processor, "tokenizer", None)
-    for owner in (tokenizer, processor):  # Gemma-3's processor names another token
+    for owner in (tokenizer, processor):  # Gemma-3's processor says the token that opens an image
         found = getattr(owner, "image_token_id", None)
         if isinstance(found, int):
             return found
