@@ -145,7 +145,7 @@ def test_the_first_token_moves_the_last_logits(family: TinyFamily) -> None:
     one = family.example(rng_of(0), ["ab cde", (56, 84), "fghi"])
     other = family.example(rng_of(0), ["zb cde", (56, 84), "fghi"])
     difference = logits_alone(family, one)[-1] - logits_alone(family, other)[-1]
-    assert difference.abs().max() > 0.1
+    assert difference.abs().max() > 0.5
 
 
 @pytest.mark.parametrize("name", MROPE)
