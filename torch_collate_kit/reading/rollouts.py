@@ -121,6 +121,7 @@ def read_rollouts(
         (*names, *(column.name for column in of_them), *fields),
         are_rollouts=True,
         images=images,
+        image_token_id=None if vision is None else vision.image_token_id,
     )
 
 

@@ -83,6 +83,7 @@ def read_columns(
         [*declared, *of_them],
         names=(*fields, *of_images),
         images=images,
+        image_token_id=None if vision is None else vision.image_token_id,
     )
 
 

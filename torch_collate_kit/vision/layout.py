@@ -170,6 +170,11 @@ class VisionLayout:
             return self.tile_tokens + 1, 1
         return _llava_counts(self, height, width)
 
+    @property
+    def smallest_tokens(self) -> int:
+        """Placeholders of the smallest image."""
+        return int(self.units(self.smallest()).tokens.sum())
+
     def smallest(self) -> dict[str, np.ndarray]:
         """The fields of the smallest image, for a batch that needs one and has none."""
         if self.family_name in _MERGED:
