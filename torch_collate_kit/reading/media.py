@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.batch.buffer import fresh_bytes
-from torch_collate_kit.batch.fields import PerImage
+from torch_collate_kit.batch.fields import PerImage, PerToken
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
@@ -21,7 +21,7 @@ from torch_collate_kit.reading.spans import joined
 from torch_collate_kit.vision.families import ImageField
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
 
-__all__ = ["IMAGES", "TOKEN_TYPES", "ImageColumn", "Images", "read_images"]
+__all__ = ["IMAGES", "TOKEN_TYPES", "ImageColumn", "Images", "read_images", "token_type_fields"]
 
 IMAGES = ("pixel_values", "image_grid_thw")
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # follow from the ids
@@ -185,6 +185,16 @@ def _shape_of_none(column: ImageColumn) -> tuple[int, ...]:
     if column.field.kinds == "iufb":
         return (size, size)
     return {"image_grid_thw": (3,), "image_sizes": (2,)}[column.name]
+
+
+def token_type_fields(layout: VisionLayout | None) -> dict[str, PerToken]:
+    """Token types that do not follow from the ids, but tell the prompt from the answer (PaliGemma).
+
+    They are read of the examples.
+    """
+    if layout is None or layout.family.positions != "model" or not layout.family.token_types:
+        return {}
+    return {layout.family.token_types: PerToken(torch.int64)}
 
 
 def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers) -> Images:

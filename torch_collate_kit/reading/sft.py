@@ -12,7 +12,7 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.fields import DeclaredFields, read_declared
-from torch_collate_kit.reading.media import TOKEN_TYPES, read_images
+from torch_collate_kit.reading.media import TOKEN_TYPES, read_images, token_type_fields
 from torch_collate_kit.reading.numbers import Numbers, number_column, row_array
 from torch_collate_kit.reading.raw import (
     KNOWN,
@@ -40,10 +40,16 @@ def read_columns(
     ``train_all``: they have no target, whatever other keys they have. ``fields`` are read too, and
     of a model with ``vision`` the images.
     """
-    fields = fields or {}
+    of_types = token_type_fields(vision)
+    fields = {**(fields or {}), **of_types}
     of_images = () if vision is None else tuple(vision.family.fields)
     hint = "tokenize the text first"
     raw = raw_columns(examples, (*KNOWN, *fields), "input_ids", hint, sometimes=of_images)
+    for name in (name for name in of_types if name not in raw):
+        raise DataError(
+            f"example 0 has no {name}, by which the model tells the prompt from the answer; give "
+            "all that the processor returned"
+        )
     owners = {key: f"example {i}" for key, i in first_with(examples).items()}
     if vision is None and "pixel_values" in owners and "pixel_values" not in fields:
         raise DataError(
