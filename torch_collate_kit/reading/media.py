@@ -18,12 +18,22 @@ from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.arrays import checked_arrays
 from torch_collate_kit.reading.numbers import Numbers
 from torch_collate_kit.reading.spans import joined
-from torch_collate_kit.vision.families import ImageField
+from torch_collate_kit.vision.families import FAMILIES, ImageField
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
 
-__all__ = ["IMAGES", "TOKEN_TYPES", "ImageColumn", "Images", "read_images", "token_type_fields"]
+__all__ = [
+    "IMAGES",
+    "MEDIA",
+    "TOKEN_TYPES",
+    "ImageColumn",
+    "Images",
+    "read_images",
+    "token_type_fields",
+]
 
 IMAGES = ("pixel_values", "image_grid_thw")
+_VIDEOS = ("pixel_values_videos", "video_grid_thw")
+MEDIA = tuple(dict.fromkeys([*(n for family in FAMILIES for n in family.fields), *_VIDEOS]))
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # follow from the ids
 _TILED = ("pixel_values", "pixel_attention_mask")
 _OPTIONAL = ("pixel_attention_mask",)  # without it a tile is seen as a whole
@@ -205,6 +215,7 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
             placeholders among the ids.
     """
     fields, num_examples = layout.family.fields, len(input_ids)
+    _refuse_other_media(raw, layout)
     given = {
         name: {
             i: entry
@@ -246,6 +257,23 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
     images = Images(layout, units, columns, input_ids)
     _check_placeholders(images)
     return images
+
+
+def _refuse_other_media(raw: Mapping[str, Any], layout: VisionLayout) -> None:
+    """They would be lost."""
+    fields = layout.family.fields
+    for name in (name for name in MEDIA if name in raw and name not in fields):
+        i = next((i for i, entry in enumerate(raw[name]) if entry is not None), None)
+        if i is not None:
+            hint = (
+                "videos are not supported, give images"
+                if name in _VIDEOS
+                else "use the processor of the model"
+            )
+            raise DataError(
+                f"example {i} has {name}, which is no image field of {layout.family_name} models "
+                f"({', '.join(fields) or 'none is known'}); {hint}"
+            )
 
 
 def _checked(

@@ -12,7 +12,7 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.fields import DeclaredFields, read_declared
-from torch_collate_kit.reading.media import TOKEN_TYPES, read_images, token_type_fields
+from torch_collate_kit.reading.media import MEDIA, TOKEN_TYPES, read_images, token_type_fields
 from torch_collate_kit.reading.numbers import Numbers, number_column, row_array
 from torch_collate_kit.reading.raw import (
     KNOWN,
@@ -42,9 +42,9 @@ def read_columns(
     """
     of_types = token_type_fields(vision)
     fields = {**(fields or {}), **of_types}
-    of_images = () if vision is None else tuple(vision.family.fields)
+    of_images, media = ((), ()) if vision is None else (tuple(vision.family.fields), MEDIA)
     hint = "tokenize the text first"
-    raw = raw_columns(examples, (*KNOWN, *fields), "input_ids", hint, sometimes=of_images)
+    raw = raw_columns(examples, (*KNOWN, *fields), "input_ids", hint, sometimes=media)
     for name in (name for name in of_types if name not in raw):
         raise DataError(
             f"example 0 has no {name}, by which the model tells the prompt from the answer; give "
