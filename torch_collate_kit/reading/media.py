@@ -11,19 +11,29 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.batch.buffer import fresh_bytes
-from torch_collate_kit.batch.fields import PerImage
+from torch_collate_kit.batch.fields import PerImage, PerToken
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.media_checks import arrays_of, checked_fields_of
 from torch_collate_kit.reading.numbers import Numbers
 from torch_collate_kit.reading.spans import joined
-from torch_collate_kit.vision.families import ImageField
+from torch_collate_kit.vision.families import IMAGE_FIELDS, ImageField
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
 
-__all__ = ["IMAGES", "TOKEN_TYPES", "ImageColumn", "Images", "read_images"]
+__all__ = [
+    "IMAGES",
+    "MEDIA",
+    "TOKEN_TYPES",
+    "ImageColumn",
+    "Images",
+    "read_images",
+    "token_type_fields",
+]
 
 IMAGES = ("pixel_values", "image_grid_thw")
+_VIDEOS = ("pixel_values_videos", "video_grid_thw")
+MEDIA = (*IMAGE_FIELDS, *_VIDEOS)
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # follow from the ids
 _OPTIONAL = ("pixel_attention_mask",)  # without it a tile is seen as a whole
 
@@ -216,6 +226,23 @@ def _shape_of_none(column: ImageColumn) -> tuple[int, ...]:
     return {"image_grid_thw": (3,), "image_sizes": (2,)}[column.name]
 
 
+def token_type_fields(raw: Mapping[str, Any], layout: VisionLayout | None) -> dict[str, PerToken]:
+    """The token types among ``raw`` that are read: where the model makes positions of them.
+
+    Raises:
+        DataError: a model that needs them, and examples without.
+    """
+    if layout is None or layout.family.positions != "model":
+        return {}
+    needed = layout.family.token_types
+    if needed and needed not in raw:
+        raise DataError(
+            f"example 0 has no {needed}, by which the model tells the prompt from the answer; give "
+            "all that the processor returned"
+        )
+    return {name: PerToken(torch.int64) for name in TOKEN_TYPES if name in raw}
+
+
 def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers) -> Images:
     """The images of the examples; None, or nothing at all, stands for an example without images.
 
@@ -224,6 +251,7 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
             placeholders among the ids.
     """
     fields, num_examples = layout.fields, len(input_ids)
+    _refuse_other_media(raw, layout)
     given = {
         name: {
             i: entry
@@ -259,6 +287,23 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
     images = Images(layout, units, columns, input_ids)
     _check_placeholders(images)
     return images
+
+
+def _refuse_other_media(raw: Mapping[str, Any], layout: VisionLayout) -> None:
+    """They would be lost."""
+    fields = layout.fields
+    for name in (name for name in MEDIA if name in raw and name not in fields):
+        i = next((i for i, entry in enumerate(raw[name]) if entry is not None), None)
+        if i is not None:
+            hint = (
+                "videos are not supported, give images"
+                if name in _VIDEOS
+                else "use the processor of the model"
+            )
+            raise DataError(
+                f"example {i} has {name}, which is no image field of {layout.family_name} models "
+                f"({', '.join(fields) or 'none is known'}); {hint}"
+            )
 
 
 def _check_placeholders(images: Images) -> None:

@@ -110,7 +110,7 @@ class VisionLayout:
             settings |= _llava_settings(processor, images)
         elif family.name == "other":
             settings["other_fields"] = tuple(images.model_input_names)
-        else:
+        elif family.fields:
             settings["tile_size"] = _side(images)
             names = ("image_seq_length", "image_seq_len")
             of = next((o for o in (processor, images) if any(hasattr(o, n) for n in names)), None)
