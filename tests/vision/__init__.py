@@ -1,0 +1,6 @@
+"""Tests of images; they need transformers and Pillow."""
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("PIL")

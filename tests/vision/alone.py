@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,12 +24,14 @@ def alone(family: TinyFamily, model: Any, example: Example) -> tuple[Tensor, Ten
 
 
 def alone_gradients(
-    family: TinyFamily, model: Any, examples: Sequence[Example]
+    family: TinyFamily, examples: Sequence[Example], model: Any = None
 ) -> dict[str, Tensor]:
     """Gradients of the token-mean loss of all examples, summed example by example.
 
-    Parameters that no example uses are left out. ``.grad`` of the model is not touched.
+    ``model`` is ``family.model()`` if not given. Parameters that no example uses are left out.
+    ``.grad`` of the model is not touched.
     """
+    model = family.model() if model is None else model
     parameters = dict(model.named_parameters())
     totals: dict[str, Tensor] = {}
     num_loss_tokens = 0
@@ -44,7 +47,7 @@ def alone_gradients(
 
 def _alone(family: TinyFamily, model: Any, example: Example) -> tuple[Tensor, Tensor, int]:
     inputs = family.model_inputs(example)
-    if family.name in MROPE and placeholders_touch(example["input_ids"], family, example):
+    if family.name in MROPE and placeholders_touch(family, example):
         inputs["position_ids"] = positions_alone(family, example)[:, None]
     logits = model(**inputs, use_cache=False).logits[0]
     labels = torch.tensor(example["labels"])
@@ -52,10 +55,10 @@ def _alone(family: TinyFamily, model: Any, example: Example) -> tuple[Tensor, Te
     return logits, loss_sum, int((labels[1:] != -100).sum())
 
 
-def placeholders_touch(input_ids: Sequence[int], family: TinyFamily, example: Example) -> bool:
+def placeholders_touch(family: TinyFamily, example: Example) -> bool:
     """Whether some image's placeholders follow another's with no token between."""
-    is_image = [False, *(token == family.image_token_id for token in input_ids)]
-    runs = sum(now and not before for before, now in zip(is_image, is_image[1:], strict=False))
+    is_image = [False, *(token == family.image_token_id for token in example["input_ids"])]
+    runs = sum(now and not before for before, now in itertools.pairwise(is_image))
     return runs < len(example.get("image_grid_thw", ()))
 
 

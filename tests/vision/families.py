@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from tests.vision import models, processors
@@ -33,6 +34,7 @@ class TinyFamily:
     image_token: the token whose cells take the image features.
     wrap: the tokens that the chat template writes before and after the placeholder.
     per_example: vision fields whose first dimension is examples; it is removed in an example.
+    suffix: the processor takes the last text apart from the prompt and makes the labels itself.
     """
 
     name: str
@@ -41,6 +43,7 @@ class TinyFamily:
     image_token: str
     wrap: tuple[str, str] = ("", "")
     per_example: tuple[str, ...] = ()
+    suffix: bool = False
 
     def processor(self) -> Any:
         """The processor, built once."""
@@ -72,22 +75,32 @@ class TinyFamily:
         Fields per token are lists; vision fields are arrays, and text-only examples have none.
         ``labels`` are -100 in a prompt of random length, at the first token and at image tokens.
         """
+        text, suffix, images = self.text_and_images(rng, parts, wrapped=wrapped)
+        more: dict[str, Any] = {"images": [images]} if images else {}
+        if suffix is not None:
+            more["suffix"] = [suffix]
+        fields = dict(self.processor()(text=[text], return_tensors="np", **more))
+        return self._example(rng, fields)
+
+    def text_and_images(
+        self, rng: np.random.Generator, parts: Sequence[Part], *, wrapped: bool = False
+    ) -> tuple[str, str | None, list[Image]]:
+        """What :meth:`example` gives the processor: text, suffix (PaliGemma) and images."""
         before, after = self.wrap if wrapped else ("", "")
         image = before + self.placeholder + after
-        text = "".join(_words(rng, part) if isinstance(part, str) else image for part in parts)
+        texts = [_words(rng, part) if isinstance(part, str) else image for part in parts]
         images = [draw(rng, *part) for part in parts if not isinstance(part, str)]
-        return self.process(rng, text, images)
+        suffix = texts.pop() if self.suffix and isinstance(parts[-1], str) else None
+        return "".join(texts), suffix, images
 
-    def process(self, rng: np.random.Generator, text: str, images: list[Any]) -> Example:
-        """An example of this text, which holds one placeholder per image."""
-        nested = {"images": [images]} if images else {}
-        fields = dict(self.processor()(text=[text], return_tensors="np", **nested))
+    def _example(self, rng: np.random.Generator, fields: dict[str, Any]) -> Example:
         del fields["attention_mask"]
         example: Example = {"input_ids": fields["input_ids"][0].tolist()}
-        example["labels"] = self._labels(rng, example["input_ids"])
+        if "labels" not in fields:
+            example["labels"] = self._labels(rng, example["input_ids"])
         for name, value in fields.items():
             if name in _PER_TOKEN:
-                example.setdefault(name, value[0].tolist())
+                example[name] = value[0].tolist()
             else:
                 example[name] = value[0] if name in self.per_example else value
         return example
@@ -141,6 +154,7 @@ _QWEN = ("<|image_pad|>", "<|image_pad|>", ("<|vision_start|>", "<|vision_end|>"
 _GLM = ("<|image|>", "<|image|>", ("<|begin_of_image|>", "<|end_of_image|>"))
 _LLAVA = ("<image>", "<image>", ("", "\n"))
 _IDEFICS = ("<image>", "<image>", ("", ""), ("pixel_values", "pixel_attention_mask"))
+_MLLAMA_FIELDS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask")
 
 FAMILIES: dict[str, TinyFamily] = {
     family.name: family
@@ -158,6 +172,10 @@ FAMILIES: dict[str, TinyFamily] = {
         TinyFamily("idefics3", processors.idefics3, *_IDEFICS),
         TinyFamily("smolvlm", processors.smolvlm, *_IDEFICS),
         TinyFamily("gemma3", processors.gemma3, "<start_of_image>", "<image_soft_token>"),
+        TinyFamily("paligemma", processors.paligemma, "<image>", "<image>", suffix=True),
+        TinyFamily(
+            "mllama", processors.mllama, "<|image|>", "<|image|>", per_example=_MLLAMA_FIELDS
+        ),
     ]
 }
 MROPE = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "glm4v_moe"]

@@ -165,6 +165,27 @@ def _gemma3() -> Config:
     }
 
 
+def _paligemma() -> Config:
+    text = {**TEXT, "model_type": "gemma", "head_dim": 16, "tie_word_embeddings": False}
+    return {
+        "text_config": text,
+        "vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False, **TOWER},
+        "projection_dim": 64,
+        "hidden_size": 64,
+        "tie_word_embeddings": False,
+    }
+
+
+def _mllama() -> Config:
+    tower = {
+        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        **{"num_global_layers": 1, "attention_heads": 2, "image_size": TILE, "patch_size": 14},
+        **{"intermediate_layers_indices": [0], "vision_output_dim": 64},
+    }
+    text = {**TEXT, "num_hidden_layers": 3, "cross_attention_layers": [1], **_rope()}
+    return {"text_config": text, "vision_config": tower}
+
+
 # The class prefix of each family and the arguments of its config.
 CONFIGS: dict[str, tuple[str, Callable[[], Config]]] = {
     "qwen2_vl": ("Qwen2VL", _qwen2_vl),
@@ -180,6 +201,8 @@ CONFIGS: dict[str, tuple[str, Callable[[], Config]]] = {
     "idefics3": ("Idefics3", _idefics3),
     "smolvlm": ("SmolVLM", _idefics3),
     "gemma3": ("Gemma3", _gemma3),
+    "paligemma": ("PaliGemma", _paligemma),
+    "mllama": ("Mllama", _mllama),
 }
 
 
@@ -209,12 +232,16 @@ def _randomize(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter in kept:
             continue
-        if parameter.dim() < 2:
+        if parameter.numel() == 1:  # a gate, closed at 0
+            parameter.fill_(1)
+        elif parameter.dim() < 2:
             parameter.normal_(0, 0.3)
         elif parameter in tables:
             parameter.normal_(0, 1)
         else:
             fan_in = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
             parameter.normal_(0, 1.5 / math.sqrt(fan_in))
-    head = model.get_output_embeddings().weight
-    head.normal_(0, 2.2 / math.sqrt(head.shape[1]))
+    hidden_size = model.config.get_text_config().hidden_size
+    if "gemma" in model.config.get_text_config().model_type:  # multiplies by the root itself
+        model.get_input_embeddings().weight.mul_(hidden_size**-0.5)
+    model.get_output_embeddings().weight.normal_(0, 2.2 * hidden_size**-0.5)

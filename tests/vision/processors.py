@@ -30,9 +30,13 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
     LlavaOnevisionImageProcessorPil,
 )
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+from transformers.models.mllama.processing_mllama import MllamaProcessor
+from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
@@ -48,7 +52,7 @@ def tiny_tokenizer(special_tokens: Sequence[str], **attributes: str) -> PreTrain
 
     >>> tokenizer = tiny_tokenizer(["<image>"], image_token="<image>")
     >>> tokenizer("a<image>b")["input_ids"], tokenizer.image_token_id, tokenizer.pad_token_id
-    ([71, 5, 72], 5, 0)
+    ([70, 5, 71], 5, 0)
     """
     names = [*_PLAIN, *special_tokens]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -211,6 +215,24 @@ def gemma3() -> Any:
         tokenizer=tiny_tokenizer(list(names.values()), **names),
         image_seq_length=4,
         chat_template=chat_template("<start_of_image>"),
+    )
+
+
+def paligemma() -> Any:
+    images = SiglipImageProcessorPil(size={"height": TILE, "width": TILE})
+    images.image_seq_length = 16
+    return PaliGemmaProcessor(
+        image_processor=images,
+        tokenizer=tiny_tokenizer(["<image>"], image_token="<image>"),
+        chat_template=chat_template("<image>"),
+    )
+
+
+def mllama() -> Any:
+    return MllamaProcessor(
+        image_processor=MllamaImageProcessorPil(size={"height": TILE, "width": TILE}),
+        tokenizer=tiny_tokenizer(["<|image|>", "<|python_tag|>"], image_token="<|image|>"),
+        chat_template=chat_template("<|image|>"),
     )
 
 
