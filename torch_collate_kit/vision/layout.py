@@ -106,7 +106,7 @@ class VisionLayout:
             settings["patch_shape"] = (3, int(images.temporal_patch_size), size * size)
         elif family.name in _SIZED:
             settings |= _llava_settings(processor, images)
-        elif family.name != "other":
+        elif family.name != "other" and not family.refused:
             settings["tile_size"] = _side(images)
             names = ("image_seq_length", "image_seq_len")
             of = next((o for o in (processor, images) if any(hasattr(o, n) for n in names)), None)
