@@ -131,8 +131,8 @@ def test_each_with_a_template_that_rewrites_turns_gives_each_example_its_images(
     template = (
         "{% for m in messages %}{% if m.role == 'user' or loop.last %}<|im_start|>{{ m.role }}\n"
         "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-        "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}"
-        "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
+        "{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     rng = np.random.default_rng(5)

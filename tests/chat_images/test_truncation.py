@@ -46,7 +46,7 @@ def bounds(family: TinyFamily, messages: Any, images: list[Any]) -> list[tuple[i
 
 
 def longest(family: TinyFamily, places: list[tuple[int, int]], limit: int) -> tuple[int, int]:
-    """The most tokens under the limit that end in no image, and the images in them: tried one by one."""
+    """The most tokens under the limit that end in no image, and the images in them."""
     for count in range(limit, -1, -1):
         whole = sum(end <= count for _, end in places)
         begun = sum(start < count for start, _ in places)
