@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -204,9 +205,18 @@ class ImageColumn:
         end = 0
         for array in chosen:
             part = column[end : end + len(array)]
-            part.view(array.shape).copy_(torch.from_numpy(array))
+            part.view(array.shape).copy_(_as_tensor(array))
             end += len(array)
         return column
+
+
+def _as_tensor(array: np.ndarray) -> Tensor:
+    """A view. Of an array that is not writable, as Arrow's are, torch would warn on every call."""
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    own = array.__array_interface__
+    alias = SimpleNamespace(__array_interface__={**own, "data": (own["data"][0], False)}, of=array)
+    return torch.from_numpy(np.asarray(alias))
 
 
 def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

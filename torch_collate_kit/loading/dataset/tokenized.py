@@ -177,11 +177,10 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         if "pixel_values" in images and not found:  # only tiles, of which their number is enough
             counts = images["pixel_values"].outer_lengths()[rows]
             found["num_tiles"] = [np.array([n]) if n else None for n in counts.tolist()]
-        patches: list[list[int]] = []
-        for values in zip(*found.values(), strict=True):
-            fields = {k: v for k, v in zip(found, values, strict=True) if v is not None}
-            patches.append(self._vision.units(fields).patches.tolist() if fields else [])
-        return patches or [[] for _ in range(len(self))]
+        if not found:
+            return [[] for _ in range(len(self))]
+        examples = (dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True))
+        return [self._vision.patches(example) for example in examples]
 
     @overload
     def __getitems__(self, indices: RankPlan) -> PlannedExamples: ...
