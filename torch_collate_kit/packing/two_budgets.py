@@ -104,6 +104,8 @@ class _Pieces:
         self.classes = np.zeros(len(tokens), dtype=np.int64)  # 0: the larger share is of patches
         for number, (num, den) in enumerate(_SLOPES, 1):
             self.classes[(by_patches * num < by_tokens * den).astype(bool)] = number
+        if limits.patches >= int(patches.sum()):  # no limit: images are packed by tokens
+            self.classes[:] = len(_SLOPES)
         self.classes[patches == 0] = _TEXT
 
 
