@@ -9,7 +9,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import needed_package
-from torch_collate_kit.chat.image_columns import image_features, with_image_files
+from torch_collate_kit.chat.image_columns import image_columns, image_features, read_table
 from torch_collate_kit.chat.options import ChatOptions, TrainOn
 from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.errors import DataError
@@ -74,8 +74,6 @@ def tokenize_chat_dataset(
     options["image_root"] = image_root
     images = ChatOptions(tokenizer, **options).images  # wrong options raise here, not in a worker
     fields = {} if images is None else image_features(images)
-    if images is not None:
-        dataset = with_image_files(dataset)
     tokenized = _map(dataset, {"tokenizer": tokenizer, "options": options}, fields, num_proc)
     reasons = list(tokenized["skip_reason"])
     cuts = [cut for cut in tokenized["num_cut_tokens"] if cut]
@@ -118,7 +116,11 @@ def _map(
     if len(dataset) == 0:  # map would return no columns at all
         empty: dict[str, list[Any]] = {name: [] for name in features}
         return datasets.Dataset.from_dict(empty, features=datasets.Features(features))
-    return dataset.with_format(None).map(
+    # Images are decoded here: errors name them, and only sizes are read where that is enough.
+    encoded = image_columns(dataset) if fields else []
+    if encoded:
+        fn_kwargs = {**fn_kwargs, "features": dataset.features, "encoded": encoded}
+    mapped = dataset.with_format("arrow" if encoded else None).map(
         _tokenize_rows,
         with_indices=True,
         batched=True,
@@ -130,6 +132,7 @@ def _map(
         num_proc=num_proc,
         desc="Tokenizing chats",
     )
+    return mapped.with_format(None)
 
 
 _BATCH_SIZE = 256
@@ -137,14 +140,18 @@ _PIXELS_BATCH_SIZE = 16  # an example may have tens of megabytes
 
 
 def _tokenize_rows(
-    columns: Mapping[str, list[Any]],
+    columns: Any,
     indices: list[int],
     *,
     tokenizer: Any,
     options: dict[str, Any],
     names: list[str],
     version: int,
+    features: Any = None,
+    encoded: Sequence[str] = (),
 ) -> dict[str, list[Any]]:
+    if encoded:
+        columns = read_table(columns, features, encoded)
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     results = tokenize_records(rows, ChatOptions(tokenizer, **options), from_arrow=True)
     found: list[dict[str, Any]] = []
