@@ -95,6 +95,25 @@ def test_files_under_image_root_and_one_image_column(tmp_path: Path) -> None:
         tokenize_chat_dataset(dataset, processor=processor, image_root=tmp_path, max_pixels=2000)
 
 
+def test_relative_paths_in_another_working_directory(tmp_path: Path, monkeypatch: Any) -> None:
+    """The cache of datasets does not give the images of another folder."""
+    processor = FAMILIES["qwen3_vl"].processor()
+    found = []
+    record = {"messages": chat([image(), text("What?")], [text("A cat.")]), "images": ["a.png"]}
+    datasets.Dataset.from_list([record]).to_json(tmp_path / "data.jsonl")
+    for side in (40, 200):
+        folder = tmp_path / str(side)
+        folder.mkdir()
+        draw(np.random.default_rng(0), 60, side).save(folder / "a.png")
+        monkeypatch.chdir(folder)
+        dataset = datasets.Dataset.from_json(
+            str(tmp_path / "data.jsonl"), cache_dir=str(tmp_path / "cache")
+        )
+        found.append(tokenize_chat_dataset(dataset, processor=processor)[0])
+        assert_rows(found[-1], [tokenize_chat(record, processor=processor)])
+    assert found[0][0]["image_grid_thw"] != found[1][0]["image_grid_thw"]
+
+
 def test_images_inside_the_messages(tmp_path: Path) -> None:
     """Arrow gives every part all keys, so that those that are None do not count."""
     rng = np.random.default_rng(0)
