@@ -79,6 +79,8 @@ def tokenize_chat(
             ``system``, ``tools``, ``documents`` and ``chat_template_kwargs`` belong to the record,
             and override the arguments. See docs/chat.md.
         tokenizer: a transformers tokenizer with a chat template.
+        processor: a transformers processor in place of the tokenizer, for records with images. See
+            docs/vision.md for the forms of images.
         train_on: "all" assistant turns in one example; only the "last"; or "each" in the context
             that the model sees at inference, in as few examples as the template allows.
         max_length: keep only this many tokens from the beginning; None keeps all.
@@ -86,21 +88,28 @@ def tokenize_chat(
         chat_template_kwargs: variables for the template.
         labels: return ``labels`` (list of int, -100 where not trained) instead of ``loss_mask``.
             transformers.Trainer and TRL keep them, and drop a ``loss_mask`` column by default.
+        pixels: False reads the sizes of image files alone. The result has the same ids, and of the
+            vision fields those that planning needs.
+        image_root: the folder where relative paths of images start, and which no path may leave.
+            None: the working directory, and any path.
+        max_pixels: the most that an image may have, checked before it is decoded; None: the limit
+            of PIL.
 
     Returns ``input_ids`` (list of int), ``loss_mask`` (0/1, same length), ``num_cut_tokens``
     (removed by ``max_length``) and ``skip_reason``. That is "", or with empty lists
     "no_assistant_turn", "nothing_left_after_truncation", or "no_trained_tokens" (the template or
     the record's weights select none). The first token does not count as trained, because nothing
-    predicts it. With ``train_on="each"`` a list of such dicts, at least one.
+    predicts it. With ``train_on="each"`` a list of such dicts, at least one. If there are images,
+    also the processor's vision fields, as NumPy arrays without padding.
 
     Raises:
         DataError: the record has another form, or its turns cannot be trained exactly: the template
             drops or changes a part of it, does not end a turn with an added token, or renders a
-            turn in another context than that of inference. The message names the message, the cause
-            and a way out.
+            turn in another context than that of inference; or an image is missing, left over or
+            not readable. The message names the message or image, the cause and a way out.
         ValueError: a wrong option, no chat template, or one that is not valid Jinja.
         TypeError: not a mapping, not a tokenizer, or a ``max_length`` that is not an integer.
-        ImportError: transformers is not installed.
+        ImportError: transformers is not installed, or Pillow where there are images.
 
     >>> from tokenizers import Tokenizer, models, pre_tokenizers
     >>> from transformers import PreTrainedTokenizerFast
