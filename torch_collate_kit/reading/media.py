@@ -16,6 +16,7 @@ from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.arrays import checked_arrays
+from torch_collate_kit.reading.image_checks import checked_images
 from torch_collate_kit.reading.numbers import Numbers
 from torch_collate_kit.reading.spans import joined
 from torch_collate_kit.vision.families import FAMILIES, ImageField
@@ -35,7 +36,6 @@ IMAGES = ("pixel_values", "image_grid_thw")
 _VIDEOS = ("pixel_values_videos", "video_grid_thw")
 MEDIA = tuple(dict.fromkeys([*(n for family in FAMILIES for n in family.fields), *_VIDEOS]))
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # follow from the ids
-_TILED = ("pixel_values", "pixel_attention_mask")
 _OPTIONAL = ("pixel_attention_mask",)  # without it a tile is seen as a whole
 _SHAPES = {
     ("patch", 2): "floats [patches, patch size]",
@@ -85,14 +85,20 @@ class Images:
         return np.flatnonzero(row == self.layout.image_token_id)
 
     def cut_before(self, example: int, limit: int) -> int:
-        """The most tokens of an example, up to ``limit``, that end inside no image."""
+        """The most tokens of an example, up to ``limit``, that end inside no image.
+
+        Of several images that are not cut into tiles one alone cannot be kept: it would be taken
+        for an image that is (LLaVA-OneVision).
+        """
         places, unit = self._places(example), self.units[example]
         if unit is None or not len(places) or places[-1] < limit:
             return limit
         ends = self.ends(example) if self.layout.counts_images else places[-1:] + 1
         firsts = places[np.append(0, np.cumsum(unit.tokens)[:-1])] if len(ends) > 1 else places[:1]
-        inside = (firsts < limit) & (limit < ends)
-        return int(firsts[inside][0]) if inside.any() else limit
+        kept = int(np.count_nonzero(ends <= limit))
+        if kept == 1 and "batch_num_images" in self.arrays:
+            kept = 0
+        return min(limit, int(firsts[kept]))
 
     def kept(self, pieces: Pieces, lengths: np.ndarray) -> np.ndarray:
         """int64 [S], how many images each piece has: the first ones of its example.
@@ -174,10 +180,20 @@ class ImageColumn:
         column = _fresh((total, *shape), dtype)
         end = 0
         for array in chosen:
-            part = column[end : end + len(array)]
-            part.view(array.shape).copy_(torch.from_numpy(array))
+            _write(array, column[end : end + len(array)].view(array.shape))
             end += len(array)
         return column
+
+
+def _write(array: np.ndarray, part: Tensor) -> None:
+    """torch takes no array that is read-only, has negative strides, or bytes in another order."""
+    is_taken = array.dtype.isnative and array.dtype != np.longdouble
+    if array.flags.writeable and is_taken and min(array.strides, default=0) >= 0:
+        part.copy_(torch.from_numpy(array))
+    elif part.dtype == torch.bfloat16:  # NumPy has none
+        part.copy_(torch.from_numpy(array.astype(np.float32)))
+    else:
+        part.numpy()[...] = array
 
 
 def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -220,7 +236,7 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
         name: {
             i: entry
             for i, entry in enumerate(raw.get(name, ()))
-            if entry is not None and (not hasattr(entry, "__len__") or len(entry))
+            if entry is not None and not _is_empty(entry)
         }
         for name in fields
     }
@@ -251,12 +267,17 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
         if "pixel_attention_mask" in fields and "pixel_attention_mask" not in own:
             shape = own["pixel_values"].shape
             own["pixel_attention_mask"] = np.ones((*shape[:-3], *shape[-2:]), dtype=bool)
-        own, units[i] = _checked(i, own, layout)
+        own, units[i] = checked_images(i, own, layout)
         for name, array in own.items():
             columns[name][i] = array
     images = Images(layout, units, columns, input_ids)
     _check_placeholders(images)
     return images
+
+
+def _is_empty(entry: Any) -> bool:
+    """Whether it has no entries; a single number is refused by its shape."""
+    return hasattr(entry, "__len__") and getattr(entry, "ndim", 1) != 0 and len(entry) == 0
 
 
 def _refuse_other_media(raw: Mapping[str, Any], layout: VisionLayout) -> None:
@@ -274,99 +295,6 @@ def _refuse_other_media(raw: Mapping[str, Any], layout: VisionLayout) -> None:
                 f"example {i} has {name}, which is no image field of {layout.family_name} models "
                 f"({', '.join(fields) or 'none is known'}); {hint}"
             )
-
-
-def _checked(
-    index: int, fields: dict[str, np.ndarray], layout: VisionLayout
-) -> tuple[dict[str, np.ndarray], ImageUnits]:
-    """The fields of one example with tiles laid flat, and its images."""
-    grid = fields.get("image_grid_thw")
-    if grid is not None:
-        _check_grid(index, grid, layout)
-        _check_frames(index, fields["pixel_values"], layout)
-    sizes = fields.get("image_sizes")
-    if sizes is not None and (sizes.shape[1] != 2 or (sizes < 1).any()):
-        raise DataError(
-            f"example {index}: image_sizes is {sizes.tolist()!r:.60}; give height and width of "
-            "each image, as the processor returned them"
-        )
-    units = None if sizes is None else layout.units(fields)
-    fields = _laid_flat(fields, units)
-    units = layout.units(fields) if units is None else units
-    per = {"patch": units.patches.sum(), "tile": units.tiles.sum(), "image": len(units.tokens)}
-    for name, array in fields.items():
-        what = layout.family.fields[name].per
-        if what == "example":
-            if array.tolist() != [len(units.tokens)]:
-                raise DataError(
-                    f"example {index}: {name} is {array.tolist()}, but the example has "
-                    f"{len(units.tokens)} images; give what the processor returned for it alone"
-                )
-        elif len(array) != per[what]:
-            described = "" if grid is None else f", image_grid_thw of shape {grid.shape}"
-            raise DataError(
-                f"example {index}: {name} has {len(array)} {what}{'e' * (what == 'patch')}s"
-                f"{described or ', the sizes of its images'} describes {per[what]}; give what the "
-                "processor returned"
-            )
-    return fields, units
-
-
-def _check_grid(index: int, grid: np.ndarray, layout: VisionLayout) -> None:
-    if (grid < 1).any():
-        raise DataError(
-            f"example {index}: image_grid_thw has the size {grid.min()}, and sizes are 1 or more; "
-            "give what the processor returned"
-        )
-    if grid.shape[1] != 3:
-        raise DataError(
-            f"example {index}: image_grid_thw has shape {grid.shape}; give [images, 3], as the "
-            "processor returned it"
-        )
-    if (grid[:, 1:] % layout.merge_size).any():
-        raise DataError(
-            f"example {index}: image_grid_thw has {grid.tolist()!r:.60}, whose height or width is "
-            f"no multiple of merge_size={layout.merge_size}; use the processor of the model"
-        )
-
-
-def _check_frames(index: int, pixels: np.ndarray, layout: VisionLayout) -> None:
-    """The frames of a patch must be equal: only one of them is stored."""
-    channels, num_frames, size = layout.patch_shape
-    if num_frames == 1:
-        return
-    if pixels.shape[1] != channels * num_frames * size:
-        raise DataError(
-            f"example {index}: pixel_values has patches of {pixels.shape[1]} numbers, the model's "
-            f"have {channels * num_frames * size}; use the processor of the model"
-        )
-    frames = pixels.reshape(-1, channels, num_frames, size)
-    if not (frames[:, :, 1:] == frames[:, :, :1]).all():
-        raise DataError(
-            f"example {index}: the frames of a patch of pixel_values differ, so it is no still "
-            "image (or holds NaN); videos are not supported, give images"
-        )
-
-
-def _laid_flat(fields: dict[str, np.ndarray], units: ImageUnits | None) -> dict[str, np.ndarray]:
-    """Without the padding of images to the same number of tiles."""
-    pixels, mask = fields["pixel_values"], fields.get("pixel_attention_mask")
-    if pixels.ndim == 5:
-        rows, columns = pixels.shape[:2]
-        is_real: Any = np.ones((rows, columns), dtype=bool)
-        if units is not None:  # LLaVA
-            is_real = np.arange(columns) < units.tiles[:rows, None]
-        elif mask is not None:
-            is_real = mask.reshape(rows, columns, -1).any(axis=2)
-        fields = {
-            name: _real(array, is_real) if name in _TILED else array
-            for name, array in fields.items()
-        }
-    return fields
-
-
-def _real(array: np.ndarray, is_real: np.ndarray) -> np.ndarray:
-    return array.reshape(-1, *array.shape[2:]) if is_real.all() else array[is_real]
 
 
 def _check_placeholders(images: Images) -> None:

@@ -45,9 +45,9 @@ def read_columns(
     of_images, media = ((), ()) if vision is None else (tuple(vision.family.fields), MEDIA)
     hint = "tokenize the text first"
     raw = raw_columns(examples, (*KNOWN, *fields), "input_ids", hint, sometimes=media)
-    for name in (name for name in of_types if name not in raw):
+    for types in (types for types in of_types if types not in raw):
         raise DataError(
-            f"example 0 has no {name}, by which the model tells the prompt from the answer; give "
+            f"example 0 has no {types}, by which the model tells the prompt from the answer; give "
             "all that the processor returned"
         )
     owners = {key: f"example {i}" for key, i in first_with(examples).items()}

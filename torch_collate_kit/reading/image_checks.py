@@ -1,0 +1,111 @@
+"""The image fields of one example: whether they fit each other and the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
+
+__all__ = ["checked_images"]
+
+_TILED = ("pixel_values", "pixel_attention_mask")
+
+
+def checked_images(
+    index: int, fields: dict[str, np.ndarray], layout: VisionLayout
+) -> tuple[dict[str, np.ndarray], ImageUnits]:
+    """The fields of one example with tiles laid flat, and its images.
+
+    Raises:
+        DataError: fields that disagree with each other, or are not of this model.
+    """
+    grid = fields.get("image_grid_thw")
+    if grid is not None:
+        _check_grid(index, grid, layout)
+        _check_frames(index, fields["pixel_values"], layout)
+    sizes = fields.get("image_sizes")
+    if sizes is not None and (sizes.shape[1] != 2 or (sizes < 1).any()):
+        raise DataError(
+            f"example {index}: image_sizes is {sizes.tolist()!r:.60}; give height and width of "
+            "each image, as the processor returned them"
+        )
+    units = None if sizes is None else layout.units(fields)
+    fields = _laid_flat(fields, units)
+    units = layout.units(fields) if units is None else units
+    per = {"patch": units.patches.sum(), "tile": units.tiles.sum(), "image": len(units.tokens)}
+    for name, array in fields.items():
+        what = layout.family.fields[name].per
+        if what == "example":
+            if array.tolist() != [len(units.tokens)]:
+                raise DataError(
+                    f"example {index}: {name} is {array.tolist()}, but the example has "
+                    f"{len(units.tokens)} images; give what the processor returned for it alone"
+                )
+        elif len(array) != per[what]:
+            described = "" if grid is None else f", image_grid_thw of shape {grid.shape}"
+            raise DataError(
+                f"example {index}: {name} has {len(array)} {what}{'e' * (what == 'patch')}s"
+                f"{described or ', the sizes of its images'} describes {per[what]}; give what the "
+                "processor returned"
+            )
+    return fields, units
+
+
+def _check_grid(index: int, grid: np.ndarray, layout: VisionLayout) -> None:
+    if (grid < 1).any():
+        raise DataError(
+            f"example {index}: image_grid_thw has the size {grid.min()}, and sizes are 1 or more; "
+            "give what the processor returned"
+        )
+    if grid.shape[1] != 3:
+        raise DataError(
+            f"example {index}: image_grid_thw has shape {grid.shape}; give [images, 3], as the "
+            "processor returned it"
+        )
+    if (grid[:, 1:] % layout.merge_size).any():
+        raise DataError(
+            f"example {index}: image_grid_thw has {grid.tolist()!r:.60}, whose height or width is "
+            f"no multiple of merge_size={layout.merge_size}; use the processor of the model"
+        )
+
+
+def _check_frames(index: int, pixels: np.ndarray, layout: VisionLayout) -> None:
+    """The frames of a patch must be equal: only one of them is stored."""
+    channels, num_frames, size = layout.patch_shape
+    if num_frames == 1:
+        return
+    if pixels.shape[1] != channels * num_frames * size:
+        raise DataError(
+            f"example {index}: pixel_values has patches of {pixels.shape[1]} numbers, the model's "
+            f"have {channels * num_frames * size}; use the processor of the model"
+        )
+    frames = pixels.reshape(-1, channels, num_frames, size)
+    if not (frames[:, :, 1:] == frames[:, :, :1]).all():
+        raise DataError(
+            f"example {index}: the frames of a patch of pixel_values differ, so it is no still "
+            "image (or holds NaN); videos are not supported, give images"
+        )
+
+
+def _laid_flat(fields: dict[str, np.ndarray], units: ImageUnits | None) -> dict[str, np.ndarray]:
+    """Without the padding of images to the same number of tiles."""
+    pixels, mask = fields["pixel_values"], fields.get("pixel_attention_mask")
+    if pixels.ndim == 5:
+        rows, columns = pixels.shape[:2]
+        is_real: Any = np.ones((rows, columns), dtype=bool)
+        if units is not None:  # LLaVA
+            is_real = np.arange(columns) < units.tiles[:rows, None]
+        elif mask is not None:
+            is_real = mask.reshape(rows, columns, -1).any(axis=2)
+        fields = {
+            name: _real(array, is_real) if name in _TILED else array
+            for name, array in fields.items()
+        }
+    return fields
+
+
+def _real(array: np.ndarray, is_real: np.ndarray) -> np.ndarray:
+    return array.reshape(-1, *array.shape[2:]) if is_real.all() else array[is_real]
