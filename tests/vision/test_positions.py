@@ -253,6 +253,9 @@ class _NoWaiting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         assert not any(name.startswith(odd) for odd in WAITING), name
+        if name.startswith("index"):  # a mask must be counted
+            masks = [a for of in args if isinstance(of, list | tuple) for a in of if a is not None]
+            assert all(mask.dtype not in (torch.bool, torch.uint8) for mask in masks), name
         result = func(*args, **(kwargs or {}))
         tensors = [a for a in args if isinstance(a, Tensor)]
         if any(t.is_meta for t in tensors) and isinstance(result, Tensor):
