@@ -291,6 +291,69 @@ def test_image_placeholders_are_neither_changed_nor_made():
     assert (changed[:, 1] != 5).any(), "an end mark is text, and can be changed"
 
 
+# --- apart, and not what they are alone ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
+def test_learned_positions_that_go_on_counting_are_found(training):
+    """Boundaries keep the examples of OPT apart, and each has positions of another place."""
+    inputs = packed_inputs(*ONE_ROW)
+    model = tiny_model("opt", dropout=0.0).train(training)
+    check_isolation(model, inputs)
+    inputs["position_ids"] = torch.arange(13)[None]
+    message = (
+        r"^row 0 segment [12] is not what it is alone, .* differ by .*, and 0\.0001 is allowed; "
+        r"2 of 3 segments differ. Likely reason: its position_ids are not those that it has alone"
+    )
+    with pytest.raises(IsolationError, match=message):
+        check_isolation(model, inputs)
+    check_isolation(model, inputs, tolerance=10)
+
+
+def test_a_model_that_knows_the_place_in_the_row_is_found():
+    def by_place(model: nn.Module, hidden: Tensor) -> Tensor:
+        return hidden + torch.arange(hidden.shape[1])[:, None]
+
+    message = r"row 0 segment 2 is not what.*2 of 3 segments.*depends on where in the row"
+    with pytest.raises(IsolationError, match=message):
+        check_isolation(Toy(by_place), toy_inputs([3, 3, 3]))
+
+
+def test_nan_alone_is_a_difference():
+    def nan_alone(model: nn.Module, hidden: Tensor) -> Tensor:
+        return hidden if hidden.shape[1] == 6 else hidden * torch.nan
+
+    with pytest.raises(IsolationError, match=r"is not what it is alone.*by nan.*2 of 2 segments"):
+        check_isolation(Toy(nan_alone), toy_inputs([3, 3]))
+
+
+def test_inputs_per_token_go_with_their_segment():
+    seen = []
+
+    class WithTypes(Toy):
+        def forward(self, types: Tensor, **inputs: Any) -> Any:
+            seen.append(types)
+            output = super().forward(**inputs)
+            return SimpleNamespace(logits=output.logits + types[..., None])
+
+    inputs = toy_inputs([2, 3], [4, 1])
+    inputs["types"] = torch.arange(10).view(2, 5)
+    check_isolation(WithTypes().eval(), inputs)
+    assert [types.tolist() for types in seen[-4:]] == [
+        [[0, 1]],
+        [[2, 3, 4]],
+        [[5, 6, 7, 8]],
+        [[9]],
+    ]
+
+
+def test_a_batch_in_which_no_token_can_change_shows_nothing():
+    inputs = toy_inputs([3, 3])
+    inputs["input_ids"] = torch.full((1, 6), 3)
+    with pytest.raises(IsolationError, match=r"no token can be changed.*pass a batch with text"):
+        check_isolation(Toy(image_token_id=3, model_type="toy"), inputs)
+
+
 # --- inputs that cannot be checked ---------------------------------------------------------------
 
 
