@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from operator import index, itemgetter
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch_collate_kit._checks import checked_bool
@@ -198,34 +198,34 @@ def _read(record: Any, options: ChatOptions, from_arrow: bool) -> list[TextExamp
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[tuple[list[int], Any]]:
-    """For each text its ids, and the characters of each token if the tokenizer knows them."""
+    """For each text its ids, and its Encoding if the tokenizer is a fast one."""
     if not texts:
         return []
     # The template writes the special tokens itself: adding them would repeat the BOS.
-    fast = tokenizer.is_fast
     encoded = tokenizer(
         texts,
         add_special_tokens=False,
         verbose=False,
-        return_offsets_mapping=fast,
         return_attention_mask=False,
         return_token_type_ids=False,
     )
     ids = encoded["input_ids"]
-    return list(zip(ids, encoded["offset_mapping"] if fast else [None] * len(ids), strict=True))
+    return list(zip(ids, encoded.encodings or [None] * len(ids), strict=True))
 
 
 def _tokenized(
     example: TextExample, tokens: tuple[list[int], Any], options: ChatOptions
 ) -> dict[str, Any]:
-    input_ids, offsets = tokens
+    input_ids, encoding = tokens
+    places = range(len(input_ids))
     loss_mask = [0] * len(input_ids)
     for start, end in (span for span in example.spans if span[0] < span[1]):
         # A token that crosses the start belongs to the turn, since no prompt ends inside it.
-        if offsets is not None:
-            first = bisect_right(offsets, start, key=itemgetter(1))
-            stop = bisect_left(offsets, end, key=itemgetter(0))
-            if offsets[first][0] < start and _is_added(options.tokenizer, input_ids[first]):
+        if encoding is not None:  # a list of all offsets would cost as much as the ids
+            first = bisect_right(places, start, key=lambda i: encoding.token_to_chars(i)[1])
+            stop = bisect_left(places, end, key=lambda i: encoding.token_to_chars(i)[0])
+            straddles = first < stop and encoding.token_to_chars(first)[0] < start
+            if straddles and _is_added(options.tokenizer, input_ids[first]):
                 first += 1  # a tag of the header that takes the white space after it
         else:
             heads = _encode(options.tokenizer, [example.text[:start], example.text[:end]])
