@@ -87,16 +87,18 @@ def _keys(
     Whether it does is seen in every text, so a key that is too simple costs time and no more.
     """
     shapes = [shape_of(message) for message in messages]
-    roles = [message["role"] for message in messages]
-    last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
-    has_tools = conversation.tools is not None
+    last_user = max((i for i, shape in enumerate(shapes) if shape[0] == "user"), default=-1)
     where, message = repr(conversation.tools), -1
+    around: Any = None
     for part in parts:
-        between = tuple(shapes[max(message, 0) : part.message + 1])
-        is_last = part.message + 1 == len(messages)
-        yield style, has_tools, where, between, part.where, part.message > last_user, is_last
-        where, message = part.where, part.message
-    yield style, has_tools, where, tuple(shapes[max(message, 0) :]), None, None, None
+        if part.message != message:
+            between = tuple(shapes[max(message, 0) : part.message + 1])
+            message = part.message
+            is_last = message + 1 == len(messages)
+            around = style, conversation.tools is None, between, message > last_user, is_last
+        yield around, where, part.where
+        where = part.where
+    yield around, where, tuple(shapes[max(message, 0) :])
 
 
 def shape_of(message: dict[str, Any]) -> tuple[str, bool, bool, int]:

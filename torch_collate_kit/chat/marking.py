@@ -85,6 +85,12 @@ class Marker:
     def message(self, message: Mapping[str, Any], index: int) -> dict[str, Any]:
         """The marked copy of a message."""
         marked = dict(message)
+        done: dict[str, str] = {}
+        for key in _REASONING:
+            if isinstance(text := message.get(key), str):
+                if text not in done:
+                    done[text] = self._text(text, index, key, "thinking")
+                marked[key] = done[text]
         content = message.get("content")
         if isinstance(content, str):
             marked["content"] = self._content(content, message["role"], index, "content")
@@ -95,12 +101,6 @@ class Marker:
                 else part
                 for part in content
             ]
-        done: dict[str, str] = {}
-        for key in _REASONING:
-            if isinstance(text := message.get(key), str):
-                if text not in done:
-                    done[text] = self._text(text, index, key, "thinking")
-                marked[key] = done[text]
         if "tool_calls" in message:
             calls = enumerate(message["tool_calls"])
             marked["tool_calls"] = [
@@ -134,7 +134,7 @@ class Marker:
             return text
         has_tags = ("<" in text or "[" in text) and self._tags.search(text) is not None
         if not self._makes_copy and not has_tags and (core := text.strip(_EDGE)):
-            before, after = text[: text.index(core)], text[len(text.rstrip(_EDGE)) :]
+            before, after = text[: -len(text.lstrip(_EDGE))], text[len(text.rstrip(_EDGE)) :]
             self.parts.append(Part(message, kind, where, core, "", before.lstrip(), after.rstrip()))
             return text
         mark = chr(code)

@@ -270,7 +270,10 @@ def _render(
 
 def _styled(message: dict[str, Any], style: _Style) -> dict[str, Any]:
     """The message in a form that a template may need. What it says is the same."""
-    styled, content = dict(message), message["content"]
+    content = message["content"]
+    if style.content == "text" and isinstance(content, str) and "tool_calls" not in message:
+        return message
+    styled = dict(message)
     if not content and "tool_calls" in message:
         if style.empty == "left out":
             del styled["content"]
