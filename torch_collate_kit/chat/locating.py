@@ -32,14 +32,21 @@ def locate_parts(
         marker = Marker(template.tags, makes_copy=False)
         for i, message in enumerate(messages):
             marker.message(message, i)
-        keys = _keys(conversation, messages, style, marker.parts)
+        written = _as_written(marker.parts)
+        keys = _keys(conversation, messages, style, written)
         known = [template.known_texts.get(key) for key in keys]
-        found = locate_after(text, marker.parts, known)
+        found = locate_after(text, written, known)
         if found is not None:
-            return marker.parts, found
+            return written, found
     parts, occurrences = _by_marks(template, conversation, messages, text)
-    _learn(template, _keys(conversation, messages, style, parts), text, parts, occurrences)
+    written = _as_written(parts)
+    _learn(template, _keys(conversation, messages, style, written), text, written, occurrences)
     return parts, occurrences
+
+
+def _as_written(parts: list[Part]) -> list[Part]:
+    """The parts with the thinking of a message before its text, as most templates write it."""
+    return sorted(parts, key=lambda part: (part.message, part.where != "reasoning_content"))
 
 
 def _by_marks(

@@ -85,12 +85,6 @@ class Marker:
     def message(self, message: Mapping[str, Any], index: int) -> dict[str, Any]:
         """The marked copy of a message."""
         marked = dict(message)
-        done: dict[str, str] = {}
-        for key in _REASONING:
-            if isinstance(text := message.get(key), str):
-                if text not in done:
-                    done[text] = self._text(text, index, key, "thinking")
-                marked[key] = done[text]
         content = message.get("content")
         if isinstance(content, str):
             marked["content"] = self._content(content, message["role"], index, "content")
@@ -101,6 +95,12 @@ class Marker:
                 else part
                 for part in content
             ]
+        done: dict[str, str] = {}
+        for key in _REASONING:
+            if isinstance(text := message.get(key), str):
+                if text not in done:
+                    done[text] = self._text(text, index, key, "thinking")
+                marked[key] = done[text]
         if "tool_calls" in message:
             calls = enumerate(message["tool_calls"])
             marked["tool_calls"] = [
