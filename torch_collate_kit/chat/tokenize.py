@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -215,34 +214,33 @@ def _expanded(example: TextExample, processing: ImageProcessing) -> _Prepared:
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[tuple[list[int], Any]]:
-    """For each text its ids, and the characters of each token if the tokenizer knows them."""
+    """For each text its ids, and its Encoding if the tokenizer is a fast one."""
     if not texts:
         return []
     # The template writes the special tokens itself: adding them would repeat the BOS.
-    fast = tokenizer.is_fast
     encoded = tokenizer(
         texts,
         add_special_tokens=False,
         verbose=False,
-        return_offsets_mapping=fast,
         return_attention_mask=False,
         return_token_type_ids=False,
     )
     ids = encoded["input_ids"]
-    return list(zip(ids, encoded["offset_mapping"] if fast else [None] * len(ids), strict=True))
+    return list(zip(ids, encoded.encodings or [None] * len(ids), strict=True))
 
 
 def _tokenized(
     prepared: _Prepared, tokens: tuple[list[int], Any], options: ChatOptions
 ) -> dict[str, Any]:
     example, images = prepared
-    input_ids, offsets = tokens
+    input_ids, encoding = tokens
     loss_mask = [0] * len(input_ids)
     for start, end in (span for span in example.spans if span[0] < span[1]):
         # A token that crosses the start belongs to the turn, since no prompt ends inside it.
-        if offsets is not None:
-            first, stop = _tokens_of(offsets, start, end)
-            if offsets[first][0] < start and _is_added(options.tokenizer, input_ids[first]):
+        if encoding is not None:
+            first, stop = _tokens_of(encoding, start, end)
+            straddles = first < stop and encoding.token_to_chars(first)[0] < start
+            if straddles and _is_added(options.tokenizer, input_ids[first]):
                 first += 1  # a tag of the header that takes the white space after it
         else:
             heads = _encode(options.tokenizer, [example.text[:start], example.text[:end]])
@@ -252,7 +250,7 @@ def _tokenized(
     kept = length if options.max_length is None else min(options.max_length, length)
     fields: dict[str, Any] = {}
     if images is not None and images.images:
-        places = [_tokens_of(offsets, *span) for span in images.images]
+        places = [_tokens_of(encoding, *span) for span in images.images]
         for first, stop in places:
             loss_mask[first:stop] = [0] * (stop - first)
         num_images = images.num_kept(sum(stop <= kept for _, stop in places))
@@ -266,10 +264,15 @@ def _tokenized(
     return {**_result(options.labels, input_ids[:kept], loss_mask[:kept], length - kept), **fields}
 
 
-def _tokens_of(offsets: Any, start: int, end: int) -> tuple[int, int]:
-    """The first token of a span of characters and the last + 1, those that cross its ends too."""
-    return bisect_right(offsets, start, key=itemgetter(1)), bisect_left(
-        offsets, end, key=itemgetter(0)
+def _tokens_of(encoding: Any, start: int, end: int) -> tuple[int, int]:
+    """The first token of a span of characters and the last + 1, those that cross its ends too.
+
+    The encoding is asked for a few tokens: a list of all offsets costs as much as the ids.
+    """
+    places = range(len(encoding))
+    return (
+        bisect_right(places, start, key=lambda i: encoding.token_to_chars(i)[1]),
+        bisect_left(places, end, key=lambda i: encoding.token_to_chars(i)[0]),
     )
 
 
