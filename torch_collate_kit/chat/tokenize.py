@@ -221,7 +221,7 @@ def _tokenized(
     loss_mask = [0] * len(input_ids)
     for start, end in (span for span in example.spans if span[0] < span[1]):
         # A token that crosses the start belongs to the turn, since no prompt ends inside it.
-        if encoding is not None:  # a list of all offsets would cost as much as the ids
+        if encoding is not None:  # a list of all offsets costs three times the ids
             first = bisect_right(places, start, key=lambda i: encoding.token_to_chars(i)[1])
             stop = bisect_left(places, end, key=lambda i: encoding.token_to_chars(i)[0])
             straddles = first < stop and encoding.token_to_chars(first)[0] < start
