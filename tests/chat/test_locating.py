@@ -78,7 +78,7 @@ def test_known_texts_are_located_as_by_marks(name: str, num_known: list[int]) ->
 def test_order_and_escapes_are_those_of_the_marks(template: str, num_known: list[int]) -> None:
     tokenizer = byte_tokenizer(template)
     for letter in "abcdef":
-        call = {"function": {"name": f"f{letter}", "arguments": {letter: f'"{letter}"\n{letter}'}}}
+        call = {"function": {"name": f"f{letter}", "arguments": {"q": f'"{letter}"\n{letter}'}}}
         answer = {
             "role": "assistant",
             "content": f"answer {letter}",
@@ -95,7 +95,7 @@ def test_order_and_escapes_are_those_of_the_marks(template: str, num_known: list
             )
             called = f"<call>f{letter} {json.dumps(call['function']['arguments'])}</call>"
             assert trained == "".join([*texts, called if more else "", "<|im_end|>"])
-    assert (num_known[0] > 2) == ORDERS[template]
+    assert num_known[0] == (10 if ORDERS[template] else 0)  # all but the first of each shape
 
 
 @pytest.mark.parametrize(

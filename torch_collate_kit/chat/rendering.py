@@ -143,7 +143,7 @@ class Rendering:
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the text has every part once, in the order of the record."""
+        """Whether the text has every part once, in the order of ``parts``."""
         return [occurrence.part for occurrence in self.occurrences] == self.parts
 
     @cached_property

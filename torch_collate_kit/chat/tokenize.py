@@ -267,7 +267,7 @@ def _tokenized(
 def _tokens_of(encoding: Any, start: int, end: int) -> tuple[int, int]:
     """The first token of a span of characters and the last + 1, those that cross its ends too.
 
-    The encoding is asked for a few tokens: a list of all offsets costs as much as the ids.
+    The encoding is asked for a few tokens: a list of all offsets costs three times the ids.
     """
     places = range(len(encoding))
     return (
