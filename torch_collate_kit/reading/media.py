@@ -43,7 +43,7 @@ _SHAPES = {
     ("tile", 3): "a mask [tiles, height, width]",
     ("image", 4): "floats [images, 3, height, width]",
     ("image", 2): "integers [images, 3], or of sizes [images, 2]",
-    ("example", 1): "one integer per example, the number of its images",
+    ("example", 1): "integers [1], how many images the example has",
 }
 
 
