@@ -10,7 +10,12 @@ from torch_collate_kit._version import __version__
 from torch_collate_kit.attention import check_isolation, register_torch_varlen
 from torch_collate_kit.batch import IGNORE_INDEX, Batch, PerExample, PerResponseToken, PerToken
 from torch_collate_kit.chat import tokenize_chat, tokenize_chat_dataset
-from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
+from torch_collate_kit.collators import (
+    PackedCollator,
+    PaddedCollator,
+    RolloutCollator,
+    VisionLanguageCollator,
+)
 from torch_collate_kit.errors import DataError, IsolationError, StateError
 from torch_collate_kit.loading import (
     AsyncBatchCollator,
@@ -24,6 +29,12 @@ from torch_collate_kit.loading import (
 from torch_collate_kit.losses import PerTokenOutputs, global_num_loss_tokens, token_loss
 from torch_collate_kit.packing import PackingOptions, PackingPlan, ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.vision import (
+    VisionLayout,
+    image_grid,
+    is_vision_language,
+    load_processor,
+)
 
 __all__ = [
     "IGNORE_INDEX",
@@ -49,9 +60,14 @@ __all__ = [
     "RolloutCollator",
     "StateError",
     "TokenizedDataset",
+    "VisionLanguageCollator",
+    "VisionLayout",
     "__version__",
     "check_isolation",
     "global_num_loss_tokens",
+    "image_grid",
+    "is_vision_language",
+    "load_processor",
     "pack",
     "register_torch_varlen",
     "rl",

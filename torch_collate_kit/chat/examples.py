@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from torch_collate_kit.chat.images import ImageSource, num_images
 from torch_collate_kit.chat.records import Conversation
 from torch_collate_kit.chat.rendering import Rendering, render_conversation
 from torch_collate_kit.chat.template import ChatTemplate, Refusal, Spans, chat_template
@@ -30,10 +32,11 @@ _CURES: list[dict[str, Any]] = [
 
 
 class TextExample(NamedTuple):
-    """A text, and the spans of characters in it that are trained."""
+    """A text, the spans of characters in it that are trained, and the images it has places for."""
 
     text: str
     spans: Spans
+    images: Sequence[ImageSource] = ()
 
 
 def text_examples(tokenizer: Any, conversation: Conversation, train_on: str) -> list[TextExample]:
@@ -64,7 +67,13 @@ def _examples(
 def _example(template: ChatTemplate, conversation: Conversation, turns: list[int]) -> TextExample:
     rendering = render_conversation(template, conversation, turns[-1] + 1, turns)
     spans = turn_spans(rendering, turns)  # may append the token that ends the last turn
-    return TextExample(rendering.text, spans)
+    return _text_example(rendering, spans)
+
+
+def _text_example(rendering: Rendering, spans: Spans) -> TextExample:
+    """Images after the last message that was rendered are left out."""
+    images = rendering.conversation.images
+    return TextExample(rendering.text, spans, images and images[: num_images(rendering.messages)])
 
 
 def _example_per_turn(
@@ -81,7 +90,7 @@ def _example_per_turn(
                 continue
         rendering = render_conversation(template, conversation, turn + 1, [turn])
         found.append((rendering, turn_spans(rendering, [turn])))
-    return [TextExample(rendering.text, spans) for rendering, spans in reversed(found)]
+    return [_text_example(rendering, spans) for rendering, spans in reversed(found)]
 
 
 def _merged(rendering: Rendering, turn: int) -> Spans | None:

@@ -4,58 +4,70 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from operator import index, itemgetter
-from typing import TYPE_CHECKING, Any, Literal, overload
+from dataclasses import replace
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
-from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.chat.examples import TextExample, text_examples
+from torch_collate_kit.chat.options import ChatOptions, TrainOn
 from torch_collate_kit.chat.records import read_record
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.vision.expansion import Expansion, ImageProcessing
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-__all__ = ["ChatOptions", "tokenize_chat", "tokenize_records"]
-
-TrainOn = Literal["all", "last", "each"]
+__all__ = ["tokenize_chat", "tokenize_records"]
 
 
 @overload
 def tokenize_chat(
     example: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     *,
+    processor: ProcessorMixin | None = None,
     train_on: Literal["all", "last"] = "all",
     max_length: int | None = None,
     tools: Sequence[Any] | str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     labels: bool = False,
+    pixels: bool = True,
+    image_root: str | PathLike[str] | None = None,
+    max_pixels: int | None = None,
 ) -> dict[str, Any]: ...
 
 
 @overload
 def tokenize_chat(
     example: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     *,
+    processor: ProcessorMixin | None = None,
     train_on: Literal["each"],
     max_length: int | None = None,
     tools: Sequence[Any] | str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     labels: bool = False,
+    pixels: bool = True,
+    image_root: str | PathLike[str] | None = None,
+    max_pixels: int | None = None,
 ) -> list[dict[str, Any]]: ...
 
 
 def tokenize_chat(
     example: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     *,
+    processor: ProcessorMixin | None = None,
     train_on: TrainOn = "all",
     max_length: int | None = None,
     tools: Sequence[Any] | str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     labels: bool = False,
+    pixels: bool = True,
+    image_root: str | PathLike[str] | None = None,
+    max_pixels: int | None = None,
 ) -> dict[str, Any] | list[dict[str, Any]]:
     """Tokenize one record and mark the tokens that the assistant writes.
 
@@ -66,6 +78,8 @@ def tokenize_chat(
             ``system``, ``tools``, ``documents`` and ``chat_template_kwargs`` belong to the record,
             and override the arguments. See docs/chat.md.
         tokenizer: a transformers tokenizer with a chat template.
+        processor: a transformers processor in place of the tokenizer, for records with images. See
+            docs/vision.md for the forms of images.
         train_on: "all" assistant turns in one example; only the "last"; or "each" in the context
             that the model sees at inference, in as few examples as the template allows.
         max_length: keep only this many tokens from the beginning; None keeps all.
@@ -73,21 +87,28 @@ def tokenize_chat(
         chat_template_kwargs: variables for the template.
         labels: return ``labels`` (list of int, -100 where not trained) instead of ``loss_mask``.
             transformers.Trainer and TRL keep them, and drop a ``loss_mask`` column by default.
+        pixels: False reads the sizes of image files alone. The result has the same ids, and of the
+            vision fields those that planning needs.
+        image_root: the folder where relative paths of images start, and which no path may leave.
+            None: the working directory, and any path.
+        max_pixels: the most that an image may have, checked before it is decoded; None: the limit
+            of PIL.
 
     Returns ``input_ids`` (list of int), ``loss_mask`` (0/1, same length), ``num_cut_tokens``
     (removed by ``max_length``) and ``skip_reason``. That is "", or with empty lists
     "no_assistant_turn", "nothing_left_after_truncation", or "no_trained_tokens" (the template or
     the record's weights select none). The first token does not count as trained, because nothing
-    predicts it. With ``train_on="each"`` a list of such dicts, at least one.
+    predicts it. With ``train_on="each"`` a list of such dicts, at least one. If there are images,
+    also the processor's vision fields, as NumPy arrays without padding.
 
     Raises:
         DataError: the record has another form, or its turns cannot be trained exactly: the template
             drops or changes a part of it, does not end a turn with an added token, or renders a
-            turn in another context than that of inference. The message names the message, the cause
-            and a way out.
+            turn in another context than that of inference; or an image is missing, left over or
+            not readable. The message names the message or image, the cause and a way out.
         ValueError: a wrong option, no chat template, or one that is not valid Jinja.
         TypeError: not a mapping, not a tokenizer, or a ``max_length`` that is not an integer.
-        ImportError: transformers is not installed.
+        ImportError: transformers is not installed, or Pillow where there are images.
 
     >>> from tokenizers import Tokenizer, models, pre_tokenizers
     >>> from transformers import PreTrainedTokenizerFast
@@ -103,129 +124,123 @@ def tokenize_chat(
     {'input_ids': [1, 3, 5, 2, 4, 5], 'loss_mask': [0, 0, 0, 0, 1, 1], 'num_cut_tokens': 0,
     'skip_reason': ''}
     """
-    options = ChatOptions(tokenizer, train_on, max_length, tools, chat_template_kwargs, labels)
+    options = ChatOptions(
+        tokenizer,
+        processor,
+        train_on=train_on,
+        max_length=max_length,
+        tools=tools,
+        chat_template_kwargs=chat_template_kwargs,
+        labels=labels,
+        pixels=pixels,
+        image_root=image_root,
+        max_pixels=max_pixels,
+    )
     [results] = tokenize_records([example], options, from_arrow=False)
     if isinstance(results, DataError):
         raise results
     return results if train_on == "each" else results[0]
 
 
-class ChatOptions:
-    """The checked options of :func:`tokenize_chat`.
+class _Prepared(NamedTuple):
+    """What is tokenized, and the images in it."""
 
-    >>> ChatOptions(None, "first", None, None, None, False)
-    Traceback (most recent call last):
-    ValueError: train_on must be 'all', 'last' or 'each', got 'first'
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        train_on: str,
-        max_length: int | None,
-        tools: Sequence[Any] | str | None,
-        chat_template_kwargs: Mapping[str, Any] | None,
-        labels: bool,
-    ) -> None:
-        if train_on not in ("all", "last", "each"):
-            raise ValueError(f"train_on must be 'all', 'last' or 'each', got {train_on!r}")
-        if max_length is not None and not hasattr(max_length, "__index__"):
-            raise TypeError(
-                f"max_length must be an integer or None, got {max_length!r}; convert it"
-            )
-        if max_length is not None and max_length < 2:
-            raise ValueError(
-                f"max_length must be at least 2, got {max_length}; None means no limit"
-            )
-        if not hasattr(tokenizer, "get_chat_template"):
-            raise TypeError(
-                f"tokenizer must be a tokenizer, got {type(tokenizer).__name__}; load it with "
-                "AutoTokenizer.from_pretrained, or pass the processor's .tokenizer"
-            )
-        self.tokenizer = tokenizer
-        self.train_on = train_on
-        self.max_length = None if max_length is None else index(max_length)
-        self.tools = tools
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        self.labels = checked_bool("labels", labels)
+    example: TextExample
+    images: Expansion | None
 
 
 def tokenize_records(
     records: Iterable[Any], options: ChatOptions, *, from_arrow: bool
 ) -> list[list[dict[str, Any]] | DataError]:
     """The results of each record, or why it is refused. All texts are tokenized in one call."""
-    found: list[list[TextExample] | str | DataError] = []
+    found: list[list[_Prepared] | str | DataError] = []
     for record in records:
         try:
             found.append(_read(record, options, from_arrow))
         except DataError as error:
             found.append(error)
-    texts = [example.text for entry in found if isinstance(entry, list) for example in entry]
+    texts = [
+        entry.example.text for entries in found if isinstance(entries, list) for entry in entries
+    ]
     tokenized = iter(_encode(options.tokenizer, texts))
     results: list[list[dict[str, Any]] | DataError] = []
-    for entry in found:
-        if isinstance(entry, DataError):
-            results.append(entry)
-        elif isinstance(entry, str):
-            results.append([_result(options.labels, skip_reason=entry)])
+    for entries in found:
+        if isinstance(entries, DataError):
+            results.append(entries)
+        elif isinstance(entries, str):
+            results.append([_result(options.labels, skip_reason=entries)])
         else:
-            rows = [_tokenized(example, next(tokenized), options) for example in entry]
+            rows = [_tokenized(entry, next(tokenized), options) for entry in entries]
             results.append(rows[:1] if all(row["skip_reason"] for row in rows) else rows)
     return results
 
 
-def _read(record: Any, options: ChatOptions, from_arrow: bool) -> list[TextExample] | str:
+def _read(record: Any, options: ChatOptions, from_arrow: bool) -> list[_Prepared] | str:
     """The texts of a record, or the reason why it has none."""
     if not isinstance(record, Mapping):
         raise TypeError(
             f"a record is a mapping with `messages`, got {type(record).__name__}; wrap a list of "
             "messages as {'messages': ...}, and pass a dataset to tokenize_chat_dataset"
         )
-    conversation = read_record(record, options.tools, options.chat_template_kwargs, from_arrow)
+    conversation = read_record(
+        record, options.tools, options.chat_template_kwargs, from_arrow, options.placeholder
+    )
     if not conversation.has_assistant:
         return "no_assistant_turn"
     if conversation.texts is None:
         if not conversation.trained:
             return "no_trained_tokens"
-        if not getattr(options.tokenizer, "chat_template", None) and not (
-            conversation.kwargs.get("chat_template")
-        ):
+        asked = conversation.kwargs.get("chat_template")
+        template = options.chat_template(asked, conversation.tools)
+        if template != asked:
+            kwargs = {**conversation.kwargs, "chat_template": template}
+            conversation = replace(conversation, kwargs=kwargs)
+        if not getattr(options.tokenizer, "chat_template", None) and not template:
             raise ValueError(
                 f"{type(options.tokenizer).__name__} has no chat_template; use the tokenizer of "
                 "the model's chat version, or set tokenizer.chat_template"
             )
-    return text_examples(options.tokenizer, conversation, options.train_on)
+    examples = text_examples(options.tokenizer, conversation, options.train_on)
+    if options.images is None:
+        return [_Prepared(example, None) for example in examples]
+    return [_expanded(example, options.images) for example in examples]
+
+
+def _expanded(example: TextExample, processing: ImageProcessing) -> _Prepared:
+    """The example with all placeholders of its images in the text."""
+    images = processing.expand(example.text, example.images)
+    spans = [(images.moved(start), images.moved(end)) for start, end in example.spans]
+    return _Prepared(example._replace(text=images.text, spans=spans), images)
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[tuple[list[int], Any]]:
-    """For each text its ids, and the characters of each token if the tokenizer knows them."""
+    """For each text its ids, and its Encoding if the tokenizer is a fast one."""
     if not texts:
         return []
     # The template writes the special tokens itself: adding them would repeat the BOS.
-    fast = tokenizer.is_fast
     encoded = tokenizer(
         texts,
         add_special_tokens=False,
         verbose=False,
-        return_offsets_mapping=fast,
         return_attention_mask=False,
         return_token_type_ids=False,
     )
     ids = encoded["input_ids"]
-    return list(zip(ids, encoded["offset_mapping"] if fast else [None] * len(ids), strict=True))
+    return list(zip(ids, encoded.encodings or [None] * len(ids), strict=True))
 
 
 def _tokenized(
-    example: TextExample, tokens: tuple[list[int], Any], options: ChatOptions
+    prepared: _Prepared, tokens: tuple[list[int], Any], options: ChatOptions
 ) -> dict[str, Any]:
-    input_ids, offsets = tokens
+    example, images = prepared
+    input_ids, encoding = tokens
     loss_mask = [0] * len(input_ids)
     for start, end in (span for span in example.spans if span[0] < span[1]):
         # A token that crosses the start belongs to the turn, since no prompt ends inside it.
-        if offsets is not None:
-            first = bisect_right(offsets, start, key=itemgetter(1))
-            stop = bisect_left(offsets, end, key=itemgetter(0))
-            if offsets[first][0] < start and _is_added(options.tokenizer, input_ids[first]):
+        if encoding is not None:
+            first, stop = _tokens_of(encoding, start, end)
+            straddles = first < stop and encoding.token_to_chars(first)[0] < start
+            if straddles and _is_added(options.tokenizer, input_ids[first]):
                 first += 1  # a tag of the header that takes the white space after it
         else:
             heads = _encode(options.tokenizer, [example.text[:start], example.text[:end]])
@@ -233,11 +248,32 @@ def _tokenized(
         loss_mask[first:stop] = [1] * (stop - first)
     length = len(input_ids)
     kept = length if options.max_length is None else min(options.max_length, length)
+    fields: dict[str, Any] = {}
+    if images is not None and images.images:
+        places = [_tokens_of(encoding, *span) for span in images.images]
+        for first, stop in places:
+            loss_mask[first:stop] = [0] * (stop - first)
+        num_images = images.num_kept(sum(stop <= kept for _, stop in places))
+        if num_images < len(places):  # an image is left out as a whole, and what comes after it
+            kept = min(kept, places[num_images][0])
+        fields = images.first(num_images)
     if not any(loss_mask[1:]):
         return _result(options.labels, skip_reason="no_trained_tokens")
     if not any(loss_mask[1:kept]):
         return _result(options.labels, skip_reason="nothing_left_after_truncation")
-    return _result(options.labels, input_ids[:kept], loss_mask[:kept], length - kept)
+    return {**_result(options.labels, input_ids[:kept], loss_mask[:kept], length - kept), **fields}
+
+
+def _tokens_of(encoding: Any, start: int, end: int) -> tuple[int, int]:
+    """The first token of a span of characters and the last + 1, those that cross its ends too.
+
+    The encoding is asked for a few tokens: a list of all offsets costs as much as the ids.
+    """
+    places = range(len(encoding))
+    return (
+        bisect_right(places, start, key=lambda i: encoding.token_to_chars(i)[1]),
+        bisect_left(places, end, key=lambda i: encoding.token_to_chars(i)[0]),
+    )
 
 
 def _is_added(tokenizer: Any, token: int) -> bool:

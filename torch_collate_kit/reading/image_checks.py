@@ -1,17 +1,47 @@
-"""The image fields of one example: whether they fit each other and the model."""
+"""What a vision processor returned for one example: shapes, and fields that must agree."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.reading.arrays import as_array, checked_arrays
+from torch_collate_kit.vision.families import ImageField
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
 
-__all__ = ["checked_images"]
+__all__ = ["arrays_of", "checked_images"]
 
 _TILED = ("pixel_values", "pixel_attention_mask")
+_SHAPES = {
+    ("patch", 2): "floats [patches, patch size]",
+    ("tile", 4): "floats [tiles, 3, height, width]",
+    ("tile", 3): "a mask [tiles, height, width]",
+    ("image", 4): "floats [images, 3, height, width]",
+    ("image", 2): "integers [images, 3], or of sizes [images, 2]",
+    ("example", 1): "integers [1], how many images the example has",
+}
+
+
+def arrays_of(name: str, entries: Mapping[int, Any], field: ImageField) -> dict[int, np.ndarray]:
+    if field.per != "unknown":
+        shape = _SHAPES[field.per, field.num_dims]
+        is_tiled = field.per == "tile"
+        return checked_arrays(name, entries, field.num_dims, field.kinds, shape, or_padded=is_tiled)
+    what = "an array of what the processor returned"
+    arrays = {i: as_array(name, i, entry, what) for i, entry in entries.items()}
+    first = next(iter(arrays), 0)
+    for i, array in arrays.items():
+        if array.shape[1:] != arrays[first].shape[1:] or not array.ndim:
+            raise DataError(
+                f"example {i}: {name} has shape {array.shape}, example {first} has "
+                f"{arrays[first].shape}, and the processor's family is not in the table, which "
+                "would tell what its dimensions count and which of their entries are padding; "
+                "declare a VisionLayout of a family in docs/vision.md, or use images of one size"
+            )
+    return arrays
 
 
 def checked_images(
@@ -33,12 +63,14 @@ def checked_images(
             "each image, as the processor returned them"
         )
     units = None if sizes is None else layout.units(fields)
+    if layout.other_fields:
+        return fields, layout.units(fields)
     _check_shapes(index, fields, units)
     fields = _laid_flat(fields, units)
     units = layout.units(fields) if units is None else units
     per = {"patch": units.patches.sum(), "tile": units.tiles.sum(), "image": len(units.tokens)}
     for name, array in fields.items():
-        what = layout.family.fields[name].per
+        what = layout.fields[name].per
         if what == "example":
             if array.tolist() != [len(units.tokens)]:
                 raise DataError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,10 @@ from torch_collate_kit.batch.fields import PerImage, PerToken
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.arrays import checked_arrays
-from torch_collate_kit.reading.image_checks import checked_images
+from torch_collate_kit.reading.image_checks import arrays_of, checked_images
 from torch_collate_kit.reading.numbers import Numbers
 from torch_collate_kit.reading.spans import joined
-from torch_collate_kit.vision.families import FAMILIES, ImageField
+from torch_collate_kit.vision.families import IMAGE_FIELDS, ImageField
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
 
 __all__ = [
@@ -34,17 +34,9 @@ __all__ = [
 
 IMAGES = ("pixel_values", "image_grid_thw")
 _VIDEOS = ("pixel_values_videos", "video_grid_thw")
-MEDIA = tuple(dict.fromkeys([*(n for family in FAMILIES for n in family.fields), *_VIDEOS]))
+MEDIA = (*IMAGE_FIELDS, *_VIDEOS)
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # follow from the ids
 _OPTIONAL = ("pixel_attention_mask",)  # without it a tile is seen as a whole
-_SHAPES = {
-    ("patch", 2): "floats [patches, patch size]",
-    ("tile", 4): "floats [tiles, 3, height, width]",
-    ("tile", 3): "a mask [tiles, height, width]",
-    ("image", 4): "floats [images, 3, height, width]",
-    ("image", 2): "integers [images, 3], or of sizes [images, 2]",
-    ("example", 1): "integers [1], how many images the example has",
-}
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,15 @@ class Images:
     def of_none(cls, layout: VisionLayout) -> Images:
         """Of a batch without examples."""
         nothing = Ragged(np.zeros(0, dtype=np.int64), [0])
-        return cls(layout, [], {name: [] for name in layout.family.fields}, nothing)
+        return cls(layout, [], {name: [] for name in layout.fields}, nothing)
+
+    def with_smallest(self, input_ids: Numbers) -> Images:
+        """With one more example, of the smallest image alone; ``input_ids`` have it."""
+        fields = self.layout.smallest()
+        arrays: dict[str, list[np.ndarray | None]] = {
+            name: [*of, fields[name]] for name, of in self.arrays.items()
+        }
+        return Images(self.layout, [*self.units, self.layout.units(fields)], arrays, input_ids)
 
     def __len__(self) -> int:
         return sum(unit is not None for unit in self.units)
@@ -93,12 +93,39 @@ class Images:
         places, unit = self._places(example), self.units[example]
         if unit is None or not len(places) or places[-1] < limit:
             return limit
-        ends = self.ends(example) if self.layout.counts_images else places[-1:] + 1
+        ends = self.ends(example) if self.counts_images else places[-1:] + 1
         firsts = places[np.append(0, np.cumsum(unit.tokens)[:-1])] if len(ends) > 1 else places[:1]
         kept = int(np.count_nonzero(ends <= limit))
         if kept == 1 and "batch_num_images" in self.arrays:
-            kept = 0
+            kept = 0  # LLaVA-OneVision cuts an image into tiles where it is the only one
         return min(limit, int(firsts[kept]))
+
+    def cuts(self, max_tokens: int, max_patches: int | None) -> tuple[np.ndarray, list[list[int]]]:
+        """The longest beginnings that fit a row and end inside no image: tokens, patches per image.
+
+        0 tokens where an example begins with an image that does not fit. Of examples without an
+        image, and of those that fit, all.
+        """
+        lengths, patches = self.input_ids.lengths.copy(), self.patches
+        for i, unit in enumerate(self.units):
+            if unit is None:
+                continue
+            limit = int(lengths[i])
+            most = np.inf if max_patches is None else max_patches
+            fit = int(np.count_nonzero(np.cumsum(unit.patches) <= most))
+            if fit < len(unit.patches):
+                fit = fit if self.counts_images else 0
+                if fit == 1 and "batch_num_images" in self.arrays:
+                    fit = 0
+                limit = int(self._places(i)[int(unit.tokens[:fit].sum())])
+            lengths[i] = self.cut_before(i, min(limit, max_tokens))
+            num_kept = int(np.count_nonzero(self.ends(i) <= lengths[i]))
+            patches[i] = unit.patches[:num_kept].tolist()
+        return lengths, patches
+
+    @property
+    def counts_images(self) -> bool:
+        return self.layout.counts_images
 
     def kept(self, pieces: Pieces, lengths: np.ndarray) -> np.ndarray:
         """int64 [S], how many images each piece has: the first ones of its example.
@@ -122,7 +149,7 @@ class Images:
 
     def columns(self, lengths: np.ndarray) -> list[ImageColumn]:
         """One per field."""
-        specs = self.layout.family.fields
+        specs = self.layout.fields
         return [ImageColumn(name, field, self, lengths) for name, field in specs.items()]
 
 
@@ -138,7 +165,10 @@ class ImageColumn:
     @property
     def spec(self) -> PerImage:
         if self.name != "pixel_values":
-            return PerImage(torch.int64)
+            arrays = (array for array in self.images.arrays[self.name] if array is not None)
+            first = next(arrays, None) if self.field.per == "unknown" else None
+            is_float = first is not None and first.dtype.kind == "f"
+            return PerImage(torch.float32 if is_float else torch.int64)
         layout = self.images.layout
         has_frames = self.field.per == "patch" and layout.patch_shape[1] > 1
         shape = layout.patch_shape if has_frames else None
@@ -158,6 +188,9 @@ class ImageColumn:
             numbers[piece] = number if per is None else per[:number].sum()
             if self.field.per == "example":
                 numbers[piece] = 1
+            if self.field.per == "unknown":
+                array = self.images.arrays[self.name][pieces.examples[piece]]
+                numbers[piece] = 0 if array is None else len(array)
         return np.zeros_like(numbers), numbers
 
     def place(self, pieces: Pieces, starts: np.ndarray, lengths: np.ndarray) -> Tensor:
@@ -169,9 +202,8 @@ class ImageColumn:
             kept = self.images.kept(pieces, self.example_lengths)
             return torch.from_numpy(kept[kept > 0])
         shape = _shape_of_none(self) if not chosen else chosen[0].shape[1:]
-        dtype = self.spec.dtype if self.name == "pixel_values" else torch.int64
-        if self.field.kinds == "iufb":
-            dtype = torch.bool
+        dtype = torch.bool if self.field.per == "tile" and self.field.num_dims == 3 else None
+        dtype = dtype or self.spec.dtype
         frames = self.spec.patch_shape
         if frames is not None:  # of a still image one of the equal frames is kept
             shape = (frames[0] * frames[2],)
@@ -186,14 +218,23 @@ class ImageColumn:
 
 
 def _write(array: np.ndarray, part: Tensor) -> None:
-    """torch takes no array that is read-only, has negative strides, or bytes in another order."""
+    """torch takes no array that has negative strides, or bytes in another order."""
     is_taken = array.dtype.isnative and array.dtype != np.longdouble
-    if array.flags.writeable and is_taken and min(array.strides, default=0) >= 0:
-        part.copy_(torch.from_numpy(array))
+    if is_taken and min(array.strides, default=0) >= 0:
+        part.copy_(_as_tensor(array))
     elif part.dtype == torch.bfloat16:  # NumPy has none
         part.copy_(torch.from_numpy(array.astype(np.float32)))
     else:
         part.numpy()[...] = array
+
+
+def _as_tensor(array: np.ndarray) -> Tensor:
+    """A view. Of an array that is not writable, as Arrow's are, torch would warn on every call."""
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    own = array.__array_interface__
+    alias = SimpleNamespace(__array_interface__={**own, "data": (own["data"][0], False)}, of=array)
+    return torch.from_numpy(np.asarray(alias))
 
 
 def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -208,19 +249,26 @@ def _shape_of_none(column: ImageColumn) -> tuple[int, ...]:
     layout, size = column.images.layout, column.images.layout.tile_size
     if column.name == "pixel_values":
         return (layout.patch_shape[0],) if column.field.per == "patch" else (3, size, size)
-    if column.field.kinds == "iufb":
-        return (size, size)
+    if column.field.per in ("tile", "unknown"):
+        return (size, size) if column.field.per == "tile" else (0,)
     return {"image_grid_thw": (3,), "image_sizes": (2,)}[column.name]
 
 
-def token_type_fields(layout: VisionLayout | None) -> dict[str, PerToken]:
-    """Token types that do not follow from the ids, but tell the prompt from the answer (PaliGemma).
+def token_type_fields(raw: Mapping[str, Any], layout: VisionLayout | None) -> dict[str, PerToken]:
+    """The token types among ``raw`` that are read: where the model makes positions of them.
 
-    They are read of the examples.
+    Raises:
+        DataError: a model that needs them, and examples without.
     """
-    if layout is None or layout.family.positions != "model" or not layout.family.token_types:
+    if layout is None or layout.family.positions != "model":
         return {}
-    return {layout.family.token_types: PerToken(torch.int64)}
+    needed = layout.family.token_types
+    if needed and needed not in raw:
+        raise DataError(
+            f"example 0 has no {needed}, by which the model tells the prompt from the answer; give "
+            "all that the processor returned"
+        )
+    return {name: PerToken(torch.int64) for name in TOKEN_TYPES if name in raw}
 
 
 def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers) -> Images:
@@ -230,7 +278,7 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
         DataError: fields of a wrong shape, or that disagree with each other or with the number of
             placeholders among the ids.
     """
-    fields, num_examples = layout.family.fields, len(input_ids)
+    fields, num_examples = layout.fields, len(input_ids)
     _refuse_other_media(raw, layout)
     given = {
         name: {
@@ -242,7 +290,8 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
     }
     owners = sorted({i for entries in given.values() for i in entries})
     for i in owners:
-        missing = [name for name in fields if i not in given[name] and name not in _OPTIONAL]
+        needed = [name for name in fields if name not in _OPTIONAL and not layout.other_fields]
+        missing = [name for name in needed if i not in given[name]]
         if missing:
             raise DataError(
                 f"example {i} has {', '.join(name for name in fields if i in given[name])} and no "
@@ -250,14 +299,7 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
                 "without an image"
             )
     arrays = {
-        name: checked_arrays(
-            name,
-            entries,
-            field.num_dims,
-            field.kinds,
-            _SHAPES.get((field.per, field.num_dims), "what the processor returned"),
-            or_padded=field.per == "tile",
-        )
+        name: arrays_of(name, entries, field)
         for (name, field), entries in zip(fields.items(), given.values(), strict=True)
     }
     units: list[ImageUnits | None] = [None] * num_examples
@@ -282,7 +324,7 @@ def _is_empty(entry: Any) -> bool:
 
 def _refuse_other_media(raw: Mapping[str, Any], layout: VisionLayout) -> None:
     """They would be lost."""
-    fields = layout.family.fields
+    fields = layout.fields
     for name in (name for name in MEDIA if name in raw and name not in fields):
         i = next((i for i, entry in enumerate(raw[name]) if entry is not None), None)
         if i is not None:
@@ -305,6 +347,8 @@ def _check_placeholders(images: Images) -> None:
     before = np.append(0, np.cumsum(is_placeholder))
     found = np.diff(before[ids.offsets])
     described = np.array([0 if unit is None else unit.tokens.sum() for unit in images.units])
+    if images.layout.other_fields:  # how many an image takes is not known
+        found = np.minimum(found, 1)
     wrong = np.flatnonzero(found != described)
     if len(wrong):
         i = int(wrong[0])

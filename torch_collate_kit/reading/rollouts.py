@@ -80,7 +80,7 @@ def read_rollouts(
     """
     fields = fields or {}
     hint = f"a rollout has {', '.join(_REQUIRED)}"
-    of_images = IMAGES if vision is None else MEDIA
+    of_images = IMAGES if vision is None else (*MEDIA, *vision.fields)
     keys = (*ROLLOUT_KEYS, *fields)
     raw = raw_columns(examples, keys, "response_ids", hint, sometimes=of_images)
     needed = (*_REQUIRED, *fields)
@@ -121,6 +121,7 @@ def read_rollouts(
         (*names, *(column.name for column in of_them), *fields),
         are_rollouts=True,
         images=images,
+        image_token_id=None if vision is None else vision.image_token_id,
     )
 
 

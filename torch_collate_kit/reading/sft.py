@@ -40,16 +40,12 @@ def read_columns(
     ``train_all``: they have no target, whatever other keys they have. ``fields`` are read too, and
     of a model with ``vision`` the images.
     """
-    of_types = token_type_fields(vision)
-    fields = {**(fields or {}), **of_types}
-    of_images, media = ((), ()) if vision is None else (tuple(vision.family.fields), MEDIA)
+    fields = fields or {}
+    of_images = () if vision is None else tuple(vision.fields)
+    media = () if vision is None else tuple(dict.fromkeys((*MEDIA, *of_images, *TOKEN_TYPES)))
     hint = "tokenize the text first"
     raw = raw_columns(examples, (*KNOWN, *fields), "input_ids", hint, sometimes=media)
-    for types in (types for types in of_types if types not in raw):
-        raise DataError(
-            f"example 0 has no {types}, by which the model tells the prompt from the answer; give "
-            "all that the processor returned"
-        )
+    fields = {**fields, **token_type_fields(raw, vision)}
     owners = {key: f"example {i}" for key, i in first_with(examples).items()}
     if vision is None and "pixel_values" in owners and "pixel_values" not in fields:
         raise DataError(
@@ -83,6 +79,7 @@ def read_columns(
         [*declared, *of_them],
         names=(*fields, *of_images),
         images=images,
+        image_token_id=None if vision is None else vision.image_token_id,
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["FAMILIES", "OTHER", "Family", "ImageField", "family_of"]
+__all__ = ["FAMILIES", "IMAGE_FIELDS", "OTHER", "Family", "ImageField", "family_of"]
 
 
 class ImageField(NamedTuple):
     """One field of a vision processor: dense, the first dimension counts what it has one of."""
 
-    per: Literal["patch", "tile", "image", "example"]
+    per: Literal["patch", "tile", "image", "example", "unknown"]
     num_dims: int
     kinds: str = "iu"
     """Kinds of NumPy dtypes that are taken."""
@@ -102,14 +102,15 @@ FAMILIES = (
         "does not run batches that mix examples with and without images",
     ),
 )
+IMAGE_FIELDS = tuple(dict.fromkeys(name for family in FAMILIES for name in family.fields))
 OTHER = Family(
     "other",
     (),
     (),
     {},
     "model",
-    not_packed="it is in no row of the table of families (docs/vision.md), so its positions are "
-    "not known",
+    not_packed="they are in no row of the table of families (docs/vision.md), so it is not known "
+    "which positions they need",
 )
 
 

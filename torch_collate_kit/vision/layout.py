@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit.vision.families import FAMILIES, OTHER, Family, family_of
+from torch_collate_kit.vision.families import FAMILIES, OTHER, Family, ImageField, family_of
 
 __all__ = ["ImageUnits", "VisionLayout"]
 
@@ -66,6 +66,8 @@ class VisionLayout:
     """Sizes that an image is resized to (LLaVA)."""
     max_tiles: int = 0
     """Tiles above which features are scaled down (LLaVA-OneVision)."""
+    other_fields: tuple[str, ...] = ()
+    """The image processor's fields, of a family that is not in the table."""
 
     def __post_init__(self) -> None:
         if self.family_name not in {family.name for family in (*FAMILIES, OTHER)}:
@@ -106,6 +108,8 @@ class VisionLayout:
             settings["patch_shape"] = (3, int(images.temporal_patch_size), size * size)
         elif family.name in _SIZED:
             settings |= _llava_settings(processor, images)
+        elif family.name == "other":
+            settings["other_fields"] = tuple(getattr(images, "model_input_names", ()))
         elif family.fields:
             settings["tile_size"] = _side(images)
             names = ("image_seq_length", "image_seq_len")
@@ -119,6 +123,12 @@ class VisionLayout:
         """The row of the table."""
         named = (family for family in FAMILIES if family.name == self.family_name)
         return next(named, OTHER)
+
+    @property
+    def fields(self) -> dict[str, ImageField]:
+        """The vision fields of a processed example."""
+        unknown = {name: ImageField("unknown", 0, "iufb") for name in self.other_fields}
+        return unknown or self.family.fields
 
     @property
     def has_mrope(self) -> bool:
@@ -141,8 +151,36 @@ class VisionLayout:
             counts = [self.of_size(height, width, is_cut=is_cut) for height, width in sizes]
             tokens, tiles = np.array(counts, dtype=np.int64).reshape(-1, 2).T
             return ImageUnits(tokens, tiles, tiles)
-        ones = np.ones(len(fields["pixel_values"]), dtype=np.int64)
+        if self.family_name == "other":  # only that there are some
+            one = np.ones(1, dtype=np.int64)
+            return ImageUnits(one, one, one)
+        if "pixel_values" in fields:
+            count = len(fields["pixel_values"])
+        else:  # an example without pixels, for planning
+            count = int(fields["num_tiles"].sum())
+        ones = np.ones(count, dtype=np.int64)
         return ImageUnits(ones * self.tile_tokens, ones, ones)
+
+    def patches(self, example: Mapping[str, Any]) -> list[int]:
+        """Patches of each image of a processed example, or of one prepared without its pixels.
+
+        Tiles, in families that cut images up. An example without images has none.
+
+        >>> VisionLayout("qwen3_vl", image_token_id=9).patches({"image_grid_thw": [[1, 4, 6]]})
+        [24]
+        """
+        small = {name for name, field in self.fields.items() if field.num_dims <= 2} | {"num_tiles"}
+        small -= {"pixel_values"}
+        fields = {k: np.asarray(example[k]) for k in small if example.get(k) is not None}
+        pixels = example.get("pixel_values")
+        if not fields and pixels is not None:  # the number of tiles is enough
+            mask = example.get("pixel_attention_mask")
+            count = len(pixels) if np.ndim(pixels[0]) == 3 else len(pixels) * len(pixels[0])
+            if mask is not None and np.ndim(mask) == 4:  # tiles that are padding are masked
+                count = int(np.asarray(mask).any(axis=(2, 3)).sum())
+            fields["num_tiles"] = np.array([count])
+        patches: list[int] = self.units(fields).patches.tolist() if fields else []
+        return patches
 
     def of_size(self, height: int, width: int, *, is_cut: bool = True) -> tuple[int, int]:
         """Placeholders and tiles of an image of this size in pixels (LLaVA).
@@ -152,6 +190,11 @@ class VisionLayout:
         if self.family_name == "llava_onevision" and not is_cut:
             return self.tile_tokens + 1, 1
         return _llava_counts(self, height, width)
+
+    @property
+    def smallest_tokens(self) -> int:
+        """Placeholders of the smallest image."""
+        return int(self.units(self.smallest()).tokens.sum())
 
     def smallest(self) -> dict[str, np.ndarray]:
         """The fields of the smallest image, for a batch that needs one and has none."""
@@ -177,7 +220,7 @@ class VisionLayout:
 def image_token_id(processor: Any) -> int | None:
     """The id of the placeholder, if the processor or its tokenizer says it."""
     tokenizer = getattr(processor, "tokenizer", None)
-    for owner in (tokenizer, processor):  # Gemma-3's processor names another token
+    for owner in (tokenizer, processor):  # Gemma-3's processor says the token that opens an image
         found = getattr(owner, "image_token_id", None)
         if isinstance(found, int):
             return found

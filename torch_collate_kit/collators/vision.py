@@ -1,0 +1,165 @@
+"""Conversations with images, as they are, into batches: processed in the DataLoader's worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from torch_collate_kit._checks import checked_choice
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.tokenize import tokenize_records
+from torch_collate_kit.collators.packed import PackedCollator
+from torch_collate_kit.collators.padded import PaddedCollator
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing import PlannedExamples
+from torch_collate_kit.reading.raw import is_sequence
+from torch_collate_kit.vision import VisionLayout
+
+__all__ = ["ExampleSizes", "VisionLanguageCollator"]
+
+
+class ExampleSizes(NamedTuple):
+    """What a plan needs to know of conversations: pass its fields to ``PackedBatchSampler``."""
+
+    lengths: np.ndarray
+    """int64 [N], tokens of each."""
+    patches: list[list[int]]
+    """[N] lists, the patches of each image (tiles where the model cuts images up)."""
+    num_loss_tokens: np.ndarray
+    """int64 [N], trained tokens of each."""
+
+
+class VisionLanguageCollator:
+    """Collate conversations with images: tokenized, images processed, then padded or packed.
+
+    Args:
+        processor: the transformers processor of the model.
+        max_tokens: pack into rows of at most this many tokens, as ``PackedCollator``; None pads, as
+            ``PaddedCollator``. ``options`` are those of that collator.
+        train_on, tools, chat_template_kwargs, image_root, max_pixels: as of ``tokenize_chat``.
+        max_length: cut a conversation to this many tokens, never through an image; what is cut is
+            counted in the batch's ``metadata``.
+        require_images: "all" refuses batches in which a conversation has no image.
+        config: the model's config, where the processor does not tell the model.
+        pixel_dtype: "float32", or "bfloat16" for half the bytes.
+
+    Calling it takes a list of records (see docs/chat.md), or ``PlannedExamples`` of them, and
+    returns a :class:`~torch_collate_kit.batch.Batch`.
+
+    Raises:
+        DataError: a record is wrong, or nothing of it is trained; names the example.
+        ValueError, TypeError: a setting is wrong.
+
+    >>> VisionLanguageCollator(processor=None)
+    Traceback (most recent call last):
+    TypeError: expected a processor with an image_processor, got NoneType; load it with
+    AutoProcessor.from_pretrained, or see load_processor
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        *,
+        max_tokens: int | None = None,
+        train_on: Literal["all", "last"] = "all",
+        max_length: int | None = None,
+        tools: Sequence[Any] | str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        image_root: str | PathLike[str] | None = None,
+        max_pixels: int | None = None,
+        require_images: Literal["all"] | None = None,
+        config: Any = None,
+        pixel_dtype: Any = "float32",
+        **options: Any,
+    ) -> None:
+        self.vision = VisionLayout.of(processor, config, pixel_dtype=pixel_dtype)
+        checked_choice("train_on", train_on, ("all", "last"))
+        checked_choice("require_images", require_images, ("all", None))
+        self.require_images = require_images
+        self._chat = {
+            "processor": processor,
+            "train_on": train_on,
+            "max_length": max_length,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+            "image_root": image_root,
+            "max_pixels": max_pixels,
+        }
+        ChatOptions(None, **self._chat)  # wrong ones raise here, not in a worker
+        self.collator: PackedCollator[Any] | PaddedCollator
+        if max_tokens is None and options.get("packing") is None:
+            self.collator = PaddedCollator(processor, vision=self.vision, **options)
+        else:
+            if max_tokens is not None:
+                options["max_tokens"] = max_tokens
+            self.collator = PackedCollator(processor, vision=self.vision, **options)
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]] | PlannedExamples) -> Any:
+        if isinstance(examples, PlannedExamples):
+            if not isinstance(self.collator, PackedCollator):
+                raise TypeError(
+                    "the examples come with a plan of packed rows; pass max_tokens= or packing="
+                )
+            processed = self._processed(examples.examples)
+            return self.collator(replace(examples, examples=processed))
+        processed = self._processed(examples)
+        self._check_images(processed)
+        batch = self.collator(processed)
+        cut = [i for i, example in enumerate(processed) if example["num_cut_tokens"]]
+        if cut and isinstance(batch, Batch):
+            both = tuple(sorted({*batch.metadata["cut"], *cut}))
+            batch.metadata |= {"cut": both, "num_cut": len(both)}
+        return batch
+
+    def sizes(self, examples: Sequence[Mapping[str, Any]]) -> ExampleSizes:
+        """What a plan needs, from the text and the headers of the image files; decodes no image.
+
+        Raises:
+            DataError: as when they are collated, but for what only decoding an image shows.
+        """
+        processed = self._processed(examples, pixels=False)
+        patches = [self.vision.patches(example) for example in processed]
+        return ExampleSizes(
+            np.array([len(example["input_ids"]) for example in processed], dtype=np.int64),
+            patches,
+            np.array([sum(example["loss_mask"][1:]) for example in processed], dtype=np.int64),
+        )
+
+    def _processed(
+        self, examples: Sequence[Mapping[str, Any]], *, pixels: bool = True
+    ) -> list[dict[str, Any]]:
+        if not is_sequence(examples):
+            raise TypeError(
+                f"examples must be a list of records, got {type(examples).__name__}; of a dataset "
+                "pass dataset.select(range(i, j)).to_list()"
+            )
+        options = ChatOptions(None, **self._chat, pixels=pixels)
+        processed = []
+        for i, found in enumerate(tokenize_records(examples, options, from_arrow=False)):
+            if isinstance(found, DataError):
+                raise DataError(f"example {i}: {found}") from found
+            (example,) = found
+            if example["skip_reason"]:
+                raise DataError(
+                    f"example {i}: {example['skip_reason']}, so that nothing of it would be "
+                    "trained; filter such conversations out"
+                )
+            processed.append(example)
+        return processed
+
+    def _check_images(self, processed: Sequence[Mapping[str, Any]]) -> None:
+        if self.require_images is None:
+            return
+        name = next(iter(self.vision.fields))
+        without = [i for i, example in enumerate(processed) if name not in example]
+        if without:
+            raise DataError(
+                f"example {without[0]} has no image, and require_images='all': "
+                f"{len(without)} of {len(processed)} conversations of this batch have none; sort "
+                "them into batches of their own, or pass require_images=None"
+            )

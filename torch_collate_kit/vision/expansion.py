@@ -1,0 +1,280 @@
+"""A rendered chat and its images -> the text with all placeholders, and the processor's fields."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.vision.images import ImageFiles
+from torch_collate_kit.vision.layout import VisionLayout
+from torch_collate_kit.vision.sizes import SizesOnly
+
+__all__ = ["Expansion", "ImageProcessing", "image_processing"]
+
+_Fields = dict[str, np.ndarray]
+_Places = list[tuple[int, int]]
+_BEGIN, _END = "\U00100000", "\U00100001"  # no chat that was rendered has these characters
+_MARKS = re.compile(f"[{_BEGIN}{_END}]")
+# What chat templates write around a placeholder and belongs to the image.
+_OPENINGS = ("<|vision_start|>", "<|begin_of_image|>")
+_CLOSINGS = ("<|vision_end|>", "<|end_of_image|>")
+_BIG = ("pixel_values", "pixel_attention_mask")
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """A text as the tokenizer gets it, with the images in it.
+
+    ``places`` has the first character and last + 1 of each placeholder before expansion, ``spans``
+    of what the processor writes for it, and ``images`` of that with the tokens that open and close
+    an image. ``fields`` are the processor's in the form of ``VisionLayout.family.fields``, and
+    ``rows`` says how many rows of them each image has, int64 [N].
+    """
+
+    text: str
+    places: _Places
+    spans: _Places
+    images: _Places
+    fields: _Fields
+    rows: _Fields
+
+    def moved(self, place: int) -> int:
+        """Where a character of the text before expansion is."""
+        last = max((i for i, (_, end) in enumerate(self.places) if end <= place), default=None)
+        return place if last is None else self.spans[last][1] + place - self.places[last][1]
+
+    def first(self, count: int) -> _Fields:
+        """The fields of the first ``count`` images."""
+        if count == len(self.images):
+            return self.fields
+        if count == 0:
+            return {}
+        kept = {name: self.fields[name][: rows[:count].sum()] for name, rows in self.rows.items()}
+        if "batch_num_images" in self.fields:
+            kept["batch_num_images"] = np.array([count])
+        return kept
+
+    def num_kept(self, count: int) -> int:
+        """How many of the first ``count`` images may stay when those after them are left out."""
+        # LLaVA-OneVision cuts an image into tiles only where it is alone.
+        alone = count == 1 < len(self.images) and "batch_num_images" in self.fields
+        return 0 if alone else count
+
+
+class ImageProcessing(NamedTuple):
+    """A processor, what is known about it, and how images are read."""
+
+    processor: Any
+    layout: VisionLayout
+    placeholder: str
+    """What the chat template writes for an image."""
+    files: ImageFiles
+    pixels: bool
+    """Whether pixels are wanted, or only what is known from the sizes."""
+
+    def expand(self, text: str, sources: Sequence[tuple[str, Any]]) -> Expansion:
+        """The text with all placeholders of ``sources``, which are names for errors and images.
+
+        Raises:
+            DataError: the number of placeholders is another one, or an image cannot be read or is
+                refused by the processor.
+        """
+        places = [match.span() for match in re.finditer(re.escape(self.placeholder), text)]
+        if len(places) != len(sources):
+            raise DataError(
+                f"the text has {len(places)} placeholders {self.placeholder!r} for "
+                f"{len(sources)} images; a text of the record must not have the placeholder"
+            )
+        token = self.processor.tokenizer.convert_ids_to_tokens(self.layout.image_token_id)
+        if not places:
+            _check_no_token(text, token)
+            return Expansion(text, [], [], [], {}, {})
+        from_sizes = not self.pixels and not _option(self.processor, "do_pan_and_scan")
+        images = [self._image(source, where, from_sizes) for where, source in sources]
+        marked, output = self._process(text, places, images, from_sizes)
+        pieces = _MARKS.split(marked)
+        self._check_text(text, places, "".join(_MARKS.findall(marked)), pieces[::2])
+        spans, end = [], 0
+        for outside, inside in zip(pieces[:-1:2], pieces[1::2], strict=True):
+            start, end = end + len(outside), end + len(outside) + len(inside)
+            spans.append((start, end))
+        expanded = "".join(pieces)
+        for outside in pieces[::2]:
+            _check_no_token(outside, token)
+        tokens = np.array([expanded.count(token, *span) for span in spans])
+        fields, rows = self._flat_fields(output, tokens)
+        whole = [_with_ends(expanded, *span) for span in spans]
+        return Expansion(expanded, places, spans, whole, fields, rows)
+
+    def smallest(self) -> _Fields:
+        """The fields of a small image."""
+        fields = self.layout.smallest()
+        if self.pixels:
+            return fields
+        found = {name: value for name, value in fields.items() if name not in _BIG}
+        return found or {"num_tiles": np.ones(1, dtype=np.int64)}
+
+    def _image(self, source: Any, where: str, from_sizes: bool) -> Any:
+        """The image, or an array of its size that takes no memory."""
+        if from_sizes:
+            return np.broadcast_to(np.uint8(0), (*self.files.size(source, where), 3))
+        image = self.files.load(source, where)
+        if image.mode == "RGB" or _option(self.processor, "do_convert_rgb"):
+            return image
+        return _as_rgb(image)
+
+    def _process(
+        self, text: str, places: _Places, images: list[Any], from_sizes: bool
+    ) -> tuple[str, Any]:
+        """The text with marks as it reaches the tokenizer, and the processor's output."""
+        processor = copy.copy(self.processor)
+        processor.tokenizer = recorder = _Recorder(self.processor.tokenizer)
+        if from_sizes:
+            processor.image_processor = SizesOnly(self.processor.image_processor, self.layout)
+        marked, last = [], 0
+        for start, end in places:
+            marked += [text[last:start], _BEGIN, text[start:end], _END]
+            last = end
+        try:
+            output = processor(
+                text=["".join([*marked, text[last:]])],
+                images=[images],
+                add_special_tokens=False,
+                return_tensors=None if from_sizes else "pt",
+            )
+        except (ValueError, TypeError, ZeroDivisionError) as error:
+            sizes = ", ".join(f"{height} x {width}" for height, width in map(_size, images))
+            raise DataError(
+                f"{type(self.processor).__name__} refuses the images of {sizes} pixels: {error}; "
+                "resize or remove them"
+            ) from error
+        return recorder.text, output
+
+    def _check_text(self, text: str, places: _Places, marks: str, outside: list[str]) -> None:
+        ends = [0, *(end for _, end in places)]
+        starts = [*(start for start, _ in places), len(text)]
+        before = [text[end:start] for end, start in zip(ends, starts, strict=True)]
+        if marks != (_BEGIN + _END) * len(places) or outside != before:
+            raise ValueError(
+                f"{type(self.processor).__name__} changes the text around images, so it is not "
+                "known which tokens are trained; call it yourself, and give its output to a "
+                "collator"
+            )
+
+    def _flat_fields(self, output: Any, tokens: np.ndarray) -> tuple[_Fields, _Fields]:
+        """The fields, tiles laid flat, and how many rows of them each image has."""
+        layout, kinds = self.layout, self.layout.family.fields
+        found = {name: np.asarray(output[name]) for name in kinds if name in output}
+        is_counted = bool({"image_grid_thw", "image_sizes"} & set(kinds))
+        if is_counted:
+            units = layout.units(found)
+            expected, tiles, patches = units.tokens, units.tiles, units.patches
+            ones = np.ones_like(tiles)
+        else:  # Gemma-3 may cut crops out of an image, so that it has several, too
+            tiles = patches = tokens // layout.tile_tokens
+            ones = np.ones_like(tiles)
+            expected = tiles * layout.tile_tokens
+        if (expected != tokens).any():
+            raise ValueError(
+                f"{type(self.processor).__name__} writes {tokens.tolist()} placeholders for the "
+                f"images, but {expected.tolist()} are expected of {layout.family_name}; check its "
+                "settings against the model's"
+            )
+        per = {"patch": patches, "tile": tiles, "image": ones if is_counted else tiles}
+        rows = {name: per[kind.per] for name, kind in kinds.items() if kind.per in per}
+        if not self.pixels:
+            if not is_counted:
+                found["num_tiles"], rows["num_tiles"] = tiles, ones
+            found = {name: value for name, value in found.items() if name not in _BIG}
+            return found, {name: value for name, value in rows.items() if name in found}
+        for name, kind in kinds.items():
+            if found[name].ndim > kind.num_dims:
+                parts = found[name]  # [images, most tiles, ...], or [1, tiles, ...]
+                counts = [int(tiles.sum())] if layout.family.joins_tiles else tiles.tolist()
+                flat = [part[:count] for part, count in zip(parts, counts, strict=True)]
+                found[name] = flat[0] if len(flat) == 1 else np.concatenate(flat)
+        return found, rows
+
+
+def image_processing(processor: Any, files: ImageFiles, pixels: bool) -> ImageProcessing:
+    """The checked options.
+
+    Raises:
+        TypeError: no processor with an ``image_processor``.
+        ValueError: its conversations are not supported.
+    """
+    layout = VisionLayout.of(processor)
+    name = type(processor).__name__
+    if layout.family_name == "other":
+        raise ValueError(
+            f"{name} is in no row of the table of families (docs/vision.md), so it is not known "
+            "what it writes for an image; call it yourself, and give its output to a collator"
+        )
+    if layout.family_name == "paligemma":
+        raise ValueError(
+            f"{name} has no conversations, but a prompt and its `suffix`; call it yourself, and "
+            "give its output to a collator"
+        )
+    if not processor.tokenizer.is_fast:
+        raise ValueError(
+            f"the tokenizer of {name} is {type(processor.tokenizer).__name__}, which does not tell "
+            "the characters of a token; load its fast version"
+        )
+    placeholder = processor.boi_token if layout.family_name == "gemma3" else processor.image_token
+    return ImageProcessing(processor, layout, placeholder, files, pixels)
+
+
+def _check_no_token(text: str, token: str) -> None:
+    if token in text:
+        raise DataError(
+            f"a text of the record has {token!r}, which stands for a part of an image; remove it"
+        )
+
+
+class _Recorder:
+    """A tokenizer that keeps the text it is called with."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.text = tokenizer, ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        [self.text] = [text] if isinstance(text, str) else text
+        return self._tokenizer(text, **options)
+
+
+def _option(processor: Any, name: str) -> Any:
+    """A setting of the image processor, or the processor's own default."""
+    default = (getattr(processor, "images_kwargs", None) or {}).get(name)
+    return getattr(processor.image_processor, name, None) or default
+
+
+def _with_ends(text: str, start: int, end: int) -> tuple[int, int]:
+    """The span with the tokens that open and close an image."""
+    opening = next((token for token in _OPENINGS if text.endswith(token, 0, start)), "")
+    closing = next((token for token in _CLOSINGS if text.startswith(token, end)), "")
+    return start - len(opening), end + len(closing)
+
+
+def _size(image: Any) -> tuple[int, int]:
+    """Height and width."""
+    return image.shape[:2] if isinstance(image, np.ndarray) else image.size[::-1]
+
+
+def _as_rgb(image: Any) -> Any:
+    """On white where it is transparent, as processors do it."""
+    if "A" not in image.getbands() and "transparency" not in image.info:
+        return image.convert("RGB")
+    from PIL import Image
+
+    image = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, image).convert("RGB")
