@@ -93,7 +93,7 @@ def draw(rng: np.random.Generator, things: list[Thing]) -> bytes:
             corners = [(x + size * across, y + size * down) for across, down in CORNERS[shape]]
             canvas.polygon(corners, fill=COLOURS[colour])
     file = io.BytesIO()
-    image.save(file, "PNG")
+    image.save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
@@ -115,7 +115,7 @@ def record(pictures: list[bytes], questions: list[tuple[str, str]], skill: str) 
 
 def colours_and_shapes(rng: np.random.Generator, turns: int, skill: str) -> dict:
     """One to three things, no two of a shape or a colour; each is asked for once."""
-    count = int(rng.integers(turns, 4))
+    count = int(rng.integers(max(2, turns), 4))
     things = list(zip(some(rng, SHAPES, count), some(rng, COLOURS, count), strict=True))
     asked = []
     for i, (shape, colour) in enumerate(things[:turns]):
