@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.oracle_packing import next_fit, one_by_one
-from torch_collate_kit.packing.balance import attention_cost, level, over_ranks, split_evenly
+from torch_collate_kit.packing.balance import Weights, level, split_evenly
+from torch_collate_kit.packing.ranks import over_ranks
 from torch_collate_kit.packing.strategies import Rows, best_fit_decreasing
+from torch_collate_kit.packing.two_budgets import Limits
 
 
 def bins_of(rows: Rows, sizes: np.ndarray) -> list[list[int]]:
@@ -20,13 +22,13 @@ def levelled(sizes: list[int], capacity: int, num_rows: int, **options: object) 
     array = np.array(sizes)
     most_pieces = options.pop("max_pieces", None)
     rows = best_fit_decreasing(array, capacity, most_pieces)  # type: ignore[arg-type]
-    given = {"weights": array, "most": 1000, **options}
-    result = level(rows, array, num_rows, capacity=capacity, max_pieces=most_pieces, **given)  # type: ignore[arg-type]
+    weights = Weights.of_text(options.pop("weights", array))  # type: ignore[arg-type]
+    most: int = options.pop("most", 1000)  # type: ignore[assignment]
+    limits = Limits(capacity, 0, most_pieces)  # type: ignore[arg-type]
+    result = level(
+        rows, Weights.of_text(array), num_rows, limits=limits, weights=weights, most=most
+    )
     return bins_of(result, array)
-
-
-def test_attention_cost_written_out() -> None:
-    assert attention_cost(np.array([1, 2, 100])).tolist() == [24577, 49156, 2467600]
 
 
 def test_level_gives_an_added_row_its_share() -> None:
@@ -92,11 +94,10 @@ def test_level_is_a_partition_within_the_limits(
     num_rows = len(before.offsets) - 1 + added
     after = level(
         before,
-        array,
+        Weights.of_text(array),
         num_rows,
-        capacity=capacity,
-        max_pieces=max_pieces,
-        weights=array * array,
+        limits=Limits(capacity, 0, max_pieces),
+        weights=Weights.of_text(array * array),
         most=most,
     )
     assert sorted(after.order.tolist()) == list(range(len(sizes)))

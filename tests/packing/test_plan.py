@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from torch_collate_kit.packing import PackingPlan, pack
+from torch_collate_kit.packing import ModelCost, PackingPlan, pack
 
 
 def ints(*values: int) -> np.ndarray:
@@ -28,6 +28,11 @@ def plan() -> PackingPlan:
         cut=ints(2),
         num_cut_tokens=0,
         num_dropped_tokens=0,
+        patches=ints(0, 0, 0, 0),
+        vision_costs=ints(0, 0, 0, 0),
+        max_patches=None,
+        dummy_image_tokens=0,
+        cost=ModelCost(),
     )
 
 

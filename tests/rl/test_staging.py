@@ -17,7 +17,7 @@ from tests.rl.rollouts import grouped_uids, rollout_batch
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.losses import token_loss
-from torch_collate_kit.packing.balance import attention_cost
+from torch_collate_kit.packing import ModelCost
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.rl import (
     mini_batch_boundaries,
@@ -151,7 +151,7 @@ def test_balance_lowers_the_largest_load(balance: Any) -> None:
     uids = [i // 4 for i in range(61)]
     batch = rollout_batch(shape, uids)
     edges = [0, 31, 61]
-    costs = lengths if balance == "tokens" else attention_cost(lengths)
+    costs = lengths if balance == "tokens" else ModelCost().language(lengths)
 
     def loads(staged: list[list[Batch]]) -> list[list[int]]:
         rows = [[part.row_metadata["row_indices"] for part in ranks] for ranks in staged]

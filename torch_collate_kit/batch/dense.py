@@ -262,6 +262,8 @@ def _router_padding_mask(maker: _Maker, *_: Any) -> Field:
 def _sub_seq_lengths(maker: _Maker, columns: Columns, _: Any) -> Field:
     per_row = columns.placement.segments["lengths"]
     lengths = per_row.flat_values
+    if "examples" in columns.placement.segments:  # a dummy image is no sub-sequence
+        lengths = lengths * columns.placement.segments["examples"].flat_values
     before = np.append(0, np.cumsum(lengths > 0))
     device = columns.segments["num_segments"].device
     values = torch.from_numpy(lengths[lengths > 0].astype(np.int64))

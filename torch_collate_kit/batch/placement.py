@@ -48,7 +48,8 @@ class Placement:
     - ``"starts"``: the first cell of each segment in its row;
     - ``"lengths"``: its tokens;
     - ``"responses"``: how many of them, the last ones, are the response;
-    - ``"routed"``: how many of them, the first ones, have expert routes.
+    - ``"routed"``: how many of them, the first ones, have expert routes;
+    - ``"examples"``: 1, and 0 of a dummy image; only in packed batches of images.
     """
 
     width: int

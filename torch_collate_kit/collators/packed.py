@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, overload
 
@@ -19,6 +20,7 @@ from torch_collate_kit.collators.assembly import (
 )
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions, PackingPlan, PlannedExamples, RankPlan
+from torch_collate_kit.packing.images import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.options import packing_options
 from torch_collate_kit.packing.planner import plan_of
 from torch_collate_kit.ragged import Ragged
@@ -68,8 +70,9 @@ class PackedCollator(Generic[B]):
     Args:
         tokenizer: an int pad id, or anything with ``pad_token_id``; of a vision-language model its
             processor.
-        max_tokens, strategy, parallel, overflow, max_sequences_per_row, balance: how rows are
-            filled, see :class:`~torch_collate_kit.packing.PackingOptions`.
+        max_tokens, strategy, parallel, overflow, max_sequences_per_row, balance, max_patches,
+            cost, dummy_image_tokens: how rows are filled, see
+            :class:`~torch_collate_kit.packing.PackingOptions`.
         packing: these in one object instead.
         fixed_width: make every batch ``max_tokens`` wide, not as wide as its fullest row.
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
@@ -149,12 +152,15 @@ class PackedCollator(Generic[B]):
     ) -> None:
         self.pad_token_id = pad_token_id_of(tokenizer)
         self.vision = vision_of(tokenizer, vision)
-        self.packing = packing_options(packing, max_tokens, options)
         if self.vision is not None and self.vision.family.not_packed:
             raise ValueError(
                 f"examples of {self.vision.family_name} models are not packed: "
                 f"{self.vision.family.not_packed}; use PaddedCollator"
             )
+        self.packing = packing_options(packing, max_tokens, options)
+        if self.vision is not None and not self.packing.dummy_image_tokens:
+            tokens = self.vision.smallest_tokens
+            self.packing = replace(self.packing, dummy_image_tokens=tokens)
         self.fixed_width = checked_bool("fixed_width", fixed_width)
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
         self.train_all = checked_bool("train_all", train_all)
@@ -167,9 +173,14 @@ class PackedCollator(Generic[B]):
                 "batch.model_inputs() for the model"
             )
 
-    def plan(self, lengths: Sequence[int] | np.ndarray) -> PackingPlan:
-        """Which example goes where, from lengths alone: what calling the collator follows."""
-        return plan_of(lengths, self.packing)
+    def plan(
+        self, lengths: Sequence[int] | np.ndarray, patches: Patches | None = None
+    ) -> PackingPlan:
+        """Which example goes where, from lengths alone: what calling the collator follows.
+
+        ``patches``: of examples with images, see ``pack``.
+        """
+        return plan_of(lengths, self.packing, patches)
 
     def __call__(self, examples: Examples | PlannedExamples) -> B:
         if isinstance(examples, PlannedExamples):
@@ -179,14 +190,25 @@ class PackedCollator(Generic[B]):
             if part.rank is None or part.indices:
                 columns = self._read(examples.examples)
             part.check_lengths(columns.lengths)
+            self._check_patches(columns, part)
         else:
             columns = self._read_alone(examples)
-            part = RankPlan.whole(self.plan(columns.lengths))
+            part = RankPlan.whole(plan_of(columns.lengths, self.packing, self._images(columns)))
         batch = self._collate(columns, part)
         if not self.model_inputs:
             return cast(B, batch)
         _refuse_weights(batch)
         return cast(B, batch.model_inputs())
+
+    def _images(self, columns: ExampleColumns) -> ImageLoad | None:
+        """What their images take; None without any."""
+        images, packing = columns.images, self.packing
+        if images is None or not len(images):
+            return None
+        load = image_load(images.patches, len(columns.lengths), packing.cost)
+        if packing.overflow != "truncate" or columns.are_rollouts:
+            return load
+        return load.with_cuts(*images.cuts(packing.capacity, packing.max_patches), packing.cost)
 
     def _read_alone(self, examples: Examples) -> ExampleColumns:
         """Examples without a plan, which may be rollouts."""
@@ -213,10 +235,13 @@ class PackedCollator(Generic[B]):
         plan, layout = part.plan, self.packing.parallel
         given = {"max_tokens": plan.max_tokens, "align": plan.align, "dp": plan.num_ranks}
         mine = {"max_tokens": self.packing.max_tokens, "align": layout.align, "dp": layout.dp}
+        if self.vision is not None:
+            for name in ("max_patches", "dummy_image_tokens"):
+                given[name], mine[name] = getattr(plan, name), getattr(self.packing, name)
         if given != mine:
             raise ValueError(
                 f"the batch was planned for {given}, the collator has {mine}; give "
-                "PackedBatchSampler and PackedCollator the same max_tokens and parallel"
+                "PackedBatchSampler and PackedCollator the same: packing=collator.packing"
             )
         is_known = part.rank is None or part.num_loss_tokens is not None or plan.num_ranks == 1
         if self.normalize_loss and not self.model_inputs and not is_known:
@@ -227,6 +252,24 @@ class PackedCollator(Generic[B]):
                 "the sum over the ranks to token_loss"
             )
 
+    def _check_patches(self, columns: ExampleColumns, part: RankPlan) -> None:
+        """That the images are those that the sampler was told of."""
+        plan = part.plan
+        if columns.images is None or (plan.max_patches is None and plan.num_ranks == 1):
+            return
+        first, stop = plan.row_offsets[[part.rows.start, part.rows.stop]]
+        told, positions = plan.patches[first:stop], part.positions
+        found = np.array([sum(of) for of in columns.images.patches], dtype=np.int64)
+        is_whole = plan.lengths[first:stop] == columns.lengths[positions]
+        wrong = np.flatnonzero((told != found[positions]) & is_whole)
+        if len(wrong):
+            i = int(positions[wrong[0]])
+            raise DataError(
+                f"example {part.indices[i] if part.indices else i} has images of {found[i]} "
+                f"patches, the sampler was told {told[wrong[0]]}; pass it the patches of the "
+                "dataset that is read"
+            )
+
     def _collate(self, columns: ExampleColumns, part: RankPlan) -> Batch:
         """The rows of the part."""
         plan, rows, positions = part.plan, part.rows, part.positions
@@ -235,8 +278,16 @@ class PackedCollator(Generic[B]):
         chosen = slice(int(row_offsets[0]), int(row_offsets[-1]))
         row_offsets = row_offsets - row_offsets[0]
         pieces = Pieces(positions, plan.starts[chosen], plan.lengths[chosen], row_offsets)
+        num_examples = len(columns.lengths)
+        if self.vision is not None:
+            needed = plan.needs_dummy_image[rows.start : rows.stop]
+            if needed.any():
+                columns = columns.with_smallest_image()
+                pieces = _with_last(pieces, needed, num_examples, self.vision.smallest_tokens)
         placed = columns.place(pieces)
-        segments = packed(placed.counts, row_offsets, width=width, align=plan.align)
+        if self.vision is not None:
+            placed.counts["examples"] = (pieces.examples < num_examples).astype(np.int64)
+        segments = packed(placed.counts, pieces.row_offsets, width=width, align=plan.align)
         per_row: dict[str, Any] = {}
         for key, values in columns.per_example.items():
             in_order = [values[i] for i in positions.tolist()]
@@ -257,9 +308,10 @@ class PackedCollator(Generic[B]):
                 **per_row,
             },
             metadata={
-                "num_examples": part.num_examples or len(columns.lengths),
+                "num_examples": part.num_examples or num_examples,
                 "num_tokens": int(plan.lengths.sum()),
                 "num_dummy_rows": plan.num_dummy_rows,
+                **self._dummy_images(plan),
                 "num_dropped": len(plan.dropped),
                 "num_cut": len(plan.cut),
                 "dropped": tuple(plan.dropped.tolist()),
@@ -268,6 +320,12 @@ class PackedCollator(Generic[B]):
         )
         part.check_loss_tokens(placed.num_loss_tokens)
         return batch
+
+    def _dummy_images(self, plan: PackingPlan) -> dict[str, int]:
+        """Metadata of a batch for a vision-language model, over all ranks."""
+        if self.vision is None:
+            return {}
+        return {"num_dummy_images": int(np.count_nonzero(plan.needs_dummy_image))}
 
     def _check_rollouts(self, rollouts: ExampleColumns) -> None:
         if rollouts.images is not None and self.vision is None:
@@ -295,6 +353,17 @@ class PackedCollator(Generic[B]):
                 f"than the {capacity} that fit in a row with max_tokens={max_tokens}, and a "
                 'rollout is never cut; raise max_tokens, or pass overflow="drop"'
             )
+
+
+def _with_last(pieces: Pieces, rows: np.ndarray, example: int, length: int) -> Pieces:
+    """The pieces, with one more of ``length`` tokens at the end of these rows: bool [R]."""
+    places = pieces.row_offsets[1:][rows]
+    return Pieces(
+        np.insert(pieces.examples, places, example),
+        np.insert(pieces.starts, places, 0),
+        np.insert(pieces.lengths, places, length),
+        pieces.row_offsets + np.append(0, np.cumsum(rows)),
+    )
 
 
 def _refuse_weights(batch: Batch) -> None:

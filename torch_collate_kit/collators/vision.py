@@ -123,17 +123,12 @@ class VisionLanguageCollator:
             DataError: as when they are collated, but for what only decoding an image shows.
         """
         processed = self._processed(examples, pixels=False)
-        patches = [self._patches(example) for example in processed]
+        patches = [self.vision.patches(example) for example in processed]
         return ExampleSizes(
             np.array([len(example["input_ids"]) for example in processed], dtype=np.int64),
             patches,
             np.array([sum(example["loss_mask"][1:]) for example in processed], dtype=np.int64),
         )
-
-    def _patches(self, example: dict[str, Any]) -> list[int]:
-        fields = {k: v for k, v in example.items() if k in self.vision.fields or k == "num_tiles"}
-        patches: list[int] = self.vision.units(fields).patches.tolist() if fields else []
-        return patches
 
     def _processed(
         self, examples: Sequence[Mapping[str, Any]], *, pixels: bool = True

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from torch_collate_kit.packing.cost import ModelCost
 from torch_collate_kit.packing.layout import ParallelLayout
 from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.planner import pack
 from torch_collate_kit.packing.rank_plan import PlannedExamples, RankPlan
 
-__all__ = ["PackingOptions", "PackingPlan", "ParallelLayout", "PlannedExamples", "RankPlan", "pack"]
+__all__ = [
+    "ModelCost",
+    "PackingOptions",
+    "PackingPlan",
+    "ParallelLayout",
+    "PlannedExamples",
+    "RankPlan",
+    "pack",
+]

@@ -1,65 +1,70 @@
-"""Balancing: pieces over a given number of rows, and rows over ranks."""
+"""Balancing: pieces over a given number of rows."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from heapq import heapreplace
+from heapq import heapify, heapreplace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit.packing.strategies import Rows, running_sum, stable_argsort
+from torch_collate_kit.packing.strategies import (
+    Rows,
+    latest_ends,
+    running_sum,
+    stable_argsort,
+)
+from torch_collate_kit.packing.two_budgets import Limits
 
-__all__ = ["attention_cost", "level", "over_ranks", "split_evenly"]
+__all__ = ["Weights", "level", "split_evenly"]
 
 _Ints = npt.NDArray[np.int64]
 
-# Forward FLOPs of one decoder layer of hidden size h over n tokens: 24 * n * h^2 for the
-# projections and the MLP, 2 * n^2 * h for causal attention, that is 2h * n * (12h + n). The
-# constant is 12h at h = 2048; a wider model has a larger linear part and is easier to balance.
-_LINEAR_TOKENS = 12 * 2048
 _CLOSED = 1 << 96  # the weight of a row without a free slot: more than any int64 weights together
 
 
-def attention_cost(lengths: _Ints) -> _Ints:
-    """Relative cost of a piece per length, ``n * (24576 + n)``: int64, the shape of ``lengths``.
+class Weights(NamedTuple):
+    """What rows are made even in, by piece number: int64 [S] each."""
 
-    >>> attention_cost(np.array([1, 24576])).tolist()
-    [24577, 1207959552]
-    """
-    return lengths * (_LINEAR_TOKENS + lengths)
+    tokens: _Ints
+    """Weight in the language model; longer pieces weigh more."""
+    patches: _Ints
+    """Weight in the vision tower; 0 without an image."""
+
+    @classmethod
+    def of_text(cls, tokens: _Ints) -> Weights:
+        """Of pieces without images."""
+        return cls(tokens, np.zeros_like(tokens))
+
+    def take(self, pieces: _Ints) -> Weights:
+        """Of these pieces. A copy."""
+        return Weights(self.tokens[pieces], self.patches[pieces])
 
 
 def level(
-    rows: Rows,
-    sizes: _Ints,
-    num_rows: int,
-    *,
-    capacity: int,
-    max_pieces: int | None,
-    weights: _Ints,
-    most: int,
+    rows: Rows, sizes: Weights, num_rows: int, *, limits: Limits, weights: Weights, most: int
 ) -> Rows:
     """Redistribute pieces over ``num_rows`` rows, as evenly as their sizes allow.
 
     ``num_rows`` is at least the present number of rows. The emptiest row and those with the most
     pieces, ``most`` rows in all, are taken apart. Their pieces are redistributed over these rows
     and the added ones, longest piece first, each to the row with the least weight so far (LPT:
-    R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969). If that overfills a row, the
-    row with the fewest tokens is chosen instead; if that fails too, half as many rows are taken
-    apart. ``sizes`` and ``weights`` are int64 [S], by piece number; longer pieces weigh more.
+    R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969): those with images by their
+    weight in the vision tower, then the others by their weight in the language model. If that
+    overfills a row, ``sizes`` (tokens and patches) are the weights instead; if that fails too, half
+    as many rows are taken apart. At last rows are split in two, so there are always ``num_rows``.
 
-    This terminates, because the pieces of one row always fit into one row or more. Without
-    ``max_pieces`` it succeeds at the latest when as many rows are taken apart as are added. For a
-    piece of size n to fit nowhere, each of the new rows, twice as many, would have to hold more
-    than ``capacity - n``. That is more than the tokens of the old rows or, for n over half the
-    capacity, more such pieces than the old rows hold.
+    Without images and ``limits.pieces`` no row is split. Dealing succeeds at the latest when as
+    many rows are taken apart as are added. For a piece of size n to fit nowhere, each of the new
+    rows, twice as many, would have to hold more than ``limits.tokens - n``. That is more than the
+    tokens of the old rows or, for n over half the limit, more such pieces than the old rows hold.
 
     If no row is added, rows change only if that reduces the difference between the heaviest and
     the lightest of them.
 
-    >>> rows, sizes = Rows(np.arange(4), np.array([0, 4])), np.array([4, 3, 2, 1])
-    >>> level(rows, sizes, 2, capacity=10, max_pieces=None, weights=sizes, most=1)
+    >>> rows, sizes = Rows(np.arange(4), np.array([0, 4])), Weights.of_text(np.array([4, 3, 2, 1]))
+    >>> level(rows, sizes, 2, limits=Limits(10, 0), weights=sizes, most=1)
     Rows(order=array([0, 3, 1, 2]), offsets=array([0, 2, 4]))
     """
     old_rows = len(rows.offsets) - 1
@@ -68,22 +73,24 @@ def level(
     while num_chosen:
         chosen = np.arange(old_rows)
         if num_chosen < old_rows:
-            chosen = np.sort(_by_pieces(rows, sizes)[:num_chosen])
+            chosen = np.sort(_by_pieces(rows, sizes.tokens)[:num_chosen])
         is_chosen = np.zeros(old_rows, dtype=bool)
         is_chosen[chosen] = True
         places = np.flatnonzero(is_chosen[row_of])
-        places = places[stable_argsort(capacity - sizes[rows.order[places]], capacity)]
+        longest = int(sizes.tokens.max())
+        places = places[stable_argsort(longest - sizes.tokens[rows.order[places]], longest)]
         pieces = rows.order[places]
+        taken = sizes.take(pieces)
         for weigh in (weights,) if weights is sizes else (weights, sizes):
-            bins = _deal(
-                sizes[pieces], weigh[pieces], num_chosen + len(added), capacity, max_pieces
-            )
+            bins = _deal(taken, weigh.take(pieces), num_chosen + len(added), limits)
             if bins is None:
                 continue
-            if len(added) or _is_evener(bins, weights[pieces], rows.totals(weights)[chosen]):
+            if len(added) or _is_evener(bins, weights.take(pieces), rows, weights, chosen):
                 row_of[places] = np.concatenate([chosen, added])[bins]
                 return Rows.from_labels(rows.order, row_of, num_rows)
         num_chosen //= 2
+    for _ in added:
+        rows = _with_a_row_split(rows, sizes, limits)
     return rows
 
 
@@ -94,22 +101,56 @@ def _by_pieces(rows: Rows, sizes: _Ints) -> _Ints:
     return np.concatenate([by_pieces[[emptiest]], np.delete(by_pieces, emptiest)])
 
 
-def _is_evener(bins: _Ints, weights: _Ints, before: _Ints) -> bool:
-    """Whether the rows ``bins`` of the pieces differ less in weight than the rows ``before``."""
-    dealt = np.bincount(bins, weights=weights, minlength=len(before))
-    return bool(np.ptp(dealt) < np.ptp(before))
+def _is_evener(bins: _Ints, taken: Weights, rows: Rows, weights: Weights, chosen: _Ints) -> bool:
+    """Whether the rows ``bins`` of the pieces differ less in weight than the rows ``chosen``.
+
+    Of two weights, the one that differs more in relation to its sum decides.
+    """
+    dealt = [np.bincount(bins, weights=values, minlength=len(chosen)) for values in taken]
+    before = [rows.totals(values)[chosen] for values in weights]
+    sums = [max(1, int(values.sum())) for values in taken]
+    after, now = (
+        max(int(np.ptp(tokens)) * sums[1], int(np.ptp(patches)) * sums[0])
+        for tokens, patches in (dealt, before)
+    )
+    return after < now
 
 
-def _deal(
-    sizes: _Ints, weights: _Ints, num_rows: int, capacity: int, max_pieces: int | None
-) -> _Ints | None:
+def _deal(sizes: Weights, weights: Weights, num_rows: int, limits: Limits) -> _Ints | None:
     """The row of each piece: the lightest row so far. None if a row overflows."""
-    if max_pieces is not None and len(sizes) > num_rows * max_pieces:
+    if limits.pieces is not None and len(sizes.tokens) > num_rows * limits.pieces:
         return None
-    heap = list(range(num_rows))  # weight * num_rows + row: one integer is cheap to compare
-    slots = None if max_pieces is None else [max_pieces] * num_rows
+    slots = None if limits.pieces is None else [limits.pieces] * num_rows
+    bins = np.zeros(len(sizes.tokens), dtype=np.int64)
+    loads = [0] * num_rows
+    is_image = sizes.patches > 0
+    images = np.flatnonzero(is_image)
+    if len(images):
+        images = images[np.argsort(-weights.patches[images], kind="stable")]
+        bins[images] = _lightest(weights.patches[images].tolist(), loads, slots)
+        loads = _added(weights.tokens[images], bins[images], num_rows).tolist()
+    texts = np.flatnonzero(~is_image)
+    bins[texts] = _lightest(weights.tokens[texts].tolist(), loads, slots)
+    tokens, patches = (_added(values, bins, num_rows) for values in sizes)
+    return bins if limits.fit(tokens, patches, np.bincount(bins, minlength=num_rows)) else None
+
+
+def _added(values: _Ints, bins: _Ints, num_rows: int) -> _Ints:
+    """The sum of the values of each row, exactly: int64 [num_rows]."""
+    totals = np.zeros(num_rows, dtype=np.int64)
+    np.add.at(totals, bins, values)
+    return totals
+
+
+def _lightest(weights: list[int], loads: list[int], slots: list[int] | None) -> _Ints:
+    """The row of each piece: the lightest so far that has a free slot. Counts ``slots`` down."""
+    num_rows = len(loads)
+    heap = [load * num_rows + row for row, load in enumerate(loads)]  # cheap to compare
+    if slots is not None:
+        heap = [key if slots[row] else key + _CLOSED * num_rows for row, key in enumerate(heap)]
+    heapify(heap)
     bins: list[int] = []
-    for weight in weights.tolist():
+    for weight in weights:
         key = heap[0]
         row = key % num_rows
         bins.append(row)
@@ -118,30 +159,50 @@ def _deal(
             if not slots[row]:
                 weight = _CLOSED
         heapreplace(heap, key + weight * num_rows)
-    rows = np.fromiter(bins, np.int64, len(bins))
-    totals = np.zeros(num_rows, dtype=np.int64)
-    np.add.at(totals, rows, sizes)
-    return None if totals.max() > capacity else rows
+    return np.fromiter(bins, np.int64, len(bins))
 
 
-def split_evenly(sizes: _Ints, num_rows: int, capacity: int, max_pieces: int | None) -> Rows:
+def _with_a_row_split(rows: Rows, sizes: Weights, limits: Limits) -> Rows:
+    """One row more: about half of the pieces of the row that has the most."""
+    num_rows = len(rows.offsets) - 1
+    row = int(rows.counts().argmax())
+    places = np.arange(rows.offsets[row], rows.offsets[row + 1])
+    pieces = rows.order[places]
+    is_image = sizes.patches[pieces] > 0
+    moved = np.zeros(len(pieces), dtype=bool)
+    if is_image.sum() == 1:  # the text that leaves its image must leave room for a dummy image
+        texts = np.flatnonzero(~is_image)
+        fit = np.cumsum(sizes.tokens[pieces[texts]]) <= limits.tokens - limits.reserved
+        moved[texts[fit][: -(-len(texts) // 2)]] = True
+    else:
+        moved[np.flatnonzero(is_image)[1::2]] = moved[np.flatnonzero(~is_image)[1::2]] = True
+    row_of = rows.labels()
+    row_of[places[moved]] = num_rows
+    return Rows.from_labels(rows.order, row_of, num_rows + 1)
+
+
+def split_evenly(
+    sizes: _Ints,
+    num_rows: int,
+    capacity: int,
+    max_pieces: int | None,
+    patches: tuple[_Ints, int] | None = None,
+) -> Rows:
     """Cut the sequence of pieces into ``num_rows`` rows, in order and as evenly as possible.
 
     The cut after row r is at the piece boundary nearest to r / num_rows of all tokens. It moves
     where that row would exceed a limit, or the rest would not fit into the remaining rows.
     ``num_rows`` must be at least what next fit needs. Once all pieces are placed, the remaining
-    rows are empty.
+    rows are empty. ``patches`` are those of each piece, and the most of a row.
 
     >>> split_evenly(np.array([4, 6, 3, 7, 1]), 3, 10, None).offsets.tolist()
     [0, 1, 3, 5]
     """
     num_pieces = len(sizes)
     sums = running_sum(sizes)
-    latest = np.searchsorted(sums, sums + capacity, side="right") - 1
-    earliest = np.searchsorted(sums, sums - capacity, side="left")
-    if max_pieces is not None:
-        latest = np.minimum(latest, np.arange(num_pieces + 1) + max_pieces)
-        earliest = np.maximum(earliest, np.arange(num_pieces + 1) - max_pieces)
+    latest = latest_ends(sizes, capacity, max_pieces, patches)
+    backwards = None if patches is None else (patches[0][::-1], patches[1])
+    earliest = num_pieces - latest_ends(sizes[::-1], capacity, max_pieces, backwards)[::-1]
     latest_end, earliest_start = latest.tolist(), earliest.tolist()
     boundaries = sums.tolist()
     least = [num_pieces]  # filled backwards: the earliest end of row r
@@ -157,35 +218,3 @@ def split_evenly(sizes: _Ints, num_rows: int, capacity: int, max_pieces: int | N
         end = max(min(end, num_pieces - rest), start + 1, least[rest])
         offsets.append(min(end, latest_end[start], num_pieces))
     return Rows(np.arange(num_pieces), np.array(offsets, dtype=np.int64))
-
-
-def over_ranks(costs: _Ints | None, num_rows: int, num_ranks: int, *, keep_order: bool) -> _Ints:
-    """Row numbers in shard-major order, equally many per rank: int64 [num_rows].
-
-    Rows are taken in groups of ``num_ranks``, one row for each rank. Groups are formed in
-    descending order of cost, so that the i-th rows of all ranks cost nearly the same, or with
-    ``keep_order`` in the given order. Within a group the most expensive row goes to the rank with
-    the lowest total cost so far. The totals of the ranks then differ by at most the largest
-    difference within a group. ``costs=None`` assigns rows round-robin.
-
-    >>> over_ranks(np.array([1, 2, 3, 9]), 4, 2, keep_order=False).tolist()
-    [3, 0, 2, 1]
-    """
-    order = np.arange(num_rows)
-    if costs is None or num_ranks == 1:
-        return order.reshape(-1, num_ranks).T.ravel()
-    if keep_order:
-        groups = order.reshape(-1, num_ranks)
-        ranked = np.argsort(-costs[groups], axis=1, kind="stable")
-        order = np.take_along_axis(groups, ranked, axis=1).ravel()
-    else:
-        order = np.argsort(-costs, kind="stable")
-    ranks: list[int] = []  # of each row in that order
-    load = [0] * num_ranks
-    row_costs = costs[order].tolist()
-    for first in range(0, num_rows, num_ranks):
-        group = sorted(range(num_ranks), key=load.__getitem__)
-        ranks += group
-        for rank, cost in zip(group, row_costs[first : first + num_ranks], strict=True):
-            load[rank] += cost
-    return order[np.argsort(np.array(ranks), kind="stable")]

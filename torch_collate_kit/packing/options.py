@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import checked_choice, checked_int, checked_optional_int
+from torch_collate_kit.packing.cost import ModelCost
 from torch_collate_kit.packing.layout import ParallelLayout
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
         overflow: str
         max_sequences_per_row: int | None
         balance: str | None
+        max_patches: int | None
+        cost: ModelCost
+        dummy_image_tokens: int
 
 
 __all__ = ["STRATEGIES", "PackingOptions", "capacity_of", "packing_options"]
@@ -36,7 +40,8 @@ class PackingOptions:
     or its fields as keywords; ``pack`` takes either, too.
 
     Raises:
-        TypeError: a number that is not an int, a ``parallel`` that is not a ParallelLayout.
+        TypeError: a number that is not an int, a ``parallel`` that is not a ParallelLayout, a
+            ``cost`` that is not a ModelCost.
         ValueError: an unknown choice, a number below its least value.
 
     >>> packing = PackingOptions(max_tokens=100, parallel=ParallelLayout(dp=2, tp=8))
@@ -55,7 +60,15 @@ class PackingOptions:
     max_sequences_per_row: int | None = None
     """The most pieces a row may hold; None for no limit."""
     balance: str | None = "attention"
-    """What is made even over ranks: "attention" cost, "tokens", or None (round robin)."""
+    """What is made even over ranks: "attention" (cost in the language model, and in the vision
+    tower), "tokens" (and patches), or None (round robin)."""
+    max_patches: int | None = None
+    """Patches of images that a row may have (tiles where images are cut into tiles); None for no
+    limit."""
+    cost: ModelCost = field(default_factory=ModelCost)
+    """What a piece and an image cost the model, in relation to others."""
+    dummy_image_tokens: int = 0
+    """Tokens of the dummy image that rows without an image get on ranks that need one."""
 
     def __post_init__(self) -> None:
         checked_choice("strategy", self.strategy, STRATEGIES)
@@ -74,13 +87,39 @@ class PackingOptions:
         limit = checked_optional_int(
             "max_sequences_per_row", self.max_sequences_per_row, hint="None means no limit"
         )
+        max_patches = checked_optional_int(
+            "max_patches", self.max_patches, hint="None means no limit"
+        )
+        if not isinstance(self.cost, ModelCost):
+            raise TypeError(
+                f"cost must be a ModelCost, got {self.cost!r}; ModelCost.of(model.config)"
+            )
+        dummy = checked_int("dummy_image_tokens", self.dummy_image_tokens, minimum=0)
         object.__setattr__(self, "max_tokens", max_tokens)
+        object.__setattr__(self, "max_patches", max_patches)
+        object.__setattr__(self, "dummy_image_tokens", dummy)
+        if self.reserved >= self.capacity:
+            raise ValueError(
+                f"dummy_image_tokens={dummy} leaves no room for text in a row of max_tokens="
+                f"{max_tokens} (align={self.parallel.align}); raise max_tokens"
+            )
         object.__setattr__(self, "max_sequences_per_row", limit)
 
     @property
     def capacity(self) -> int:
         """Cells of a row that aligned pieces can fill: the longest piece."""
         return capacity_of(self.max_tokens, self.parallel.align)
+
+    @property
+    def reserved(self) -> int:
+        """Cells that a row without an image keeps free for a dummy image; 0 with one rank.
+
+        >>> PackingOptions(64, parallel=ParallelLayout(dp=2, tp=8), dummy_image_tokens=3).reserved
+        8
+        """
+        if self.parallel.dp == 1:
+            return 0
+        return -(-self.dummy_image_tokens // self.parallel.align) * self.parallel.align
 
     def as_state(self) -> dict[str, Any]:
         """What a state must share with the object it is loaded into: JSON.
@@ -96,6 +135,9 @@ class PackingOptions:
             "overflow": self.overflow,
             "max_sequences_per_row": self.max_sequences_per_row,
             "balance": self.balance,
+            "max_patches": self.max_patches,
+            "cost": list(astuple(self.cost)),
+            "dummy_image_tokens": self.dummy_image_tokens,
         }
 
 

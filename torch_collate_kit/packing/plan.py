@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int
-from torch_collate_kit.packing.balance import attention_cost
+from torch_collate_kit.packing.cost import ModelCost
 from torch_collate_kit.packing.options import capacity_of
 
 __all__ = ["PackingPlan"]
@@ -52,6 +52,16 @@ class PackingPlan:
     """Tokens lost by truncation. A split loses none."""
     num_dropped_tokens: int
     """Tokens of the dropped examples."""
+    patches: _Ints
+    """[S] patches of the images in the piece; 0 without an image, or if none were given."""
+    vision_costs: _Ints
+    """[S] what these cost the vision tower."""
+    max_patches: int | None
+    """Capacity of a row, in patches; None for no limit."""
+    dummy_image_tokens: int
+    """Tokens of the dummy image that ``needs_dummy_image`` asks for."""
+    cost: ModelCost
+    """What a piece costs the language model."""
 
     @property
     def num_rows(self) -> int:
@@ -86,9 +96,25 @@ class PackingPlan:
         return self._row_sums(self.aligned_lengths)
 
     @property
+    def row_patches(self) -> _Ints:
+        """[R] patches of the images in each row, dummy images not counted."""
+        return self._row_sums(self.patches)
+
+    @property
+    def needs_dummy_image(self) -> npt.NDArray[np.bool_]:
+        """bool [R]: rows without an image, where another rank has one in its row at the same index.
+
+        Ranks must run the vision tower equally often, else their collectives do not match.
+        """
+        has_image = (self.row_patches > 0).reshape(self.num_ranks, -1)
+        needed: npt.NDArray[np.bool_] = (has_image.any(axis=0) & ~has_image).ravel()
+        return needed
+
+    @property
     def width(self) -> int:
-        """Number of cells in the widest row, at least ``align``."""
-        return max(self.align, int(self.row_cells.max()))
+        """Number of cells in the widest row, dummy images included, at least ``align``."""
+        dummy_cells = -(-self.dummy_image_tokens // self.align) * self.align
+        return max(self.align, int((self.row_cells + self.needs_dummy_image * dummy_cells).max()))
 
     @property
     def efficiency(self) -> float:
@@ -100,14 +126,17 @@ class PackingPlan:
         """A lower bound on the number of rows that these pieces need at this capacity.
 
         The larger of two numbers: all cells divided by the capacity, and the number of pieces
-        longer than half the capacity, since no two of those share a row. Rounded up to a multiple
-        of ``num_ranks``.
+        longer than half the capacity, since no two of those share a row; or that of patches, if
+        these are limited. Rounded up to a multiple of ``num_ranks``.
         """
-        usable = capacity_of(self.max_tokens, self.align)
-        cells = self.aligned_lengths
-        by_cells = -(-int(cells.sum()) // usable)
-        by_long_pieces = int(np.count_nonzero(2 * cells > usable))
-        rows = max(by_cells, by_long_pieces, 1)
+        budgets = [(self.aligned_lengths, capacity_of(self.max_tokens, self.align))]
+        if self.max_patches is not None:
+            budgets.append((self.patches, self.max_patches))
+        rows = 1
+        for sizes, usable in budgets:
+            by_sum = -(-int(sizes.sum()) // usable)
+            by_large_pieces = int(np.count_nonzero(2 * sizes > usable))
+            rows = max(rows, by_sum, by_large_pieces)
         return -(-rows // self.num_ranks) * self.num_ranks
 
     @property
@@ -117,13 +146,13 @@ class PackingPlan:
 
     @property
     def cost_per_rank(self) -> _Ints:
-        """[num_ranks] sum of ``n * (24576 + n)`` over the aligned pieces of each rank.
+        """[num_ranks] cost in the language model: ``cost.language`` of the aligned pieces."""
+        return self._rank_sums(self._row_sums(self.cost.language(self.aligned_lengths)))
 
-        Proportional to the forward FLOPs of a decoder layer of hidden size h = 2048:
-        ``24 * n * h^2`` (projections, MLP) + ``2 * n^2 * h`` (causal attention), that is
-        ``2h * n * (12h + n)``.
-        """
-        return self._rank_sums(self._row_sums(attention_cost(self.aligned_lengths)))
+    @property
+    def vision_cost_per_rank(self) -> _Ints:
+        """[num_ranks] cost in the vision tower, in the same unit: ``cost.vision`` of the images."""
+        return self._rank_sums(self._row_sums(self.vision_costs))
 
     def rank_rows(self, rank: int) -> range:
         """The rows that belong to rank ``rank``; every rank has the same number.

@@ -1,36 +1,41 @@
-"""``pack``: cut or drop over-long examples, fill rows, assign rows to ranks."""
+"""``pack``: cut or drop what does not fit, fill rows, assign rows to ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int, checked_lengths
-from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing import balance as _balance
-from torch_collate_kit.packing import strategies
+from torch_collate_kit.packing.balance import Weights, level, split_evenly
+from torch_collate_kit.packing.fitting import FittedPieces, cut_to_fit
+from torch_collate_kit.packing.images import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.layout import ParallelLayout
 from torch_collate_kit.packing.options import PackingOptions, packing_options
 from torch_collate_kit.packing.plan import PackingPlan
-from torch_collate_kit.packing.strategies import Rows
+from torch_collate_kit.packing.ranks import over_ranks
+from torch_collate_kit.packing.strategies import (
+    Rows,
+    best_fit_decreasing,
+    first_fit_decreasing,
+    sequential,
+)
+from torch_collate_kit.packing.two_budgets import Fill, Limits, fill_two_budgets
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from torch_collate_kit.packing.options import PackingKeywords
 
-__all__ = ["cut_to_fit", "fill_rows", "num_pieces", "pack", "plan_of", "rows_alone"]
+__all__ = ["fill_rows", "pack", "plan_of", "rows_alone"]
 
 _Ints = npt.NDArray[np.int64]
-_Fill = Callable[[_Ints, int, int | None], Rows]
-_FILL: dict[str, _Fill] = {
-    "best_fit_decreasing": strategies.best_fit_decreasing,
-    "first_fit_decreasing": strategies.first_fit_decreasing,
-    "balanced": strategies.best_fit_decreasing,  # gives the number of rows, which are then levelled
-    "sequential": strategies.sequential,
+_InOrder: TypeAlias = tuple[_Ints, int, int | None, tuple[_Ints, int] | None]
+_FILL: dict[str, Fill] = {
+    "best_fit_decreasing": best_fit_decreasing,
+    "first_fit_decreasing": first_fit_decreasing,
+    "balanced": best_fit_decreasing,  # gives the number of rows, which are then levelled
 }
 # Levelling takes apart at most this many rows per rank: a few hundred rows have enough pieces for
 # the few rows that rounding adds, and redistributing a million pieces one by one would be slow.
@@ -41,6 +46,7 @@ def pack(
     lengths: npt.ArrayLike,
     max_tokens: int | None = None,
     *,
+    patches: Patches | None = None,
     packing: PackingOptions | None = None,
     align: int = 1,
     rows_multiple_of: int = 1,
@@ -52,7 +58,10 @@ def pack(
         lengths: integers [N], tokens per example, each at least 1. Not modified.
         max_tokens: capacity of a row, where each piece counts with its length rounded up to
             ``align``.
-        packing: all options in one object; then nothing else is passed.
+        patches: vision patches: ints [N], 0 for an example without an image, or for each example
+            the ints of its images (a list of lists, or a Ragged). Not modified.
+        max_patches: the most patches of a row.
+        packing: all options in one object; then nothing else is passed but ``patches``.
         strategy: "best_fit_decreasing" (Johnson 1973, by length histogram as in Krell et al. 2021)
             and "first_fit_decreasing" use at most 11/9 of the optimal number of rows + 6/9, and
             nearly the optimum on real data. "balanced" evens out the tokens over as many rows as
@@ -63,21 +72,26 @@ def pack(
         rows_multiple_of: number of data-parallel ranks. The number of rows is rounded up to a
             multiple of it. A row added by rounding takes pieces from many other rows, so that all
             are evenly filled; with too few pieces, empty dummy rows are added.
-        balance: what to balance over the ranks: "attention" (a piece of n tokens costs
-            ``n * (24576 + n)``, see ``PackingPlan.cost_per_rank``) or "tokens". The i-th rows of
-            all ranks are similar, too. With None, row i goes to rank ``i % rows_multiple_of``.
+        balance: what to balance over the ranks: "attention" (what pieces and images cost by
+            ``cost``) or "tokens" (and patches). The i-th rows of all ranks are similar, too. With
+            None, row i goes to rank ``i % rows_multiple_of``.
             "sequential" keeps the order of groups of ``rows_multiple_of`` rows; with
             ``balance=None`` it also keeps the order within a group.
+        cost: a :class:`ModelCost`, by default ``n * (24576 + n)`` for n tokens.
         overflow: what to do with an example longer than a row: "raise" an error, "truncate" it to
-            its first tokens, "drop" it, or "split" it into consecutive pieces.
+            its first tokens, "drop" it, or "split" it into consecutive pieces. An example with
+            images is never split, and truncated only by a collator, which knows where they are.
         max_sequences_per_row: the largest number of pieces per row; None for no limit.
+        dummy_image_tokens: with several ranks and ``patches``, rows without an image keep so many
+            tokens free: they get a dummy image where ``PackingPlan.needs_dummy_image``.
 
     Returns:
         A new plan. With one rank, rows are in the order in which the strategy opened them. The same
         arguments always give the same plan.
 
     Raises:
-        DataError: a length below 1, or too long with ``overflow="raise"``; names the example.
+        DataError: a length below 1, or an example that does not fit in a row with
+            ``overflow="raise"``; names the example.
         TypeError: a wrong type, such as float lengths; options given twice.
         ValueError: lengths that are not 1-D, an unknown option, a number below its minimum.
 
@@ -94,23 +108,35 @@ def pack(
         align = checked_int("align", align)
         ranks = checked_int("rows_multiple_of", rows_multiple_of, hint="1 means one rank")
         options["parallel"] = ParallelLayout(dp=ranks, tp=align)
-    return plan_of(lengths, packing_options(packing, max_tokens, options))
+    return plan_of(lengths, packing_options(packing, max_tokens, options), patches)
 
 
-def plan_of(lengths: npt.ArrayLike, packing: PackingOptions) -> PackingPlan:
+def plan_of(
+    lengths: npt.ArrayLike, packing: PackingOptions, patches: Patches | ImageLoad | None = None
+) -> PackingPlan:
     """As ``pack``, of options that are checked."""
-    pieces = cut_to_fit(checked_lengths(lengths), packing)
-    sizes = _aligned(pieces.lengths, packing)
-    return _plan(pieces, _for_ranks(_filled(sizes, packing), sizes, packing), packing)
+    checked = checked_lengths(lengths)
+    images = None if patches is None else image_load(patches, len(checked), packing.cost)
+    pieces = cut_to_fit(checked, packing, images)
+    sizes = _sizes(pieces.lengths, pieces.images, packing)
+    limits = _limits(sizes, packing, has_patches=images is not None)
+    rows = _for_ranks(_filled(sizes, packing, limits), sizes, pieces.images, packing, limits)
+    return _plan(pieces, rows, packing)
 
 
-def fill_rows(lengths: _Ints, packing: PackingOptions) -> PackingPlan:
+def fill_rows(
+    lengths: _Ints, packing: PackingOptions, images: ImageLoad | None = None
+) -> PackingPlan:
     """Rows as the strategy opens them: not evened out, and for no ranks yet.
 
-    ``lengths`` int64 [N]. "balanced" opens the rows of best fit.
+    ``lengths`` int64 [N]. "balanced" opens the rows of best fit. Without ``images`` rows reserve
+    cells for a dummy image, too: others of the run may have images.
     """
-    pieces = cut_to_fit(lengths, packing)
-    return _plan(pieces, _filled(_aligned(pieces.lengths, packing), packing), packing, num_ranks=1)
+    images = ImageLoad.none(len(lengths)) if images is None else images
+    pieces = cut_to_fit(lengths, packing, images)
+    sizes = _sizes(pieces.lengths, pieces.images, packing)
+    limits = _limits(sizes, packing, has_patches=True)
+    return _plan(pieces, _filled(sizes, packing, limits), packing, num_ranks=1)
 
 
 def rows_alone(
@@ -119,9 +145,10 @@ def rows_alone(
     """Rows that ``fill_rows`` has filled, as a batch of their own for all ranks of ``packing``.
 
     Returns its examples, int64 [N] ascending, and a plan in which they are numbered 0 to N - 1;
-    ``dropped`` are examples that it counts as dropped. It is the plan that packing these examples
-    alone gives (sequential: where the rows are neighbours), because a piece goes where it went
-    before: whether a row is fuller than another does not depend on a third.
+    ``dropped`` are examples that it counts as dropped. Without images it is the plan that packing
+    these examples alone gives (sequential: where the rows are neighbours), because a piece goes
+    where it went before: whether a row is fuller than another does not depend on a third. With
+    images the same rows are kept.
 
     >>> packing = PackingOptions(6)
     >>> filled = fill_rows(np.array([4, 2, 6, 3]), packing)
@@ -142,12 +169,15 @@ def rows_alone(
         np.searchsorted(examples, filled.example_indices[in_order]),
         filled.starts[in_order],
         lengths,
+        ImageLoad(filled.patches[in_order], filled.vision_costs[in_order]),
         dropped=np.searchsorted(examples, dropped),
         cut=np.searchsorted(examples, cut),
     )
-    sizes = _aligned(lengths, packing)
+    sizes = _sizes(lengths, pieces.images, packing)
+    limits = _limits(sizes, packing, has_patches=True)
     alone = Rows(numbers[taken.order], taken.offsets)
-    return examples, _plan(pieces, _for_ranks(alone, sizes, packing), packing)
+    rows_of_ranks = _for_ranks(alone, sizes, pieces.images, packing, limits)
+    return examples, _plan(pieces, rows_of_ranks, packing)
 
 
 def _plan(
@@ -165,119 +195,87 @@ def _plan(
         cut=pieces.cut,
         num_cut_tokens=pieces.num_cut_tokens,
         num_dropped_tokens=pieces.num_dropped_tokens,
+        patches=pieces.images.patches[rows.order],
+        vision_costs=pieces.images.costs[rows.order],
+        max_patches=packing.max_patches,
+        dummy_image_tokens=packing.dummy_image_tokens,
+        cost=packing.cost,
     )
 
 
-def _aligned(lengths: _Ints, packing: PackingOptions) -> _Ints:
+def _sizes(lengths: _Ints, images: ImageLoad, packing: PackingOptions) -> Weights:
+    """Cells and patches of each piece."""
     align = packing.parallel.align
-    return -(-lengths // align) * align if align > 1 else lengths
+    return Weights(-(-lengths // align) * align if align > 1 else lengths, images.patches)
 
 
-def _filled(sizes: _Ints, packing: PackingOptions) -> Rows:
+def _limits(sizes: Weights, packing: PackingOptions, *, has_patches: bool) -> Limits:
+    """What a row may hold, at most all there is: it makes the same rows, and no sum overflows."""
+    tokens, patches = int(sizes.tokens.sum()), int(sizes.patches.sum())
+    most_patches = patches if packing.max_patches is None else packing.max_patches
+    text = packing.max_tokens - (packing.reserved if has_patches else 0)
+    limit = min(packing.max_tokens, tokens)
+    return Limits(
+        limit, min(most_patches, patches), packing.max_sequences_per_row, limit - min(text, tokens)
+    )
+
+
+def _filled(sizes: Weights, packing: PackingOptions, limits: Limits) -> Rows:
     """Pieces into rows, as the strategy opens these; one empty row of no pieces."""
-    if not len(sizes):
-        return Rows(sizes, np.zeros(2, dtype=np.int64))
-    return _FILL[packing.strategy](sizes, _bounded(sizes, packing), packing.max_sequences_per_row)
+    tokens, patches = sizes
+    if not len(tokens):
+        return Rows(tokens, np.zeros(2, dtype=np.int64))
+    if packing.strategy == "sequential":
+        return sequential(*_in_order(sizes, limits))
+    fill = _FILL[packing.strategy]
+    if not limits.patches:
+        return fill(tokens, limits.tokens - limits.reserved, limits.pieces, None)
+    return fill_two_budgets(fill, tokens, patches, limits)
 
 
-def _bounded(sizes: _Ints, packing: PackingOptions) -> int:
-    """The capacity, at most all there is: it makes the same rows, and no sum overflows."""
-    return min(packing.max_tokens, int(sizes.sum()))
+def _in_order(sizes: Weights, limits: Limits) -> _InOrder:
+    """What cutting a sequence into rows takes; all rows keep the reserved cells free.
+
+    Only a piece with an image may use them, and is then alone in its row.
+    """
+    capacity = limits.tokens - limits.reserved
+    patches = (sizes.patches, limits.patches) if limits.patches else None
+    return np.minimum(sizes.tokens, capacity), capacity, limits.pieces, patches
 
 
-def _for_ranks(rows: Rows, sizes: _Ints, packing: PackingOptions) -> Rows:
+def _for_ranks(
+    rows: Rows, sizes: Weights, images: ImageLoad, packing: PackingOptions, limits: Limits
+) -> Rows:
     """Rows that are filled, as many as a multiple of the ranks, evened out and given to them."""
     num_ranks, strategy = packing.parallel.dp, packing.strategy
-    if not len(sizes):
-        return Rows(sizes, np.zeros(num_ranks + 1, dtype=np.int64))
+    if not len(sizes.tokens):
+        return Rows(sizes.tokens, np.zeros(num_ranks + 1, dtype=np.int64))
     if strategy != "balanced" and num_ranks == 1:
         return rows
-    capacity, max_pieces = _bounded(sizes, packing), packing.max_sequences_per_row
-    attention = packing.balance == "attention" and num_ranks > 1
-    costs = _balance.attention_cost(sizes) if attention else sizes
+    costs = sizes
+    if packing.balance == "attention" and num_ranks > 1:
+        costs = Weights(packing.cost.language(sizes.tokens), images.costs)
     filled = len(rows.offsets) - 1
     num_rows = -(-filled // num_ranks) * num_ranks
     if strategy == "sequential":
-        rows = _balance.split_evenly(sizes, num_rows, capacity, max_pieces)
+        tokens, capacity, max_pieces, patches = _in_order(sizes, limits)
+        rows = split_evenly(tokens, num_rows, capacity, max_pieces, patches)
     else:
-        rows = _balance.level(
+        rows = level(
             rows,
             sizes,
             num_rows,
-            capacity=capacity,
-            max_pieces=max_pieces,
+            limits=limits,
             weights=sizes if strategy == "balanced" else costs,
             most=filled if strategy == "balanced" else _LEVELLED_ROWS_PER_RANK * num_ranks,
         )
     if num_ranks == 1:
         return rows
-    row_costs = None if packing.balance is None else rows.totals(costs)
-    keep_order = strategy == "sequential"
-    return rows.take(_balance.over_ranks(row_costs, num_rows, num_ranks, keep_order=keep_order))
-
-
-class FittedPieces(NamedTuple):
-    """Examples, or parts of them, each at most a row long, in example order."""
-
-    example_indices: _Ints
-    starts: _Ints
-    lengths: _Ints
-    dropped: _Ints
-    cut: _Ints
-    num_cut_tokens: int = 0
-    num_dropped_tokens: int = 0
-
-
-def cut_to_fit(lengths: _Ints, packing: PackingOptions) -> FittedPieces:
-    """The pieces to place of examples of these lengths, int64 [N].
-
-    Nothing else cuts or drops over-long examples, or says that they are too long.
-
-    Raises:
-        DataError: an example longer than a row, with ``overflow="raise"``.
-
-    >>> cut_to_fit(np.array([3, 5]), PackingOptions(3, overflow="split")).starts.tolist()
-    [0, 0, 3]
-    """
-    limit, overflow = packing.capacity, packing.overflow
-    indices = np.arange(len(lengths))
-    starts, none = np.zeros_like(lengths), np.zeros(0, dtype=np.int64)
-    too_long = np.flatnonzero(lengths > limit)
-    if not len(too_long):
-        return FittedPieces(indices, starts, lengths, none, none)
-    if overflow == "drop":
-        lost = int(lengths[too_long].sum())
-        kept = np.delete(indices, too_long)
-        return FittedPieces(
-            kept, starts[kept], lengths[kept], too_long, none, num_dropped_tokens=lost
-        )
-    if overflow == "truncate":
-        lost = int(lengths[too_long].sum()) - limit * len(too_long)
-        shortened = np.minimum(lengths, limit)
-        return FittedPieces(indices, starts, shortened, none, too_long, num_cut_tokens=lost)
-    if overflow == "split":
-        counts = num_pieces(lengths, packing)
-        indices = np.repeat(indices, counts)
-        first_piece = np.cumsum(counts) - counts
-        starts = (np.arange(len(indices)) - first_piece[indices]) * limit
-        return FittedPieces(
-            indices, starts, np.minimum(lengths[indices] - starts, limit), none, too_long
-        )
-    first = int(too_long[0])
-    others = f" (too long as well: {len(too_long) - 1} more)" if len(too_long) > 1 else ""
-    raise DataError(
-        f"example {first} has {int(lengths[first])} tokens, more than the {limit} that fit in a "
-        f"row with max_tokens={packing.max_tokens} and align={packing.parallel.align}{others}; "
-        "raise max_tokens, shorten it, or pass overflow='truncate', 'drop' or 'split'"
+    given = over_ranks(
+        None if packing.balance is None else rows.totals(costs.tokens),
+        num_rows,
+        num_ranks,
+        keep_order=strategy == "sequential",
+        image_costs=rows.totals(costs.patches) if limits.patches else None,
     )
-
-
-def num_pieces(lengths: _Ints, packing: PackingOptions) -> _Ints:
-    """How many pieces of examples are placed, of those that are: int64 [N].
-
-    >>> num_pieces(np.array([3, 5]), PackingOptions(3, overflow="split")).tolist()
-    [1, 2]
-    """
-    if packing.overflow != "split":
-        return np.ones_like(lengths)
-    return -(-lengths // packing.capacity)
+    return rows.take(given)

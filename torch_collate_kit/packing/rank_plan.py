@@ -94,6 +94,14 @@ class RankPlan:
         return np.searchsorted(np.unique(examples), examples)
 
     @property
+    def patches(self) -> _Ints:
+        """[len(indices)] patches of images that the plan assumes for each example that is read."""
+        patches = np.zeros(len(self.indices), dtype=np.int64)
+        if self.rank is not None:
+            patches[self.positions] = self.plan.patches[_pieces(self.plan, self.rank)]
+        return patches
+
+    @property
     def num_loss_tokens_elsewhere(self) -> int:
         """Loss tokens in examples that other ranks read; 0 if unknown."""
         return (self.num_loss_tokens or 0) - (self.own_num_loss_tokens or 0)
@@ -127,6 +135,28 @@ class RankPlan:
                 f"example {self.indices[i]} of the dataset has {lengths[i]} tokens, the sampler "
                 f"was told {self.lengths[i]}; its lengths must be those of the dataset that is "
                 "read: pass dataset.lengths"
+            )
+
+    def check_patches(self, patches: _Ints) -> None:
+        """That the examples read, with so many patches of images (int64), are those planned.
+
+        Raises:
+            DataError: another number of patches, whole or of what the plan reads; a row might then
+                hold more than it may, and ranks would not run the vision tower equally often.
+        """
+        planned = self.patches
+        if self.rank is None:
+            planned = np.zeros_like(patches)
+            np.add.at(planned, self.plan.example_indices, self.plan.patches)
+            cut = np.isin(np.arange(len(patches)), [*self.plan.cut, *self.plan.dropped])
+            planned = np.where(cut, patches, planned)
+        wrong = np.flatnonzero(patches != planned)
+        if len(wrong):
+            i = int(wrong[0])
+            example = f"{i}" if self.rank is None else f"{self.indices[i]} of the dataset"
+            raise DataError(
+                f"example {example} has {patches[i]} patches of images, the plan was made for "
+                f"{planned[i]}; give the sampler patches= of the dataset that is read"
             )
 
     def check_loss_tokens(self, num_loss_tokens: int) -> None:

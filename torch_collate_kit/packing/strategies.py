@@ -8,15 +8,18 @@ the number of distinct sizes more than on the number of pieces. There is at leas
 from __future__ import annotations
 
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "OpenRows",
     "Rows",
     "best_fit_decreasing",
     "first_fit_decreasing",
+    "latest_ends",
     "running_sum",
     "sequential",
     "stable_argsort",
@@ -75,7 +78,22 @@ def stable_argsort(keys: npt.NDArray[np.integer], num_keys: int) -> _Ints:
     return low[np.argsort(high[low], kind="stable")]
 
 
-def best_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) -> Rows:
+class OpenRows(NamedTuple):
+    """Rows that hold pieces already: the free space of each, and its free slots for pieces."""
+
+    space: _Ints
+    """int64 [R]"""
+    slots: _Ints
+    """int64 [R]"""
+
+    def fullest_last(self) -> _Ints:
+        """Row numbers by descending space and slots: int64 [R]."""
+        return np.lexsort((-self.slots, -self.space))
+
+
+def best_fit_decreasing(
+    sizes: _Ints, capacity: int, max_pieces: int | None, opened: OpenRows | None = None
+) -> Rows:
     """Longest piece first, each into the fullest row that still has room for it.
 
     Source: D. S. Johnson, "Near-optimal bin packing algorithms" (1973): at most 11/9 of the best
@@ -85,25 +103,37 @@ def best_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) -> 
     The result is exactly that of placing the pieces one by one. A row that takes a piece of some
     size is then the fullest one with room, so it takes the next piece of that size as well, until
     too little is free: rows with equal free space each take ``space // size`` at once. With
-    ``max_pieces``, of equally full rows the one with the fewest free slots comes first.
+    ``max_pieces``, of equally full rows the one with the fewest free slots comes first. ``opened``
+    rows are numbered before the new ones, and a new row is opened if none of them has room.
 
     >>> rows = best_fit_decreasing(np.array([4, 6, 3, 7]), 10, None)
     >>> rows.order.tolist(), rows.offsets.tolist()
     ([3, 2, 1, 0], [0, 2, 4])
     """
-    order, distinct, counts = _histogram(sizes, capacity)
-    firsts, num_taken, each, num_rows = _fill_best(distinct, counts, capacity, max_pieces)
-    return Rows.from_labels(order, _expand(firsts, num_taken, each), num_rows)
+    order, distinct, counts = _histogram(sizes)
+    if opened is None:
+        firsts, num_taken, each, num_rows = _fill_best(distinct, counts, capacity, max_pieces)
+        return Rows.from_labels(order, _expand(firsts, num_taken, each), num_rows)
+    by_space = opened.fullest_last()
+    in_order = OpenRows(opened.space[by_space], opened.slots[by_space])
+    firsts, num_taken, each, num_rows = _fill_best(distinct, counts, capacity, max_pieces, in_order)
+    numbers = np.append(by_space, np.arange(len(by_space), num_rows))
+    return Rows.from_labels(order, numbers[_expand(firsts, num_taken, each)], num_rows)
 
 
 def _fill_best(
-    distinct: list[int], counts: list[int], capacity: int, max_pieces: int | None
+    distinct: list[int],
+    counts: list[int],
+    capacity: int,
+    max_pieces: int | None,
+    opened: OpenRows | None = None,
 ) -> tuple[_Ints, _Ints, _Ints, int]:
     """The fills in turn, and the number of rows.
 
     A fill is a run of rows, numbered as they are opened, that take ``each`` pieces of one size:
     first row, number of rows, each. The rows of a run are equally full until another fill splits
     it. It is one integer, ``first * unit + number``; run 1 is the rows that are not yet opened.
+    ``opened`` rows come first, and take pieces before a new row does.
 
     A run's place in best-fit order is one integer, ``run - (key + 1) * unit``: ``key`` is its free
     space, or where pieces are limited ``space * stride + free slots``, and of equally full runs the
@@ -114,14 +144,25 @@ def _fill_best(
     which takes 80 ms in a process with torch.
     """
     stride, closes = (1, 0) if max_pieces is None else (max_pieces + 1, 1)
-    unit = sum(counts) + 2  # more than there can be runs
-    runs = [0, unit - 2]
+    num_opened = 0 if opened is None else len(opened.space)
+    num_pieces = sum(counts)
+    unit = num_pieces + num_opened + 3  # more than there can be runs, or rows
+    runs = [0, num_opened * unit + num_pieces + 1]
     with_room = [1 - (capacity * stride + (max_pieces or 0) + 1) * unit]
     waiting: list[int] = []
     filled: list[int] = []
     eachs: list[int] = []
     size_unit, slot_unit = stride * unit, closes * unit
     shortest = distinct[-1] * size_unit
+    if opened is not None:
+        keys = opened.space * stride + opened.slots * closes
+        fits = (opened.space >= distinct[-1]) & (opened.slots > 0)
+        # Descending keys make ascending places, and a sorted list is a heap.
+        starts = np.flatnonzero(np.diff(keys, prepend=-1))
+        for first, end in pairwise([*starts.tolist(), num_opened]):
+            if fits[first]:
+                waiting.append(len(runs) - (int(keys[first]) + 1) * unit)
+                runs.append(first * unit + end - first)
     for size, count in zip(distinct, counts, strict=True):
         room = size * size_unit
         while waiting and waiting[0] < -room:
@@ -157,23 +198,34 @@ def _fill_best(
     return firsts, num_taken, _int_array(eachs), runs[1] // unit
 
 
-def first_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) -> Rows:
+def first_fit_decreasing(
+    sizes: _Ints, capacity: int, max_pieces: int | None, opened: OpenRows | None = None
+) -> Rows:
     """Longest piece first, each into the earliest opened row that has room for it.
 
     Source: D. S. Johnson (1973), as for ``best_fit_decreasing``, with the same bound. A binary tree
     over the rows, each node the most free space below it, finds the earliest row with room in
-    log2(rows) steps; the row takes as many pieces of the same size as fit.
+    log2(rows) steps; the row takes as many pieces of the same size as fit. ``opened`` rows are
+    the earliest.
 
     >>> rows = first_fit_decreasing(np.array([4, 6, 3, 7]), 10, None)
     >>> rows.order.tolist(), rows.offsets.tolist()
     ([3, 2, 1, 0], [0, 2, 4])
     """
-    order, distinct, counts = _histogram(sizes, capacity)
+    order, distinct, counts = _histogram(sizes)
     # Any two rows with free slots hold more than one capacity together; the others hold max_pieces.
     most_rows = 2 * int(sizes.sum()) // capacity + 2 + len(sizes) // (max_pieces or len(sizes))
-    num_leaves = 1 << (most_rows - 1).bit_length()
+    num_opened = 0 if opened is None else len(opened.space)
+    num_leaves = 1 << (num_opened + most_rows - 1).bit_length()
     space = [capacity] * (2 * num_leaves)
     slots = [max_pieces or len(sizes)] * num_leaves
+    if opened is not None:
+        slots[:num_opened] = opened.slots.tolist()
+        space[num_leaves : num_leaves + num_opened] = np.where(
+            opened.slots > 0, opened.space, 0
+        ).tolist()
+        for node in range(num_leaves - 1, 0, -1):
+            space[node] = max(space[2 * node], space[2 * node + 1])
     filled: list[int] = []
     eachs: list[int] = []
     for size, count in zip(distinct, counts, strict=True):
@@ -195,29 +247,50 @@ def first_fit_decreasing(sizes: _Ints, capacity: int, max_pieces: int | None) ->
                 space[node] = max(space[2 * node], space[2 * node + 1])
     rows = _int_array(filled)
     labels = _expand(rows, np.ones_like(rows), _int_array(eachs))
-    return Rows.from_labels(order, labels, int(rows.max()) + 1)
+    return Rows.from_labels(order, labels, max(num_opened, int(rows.max()) + 1))
 
 
-def sequential(sizes: _Ints, capacity: int, max_pieces: int | None) -> Rows:
+def sequential(
+    sizes: _Ints,
+    capacity: int,
+    max_pieces: int | None,
+    patches: tuple[_Ints, int] | None = None,
+) -> Rows:
     """Next fit: pieces in the order given, a new row whenever the next one does not fit.
+
+    ``patches`` are those of each piece, and the most of a row.
 
     >>> sequential(np.array([4, 6, 3, 7, 1]), 10, None).offsets.tolist()
     [0, 2, 4, 5]
     """
-    sums = running_sum(sizes)
-    row_end = np.searchsorted(sums, sums[:-1] + capacity, side="right") - 1
-    if max_pieces is not None:
-        row_end = np.minimum(row_end, np.arange(len(sizes)) + max_pieces)
-    next_start: list[int] = row_end.tolist()
+    next_start: list[int] = latest_ends(sizes, capacity, max_pieces, patches).tolist()
     offsets = [0]
     while offsets[-1] < len(sizes):
         offsets.append(next_start[offsets[-1]])
     return Rows(np.arange(len(sizes)), np.array(offsets, dtype=np.int64))
 
 
-def _histogram(sizes: _Ints, capacity: int) -> tuple[_Ints, list[int], list[int]]:
+def latest_ends(
+    sizes: _Ints, capacity: int, max_pieces: int | None, patches: tuple[_Ints, int] | None
+) -> _Ints:
+    """Where a row that begins at each place, or at the end, must end at the latest: int64 [S + 1].
+
+    >>> latest_ends(np.array([4, 6, 3]), 10, None, None).tolist()
+    [2, 3, 3, 3]
+    """
+    ends = np.full(len(sizes) + 1, len(sizes))
+    for values, most in ((sizes, capacity), *(() if patches is None else (patches,))):
+        sums = running_sum(values)
+        ends = np.minimum(ends, np.searchsorted(sums, sums + most, side="right") - 1)
+    if max_pieces is not None:
+        ends = np.minimum(ends, np.arange(len(sizes) + 1) + max_pieces)
+    return ends
+
+
+def _histogram(sizes: _Ints) -> tuple[_Ints, list[int], list[int]]:
     """Piece numbers by size, longest first, ties by number; the distinct sizes; their counts."""
-    order = stable_argsort(capacity - sizes, capacity)
+    longest = int(sizes.max())
+    order = stable_argsort(longest - sizes, longest)
     ordered = sizes[order]
     starts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
     starts = np.concatenate([[0], starts, [len(sizes)]])

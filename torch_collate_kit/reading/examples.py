@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch_collate_kit.ragged import Ragged, span_indices
 from torch_collate_kit.reading.fields import DeclaredFields, FieldColumn
 from torch_collate_kit.reading.media import ImageColumn, Images
 from torch_collate_kit.reading.numbers import Numbers
-from torch_collate_kit.reading.spans import are_int32_ids, first_bad, joined, taken
+from torch_collate_kit.reading.spans import are_int32_ids, first_bad, joined, taken, with_row
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["LEAST_WEIGHT", "ExampleColumns", "PlacedColumns", "as_flags", "bad_weight"]
@@ -59,6 +59,8 @@ class ExampleColumns:
     are_rollouts: bool = False
     images: Images | None = None
     """None where the collator was given no vision model; else there may be no image in it."""
+    image_token_id: int | None = None
+    """The id of placeholders, which are not trained."""
 
     @classmethod
     def of_none(cls, fields: DeclaredFields, vision: VisionLayout | None) -> ExampleColumns:
@@ -71,6 +73,38 @@ class ExampleColumns:
         names = (*fields, *(column.name for column in of_them))
         return cls(
             empty, nothing, None, None, None, [*columns, *of_them], names=names, images=images
+        )
+
+    def with_smallest_image(self) -> ExampleColumns:
+        """The same with one more example, the smallest image of the model, which trains nothing."""
+        assert self.images is not None
+        layout = self.images.layout
+        num_tokens = layout.smallest_tokens
+        row = np.full(num_tokens, layout.image_token_id)
+        target, num_actions = self.target, self.num_actions
+        if target is not None:
+            untrained = IGNORE_INDEX if self.target_name == "labels" else 0
+            none = np.full(num_tokens if num_actions is None else 0, untrained)
+            target = with_row(target, none)
+        if num_actions is not None:
+            num_actions = np.append(num_actions, 0)
+        input_ids = with_row(self.input_ids, row)
+        images = self.images.with_smallest(input_ids)
+        lengths = np.append(self.lengths, num_tokens)
+        names = {column.name for column in images.columns(lengths)}
+        fields = [
+            column.with_row(num_tokens)
+            for column in self.fields
+            if isinstance(column, FieldColumn) and column.name not in names
+        ]
+        return replace(
+            self,
+            input_ids=input_ids,
+            lengths=lengths,
+            target=target,
+            num_actions=num_actions,
+            fields=[*fields, *images.columns(lengths)],
+            images=images,
         )
 
     @property
@@ -127,10 +161,10 @@ class ExampleColumns:
 
         No model and no processor excludes them from the loss.
         """
-        if self.images is None or not len(self.images):
+        if self.image_token_id is None:
             return None
-        is_image: np.ndarray = ids == self.images.layout.image_token_id
-        return is_image
+        is_image: np.ndarray = ids == self.image_token_id
+        return is_image if is_image.any() else None
 
     def _target(self, pieces: Pieces) -> tuple[str, np.ndarray]:
         """Labels or weights, one per token, by their name as a column."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.numbers import Numbers, number_column
 from torch_collate_kit.reading.raw import one_value
-from torch_collate_kit.reading.spans import first_bad, taken
+from torch_collate_kit.reading.spans import first_bad, joined, taken, with_row
 
 __all__ = ["DeclaredFields", "FieldColumn", "checked_fields", "read_declared"]
 
@@ -44,6 +44,13 @@ class FieldColumn:
             return first_actions, num_actions
         lengths = self.values.lengths[pieces.examples]
         return np.zeros_like(lengths), lengths
+
+    def with_row(self, num_tokens: int) -> FieldColumn:
+        """With an example of so many tokens that has no response: pads per token, else nothing."""
+        number = num_tokens if self.spec.count == "lengths" else 0
+        pad = self.spec.pad if isinstance(self.spec, PerToken) else 0
+        empty = np.zeros((number, *joined(self.values).values.shape[1:]))
+        return replace(self, values=with_row(self.values, empty + pad))
 
     def place(self, pieces: Pieces, starts: np.ndarray, lengths: np.ndarray) -> Tensor:
         """The entries of these spans, in the order of the pieces: a copy.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,30 +12,31 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.batch.buffer import fresh_bytes
-from torch_collate_kit.batch.fields import PerImage
+from torch_collate_kit.batch.fields import PerImage, PerToken
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.arrays import as_array, checked_arrays
+from torch_collate_kit.reading.media_checks import arrays_of, checked_fields_of
 from torch_collate_kit.reading.numbers import Numbers
 from torch_collate_kit.reading.spans import joined
-from torch_collate_kit.vision.families import ImageField
+from torch_collate_kit.vision.families import IMAGE_FIELDS, ImageField
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
 
-__all__ = ["IMAGES", "TOKEN_TYPES", "ImageColumn", "Images", "read_images"]
+__all__ = [
+    "IMAGES",
+    "MEDIA",
+    "TOKEN_TYPES",
+    "ImageColumn",
+    "Images",
+    "read_images",
+    "token_type_fields",
+]
 
 IMAGES = ("pixel_values", "image_grid_thw")
+_VIDEOS = ("pixel_values_videos", "video_grid_thw")
+MEDIA = (*IMAGE_FIELDS, *_VIDEOS)
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # follow from the ids
-_TILED = ("pixel_values", "pixel_attention_mask")
 _OPTIONAL = ("pixel_attention_mask",)  # without it a tile is seen as a whole
-_SHAPES = {
-    ("patch", 2): "floats [patches, patch size]",
-    ("tile", 4): "floats [tiles, 3, height, width]",
-    ("tile", 3): "a mask [tiles, height, width]",
-    ("image", 4): "floats [images, 3, height, width]",
-    ("image", 2): "integers [images, 3], or of sizes [images, 2]",
-    ("example", 1): "one integer per example, the number of its images",
-}
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,14 @@ class Images:
         """Of a batch without examples."""
         nothing = Ragged(np.zeros(0, dtype=np.int64), [0])
         return cls(layout, [], {name: [] for name in layout.fields}, nothing)
+
+    def with_smallest(self, input_ids: Numbers) -> Images:
+        """With one more example, of the smallest image alone; ``input_ids`` have it."""
+        fields = self.layout.smallest()
+        arrays: dict[str, list[np.ndarray | None]] = {
+            name: [*of, fields[name]] for name, of in self.arrays.items()
+        }
+        return Images(self.layout, [*self.units, self.layout.units(fields)], arrays, input_ids)
 
     def __len__(self) -> int:
         return sum(unit is not None for unit in self.units)
@@ -79,10 +89,35 @@ class Images:
         places, unit = self._places(example), self.units[example]
         if unit is None or not len(places) or places[-1] < limit:
             return limit
-        ends = self.ends(example) if self.layout.counts_images else places[-1:] + 1
+        ends = self.ends(example) if self.counts_images else places[-1:] + 1
         firsts = places[np.append(0, np.cumsum(unit.tokens)[:-1])] if len(ends) > 1 else places[:1]
         inside = (firsts < limit) & (limit < ends)
         return int(firsts[inside][0]) if inside.any() else limit
+
+    def cuts(self, max_tokens: int, max_patches: int | None) -> tuple[np.ndarray, list[list[int]]]:
+        """The longest beginnings that fit a row and end inside no image: tokens, patches per image.
+
+        0 tokens where an example begins with an image that does not fit. Of examples without an
+        image, and of those that fit, all.
+        """
+        lengths, patches = self.input_ids.lengths.copy(), self.patches
+        for i, unit in enumerate(self.units):
+            if unit is None:
+                continue
+            limit = int(lengths[i])
+            most = np.inf if max_patches is None else max_patches
+            fit = int(np.count_nonzero(np.cumsum(unit.patches) <= most))
+            if fit < len(unit.patches):
+                fit = fit if self.counts_images else 0
+                limit = int(self._places(i)[int(unit.tokens[:fit].sum())])
+            lengths[i] = self.cut_before(i, min(limit, max_tokens))
+            num_kept = int(np.count_nonzero(self.ends(i) <= lengths[i]))
+            patches[i] = unit.patches[:num_kept].tolist()
+        return lengths, patches
+
+    @property
+    def counts_images(self) -> bool:
+        return self.layout.counts_images
 
     def kept(self, pieces: Pieces, lengths: np.ndarray) -> np.ndarray:
         """int64 [S], how many images each piece has: the first ones of its example.
@@ -170,9 +205,18 @@ class ImageColumn:
         end = 0
         for array in chosen:
             part = column[end : end + len(array)]
-            part.view(array.shape).copy_(torch.from_numpy(array))
+            part.view(array.shape).copy_(_as_tensor(array))
             end += len(array)
         return column
+
+
+def _as_tensor(array: np.ndarray) -> Tensor:
+    """A view. Of an array that is not writable, as Arrow's are, torch would warn on every call."""
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    own = array.__array_interface__
+    alias = SimpleNamespace(__array_interface__={**own, "data": (own["data"][0], False)}, of=array)
+    return torch.from_numpy(np.asarray(alias))
 
 
 def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -192,6 +236,23 @@ def _shape_of_none(column: ImageColumn) -> tuple[int, ...]:
     return {"image_grid_thw": (3,), "image_sizes": (2,)}[column.name]
 
 
+def token_type_fields(raw: Mapping[str, Any], layout: VisionLayout | None) -> dict[str, PerToken]:
+    """The token types among ``raw`` that are read: where the model makes positions of them.
+
+    Raises:
+        DataError: a model that needs them, and examples without.
+    """
+    if layout is None or layout.family.positions != "model":
+        return {}
+    needed = layout.family.token_types
+    if needed and needed not in raw:
+        raise DataError(
+            f"example 0 has no {needed}, by which the model tells the prompt from the answer; give "
+            "all that the processor returned"
+        )
+    return {name: PerToken(torch.int64) for name in TOKEN_TYPES if name in raw}
+
+
 def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers) -> Images:
     """The images of the examples; None, or nothing at all, stands for an example without images.
 
@@ -200,6 +261,7 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
             placeholders among the ids.
     """
     fields, num_examples = layout.fields, len(input_ids)
+    _refuse_other_media(raw, layout)
     given = {
         name: {
             i: entry
@@ -219,7 +281,7 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
                 "without an image"
             )
     arrays = {
-        name: _arrays_of(name, entries, field)
+        name: arrays_of(name, entries, field)
         for (name, field), entries in zip(fields.items(), given.values(), strict=True)
     }
     units: list[ImageUnits | None] = [None] * num_examples
@@ -229,7 +291,7 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
         if "pixel_attention_mask" in fields and "pixel_attention_mask" not in own:
             shape = own["pixel_values"].shape
             own["pixel_attention_mask"] = np.ones((*shape[:-3], *shape[-2:]), dtype=bool)
-        own, units[i] = _checked(i, own, layout)
+        own, units[i] = checked_fields_of(i, own, layout)
         for name, array in own.items():
             columns[name][i] = array
     images = Images(layout, units, columns, input_ids)
@@ -237,118 +299,21 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
     return images
 
 
-def _arrays_of(name: str, entries: Mapping[int, Any], field: ImageField) -> dict[int, np.ndarray]:
-    if field.per != "unknown":
-        shape = _SHAPES[field.per, field.num_dims]
-        is_tiled = field.per == "tile"
-        return checked_arrays(name, entries, field.num_dims, field.kinds, shape, or_padded=is_tiled)
-    what = "an array of what the processor returned"
-    arrays = {i: as_array(name, i, entry, what) for i, entry in entries.items()}
-    first = next(iter(arrays), 0)
-    for i, array in arrays.items():
-        if array.shape[1:] != arrays[first].shape[1:] or not array.ndim:
-            raise DataError(
-                f"example {i}: {name} has shape {array.shape}, example {first} has "
-                f"{arrays[first].shape}, and the processor's family is not in the table, which "
-                "would tell what its dimensions count and which of their entries are padding; "
-                "declare a VisionLayout of a family in docs/vision.md, or use images of one size"
+def _refuse_other_media(raw: Mapping[str, Any], layout: VisionLayout) -> None:
+    """They would be lost."""
+    fields = layout.fields
+    for name in (name for name in MEDIA if name in raw and name not in fields):
+        i = next((i for i, entry in enumerate(raw[name]) if entry is not None), None)
+        if i is not None:
+            hint = (
+                "videos are not supported, give images"
+                if name in _VIDEOS
+                else "use the processor of the model"
             )
-    return arrays
-
-
-def _checked(
-    index: int, fields: dict[str, np.ndarray], layout: VisionLayout
-) -> tuple[dict[str, np.ndarray], ImageUnits]:
-    """The fields of one example with tiles laid flat, and its images."""
-    grid = fields.get("image_grid_thw")
-    if grid is not None:
-        _check_grid(index, grid, layout)
-        _check_frames(index, fields["pixel_values"], layout)
-    sizes = fields.get("image_sizes")
-    if sizes is not None and (sizes.shape[1] != 2 or (sizes < 1).any()):
-        raise DataError(
-            f"example {index}: image_sizes is {sizes.tolist()!r:.60}; give height and width of "
-            "each image, as the processor returned them"
-        )
-    units = None if sizes is None else layout.units(fields)
-    if layout.other_fields:
-        return fields, layout.units(fields)
-    fields = _laid_flat(fields, units)
-    units = layout.units(fields) if units is None else units
-    per = {"patch": units.patches.sum(), "tile": units.tiles.sum(), "image": len(units.tokens)}
-    for name, array in fields.items():
-        what = layout.fields[name].per
-        if what == "example":
-            if array.tolist() != [len(units.tokens)]:
-                raise DataError(
-                    f"example {index}: {name} is {array.tolist()}, but the example has "
-                    f"{len(units.tokens)} images; give what the processor returned for it alone"
-                )
-        elif len(array) != per[what]:
-            described = "" if grid is None else f", image_grid_thw of shape {grid.shape}"
             raise DataError(
-                f"example {index}: {name} has {len(array)} {what}{'e' * (what == 'patch')}s"
-                f"{described or ', the sizes of its images'} describes {per[what]}; give what the "
-                "processor returned"
+                f"example {i} has {name}, which is no image field of {layout.family_name} models "
+                f"({', '.join(fields) or 'none is known'}); {hint}"
             )
-    return fields, units
-
-
-def _check_grid(index: int, grid: np.ndarray, layout: VisionLayout) -> None:
-    if (grid < 1).any():
-        raise DataError(
-            f"example {index}: image_grid_thw has the size {grid.min()}, and sizes are 1 or more; "
-            "give what the processor returned"
-        )
-    if grid.shape[1] != 3:
-        raise DataError(
-            f"example {index}: image_grid_thw has shape {grid.shape}; give [images, 3], as the "
-            "processor returned it"
-        )
-    if (grid[:, 1:] % layout.merge_size).any():
-        raise DataError(
-            f"example {index}: image_grid_thw has {grid.tolist()!r:.60}, whose height or width is "
-            f"no multiple of merge_size={layout.merge_size}; use the processor of the model"
-        )
-
-
-def _check_frames(index: int, pixels: np.ndarray, layout: VisionLayout) -> None:
-    """The frames of a patch must be equal: only one of them is stored."""
-    channels, num_frames, size = layout.patch_shape
-    if num_frames == 1:
-        return
-    if pixels.shape[1] != channels * num_frames * size:
-        raise DataError(
-            f"example {index}: pixel_values has patches of {pixels.shape[1]} numbers, the model's "
-            f"have {channels * num_frames * size}; use the processor of the model"
-        )
-    frames = pixels.reshape(-1, channels, num_frames, size)
-    if not (frames[:, :, 1:] == frames[:, :, :1]).all():
-        raise DataError(
-            f"example {index}: the frames of a patch of pixel_values differ, so it is no still "
-            "image (or holds NaN); videos are not supported, give images"
-        )
-
-
-def _laid_flat(fields: dict[str, np.ndarray], units: ImageUnits | None) -> dict[str, np.ndarray]:
-    """Without the padding of images to the same number of tiles."""
-    pixels, mask = fields["pixel_values"], fields.get("pixel_attention_mask")
-    if pixels.ndim == 5:
-        rows, columns = pixels.shape[:2]
-        is_real: Any = np.ones((rows, columns), dtype=bool)
-        if units is not None:  # LLaVA
-            is_real = np.arange(columns) < units.tiles[:rows, None]
-        elif mask is not None:
-            is_real = mask.reshape(rows, columns, -1).any(axis=2)
-        fields = {
-            name: _real(array, is_real) if name in _TILED else array
-            for name, array in fields.items()
-        }
-    return fields
-
-
-def _real(array: np.ndarray, is_real: np.ndarray) -> np.ndarray:
-    return array.reshape(-1, *array.shape[2:]) if is_real.all() else array[is_real]
 
 
 def _check_placeholders(images: Images) -> None:

@@ -18,7 +18,7 @@ from torch_collate_kit.reading.examples import (
     bad_weight,
 )
 from torch_collate_kit.reading.fields import DeclaredFields, FieldColumn, read_declared
-from torch_collate_kit.reading.media import IMAGES, read_images
+from torch_collate_kit.reading.media import IMAGES, MEDIA, read_images
 from torch_collate_kit.reading.numbers import Numbers, number_column, tensor_to_numpy
 from torch_collate_kit.reading.raw import (
     Examples,
@@ -80,7 +80,7 @@ def read_rollouts(
     """
     fields = fields or {}
     hint = f"a rollout has {', '.join(_REQUIRED)}"
-    of_images = IMAGES if vision is None else tuple(vision.fields)
+    of_images = IMAGES if vision is None else (*MEDIA, *vision.fields)
     keys = (*ROLLOUT_KEYS, *fields)
     raw = raw_columns(examples, keys, "response_ids", hint, sometimes=of_images)
     needed = (*_REQUIRED, *fields)
@@ -121,6 +121,7 @@ def read_rollouts(
         (*names, *(column.name for column in of_them), *fields),
         are_rollouts=True,
         images=images,
+        image_token_id=None if vision is None else vision.image_token_id,
     )
 
 

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.fields import DeclaredFields, read_declared
-from torch_collate_kit.reading.media import TOKEN_TYPES, read_images
+from torch_collate_kit.reading.media import MEDIA, TOKEN_TYPES, read_images, token_type_fields
 from torch_collate_kit.reading.numbers import Numbers, number_column, row_array
 from torch_collate_kit.reading.raw import (
     KNOWN,
@@ -44,8 +42,10 @@ def read_columns(
     """
     fields = fields or {}
     of_images = () if vision is None else tuple(vision.fields)
+    media = () if vision is None else tuple(dict.fromkeys((*MEDIA, *of_images, *TOKEN_TYPES)))
     hint = "tokenize the text first"
-    raw = raw_columns(examples, (*KNOWN, *fields), "input_ids", hint, sometimes=of_images)
+    raw = raw_columns(examples, (*KNOWN, *fields), "input_ids", hint, sometimes=media)
+    fields = {**fields, **token_type_fields(raw, vision)}
     owners = {key: f"example {i}" for key, i in first_with(examples).items()}
     if vision is None and "pixel_values" in owners and "pixel_values" not in fields:
         raise DataError(
@@ -53,10 +53,6 @@ def read_columns(
             "of the model; give it the processor in place of the tokenizer"
         )
     of_text = TOKEN_TYPES if vision is not None else ()
-    if vision is not None and vision.family.positions == "model":  # what the model makes them of
-        types = {name: PerToken(torch.int64) for name in of_text if name in owners}
-        raw |= raw_columns(examples, ("input_ids", *types), "input_ids", hint)
-        fields = {**fields, **types}
     check_keys(owners, train_all=train_all, declared=(*fields, *of_images, *of_text))
     input_ids = number_column("input_ids", raw["input_ids"], "ids")
     lengths = input_ids.lengths
@@ -83,6 +79,7 @@ def read_columns(
         [*declared, *of_them],
         names=(*fields, *of_images),
         images=images,
+        image_token_id=None if vision is None else vision.image_token_id,
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from torch_collate_kit.ragged import Ragged, span_indices
 from torch_collate_kit.reading.numbers import Numbers, Rows
 
-__all__ = ["are_int32_ids", "first_bad", "in_pairs", "joined", "taken"]
+__all__ = ["are_int32_ids", "first_bad", "in_pairs", "joined", "taken", "with_row"]
 
 _INT32_MAX = np.iinfo(np.int32).max
 _SHORT_SPAN = 128  # entries on average; below it an index gather is the faster one (measured)
@@ -21,6 +21,15 @@ def joined(column: Numbers) -> Ragged:
     if isinstance(column, Ragged):
         return column
     return Ragged(np.concatenate(column.arrays), column.offsets)
+
+
+def with_row(column: Numbers, row: np.ndarray) -> Numbers:
+    """The column with one more row, in the dtype of its numbers."""
+    if isinstance(column, Rows):
+        arrays = [*column.arrays, row.astype(column.arrays[0].dtype)]
+        return Rows(arrays, np.append(column.offsets, column.offsets[-1] + len(row)))
+    values = np.concatenate([column.flat_values, row.astype(column.values.dtype)])
+    return Ragged.from_lengths(values, np.append(column.lengths, len(row)))
 
 
 def in_pairs(first: Numbers, second: Numbers) -> Ragged:

@@ -13,7 +13,8 @@ from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.rows import cat, is_per_row, take
 from torch_collate_kit.batch.trimming import cells_per_row
-from torch_collate_kit.packing.balance import attention_cost, over_ranks
+from torch_collate_kit.packing import ModelCost
+from torch_collate_kit.packing.ranks import over_ranks
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.rl.boundaries import checked_boundaries
 
@@ -167,7 +168,7 @@ def _row_counts(batch: Batch, balance: str | None) -> tuple[dict[str, _PerRow], 
     if pieces is not None:
         lengths = np.asarray(pieces.values, dtype=np.int64)
         tokens = _row_sums(lengths, pieces.offsets)
-        costs = _row_sums(attention_cost(lengths), pieces.offsets)
+        costs = _row_sums(ModelCost().language(lengths), pieces.offsets)
     totals = {
         "num_dummy_rows": is_dummy,
         "num_tokens": tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["FAMILIES", "OTHER", "Family", "ImageField", "family_of"]
+__all__ = ["FAMILIES", "IMAGE_FIELDS", "OTHER", "Family", "ImageField", "family_of"]
 
 
 class ImageField(NamedTuple):
@@ -102,6 +102,7 @@ FAMILIES = (
         "does not run batches that mix examples with and without images",
     ),
 )
+IMAGE_FIELDS = tuple(dict.fromkeys(name for family in FAMILIES for name in family.fields))
 OTHER = Family(
     "other",
     (),

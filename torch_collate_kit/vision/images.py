@@ -103,13 +103,16 @@ class ImageFiles(NamedTuple):
             return pil.open(file)
         except (pil.DecompressionBombError, pil.DecompressionBombWarning) as error:
             raise DataError(
-                f"{where}, {name}: {error}; make it smaller, or raise PIL.Image.MAX_IMAGE_PIXELS"
+                f"{where}, {name}: {str(error).rstrip('.')}; make it smaller, or raise "
+                "PIL.Image.MAX_IMAGE_PIXELS"
             ) from error
         except Exception as error:  # a damaged header raises anything
             if not file.seek(0, os.SEEK_END):
                 raise DataError(f"{where}, {name}: it is empty; replace it") from error
+            # The message of PIL has the address of the file object.
+            reason = "" if isinstance(error, _package().UnidentifiedImageError) else f" ({error})"
             raise DataError(
-                f"{where}, {name}: no image that PIL can read ({error}); replace or convert it"
+                f"{where}, {name}: no image that PIL can read{reason}; replace or convert it"
             ) from error
 
     def _check_header(self, image: Any, where: str) -> None:
@@ -217,14 +220,14 @@ def _open_file(path: Path, name: str, where: str) -> Any:
         if path.is_file():
             return path.open("rb")
         if path.is_dir():
-            raise DataError(f"{where}, {name}: {path} is a folder; give the path of a file")
-        if path.exists():
-            raise DataError(f"{where}, {name}: {path} is no regular file; give the path of one")
+            problem = f"{path} is a folder; give the path of a file"
+        elif path.exists():
+            problem = f"{path} is no regular file; give the path of one"
+        else:
+            problem = f"the file {path} does not exist; correct the path, or pass image_root"
     except (OSError, ValueError) as error:
-        raise DataError(f"{where}, {name:.80}: {error}; correct the path") from error
-    raise DataError(
-        f"{where}, {name}: the file {path} does not exist; correct the path, or pass image_root"
-    )
+        problem = f"{error}; correct the path"
+    raise DataError(f"{where}, {name:.200}: {problem}")
 
 
 def _from_data_uri(uri: str, where: str) -> bytes:

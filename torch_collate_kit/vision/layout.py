@@ -110,7 +110,7 @@ class VisionLayout:
             settings |= _llava_settings(processor, images)
         elif family.name == "other":
             settings["other_fields"] = tuple(images.model_input_names)
-        else:
+        elif family.fields:
             settings["tile_size"] = _side(images)
             names = ("image_seq_length", "image_seq_len")
             of = next((o for o in (processor, images) if any(hasattr(o, n) for n in names)), None)
@@ -161,6 +161,27 @@ class VisionLayout:
         ones = np.ones(count, dtype=np.int64)
         return ImageUnits(ones * self.tile_tokens, ones, ones)
 
+    def patches(self, example: Mapping[str, Any]) -> list[int]:
+        """Patches of each image of a processed example, or of one prepared without its pixels.
+
+        Tiles, in families that cut images up. An example without images has none.
+
+        >>> VisionLayout("qwen3_vl", image_token_id=9).patches({"image_grid_thw": [[1, 4, 6]]})
+        [24]
+        """
+        small = {name for name, field in self.fields.items() if field.num_dims <= 2} | {"num_tiles"}
+        small -= {"pixel_values"}
+        fields = {k: np.asarray(example[k]) for k in small if example.get(k) is not None}
+        pixels = example.get("pixel_values")
+        if not fields and pixels is not None:  # the number of tiles is enough
+            mask = example.get("pixel_attention_mask")
+            count = len(pixels) if np.ndim(pixels[0]) == 3 else len(pixels) * len(pixels[0])
+            if mask is not None and np.ndim(mask) == 4:  # tiles that are padding are masked
+                count = int(np.asarray(mask).any(axis=(2, 3)).sum())
+            fields["num_tiles"] = np.array([count])
+        patches: list[int] = self.units(fields).patches.tolist() if fields else []
+        return patches
+
     def of_size(self, height: int, width: int, *, is_cut: bool = True) -> tuple[int, int]:
         """Placeholders and tiles of an image of this size in pixels (LLaVA).
 
@@ -169,6 +190,11 @@ class VisionLayout:
         if self.family_name == "llava_onevision" and not is_cut:
             return self.tile_tokens + 1, 1
         return _llava_counts(self, height, width)
+
+    @property
+    def smallest_tokens(self) -> int:
+        """Placeholders of the smallest image."""
+        return int(self.units(self.smallest()).tokens.sum())
 
     def smallest(self) -> dict[str, np.ndarray]:
         """The fields of the smallest image, for a batch that needs one and has none."""

@@ -384,7 +384,8 @@ def test_a_state_of_other_loss_tokens_is_refused(other):
 def test_a_state_without_digests_is_refused_by_name():
     state = make_sampler().state_dict()
     older = {key: value for key, value in state.items() if not key.endswith("_digest")}
-    message = r"keys missing \['lengths_digest', 'loss_tokens_digest'\], unknown \[\]; .* version"
+    digests = r"'lengths_digest', 'loss_tokens_digest', 'patches_digest'"
+    message = rf"keys missing \[{digests}\], unknown \[\]; .* version"
     with pytest.raises(StateError, match=message):
         make_sampler().load_state_dict(older)
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading.dataset.array_columns import ArrayColumn
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
@@ -198,8 +200,10 @@ def _joined(
     return np.frombuffer(bytearray().join(joined), dtype=dtype)
 
 
-def column_of(name: str, column: Any) -> ListColumn | NumberColumn:
-    """The column of a Ragged, an ndarray or an Arrow table: lists of numbers, or numbers."""
+def column_of(name: str, column: Any) -> ListColumn | NumberColumn | ArrayColumn:
+    """The column of a Ragged, an ndarray or an Arrow table: lists, numbers, or images."""
+    if name in IMAGE_FIELDS:
+        return ArrayColumn(name, column)
     if isinstance(column, Ragged):
         return ListColumn(name, column.values.dtype, [column])
     if isinstance(column, np.ndarray):

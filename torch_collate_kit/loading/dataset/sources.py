@@ -17,7 +17,9 @@ from torch import Tensor
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.media import TOKEN_TYPES
 from torch_collate_kit.reading.raw import KNOWN, check_keys
+from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 if TYPE_CHECKING:
     import datasets
@@ -99,8 +101,9 @@ def _chosen(available: Sequence[str], columns: Sequence[str] | None, train_all: 
     """The columns to keep: without ``columns`` those that the collators read."""
     if columns is None:
         if "input_ids" in available:
-            check_keys(dict.fromkeys(available, "the source"), train_all=train_all)
-        columns = [name for name in KNOWN if name in available]
+            owners, images = dict.fromkeys(available, "the source"), (*IMAGE_FIELDS, *TOKEN_TYPES)
+            check_keys(owners, train_all=train_all, declared=images)
+        columns = [name for name in (*KNOWN, *IMAGE_FIELDS) if name in available]
     for name in columns:
         if name not in available:
             raise ValueError(f"columns names {name!r}, the source has {list(available)}")
@@ -139,11 +142,15 @@ def _open_files(paths: list[str], columns: Sequence[str] | None, train_all: bool
 
 def _copied(
     examples: Sequence[Mapping[str, Any]], columns: Sequence[str] | None, train_all: bool
-) -> dict[str, Ragged | np.ndarray]:
+) -> dict[str, Any]:
     """Examples as columns in memory: one copy."""
     available = list(dict.fromkeys(name for example in examples for name in example))
-    copied: dict[str, Ragged | np.ndarray] = {}
+    copied: dict[str, Any] = {}
     for name in _chosen(available, columns, train_all):
+        if name in IMAGE_FIELDS:
+            entries = [example.get(name) for example in examples]
+            copied[name] = [None if entry is None else np.array(entry) for entry in entries]
+            continue
         rows = [_as_array(name, i, example) for i, example in enumerate(examples)]
         if all(row.ndim == 0 for row in rows):
             copied[name] = np.stack(rows)

@@ -7,6 +7,7 @@ memory-mapped file or in memory, so a batch costs one memory view per row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, overload
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.utils.data import Dataset
 
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading.dataset.array_columns import ArrayColumn
 from torch_collate_kit.loading.dataset.arrow_columns import ListColumn, NumberColumn, column_of
 from torch_collate_kit.loading.dataset.sources import (
     IDS,
@@ -28,6 +30,7 @@ from torch_collate_kit.loading.dataset.sources import (
 from torch_collate_kit.packing import PlannedExamples, RankPlan
 from torch_collate_kit.ragged import row_indices
 from torch_collate_kit.reading.sft import read_columns
+from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["TokenizedDataset"]
 
@@ -44,6 +47,8 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
             collators know (``input_ids``, ``num_actions``, ``attention_mask``, target forms).
         train_all: every token of a source without a loss target is trained. Must be given if it has
             other columns than ``input_ids`` and ``attention_mask``, unless ``columns`` is given.
+        vision: how images become tokens, for ``patches`` and to count loss tokens of a source with
+            images; a VisionLayout or a processor.
 
     ``ds[i]`` is a dict of 1-D ndarrays, read-only views. ``ds[a:b]`` and
     ``ds.__getitems__(indices)`` are dicts of columns, copied: :class:`~torch_collate_kit.Ragged`,
@@ -66,8 +71,11 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         *,
         columns: Sequence[str] | None = None,
         train_all: bool = False,
+        vision: Any = None,
     ) -> None:
         self._train_all = checked_bool("train_all", train_all)
+        is_layout = vision is None or isinstance(vision, VisionLayout)
+        self._vision: VisionLayout | None = vision if is_layout else VisionLayout.of(vision)
         self._read_from(normalised(source, columns, train_all))
 
     def _read_from(self, source: Any) -> None:
@@ -120,12 +128,59 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         for start in range(0, len(self), _ROWS_AT_A_TIME):
             stop = min(start + _ROWS_AT_A_TIME, len(self))
             try:
-                parts.append(
-                    read_columns(self[start:stop], train_all=self._train_all).num_loss_tokens()
-                )
+                parts.append(self._num_loss_tokens(self._text(np.arange(start, stop))))
             except DataError as error:
                 raise DataError(f"rows {start} to {stop - 1}, counted from 0: {error}") from error
         return np.concatenate(parts)
+
+    def _text(self, indices: np.ndarray) -> dict[str, Any]:
+        named, rows = self._rows(indices)
+        text = {k: of for k, of in self._columns.items() if not isinstance(of, ArrayColumn)}
+        return {name: column.take(rows, named) for name, column in text.items()}
+
+    def _num_loss_tokens(self, text: dict[str, Any]) -> np.ndarray:
+        columns = read_columns(text, train_all=self._train_all)
+        if self._vision is not None:
+            columns = replace(columns, image_token_id=self._vision.image_token_id)
+        elif len(text) < len(self._columns):
+            raise ValueError(
+                "the source has images, whose tokens are not trained; pass vision=processor, which "
+                "says which tokens these are"
+            )
+        return columns.num_loss_tokens()
+
+    @property
+    def patches(self) -> list[list[int]]:
+        """[N] lists, patches of each image of every row (tiles where images are cut into tiles).
+
+        What ``PackedBatchSampler`` takes. Reads no pixel.
+
+        Raises:
+            ValueError: ``vision`` was not given.
+
+        >>> qwen = VisionLayout("qwen3_vl", image_token_id=9, merge_size=2)
+        >>> row = {"input_ids": [9, 5], "pixel_values": np.zeros((4, 1176))}
+        >>> row["image_grid_thw"] = np.array([[1, 2, 2]])
+        >>> TokenizedDataset([row], train_all=True, vision=qwen).patches
+        [[4]]
+        """
+        if self._vision is None:
+            raise ValueError("patches follow from the model's processor; pass vision=processor")
+        images = {k: of for k, of in self._columns.items() if isinstance(of, ArrayColumn)}
+        everything = np.arange(len(self))
+        rows = everything if self._mapping is None else self._mapping.take(everything, everything)
+        found: dict[str, list[Any]] = {
+            name: column.take(rows, everything)
+            for name, column in images.items()
+            if self._vision.fields[name].num_dims < 3 and self._vision.fields[name].per != "patch"
+        }
+        if "pixel_values" in images and not found:  # only tiles, of which their number is enough
+            counts = images["pixel_values"].outer_lengths()[rows]
+            found["num_tiles"] = [np.array([n]) if n else None for n in counts.tolist()]
+        if not found:
+            return [[] for _ in range(len(self))]
+        examples = (dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True))
+        return [self._vision.patches(example) for example in examples]
 
     @overload
     def __getitems__(self, indices: RankPlan) -> PlannedExamples: ...
@@ -139,8 +194,9 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
 
     def _is_plain(self) -> bool:
         """Whether collators take its columns as they take examples: lists, and integer ids."""
-        lists = {name for name, column in self._columns.items() if isinstance(column, ListColumn)}
-        ids = [column.dtype for name, column in self._columns.items() if name in IDS]
+        found = {k: of for k, of in self._columns.items() if not isinstance(of, ArrayColumn)}
+        lists = {name for name, column in found.items() if isinstance(column, ListColumn)}
+        ids = [column.dtype for name, column in found.items() if name in IDS]
         is_number = {name for name in self._columns if name == "num_actions"}
         return lists == set(self._columns) - is_number and all(d.kind in "iu" for d in ids)
 
@@ -150,10 +206,11 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         return self._tokens.lengths_at(rows, named)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"source": to_state(self._source), "train_all": self._train_all}
+        source = to_state(self._source)
+        return {"source": source, "train_all": self._train_all, "vision": self._vision}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._train_all = state["train_all"]
+        self._train_all, self._vision = state["train_all"], state["vision"]
         self._read_from(from_state(state["source"]))
 
     def _rows(self, indices: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -12,8 +12,10 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.sampler.arguments import Indices, checked_rank, digest_of
 from torch_collate_kit.loading.sampler.shuffled import Order, OrderedSampler
 from torch_collate_kit.packing import PackingOptions, RankPlan
+from torch_collate_kit.packing.fitting import cut_to_fit
+from torch_collate_kit.packing.images import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.options import packing_options
-from torch_collate_kit.packing.planner import cut_to_fit, plan_of
+from torch_collate_kit.packing.planner import plan_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -29,6 +31,8 @@ class PackedBatchSampler(OrderedSampler):
     Args:
         lengths: tokens of every example, ints [N]: ``TokenizedDataset.lengths``.
         batch_size: examples of a step over all ranks.
+        patches: patches of images of every example, ints [N], or of each of its images, a Ragged
+            or a list of lists (see :func:`~torch_collate_kit.packing.pack`).
         max_tokens, packing, options: as for ``PackedCollator``, which must have the same.
         rank: of ``parallel.dp`` ranks.
         num_loss_tokens: trained tokens of every example, ints [N]; the loss is divided by those of
@@ -55,6 +59,7 @@ class PackedBatchSampler(OrderedSampler):
         lengths: npt.ArrayLike,
         *,
         batch_size: int,
+        patches: Patches | None = None,
         max_tokens: int | None = None,
         packing: PackingOptions | None = None,
         rank: int = 0,
@@ -70,14 +75,22 @@ class PackedBatchSampler(OrderedSampler):
         self._packing = packing_options(packing, max_tokens, options)
         dp = self._packing.parallel.dp
         checked_rank(rank, dp, "parallel.dp")
-        if self._packing.overflow == "raise":
-            cut_to_fit(self._lengths, self._packing)  # names an example that is too long
+        self._images = None
+        if patches is not None:
+            images = image_load(patches, len(self._lengths), self._packing.cost)
+            self._images = ImageLoad(images.patches.copy(), images.costs)
+        if self._packing.overflow == "raise" or patches is not None:
+            # Names an example that does not fit, before the first batch.
+            cut_to_fit(self._lengths, self._packing, self._images)
         self._counts = None
         if num_loss_tokens is not None:
-            self._counts = _checked_counts(num_loss_tokens, self._lengths, self._packing)
+            self._counts = _checked_counts(
+                num_loss_tokens, self._lengths, self._packing, self._images
+            )
         self._told = {  # states must be of the same
             "num_tokens": int(self._lengths.sum()),
             "lengths_digest": digest_of([self._lengths]),
+            "patches_digest": None if self._images is None else digest_of([*self._images[:2]]),
             "loss_tokens_digest": None if self._counts is None else digest_of([self._counts]),
         }
         super().__init__(
@@ -99,7 +112,8 @@ class PackedBatchSampler(OrderedSampler):
     def _pick(self, batch: Indices) -> RankPlan:
         lengths = self._lengths[batch]
         counts = None if self._counts is None else self._counts[batch]
-        plan = plan_of(lengths, self._packing)
+        images = None if self._images is None else self._images.take(batch)
+        plan = plan_of(lengths, self._packing, images)
         return RankPlan.of(plan, self._rank, batch, lengths, counts)
 
     def _fits(self) -> dict[str, Any]:
@@ -107,7 +121,10 @@ class PackedBatchSampler(OrderedSampler):
 
 
 def _checked_counts(
-    num_loss_tokens: npt.ArrayLike, lengths: Indices, packing: PackingOptions
+    num_loss_tokens: npt.ArrayLike,
+    lengths: Indices,
+    packing: PackingOptions,
+    images: ImageLoad | None,
 ) -> Indices:
     """Loss tokens of every example: at most all tokens but the first, and none cut off."""
     counts = np.asarray(num_loss_tokens)
@@ -123,11 +140,12 @@ def _checked_counts(
             f"example {i} has num_loss_tokens={counts[i]} of {lengths[i]} tokens; at most all but "
             "the first are trained: pass dataset.num_loss_tokens"
         )
-    too_long = lengths > packing.capacity
-    if packing.overflow in ("truncate", "split") and too_long.any():
+    cut = cut_to_fit(lengths, packing, images).cut
+    if len(cut):
+        limit = packing.capacity - (packing.reserved if images else 0)
         raise ValueError(
-            f"num_loss_tokens cannot tell how many are left of example {int(too_long.argmax())}, "
-            f"cut to {packing.capacity} tokens by overflow={packing.overflow!r}; cut it when "
-            "tokenizing, or leave num_loss_tokens out and collate with normalize_loss=False"
+            f"num_loss_tokens cannot tell how many are left of example {int(cut[0])}, cut to "
+            f"{limit} tokens by overflow={packing.overflow!r}; cut it when tokenizing, or leave "
+            " num_loss_tokens out and collate with normalize_loss=False"
         )
     return counts.astype(np.int64)

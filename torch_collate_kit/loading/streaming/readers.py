@@ -17,8 +17,15 @@ import numpy as np
 
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading.streaming.shards import Example, Place, Stream, TokenizedShard
-from torch_collate_kit.packing.planner import cut_to_fit, num_pieces
+from torch_collate_kit.loading.streaming.shards import (
+    Example,
+    PatchesOf,
+    Place,
+    Stream,
+    TokenizedShard,
+)
+from torch_collate_kit.packing.fitting import cut_to_fit, num_pieces
+from torch_collate_kit.packing.images import ImageLoad, image_load
 from torch_collate_kit.reading.raw import KNOWN, Examples
 from torch_collate_kit.reading.sft import read_columns
 
@@ -30,6 +37,8 @@ ENTRY = np.dtype(
         ("start", np.int64),  # its first token in the example
         ("num_tokens", np.int64),
         ("is_piece", np.bool_),
+        ("patches", np.int64),  # of its images,
+        ("vision_cost", np.int64),  # and what these cost
         ("num_read", np.int64),  # the Place after this entry:
         ("next_start", np.int64),  # ...
         ("source", np.object_),
@@ -51,8 +60,9 @@ class _ExampleReader:
         examples: Iterator[tuple[Example, int, Place]],
         place: Place,
         collator: PackedCollator[Any],
+        patches_of: PatchesOf,
     ) -> None:
-        self._collator = collator
+        self._collator, self._patches_of = collator, patches_of
         self._entries = self._read(examples, place)
 
     def read(self, num_entries: int) -> np.ndarray:
@@ -75,10 +85,14 @@ class _ExampleReader:
         for example, position, after in examples:
             try:
                 num_tokens = self._checked_length(example)
-                pieces = [(0, num_tokens)]
-                if is_split := packing.overflow == "split" and num_tokens > packing.capacity:
-                    _, starts, lengths = cut_to_fit(np.array([num_tokens]), packing)[:3]
-                    pieces = list(zip(starts.tolist(), lengths.tolist(), strict=True))
+                pieces, images = [(0, num_tokens)], self._images(example)
+                patches, cost = int(images.patches[0]), int(images.costs[0])
+                if patches or num_tokens > packing.capacity - packing.reserved:
+                    fitted = cut_to_fit(np.array([num_tokens]), packing, images)
+                    if packing.overflow == "split":
+                        starts, lengths = fitted.starts.tolist(), fitted.lengths.tolist()
+                        pieces = list(zip(starts, lengths, strict=True))
+                if is_split := len(pieces) > 1:
                     example = self._as_arrays(example)
             except DataError as error:
                 raise at_positions(error, [position]) from error
@@ -87,9 +101,16 @@ class _ExampleReader:
                 stop = start + length
                 following = after if stop == num_tokens else before._replace(start=stop)
                 if start >= before.start:
-                    yield position, start, length, is_split, *following, example
+                    yield position, start, length, is_split, patches, cost, *following, example
             before = after
         _check_start(before)
+
+    def _images(self, example: Example) -> ImageLoad:
+        """The images of one example."""
+        patches = self._patches_of(example)
+        if patches is None:
+            return _NO_IMAGE
+        return image_load([patches], 1, self._collator.packing.cost)
 
     def _as_arrays(self, example: Example) -> Example:
         """A checked example without unknown keys, its lists converted once for all pieces."""
@@ -143,8 +164,8 @@ class _RowReader:
         try:
             lengths = self._dataset._lengths_at(positions)
             _check_start(self._before, span[0], int(lengths[0]))
-            counts = num_pieces(lengths, self._collator.packing)
-            counts[0] -= num_pieces(np.array([self._before.start]), self._collator.packing)[0]
+            counts = self._num_pieces(lengths)
+            counts[0] -= self._num_pieces(np.array([self._before.start]))[0]
             num_used = 1 + int(np.searchsorted(np.cumsum(counts), num_entries))
             positions, lengths = positions[:num_used], lengths[:num_used]
             self._check(positions, lengths)
@@ -161,27 +182,36 @@ class _RowReader:
         is_wrong = (lengths == 0) | _is_too_long(self._collator, lengths)
         if is_wrong.any():  # the collator says what is
             self._collator(self._dataset.__getitems__(positions[is_wrong][:1]))
-        is_split = num_pieces(lengths, self._collator.packing) > 1
+        cut_to_fit(lengths, self._collator.packing, ImageLoad.none(len(lengths)))
+        is_split = self._num_pieces(lengths) > 1
         if is_split.any():  # before any of its pieces is given out
             whole = self._dataset.__getitems__(positions[is_split])
             read_columns(whole, train_all=self._collator.train_all, fields=self._collator.fields)
+
+    def _num_pieces(self, lengths: np.ndarray) -> np.ndarray:
+        return num_pieces(lengths, self._collator.packing, ImageLoad.none(len(lengths)))
 
     def _entries_of(self, positions: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """The pieces of each example; of the first one only those after the place."""
         packing = self._collator.packing
         rows, starts, num_tokens = np.arange(len(lengths)), np.zeros_like(lengths), lengths
         if packing.overflow == "split":
-            rows, starts, num_tokens = cut_to_fit(lengths, packing)[:3]
+            images = ImageLoad.none(len(lengths))
+            rows, starts, num_tokens = cut_to_fit(lengths, packing, images)[:3]
             left = np.flatnonzero((rows > 0) | (starts >= self._before.start))
             rows, starts, num_tokens = rows[left], starts[left], num_tokens[left]
         is_last = starts + num_tokens == lengths[rows]
         num_read_before = np.append(self._before.num_read, positions[:-1] + 1)
-        entries = np.empty(len(rows), dtype=ENTRY)  # objects are None
+        entries = np.zeros(len(rows), dtype=ENTRY)
+        entries["source"] = entries["example"] = None
         entries["position"], entries["start"] = positions[rows], starts
         entries["num_tokens"], entries["is_piece"] = num_tokens, num_tokens < lengths[rows]
         entries["num_read"] = np.where(is_last, positions[rows] + 1, num_read_before[rows])
         entries["next_start"] = np.where(is_last, 0, starts + num_tokens)
         return entries
+
+
+_NO_IMAGE = ImageLoad.none(1)
 
 
 Reader: TypeAlias = _RowReader | _ExampleReader
@@ -225,4 +255,4 @@ def reader_of(stream: Stream, place: Place) -> Reader:
     found = stream.read(place)
     if isinstance(found, TokenizedShard):
         return _RowReader(found, place, stream.collator)
-    return _ExampleReader(found, place, stream.collator)
+    return _ExampleReader(found, place, stream.collator, stream.patches_of)

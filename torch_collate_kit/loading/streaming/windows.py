@@ -1,8 +1,8 @@
 """Divides a stream of entries into batches, through a bounded buffer.
 
 The stream is cut into windows of several buffers. Which entries make a batch depends only on their
-lengths and on the window's first entry. So a place and a number of batches are the position of a
-pass, and a window that is read again gives the same batches.
+lengths and patches, and on the window's first entry. So a place and a number of batches are the
+position of a pass, and a window that is read again gives the same batches.
 
 Within a window the fullest rows are given out, and the rest is packed again with what follows. At
 the end of a window the longest beginning of the buffer that fills whole batches is given out, so
@@ -22,6 +22,7 @@ import numpy as np
 from torch_collate_kit.loading.streaming.readers import ENTRY, place_after
 from torch_collate_kit.loading.streaming.shards import Place
 from torch_collate_kit.packing import PackingOptions, PackingPlan
+from torch_collate_kit.packing.images import ImageLoad
 from torch_collate_kit.packing.planner import fill_rows, rows_alone
 
 __all__ = ["PlannedEntries", "Windows", "fullest_groups", "groups_to_pack"]
@@ -39,12 +40,36 @@ class PlannedEntries(NamedTuple):
 
     @classmethod
     def of(cls, entries: np.ndarray, plan: PackingPlan) -> PlannedEntries:
-        """``plan`` packs the lengths of the entries, which may be pieces of examples."""
+        """``plan`` packs the entries, which may be pieces of examples."""
         is_piece = entries["is_piece"]
         if is_piece.any():
             starts = entries["start"][plan.example_indices]
             plan = replace(plan, starts=starts, cut=np.flatnonzero(is_piece))
         return cls(entries, plan)
+
+
+class Waiting(NamedTuple):
+    """What decides where the entries of a buffer go, in stream order: int64 [N] each."""
+
+    lengths: np.ndarray
+    images: ImageLoad
+
+    @classmethod
+    def of(cls, entries: np.ndarray) -> Waiting:
+        """The entries of a buffer."""
+        lengths, patches, costs = (
+            np.ascontiguousarray(entries[name]) for name in ("num_tokens", "patches", "vision_cost")
+        )
+        return cls(lengths, ImageLoad(patches, costs))
+
+    def first(self, number: int) -> Waiting:
+        """The first ones."""
+        patches, costs = self.images.patches[:number], self.images.costs[:number]
+        return Waiting(self.lengths[:number], ImageLoad(patches, costs))
+
+    def filled(self, packing: PackingOptions) -> PackingPlan:
+        """Rows of them, as the strategy opens these."""
+        return fill_rows(self.lengths, packing, self.images)
 
 
 class Windows:
@@ -74,13 +99,13 @@ class Windows:
     def __iter__(self) -> Iterator[tuple[PlannedEntries, Place | None]]:
         while self._read_on():
             ended = len(self._buffer) < self._buffer_size
-            lengths = np.ascontiguousarray(self._buffer["num_tokens"])
+            waiting = Waiting.of(self._buffer)
             groups, next_window = [], None
             if not ended and self._num_read <= (self._num_buffers - 1) * self._buffer_size:
-                groups = fullest_groups(lengths, self._packing, self._rows_per_batch)
-                self._num_broken = len(lengths) if groups else self._num_broken
+                groups = fullest_groups(waiting, self._packing, self._rows_per_batch)
+                self._num_broken = len(self._buffer) if groups else self._num_broken
             if not groups:
-                groups = groups_to_pack(lengths, self._packing, self._rows_per_batch, ended=ended)
+                groups = groups_to_pack(waiting, self._packing, self._rows_per_batch, ended=ended)
                 next_window = self._window_behind(sum(len(indices) for indices, _ in groups))
             batches = self._taken_out(groups)
             while len(batches) > 1:
@@ -121,25 +146,27 @@ class Windows:
         return batches
 
 
-def fullest_groups(
-    lengths: np.ndarray, packing: PackingOptions, rows_per_batch: int
-) -> list[Group]:
+def fullest_groups(waiting: Waiting, packing: PackingOptions, rows_per_batch: int) -> list[Group]:
     """The examples of each batch; none if too few rows would remain.
 
-    ``lengths`` int64 [N] are those of the buffer, in stream order. The batches hold at least a
-    third of the examples, so an example is packed about three times.
+    ``waiting`` are the entries of the buffer. The batches hold at least a third of the examples, so
+    an example is packed about three times.
 
-    >>> groups = fullest_groups(np.array([4, 2, 6, 3]), PackingOptions(6), 1)
+    >>> waiting = Waiting(np.array([4, 2, 6, 3]), ImageLoad.none(4))
+    >>> groups = fullest_groups(waiting, PackingOptions(6), 1)
     >>> [indices.tolist() for indices, plan in groups]  # and 6 and 3 wait
     [[0, 1]]
     """
-    packed = fill_rows(lengths, packing)
+    packed = waiting.filled(packing)
     if packed.num_rows < 2 * rows_per_batch:
         return []
     # Of equally full rows (in percent) those with the oldest longest example go first. Choosing the
     # longest examples would pack uniform lengths 0.1% better, but give them out too early: in the
     # first eighth of a window they would be 1.6 times as long as the mean.
     percent_free = (packed.max_tokens - packed.row_cells) * 100 // packed.max_tokens
+    if packed.max_patches is not None:  # full in one of the two is full
+        free = (packed.max_patches - packed.row_patches) * 100 // packed.max_patches
+        percent_free = np.minimum(percent_free, free)
     order = np.lexsort((packed.example_indices[packed.row_offsets[:-1]], percent_free))
     num_examples = np.cumsum(np.diff(packed.row_offsets)[order])
     num_rows = 1 + int(np.searchsorted(num_examples, num_examples[-1] / 3))
@@ -150,7 +177,7 @@ def fullest_groups(
 
 
 def groups_to_pack(
-    lengths: np.ndarray,
+    waiting: Waiting,
     packing: PackingOptions,
     rows_per_batch: int,
     *,
@@ -158,14 +185,16 @@ def groups_to_pack(
 ) -> list[Group]:
     """The examples of each batch; together they are ``range(num_packed)``.
 
-    ``lengths`` int64 [N] are those of the buffer; ``ended``: no more examples will come.
+    ``waiting`` are the entries of the buffer; ``ended``: no more examples will come.
 
-    >>> groups = groups_to_pack(np.array([4, 2, 6, 3]), PackingOptions(6), 1, ended=False)
+    >>> waiting = Waiting(np.array([4, 2, 6, 3]), ImageLoad.none(4))
+    >>> groups = groups_to_pack(waiting, PackingOptions(6), 1, ended=False)
     >>> [indices.tolist() for indices, plan in groups]
     [[0, 1], [2]]
     """
-    num_packed = len(lengths) if ended else _num_ready(lengths, packing, rows_per_batch)
-    packed = fill_rows(lengths[:num_packed], packing)
+    if not ended:
+        waiting = waiting.first(_num_ready(waiting, packing, rows_per_batch))
+    packed = waiting.filled(packing)
     return _grouped(packed, np.arange(packed.num_rows), packing, rows_per_batch)
 
 
@@ -186,15 +215,16 @@ def _grouped(
     return groups
 
 
-def _num_ready(lengths: np.ndarray, packing: PackingOptions, rows_per_batch: int) -> int:
+def _num_ready(waiting: Waiting, packing: PackingOptions, rows_per_batch: int) -> int:
     """The most examples that fill whole batches but not the last row; all, if none do."""
+    num_waiting = len(waiting.lengths)
 
     def num_rows(num_examples: int) -> int:
-        packed = fill_rows(lengths[:num_examples], packing)
+        packed = waiting.first(num_examples).filled(packing)
         return packed.num_rows - packed.num_dummy_rows
 
-    most_rows = (num_rows(len(lengths)) - 1) // rows_per_batch * rows_per_batch
-    num_ready = bisect_right(range(1, len(lengths) + 1), most_rows, key=num_rows)
+    most_rows = (num_rows(num_waiting) - 1) // rows_per_batch * rows_per_batch
+    num_ready = bisect_right(range(1, num_waiting + 1), most_rows, key=num_rows)
     while num_rows(num_ready) % rows_per_batch:  # rare: one more example may save a row
         num_ready -= 1
-    return num_ready if num_rows(num_ready) else len(lengths)
+    return num_ready if num_rows(num_ready) else num_waiting

@@ -1,0 +1,394 @@
+"""The forms in which records give images, and what is refused with which words."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.chat_images.truth import chat, expected, image, text
+from tests.vision.families import FAMILIES
+from tests.vision.images import draw
+from torch_collate_kit import DataError, tokenize_chat
+
+FAMILY = FAMILIES["qwen3_vl"]
+PICTURE = draw(np.random.default_rng(0), 60, 90)
+OTHER = draw(np.random.default_rng(1), 40, 120)
+
+
+def png(picture: Image.Image) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()
+
+
+def uri(picture: Image.Image) -> str:
+    return "data:image/png;base64," + base64.b64encode(png(picture)).decode()
+
+
+def tokenize(record: Any, **options: Any) -> Any:
+    return tokenize_chat(record, processor=FAMILY.processor(), **options)
+
+
+def frozen(value: Any) -> Any:
+    """A copy in which images are their pixels."""
+    if isinstance(value, dict):
+        return {key: frozen(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(frozen, value))
+    if isinstance(value, (Image.Image, np.ndarray)):
+        return np.asarray(value).tolist()
+    return copy.deepcopy(value)
+
+
+def assert_is(record: Any, wanted: Any, **options: Any) -> None:
+    """The record gives what the wanted one does, is not changed, and gives it without pixels."""
+    before = frozen(record)
+    found, other = tokenize(record, **options), tokenize(wanted)
+    assert found.keys() == other.keys()
+    for name, value in other.items():
+        assert np.array_equal(found[name], value), name
+    assert frozen(record) == before
+    assert tokenize(record, pixels=False, **options)["input_ids"] == other["input_ids"]
+
+
+WANTED = {"messages": chat([image(), text("What is it?")], "A cat."), "images": [PICTURE]}
+
+
+def test_the_wanted_record_is_right() -> None:
+    ids, mask, _ = expected(FAMILY, WANTED["messages"], [PICTURE], [1])
+    found = tokenize(WANTED)
+    assert (found["input_ids"], found["loss_mask"]) == (ids, mask)
+
+
+SOURCES: dict[str, Callable[[Path], Any]] = {
+    "PIL image": lambda folder: PICTURE,
+    "path as string": lambda folder: str(folder / "a.png"),
+    "Path": lambda folder: folder / "a.png",
+    "file URL": lambda folder: (folder / "a b.png").as_uri(),
+    "file URL with host": lambda folder: f"file://localhost{folder}/a.png",
+    "bytes": lambda folder: png(PICTURE),
+    "bytearray": lambda folder: bytearray(png(PICTURE)),
+    "data URI": lambda folder: uri(PICTURE),
+    "bytes of a column": lambda folder: {"bytes": png(PICTURE), "path": None},
+    "bytes of a column, and a name": lambda folder: {"bytes": png(PICTURE), "path": "gone.png"},
+    "path of a column": lambda folder: {"bytes": None, "path": str(folder / "a.png")},
+    "array": lambda folder: np.asarray(PICTURE),
+    "image that is not loaded yet": lambda folder: Image.open(folder / "a.png"),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("place", ["images", "image", "part", "tuple"])
+def test_sources(kind: str, place: str, tmp_path: Path) -> None:
+    for name in ("a.png", "a b.png"):
+        PICTURE.save(tmp_path / name)
+    source = SOURCES[kind](tmp_path)
+    if kind == "image that is not loaded yet":
+        assert (
+            tokenize({**WANTED, "images": [source]})["input_ids"] == tokenize(WANTED)["input_ids"]
+        )
+        return
+    record: dict[str, Any] = {"messages": WANTED["messages"]}
+    if place == "part":
+        part = {"type": "image", "image": source}
+        record = {"messages": chat([part, text("What is it?")], "A cat.")}
+    else:
+        record[place.replace("tuple", "images")] = {"image": source, "tuple": (source,)}.get(
+            place, [source]
+        )
+    assert_is(record, WANTED)
+
+
+PARTS: dict[str, Callable[[Path], Any]] = {
+    "path": lambda file: {"type": "image", "path": str(file)},
+    "url": lambda file: {"type": "image", "url": file.as_uri()},
+    "url of a plain path": lambda file: {"type": "image", "url": str(file)},
+    "OpenAI": lambda file: {"type": "image_url", "image_url": {"url": uri(PICTURE)}},
+    "OpenAI with detail": lambda file: {
+        "type": "image_url",
+        "image_url": {"url": file.as_uri(), "detail": "high"},
+    },
+    "a string as image_url": lambda file: {"type": "image_url", "image_url": uri(PICTURE)},
+    "base64": lambda file: {"type": "image", "base64": base64.b64encode(png(PICTURE)).decode()},
+    "keys that are None": lambda file: {"type": "image", "image": None, "path": file, "text": None},
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_parts(kind: str, tmp_path: Path) -> None:
+    PICTURE.save(tmp_path / "a.png")
+    part = PARTS[kind](tmp_path / "a.png")
+    assert_is({"messages": chat([part, text("What is it?")], "A cat.")}, WANTED)
+
+
+def test_parts_with_an_image_and_parts_of_the_column_in_one_record() -> None:
+    own = {"type": "image", "image": OTHER}
+    messages = chat([image(), own, text("and"), image()], "Yes.")
+    record = {"messages": messages, "images": [PICTURE, OTHER]}
+    parts = [image(), image(), text("and"), image()]
+    assert_is(record, {"messages": chat(parts, "Yes."), "images": [PICTURE, OTHER, OTHER]})
+
+
+@pytest.mark.parametrize("column", ["images", "image"])
+def test_markers_in_texts(column: str) -> None:
+    messages = chat("<image>What is it?", "A cat.")
+    assert_is({"messages": messages, column: [PICTURE] if column == "images" else PICTURE}, WANTED)
+
+
+def test_markers_in_sharegpt_and_several_in_one_text() -> None:
+    turns = [
+        {"from": "human", "value": "First <image>\nand <image><image>?"},
+        {"from": "gpt", "value": "Yes."},
+        {"from": "human", "value": "<image>"},
+        {"from": "gpt", "value": "No."},
+    ]
+    parts = [text("First "), image(), text("\nand "), image(), image(), text("?")]
+    images = [PICTURE, OTHER, PICTURE, OTHER]
+    wanted = {"messages": chat(parts, "Yes.", [image()], "No."), "images": images}
+    assert_is({"conversations": turns, "images": images}, wanted)
+
+
+def test_prompt_and_completion_as_messages() -> None:
+    prompt, completion = WANTED["messages"][:1], WANTED["messages"][1:]
+    assert_is({"prompt": prompt, "completion": completion, "images": [PICTURE]}, WANTED)
+
+
+def test_a_system_column_before_images() -> None:
+    system = {"role": "system", "content": "Be brief."}
+    wanted = {**WANTED, "messages": [system, *WANTED["messages"]]}
+    assert_is({**WANTED, "system": "Be brief."}, wanted)
+
+
+def test_a_system_message_with_an_image() -> None:
+    system = {"role": "system", "content": [text("Be like "), image()]}
+    messages = [system, *WANTED["messages"]]
+    record = {"messages": messages, "images": [OTHER, PICTURE]}
+    ids, mask, _ = expected(FAMILY, messages, [OTHER, PICTURE], [2])
+    assert (tokenize(record)["input_ids"], tokenize(record)["loss_mask"]) == (ids, mask)
+    with pytest.raises(DataError, match="the `system` column and a system message differ"):
+        tokenize({**record, "system": "Be brief."})
+
+
+def test_the_result_of_a_tool_may_have_an_image() -> None:
+    messages = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "I look."},
+        {"role": "tool", "content": [text("Seen: "), image()]},
+        {"role": "assistant", "content": "A cat."},
+    ]
+    found = tokenize({"messages": messages, "images": [PICTURE]})
+    ids, mask, _ = expected(FAMILY, messages, [PICTURE], [1, 3])
+    assert (found["input_ids"], found["loss_mask"]) == (ids, mask)
+
+
+def test_markers_without_a_column_are_text() -> None:
+    found = tokenize({"messages": chat("What is <image>?", "A tag.")})
+    assert "<image>" in FAMILY.processor().tokenizer.decode(found["input_ids"])
+
+
+QUESTION = [image(), text("What?")]
+VIDEO = {"type": "video", "video": "a.mp4"}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no image": (
+        {"messages": chat(QUESTION, "A cat.")},
+        "the messages have 1 image parts (or <image> markers) without an image of their own, and "
+        "there are no images; each part needs one, in order",
+    ),
+    "fewer images": (
+        {"messages": chat([image(), *QUESTION], "A cat."), "images": [PICTURE]},
+        "the messages have 2 image parts (or <image> markers) without an image of their own, and "
+        "`images` has 1 images",
+    ),
+    "more images": (
+        {"messages": chat(QUESTION, "A cat."), "images": [PICTURE, OTHER]},
+        "have 1 image parts (or <image> markers) without an image of their own, and `images` has 2",
+    ),
+    "an image and no part": (
+        {"messages": chat("What?", "A cat."), "images": [PICTURE]},
+        "have 0 image parts (or <image> markers) without an image of their own, and `images` has 1",
+    ),
+    "one image and no part": (
+        {"messages": chat("What?", "A cat."), "image": PICTURE},
+        "and `image` has 1 images",
+    ),
+    "fewer markers": (
+        {"messages": chat("<image>What?", "A cat."), "images": [PICTURE, OTHER]},
+        "have 1 image parts (or <image> markers) without an image of their own, and `images` has 2",
+    ),
+    "a marker and an empty column": (
+        {"messages": chat("<image>What?", "A cat."), "images": []},
+        "have 1 image parts (or <image> markers) without an image of their own, and there are no",
+    ),
+    "a column for parts that have theirs": (
+        {
+            "messages": chat([{"type": "image", "image": OTHER}], "A cat."),
+            "images": [PICTURE],
+        },
+        "have 0 image parts (or <image> markers) without an image of their own, and `images` has 1",
+    ),
+    "both columns": (
+        {"messages": chat(QUESTION, "A cat."), "images": [PICTURE], "image": PICTURE},
+        "`images` and `image` are both given; keep one of the two columns",
+    ),
+    "images that are no list": (
+        {"messages": chat(QUESTION, "A cat."), "images": PICTURE},
+        "`images` must be a list, got Image; put one image into a list, or rename the column",
+    ),
+    "a list as image": (
+        {"messages": chat(QUESTION, "A cat."), "image": [PICTURE]},
+        "`image` is a list; rename the column to `images`",
+    ),
+    "two sources": (
+        {"messages": chat([{"type": "image", "path": "a", "url": "b"}], "A cat.")},
+        "messages[0] content[0] has 'path' and 'url'; keep one of them",
+    ),
+    "an image_url without url": (
+        {"messages": chat([{"type": "image_url", "image_url": {"detail": "low"}}], "A cat.")},
+        "messages[0] content[0] has an `image_url` without a `url`; give one",
+    ),
+    "invalid base64": (
+        {"messages": chat([text("a"), {"type": "image", "base64": "abc!"}], "A cat.")},
+        "messages[0] content[1] has invalid base64",
+    ),
+    "a video": (
+        {"messages": chat([VIDEO], "A cat.")},
+        "messages[0] content[0] is of type 'video', but only images are processed",
+    ),
+    "audio": (
+        {"messages": chat([{"type": "input_audio", "input_audio": {}}], "A cat.")},
+        "messages[0] content[0] is of type 'input_audio', but only images are processed",
+    ),
+    "a column of videos": (
+        {"messages": chat("What?", "A cat."), "videos": ["a.mp4"]},
+        "`videos` is given, but only images are processed; remove it",
+    ),
+    "a prompt that is a string": (
+        {"prompt": "<image>What?", "completion": "A cat.", "images": [PICTURE]},
+        "have 0 image parts (or <image> markers) without an image of their own, and `images` has 1",
+    ),
+    "the placeholder in a text": (
+        {"messages": chat("What is <|image_pad|>?", "A token.")},
+        "messages[0] has the text '<|image_pad|>', which stands for an image; remove it, or give "
+        "strings with <image> markers and a column `images`",
+    ),
+    "the placeholder beside an image": (
+        {"messages": chat(QUESTION, "A <|image_pad|>."), "images": [PICTURE]},
+        "messages[1] has the text '<|image_pad|>', which stands for an image",
+    ),
+    "the placeholder in a prompt": (
+        {"prompt": "<|image_pad|>What?", "completion": "A cat."},
+        "the text has 1 placeholders '<|image_pad|>' for 0 images",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("pixels", [True, False])
+def test_refused(kind: str, pixels: bool) -> None:
+    record, message = REFUSED[kind]
+    with pytest.raises(DataError) as caught:
+        tokenize(record, pixels=pixels)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "idefics3"])
+def test_a_token_of_an_image_in_a_text(name: str) -> None:
+    """Gemma's image tokens are not what its template writes."""
+    family = FAMILIES[name]
+    word = family.image_token
+    for content in (f"What is {word}?", [image(), text(f"What is {word}?")]):
+        images = [PICTURE] if isinstance(content, list) else None
+        record = {"messages": chat(content, "A token."), "images": images}
+        with pytest.raises(DataError, match=f"{word}.* stands for "):
+            tokenize_chat(record, processor=family.processor())
+
+
+def test_images_and_only_a_tokenizer() -> None:
+    tokenizer = copy.copy(FAMILY.processor().tokenizer)
+    tokenizer.chat_template = FAMILY.processor().chat_template
+    with pytest.raises(
+        DataError, match="have images, which a tokenizer alone does not read; pass "
+    ):
+        tokenize_chat(WANTED, tokenizer)
+
+
+TEMPLATES = {
+    "drops images": ("", "writes 0 placeholders '<|image_pad|>' for 1 images"),
+    "writes them twice": ("<|image_pad|><|image_pad|>", "writes 2 placeholders .* for 1 images"),
+}
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_templates_that_do_not_write_each_image_once(kind: str) -> None:
+    written, message = TEMPLATES[kind]
+    processor = FAMILY.make_processor()
+    whole = "<|vision_start|><|image_pad|><|vision_end|>"
+    processor.chat_template = processor.chat_template.replace(whole, written)
+    with pytest.raises(DataError, match=message + "; set a chat_template that writes one"):
+        tokenize_chat(WANTED, processor=processor)
+
+
+def test_options() -> None:
+    processor = FAMILY.processor()
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({}, TypeError, "tokenizer must be a tokenizer, got NoneType"),
+        ({"tokenizer": processor}, TypeError, "or pass a processor as processor="),
+        ({"processor": processor.tokenizer}, TypeError, "expected a processor with an image_proc"),
+        (
+            {"tokenizer": FAMILIES["gemma3"].processor().tokenizer, "processor": processor},
+            ValueError,
+            "tokenizer and processor are both given, and the processor has another",
+        ),
+        ({"processor": processor, "pixels": 1}, TypeError, "pixels must be True or False"),
+        ({"processor": processor, "max_pixels": 0}, ValueError, "max_pixels must be 1 to"),
+        ({"processor": processor, "max_pixels": 10**9}, ValueError, "raise PIL.Image.MAX_IMAGE"),
+        ({"processor": processor, "max_pixels": 1e6}, TypeError, "max_pixels must be an int or N"),
+        ({"processor": processor, "image_root": "/no/folder"}, ValueError, "must be a folder, got"),
+        ({"tokenizer": processor.tokenizer, "pixels": False}, ValueError, "pass processor="),
+        ({"processor": FAMILIES["mllama"].processor()}, ValueError, "are not supported: a token"),
+        ({"processor": FAMILIES["paligemma"].processor()}, ValueError, "has no conversations, but"),
+    ]
+    for options, error, message in cases:
+        with pytest.raises(error, match=message):
+            tokenize_chat(WANTED, **options)
+    assert tokenize_chat(WANTED, processor.tokenizer, processor=processor)["input_ids"]
+
+
+def test_a_processor_of_no_known_family() -> None:
+    class Odd:
+        image_processor = FAMILY.processor().image_processor
+        tokenizer = FAMILY.processor().tokenizer
+
+    with pytest.raises(ValueError, match="Odd is in no row of the table of families"):
+        tokenize_chat(WANTED, processor=Odd())
+
+
+def test_templates_by_name_and_of_the_tokenizer() -> None:
+    """The processor's templates come first, "default" among several, "tool_use" with tools."""
+    processor = FAMILY.make_processor()
+    plain = processor.chat_template
+    wanted = tokenize(WANTED)["input_ids"]
+    loud = plain.replace("<|im_start|>{{", "<|im_start|>LOUD {{").replace(
+        "<|im_start|>assistant", "<|im_start|>LOUD assistant"
+    )
+    tool = {"type": "function", "function": {"name": "LOUD", "parameters": {}}}
+    processor.chat_template = {"default": plain, "loud": loud, "tool_use": loud}
+    assert tokenize_chat(WANTED, processor=processor)["input_ids"] == wanted
+    asked = {"chat_template_kwargs": {"chat_template": "loud"}}
+    other = tokenize_chat(WANTED, processor=processor, **asked)["input_ids"]
+    assert "LOUD user" in processor.tokenizer.decode(other)
+    with_tools = tokenize_chat(WANTED, processor=processor, tools=[tool])["input_ids"]
+    assert with_tools == other
+    processor.chat_template, processor.tokenizer.chat_template = None, plain
+    assert tokenize_chat(WANTED, processor=processor)["input_ids"] == wanted
+    processor.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="has no chat_template"):
+        tokenize_chat(WANTED, processor=processor)

@@ -1,0 +1,411 @@
+"""Reading images: strict, safe, upright, and with the size that the header says."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL
+import pytest
+from PIL import Image, ImageFile, ImageOps, features
+
+from tests.chat_images.truth import KINDS, assert_fields, chat, expected, fields_of, image, text
+from tests.vision.families import FAMILIES
+from tests.vision.images import draw
+from torch_collate_kit import DataError, tokenize_chat
+from torch_collate_kit.vision.images import image_files
+
+FAMILY = FAMILIES["qwen3_vl"]
+RNG = np.random.default_rng(0)
+PICTURE = draw(RNG, 60, 90)
+
+
+def encoded(picture: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+def tokenize(source: Any, **options: Any) -> Any:
+    record = {"messages": chat([image(), text("What?")], "A cat."), "images": [source]}
+    return tokenize_chat(record, processor=FAMILY.processor(), **options)
+
+
+def refusal(source: Any, **options: Any) -> str:
+    """The message, which is the same for pixels and for sizes alone."""
+    messages = []
+    for pixels in (True, False):
+        with pytest.raises(DataError) as caught:
+            tokenize(source, pixels=pixels, **options)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    return messages[0]
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    path = tmp_path / "gone.png"
+    assert refusal(path) == (
+        f"`images`[0], '{path}': the file {path} does not exist; correct the path, or pass "
+        "image_root"
+    )
+
+
+def test_relative_paths_start_in_image_root(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "sub").mkdir()
+    PICTURE.save(tmp_path / "sub" / "a.png")
+    wanted = tokenize(PICTURE)["input_ids"]
+    assert tokenize("sub/a.png", image_root=tmp_path)["input_ids"] == wanted
+    assert tokenize("a.png", image_root=str(tmp_path / "sub"))["input_ids"] == wanted
+    assert "does not exist; correct the path, or pass image_root" in refusal("sub/a.png")
+    monkeypatch.chdir(tmp_path)
+    assert tokenize("sub/a.png")["input_ids"] == wanted
+    assert tokenize("a.png", image_root="sub")["input_ids"] == wanted
+
+
+def test_a_folder_and_what_is_no_regular_file(tmp_path: Path) -> None:
+    assert refusal(tmp_path).endswith(f"{tmp_path} is a folder; give the path of a file")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert refusal(pipe).endswith(f"{pipe} is no regular file; give the path of one")
+
+
+def test_paths_that_the_system_refuses(tmp_path: Path) -> None:
+    assert "null" in refusal("a\0b.png")
+    assert "null" in refusal("a\0b.png", image_root=tmp_path)
+    assert refusal("a" * 5000 + ".png").endswith("correct the path")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    refusal(tmp_path / "loop")
+    refusal("loop", image_root=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://a.b/c.png", "https://a.b/c.png", "s3://a/c.png", "hf://datasets/a/c.png"]
+)
+def test_urls_are_not_downloaded(url: str) -> None:
+    assert refusal(url) == (
+        f"`images`[0], '{url}': images are not downloaded; download it first and give the path of "
+        "the file"
+    )
+    assert "download it first" in refusal(url, image_root="/")
+    part = {"type": "image", "url": url}
+    with pytest.raises(DataError, match=r"messages\[0\] content\[0\], '.*download it first"):
+        tokenize_chat({"messages": chat([part], "A cat.")}, processor=FAMILY.processor())
+
+
+def test_a_file_on_another_host() -> None:
+    assert "a file on another host; download it first" in refusal("file://host/a.png")
+
+
+def test_image_root_is_not_left(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "rooted"
+    for folder in (root, outside):
+        folder.mkdir()
+        PICTURE.save(folder / "a.png")
+    (root / "link.png").symlink_to(outside / "a.png")
+    (root / "inner.png").symlink_to(root / "a.png")
+    (root / "folder").symlink_to(outside)
+    wanted = tokenize(PICTURE)["input_ids"]
+    for inside in ("a.png", root / "a.png", "./x/../a.png", "inner.png", (root / "a.png").as_uri()):
+        assert tokenize(inside, image_root=root)["input_ids"] == wanted
+    for path in (
+        "../rooted/a.png",
+        "link.png",
+        "folder/a.png",
+        outside / "a.png",
+        (outside / "a.png").as_uri(),
+        "/etc/passwd",
+        "file:///etc/passwd",
+        "../../../../../etc/passwd",
+        {"bytes": None, "path": "../rooted/a.png"},
+    ):
+        message = refusal(path, image_root=root)
+        assert f"is outside image_root='{root}'; move the file, or pass another image" in message
+    (tmp_path / "alias").symlink_to(root)
+    assert tokenize(root / "a.png", image_root=tmp_path / "alias")["input_ids"] == wanted
+
+
+def test_empty_and_other_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(b"")
+    assert refusal(path) == f"`images`[0], '{path}': it is empty; replace it"
+    assert refusal(b"") == "`images`[0], 0 bytes: it is empty; replace it"
+    path.write_text("This is a text.")
+    message = f"`images`[0], '{path}': no image that PIL can read; replace or convert it"
+    assert refusal(path).startswith(message)
+    assert refusal(b"text" * 9).startswith("`images`[0], 36 bytes: no image that PIL can read")
+    assert refusal("data:image/png;base64,").endswith("it is empty; replace it")
+    assert "data:image/...;base64,... is read" in refusal("data:image/svg+xml,<svg/>")
+    assert "invalid base64" in refusal("data:image/png;base64,a-b")
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        (3, "is of type int; give a path, bytes, a data URI, a PIL image, a uint8 array"),
+        ({"data": b""}, "is a dict with the keys ['data'] and no `bytes` or `path`; give a path"),
+        ({"bytes": None, "path": None}, "is a dict with the keys []"),
+        (np.zeros((3, 8, 8), np.uint8), "is an array of shape (3, 8, 8) and dtype uint8; give"),
+        (np.zeros((8, 8, 3)), "is an array of shape (8, 8, 3) and dtype float64; give uint8 of"),
+        (np.zeros((0, 8, 3), np.uint8), "has 0 x 8 pixels; replace it"),
+        (Image.new("RGB", (0, 8)), "has 8 x 0 pixels; replace it"),
+    ],
+)
+def test_what_is_no_image(source: Any, kind: str) -> None:
+    if isinstance(source, dict) and "path" in source:
+        kind = "is a dict with the keys ['bytes', 'path'] and no `bytes` or `path`"
+    assert refusal(source).startswith(f"`images`[0] {kind}")
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_cut_off_files_are_never_half_an_image(kind: str, tmp_path: Path) -> None:
+    """At every twentieth of its bytes; the same image when only what follows the pixels is lost."""
+    picture = draw(RNG, 64, 96)
+    data = encoded(picture, kind)
+    whole = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    refused = 0
+    for cut in [*range(0, len(data), max(1, len(data) // 20)), len(data) - 1, len(data) - 2]:
+        try:
+            found = image_files().load(data[:cut], "it")
+        except DataError as error:
+            assert str(error).startswith("it")
+            refused += 1
+        else:
+            assert (np.asarray(found.convert("RGB")) == whole).all()
+    assert refused >= 19
+    half = tmp_path / "half"
+    half.write_bytes(data[: len(data) // 2])
+    with pytest.raises(DataError, match=r"`images`\[0\](, .*)? .*; replace"):
+        tokenize(half)
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    """Bytes changed at random: an image or a DataError, never another exception."""
+    rng = np.random.default_rng(1)
+    refused = 0
+    for kind in ("PNG", "JPEG", "WEBP", "GIF", "TIFF"):
+        data = np.frombuffer(encoded(draw(rng, 40, 50), kind), np.uint8)
+        for _ in range(60):
+            damaged = data.copy()
+            damaged[rng.integers(0, len(data), 8)] = rng.integers(0, 256, 8)
+            for read in (image_files().load, image_files().size):
+                try:
+                    read(damaged.tobytes(), "it")
+                except DataError:
+                    refused += 1
+    assert refused > 100
+
+
+def test_truncated_images_are_not_allowed_globally(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenize(PICTURE)
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is False
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    with pytest.raises(ValueError, match="LOAD_TRUNCATED_IMAGES is True, so .* set it to False"):
+        tokenize(encoded(PICTURE, "PNG"))
+
+
+def png_header(height: int, width: int) -> bytes:
+    """A PNG that says a size, and has no pixels."""
+    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    end = b"IDAT" + zlib.compress(b"\0" * 10)
+    chunks = [
+        struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in (body, end)
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def test_too_many_pixels(tmp_path: Path) -> None:
+    for limit in (60 * 90, 89_478_485):
+        assert tokenize(PICTURE, max_pixels=limit)["input_ids"]
+    assert refusal(PICTURE, max_pixels=60 * 90 - 1) == (
+        "`images`[0] has 60 x 90 = 5400 pixels, more than max_pixels=5399; make it smaller, or pass "
+        "a higher max_pixels"
+    )
+    PICTURE.save(tmp_path / "a.png")
+    assert "max_pixels=5000" in refusal(tmp_path / "a.png", max_pixels=5000)
+
+
+@pytest.mark.parametrize("action", ["ignore", "error"])
+@pytest.mark.parametrize("side", [10_000, 20_000])
+def test_decompression_bombs_are_errors(side: int, action: Any) -> None:
+    """Also where PIL itself would only warn, from its limit to twice that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter(action)
+        message = refusal(png_header(side, side))
+    assert " pixels" in message
+    assert "make it smaller, or" in message
+
+
+def test_no_limit_where_pil_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    assert image_files().size(png_header(20_000, 20_000), "it") == (20_000, 20_000)
+    with pytest.raises(DataError, match="more than max_pixels=1000"):
+        image_files(max_pixels=1000).size(png_header(20_000, 20_000), "it")
+
+
+def test_animations() -> None:
+    frames = [draw(RNG, 30, 30) for _ in range(3)]
+    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert refusal(data) == ("`images`[0] has 3 frames; give the frames that are meant as images")
+    mpo = encoded(frames[0], "MPO", save_all=True, append_images=frames[1:])
+    found = image_files().load(mpo, "it")  # what cameras write: a photo, and its preview
+    assert (np.asarray(found) == np.asarray(Image.open(io.BytesIO(mpo)))).all()
+
+
+def exif(orientation: int) -> Image.Exif:
+    found = Image.Exif()
+    found[0x0112] = orientation
+    return found
+
+
+def late_exif(orientation: int) -> bytes:
+    """A PNG whose orientation comes after its pixels."""
+    data = encoded(PICTURE, "PNG")
+    chunk = b"eXIf" + exif(orientation).tobytes().removeprefix(b"Exif\0\0")
+    late = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    return data[:-12] + late + data[-12:]
+
+
+def xmp(orientation: int, kind: str) -> bytes:
+    words = f'<x:xmpmeta xmlns:x="adobe:ns:meta/"><r tiff:Orientation="{orientation}"/></x:xmpmeta>'
+    if kind == "PNG":
+        from PIL.PngImagePlugin import PngInfo
+
+        info = PngInfo()
+        info.add_itxt("XML:com.adobe.xmp", words)
+        return encoded(PICTURE, "PNG", pnginfo=info)
+    return encoded(PICTURE, kind, xmp=words.encode())
+
+
+ORIENTED: dict[str, Callable[[int], bytes]] = {
+    kind: lambda orientation, kind=kind: encoded(PICTURE, kind, exif=exif(orientation))
+    for kind in ("JPEG", "PNG", "WEBP", "TIFF")
+}
+ORIENTED |= {
+    "PNG, after the pixels": late_exif,
+    "PNG, XMP": lambda orientation: xmp(orientation, "PNG"),
+    "JPEG, XMP": lambda orientation: xmp(orientation, "JPEG"),
+    "WEBP, XMP": lambda orientation: xmp(orientation, "WEBP"),
+}
+if features.check("avif"):
+    ORIENTED["AVIF"] = lambda orientation: encoded(PICTURE, "AVIF", exif=exif(orientation))
+
+
+@pytest.mark.parametrize("kind", ORIENTED)
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation(kind: str, orientation: int) -> None:
+    """Images are turned upright, and the size from the header is that of the turned image."""
+    data = ORIENTED[kind](orientation)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert upright.size == ((60, 90) if orientation >= 5 else (90, 60))
+    found = image_files().load(data, "it")
+    assert (np.asarray(found) == np.asarray(upright)).all()
+    assert image_files().size(data, "it") == upright.size[::-1]
+    for opened in (Image.open(io.BytesIO(data)), Image.open(io.BytesIO(data))):
+        assert image_files().size(opened, "it") == upright.size[::-1]
+        assert (np.asarray(image_files().load(opened, "it")) == np.asarray(upright)).all()
+        assert image_files().size(opened, "it") == upright.size[::-1]
+    small = tokenize(data, pixels=False)
+    assert tokenize(data)["input_ids"] == small["input_ids"]
+    assert small["image_grid_thw"].tolist() == [[1, *((6, 4) if orientation >= 5 else (4, 6))]]
+
+
+MODES = [
+    "1",
+    "L",
+    "LA",
+    "P",
+    "PA",
+    "RGB",
+    "RGBA",
+    "RGBX",
+    "CMYK",
+    "YCbCr",
+    "HSV",
+    "LAB",
+    "I",
+    "I;16",
+]
+
+
+def in_mode(mode: str) -> Image.Image:
+    if mode in ("I", "I;16"):
+        pixels = np.asarray(PICTURE.convert("L"))
+        return Image.fromarray(pixels.astype(np.int32 if mode == "I" else np.uint16))
+    return draw(np.random.default_rng(0), 60, 90, "RGB").convert("RGBA" if mode == "PA" else mode)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(name: str, mode: str) -> None:
+    """Every mode gives what the processor makes of the image in this mode."""
+    family, picture = FAMILIES[name], in_mode(mode)
+    messages = chat([image(), text("What?")], "A cat.")
+    record = {"messages": messages, "images": [picture]}
+    found = tokenize_chat(record, processor=family.processor())
+    ids, _, fields = expected(family, messages, [picture], [1])
+    assert found["input_ids"] == ids
+    assert_fields(found, fields)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK"])
+@pytest.mark.parametrize("name", KINDS)
+def test_processors_that_do_not_convert(name: str, mode: str) -> None:
+    """Then it is done before, in the same way: on white where an image is transparent."""
+    family, picture = FAMILIES[name], in_mode(mode)
+    processor = family.make_processor()
+    processor.image_processor.do_convert_rgb = None
+    defaults = getattr(processor, "images_kwargs", {})
+    processor.images_kwargs = {**defaults, "do_convert_rgb": None}
+    record = {"messages": chat([image(), text("What?")], "A cat."), "images": [picture]}
+    found = tokenize_chat(record, processor=processor)
+    assert_fields(found, fields_of(family, [picture]))
+
+
+def test_transparent_palettes() -> None:
+    picture = PICTURE.quantize(8)
+    data = encoded(picture, "PNG", transparency=0)
+    assert_fields(tokenize(data), fields_of(FAMILY, [Image.open(io.BytesIO(data))]))
+    processor = FAMILY.make_processor()
+    processor.image_processor.do_convert_rgb = False
+    record = {"messages": chat([image()], "A cat."), "images": [data]}
+    found = tokenize_chat(record, processor=processor)
+    assert_fields(found, fields_of(FAMILY, [Image.open(io.BytesIO(data))]))
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_more_than_8_bits(dtype: Any) -> None:
+    """PIL cuts them off at 255, so that a dark scan would become white."""
+    deep = Image.fromarray((np.asarray(PICTURE.convert("L")).astype(dtype) * 100))
+    with pytest.raises(DataError, match=r"has mode 'I.*' with values up to \d+, which conversion"):
+        tokenize(deep)
+    with pytest.raises(DataError, match="has mode 'F' .* cuts off at 255; scale it to 8 bits"):
+        tokenize(Image.fromarray(np.zeros((30, 30), np.float32)))
+    assert tokenize(encoded(deep, "PNG") if dtype is np.uint16 else deep, pixels=False)["input_ids"]
+
+
+def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ImportError, match="images need the package Pillow: pip install pillow"):
+        image_files().load(b"", "it")
+
+
+def test_files_are_closed(tmp_path: Path) -> None:
+    PICTURE.save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:200])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        for _ in range(3):
+            tokenize(tmp_path / "a.png")
+            tokenize(tmp_path / "a.png", pixels=False)
+            with pytest.raises(DataError):
+                tokenize(tmp_path / "b.png")
+    assert PIL.__version__

@@ -1,0 +1,261 @@
+"""Logits, loss and gradients of every batch are those of each example alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.vision.alone import alone, alone_gradients
+from tests.vision.batches import (
+    BATCHED,
+    PACKED,
+    examples_of,
+    inputs_of,
+    largest_difference,
+    layout_of,
+    logits_alone,
+    logits_of,
+    packed,
+    padded,
+    text_examples_of,
+)
+from tests.vision.families import FAMILIES, MROPE, TinyFamily
+from torch_collate_kit import (
+    PackedCollator,
+    PaddedCollator,
+    ParallelLayout,
+    RolloutCollator,
+    token_loss,
+)
+from torch_collate_kit.batch import Batch
+
+LIMIT = 1e-5  # logits are 5 to 10; a wrong image or position moves them by 1 or more
+# it makes positions itself, which begin after the pads, where the rotary angles round otherwise
+PALIGEMMA_LIMIT = 2e-5
+
+
+@pytest.fixture(params=BATCHED)
+def family(request: pytest.FixtureRequest) -> TinyFamily:
+    return FAMILIES[request.param]
+
+
+@pytest.fixture(params=PACKED)
+def packable(request: pytest.FixtureRequest) -> TinyFamily:
+    return FAMILIES[request.param]
+
+
+def check(family: TinyFamily, batch: Batch, attention: str = "sdpa", **which: Any) -> None:
+    same = "eager" if attention == "eager" else "sdpa"  # torch_varlen is sdpa on a CPU
+    expected = logits_alone(family.name, **which, attention=same)
+    difference = largest_difference(batch, logits_of(family, batch, attention), expected)
+    limit = PALIGEMMA_LIMIT if family.name == "paligemma" else LIMIT
+    assert difference < limit, f"{family.name} {attention}: {difference}"
+
+
+# --- logits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_equals_alone(family: TinyFamily, side: str) -> None:
+    batch = padded(family, examples_of(family.name), padding_side=side, pad_to_multiple_of=8)
+    assert not batch["attention_mask"].all()
+    check(family, batch)
+
+
+def test_a_padded_batch_equals_alone_with_eager_attention(family: TinyFamily) -> None:
+    check(family, padded(family, examples_of(family.name)), "eager")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "torch_varlen"])
+def test_packed_rows_equal_alone(packable: TinyFamily, attention: str) -> None:
+    if packable.name == "gemma3" and attention == "torch_varlen":
+        pytest.skip("packed images of Gemma-3 need a mask, see test_gemma3_needs_its_mask")
+    batch = packed(packable, examples_of(packable.name))
+    assert len(batch) > 1
+    assert max(len(row) for row in batch["sub_seq_lengths"].tolist()) > 1
+    check(packable, batch, attention)
+
+
+def test_aligned_rows_with_gaps_and_several_ranks_equal_alone(packable: TinyFamily) -> None:
+    parallel = ParallelLayout(dp=2, tp=4)
+    batch = packed(packable, examples_of(packable.name), parallel=parallel, fixed_width=True)
+    lengths = [length for row in batch["sub_seq_lengths"].tolist() for length in row]
+    assert any(length % 4 for length in lengths), "no gap"
+    check(packable, batch)
+
+
+def test_images_between_start_and_end_tokens_equal_alone(packable: TinyFamily) -> None:
+    which = {"seed": 1, "wrapped": True}
+    batch = packed(packable, examples_of(packable.name, **which))
+    check(packable, batch, **which)
+
+
+def test_one_row_of_all_examples_in_any_order_equals_alone(packable: TinyFamily) -> None:
+    examples = examples_of(packable.name)
+    total = sum(len(example["input_ids"]) for example in examples)
+    batch = packed(packable, examples, max_tokens=total, strategy="best_fit_decreasing")
+    assert len(batch) == 1
+    assert batch.row_metadata["example_indices"].tolist() != [list(range(len(examples)))]
+    check(packable, batch)
+
+
+@pytest.mark.parametrize("kind", ["left", "right", "packed"])
+def test_text_alone_in_a_batch_of_a_vision_model_equals_alone(
+    packable: TinyFamily, kind: str
+) -> None:
+    examples = text_examples_of(packable.name)
+    batch = (
+        packed(packable, examples, max_tokens=40)
+        if kind == "packed"
+        else padded(packable, examples, padding_side=kind)
+    )
+    inputs = batch.model_inputs("sdpa")
+    assert "pixel_values" not in inputs
+    if packable.name in MROPE:
+        assert inputs["position_ids"].shape == (4, *batch["input_ids"].shape)
+        rows = batch["position_ids"]
+        assert all(torch.equal(row, rows) for row in inputs["position_ids"])
+    model = packable.model()
+    expected = [alone(packable, model, example)[0] for example in examples]
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    assert largest_difference(batch, logits, expected) < LIMIT
+
+
+def test_rows_taken_out_of_a_batch_equal_alone(packable: TinyFamily) -> None:
+    """A micro-batch of some rows has their images; one whose rows have none has no image."""
+    examples = examples_of(packable.name)
+    batch = packed(packable, examples, max_sequences_per_row=2)
+    expected = logits_alone(packable.name)
+    with_images = 0
+    for i in reversed(range(len(batch))):
+        part = batch.select([i])
+        logits = logits_of(packable, part)
+        indices = part.row_metadata["example_indices"].flat_values.tolist()
+        with_images += "pixel_values" in part.model_inputs("sdpa", mask="block")
+        begin = 0
+        for index, length in zip(indices, part["sub_seq_lengths"][0].tolist(), strict=True):
+            found = logits[0, begin : begin + length]
+            assert (found - expected[index]).abs().max() < LIMIT
+            begin += length
+    assert with_images
+
+
+# --- loss and gradients --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["left", "packed", "torch_varlen"])
+def test_loss_and_gradients_equal_those_of_the_examples(family: TinyFamily, kind: str) -> None:
+    if kind != "left" and family.name not in PACKED:
+        pytest.skip(f"{family.name} is not packed")
+    if kind == "torch_varlen" and family.name == "gemma3":
+        pytest.skip("packed images of Gemma-3 need a mask, see test_gemma3_needs_its_mask")
+    examples = list(examples_of(family.name))
+    batch = padded(family, examples) if kind == "left" else packed(family, examples)
+    attention = "torch_varlen" if kind == "torch_varlen" else "sdpa"
+    by_part = {"text_config": "torch_varlen", "vision_config": "sdpa"}
+    model = family.model(by_part if attention == "torch_varlen" else "sdpa")
+    each = [alone(family, family.model(), example)[1:] for example in examples]
+    loss_sums, counts = zip(*each, strict=True)
+    assert batch.metadata["num_loss_tokens"] == sum(counts)
+
+    logits = model(**inputs_of(family, batch, attention)).logits
+    loss = token_loss(logits, batch, num_loss_tokens=batch.metadata["num_loss_tokens"])
+
+    assert abs(loss.item() - float(sum(loss_sums)) / sum(counts)) < 1e-5
+    expected = alone_gradients(family, examples)
+    assert max(float(g.abs().max()) for g in expected.values()) > 0.1
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    found = {n: g for n, g in zip(names, gradients, strict=True) if g is not None}
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert (gradient - expected[name]).abs().max() < 1e-4, name
+
+
+# --- what is given, and what is refused ----------------------------------------------------------
+
+
+def test_two_images_in_each_others_place_are_seen(packable: TinyFamily) -> None:
+    """The limit tells images apart."""
+    rng = np.random.default_rng(3)
+    examples = [packable.example(rng, ["text", (56, 56), "text"]) for _ in range(2)]
+    pixels = [example["pixel_values"] for example in examples]
+    assert pixels[0].shape == pixels[1].shape
+    batch = packed(packable, examples)
+    expected = [alone(packable, packable.model(), example)[0] for example in examples]
+    assert largest_difference(batch, logits_of(packable, batch), expected) < LIMIT
+    swapped = [{**e, "pixel_values": p} for e, p in zip(examples, pixels[::-1], strict=True)]
+    assert largest_difference(batch, logits_of(packable, packed(packable, swapped)), expected) > 0.1
+
+
+@pytest.mark.parametrize("name", [n for n in BATCHED if n not in ("qwen3_5", "qwen2_5_vl")])
+def test_a_processor_in_place_of_the_tokenizer_is_enough(name: str) -> None:
+    family, examples = FAMILIES[name], list(examples_of(name))
+    assert PaddedCollator(family.processor())(examples) == padded(family, examples)
+    if name in PACKED:
+        batch = PackedCollator(family.processor(), max_tokens=400)(examples)
+        assert batch == packed(family, examples, max_tokens=400)
+        assert batch.placement.vision == layout_of(family)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_pixels_in_half_are_what_the_model_would_cast_them_to(
+    family: TinyFamily, dtype: str
+) -> None:
+    examples, half = examples_of(family.name), getattr(torch, dtype)
+    batch = padded(family, examples)
+    narrow = padded(family, examples, vision=layout_of(family, pixel_dtype=dtype))
+    found, expected = narrow["pixel_values"].values, batch["pixel_values"].values
+    assert (found.dtype, expected.dtype) == (half, torch.float32)
+    assert torch.equal(found, expected.to(half))
+    assert narrow.nbytes < 0.6 * batch.nbytes
+    inputs = inputs_of(family, batch, "sdpa")
+    cast = {**inputs, "pixel_values": inputs["pixel_values"].to(half)}
+    with torch.no_grad():
+        assert torch.equal(logits_of(family, narrow), family.model()(**cast).logits)
+
+
+REFUSED = {
+    "qwen3_5": "examples of qwen3_5 models are not packed: its linear-attention layers carry",
+    "paligemma": "examples of paligemma models are not packed: it takes the prefixes",
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_does_not_pack_is_refused_with_the_reason(name: str) -> None:
+    family = FAMILIES[name]
+    with pytest.raises(ValueError, match=REFUSED[name]) as error:
+        PackedCollator(family.processor(), max_tokens=64, vision=layout_of(family))
+    assert str(error.value).endswith("; use PaddedCollator")
+
+
+@pytest.mark.parametrize("collator", [PaddedCollator, RolloutCollator])
+def test_mllama_is_refused_with_the_reason(collator: Any) -> None:
+    reason = "mllama models are not supported: a token without an image attends to every image"
+    with pytest.raises(ValueError, match=reason):
+        collator(FAMILIES["mllama"].processor())
+
+
+def test_a_model_that_is_not_in_the_table_is_not_packed() -> None:
+    class Unknown:
+        image_processor = SimpleNamespace()
+        tokenizer = SimpleNamespace(pad_token_id=0)
+
+    with pytest.raises(ValueError, match=r"other models are not packed: .* no row of the table"):
+        PackedCollator(Unknown(), max_tokens=64)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "torch_varlen"])
+def test_gemma3_needs_its_mask(attention: str) -> None:
+    family = FAMILIES["gemma3"]
+    batch = packed(family, examples_of("gemma3"))
+    with pytest.raises(ValueError, match=r'packed images attend within themselves.*mask="block"'):
+        batch.model_inputs(attention)
+    text = packed(family, text_examples_of("gemma3"))
+    assert "attention_mask" not in text.model_inputs(attention)
+    assert padded(family, examples_of("gemma3")).model_inputs(attention)

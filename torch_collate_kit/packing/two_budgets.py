@@ -1,0 +1,179 @@
+"""Rows under two budgets: tokens, and patches of images.
+
+Rows are filled in one budget at a time. Pieces are divided by slope, their share of one budget over
+their share of the other. Each class is packed by the larger share, into rows whose room is what
+both budgets leave for pieces of this slope. So every row is within both by construction, and every
+pass is the packing of one number, by histogram.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_collate_kit.packing.strategies import OpenRows, Rows
+
+__all__ = ["Fill", "Limits", "fill_two_budgets"]
+
+_Ints = npt.NDArray[np.int64]
+Fill = Callable[[_Ints, int, int | None, OpenRows | None], Rows]
+
+# Classes of pieces with a larger share of the tokens: their share of the patches is at most 1,
+# 3/4, 1/2, ... of it. Finer classes leave less of what is free unused, and each takes a pass.
+_SLOPES = ((1, 1), (4, 3), (2, 1), (3, 1), (4, 1), (8, 1), (16, 1))
+_STEEPEST = 16
+_TEXT = len(_SLOPES) + 1
+_KEPT = 8  # of the images that are dealt, the smallest are kept to fill rows up: this part of all
+
+
+class Limits(NamedTuple):
+    """What a row may hold at most."""
+
+    tokens: int
+    """Cells."""
+    patches: int
+    pieces: int | None = None
+    """None for no limit."""
+    reserved: int = 0
+    """Cells that a row without an image keeps free, for a dummy image."""
+
+    def fit(self, tokens: _Ints, patches: _Ints, counts: _Ints) -> bool:
+        """Whether rows with so many of each, int64 [R], are within the limits."""
+        cells = self.tokens - np.where(patches > 0, 0, self.reserved)
+        few = self.pieces is None or int(counts.max(initial=0)) <= self.pieces
+        return few and bool(((tokens <= cells) & (patches <= self.patches)).all())
+
+
+def fill_two_budgets(fill: Fill, tokens: _Ints, patches: _Ints, limits: Limits) -> Rows:
+    """Rows of the pieces, within the limits, by ``fill``: best fit or first fit.
+
+    ``tokens`` int64 [S] are cells, at least 1; ``patches`` int64 [S] are 0 without an image. Each
+    piece must fit in a row of its own.
+
+    Pieces with a larger share of the patches come first, by patches; then those with a larger
+    share of the tokens, by tokens, those with the most patches per token first; then those without
+    an image, into the tokens that are left. This is best where one budget binds. Where both do,
+    rows must hold a mixture, so in two more plans most images are first dealt out over as many rows
+    as are needed at least, or 1% more. The plan with the fewest rows is taken.
+
+    >>> from torch_collate_kit.packing.strategies import best_fit_decreasing
+    >>> tokens, patches = np.array([4, 3, 5, 2]), np.array([8, 6, 0, 0])
+    >>> rows = fill_two_budgets(best_fit_decreasing, tokens, patches, Limits(9, 9))
+    >>> rows.order.tolist(), rows.offsets.tolist()
+    ([0, 2, 1, 3], [0, 2, 4])
+    """
+    total, total_patches = int(tokens.sum()), int(patches.sum())
+    least = max(-(-total // limits.tokens), -(-total_patches // limits.patches))
+    best: Rows | None = None
+    for rows in _plans(fill, tokens, patches, limits, least):
+        if best is None or len(rows.offsets) < len(best.offsets):
+            best = rows
+        if len(best.offsets) - 1 <= least:
+            break
+    assert best is not None
+    return best
+
+
+def _plans(fill: Fill, tokens: _Ints, patches: _Ints, limits: Limits, least: int) -> Iterator[Rows]:
+    pieces = _Pieces(tokens, patches, limits)
+    images = np.flatnonzero(patches)
+    yield _Opened(fill, pieces, limits).filled(images)
+    order = images[np.argsort(-pieces.shares[images], kind="stable")]
+    shares = np.cumsum(pieces.shares[order])
+    dealt = int(np.searchsorted(shares, shares[-1] - shares[-1] // _KEPT)) + 1
+    for num_rows in (least, least + -(-least // 100)):
+        rows = _Opened(fill, pieces, limits)
+        left = rows.deal(order[:dealt], min(num_rows, dealt))
+        yield rows.filled(np.concatenate([left, order[dealt:]]))
+
+
+class _Pieces:
+    """What is known of the pieces, each array [S]."""
+
+    def __init__(self, tokens: _Ints, patches: _Ints, limits: Limits) -> None:
+        # A product of both budgets, a slope and the number of rows must fit.
+        is_small = limits.tokens * limits.patches * _STEEPEST < 2**62
+        self.integer: type = np.int64 if is_small else object
+        self.tokens, self.patches = tokens, patches
+        by_tokens = tokens.astype(self.integer) * limits.patches
+        by_patches = patches.astype(self.integer) * limits.tokens
+        self.shares = by_tokens + by_patches
+        self.classes = np.zeros(len(tokens), dtype=np.int64)  # 0: the larger share is of patches
+        for number, (num, den) in enumerate(_SLOPES, 1):
+            self.classes[(by_patches * num < by_tokens * den).astype(bool)] = number
+        self.classes[patches == 0] = _TEXT
+
+
+class _Opened:
+    """Rows that are being filled: their pieces, and what is free in each."""
+
+    def __init__(self, fill: Fill, pieces: _Pieces, limits: Limits) -> None:
+        self._fill, self._pieces, self._limits = fill, pieces, limits
+        self._tokens = self._patches = self._slots = np.zeros(0, dtype=np.int64)
+        self._order: list[_Ints] = []
+        self._labels: list[_Ints] = []
+
+    def deal(self, pieces: _Ints, num_rows: int) -> _Ints:
+        """Deals the pieces, at least as many as rows, and returns those that did not fit.
+
+        In rounds of a piece for each row: the largest goes to the emptiest row.
+        """
+        limits, known = self._limits, self._pieces
+        self._add(pieces[:num_rows], np.arange(num_rows), num_rows)
+        left = [pieces[:0]]
+        for first in range(num_rows, len(pieces), num_rows):
+            dealt = pieces[first : first + num_rows]
+            free: Any = self._tokens.astype(known.integer) * limits.patches
+            free += self._patches.astype(known.integer) * limits.tokens
+            rows = np.argsort(-free, kind="stable")[: len(dealt)]
+            fits = (known.tokens[dealt] <= self._tokens[rows]) & (self._slots[rows] > 0)
+            fits &= known.patches[dealt] <= self._patches[rows]
+            self._add(dealt[fits], rows[fits], 0)
+            left.append(dealt[~fits])
+        return np.concatenate(left)
+
+    def filled(self, images: _Ints) -> Rows:
+        """The rows with these images, and all pieces without one, in the order of placing."""
+        limits, known = self._limits, self._pieces
+        classes = known.classes[images]
+        patchy = images[classes == 0]
+        room: Any = self._tokens.astype(known.integer) * limits.patches // limits.tokens
+        self._place(patchy, known.patches, limits.patches, room, self._patches)
+        for number, (num, den) in enumerate(_SLOPES, 1):
+            room = self._patches.astype(known.integer) * (limits.tokens * num)
+            room //= limits.patches * den
+            self._place(images[classes == number], known.tokens, limits.tokens, room, self._tokens)
+        texts = np.flatnonzero(known.classes == _TEXT)
+        capacity = limits.tokens - limits.reserved
+        self._place(texts, known.tokens, capacity, self._tokens, self._tokens)
+        order, labels = np.concatenate(self._order), np.concatenate(self._labels)
+        return Rows.from_labels(order, labels, len(self._tokens))
+
+    def _place(self, pieces: _Ints, sizes: _Ints, capacity: int, room: Any, free: _Ints) -> None:
+        """Fills pieces of these sizes into what is free, up to ``room``, or into new rows."""
+        if not len(pieces):
+            return
+        space: _Ints = np.minimum(room, free).astype(np.int64)
+        opened = OpenRows(space, self._slots) if len(space) else None
+        rows = self._fill(sizes[pieces], capacity, self._limits.pieces, opened)
+        self._add(pieces[rows.order], rows.labels(), len(rows.offsets) - 1 - len(space))
+
+    def _add(self, pieces: _Ints, labels: _Ints, num_new: int) -> None:
+        """Notes that the pieces are in these rows, of which ``num_new`` are new."""
+        limits, known = self._limits, self._pieces
+        most = len(known.tokens) if limits.pieces is None else limits.pieces
+        self._tokens = _extended(self._tokens, num_new, limits.tokens)
+        self._patches = _extended(self._patches, num_new, limits.patches)
+        self._slots = _extended(self._slots, num_new, most)
+        np.subtract.at(self._tokens, labels, known.tokens[pieces])
+        np.subtract.at(self._patches, labels, known.patches[pieces])
+        np.subtract.at(self._slots, labels, 1)
+        self._order.append(pieces)
+        self._labels.append(labels)
+
+
+def _extended(values: _Ints, number: int, value: int) -> _Ints:
+    return np.concatenate([values, np.full(number, value, dtype=np.int64)])
