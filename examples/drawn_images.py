@@ -19,7 +19,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image, ImageDraw
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl import processing_qwen3_vl
 
@@ -187,7 +187,7 @@ def texts_of(record: dict) -> list[str]:
 
 
 class Qwen3VLProcessor(processing_qwen3_vl.Qwen3VLProcessor):
-    """Without a video processor, which needs torchvision. It has the name that it is saved under."""
+    """Without a video processor, which needs torchvision; saved under the name of its base."""
 
     @classmethod
     def get_attributes(cls) -> list[str]:
@@ -230,7 +230,7 @@ def make_model(processor: Any, **options: Any) -> transformers.Qwen3VLForConditi
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "initializer_range": 0.06,
+        "initializer_range": float(__import__("os").environ.get("INIT", "0.06")),
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,
@@ -248,7 +248,7 @@ def make_model(processor: Any, **options: Any) -> transformers.Qwen3VLForConditi
         "out_hidden_size": 128,
         "num_position_embeddings": 256,
         "deepstack_visual_indexes": [0],
-        "initializer_range": 0.06,
+        "initializer_range": float(__import__("os").environ.get("INIT", "0.06")),
     }
     config = transformers.Qwen3VLConfig(
         text_config=text,
@@ -285,9 +285,7 @@ def exact_match(
         inputs = batch.model_inputs(labels=False)
         del inputs["use_cache"]
         inputs.pop("position_ids", None)  # `generate` makes them, and goes on with them
-        output = model.generate(
-            **inputs, max_new_tokens=max(map(len, answers)), do_sample=False
-        )
+        output = model.generate(**inputs, max_new_tokens=max(map(len, answers)), do_sample=False)
         written = output[:, batch["input_ids"].shape[1] :].tolist()
         for skill, answer, ids in zip(skills, answers, written, strict=True):
             results.append((skill, ids[: len(answer)] == answer))
@@ -300,6 +298,7 @@ def exact_match(
 
 def majority(trained: Iterable[dict], held_out: Iterable[dict]) -> dict[str, float]:
     """How often the most frequent answer of each skill in training is right on `held_out`."""
+
     def last(record: dict) -> str:
         return record["messages"][-1]["content"][0]["text"]
 
