@@ -80,8 +80,8 @@ def draw(rng: np.random.Generator, things: list[Thing]) -> bytes:
     least = -(-len(things) // 3)
     rows = int(rng.integers(least, 4))
     columns = int(rng.integers(-(-len(things) // rows), 4))
-    ground = rng.integers(110, 150) + rng.normal(0, 6, (CELL * rows, CELL * columns, 3))
-    image = Image.fromarray(ground.clip(0, 255).astype(np.uint8))
+    ground = int(rng.integers(110, 150))
+    image = Image.new("RGB", (CELL * columns, CELL * rows), (ground, ground, ground))
     canvas = ImageDraw.Draw(image)
     cells = rng.choice(rows * columns, len(things), replace=False)
     for (shape, colour), cell in zip(things, cells.tolist(), strict=True):
@@ -115,7 +115,7 @@ def record(pictures: list[bytes], questions: list[tuple[str, str]], skill: str) 
 
 def colours_and_shapes(rng: np.random.Generator, turns: int, skill: str) -> dict:
     """One to three things, no two of a shape or a colour; each is asked for once."""
-    count = int(rng.integers(max(2, turns), 4))
+    count = int(rng.integers(1, 4))
     things = list(zip(some(rng, SHAPES, count), some(rng, COLOURS, count), strict=True))
     asked = []
     for i, (shape, colour) in enumerate(things[:turns]):
@@ -230,7 +230,7 @@ def make_model(processor: Any, **options: Any) -> transformers.Qwen3VLForConditi
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "initializer_range": float(__import__("os").environ.get("INIT", "0.06")),
+        "initializer_range": 0.06,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,
@@ -248,7 +248,7 @@ def make_model(processor: Any, **options: Any) -> transformers.Qwen3VLForConditi
         "out_hidden_size": 128,
         "num_position_embeddings": 256,
         "deepstack_visual_indexes": [0],
-        "initializer_range": float(__import__("os").environ.get("INIT", "0.06")),
+        "initializer_range": 0.06,
     }
     config = transformers.Qwen3VLConfig(
         text_config=text,

@@ -29,6 +29,7 @@ from read_data import fail, read_dataset
 from torch.utils.data import DataLoader, Dataset
 
 import torch_collate_kit as kit
+from torch_collate_kit import DataError
 from torch_collate_kit.packing import ModelCost
 
 # A rank whose last row has no image has no gradient of the vision tower in the backward pass that
@@ -129,12 +130,26 @@ def make_collator(processor: Any, model: Any, args: argparse.Namespace) -> Any:
     return collate
 
 
+def measure(record: dict, index: int, collate: Any) -> dict[str, Any]:
+    """The sizes of a record, as columns of a dataset; its images are not decoded.
+
+    Not `kit.DataError`: datasets would hash the whole package to name its cache.
+    """
+    try:
+        [length], [patches], [num_loss_tokens] = collate.sizes([record])
+    except DataError as error:
+        reason = str(error).removeprefix("example 0: ")
+        raise DataError(f"conversation {index}: {reason}") from error
+    return {"length": length, "patches": patches, "num_loss_tokens": num_loss_tokens}
+
+
 class Conversations(Dataset):
     """Records with their sizes, for a sampler that plans and for one that does not."""
 
     def __init__(self, records: datasets.Dataset, collate: Any, args: argparse.Namespace) -> None:
-        columns = {"remove_columns": records.column_names, "with_indices": True}
-        measured = records.map(Measure(collate), **columns, desc="measuring")
+        options = {"with_indices": True, "fn_kwargs": {"collate": collate}}
+        options |= {"remove_columns": records.column_names, "num_proc": args.num_workers or None}
+        measured = records.map(measure, **options, desc="reading sizes")
         self.lengths = np.array(measured["length"], dtype=np.int64)
         self.patches: list[list[int]] = list(measured["patches"])
         self.num_loss_tokens = np.array(measured["num_loss_tokens"], dtype=np.int64)
@@ -154,22 +169,6 @@ class Conversations(Dataset):
         if isinstance(wanted, list):
             return self.records.select(wanted).to_list()
         return wanted.with_examples(self.records.select(wanted.indices).to_list())
-
-
-class Measure:
-    """The sizes of a record, as columns of a dataset. Its images are not decoded."""
-
-    def __init__(self, collate: Any) -> None:
-        self.collate = collate
-
-    def __call__(self, record: dict, index: int) -> dict[str, Any]:
-        try:
-            sizes = self.collate.sizes([record])
-        except kit.DataError as error:
-            reason = str(error).removeprefix("example 0: ")
-            raise kit.DataError(f"conversation {index}: {reason}") from error
-        [length], [patches], [num_loss_tokens] = sizes
-        return {"length": length, "patches": patches, "num_loss_tokens": num_loss_tokens}
 
 
 def make_loader(
@@ -254,7 +253,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (kit.DataError, kit.IsolationError) as error:
+    except (DataError, kit.IsolationError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         fail("stopped; --resume goes on from the last checkpoint, if --checkpoint-every saved one")
