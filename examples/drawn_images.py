@@ -39,7 +39,7 @@ CORNERS = {  # of a shape, in a square from (-1, -1) to (1, 1), y downwards
 }
 SHAPES = ["circle", *CORNERS]
 CELL = 32  # pixels a side of what one shape is drawn in
-ORDINALS = ["first", "second", "third"]
+ORDINALS = ["first", "second"]
 FACTS = {
     "How many corners has a triangle?": "three",
     "How many corners has a square?": "four",
@@ -48,7 +48,7 @@ FACTS = {
     "What colour is coal?": "black",
     "What colour is grass?": "green",
 }
-NUMBERS = ["zero", "one", "two", "three", "four", "five"]
+NUMBERS = ["zero", "one", "two", "three", "four"]
 VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TEMPLATE = """
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
@@ -77,9 +77,8 @@ Thing = tuple[str, str]  # shape and colour
 
 def draw(rng: np.random.Generator, things: list[Thing]) -> bytes:
     """A PNG with these things in cells of a grid, each a little out of place."""
-    least = -(-len(things) // 3)
-    rows = int(rng.integers(least, 4))
-    columns = int(rng.integers(-(-len(things) // rows), 4))
+    rows = int(rng.integers(1 + (len(things) > 2), 3))
+    columns = int(rng.integers(-(-len(things) // rows), 3))
     ground = int(rng.integers(110, 150))
     image = Image.new("RGB", (CELL * columns, CELL * rows), (ground, ground, ground))
     canvas = ImageDraw.Draw(image)
@@ -114,8 +113,8 @@ def record(pictures: list[bytes], questions: list[tuple[str, str]], skill: str) 
 
 
 def colours_and_shapes(rng: np.random.Generator, turns: int, skill: str) -> dict:
-    """One to three things, no two of a shape or a colour; each is asked for once."""
-    count = int(rng.integers(1, 4))
+    """One or two things, of different shapes and colours; each is asked for once at most."""
+    count = int(rng.integers(1, 3))
     things = list(zip(some(rng, SHAPES, count), some(rng, COLOURS, count), strict=True))
     asked = []
     for i, (shape, colour) in enumerate(things[:turns]):
@@ -135,31 +134,19 @@ def shape(rng: np.random.Generator, turns: int) -> dict:
 
 
 def number(rng: np.random.Generator, turns: int) -> dict:
-    """How many things of a colour, among up to three of other colours."""
-    names = some(rng, COLOURS, 2)
-    counts = rng.integers(0, 4, 2).tolist()
-    if sum(counts) == 0:
-        counts[0] = 1
-    colours = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
-    things = [(str(rng.choice(SHAPES)), name) for name in colours]
-    asked = [
-        (f"How many {name} things are there?", NUMBERS[count])
-        for name, count in zip(names, counts, strict=True)
-    ]
-    return record([draw(rng, things)], asked[:turns], "number")
+    count = int(rng.integers(1, 5))
+    things = [(str(rng.choice(SHAPES)), str(rng.choice(list(COLOURS)))) for _ in range(count)]
+    return record([draw(rng, things)], [("How many things are there?", NUMBERS[count])], "number")
 
 
 def which_picture(rng: np.random.Generator, turns: int) -> dict:
-    """Two or three pictures, one thing in each."""
-    count = int(rng.integers(2, 4))
-    shapes = rng.choice(SHAPES, count).tolist()
-    things = list(zip(shapes, some(rng, COLOURS, count), strict=True))
-    pictures = [draw(rng, [thing]) for thing in things]
+    """Two pictures of different sizes, one thing in each."""
+    things = list(zip(rng.choice(SHAPES, 2).tolist(), some(rng, COLOURS, 2), strict=True))
     asked = [
         (f"What colour is the {things[i][0]} in the {ORDINALS[i]} picture?", things[i][1])
-        for i in rng.permutation(count)[:turns].tolist()
+        for i in rng.permutation(2)[:turns].tolist()
     ]
-    return record(pictures, asked, "which_picture")
+    return record([draw(rng, [thing]) for thing in things], asked, "which_picture")
 
 
 def no_picture(rng: np.random.Generator, turns: int) -> dict:
