@@ -35,7 +35,7 @@ test-bare: build/bare/.installed
 build/oldest/.installed: setup.cfg constraints.txt
 	$(PYTHON) -m venv build/oldest
 	sed -nE 's/^ +(numpy|datasets|transformers|accelerate)>=/\1==/p' setup.cfg > build/oldest/versions.txt
-	grep -E '^(torch|torchdata|pyarrow|matplotlib|pytest|pytest-xdist|hypothesis|mypy)==' constraints.txt \
+	grep -E '^(torch|torchdata|pyarrow|matplotlib|pillow|pytest|pytest-xdist|hypothesis|mypy)==' constraints.txt \
 		>> build/oldest/versions.txt
 	build/oldest/bin/pip install --quiet -c build/oldest/versions.txt -e '.[test,plots]'
 	build/oldest/bin/pip install --quiet --no-deps -c constraints.txt trl

@@ -27,6 +27,11 @@ DTYPES = {
     "router_padding_mask": torch.bool,
     "pixel_values": torch.float32,
     "image_grid_thw": torch.int64,
+    "image_sizes": torch.int64,
+    "batch_num_images": torch.int64,
+    "pixel_attention_mask": torch.int64,
+    "mrope_position_ids": torch.int64,
+    "token_type_ids": torch.int64,
     "sub_seq_lengths": torch.int64,
     "cu_seq_lens": torch.int32,
 }

@@ -53,6 +53,31 @@ def test_padded_rows_come_with_their_mask(padded: Batch, attention: str) -> None
     assert inputs["attention_mask"] is padded["attention_mask"]
 
 
+@pytest.mark.parametrize("attention", VARLEN + MASKED)
+def test_a_dict_of_attention_means_that_of_the_text(packed: Batch, attention: str) -> None:
+    parts = {"text_config": attention, "vision_config": "sdpa"}
+    assert list(packed.model_inputs(parts)) == list(packed.model_inputs(attention))
+    if attention == "sdpa":
+        masked = packed.model_inputs(parts, mask="block")["attention_mask"]
+        assert torch.equal(masked, packed.model_inputs("sdpa", mask="block")["attention_mask"])
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        ({"vision_config": "sdpa"}, r"has no text_config, .*\{\"text_config\": \"torch_varlen\", "),
+        (
+            {"text_config": "sdpa", "vision_config": "torch_varlen"},
+            r"\"torch_varlen\" for vision_config: it is causal, and a vision tower is not.*load",
+        ),
+        ({"text_config": "fast"}, r"attention='fast' is unknown; use one of torch_varlen, "),
+    ],
+)
+def test_a_dict_of_attention_that_cannot_be(packed: Batch, attention: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        packed.model_inputs(attention)
+
+
 def test_the_default_is_torch_varlen(packed: Batch) -> None:
     assert list(packed.model_inputs()) == list(packed.model_inputs("torch_varlen"))
 

@@ -185,6 +185,8 @@ def toy_inputs(*rows: list[int]) -> dict[str, Any]:
 
 def from_cell_to_cell(source: tuple[int, int], target: tuple[int, int], weight: float = 1.0) -> Any:
     def leak(model: nn.Module, hidden: Tensor) -> Tensor:
+        if len(hidden) <= max(source[0], target[0]) or hidden.shape[1] <= max(source[1], target[1]):
+            return hidden  # an example alone
         change = torch.zeros_like(hidden)
         change[target] = weight * hidden[source]
         return hidden + change
@@ -235,7 +237,7 @@ def test_tolerance_is_a_fraction_of_the_own_movement():
 
 
 def test_a_model_that_ignores_its_input_shows_nothing():
-    with pytest.raises(IsolationError, match=r"does not move its own logits.*reads input_ids"):
+    with pytest.raises(IsolationError, match=r"does not move the own logits of.*reads input_ids"):
         check_isolation(Toy(lambda model, hidden: torch.ones_like(hidden)), toy_inputs([3, 3]))
 
 
@@ -283,10 +285,73 @@ def test_image_placeholders_are_neither_changed_nor_made():
     nested = SimpleNamespace(model_type="text", image_token_id=4)
     model = Toy(model_type="toy", image_token_index=image, eos_token_id=5, text_config=nested)
     check_isolation(model, inputs)
-    changed = torch.cat(model.seen)
+    changed = torch.cat([seen for seen in model.seen if seen.shape == ids.shape])
     assert (changed[:, [0, 3]] == image).all()
     assert not torch.isin(changed[:, [1, 2, 4, 5]], torch.tensor([image, 4])).any()
     assert (changed[:, 1] != 5).any(), "an end mark is text, and can be changed"
+
+
+# --- apart, and not what they are alone ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
+def test_learned_positions_that_go_on_counting_are_found(training):
+    """Boundaries keep the examples of OPT apart, and each has positions of another place."""
+    inputs = packed_inputs(*ONE_ROW)
+    model = tiny_model("opt", dropout=0.0).train(training)
+    check_isolation(model, inputs)
+    inputs["position_ids"] = torch.arange(13)[None]
+    message = (
+        r"^row 0 segment [12] is not what it is alone, .* differ by .*, and 0\.0001 is allowed; "
+        r"2 of 3 segments differ. Likely reason: its position_ids are not those that it has alone"
+    )
+    with pytest.raises(IsolationError, match=message):
+        check_isolation(model, inputs)
+    check_isolation(model, inputs, tolerance=10)
+
+
+def test_a_model_that_knows_the_place_in_the_row_is_found():
+    def by_place(model: nn.Module, hidden: Tensor) -> Tensor:
+        return hidden + torch.arange(hidden.shape[1])[:, None]
+
+    message = r"row 0 segment 2 is not what.*2 of 3 segments.*depends on where in the row"
+    with pytest.raises(IsolationError, match=message):
+        check_isolation(Toy(by_place), toy_inputs([3, 3, 3]))
+
+
+def test_nan_alone_is_a_difference():
+    def nan_alone(model: nn.Module, hidden: Tensor) -> Tensor:
+        return hidden if hidden.shape[1] == 6 else hidden * torch.nan
+
+    with pytest.raises(IsolationError, match=r"is not what it is alone.*by nan.*2 of 2 segments"):
+        check_isolation(Toy(nan_alone), toy_inputs([3, 3]))
+
+
+def test_inputs_per_token_go_with_their_segment():
+    seen = []
+
+    class WithTypes(Toy):
+        def forward(self, types: Tensor, **inputs: Any) -> Any:
+            seen.append(types)
+            output = super().forward(**inputs)
+            return SimpleNamespace(logits=output.logits + types[..., None])
+
+    inputs = toy_inputs([2, 3], [4, 1])
+    inputs["types"] = torch.arange(10).view(2, 5)
+    check_isolation(WithTypes().eval(), inputs)
+    assert [types.tolist() for types in seen[-4:]] == [
+        [[0, 1]],
+        [[2, 3, 4]],
+        [[5, 6, 7, 8]],
+        [[9]],
+    ]
+
+
+def test_a_batch_in_which_no_token_can_change_shows_nothing():
+    inputs = toy_inputs([3, 3])
+    inputs["input_ids"] = torch.full((1, 6), 3)
+    with pytest.raises(IsolationError, match=r"no token can be changed.*pass a batch with text"):
+        check_isolation(Toy(image_token_id=3, model_type="toy"), inputs)
 
 
 # --- inputs that cannot be checked ---------------------------------------------------------------

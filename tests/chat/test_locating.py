@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.chat.conversations import CONVERSATIONS
 from tests.chat.families import FAMILY_OF, templates, tokenizer_for
@@ -13,18 +16,20 @@ from tests.chat.test_supervision import CHATML
 from torch_collate_kit import tokenize_chat
 from torch_collate_kit.chat import locating, rendering
 from torch_collate_kit.chat.marking import Occurrence, Part
+from torch_collate_kit.chat.turns import _inside
 from torch_collate_kit.errors import DataError
 
 TEMPLATES = templates()
 SOME = ("qwen2_5", "qwen3", "gptoss", "gemma4", "llama3_1", "cohere2", "glm4moe", "lfm2_v2")
-# Thinking and text are written the other way round than they stand in the message, arguments as a
-# JSON string.
-ODD = CHATML.replace(
-    "{{ m.content }}",
-    "{{ m.content }}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+THINKING = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+CALLS = (
     "{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}"
-    "</call>{% endfor %}",
+    "</call>{% endfor %}"
 )
+ORDERS = {  # whether the thinking is written before the text
+    CHATML.replace("{{ m.content }}", THINKING + "{{ m.content }}" + CALLS): True,
+    CHATML.replace("{{ m.content }}", "{{ m.content }}" + THINKING + CALLS): False,
+}
 
 
 def places(found: list[Occurrence]) -> list[tuple[Any, ...]]:
@@ -69,10 +74,11 @@ def test_known_texts_are_located_as_by_marks(name: str, num_known: list[int]) ->
     assert num_known[0] > len(CONVERSATIONS) / 2
 
 
-def test_order_and_escapes_are_those_of_the_marks(num_known: list[int]) -> None:
-    tokenizer = byte_tokenizer(ODD)
+@pytest.mark.parametrize("template", ORDERS)
+def test_order_and_escapes_are_those_of_the_marks(template: str, num_known: list[int]) -> None:
+    tokenizer = byte_tokenizer(template)
     for letter in "abcdef":
-        call = {"function": {"name": f"f{letter}", "arguments": {letter: f'"{letter}"\n{letter}'}}}
+        call = {"function": {"name": f"f{letter}", "arguments": {"q": f'"{letter}"\n{letter}'}}}
         answer = {
             "role": "assistant",
             "content": f"answer {letter}",
@@ -80,8 +86,16 @@ def test_order_and_escapes_are_those_of_the_marks(num_known: list[int]) -> None:
         }
         for more in ({}, {"tool_calls": [call]}):
             messages = [{"role": "user", "content": letter}, {**answer, **more}]
-            tokenize_chat({"messages": messages}, tokenizer, train_on="last")
-    assert num_known[0] > 2
+            result = tokenize_chat({"messages": messages}, tokenizer, train_on="last")
+            pairs = zip(result["input_ids"], result["loss_mask"], strict=True)
+            trained = tokenizer.decode([token for token, kept in pairs if kept])
+            thought = f"<think>thought {letter}</think>"
+            texts = (
+                [thought, f"answer {letter}"] if ORDERS[template] else [f"answer {letter}", thought]
+            )
+            called = f"<call>f{letter} {json.dumps(call['function']['arguments'])}</call>"
+            assert trained == "".join([*texts, called if more else "", "<|im_end|>"])
+    assert num_known[0] == (10 if ORDERS[template] else 0)  # all but the first of each shape
 
 
 @pytest.mark.parametrize(
@@ -102,3 +116,14 @@ def test_what_depends_on_a_text_is_refused_also_when_the_rest_is_known(template:
     with pytest.raises(DataError, match=r"changes messages|depends on its text|twice"):
         tokenize_chat(odd, tokenizer)
     assert tokenize_chat(record, tokenizer) == before
+
+
+places_of_spans = st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted)
+
+
+@given(st.lists(places_of_spans), places_of_spans)
+def test_one_span_holds_a_part(spans: list[list[int]], part: list[int]) -> None:
+    """Spans of generation tags may be nested, empty, or overlap."""
+    start, end = part[0], part[1] + 1
+    inside = _inside([(first, last) for first, last in spans])
+    assert inside(start, end) == any(first <= start and end <= last for first, last in spans)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AddedToken, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tests.chat.conversations import CONVERSATIONS
 from torch_collate_kit.chat import tokenize_chat, tokenize_chat_dataset
+from torch_collate_kit.chat.examples import TextExample
+from torch_collate_kit.chat.tokenize import ChatOptions, _encode, _tokenized
 
 HEADER, END = "<|im_start|>assistant\n", "<|im_end|>"
 CHATML = (
@@ -126,6 +131,9 @@ FAST: dict[str, Callable[[], Any]] = {
 }
 
 
+tokenizer_of = cache(lambda kind: FAST[kind]())
+
+
 class WordByT5(ByT5Tokenizer):
     """A slow tokenizer in which a line break and what follows it are one token."""
 
@@ -172,6 +180,29 @@ def test_the_same_characters_are_trained(kind: str, template: str) -> None:
             [result] = result if isinstance(result, list) else [result]
             assert result["input_ids"] == encoding.ids, (name, mode)
             assert result["loss_mask"] == expected, (name, mode, encoding.tokens)
+
+
+@given(
+    st.text(st.sampled_from("\n lion3\u65e5\U0001f981\u0301"), min_size=1, max_size=60),
+    st.lists(st.integers(0, 60), max_size=6),
+)
+@pytest.mark.parametrize("kind", FAST)
+def test_any_spans_of_any_text(kind: str, text: str, cuts: list[int]) -> None:
+    """Against the list of all offsets, for spans that are in order and do not meet."""
+    edges = sorted({min(cut, len(text)) for cut in cuts})
+    spans = list(zip(edges[::2], edges[1::2], strict=False))
+    options = ChatOptions(tokenizer_of(kind), "all", None, None, None, False)
+    [tokens] = _encode(options.tokenizer, [text])
+    encoding = options.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    expected = [
+        int(any(first < end and start < stop for start, end in spans))
+        for first, stop in encoding.offsets
+    ]
+    result = _tokenized(TextExample(text, spans), tokens, options)
+    if any(expected[1:]):
+        assert (result["input_ids"], result["loss_mask"]) == (encoding.ids, expected)
+    else:
+        assert result["skip_reason"] == "no_trained_tokens"
 
 
 @pytest.mark.parametrize("template", [CHATML, TAGGED], ids=["plain", "tagged"])

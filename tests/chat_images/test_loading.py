@@ -173,8 +173,7 @@ def test_cut_off_files_are_never_half_an_image(kind: str, tmp_path: Path) -> Non
     for cut in [*range(0, len(data), max(1, len(data) // 20)), len(data) - 1, len(data) - 2]:
         try:
             found = image_files().load(data[:cut], "it")
-        except DataError as error:
-            assert str(error).startswith("it")
+        except DataError:
             refused += 1
         else:
             assert (np.asarray(found.convert("RGB")) == whole).all()
@@ -206,7 +205,7 @@ def test_truncated_images_are_not_allowed_globally(monkeypatch: pytest.MonkeyPat
     tokenize(PICTURE)
     assert ImageFile.LOAD_TRUNCATED_IMAGES is False
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
-    with pytest.raises(ValueError, match="LOAD_TRUNCATED_IMAGES is True, so .* set it to False"):
+    with pytest.raises(ValueError, match=r"LOAD_TRUNCATED_IMAGES is True, so .* set it to False"):
         tokenize(encoded(PICTURE, "PNG"))
 
 
@@ -224,8 +223,8 @@ def test_too_many_pixels(tmp_path: Path) -> None:
     for limit in (60 * 90, 89_478_485):
         assert tokenize(PICTURE, max_pixels=limit)["input_ids"]
     assert refusal(PICTURE, max_pixels=60 * 90 - 1) == (
-        "`images`[0] has 60 x 90 = 5400 pixels, more than max_pixels=5399; make it smaller, or pass "
-        "a higher max_pixels"
+        "`images`[0] has 60 x 90 = 5400 pixels, more than max_pixels=5399; make it smaller, or "
+        "pass a higher max_pixels"
     )
     PICTURE.save(tmp_path / "a.png")
     assert "max_pixels=5000" in refusal(tmp_path / "a.png", max_pixels=5000)
@@ -382,10 +381,10 @@ def test_transparent_palettes() -> None:
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 def test_more_than_8_bits(dtype: Any) -> None:
     """PIL cuts them off at 255, so that a dark scan would become white."""
-    deep = Image.fromarray((np.asarray(PICTURE.convert("L")).astype(dtype) * 100))
+    deep = Image.fromarray(np.asarray(PICTURE.convert("L")).astype(dtype) * 100)
     with pytest.raises(DataError, match=r"has mode 'I.*' with values up to \d+, which conversion"):
         tokenize(deep)
-    with pytest.raises(DataError, match="has mode 'F' .* cuts off at 255; scale it to 8 bits"):
+    with pytest.raises(DataError, match=r"has mode 'F' .* cuts off at 255; scale it to 8 bits"):
         tokenize(Image.fromarray(np.zeros((30, 30), np.float32)))
     assert tokenize(encoded(deep, "PNG") if dtype is np.uint16 else deep, pixels=False)["input_ids"]
 

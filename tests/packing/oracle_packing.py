@@ -66,6 +66,83 @@ def fewest_rows(sizes: Sequence[int], capacity: int, max_pieces: int | None = No
     return best
 
 
+def fits(row: Sequence[tuple[int, int]], limits: tuple[int, int, int | None, int]) -> bool:
+    """Whether pieces of (tokens, patches) make a row within (tokens, patches, pieces, reserved)."""
+    most_tokens, most_patches, most_pieces, reserved = limits
+    tokens = patches = 0
+    for piece_tokens, piece_patches in row:
+        tokens += piece_tokens
+        patches += piece_patches
+    if patches == 0:
+        most_tokens -= reserved
+    few = most_pieces is None or len(row) <= most_pieces
+    return tokens <= most_tokens and patches <= most_patches and few
+
+
+def fewest_rows_of_both(
+    pieces: Sequence[tuple[int, int]], limits: tuple[int, int, int | None, int]
+) -> int:
+    """The true minimum under two budgets, by trying every row for every piece."""
+    ordered = sorted(pieces, key=lambda piece: (piece[1] == 0, -sum(piece)))  # images first
+    best = len(ordered)
+
+    def place(index: int, rows: list[list[tuple[int, int]]]) -> None:
+        nonlocal best
+        if len(rows) >= best:
+            return
+        if index == len(ordered):
+            best = len(rows)
+            return
+        tried = set()
+        for i, row in enumerate(rows):
+            grown = [*row, ordered[index]]
+            key = tuple(sorted(row))
+            if key not in tried and fits(grown, limits):
+                tried.add(key)
+                place(index + 1, [*rows[:i], grown, *rows[i + 1 :]])
+        place(index + 1, [*rows, [ordered[index]]])
+
+    place(0, [])
+    return best
+
+
+def into_rows(
+    sizes: Sequence[int],
+    capacity: int,
+    max_pieces: int | None,
+    opened: Sequence[tuple[int, int]],
+    *,
+    best: bool,
+) -> list[tuple[int, int]]:
+    """Free space and free slots of each row after one-by-one packing into opened rows and new ones.
+
+    ``opened`` are the free space and slots of each. Best fit: into the row with the least free
+    space, of equals the one with the fewest free slots; a new row if no opened or new one has
+    room. First fit: into the first row with room.
+    """
+    rows = [[space, slots] for space, slots in opened]
+    for size in sorted(sizes, reverse=True):
+        fitting = [row for row in rows if row[0] >= size and row[1] > 0]
+        if not fitting:
+            rows.append([capacity, len(sizes) if max_pieces is None else max_pieces])
+            fitting = rows[-1:]
+        row = min(fitting, key=lambda row: (row[0], row[1])) if best else fitting[0]
+        row[0] -= size
+        row[1] -= 1
+    return [(space, slots) for space, slots in rows]
+
+
+def needed_dummies(bins: Sequence[Sequence[int]], patches: Sequence[int], ranks: int) -> list[bool]:
+    """Per row: it has no image, and the row at its index on another rank has one."""
+    per_rank = len(bins) // ranks
+    needed = []
+    for number, row in enumerate(bins):
+        same_index = [bins[rank * per_rank + number % per_rank] for rank in range(ranks)]
+        others = any(patches[i] for other in same_index for i in other)
+        needed.append(others and not any(patches[i] for i in row))
+    return needed
+
+
 def best_fit_row_count(sizes: Sequence[int], capacity: int) -> int:
     """Rows of one-by-one best fit decreasing, with a sorted list of free spaces: n log n."""
     spaces: list[int] = []

@@ -10,8 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from torch_collate_kit.errors import IsolationError
+from torch_collate_kit.vision import VisionLayout
+from torch_collate_kit.vision.families import OTHER, family_of
 
-__all__ = ["attention_name", "refuse_recurrent_layers", "sliding_window", "vocabulary"]
+__all__ = [
+    "attention_name",
+    "refuse_packed_images",
+    "refuse_recurrent_layers",
+    "sliding_window",
+    "uses_mrope",
+    "vocabulary",
+]
 
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
 _RECURRENT = ("linear", "conv", "recurrent", "mamba", "ssm", "rwkv", "delta", "hybrid")
@@ -51,6 +60,28 @@ def sliding_window(model: nn.Module) -> tuple[int | None, bool]:
     if layers is None:
         return (window if getattr(config, "use_sliding_window", True) else None), True
     return (window if "sliding_attention" in layers else None), set(layers) == {"sliding_attention"}
+
+
+def uses_mrope(model: nn.Module) -> bool:
+    """Whether a token has three positions, of time, height and width."""
+    return family_of(config=getattr(_unwrap(model), "config", None)).positions == "mrope"
+
+
+def refuse_packed_images(
+    model: nn.Module, inputs: Mapping[str, Any], vision: VisionLayout | None
+) -> None:
+    """Refuse rows with several examples and images, if the model's family is not packed."""
+    if "pixel_values" not in inputs:
+        return
+    family = family_of(config=getattr(_unwrap(model), "config", None))
+    if family is OTHER and vision is not None:
+        family = vision.family
+    reason = family.not_packed or family.refused
+    if reason:
+        raise IsolationError(
+            f"examples of {family.name} models with images are not packed: {reason}"
+            + ("" if family.refused else "; use PaddedCollator for this model")
+        )
 
 
 def refuse_recurrent_layers(model: nn.Module, inputs: Mapping[str, Any]) -> None:

@@ -360,7 +360,7 @@ class Batch(Mapping[str, Field]):
 
     def model_inputs(
         self,
-        attention: str = "torch_varlen",
+        attention: str | Mapping[str, str] = "torch_varlen",
         *,
         labels: bool = True,
         mask: Literal["block"] | None = None,
@@ -371,8 +371,8 @@ class Batch(Mapping[str, Field]):
         ``input_ids``, ``position_ids``, ``use_cache=False``, and ``labels`` if there are any and
         ``labels`` is True. A padded batch adds ``attention_mask``; a packed one never does, since
         with that 2-D mask transformers ignores the segments. For varlen ``attention`` it adds
-        ``cu_seq_lens_q/k`` (int32, flat over the rows) and ``max_length_q/k`` (Python ints). With
-        images, ``pixel_values`` and ``image_grid_thw`` come in place of ``position_ids``.
+        ``cu_seq_lens_q/k`` (int32, flat over the rows) and ``max_length_q/k`` (Python ints). Rows
+        with images add their fields. ``attention`` may be the dict that ``attn_implementation`` is.
 
         ``mask="block"`` is for packed rows of models whose mask does not see the position ids
         (docs/contract.md names them): a causal ``attention_mask`` ``[R, 1, W, W]`` of a block per

@@ -7,6 +7,7 @@ build their mask without looking at them, and need it from outside.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,17 +22,23 @@ from torch_collate_kit.segments import check_boundaries
 if TYPE_CHECKING:
     from torch_collate_kit.batch.batch import Batch
 
-__all__ = ["block_mask", "model_inputs", "response_cells"]
+__all__ = ["block_mask", "model_inputs", "needs_image_blocks", "response_cells"]
 
 _MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
 _TAKES_4D_MASK = ("sdpa", "eager")
 
 
 def model_inputs(
-    batch: Batch, attention: str, *, labels: bool, mask: Any, sliding_window: int | None
+    batch: Batch,
+    attention: str | Mapping[str, str],
+    *,
+    labels: bool,
+    mask: Any,
+    sliding_window: int | None,
 ) -> dict[str, Any]:
     """As ``Batch.model_inputs``."""
     checked_bool("labels", labels)
+    attention = _of_text(attention)
     varlen = _is_varlen(attention)
     _refuse_unknown_mask(attention, mask, sliding_window)
     inputs: dict[str, Any] = {"input_ids": batch["input_ids"]}
@@ -39,7 +46,7 @@ def model_inputs(
     if labels and "labels" in batch:
         inputs["labels"] = batch["labels"]
     inputs["use_cache"] = False
-    if mask is None and "cu_seq_lens" in batch and _images_of_cells(batch) is not None:
+    if mask is None and needs_image_blocks(batch):
         raise ValueError(
             "packed images attend within themselves, and transformers loses sight of them where "
             'positions restart; pass attention="sdpa", mask="block" and '
@@ -89,6 +96,11 @@ def _positions_and_images(batch: Batch) -> dict[str, Any]:
     return inputs
 
 
+def needs_image_blocks(batch: Batch) -> bool:
+    """Whether packed images attend within themselves, so that only a block mask is exact."""
+    return "cu_seq_lens" in batch and _images_of_cells(batch) is not None
+
+
 def _images_of_cells(batch: Batch) -> Tensor | None:
     """int64 [R, W], the image that a cell is of, -1 of text; None where images are causal."""
     vision = None if batch.placement is None else batch.placement.vision
@@ -109,6 +121,25 @@ def response_cells(batch: Batch) -> Tensor | None:
     if stored.columns is None or "loss_mask" in stored.given:
         return None
     return cells_of_responses(stored.columns, batch._shared)
+
+
+def _of_text(attention: str | Mapping[str, str]) -> str:
+    """The text model's attention, where ``attn_implementation`` names one for each part."""
+    if not isinstance(attention, Mapping):
+        return attention
+    example = '{"text_config": "torch_varlen", "vision_config": "sdpa"}'
+    if "text_config" not in attention:
+        raise ValueError(
+            f"attention={dict(attention)} has no text_config, whose attention gets the packed "
+            f"rows; pass the attn_implementation of the model, such as {example}"
+        )
+    for part, name in attention.items():
+        if part not in ("", "text_config") and name == "torch_varlen":
+            raise ValueError(
+                f'attention "torch_varlen" for {part}: it is causal, and a vision tower is not; '
+                f"load the model with attn_implementation={example}"
+            )
+    return attention["text_config"]
 
 
 def _is_varlen(attention: Any) -> bool:

@@ -58,7 +58,9 @@ def trimmed(batch: Batch, *, multiple_of: int = 1) -> Batch:
         Storage(
             _moved(columns, first, width, response_length),
             {
-                name: _cut(field, before, first, width, response_length)
+                name: field[..., first : first + width]  # [R, 4, W]
+                if name == "mrope_position_ids" and isinstance(field, Tensor)
+                else _cut(field, before, first, width, response_length)
                 for name, field in storage.given.items()
             },
         ),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import needed_package
-from torch_collate_kit.chat.image_columns import image_features, with_image_files
+from torch_collate_kit.chat.image_columns import image_columns, image_features, read_table
 from torch_collate_kit.chat.options import ChatOptions, TrainOn
 from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.errors import DataError
@@ -37,7 +37,7 @@ def tokenize_chat_dataset(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     labels: bool = False,
     pixels: bool = True,
-    image_root: str | PathLike[str] | None = None,
+    image_root: str | os.PathLike[str] | None = None,
     max_pixels: int | None = None,
     num_proc: int | None = None,
 ) -> tuple[Dataset, Counter[str]]:
@@ -46,10 +46,12 @@ def tokenize_chat_dataset(
     Returns a new dataset of the kept examples, in order, and a Counter of the ``skip_reason`` of
     the others. The dataset has the columns ``input_ids`` (int32) and ``loss_mask`` (int8), or with
     ``labels=True`` ``labels`` (int32) instead of ``loss_mask``. With ``train_on="each"`` a record
-    may give several examples, and ``record_index`` (int64) is the index of the record. One warning
-    is logged for skipped examples and one for truncated ones. ``datasets.map`` shows progress and
-    caches the result. Arrow gives each struct the keys of all others, so keys that are None are
-    removed from tool arguments; arguments that are JSON strings are kept as they are.
+    may give several examples, and ``record_index`` (int64) is the index of the record. With a
+    ``processor`` the vision fields are lists of lists (float32, int64), None in rows without an
+    image; ``with_format("numpy")`` gives them as arrays. One warning is logged for skipped examples
+    and one for truncated ones. ``datasets.map`` shows progress and caches the result, by the paths
+    of image files and not by what is in them. Arrow gives each struct the keys of all others, so
+    keys that are None are removed from tool arguments; arguments that are JSON strings are kept.
 
     Raises:
         DataError: as in :func:`tokenize_chat`, naming the index of the example; or every example is
@@ -74,8 +76,6 @@ def tokenize_chat_dataset(
     options["image_root"] = image_root
     images = ChatOptions(tokenizer, **options).images  # wrong options raise here, not in a worker
     fields = {} if images is None else image_features(images)
-    if images is not None:
-        dataset = with_image_files(dataset)
     tokenized = _map(dataset, {"tokenizer": tokenizer, "options": options}, fields, num_proc)
     reasons = list(tokenized["skip_reason"])
     cuts = [cut for cut in tokenized["num_cut_tokens"] if cut]
@@ -118,18 +118,25 @@ def _map(
     if len(dataset) == 0:  # map would return no columns at all
         empty: dict[str, list[Any]] = {name: [] for name in features}
         return datasets.Dataset.from_dict(empty, features=datasets.Features(features))
-    return dataset.with_format(None).map(
+    # Relative paths of images start at the working directory.
+    version = (_CACHE_VERSION, os.getcwd() if fields else "")
+    # Images are decoded here: errors name them, and only sizes are read where that is enough.
+    encoded = image_columns(dataset) if fields else []
+    if encoded:
+        fn_kwargs = {**fn_kwargs, "features": dataset.features, "encoded": encoded}
+    mapped = dataset.with_format("arrow" if encoded else None).map(
         _tokenize_rows,
         with_indices=True,
         batched=True,
         batch_size=batch_size,
         writer_batch_size=batch_size if has_pixels else None,
-        fn_kwargs={**fn_kwargs, "names": list(features), "version": _CACHE_VERSION},
+        fn_kwargs={**fn_kwargs, "names": list(features), "version": version},
         remove_columns=dataset.column_names,
         features=datasets.Features(features),
         num_proc=num_proc,
         desc="Tokenizing chats",
     )
+    return mapped.with_format(None)
 
 
 _BATCH_SIZE = 256
@@ -137,14 +144,18 @@ _PIXELS_BATCH_SIZE = 16  # an example may have tens of megabytes
 
 
 def _tokenize_rows(
-    columns: Mapping[str, list[Any]],
+    columns: Any,
     indices: list[int],
     *,
     tokenizer: Any,
     options: dict[str, Any],
     names: list[str],
-    version: int,
+    version: Any,
+    features: Any = None,
+    encoded: Sequence[str] = (),
 ) -> dict[str, list[Any]]:
+    if encoded:
+        columns = read_table(columns, features, encoded)
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     results = tokenize_records(rows, ChatOptions(tokenizer, **options), from_arrow=True)
     found: list[dict[str, Any]] = []

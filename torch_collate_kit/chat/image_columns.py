@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch_collate_kit.vision.expansion import ImageProcessing
 
-__all__ = ["image_features", "with_image_files"]
+__all__ = ["image_columns", "image_features", "read_table"]
 
 
 def image_features(images: ImageProcessing) -> dict[str, Any]:
@@ -21,16 +22,23 @@ def image_features(images: ImageProcessing) -> dict[str, Any]:
     return found
 
 
-def with_image_files(dataset: Any) -> Any:
-    """The dataset with images in ``image`` and ``images`` not decoded, so that errors name them."""
+def image_columns(dataset: Any) -> list[str]:
+    """Which of ``image`` and ``images`` hold images that datasets would decode."""
     import datasets
 
+    found = []
     for name in {"image", "images"} & set(dataset.column_names):
         feature = dataset.features[name]
         inner = getattr(feature, "feature", feature)  # of a list
         if isinstance(inner, datasets.Image) and inner.decode and inner.mode is None:
-            files = datasets.Image(decode=False)
-            dataset = dataset.cast_column(
-                name, files if inner is feature else datasets.Sequence(files)
-            )
-    return dataset
+            found.append(name)
+    return found
+
+
+def read_table(table: Any, features: Any, encoded: Sequence[str]) -> dict[str, list[Any]]:
+    """The columns of an Arrow table as lists, those named in ``encoded`` as bytes and paths."""
+    columns = {name: table[name].to_pylist() for name in table.column_names}
+    return {
+        name: values if name in encoded else features.decode_column(values, name)
+        for name, values in columns.items()
+    }

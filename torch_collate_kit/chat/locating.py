@@ -33,14 +33,21 @@ def locate_parts(
         marker = Marker(template.tags, makes_copy=False)
         for i, message in enumerate(messages):
             marker.message(message, i)
-        keys = _keys(conversation, messages, style, marker.parts)
+        written = _as_written(marker.parts)
+        keys = _keys(conversation, messages, style, written)
         known = [template.known_texts.get(key) for key in keys]
-        found = locate_after(text, marker.parts, known)
+        found = locate_after(text, written, known)
         if found is not None:
-            return marker.parts, found
+            return written, found
     parts, occurrences = _by_marks(template, conversation, messages, text)
-    _learn(template, _keys(conversation, messages, style, parts), text, parts, occurrences)
+    written = _as_written(parts)
+    _learn(template, _keys(conversation, messages, style, written), text, written, occurrences)
     return parts, occurrences
+
+
+def _as_written(parts: list[Part]) -> list[Part]:
+    """The parts with the thinking of a message before its text, as most templates write it."""
+    return sorted(parts, key=lambda part: (part.message, part.where != "reasoning_content"))
 
 
 def _by_marks(
@@ -88,16 +95,18 @@ def _keys(
     Whether it does is seen in every text, so a key that is too simple costs time and no more.
     """
     shapes = [shape_of(message) for message in messages]
-    roles = [message["role"] for message in messages]
-    last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
-    has_tools = conversation.tools is not None
+    last_user = max((i for i, shape in enumerate(shapes) if shape[0] == "user"), default=-1)
     where, message = repr(conversation.tools), -1
+    around: Any = None
     for part in parts:
-        between = tuple(shapes[max(message, 0) : part.message + 1])
-        is_last = part.message + 1 == len(messages)
-        yield style, has_tools, where, between, part.where, part.message > last_user, is_last
-        where, message = part.where, part.message
-    yield style, has_tools, where, tuple(shapes[max(message, 0) :]), None, None, None
+        if part.message != message:
+            between = tuple(shapes[max(message, 0) : part.message + 1])
+            message = part.message
+            is_last = message + 1 == len(messages)
+            around = style, conversation.tools is None, between, message > last_user, is_last
+        yield around, where, part.where
+        where = part.where
+    yield around, where, tuple(shapes[max(message, 0) :])
 
 
 def shape_of(message: dict[str, Any]) -> tuple[Any, ...]:

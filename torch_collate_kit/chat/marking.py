@@ -14,8 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["Marker", "Occurrence", "Part", "has_marks", "locate", "locate_after", "tags_of"]
 
@@ -31,8 +30,7 @@ _THINK_END = "</think>"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One text of one message, from its first to its last replaced character.
 
     ``before`` and ``after`` are the characters around them that are not replaced and no white
@@ -48,8 +46,7 @@ class Part:
     after: str = ""
 
 
-@dataclass(frozen=True)
-class Occurrence:
+class Occurrence(NamedTuple):
     """A place of a part in the rendered text."""
 
     part: Part
@@ -59,7 +56,7 @@ class Occurrence:
 
 def has_marks(text: str) -> bool:
     """Whether a text has one of the private-use characters, so that it cannot be marked."""
-    return _MARKS.search(text) is not None
+    return not text.isascii() and _MARKS.search(text) is not None
 
 
 def tags_of(template: str) -> re.Pattern[str]:
@@ -137,7 +134,7 @@ class Marker:
             return text
         has_tags = ("<" in text or "[" in text) and self._tags.search(text) is not None
         if not self._makes_copy and not has_tags and (core := text.strip(_EDGE)):
-            before, after = text[: text.index(core)], text[len(text.rstrip(_EDGE)) :]
+            before, after = text[: -len(text.lstrip(_EDGE))], text[len(text.rstrip(_EDGE)) :]
             self.parts.append(Part(message, kind, where, core, "", before.lstrip(), after.rstrip()))
             return text
         mark = chr(code)

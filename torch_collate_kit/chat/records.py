@@ -18,7 +18,7 @@ __all__ = ["Conversation", "is_text", "read_record", "text_of"]
 
 _ROLES = ("system", "developer", "user", "tool", "assistant", "function")
 _SELECTORS = ("weight", "train", "trainable")
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+_LEFT_OUT = frozenset({"tool_calls", *_SELECTORS})  # of the message that a template gets
 _NO_CHAT_TEXT = ("system", "tools", "documents")
 
 
@@ -78,12 +78,13 @@ def read_record(
             "processor=AutoProcessor.from_pretrained(...) in place of the tokenizer"
         )
     messages, shift = _with_system(messages, example.get("system"))
+    first += shift
     turns = _assistant_turns(messages)
-    selected = [turn for turn in turns if turn >= first + shift and _is_selected(messages, turn)]
+    selected = [i for i in turns if i >= first and _is_selected(listed[i - shift], i)]
     own_kwargs = read_dicts([example.get("chat_template_kwargs") or {}], "`chat_template_kwargs`")
     return Conversation(
-        messages=[{k: v for k, v in m.items() if k not in _SELECTORS} for m in messages],
-        has_assistant=any(turn >= first + shift for turn in turns),
+        messages=messages,
+        has_assistant=bool(turns) and turns[-1] >= first,
         trained=selected,
         tools=read_dicts(example.get("tools"), "`tools`") or read_dicts(tools, "`tools`") or None,
         documents=read_dicts(example.get("documents"), "`documents`") or None,
@@ -115,7 +116,9 @@ def read_dicts(found: Any, what: str) -> list[dict[str, Any]]:
         except ValueError as error:
             raise DataError(f"{what}: invalid JSON {value[:60]!r} ({error}); fix it") from error
 
-    value = decode(found or []) or []
+    if not found:
+        return []
+    value = decode(found) or []
     items = value if isinstance(value, list) else [value, "[]"]  # not a list: fails below
     dicts: list[Any] = [decode(item) if isinstance(item, str) else item for item in items]
     if not all(isinstance(item, dict) for item in dicts):
@@ -144,20 +147,20 @@ def _with_system(messages: list[dict[str, Any]], system: Any) -> tuple[list[dict
 
 def _assistant_turns(messages: list[dict[str, Any]]) -> list[int]:
     """Indices of the assistant's messages. With none, an unknown role is an error."""
-    roles = [message["role"] for message in messages]
-    unknown = next((role for role in roles if role not in _ROLES), None)
-    if unknown is not None and "assistant" not in roles:
-        raise DataError(
-            f"messages[{roles.index(unknown)}] has the unknown role {unknown!r}, and none has "
-            "'assistant'; rename the role of the answers to assistant, others to "
-            "system, user or tool"
-        )
-    return [i for i, role in enumerate(roles) if role == "assistant"]
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for i, message in enumerate(messages if not turns else ()):
+        if message["role"] not in _ROLES:
+            raise DataError(
+                f"messages[{i}] has the unknown role {message['role']!r}, and none has "
+                "'assistant'; rename the role of the answers to assistant, others to "
+                "system, user or tool"
+            )
+    return turns
 
 
-def _is_selected(messages: list[dict[str, Any]], turn: int) -> bool:
+def _is_selected(message: Mapping[str, Any], turn: int) -> bool:
     """Whether the message's own ``weight``, ``train`` or ``trainable`` lets it be trained."""
-    values = {key: messages[turn][key] for key in _SELECTORS if key in messages[turn]}
+    values = {key: message[key] for key in _SELECTORS if message.get(key) is not None}
     for key, value in values.items():
         if value not in (0, 1):  # True is 1
             raise DataError(
@@ -177,14 +180,15 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
             "keys (ShareGPT belongs in a `conversations` column) and roles (to system, user, "
             "assistant, tool)"
         )
-    calls = found.get("tool_calls")
     message = {
         key: value if isinstance(value, str) else _drop_none(value)
         for key, value in found.items()
-        if value is not None and key != "tool_calls"
+        if value is not None and key not in _LEFT_OUT
     }
-    content = _read_content(message.get("content"))
-    if not isinstance(content, (str, list, type(None))):
+    content = message.get("content")
+    if isinstance(content, list):
+        content = _read_parts(content)
+    elif not isinstance(content, (str, type(None))):
         raise DataError(f"{where} `content` must be text, parts or None, got {content!r:.60}")
     if message.get("function_call"):
         raise DataError(
@@ -192,30 +196,25 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
             "`tool_calls`: [{'type': 'function', 'function': function_call}], and the result's "
             "role from function to tool"
         )
-    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    reasoning = message.get("reasoning_content", message.get("thinking", message.get("reasoning")))
     if reasoning is not None:
         if not isinstance(reasoning, str):
             raise DataError(f"{where} `reasoning_content` must be text, got {reasoning!r:.60}")
         # The two names that templates read; transformers fills them in like this, too.
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     message["content"] = content
-    # An empty list would count in templates that ask `'tool_calls' in message`.
-    read = [_read_call(call, where, from_arrow) for call in _call_dicts(calls, where)]
-    return {**message, "tool_calls": read} if read else message
+    calls = found.get("tool_calls") or []
+    if not isinstance(calls, (list, tuple)) or not all(isinstance(c, Mapping) for c in calls):
+        calls = read_dicts(calls, f"{where} `tool_calls`")
+    if calls:  # an empty list would count in templates that ask `'tool_calls' in message`
+        message["tool_calls"] = [_read_call(call, where, from_arrow) for call in calls]
+    return message
 
 
-def _read_content(content: Any) -> Any:
-    """Text, None, or parts that are dicts; anything else as it is."""
-    if not isinstance(content, list):
-        return content
+def _read_parts(content: list[Any]) -> list[Any] | str:
+    """Parts that are dicts, or an empty text."""
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     return parts or ""
-
-
-def _call_dicts(calls: Any, where: str) -> list[dict[str, Any]]:
-    if isinstance(calls, (list, tuple)) and all(isinstance(call, Mapping) for call in calls):
-        return [dict(call) for call in calls]
-    return read_dicts(calls, f"{where} `tool_calls`")
 
 
 def _read_call(call: Mapping[str, Any], where: str, from_arrow: bool) -> dict[str, Any]:

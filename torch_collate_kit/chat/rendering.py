@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -69,7 +69,7 @@ class Rendering:
         shift = len(prompt) - start
         self.text = prompt + self.text[start:]
         self.occurrences = [
-            replace(o, start=o.start + shift, end=o.end + shift) for o in self.occurrences
+            Occurrence(part, first + shift, last + shift) for part, first, last in self.occurrences
         ]
         if self.tagged is not None:
             self.tagged = [(first + shift, last + shift) for first, last in self.tagged]
@@ -142,9 +142,14 @@ class Rendering:
         return Counter(id(occurrence.part) for occurrence in self.occurrences)
 
     @cached_property
+    def in_order(self) -> bool:
+        """Whether the text has every part once, in the order of ``parts``."""
+        return [occurrence.part for occurrence in self.occurrences] == self.parts
+
+    @cached_property
     def drops(self) -> bool:
         """Whether a part is not in the text."""
-        return len(self.times) < len(self.parts)
+        return not self.in_order and len(self.times) < len(self.parts)
 
     def region(self, turn: int) -> tuple[int, int]:
         """From the last character of another message before the turn to the next after it."""
@@ -158,6 +163,18 @@ class Rendering:
 
     def problem(self, turn: int) -> str | None:
         """What of message ``turn`` is not in the text as the model would write it."""
+        if not self.in_order and (problem := self._misplaced(turn)):
+            return problem
+        calls = self.messages[turn].get("tool_calls", ())
+        start, end = self.region(turn) if calls else (0, 0)
+        for call in calls:
+            changed = _changed_arguments(call["function"]["arguments"], self.text[start:end])
+            if changed:
+                return f"messages[{turn}]: the chat template {changed}"
+        return None
+
+    def _misplaced(self, turn: int) -> str | None:
+        """Which part of message ``turn`` is missing, in pieces, or in the text twice."""
         for part in self.parts_of.get(turn, ()):
             if id(part) not in self.times:
                 return f"messages[{turn}]: the chat template drops its {part.where}"
@@ -172,11 +189,6 @@ class Rendering:
             for part in texts:
                 if self.times[id(part)] > 1:
                     return f"messages[{turn}]: the chat template writes its {part.where} twice"
-        start, end = self.region(turn)
-        for call in self.messages[turn].get("tool_calls", ()):
-            changed = _changed_arguments(call["function"]["arguments"], self.text[start:end])
-            if changed:
-                return f"messages[{turn}]: the chat template {changed}"
         return None
 
 
@@ -278,7 +290,10 @@ def _check_images(text: str, messages: Messages, placeholder: str) -> None:
 
 def _styled(message: dict[str, Any], style: _Style) -> dict[str, Any]:
     """The message in a form that a template may need. What it says is the same."""
-    styled, content = dict(message), message["content"]
+    content = message["content"]
+    if style.content == "text" and isinstance(content, str) and "tool_calls" not in message:
+        return message
+    styled = dict(message)
     if not content and "tool_calls" in message:
         if style.empty == "left out":
             del styled["content"]
@@ -323,7 +338,7 @@ def _with_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _check_context(rendering: Rendering, trained: set[int]) -> None:
     """Refuse a text that lacks a message, tool or document that the answers depend on."""
-    for part in rendering.parts:
+    for part in rendering.parts if rendering.drops else ():
         if id(part) in rendering.times or part.message in trained:
             continue
         role = "" if part.message < 0 else rendering.messages[part.message]["role"]
@@ -339,10 +354,10 @@ def _check_context(rendering: Rendering, trained: set[int]) -> None:
                     f"the chat template prints messages[{part.message}] content as a list",
                     "give the content as a string",
                 )
-        if part.kind == "argument" and _decoded(part.core) is not None:
+        if part.kind == "argument":
             start, end = occurrence.start, occurrence.end
             around = rendering.text[start - 1 : start] + rendering.text[end : end + 1]
-            if around in ("{}", '""'):
+            if around in ("{}", '""') and _decoded(part.core) is not None:
                 raise Refusal(
                     f"messages[{part.message}]: the chat template does not write its {part.where} "
                     "as the JSON that they are",

@@ -32,7 +32,7 @@ _RESERVED = (
     "tokenize",
     "tools",
 )
-_TEMPLATES: WeakKeyDictionary[Any, dict[str, ChatTemplate]] = WeakKeyDictionary()
+_TEMPLATES: WeakKeyDictionary[Any, dict[Any, ChatTemplate]] = WeakKeyDictionary()
 
 
 def chat_template(tokenizer: Any, kwargs: Mapping[str, Any], tools: Any) -> ChatTemplate:
@@ -41,7 +41,7 @@ def chat_template(tokenizer: Any, kwargs: Mapping[str, Any], tools: Any) -> Chat
     source = tokenizer.get_chat_template(kwargs.get("chat_template"), tools)
     variables = {**tokenizer.special_tokens_map, **kwargs}
     variables.pop("chat_template", None)
-    key = f"{len(tokenizer)} {variables!r} {source}"
+    key = len(tokenizer), repr(variables), source
     known = _TEMPLATES.setdefault(tokenizer, {})
     if key not in known:
         known[key] = ChatTemplate(tokenizer, source, variables)

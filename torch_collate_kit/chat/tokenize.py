@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -79,6 +78,8 @@ def tokenize_chat(
             ``system``, ``tools``, ``documents`` and ``chat_template_kwargs`` belong to the record,
             and override the arguments. See docs/chat.md.
         tokenizer: a transformers tokenizer with a chat template.
+        processor: a transformers processor in place of the tokenizer, for records with images. See
+            docs/vision.md for the forms of images.
         train_on: "all" assistant turns in one example; only the "last"; or "each" in the context
             that the model sees at inference, in as few examples as the template allows.
         max_length: keep only this many tokens from the beginning; None keeps all.
@@ -86,21 +87,28 @@ def tokenize_chat(
         chat_template_kwargs: variables for the template.
         labels: return ``labels`` (list of int, -100 where not trained) instead of ``loss_mask``.
             transformers.Trainer and TRL keep them, and drop a ``loss_mask`` column by default.
+        pixels: False reads the sizes of image files alone. The result has the same ids, and of the
+            vision fields those that planning needs.
+        image_root: the folder where relative paths of images start, and which no path may leave.
+            None: the working directory, and any path.
+        max_pixels: the most that an image may have, checked before it is decoded; None: the limit
+            of PIL.
 
     Returns ``input_ids`` (list of int), ``loss_mask`` (0/1, same length), ``num_cut_tokens``
     (removed by ``max_length``) and ``skip_reason``. That is "", or with empty lists
     "no_assistant_turn", "nothing_left_after_truncation", or "no_trained_tokens" (the template or
     the record's weights select none). The first token does not count as trained, because nothing
-    predicts it. With ``train_on="each"`` a list of such dicts, at least one.
+    predicts it. With ``train_on="each"`` a list of such dicts, at least one. If there are images,
+    also the processor's vision fields, as NumPy arrays without padding.
 
     Raises:
         DataError: the record has another form, or its turns cannot be trained exactly: the template
             drops or changes a part of it, does not end a turn with an added token, or renders a
-            turn in another context than that of inference. The message names the message, the cause
-            and a way out.
+            turn in another context than that of inference; or an image is missing, left over or
+            not readable. The message names the message or image, the cause and a way out.
         ValueError: a wrong option, no chat template, or one that is not valid Jinja.
         TypeError: not a mapping, not a tokenizer, or a ``max_length`` that is not an integer.
-        ImportError: transformers is not installed.
+        ImportError: transformers is not installed, or Pillow where there are images.
 
     >>> from tokenizers import Tokenizer, models, pre_tokenizers
     >>> from transformers import PreTrainedTokenizerFast
@@ -206,34 +214,33 @@ def _expanded(example: TextExample, processing: ImageProcessing) -> _Prepared:
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[tuple[list[int], Any]]:
-    """For each text its ids, and the characters of each token if the tokenizer knows them."""
+    """For each text its ids, and its Encoding if the tokenizer is a fast one."""
     if not texts:
         return []
     # The template writes the special tokens itself: adding them would repeat the BOS.
-    fast = tokenizer.is_fast
     encoded = tokenizer(
         texts,
         add_special_tokens=False,
         verbose=False,
-        return_offsets_mapping=fast,
         return_attention_mask=False,
         return_token_type_ids=False,
     )
     ids = encoded["input_ids"]
-    return list(zip(ids, encoded["offset_mapping"] if fast else [None] * len(ids), strict=True))
+    return list(zip(ids, encoded.encodings or [None] * len(ids), strict=True))
 
 
 def _tokenized(
     prepared: _Prepared, tokens: tuple[list[int], Any], options: ChatOptions
 ) -> dict[str, Any]:
     example, images = prepared
-    input_ids, offsets = tokens
+    input_ids, encoding = tokens
     loss_mask = [0] * len(input_ids)
     for start, end in (span for span in example.spans if span[0] < span[1]):
         # A token that crosses the start belongs to the turn, since no prompt ends inside it.
-        if offsets is not None:
-            first, stop = _tokens_of(offsets, start, end)
-            if offsets[first][0] < start and _is_added(options.tokenizer, input_ids[first]):
+        if encoding is not None:
+            first, stop = _tokens_of(encoding, start, end)
+            straddles = first < stop and encoding.token_to_chars(first)[0] < start
+            if straddles and _is_added(options.tokenizer, input_ids[first]):
                 first += 1  # a tag of the header that takes the white space after it
         else:
             heads = _encode(options.tokenizer, [example.text[:start], example.text[:end]])
@@ -243,7 +250,7 @@ def _tokenized(
     kept = length if options.max_length is None else min(options.max_length, length)
     fields: dict[str, Any] = {}
     if images is not None and images.images:
-        places = [_tokens_of(offsets, *span) for span in images.images]
+        places = [_tokens_of(encoding, *span) for span in images.images]
         for first, stop in places:
             loss_mask[first:stop] = [0] * (stop - first)
         num_images = images.num_kept(sum(stop <= kept for _, stop in places))
@@ -257,10 +264,15 @@ def _tokenized(
     return {**_result(options.labels, input_ids[:kept], loss_mask[:kept], length - kept), **fields}
 
 
-def _tokens_of(offsets: Any, start: int, end: int) -> tuple[int, int]:
-    """The first token of a span of characters and the last + 1, those that cross its ends too."""
-    return bisect_right(offsets, start, key=itemgetter(1)), bisect_left(
-        offsets, end, key=itemgetter(0)
+def _tokens_of(encoding: Any, start: int, end: int) -> tuple[int, int]:
+    """The first token of a span of characters and the last + 1, those that cross its ends too.
+
+    The encoding is asked for a few tokens: a list of all offsets costs three times the ids.
+    """
+    places = range(len(encoding))
+    return (
+        bisect_right(places, start, key=lambda i: encoding.token_to_chars(i)[1]),
+        bisect_left(places, end, key=lambda i: encoding.token_to_chars(i)[0]),
     )
 
 

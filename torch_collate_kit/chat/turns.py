@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from bisect import bisect_right
+from collections.abc import Callable
 from typing import Any
 
 from torch_collate_kit.chat.locating import shape_of
@@ -59,8 +62,7 @@ def _key(
     if rendering.drops:
         return None
     before, after = rendering.region(turn)
-    roles = [message["role"] for message in rendering.messages]
-    asked = max((i for i in range(turn) if roles[i] == "user"), default=0)
+    asked = next((i for i in range(turn - 1, -1, -1) if shapes[i][0] == "user"), 0)
     return (
         rendering.style,
         rendering.text[before:first],
@@ -273,13 +275,17 @@ def _pair(token: str) -> tuple[str, str]:
     return name, side if name else "open"
 
 
+def _inside(spans: Spans) -> Callable[[int, int], bool]:
+    """Whether one of ``spans`` holds the characters from a start to an end."""
+    ordered = sorted(spans)
+    firsts = [first for first, _ in ordered]
+    furthest = [0, *itertools.accumulate((last for _, last in ordered), max)]
+    return lambda start, end: end <= furthest[bisect_right(firsts, start)]
+
+
 def _confirmed(rendering: Rendering, turns: list[int], spans: Spans) -> Spans:
     """The spans, if generation tags agree about every text; none if they mark nothing."""
-    tagged = [span for span in rendering.tagged or () if span[0] < span[1]]
-
-    def inside(start: int, end: int) -> bool:
-        return any(first <= start and end <= last for first, last in tagged)
-
+    inside = _inside(rendering.tagged or [])
     marks = {
         turn: [
             inside(rendering.occurrences[i].start, rendering.occurrences[i].end)

@@ -174,7 +174,7 @@ class PackedCollator(Generic[B]):
             )
 
     def plan(
-        self, lengths: Sequence[int] | np.ndarray, patches: Patches | None = None
+        self, lengths: Sequence[int] | np.ndarray, patches: Patches | ImageLoad | None = None
     ) -> PackingPlan:
         """Which example goes where, from lengths alone: what calling the collator follows.
 
@@ -193,7 +193,9 @@ class PackedCollator(Generic[B]):
             self._check_patches(columns, part)
         else:
             columns = self._read_alone(examples)
-            part = RankPlan.whole(plan_of(columns.lengths, self.packing, self._images(columns)))
+            images = self._images(columns)
+            told = () if images is None else (images,)
+            part = RankPlan.whole(self.plan(columns.lengths, *told))
         batch = self._collate(columns, part)
         if not self.model_inputs:
             return cast(B, batch)

@@ -228,7 +228,7 @@ def _filled(sizes: Weights, packing: PackingOptions, limits: Limits) -> Rows:
     if packing.strategy == "sequential":
         return sequential(*_in_order(sizes, limits))
     fill = _FILL[packing.strategy]
-    if not limits.patches:
+    if limits.patches >= int(patches.sum()) and not (limits.reserved and limits.patches):
         return fill(tokens, limits.tokens - limits.reserved, limits.pieces, None)
     return fill_two_budgets(fill, tokens, patches, limits)
 

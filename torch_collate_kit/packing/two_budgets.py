@@ -21,11 +21,12 @@ __all__ = ["Fill", "Limits", "fill_two_budgets"]
 _Ints = npt.NDArray[np.int64]
 Fill = Callable[[_Ints, int, int | None, OpenRows | None], Rows]
 
-# Classes of pieces with a larger share of the tokens: their share of the patches is at most 1,
-# 3/4, 1/2, ... of it. Finer classes leave less of what is free unused, and each takes a pass.
-_SLOPES = ((1, 1), (4, 3), (2, 1), (3, 1), (4, 1), (8, 1), (16, 1))
+# Classes of images: the larger share, of tokens or of patches, is at least num / den times the
+# smaller. Finer classes leave less of what is free unused, but large images no longer all come
+# first. Those of more tokens have positive numbers, of more patches negative ones; texts have 0.
+_TOKEN_SLOPES = ((1, 1), (4, 3), (2, 1), (3, 1), (4, 1), (8, 1), (16, 1))
+_PATCH_SLOPES = ((1, 1), (2, 1))
 _STEEPEST = 16
-_TEXT = len(_SLOPES) + 1
 _KEPT = 8  # of the images that are dealt, the smallest are kept to fill rows up: this part of all
 
 
@@ -101,10 +102,14 @@ class _Pieces:
         by_tokens = tokens.astype(self.integer) * limits.patches
         by_patches = patches.astype(self.integer) * limits.tokens
         self.shares = by_tokens + by_patches
-        self.classes = np.zeros(len(tokens), dtype=np.int64)  # 0: the larger share is of patches
-        for number, (num, den) in enumerate(_SLOPES, 1):
-            self.classes[(by_patches * num < by_tokens * den).astype(bool)] = number
-        self.classes[patches == 0] = _TEXT
+        self.classes = np.zeros(len(tokens), dtype=np.int64)
+        for number, (num, den) in enumerate(_TOKEN_SLOPES, 1):
+            self.classes[(by_patches * num <= by_tokens * den).astype(bool)] = number
+        for number, (num, den) in enumerate(_PATCH_SLOPES, 1):
+            self.classes[(by_tokens * num <= by_patches * den).astype(bool)] = -number
+        if limits.patches >= int(patches.sum()):  # no limit: images are packed by tokens
+            self.classes[:] = len(_TOKEN_SLOPES)
+        self.classes[patches == 0] = 0
 
 
 class _Opened:
@@ -139,27 +144,34 @@ class _Opened:
         """The rows with these images, and all pieces without one, in the order of placing."""
         limits, known = self._limits, self._pieces
         classes = known.classes[images]
-        patchy = images[classes == 0]
-        room: Any = self._tokens.astype(known.integer) * limits.patches // limits.tokens
-        self._place(patchy, known.patches, limits.patches, room, self._patches)
-        for number, (num, den) in enumerate(_SLOPES, 1):
-            room = self._patches.astype(known.integer) * (limits.tokens * num)
-            room //= limits.patches * den
-            self._place(images[classes == number], known.tokens, limits.tokens, room, self._tokens)
-        texts = np.flatnonzero(known.classes == _TEXT)
-        capacity = limits.tokens - limits.reserved
-        self._place(texts, known.tokens, capacity, self._tokens, self._tokens)
+        if not len(self._tokens):  # new rows have room for all with a larger share of patches
+            classes = np.where(classes < 0, -1, classes)
+        for number, slope in enumerate(_PATCH_SLOPES, 1):
+            self._place(images[classes == -number], slope, by_tokens=False)
+        for number, slope in enumerate(_TOKEN_SLOPES, 1):
+            self._place(images[classes == number], slope, by_tokens=True)
+        texts = np.flatnonzero(known.classes == 0)
+        self._fill_in(texts, known.tokens, limits.tokens - limits.reserved, self._tokens)
         order, labels = np.concatenate(self._order), np.concatenate(self._labels)
         return Rows.from_labels(order, labels, len(self._tokens))
 
-    def _place(self, pieces: _Ints, sizes: _Ints, capacity: int, room: Any, free: _Ints) -> None:
-        """Fills pieces of these sizes into what is free, up to ``room``, or into new rows."""
-        if not len(pieces):
-            return
-        space: _Ints = np.minimum(room, free).astype(np.int64)
-        opened = OpenRows(space, self._slots) if len(space) else None
-        rows = self._fill(sizes[pieces], capacity, self._limits.pieces, opened)
-        self._add(pieces[rows.order], rows.labels(), len(rows.offsets) - 1 - len(space))
+    def _place(self, images: _Ints, slope: tuple[int, int], *, by_tokens: bool) -> None:
+        """Places images of at least this slope, by their larger share."""
+        (num, den), known = slope, self._pieces
+        larger = (known.tokens, self._limits.tokens, self._tokens)
+        smaller = (known.patches, self._limits.patches, self._patches)
+        if not by_tokens:
+            larger, smaller = smaller, larger
+        sizes, most, free = larger
+        room: Any = smaller[2].astype(known.integer) * (most * num) // (smaller[1] * den)
+        self._fill_in(images, sizes, most, np.minimum(room, free).astype(np.int64))
+
+    def _fill_in(self, pieces: _Ints, sizes: _Ints, capacity: int, room: _Ints) -> None:
+        """Fills pieces of these sizes into rows with so much room, or into new rows."""
+        if len(pieces):
+            opened = OpenRows(room, self._slots) if len(room) else None
+            rows = self._fill(sizes[pieces], capacity, self._limits.pieces, opened)
+            self._add(pieces[rows.order], rows.labels(), len(rows.offsets) - 1 - len(room))
 
     def _add(self, pieces: _Ints, labels: _Ints, num_new: int) -> None:
         """Notes that the pieces are in these rows, of which ``num_new`` are new."""

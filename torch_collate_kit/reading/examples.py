@@ -190,7 +190,7 @@ class ExampleColumns:
 
     def _count_actions(self, pieces: Pieces, trained: np.ndarray) -> np.ndarray:
         """Tokens of each piece from the first trained one to its end: int64 [S]."""
-        if self.target is None:
+        if self.target is None and not self.images:
             return pieces.lengths - 1
         ends = np.cumsum(pieces.lengths)
         # the first token of a piece is not trained, so a trained run begins after one that is not

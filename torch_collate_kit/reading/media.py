@@ -16,7 +16,7 @@ from torch_collate_kit.batch.fields import PerImage, PerToken
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.media_checks import arrays_of, checked_fields_of
+from torch_collate_kit.reading.image_checks import arrays_of, checked_images
 from torch_collate_kit.reading.numbers import Numbers
 from torch_collate_kit.reading.spans import joined
 from torch_collate_kit.vision.families import IMAGE_FIELDS, ImageField
@@ -85,14 +85,20 @@ class Images:
         return np.flatnonzero(row == self.layout.image_token_id)
 
     def cut_before(self, example: int, limit: int) -> int:
-        """The most tokens of an example, up to ``limit``, that end inside no image."""
+        """The most tokens of an example, up to ``limit``, that end inside no image.
+
+        Of several images that are not cut into tiles one alone cannot be kept: it would be taken
+        for an image that is (LLaVA-OneVision).
+        """
         places, unit = self._places(example), self.units[example]
         if unit is None or not len(places) or places[-1] < limit:
             return limit
         ends = self.ends(example) if self.counts_images else places[-1:] + 1
         firsts = places[np.append(0, np.cumsum(unit.tokens)[:-1])] if len(ends) > 1 else places[:1]
-        inside = (firsts < limit) & (limit < ends)
-        return int(firsts[inside][0]) if inside.any() else limit
+        kept = int(np.count_nonzero(ends <= limit))
+        if kept == 1 and "batch_num_images" in self.arrays:
+            kept = 0  # LLaVA-OneVision cuts an image into tiles where it is the only one
+        return min(limit, int(firsts[kept]))
 
     def cuts(self, max_tokens: int, max_patches: int | None) -> tuple[np.ndarray, list[list[int]]]:
         """The longest beginnings that fit a row and end inside no image: tokens, patches per image.
@@ -109,6 +115,8 @@ class Images:
             fit = int(np.count_nonzero(np.cumsum(unit.patches) <= most))
             if fit < len(unit.patches):
                 fit = fit if self.counts_images else 0
+                if fit == 1 and "batch_num_images" in self.arrays:
+                    fit = 0
                 limit = int(self._places(i)[int(unit.tokens[:fit].sum())])
             lengths[i] = self.cut_before(i, min(limit, max_tokens))
             num_kept = int(np.count_nonzero(self.ends(i) <= lengths[i]))
@@ -204,10 +212,20 @@ class ImageColumn:
         column = _fresh((total, *shape), dtype)
         end = 0
         for array in chosen:
-            part = column[end : end + len(array)]
-            part.view(array.shape).copy_(_as_tensor(array))
+            _write(array, column[end : end + len(array)].view(array.shape))
             end += len(array)
         return column
+
+
+def _write(array: np.ndarray, part: Tensor) -> None:
+    """torch takes no array that has negative strides, or bytes in another order."""
+    is_taken = array.dtype.isnative and array.dtype != np.longdouble
+    if is_taken and min(array.strides, default=0) >= 0:
+        part.copy_(_as_tensor(array))
+    elif part.dtype == torch.bfloat16:  # NumPy has none
+        part.copy_(torch.from_numpy(array.astype(np.float32)))
+    else:
+        part.numpy()[...] = array
 
 
 def _as_tensor(array: np.ndarray) -> Tensor:
@@ -266,7 +284,7 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
         name: {
             i: entry
             for i, entry in enumerate(raw.get(name, ()))
-            if entry is not None and (not hasattr(entry, "__len__") or len(entry))
+            if entry is not None and not _is_empty(entry)
         }
         for name in fields
     }
@@ -291,12 +309,17 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
         if "pixel_attention_mask" in fields and "pixel_attention_mask" not in own:
             shape = own["pixel_values"].shape
             own["pixel_attention_mask"] = np.ones((*shape[:-3], *shape[-2:]), dtype=bool)
-        own, units[i] = checked_fields_of(i, own, layout)
+        own, units[i] = checked_images(i, own, layout)
         for name, array in own.items():
             columns[name][i] = array
     images = Images(layout, units, columns, input_ids)
     _check_placeholders(images)
     return images
+
+
+def _is_empty(entry: Any) -> bool:
+    """Whether it has no entries; a single number is refused by its shape."""
+    return hasattr(entry, "__len__") and getattr(entry, "ndim", 1) != 0 and len(entry) == 0
 
 
 def _refuse_other_media(raw: Mapping[str, Any], layout: VisionLayout) -> None:

@@ -109,7 +109,7 @@ class VisionLayout:
         elif family.name in _SIZED:
             settings |= _llava_settings(processor, images)
         elif family.name == "other":
-            settings["other_fields"] = tuple(images.model_input_names)
+            settings["other_fields"] = tuple(getattr(images, "model_input_names", ()))
         elif family.fields:
             settings["tile_size"] = _side(images)
             names = ("image_seq_length", "image_seq_len")

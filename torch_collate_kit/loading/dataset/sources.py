@@ -101,8 +101,9 @@ def _chosen(available: Sequence[str], columns: Sequence[str] | None, train_all: 
     """The columns to keep: without ``columns`` those that the collators read."""
     if columns is None:
         if "input_ids" in available:
-            owners, images = dict.fromkeys(available, "the source"), (*IMAGE_FIELDS, *TOKEN_TYPES)
-            check_keys(owners, train_all=train_all, declared=images)
+            images = tuple(name for name in IMAGE_FIELDS if name in available)
+            known = (*images, *TOKEN_TYPES) if images else ()
+            check_keys(dict.fromkeys(available, "the source"), train_all=train_all, declared=known)
         columns = [name for name in (*KNOWN, *IMAGE_FIELDS) if name in available]
     for name in columns:
         if name not in available:

@@ -194,11 +194,10 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
 
     def _is_plain(self) -> bool:
         """Whether collators take its columns as they take examples: lists, and integer ids."""
-        found = {k: of for k, of in self._columns.items() if not isinstance(of, ArrayColumn)}
-        lists = {name for name, column in found.items() if isinstance(column, ListColumn)}
-        ids = [column.dtype for name, column in found.items() if name in IDS]
+        lists = {k: of for k, of in self._columns.items() if isinstance(of, ListColumn)}
+        ids = [column.dtype for name, column in lists.items() if name in IDS]
         is_number = {name for name in self._columns if name == "num_actions"}
-        return lists == set(self._columns) - is_number and all(d.kind in "iu" for d in ids)
+        return lists.keys() == set(self._columns) - is_number and all(d.kind in "iu" for d in ids)
 
     def _lengths_at(self, indices: np.ndarray) -> np.ndarray:
         """Tokens of these rows alone: int64."""

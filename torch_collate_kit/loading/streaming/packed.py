@@ -21,7 +21,7 @@ from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.sampler.arguments import checked_rank, is_same
 from torch_collate_kit.loading.streaming.readers import Reader, at_positions, reader_of
-from torch_collate_kit.loading.streaming.shards import ExampleSource, PatchesOf, Place, Stream
+from torch_collate_kit.loading.streaming.shards import ExampleSource, Place, Stream
 from torch_collate_kit.loading.streaming.windows import PlannedEntries, Windows
 from torch_collate_kit.packing import PlannedExamples
 
@@ -52,8 +52,6 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         rows_per_batch: a multiple of ``parallel.dp``. The last batch of a pass may have fewer rows.
         rank, world_size: which part of the stream is read, without collectives.
         presharded: the source gives every rank and worker different examples; do not split it.
-        patches: a function of an example that returns the patches of each of its images, or None
-            for none; by default they follow from its ``image_grid_thw``.
         collator_options: all other options of ``PackedCollator``: ``max_tokens``, ``packing``, ...
 
     One ``iter()`` is one pass. Batches are those that ``PackedCollator`` makes of their examples in
@@ -80,7 +78,6 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         rank: int = 0,
         world_size: int = 1,
         presharded: bool = False,
-        patches: PatchesOf | None = None,
         **collator_options: Any,
     ) -> None:
         self.collator = PackedCollator(tokenizer, **collator_options)
@@ -89,18 +86,12 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         self.world_size = checked_int("world_size", world_size, hint="1 means one rank")
         self.rank = checked_rank(rank, self.world_size)
         self.presharded = checked_bool("presharded", presharded)
-        if not (patches is None or callable(patches)):
-            raise TypeError(
-                f"patches must be a function of an example, got {type(patches).__name__}; leave it "
-                "out if examples have image_grid_thw"
-            )
         self._stream = Stream(
             source,
             self.rank,
             self.world_size,
             presharded=presharded,
             collator=self.collator,
-            patches=patches,
         )
         self._saved: Mapping[str, Any] | None = None
         self._position: _Position | None = None

@@ -19,7 +19,6 @@ from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.streaming.shards import (
     Example,
-    PatchesOf,
     Place,
     Stream,
     TokenizedShard,
@@ -60,9 +59,8 @@ class _ExampleReader:
         examples: Iterator[tuple[Example, int, Place]],
         place: Place,
         collator: PackedCollator[Any],
-        patches_of: PatchesOf,
     ) -> None:
-        self._collator, self._patches_of = collator, patches_of
+        self._collator = collator
         self._entries = self._read(examples, place)
 
     def read(self, num_entries: int) -> np.ndarray:
@@ -107,15 +105,24 @@ class _ExampleReader:
 
     def _images(self, example: Example) -> ImageLoad:
         """The images of one example."""
-        patches = self._patches_of(example)
-        if patches is None:
+        vision = self._collator.vision
+        if vision is None:
             return _NO_IMAGE
-        return image_load([patches], 1, self._collator.packing.cost)
+        try:
+            patches = vision.patches(example)
+        except (TypeError, ValueError, LookupError, AttributeError):
+            self._check(example)  # raises what is wrong with its images
+            raise
+        return image_load([patches], 1, self._collator.packing.cost) if patches else _NO_IMAGE
+
+    def _check(self, example: Example) -> None:
+        of = self._collator
+        read_columns([example], train_all=of.train_all, fields=of.fields, vision=of.vision)
 
     def _as_arrays(self, example: Example) -> Example:
         """A checked example without unknown keys, its lists converted once for all pieces."""
+        self._check(example)
         fields = self._collator.fields
-        read_columns([example], train_all=self._collator.train_all, fields=fields)
         known = {key: example[key] for key in (*KNOWN, *fields) if key in example}
         return {
             key: np.asarray(value) if isinstance(value, list | tuple) else value
@@ -128,7 +135,7 @@ class _ExampleReader:
         except (TypeError, KeyError, IndexError):
             num_tokens = 0
         if not num_tokens:  # raises what is wrong with it
-            read_columns([example], train_all=self._collator.train_all)
+            self._check(example)
         if _is_too_long(self._collator, num_tokens):
             self._collator([example])
         return num_tokens
@@ -255,4 +262,4 @@ def reader_of(stream: Stream, place: Place) -> Reader:
     found = stream.read(place)
     if isinstance(found, TokenizedShard):
         return _RowReader(found, place, stream.collator)
-    return _ExampleReader(found, place, stream.collator, stream.patches_of)
+    return _ExampleReader(found, place, stream.collator)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch.utils.data import get_worker_info
 
 from torch_collate_kit.collators import PackedCollator
@@ -18,16 +17,13 @@ from torch_collate_kit.loading.dataset.sources import is_a
 __all__ = [
     "Example",
     "ExampleSource",
-    "PatchesOf",
     "Place",
     "Stream",
     "TokenizedShard",
-    "patches_of_grids",
 ]
 
 Example = Mapping[str, Any]
 ExampleSource = Iterable[Example] | Callable[[], Iterable[Example]]
-PatchesOf = Callable[[Example], Any]  # patches of each image of an example
 
 
 class Place(NamedTuple):
@@ -56,11 +52,9 @@ class Stream:
         *,
         presharded: bool,
         collator: PackedCollator[Any],
-        patches: PatchesOf | None = None,
     ) -> None:
         _check_source(source)
         self.collator = collator
-        self.patches_of = patches_of_grids if patches is None else patches
         self._source, self._rank, self._world_size = source, rank, world_size
         self._presharded = presharded
         self._was_moved = False  # a datasets stream keeps the state it was given for every pass
@@ -104,17 +98,17 @@ class Stream:
         """The source as rows, if these are what iterating over it gives.
 
         Not a ``datasets.IterableDataset``, whose state is exact only between the tables that it
-        reads (docs/design_log.md), nor a ``datasets.Dataset`` with declared fields or images.
+        reads (docs/design_log.md), nor a ``datasets.Dataset`` with declared fields. With images
+        every example is read, since its length does not say how large they are.
         """
-        if self.patches_of is not patches_of_grids:
-            return None  # it takes an example
+        if self.collator.vision is not None:
+            return None
         if (
             is_a(source, "datasets", "Dataset")
             and type(source).__module__ == "datasets.arrow_dataset"
         ):
             has_format = source.format["type"] or source.format["columns"] != source.column_names
-            has_images = "image_grid_thw" in source.column_names
-            if has_format or has_images or self.collator.fields:
+            if has_format or self.collator.fields:
                 return None
             try:
                 source = TokenizedDataset(source, train_all=self.collator.train_all)
@@ -167,30 +161,6 @@ class Stream:
                 f"source is split by node already (rank {node[0]} of {node[1]}) and would be split "
                 f"again by world_size={self._world_size}; leave rank and world_size out"
             )
-
-
-def patches_of_grids(example: Example) -> Any:
-    """Patches of each image of an example, from its image_grid_thw, if it has one.
-
-    Raises:
-        DataError: it is not [images, 3] integers.
-
-    >>> patches_of_grids({"image_grid_thw": [[1, 4, 6], [1, 2, 2]]}).tolist()
-    [24, 4]
-    """
-    try:
-        grids = example["image_grid_thw"]
-    except (TypeError, KeyError, IndexError):
-        return None
-    if grids is None or not len(grids):
-        return None
-    array = np.asarray(grids)
-    if array.ndim != 2 or array.shape[1] != 3 or array.dtype.kind not in "iu":
-        raise DataError(
-            f"example 0: image_grid_thw has shape {array.shape} and dtype {array.dtype}; give "
-            "integers [images, 3], as the processor returned them"
-        )
-    return array.prod(axis=1)
 
 
 def _check_source(source: Any) -> None:

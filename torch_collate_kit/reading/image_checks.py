@@ -12,7 +12,7 @@ from torch_collate_kit.reading.arrays import as_array, checked_arrays
 from torch_collate_kit.vision.families import ImageField
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
 
-__all__ = ["arrays_of", "checked_fields_of"]
+__all__ = ["arrays_of", "checked_images"]
 
 _TILED = ("pixel_values", "pixel_attention_mask")
 _SHAPES = {
@@ -44,10 +44,14 @@ def arrays_of(name: str, entries: Mapping[int, Any], field: ImageField) -> dict[
     return arrays
 
 
-def checked_fields_of(
+def checked_images(
     index: int, fields: dict[str, np.ndarray], layout: VisionLayout
 ) -> tuple[dict[str, np.ndarray], ImageUnits]:
-    """The fields of one example with tiles laid flat, and its images."""
+    """The fields of one example with tiles laid flat, and its images.
+
+    Raises:
+        DataError: fields that disagree with each other, or are not of this model.
+    """
     grid = fields.get("image_grid_thw")
     if grid is not None:
         _check_grid(index, grid, layout)

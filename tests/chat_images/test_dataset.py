@@ -1,0 +1,177 @@
+"""tokenize_chat_dataset: each row read back is what tokenize_chat returns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.chat_images.truth import KINDS, chat, image, random_chat, text
+from tests.vision.families import FAMILIES
+from tests.vision.images import draw
+from torch_collate_kit import DataError, tokenize_chat, tokenize_chat_dataset
+
+datasets = pytest.importorskip("datasets")
+IMAGES = datasets.Sequence(datasets.Image())
+
+
+def random_records(count: int) -> list[dict[str, Any]]:
+    """Records with images of PNG files, some of text alone; contents are lists of parts."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(count):
+        messages, images = random_chat(rng)
+        for message in messages:
+            if isinstance(message["content"], str):
+                message["content"] = [text(message["content"])]
+        found.append({"messages": messages, "images": images})
+    assert any(not record["images"] for record in found)
+    return found
+
+
+def assert_rows(dataset: Any, wanted: list[dict[str, Any]]) -> None:
+    """In both formats, field by field; what a row does not have is None."""
+    assert len(dataset) == len(wanted)
+    for form in (None, "numpy"):
+        for row, expected in zip(dataset.with_format(form), wanted, strict=True):
+            for name in dataset.column_names:
+                if name not in expected:
+                    assert row[name] is None, (name, form)
+                    continue
+                value = np.asarray(expected[name])
+                assert np.array_equal(np.asarray(row[name]), value), (name, form)
+                if form and isinstance(expected[name], np.ndarray):
+                    assert row[name].dtype == value.dtype, name
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("pixels", [True, False])
+def test_rows_are_those_of_tokenize_chat(name: str, pixels: bool) -> None:
+    records = random_records(12)
+    processor = FAMILIES[name].processor()
+    dataset = datasets.Dataset.from_list(records).cast_column("images", IMAGES)
+    found, skipped = tokenize_chat_dataset(dataset, processor=processor, pixels=pixels)
+    assert not skipped
+    assert ("pixel_values" in found.column_names) == pixels
+    assert_rows(
+        found, [tokenize_chat(record, processor=processor, pixels=pixels) for record in records]
+    )
+
+
+@pytest.mark.parametrize("train_on", ["all", "last", "each"])
+def test_options_reach_the_records(train_on: Any) -> None:
+    records = random_records(12)
+    processor = FAMILIES["qwen3_vl"].processor()
+    dataset = datasets.Dataset.from_list(records).cast_column("images", IMAGES)
+    options: Any = {"train_on": train_on, "labels": True, "max_length": 60}
+    found, skipped = tokenize_chat_dataset(dataset, processor=processor, **options)
+    wanted: list[Any] = [tokenize_chat(r, processor=processor, **options) for r in records]
+    if train_on == "each":
+        wanted = [{**row, "record_index": i} for i, rows in enumerate(wanted) for row in rows]
+    kept = [row for row in wanted if not row["skip_reason"]]
+    assert sum(skipped.values()) == len(wanted) - len(kept) > 0
+    assert_rows(found, kept)
+
+
+def test_files_under_image_root_and_one_image_column(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    records = []
+    for i in range(3):
+        draw(rng, 40 + 20 * i, 60).save(tmp_path / f"{i}.png")
+        turns = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A cat."}]
+        records.append({"conversations": turns, "image": f"{i}.png"})
+    only_text = [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello!"}]
+    records.append({"conversations": only_text, "image": None})
+    processor = FAMILIES["idefics3"].processor()
+    dataset = datasets.Dataset.from_list(records)
+    found, _ = tokenize_chat_dataset(dataset, processor=processor, image_root=tmp_path)
+    wanted = [tokenize_chat(r, processor=processor, image_root=tmp_path) for r in records]
+    assert_rows(found, wanted)
+    with pytest.raises(DataError, match=r"example 0: `image`, '0.png': the file .* does not exist"):
+        tokenize_chat_dataset(dataset, processor=processor)
+    with pytest.raises(DataError, match="example 0: `image` has 40 x 60 = 2400 pixels, more than"):
+        tokenize_chat_dataset(dataset, processor=processor, image_root=tmp_path, max_pixels=2000)
+
+
+def test_relative_paths_in_another_working_directory(tmp_path: Path, monkeypatch: Any) -> None:
+    """The cache of datasets does not give the images of another folder."""
+    processor = FAMILIES["qwen3_vl"].processor()
+    found = []
+    record = {"messages": chat([image(), text("What?")], [text("A cat.")]), "images": ["a.png"]}
+    datasets.Dataset.from_list([record]).to_json(tmp_path / "data.jsonl")
+    for side in (40, 200):
+        folder = tmp_path / str(side)
+        folder.mkdir()
+        draw(np.random.default_rng(0), 60, side).save(folder / "a.png")
+        monkeypatch.chdir(folder)
+        dataset = datasets.Dataset.from_json(
+            str(tmp_path / "data.jsonl"), cache_dir=str(tmp_path / "cache")
+        )
+        found.append(tokenize_chat_dataset(dataset, processor=processor)[0])
+        assert_rows(found[-1], [tokenize_chat(record, processor=processor)])
+    assert found[0][0]["image_grid_thw"] != found[1][0]["image_grid_thw"]
+
+
+def test_images_inside_the_messages(tmp_path: Path) -> None:
+    """Arrow gives every part all keys, so that those that are None do not count."""
+    rng = np.random.default_rng(0)
+    draw(rng, 60, 90).save(tmp_path / "a.png")
+    parts = [{"type": "image", "path": str(tmp_path / "a.png")}, text("What?")]
+    records = [{"messages": chat(parts, [text("A cat.")])}]
+    processor = FAMILIES["qwen3_vl"].processor()
+    found, _ = tokenize_chat_dataset(datasets.Dataset.from_list(records), processor=processor)
+    assert_rows(found, [tokenize_chat(records[0], processor=processor)])
+
+
+def test_a_column_of_images_is_not_decoded_for_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import ImageFile
+
+    records = random_records(4)
+    dataset = datasets.Dataset.from_list(records).cast_column("images", IMAGES)
+    processor = FAMILIES["qwen3_vl"].processor()
+    wanted = [tokenize_chat(r, processor=processor, pixels=False) for r in records]
+
+    def fail(self: Any) -> None:
+        raise RuntimeError("decoded")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
+    found, _ = tokenize_chat_dataset(dataset, processor=processor, pixels=False)
+    assert_rows(found, wanted)
+    with pytest.raises(DataError, match=r"example \d: `images`\[0\] is damaged or cut off \(dec"):
+        tokenize_chat_dataset(dataset, processor=processor)
+
+
+def test_only_text_and_nothing() -> None:
+    processor = FAMILIES["internvl"].processor()
+    records = [{"messages": chat("Hi.", "Hello!")}] * 3
+    found, _ = tokenize_chat_dataset(datasets.Dataset.from_list(records), processor=processor)
+    assert found.column_names == ["input_ids", "loss_mask", "pixel_values"]
+    assert_rows(found, [tokenize_chat(record, processor=processor) for record in records])
+    empty = datasets.Dataset.from_dict({"messages": []})
+    found, _ = tokenize_chat_dataset(empty, processor=processor)
+    assert found.column_names == ["input_ids", "loss_mask", "pixel_values"]
+    assert len(found) == 0
+
+
+def test_two_processes() -> None:
+    """The processor travels to the workers."""
+    records = random_records(6)
+    processor = FAMILIES["llava_next"].processor()
+    dataset = datasets.Dataset.from_list(records).cast_column("images", IMAGES)
+    found, _ = tokenize_chat_dataset(dataset, processor=processor, num_proc=2)
+    assert_rows(found, [tokenize_chat(record, processor=processor) for record in records])
+
+
+def test_the_processor_is_not_changed() -> None:
+    processor = FAMILIES["llava_next"].make_processor()
+    before = processor.tokenizer.get_vocab(), repr(processor)
+    parts = [image(), text("What?")]
+    record = {"messages": chat(parts, "A cat."), "images": [draw(np.random.default_rng(0), 60, 90)]}
+    tokenizer, images = processor.tokenizer, processor.image_processor
+    tokenize_chat(record, processor=processor)
+    tokenize_chat(record, processor=processor, pixels=False)
+    assert processor.tokenizer is tokenizer
+    assert processor.image_processor is images
+    assert (processor.tokenizer.get_vocab(), repr(processor)) == before

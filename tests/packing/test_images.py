@@ -1,0 +1,129 @@
+"""Patches as users give them: one number per example, or one per image."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout, pack
+from torch_collate_kit.packing.images import ImageLoad, image_load
+from torch_collate_kit.ragged import Ragged
+
+COST = ModelCost(vision_linear=10, vision_quadratic=1)
+
+
+@pytest.mark.parametrize(
+    "patches",
+    [
+        [[4, 2], [], [3]],
+        ((4, 2), (), (3,)),
+        [np.array([4, 2]), np.array([], dtype=np.int64), np.array([3], dtype=np.uint8)],
+        [torch.tensor([4, 2]), torch.tensor([], dtype=torch.int64), torch.tensor([3])],
+        Ragged.from_rows([[4, 2], [], [3]], dtype=np.int32),
+        Ragged.from_rows([[9], [4, 2], [], [3], [9]])[1:4],
+        Ragged(torch.tensor([4, 2, 3]), [0, 2, 2, 3]),
+    ],
+    ids=["lists", "tuples", "arrays", "tensors", "ragged", "slice", "ragged tensor"],
+)
+def test_patches_of_each_image(patches: Any) -> None:
+    load = image_load(patches, 3, COST)
+    assert load.patches.tolist() == [6, 0, 3]
+    assert load.costs.tolist() == [4 * 14 + 2 * 12, 0, 3 * 13]
+    assert (load.patches.dtype, load.costs.dtype) == (np.int64, np.int64)
+    taken = load.with_cuts(np.array([1, 2, 3]), [[4], [], []], COST).take(np.array([2, 0]))
+    assert (taken.patches.tolist(), taken.costs.tolist()) == ([3, 6], [39, 80])
+    assert taken.cuts is not None
+    assert [values.tolist() for values in taken.cuts] == [[3, 1], [0, 4], [0, 56]]
+
+
+@pytest.mark.parametrize("patches", [[6, 0, 3], np.array([6, 0, 3], dtype=np.uint16), (6, 0, 3)])
+def test_patches_of_each_example(patches: Any) -> None:
+    load = image_load(patches, 3, COST)
+    assert (load.patches.tolist(), load.costs.tolist()) == ([6, 0, 3], [96, 0, 39])
+
+
+def test_no_images_and_no_examples() -> None:
+    assert image_load([[], []], 2, COST).patches.tolist() == [0, 0]
+    for nothing in ([], np.zeros(0, dtype=np.int32), Ragged.from_rows([])):
+        assert image_load(nothing, 0, COST).patches.tolist() == []
+    load = ImageLoad.none(3)
+    assert image_load(load, 3, COST) is load
+    assert load.costs.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("patches", "error", "message"),
+    [
+        (
+            [4, 2],
+            ValueError,
+            "patches has 2 entries, but there are 3 examples; pass one int per ex",
+        ),
+        ([[4], []], ValueError, "patches has 2 entries, but there are 3 examples; pass one int pe"),
+        ([4, -1, 2], DataError, "example 1 has -1 patches, but they must be 0 to 268435455; pass"),
+        (
+            [[4], [], [3, 0]],
+            DataError,
+            "example 2 has an image of 0 patches, but they must be 1 to",
+        ),
+        ([[4], [2**28], [3]], DataError, "example 1 has an image of 268435456 patches, but they m"),
+        ([4.0, 1, 2], TypeError, "patches of example 0 are 4.0, neither an int nor a list of the"),
+        (np.array([4.0, 1, 2]), TypeError, "patches must be integers, got dtype float64; pass one"),
+        ([[4.5], [], [1]], TypeError, "patches must be integers, got dtype float64; pass one int"),
+        ([True, 1, 2], TypeError, "patches of example 0 are True, neither an int nor a list of t"),
+        ([[4], 3, [1]], TypeError, "patches of example 1 are 3, neither an int nor a list of the"),
+        ([[4], None, [1]], TypeError, "patches of example 1 are None, neither an int nor a list"),
+        ([[[4]], [[1]], [[1]]], TypeError, "patches of example 0 are [[4]], neither an int nor a"),
+        (np.ones((3, 2), int), ValueError, "patches must be 1-D, got shape (3, 2); pass one int p"),
+        (5, ValueError, "patches must be 1-D, got shape (); pass one int per example, 0 without a"),
+    ],
+)
+def test_refuses_wrong_patches(patches: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        pack([3, 4, 5], 8, patches=patches)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"max_patches": 0},
+            ValueError,
+            "max_patches must be at least 1, got 0; None means no lim",
+        ),
+        (
+            {"max_patches": 2.0},
+            TypeError,
+            "max_patches must be an int, got 2.0 of type float; None",
+        ),
+        ({"cost": 3}, TypeError, "cost must be a ModelCost, got 3; ModelCost.of(model.config)"),
+        ({"dummy_image_tokens": -1}, ValueError, "dummy_image_tokens must be at least 0, got -1"),
+        ({"dummy_image_tokens": None}, TypeError, "dummy_image_tokens must be an int, got None of"),
+        (
+            {"dummy_image_tokens": 13},
+            ValueError,
+            "dummy_image_tokens=13 leaves no room for text in a row of max_tokens=18 (align=4); "
+            "raise max_tokens",
+        ),
+    ],
+)
+def test_refuses_wrong_options(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        PackingOptions(18, parallel=ParallelLayout(dp=2, tp=4), **options)
+
+
+def test_what_a_state_shares() -> None:
+    packing = PackingOptions(64, max_patches=np.int64(9), dummy_image_tokens=3, cost=COST)
+    state = packing.as_state()
+    assert (state["max_patches"], state["dummy_image_tokens"]) == (9, 3)
+    assert state["cost"] == [24576, 1, 10, 1]
+    assert type(packing.max_patches) is int
+    assert packing.reserved == 0  # one rank
+    assert {packing: 1}[PackingOptions(64, max_patches=9, dummy_image_tokens=3, cost=COST)] == 1

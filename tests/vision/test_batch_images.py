@@ -1,0 +1,242 @@
+"""Images in batches against the oracle: every layout, target form and family."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.batch_checks import (
+    assert_contract_dtypes,
+    assert_equals_oracle,
+    assert_round_trips,
+    frozen,
+    same_value,
+)
+from tests.oracle import alignment, packed_batch, padded_batch, rows_of
+from tests.strategies import FUZZ
+from tests.vision.oracle_images import LAYOUTS, TOKEN, DrawnExample, add_images, draw_example
+from torch_collate_kit import PackedCollator, PaddedCollator, ParallelLayout
+from torch_collate_kit.batch.placement import Pieces
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.reading.sft import read_columns
+from torch_collate_kit.vision import VisionLayout
+
+FORMS = ("labels", "loss_mask", "weights", "num_actions", "completion_mask", "none")
+PADS = (0, 3)
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def drawn_examples(
+    seed: int, family: str, form: str, *, count: int | None = None
+) -> tuple[np.random.Generator, list[DrawnExample]]:
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 8)) if count is None else count
+    return rng, [draw_example(rng, LAYOUTS[family], i, form) for i in range(count)]
+
+
+def given_form(rng: np.random.Generator, examples: list[DrawnExample], form: str) -> Any:
+    """A list, or columns."""
+    given = [example.given for example in examples]
+    if rng.random() < 0.7:
+        return given
+    names = {name for example in given for name in example}
+    return {name: [example.get(name) for example in given] for name in names}
+
+
+def train_all(examples: Any, form: str) -> dict[str, Any]:
+    return {"train_all": True} if form == "none" else {}
+
+
+@pytest.mark.parametrize("family", list(LAYOUTS))
+@FUZZ
+@given(seeds, st.sampled_from(FORMS), st.sampled_from(("left", "right")))
+def test_padded_batches(family: str, seed: int, form: str, side: Any) -> None:
+    rng, examples = drawn_examples(seed, family, form)
+    layout, given_ = LAYOUTS[family], given_form(rng, examples, form)
+    before = frozen(given_)
+    options = {"padding_side": side, "pad_to_multiple_of": int(rng.choice([1, 3, 8]))}
+    pad = int(rng.choice(PADS))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        batch = PaddedCollator(pad, vision=layout, **options, **train_all(given_, form))(given_)
+
+    assert same_value(given_, before), "an argument was changed"
+    plain = [example.plain for example in examples]
+    expected = padded_batch(plain, pad_token_id=pad, **options)
+    rows = [[(i, 0, len(example.ids))] for i, example in enumerate(examples)]
+    assert_equals_oracle(batch, add_images(expected, examples, layout, rows, padding_side=side))
+    assert_contract_dtypes(batch)
+    assert_round_trips(batch, int(rng.integers(0, len(batch) + 1)))
+
+
+@pytest.mark.parametrize("family", list(LAYOUTS))
+@FUZZ
+@given(seeds, st.sampled_from(FORMS))
+def test_packed_batches(family: str, seed: int, form: str) -> None:
+    rng, examples = drawn_examples(seed, family, form)
+    layout, given_ = LAYOUTS[family], given_form(rng, examples, form)
+    before = frozen(given_)
+    sizes = {"dp": int(rng.choice([1, 2, 3])), "tp": int(rng.choice([1, 1, 4]))}
+    align = alignment(tp=sizes["tp"])
+    lengths = [len(example.ids) for example in examples]
+    longest = -(-max(lengths) // align) * align
+    overflow = str(rng.choice(["raise", "drop"]))
+    room = int(rng.integers(0, 2 * longest))
+    if overflow == "drop":
+        longest = max(align, longest - int(rng.integers(0, longest)))
+    packing: dict[str, Any] = {"max_tokens": longest + room, "overflow": overflow}
+    packing["strategy"] = str(rng.choice(["best_fit_decreasing", "sequential", "balanced"]))
+    packing["max_sequences_per_row"] = rng.choice([None, 1, 3])
+    wide = bool(rng.integers(0, 2))
+    parallel = ParallelLayout(**sizes)
+    collate = PackedCollator(
+        0, vision=layout, fixed_width=wide, parallel=parallel, **packing, **train_all(given_, form)
+    )
+    plan = collate.plan(lengths)
+
+    batch = collate(given_)
+
+    assert same_value(given_, before), "an argument was changed"
+    plain = [example.plain for example in examples]
+    size = {"max_tokens": packing["max_tokens"], "align": align, "fixed_width": wide}
+    expected = packed_batch(plain, plan, pad_token_id=0, **size)
+    assert_equals_oracle(batch, add_images(expected, examples, layout, rows_of(plan)))
+    assert_contract_dtypes(batch)
+    assert_round_trips(batch, int(rng.integers(0, len(batch) + 1)))
+
+
+@pytest.mark.parametrize("family", list(LAYOUTS))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_pixels_in_half(family: str, dtype: Any) -> None:
+    _, examples = drawn_examples(7, family, "labels", count=5)
+    layout = replace(LAYOUTS[family], pixel_dtype=dtype)
+    batch = PaddedCollator(0, vision=layout)([example.given for example in examples])
+    expected = padded_batch([example.plain for example in examples], pad_token_id=0)
+    rows = [[(i, 0, len(example.ids))] for i, example in enumerate(examples)]
+    assert_equals_oracle(batch, add_images(expected, examples, layout, rows))
+    assert batch["pixel_values"].values.dtype == getattr(torch, dtype)
+    assert_round_trips(batch, 2)
+
+
+def test_images_written_out() -> None:
+    """Two rows of Qwen, one frame of two given; nothing at placeholders is trained."""
+    pixels = np.array([[k, k] for k in range(12)], dtype=np.float32)  # two equal frames
+    layout = VisionLayout("qwen2_vl", image_token_id=9, merge_size=2, patch_shape=(1, 2, 1))
+    examples = [
+        {"input_ids": [9, 9, 70, 71], "pixel_values": pixels[:8], "image_grid_thw": [[1, 2, 4]]},
+        {"input_ids": [72, 73], "pixel_values": None, "image_grid_thw": None},
+        {"input_ids": [74, 9, 75], "pixel_values": pixels[8:], "image_grid_thw": [[1, 2, 2]]},
+    ]
+    batch = PackedCollator(0, vision=layout, max_tokens=5, balance=None)(examples)
+    assert batch.row_metadata["example_indices"].tolist() == [[0], [2, 1]]
+    assert batch["input_ids"].tolist() == [[9, 9, 70, 71, 0], [74, 9, 75, 72, 73]]
+    assert batch["labels"].tolist() == [
+        [-100, -100, 70, 71, -100],
+        [-100, -100, 75, -100, 73],
+    ]
+    assert (batch["loss_mask"] * 4).tolist() == [[0, 1, 1, 0], [0, 1, 0, 1]]
+    assert batch.metadata["num_loss_tokens"] == 4
+    assert batch["image_grid_thw"].tolist() == [[[1, 2, 4]], [[1, 2, 2]]]
+    assert batch["pixel_values"].tolist() == [pixels[:8].tolist(), pixels[8:].tolist()]
+    assert batch.column("pixel_values").tolist() == [[k] for k in range(12)], "one frame"
+    assert batch["mrope_position_ids"][0].tolist() == [
+        [0, 1, 2, 3, 0],
+        [0, 0, 2, 3, 0],
+        [0, 0, 2, 3, 0],
+        [0, 1, 2, 3, 0],
+    ]
+
+
+def test_frames_are_those_of_each_channel() -> None:
+    """[channels, frames, pixels] of a patch: the frames of a channel lie next to each other."""
+    patch = np.array([[1, 2, 1, 2, 3, 4, 3, 4, 5, 6, 5, 6]], dtype=np.float32)
+    layout = VisionLayout("qwen2_vl", image_token_id=9, merge_size=1, patch_shape=(3, 2, 2))
+    example = {"input_ids": [9, 70], "pixel_values": patch, "image_grid_thw": [[1, 1, 1]]}
+    batch = PaddedCollator(0, vision=layout)([example])
+    assert batch.column("pixel_values").tolist() == [[1, 2, 3, 4, 5, 6]]
+    assert batch["pixel_values"].tolist() == [patch.tolist()]
+
+
+# --- where an example may be cut -----------------------------------------------------------------
+
+
+def slow_cut(example: DrawnExample, family: str, limit: int) -> int:
+    """The longest beginning, up to ``limit`` tokens, of whole images that may be kept."""
+    ends, place = [], 0
+    ids = example.ids
+    for image in example.images:
+        left = image["tokens"]
+        while left:
+            left -= ids[place] == TOKEN
+            place += 1
+        ends.append(place)
+    for stop in range(min(limit, len(ids)), -1, -1):
+        kept = sum(end <= stop for end in ends)
+        if ids[:stop].count(TOKEN) != sum(image["tokens"] for image in example.images[:kept]):
+            continue
+        if family in ("internvl", "idefics3") and 0 < kept < len(ends):
+            continue  # images are not told from tiles
+        if family == "llava_onevision" and kept == 1 < len(ends):
+            continue  # alone it would be taken for one that is cut into tiles
+        return stop
+    raise AssertionError
+
+
+@pytest.mark.parametrize("family", list(LAYOUTS))
+@FUZZ
+@given(seeds)
+def test_where_an_example_is_cut(family: str, seed: int) -> None:
+    _, examples = drawn_examples(seed, family, "labels", count=2)
+    columns = read_columns([example.given for example in examples], vision=LAYOUTS[family])
+    assert columns.images is not None
+    for i, example in enumerate(examples):
+        for limit in range(len(example.ids) + 1):
+            expected = slow_cut(example, family, limit)
+            assert columns.images.cut_before(i, limit) == expected
+            stop = expected
+            pieces = Pieces(*(np.array([n]) for n in (i, 0, stop)), np.array([0, 1]))
+            kept = columns.images.kept(pieces, columns.lengths).tolist()
+            placeholders = example.ids[:stop].count(TOKEN)
+            number = kept[0]
+            assert sum(image["tokens"] for image in example.images[:number]) == placeholders
+            if expected < limit:
+                pieces = Pieces(*(np.array([n]) for n in (i, 0, limit)), np.array([0, 1]))
+                with pytest.raises(DataError, match=f"example {i}: .* tokens 0 to {limit}, cuts"):
+                    columns.images.kept(pieces, columns.lengths)
+
+
+def test_an_example_with_images_is_not_split() -> None:
+    layout = LAYOUTS["gemma3"]
+    example = {"input_ids": [9] * 3 + [70] * 9, "pixel_values": np.zeros((1, 3, 2, 2))}
+    with pytest.raises(DataError, match=r'cuts through its images; pass overflow="drop" or "trun'):
+        PackedCollator(0, vision=layout, max_tokens=8, overflow="split")([example])
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "llava_next"])
+def test_truncated_examples_keep_their_first_images(family: str) -> None:
+    """Cut right after an image, whose tokens and entries stay; the others go."""
+    checked = 0
+    for seed in range(40):
+        _, [example] = drawn_examples(seed, family, "labels", count=1)
+        for stop in range(2, len(example.ids)):
+            if slow_cut(example, family, stop) != stop or example.ids[stop - 1] != TOKEN:
+                continue
+            collate = PackedCollator(
+                0, vision=LAYOUTS[family], max_tokens=stop, overflow="truncate"
+            )
+            batch = collate([example.given])
+            plan = collate.plan([len(example.ids)])
+            expected = packed_batch([example.plain], plan, pad_token_id=0, max_tokens=stop)
+            expected = add_images(expected, [example], LAYOUTS[family], [[(0, 0, stop)]])
+            assert_equals_oracle(batch, expected)
+            checked += 1
+    assert checked > 10

@@ -1,0 +1,253 @@
+"""Images stay with their rows: taken out, joined, sharded, added, moved, pickled and sent."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from tests.batch_checks import assert_one_buffer, assert_same_batch, same_value
+from tests.strategies import FUZZ
+from tests.vision.batches import examples_of, padded
+from tests.vision.families import FAMILIES
+from tests.vision.oracle_images import LAYOUTS, DrawnExample, draw_example
+from torch_collate_kit import PackedCollator, PaddedCollator, ParallelLayout
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.loading.prefetch import PrefetchLoader
+from torch_collate_kit.loading.sampler import PrefetchingSampler
+from torch_collate_kit.ragged import Ragged
+
+seeds = st.integers(0, 2**32 - 1)
+FAMILY_NAMES = sorted(LAYOUTS)
+
+
+def drawn(rng: np.random.Generator, family: str, count: int, **options: Any) -> list[DrawnExample]:
+    return [draw_example(rng, LAYOUTS[family], i, **options) for i in range(count)]
+
+
+def collated(rng: np.random.Generator, family: str, kind: str) -> Batch:
+    """With some rows of text alone; one shape of rows for all batches of a kind."""
+    layout = LAYOUTS[family]
+    examples = drawn(rng, family, int(rng.integers(2, 7)))
+    examples.insert(1, draw_example(rng, layout, 50, max_images=0))
+    given_ = [example.given for example in examples]
+    if kind == "padded":
+        return PaddedCollator(0, vision=layout, pad_to_multiple_of=128)(given_)
+    collate = PackedCollator(0, vision=layout, max_tokens=128, fixed_width=True)
+    return collate(given_)
+
+
+def row_fields(batch: Batch, row: int) -> dict[str, Any]:
+    """All of a row, its images with it."""
+    return {name: batch[name][row] for name in batch}
+
+
+def assert_rows(part: Batch, batch: Batch, rows: list[int]) -> None:
+    """Row by row, and the same batch as if its fields had been picked one by one."""
+    assert len(part) == len(rows)
+    for i, row in enumerate(rows):
+        assert same_value(row_fields(part, i), row_fields(batch, row)), (i, row)
+    fields = list(batch.placement.vision.family.fields)
+    for name in fields:  # and nothing is left over
+        assert len(part.column(name)) == sum(len(batch[name][row]) for row in rows), name
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@FUZZ
+@given(seeds, st.sampled_from(FAMILY_NAMES))
+def test_rows_in_any_order_have_their_images(kind: str, seed: int, family: str) -> None:
+    rng = np.random.default_rng(seed)
+    batch = collated(rng, family, kind)
+    count = len(batch)
+    a, b = sorted(rng.integers(0, count + 1, 2).tolist())
+    step = int(rng.integers(1, 4))
+    assert_rows(batch[a:b], batch, list(range(a, b)))
+    assert_rows(batch[a::step], batch, list(range(a, count, step)))
+    chosen = rng.integers(0, count, int(rng.integers(1, 8))).tolist()
+    assert_rows(batch.select(chosen), batch, chosen)
+    assert_rows(batch[a:b][:1], batch, list(range(a, b))[:1])
+    order = rng.permutation(count).tolist()
+    parts = [batch.select([row]) for row in order]
+    assert_rows(Batch.cat(parts), batch, order)
+    loaded = pickle.loads(pickle.dumps(batch.select(chosen)))
+    assert_rows(loaded, batch, chosen)
+    assert_one_buffer(loaded)
+    assert_rows(copy.deepcopy(batch), batch, [*range(count)])
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_batches_with_and_without_images_are_joined(family: str) -> None:
+    rng, layout = np.random.default_rng(0), LAYOUTS[family]
+    one_shape: dict[str, Any] = {"max_tokens": 128, "fixed_width": True, "normalize_loss": False}
+    collate = PackedCollator(0, vision=layout, **one_shape)
+    examples = [draw_example(rng, layout, i, max_images=3) for i in range(6)]
+    with_images = collate([example.given for example in examples])
+    assert len(with_images.column("pixel_values"))
+    without = collate([draw_example(rng, layout, i, max_images=0).given for i in range(3)])
+    assert len(without["pixel_values"].values) == 0
+    same = {key: with_images.metadata[key] for key in with_images.metadata}
+    for parts in ([with_images, without], [without, with_images], [without, without]):
+        joined = Batch.cat(parts, metadata=same)
+        rows = [row_fields(part, i) for part in parts for i in range(len(part))]
+        found = [row_fields(joined, i) for i in range(len(joined))]
+        for one, other in zip(found, rows, strict=True):
+            assert one.keys() == other.keys()
+            for name in one:
+                if len(one[name]) or len(other[name]):
+                    assert same_value(one[name], other[name]), name
+        assert joined["pixel_values"].values.dtype == torch.float32
+        assert_same_batch(pickle.loads(pickle.dumps(joined)), joined)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_every_rank_has_the_images_of_its_rows(family: str) -> None:
+    rng, layout = np.random.default_rng(1), LAYOUTS[family]
+    given_ = [example.given for example in drawn(rng, family, 9)]
+    lengths = [len(example["input_ids"]) for example in given_]
+    collate = PackedCollator(
+        0, vision=layout, max_tokens=max(lengths) + 4, parallel=ParallelLayout(dp=3)
+    )
+    batch = collate(given_)
+    assert len(batch) % 3 == 0
+    size = len(batch) // 3
+    for rank, part in enumerate(batch.chunk(3)):
+        assert_rows(part, batch, list(range(rank * size, (rank + 1) * size)))
+    assert sum(len(part.column("pixel_values")) for part in batch.chunk(3)) == len(
+        batch.column("pixel_values")
+    )
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_added_rows_repeat_row_0_with_its_images(kind: str, family: str) -> None:
+    """So that every model can run them; nothing in them is trained."""
+    rng = np.random.default_rng(2)
+    batch = collated(rng, family, kind)
+    while not len(batch["pixel_values"][0]):
+        batch = collated(rng, family, kind)
+    count = len(batch)
+    more = batch.pad_rows(multiple_of=count + 2)
+    assert_rows(more[:count], batch, list(range(count)))
+    for row in (count, count + 1):
+        for name in (*batch.placement.vision.family.fields, "input_ids", "position_ids"):
+            assert same_value(more[name][row], batch[name][0]), name
+        assert (more["labels"][row] == -100).all()
+        assert not more["loss_mask"][row].any()
+        assert len(more["sub_seq_lengths"][row]) == 0
+    if "mrope_position_ids" in batch:
+        assert torch.equal(more["mrope_position_ids"][-1], batch["mrope_position_ids"][0])
+
+
+# --- a changed field -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["in place", "with_fields"])
+def test_changed_pixels_stay_with_their_rows(change: str) -> None:
+    batch = collated(np.random.default_rng(3), "qwen2_vl", "padded")
+    expected = [row * 2 for row in batch["pixel_values"]]
+    if change == "in place":
+        batch["pixel_values"].values.mul_(2)
+    else:
+        field = batch["pixel_values"]
+        batch = batch.with_fields(pixel_values=Ragged(field.values * 2, field.offsets))
+    order = list(range(len(batch)))[::-1]
+    for part in (batch.select(order), pickle.loads(pickle.dumps(batch)).select(order)):
+        for i, row in enumerate(order):
+            assert torch.equal(part["pixel_values"][i], expected[row])
+        inputs = part.model_inputs("sdpa")
+        assert torch.equal(inputs["pixel_values"], torch.cat([expected[row] for row in order]))
+
+
+# --- bytes, devices, workers ---------------------------------------------------------------------
+
+
+def image_bytes(batch: Batch) -> int:
+    return batch.column("pixel_values").nbytes
+
+
+def test_pixels_are_stored_once() -> None:
+    """And of two equal frames one; the rest of a batch is small beside them."""
+    for name, frames in (("qwen2_vl", 2), ("qwen3_vl", 2), ("gemma3", 1), ("llava_next", 1)):
+        family, examples = FAMILIES[name], examples_of(name)
+        batch = padded(family, examples)
+        inputs = batch.model_inputs("sdpa")
+        pixels = inputs["pixel_values"]
+        assert image_bytes(batch) == pixels.numel() * 4 // frames
+        given_ = sum(e["pixel_values"].size for e in examples if "pixel_values" in e)
+        assert pixels.numel() <= given_, "padding of tiles is stored"
+        assert batch.nbytes < image_bytes(batch) + 20_000
+        assert len(pickle.dumps(batch)) < image_bytes(batch) + 30_000
+
+
+def test_llava_tiles_are_stored_without_their_padding() -> None:
+    family = FAMILIES["llava_next"]
+    example = family.example(np.random.default_rng(0), ["text", (56, 56), "text", (112, 112)])
+    tiles = example["pixel_values"].shape[1]
+    batch = padded(family, [example])
+    assert len(batch.column("pixel_values")) < 2 * tiles
+    assert image_bytes(batch) < example["pixel_values"].astype(np.float32).nbytes
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_batch_moves_in_one_buffer(kind: str, family: str) -> None:
+    batch = collated(np.random.default_rng(4), family, kind)
+    moved = batch.to("meta")
+    assert_one_buffer(moved)
+    assert list(moved) == list(batch)
+    for name in batch.placement.vision.family.fields:
+        assert moved[name].values.is_meta
+        assert moved[name].values.shape == batch[name].values.shape
+        assert moved[name].values.dtype == batch[name].values.dtype
+        assert moved[name].offsets.tolist() == batch[name].offsets.tolist()
+    part = batch[1:].to("meta")
+    lengths = batch[1:]["pixel_values"].lengths
+    assert part["pixel_values"].lengths.tolist() == lengths.tolist()
+
+
+COLLATORS: dict[str, Callable[[Any], Any]] = {
+    "padded": lambda layout: PaddedCollator(0, vision=layout),
+    "packed": lambda layout: PackedCollator(0, vision=layout, max_tokens=128),
+}
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "idefics3"])
+@pytest.mark.parametrize("kind", list(COLLATORS))
+def test_a_worker_sends_the_same_batch_in_one_buffer(kind: str, family: str) -> None:
+    rng = np.random.default_rng(5)
+    given_ = [example.given for example in drawn(rng, family, 9)]
+    collate = COLLATORS[kind](LAYOUTS[family])
+    loader: Any = DataLoader(given_, batch_size=3, collate_fn=collate, num_workers=1)
+    batches = list(loader)
+    for i, batch in enumerate(batches):
+        assert batch._made == {}, "a worker made a dense field"
+        assert_one_buffer(batch)
+        assert_same_batch(batch, collate(given_[3 * i : 3 * i + 3]))
+    assert len(batches) == 3
+
+
+def test_a_prefetch_loader_brings_the_same_batches() -> None:
+    given_ = [e.given for e in drawn(np.random.default_rng(6), "gemma3", 8)]
+    sampler = PrefetchingSampler(len(given_), 2, seed=0)
+    collate = PaddedCollator(0, vision=LAYOUTS["gemma3"])
+    loader: Any = DataLoader(given_, batch_sampler=sampler, collate_fn=collate)
+    with PrefetchLoader(loader) as source:
+        batches = list(source.steps(3))
+    rest = iter(PrefetchingSampler(len(given_), 2, seed=0))
+    for batch in batches:
+        assert_same_batch(batch, collate([given_[i] for i in next(rest)]))
+
+
+def test_layouts_travel_with_a_batch() -> None:
+    batch = collated(np.random.default_rng(7), "llava_onevision", "packed")
+    loaded = pickle.loads(pickle.dumps(batch))
+    assert loaded.placement.vision == LAYOUTS["llava_onevision"]
+    assert loaded.model_inputs("sdpa").keys() == batch.model_inputs("sdpa").keys()

@@ -1,0 +1,489 @@
+"""check_isolation of packed rows with images: what passes, what is caught, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.vision.alone import alone, mrope_positions
+from tests.vision.families import FAMILIES, MROPE, Example
+from torch_collate_kit.attention import check_isolation
+from torch_collate_kit.attention.alone import _inputs_alone
+from torch_collate_kit.attention.row_images import RowImages
+from torch_collate_kit.attention.row_segments import find_segments
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.errors import IsolationError
+from torch_collate_kit.packing import ParallelLayout
+from torch_collate_kit.vision import VisionLayout
+
+transformers = pytest.importorskip("transformers")
+
+NAMES = ["qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", "idefics3", "gemma3"]
+VARLEN = {"text_config": "torch_varlen", "vision_config": "sdpa"}
+ALL = pytest.mark.parametrize("name", NAMES)
+# images first, in the middle and last, text alone between them, and one example in two rows
+PARTS = [
+    ["text", (56, 84), "text"],
+    ["text"],
+    ["text", (28, 28), (84, 56), "text"],
+    ["text"],
+    ["text", (84, 28), "text"],
+    [(56, 56), "text"],
+]
+
+
+def make_examples(name: str, parts: Any = PARTS, seed: int = 0) -> list[Example]:
+    rng = np.random.default_rng(seed)
+    return [FAMILIES[name].example(rng, part) for part in parts]
+
+
+def layout(name: str) -> VisionLayout:
+    return VisionLayout.of(FAMILIES[name].processor(), FAMILIES[name].model().config)
+
+
+def pack(name: str, *, parts: Any = PARTS, rows: int = 2, **options: Any) -> Batch:
+    examples = make_examples(name, parts)
+    lengths = [-(-len(example["input_ids"]) // 8) * 8 for example in examples]
+    max_tokens = max(sum(lengths) // rows + max(lengths) // 2, max(lengths))
+    options = {"max_tokens": max_tokens, "vision": layout(name), **options}
+    return PackedCollator(FAMILIES[name].processor(), **options)(examples)
+
+
+def inputs_of(name: str, batch: Batch, attention: str = "sdpa") -> dict[str, Any]:
+    """What a training loop passes."""
+    options: dict[str, Any] = {}
+    if name == "gemma3":
+        window = FAMILIES[name].model().config.text_config.sliding_window
+        options = {"mask": "block", "sliding_window": window}
+    return batch.model_inputs(attention, labels=False, **options)
+
+
+def check(name: str, inputs: dict[str, Any], attention: Any = "sdpa") -> None:
+    check_isolation(FAMILIES[name].model(attention), inputs, vision=layout(name))
+
+
+# --- what passes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "varlen"])
+@ALL
+def test_packed_rows_pass(name: str, attention: str) -> None:
+    batch, how = pack(name), VARLEN if attention == "varlen" else attention
+    if (name, attention) == ("gemma3", "varlen"):
+        with pytest.raises(ValueError, match=r"attend within themselves.*pass attention=\"sdpa\""):
+            check_isolation(FAMILIES[name].model(how), batch)
+        return
+    assert len(batch) > 1
+    assert max(len(row) for row in batch["sub_seq_lengths"].tolist()) > 1
+    check_isolation(FAMILIES[name].model(how), batch)
+    of_text = "torch_varlen" if attention == "varlen" else attention
+    check(name, inputs_of(name, batch, of_text), how)
+
+
+@ALL
+def test_packed_rows_pass_in_training(name: str) -> None:
+    model = copy.deepcopy(FAMILIES[name].model()).train()
+    check_isolation(model, pack(name))
+    assert model.training
+
+
+@pytest.mark.parametrize("as_batch", [True, False], ids=["batch", "inputs"])
+@ALL
+def test_pads_that_align_segments_pass(name: str, as_batch: bool) -> None:
+    batch = pack(name, parallel=ParallelLayout(tp=8))
+    lengths = [n for row in batch["sub_seq_lengths"].tolist() for n in row]
+    assert any(n % 8 for n in lengths), "no pads in the sample"
+    if as_batch:
+        check_isolation(FAMILIES[name].model(), batch)
+    else:
+        check(name, inputs_of(name, batch))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@ALL
+def test_padded_rows_pass(name: str, side: Any) -> None:
+    collate = PaddedCollator(FAMILIES[name].processor(), vision=layout(name), padding_side=side)
+    check_isolation(FAMILIES[name].model(), collate(make_examples(name)))
+
+
+@ALL
+def test_rows_of_text_alone_pass(name: str) -> None:
+    batch = pack(name, parts=[["text"]] * 4, rows=1)
+    assert "pixel_values" not in batch.model_inputs("sdpa")
+    check_isolation(FAMILIES[name].model(), batch)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl"])
+def test_an_example_that_is_only_an_image_passes(name: str) -> None:
+    """Its ids are all fixed, so that only its pixels can change."""
+    family = FAMILIES[name]
+    text, image = make_examples(name, [["text"], [(28, 28), "text"]])
+    is_image = [token == family.image_token_id for token in image["input_ids"]]
+    for field in ("input_ids", "labels", "mm_token_type_ids"):
+        if field in image:
+            image[field] = [v for v, of in zip(image[field], is_image, strict=True) if of]
+    collate = PackedCollator(family.processor(), max_tokens=256, vision=layout(name))
+    check_isolation(family.model(), collate([text, text, image]))
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava_onevision", "gemma3"])
+def test_bfloat16(name: str) -> None:
+    model = copy.deepcopy(FAMILIES[name].model()).to(torch.bfloat16)
+    check_isolation(model, pack(name))
+    if name == "qwen3_vl":
+        inputs = inputs_of(name, pack(name))
+        inputs["position_ids"] = inputs["position_ids"][0]
+        with pytest.raises(IsolationError, match=r"not what it is alone.* 0\.1 is allowed"):
+            check_isolation(model, inputs, vision=layout(name))
+
+
+# --- what is caught ------------------------------------------------------------------------------
+
+
+@ALL
+def test_a_2d_mask_leaks(name: str) -> None:
+    inputs = inputs_of(name, pack(name))
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    with pytest.raises(IsolationError, match=r"leaks into.*a 2-D attention_mask is passed"):
+        check(name, inputs)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gemma3"])
+def test_a_cache_leaks(name: str) -> None:
+    inputs = inputs_of(name, pack(name))
+    del inputs["use_cache"]
+    with pytest.raises(IsolationError, match=r"leaks into.*use_cache is not False"):
+        check(name, inputs)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_without_a_text_row_leak(name: str) -> None:
+    inputs = inputs_of(name, pack(name))
+    good = find_segments(inputs)
+    inputs["position_ids"] = inputs["position_ids"][1:]
+    # the pad tail aside, the segments are still found
+    assert find_segments(inputs).rows[: len(good.rows)] == good.rows
+    with pytest.raises(IsolationError, match=r"leaks into.*position_ids are \[3, .*by \[4, "):
+        check(name, inputs)
+
+
+@pytest.mark.parametrize("parts", [PARTS, [["text"]] * 4], ids=["images", "text"])
+def test_text_positions_leak_in_qwen2_5_vl(parts: Any) -> None:
+    inputs = inputs_of("qwen2_5_vl", pack("qwen2_5_vl", parts=parts))
+    inputs["position_ids"] = inputs["position_ids"][0]
+    with pytest.raises(IsolationError, match=r"leaks into.*tells packed examples apart by \[4, "):
+        check("qwen2_5_vl", inputs)
+    if parts is not PARTS:
+        with pytest.raises(IsolationError, match=r"tells packed examples apart by \[4, "):
+            check_isolation(FAMILIES["qwen2_5_vl"].model(), inputs)  # without vision
+
+
+def test_text_positions_are_apart_and_wrong_in_qwen3_vl() -> None:
+    inputs = inputs_of("qwen3_vl", pack("qwen3_vl"))
+    inputs["position_ids"] = inputs["position_ids"][0]
+    message = (
+        r"is not what it is alone.* 4 of \d segments differ.*a row of this model with images ne"
+    )
+    with pytest.raises(IsolationError, match=message):
+        check("qwen3_vl", inputs)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
+def test_one_wrong_position_of_an_image_is_found(attention: str) -> None:
+    how = VARLEN if attention == "varlen" else attention
+    of_text = "torch_varlen" if attention == "varlen" else attention
+    inputs = inputs_of("qwen2_5_vl", pack("qwen2_5_vl"), of_text)
+    is_image = inputs["input_ids"] == FAMILIES["qwen2_5_vl"].image_token_id
+    row, column = torch.nonzero(is_image)[-1].tolist()
+    inputs["position_ids"] = inputs["position_ids"].clone()
+    inputs["position_ids"][3, row, column] += 7
+    with pytest.raises(IsolationError, match=r"its position_ids are not those that it has alone"):
+        check("qwen2_5_vl", inputs, how)
+
+
+def test_gemma3_with_the_masks_of_the_model_is_caught_where_it_is_wrong() -> None:
+    """Wrong in transformers 5.23, right in 5.17; its examples are apart in both."""
+    name, batch = "gemma3", pack("gemma3")
+    model, inputs = FAMILIES[name].model(), inputs_of("gemma3", batch)
+    del inputs["attention_mask"]
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    wrong = 0.0
+    examples = make_examples(name)
+    starts = batch.placement.segments["starts"].tolist()
+    for row, indices in enumerate(batch.row_metadata["example_indices"].tolist()):
+        for k, i in enumerate(indices):
+            start, expected = starts[row][k], alone(FAMILIES[name], model, examples[i])[0]
+            found = logits[row, start : start + len(expected)]
+            wrong = max(wrong, float((found - expected).abs().max()))
+    if wrong < 1e-3:
+        return check(name, inputs)
+    assert wrong > 0.5
+    with pytest.raises(IsolationError, match=r"not what it is alone.*restart.*mask=\"block\", sl"):
+        check(name, inputs)
+    with pytest.raises(ValueError, match=r"packed images attend within themselves"):
+        batch.model_inputs("sdpa")
+
+
+def test_gemma3_without_token_types_is_caught() -> None:
+    inputs = inputs_of("gemma3", pack("gemma3"))
+    del inputs["attention_mask"], inputs["token_type_ids"]
+    with pytest.raises(IsolationError, match=r"is not what it is alone.*token_type_ids is not pas"):
+        check("gemma3", inputs)
+
+
+def test_gemma3_with_causal_images_in_its_masks_is_caught() -> None:
+    inputs = inputs_of("gemma3", pack("gemma3"))
+    inputs["attention_mask"] = {k: m.tril() for k, m in inputs["attention_mask"].items()}
+    with pytest.raises(IsolationError, match=r"not what it is alone.*dict of \['full_attention', "):
+        check("gemma3", inputs)
+
+
+@ALL
+def test_a_model_that_ignores_images_shows_nothing(name: str) -> None:
+    def gray(module: Any, args: Any, kwargs: Any) -> Any:
+        if "pixel_values" in kwargs:
+            kwargs["pixel_values"] = torch.full_like(kwargs["pixel_values"], 0.3)
+        return args, kwargs
+
+    model = FAMILIES[name].model()
+    hook = model.register_forward_pre_hook(gray, with_kwargs=True)
+    try:
+        with pytest.raises(
+            IsolationError,
+            match=r"changing the pixels of its first image.* does not move.*reads pixel_values",
+        ):
+            check_isolation(model, pack(name))
+    finally:
+        hook.remove()
+
+
+def test_an_image_that_only_text_before_it_sees_shows_nothing() -> None:
+    model, batch = FAMILIES["internvl"].model(), pack("internvl", parts=[["text", (28, 28)]] * 2)
+    before = int((batch["input_ids"][0] == FAMILIES["internvl"].image_token_id).int().argmax()) - 1
+
+    def gray(module: Any, args: Any, kwargs: Any) -> Any:
+        kwargs["pixel_values"] = torch.full_like(pixels := kwargs["pixel_values"], 0.3)
+        seen.append(pixels[0].mean())
+        return args, kwargs
+
+    def look_back(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        output.logits[0, before] += seen[-1]
+
+    seen: list[torch.Tensor] = []
+    hooks = [
+        model.register_forward_pre_hook(gray, with_kwargs=True),
+        model.register_forward_hook(look_back, with_kwargs=True),
+    ]
+    try:
+        with pytest.raises(
+            IsolationError, match=r"row 0 segment 0, so nothing.*reads pixel_values"
+        ):
+            check_isolation(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@ALL
+def test_a_leak_of_pixels_alone_is_found(name: str) -> None:
+    """Text leaks nothing; the first example's image reaches the last token of its row."""
+
+    def leak(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        pixels = kwargs["pixel_values"]
+        first = pixels[0, 0] if name == "idefics3" else pixels[0]
+        output.logits[0, -1] += first.flatten()[:7].mean()
+
+    model, batch = FAMILIES[name].model(), pack(name)
+    first = batch.row_metadata["example_indices"].tolist()[0][0]
+    assert len(PARTS[first]) > 1, "no image at the beginning of row 0"
+    hook = model.register_forward_hook(leak, with_kwargs=True)
+    try:
+        with pytest.raises(
+            IsolationError,
+            match=r"row 0 segment 0 leaks into row 0 segment \d .*pixels of its first image.*1 of",
+        ):
+            check_isolation(model, batch)
+    finally:
+        hook.remove()
+
+
+@ALL
+def test_placeholders_keep_their_ids(name: str) -> None:
+    seen: list[torch.Tensor] = []
+
+    def keep(module: Any, args: Any, kwargs: Any) -> None:
+        seen.append(kwargs["input_ids"])
+
+    model, batch, image = FAMILIES[name].model(), pack(name), FAMILIES[name].image_token_id
+    hook = model.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        check_isolation(model, batch)
+    finally:
+        hook.remove()
+    ids = batch["input_ids"]
+    rows = [run for run in seen if run.shape == ids.shape]
+    assert sum(not torch.equal(run, ids) for run in rows) >= 3
+    assert all(torch.equal(run == image, ids == image) for run in rows)
+    num_segments = len(find_segments(inputs_of(name, batch)).rows)
+    assert len(seen) - len(rows) == num_segments, "one pass for each segment alone"
+
+
+# --- inputs that do not fit ----------------------------------------------------------------------
+
+
+def test_images_without_vision_are_refused() -> None:
+    inputs = inputs_of("internvl", pack("internvl"))
+    with pytest.raises(ValueError, match=r"pixel_values, and it is not known.*collator\.vision"):
+        check_isolation(FAMILIES["internvl"].model(), inputs)
+    processor: Any = FAMILIES["internvl"].processor()
+    with pytest.raises(TypeError, match=r"vision must be a VisionLayout, got Intern.*collator\.vi"):
+        check_isolation(FAMILIES["internvl"].model(), inputs, vision=processor)
+
+
+def test_images_that_do_not_fit_the_placeholders_are_refused() -> None:
+    inputs = inputs_of("qwen3_vl", pack("qwen3_vl"))
+    grids = inputs["image_grid_thw"]
+    size = int(grids[-1].prod())
+    fewer = {"image_grid_thw": grids[:-1], "pixel_values": inputs["pixel_values"][:-size]}
+    with pytest.raises(ValueError, match=r"\d+ image placeholders \(token 7\), but the images pa"):
+        check("qwen3_vl", inputs | fewer)
+    without = {k: v for k, v in inputs.items() if k not in fewer}
+    with pytest.raises(ValueError, match=r"placeholders .* but the images passed take 0"):
+        check("qwen3_vl", without)
+    with pytest.raises(ValueError, match=r"pixel_values has \d+ patch entries, but the images des"):
+        check("qwen3_vl", inputs | {"pixel_values": inputs["pixel_values"][1:]})
+
+
+def test_images_in_another_order_are_refused_where_it_shows() -> None:
+    inputs = inputs_of("qwen2_5_vl", pack("qwen2_5_vl"))
+    grids = inputs["image_grid_thw"]
+    images = inputs["pixel_values"].split(grids.prod(1).tolist())
+    turned = {"image_grid_thw": grids.flip(0), "pixel_values": torch.cat(images[::-1])}
+    assert not torch.equal(grids, turned["image_grid_thw"])
+    message = r"image \d takes \d+ placeholders, which lie in row .* and row .*in the order of"
+    with pytest.raises(ValueError, match=message):
+        check("qwen2_5_vl", inputs | turned)
+
+
+def test_torch_varlen_in_the_vision_tower_is_refused() -> None:
+    model = FAMILIES["internvl"].model("torch_varlen")
+    with pytest.raises(
+        ValueError, match=r"torch_varlen is causal, but InternVL.*\"vision_config\""
+    ):
+        check_isolation(model, pack("internvl"))
+
+
+# --- families that are not packed ----------------------------------------------------------------
+
+
+class Unused(nn.Module):
+    """Refused before it is run."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("PaliGemmaConfig", r"paligemma models with images.*prefixes of all examples.*PaddedColl"),
+        ("MllamaConfig", r"mllama models with images.*attends to every image of its row"),
+        ("Qwen3_5Config", r"'linear_attention'\] layers, which carry state.*use PaddedCollator"),
+    ],
+)
+def test_families_that_are_not_packed_are_refused(config: str, message: str) -> None:
+    inputs = {
+        "input_ids": torch.ones(1, 6, dtype=torch.int64),
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]),
+        "pixel_values": torch.ones(1, 3, 14, 14),
+    }
+    with pytest.raises(IsolationError, match=message):
+        check_isolation(Unused(getattr(transformers, config)()), inputs)
+
+
+def test_qwen3_5_packed_as_qwen3_vl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processor is that of Qwen3-VL, so that the collator cannot know."""
+    family = FAMILIES["qwen3_5"]
+    collate = PackedCollator(family.processor(), max_tokens=256)
+    batch = collate(make_examples("qwen3_5", PARTS[:3]))
+    with pytest.raises(IsolationError, match=r"'linear_attention'\] layers"):
+        check_isolation(family.model(), batch)
+    # with the kernels that take boundaries, too
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    inputs = batch.model_inputs("torch_varlen", labels=False)
+    with pytest.raises(IsolationError, match=r"qwen3_5 models with images are not packed: its li"):
+        check_isolation(family.model(), inputs, vision=collate.vision)
+
+
+def test_an_unknown_family_is_refused() -> None:
+    inputs = inputs_of("internvl", pack("internvl"))
+    model = Unused(SimpleNamespace(model_type="mine"))
+    with pytest.raises(IsolationError, match=r"examples of other models with images.*no row of th"):
+        check_isolation(model, inputs, vision=VisionLayout("other", image_token_id=5))
+
+
+# --- the images of a segment, against the examples themselves ------------------------------------
+
+PART = st.one_of(st.just("text"), st.sampled_from([(28, 28), (56, 84), (84, 28), (112, 56)]))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    parts=st.lists(st.lists(PART, max_size=4).map(lambda p: [*p, "text"]), min_size=2, max_size=5),
+    seed=st.integers(0, 99),
+    align=st.sampled_from([1, 8]),
+)
+@ALL
+def test_segments_have_the_images_of_their_examples(
+    name: str, parts: Any, seed: int, align: int
+) -> None:
+    family, examples = FAMILIES[name], make_examples(name, parts, seed)
+    longest = max(len(example["input_ids"]) for example in examples)
+    options: Any = {"max_tokens": longest + 30, "vision": layout(name)}
+    collate = PackedCollator(family.processor(), parallel=ParallelLayout(tp=align), **options)
+    batch = collate(examples)
+    inputs = inputs_of(name, batch)
+    segments = find_segments(inputs)
+    images = RowImages.of(inputs, layout(name), segments)
+    indices = batch.row_metadata["example_indices"].tolist()
+    flat = [(row, k, i) for row, of in enumerate(indices) for k, i in enumerate(of)]
+    assert sorted(i for _, _, i in flat) == list(range(len(examples)))
+    for row, k, i in flat:
+        segment, example = segments.rows.index(row) + k, examples[i]
+        own = {k: v for k, v in family.model_inputs(example).items() if k in images.fields}
+        found = _inputs_alone(inputs, segments, images, segment)
+        num_tokens = len(example["input_ids"])
+        assert found["input_ids"][0, :num_tokens].tolist() == example["input_ids"]
+        assert {k for k in found if k in images.fields} == own.keys()
+        for field, value in own.items():
+            if value.ndim == 5 and found[field].ndim == 4:  # LLaVA: tiles without their padding
+                value = value.flatten(0, 1)
+                value = value[value.flatten(1).any(1)]
+            assert torch.equal(found[field].float(), value.float()), field
+        if name in MROPE:
+            grids = [tuple(grid) for grid in example.get("image_grid_thw", [])]
+            merge = layout(name).merge_size
+            three = mrope_positions(example["input_ids"], family.image_token_id, grids, merge)
+            assert torch.equal(found["position_ids"][1:, 0, :num_tokens], three)
+            assert found["position_ids"][0, 0].tolist() == list(range(found["input_ids"].shape[1]))
+    for unit, segment in enumerate(images.segments.tolist()):
+        changed = inputs | {"pixel_values": images.changed(unit)}
+        after = RowImages.of(changed, layout(name), segments)
+        for other in range(len(segments.rows)):
+            pixels = images.of_segment(other).get("pixel_values")
+            moved = after.of_segment(other).get("pixel_values")
+            same = pixels is None or torch.equal(pixels, moved)
+            assert same == (other != segment)
