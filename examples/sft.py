@@ -21,7 +21,7 @@ import shutil
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import datasets
 import numpy as np
@@ -30,6 +30,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env, set_seed
+from read_data import fail, read_dataset
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -39,18 +40,18 @@ FREE_WHEN_RESUMING = "output_dir checkpoint_every resume num_workers prefetch th
 COUNTS = "batch_size rows_per_micro_batch epochs max_steps max_tokens num_conversations threads"
 
 
-def parse_arguments() -> argparse.Namespace:
+def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument_group("data and model").add_argument
     add("--dataset", help="JSON Lines or Parquet file, saved folder, or hub name; none: made up")
     add("--split", default="train", help="split of a hub dataset or saved folder")
     add("--num-conversations", type=int, default=5000, help="made up for training")
     add("--num-held-out", type=int, help="to evaluate on; none: 350, of a dataset at most 5%%")
-    add("--model", help="hub name or folder; none: a small Qwen3, from scratch")
+    add("--model", help="hub name or folder; none: a small one, from scratch")
     add("--chat-template", type=Path, help="Jinja file, for a tokenizer that has no template")
     add = parser.add_argument_group("layout").add_argument
     add("--no-packing", action="store_true", help="one conversation a row, padded")
-    add("--max-tokens", type=int, default=1024, help="of a row; longer conversations are cut")
+    add("--max-tokens", type=int, default=1024, help="capacity of a row")
     add("--rows-per-micro-batch", type=int, help="rows at a time; none: 1 packed, 8 padded")
     add = parser.add_argument_group("training").add_argument
     add("--batch-size", type=int, default=8, help="conversations a step, over all ranks")
@@ -71,6 +72,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--prefetch", action=argparse.BooleanOptionalAction, default=True, help="build ahead")
     add("--cpu", action="store_true", help="do not use a GPU")
     add("--threads", type=int, help="CPU threads of a rank; none: all cores")
+    return parser
+
+
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parser.parse_args()
     for name, value in vars(args).items():
         lowest = 1 if name in COUNTS.split() else 0
@@ -88,10 +93,6 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def fail(message: str) -> NoReturn:
-    raise SystemExit(f"sft.py: {message}")
-
-
 def load_conversations(args: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Conversations to train on, and others to evaluate on."""
     num_held_out = 350 if args.num_held_out is None else args.num_held_out
@@ -104,40 +105,6 @@ def load_conversations(args: argparse.Namespace) -> tuple[datasets.Dataset, data
         found = datasets.Dataset.from_list(synthetic_chat.make_corpus(count, args.seed))
     order = np.random.default_rng(np.random.SeedSequence((args.seed, 1))).permutation(len(found))
     return found.select(order[num_held_out:]), found.select(order[:num_held_out])
-
-
-def read_dataset(name: str, split: str) -> datasets.Dataset:
-    path = Path(name)
-    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(path.suffix)
-    if kind and not path.is_file():
-        fail(f"--dataset {name}: there is no such file")
-    if kind:
-        try:
-            return datasets.load_dataset(kind, data_files=name, split="train")
-        except Exception as error:  # of many types, as the file is broken
-            found = broken_line(path) if path.suffix == ".jsonl" else None
-            fail(f"--dataset {name}: {found or error.__cause__ or error}")
-    try:
-        found = datasets.load_from_disk(name) if path.is_dir() else datasets.load_dataset(name)
-    except (OSError, ValueError) as error:
-        fail(f"--dataset {name}: no saved dataset here, and not found on the hub: {error}")
-    if isinstance(found, datasets.DatasetDict) and split not in found:
-        fail(f"--split {split}: {name} has the splits {sorted(found)}")
-    return found[split] if isinstance(found, datasets.DatasetDict) else found
-
-
-def broken_line(path: Path) -> str | None:
-    """What is wrong with a JSON Lines file, and in which line."""
-    record = None
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                record = json.loads(line) if line.strip() else record
-            except ValueError as error:
-                return f"line {number} is not JSON: {getattr(error, 'msg', error)}"
-            if not isinstance(record, dict | None):
-                return f"line {number} is not a JSON object, but {line[:40]!r}"
-    return "there is no conversation in it" if record is None else None
 
 
 def load_tokenizer(args: argparse.Namespace, conversations: datasets.Dataset) -> Any:
@@ -241,8 +208,9 @@ def train(model: Any, loader: Any, optimizer: Any, accelerator: Accelerator, arg
             num_cells = args.num_ranks * sum(part["input_ids"].numel() for part in parts)
             num_tokens = batch.metadata["num_tokens"]  # of all ranks, as are the cells
             seconds = time.perf_counter() - began - took["train_seconds"]
-            took.update(train_seconds=seconds, wait_seconds=waited)
-            took.update(tokens=num_tokens, cells=num_cells)
+            took.update(
+                train_seconds=seconds, wait_seconds=waited, tokens=num_tokens, cells=num_cells
+            )
             took["tokens_per_second"] = took["tokens"] / took["train_seconds"]
             took["packing_efficiency"] = took["tokens"] / took["cells"]
             bar.set_postfix_str(
@@ -329,9 +297,11 @@ def lock(folder: Path) -> None:
         fail(f"--output-dir {folder}: cannot be made and locked: {error.strerror}")
 
 
-def main() -> None:
-    args = parse_arguments()
-    accelerator = Accelerator(cpu=args.cpu, mixed_precision="no" if args.cpu else "bf16")
+def start(args: argparse.Namespace, *handlers: Any) -> Accelerator:
+    """Ranks, threads and seeds; and the output folder is ours, and fit to begin or to resume."""
+    accelerator = Accelerator(
+        cpu=args.cpu, mixed_precision="no" if args.cpu else "bf16", kwargs_handlers=handlers
+    )
     args.num_ranks, args.rank = accelerator.num_processes, accelerator.process_index
     if args.cpu:  # `accelerate launch` and torchrun leave one thread
         torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // args.num_ranks))
@@ -344,6 +314,21 @@ def main() -> None:
     if checkpoints(args) and not args.resume:
         fail(f"{args.output_dir} has checkpoints of an earlier run; --resume it, or go elsewhere")
     set_seed(args.seed)
+    return accelerator
+
+
+def save_results(model: Any, tokenizer: Any, summary: dict, args: argparse.Namespace) -> None:
+    model.save_pretrained(args.output_dir / "model")
+    tokenizer.save_pretrained(args.output_dir / "model")
+    (args.output_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    for name, value in summary.items():
+        print(f"{name:<24}{value:>12,.0f}" if value >= 1000 else f"{name:<24}{value:>12.4g}")
+    print(f"model, metrics and summary are in {args.output_dir}")
+
+
+def main() -> None:
+    args = parse_arguments(argument_parser())
+    accelerator = start(args)
     with accelerator.main_process_first():  # the others find its result in the cache of datasets
         conversations, held_out = load_conversations(args)
         tokenizer = load_tokenizer(args, conversations)
@@ -380,12 +365,7 @@ def main() -> None:
         rates = synthetic_chat.exact_match(model_alone, tokenizer, held_out, accelerator)
         summary |= {f"exact match, {skill}": rate for skill, rate in rates.items()}
     if accelerator.is_main_process:
-        model_alone.save_pretrained(args.output_dir / "model")
-        tokenizer.save_pretrained(args.output_dir / "model")
-        (args.output_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in summary.items():
-            print(f"{name:<24}{value:>12,.0f}" if value >= 1000 else f"{name:<24}{value:>12.4g}")
-        print(f"model, metrics and summary are in {args.output_dir}")
+        save_results(model_alone, tokenizer, summary, args)
     model, optimizer = accelerator.free_memory(model, optimizer)  # DDP holds the process group
     accelerator.wait_for_everyone()
     accelerator.end_training()

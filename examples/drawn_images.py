@@ -1,0 +1,300 @@
+"""Pictures with questions whose answers can be learnt and checked, and a model to learn them.
+
+Coloured shapes on a grey ground; questions about colour, shape, number, and which of several
+pictures is meant, and a few without a picture. Everything is a function of the seed. It is what
+vlm_sft.py trains on when it is given no model and no data: a tokenizer, a processor and a small
+Qwen3-VL are made from scratch, without the hub.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from PIL import Image, ImageDraw
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl import processing_qwen3_vl
+
+import torch_collate_kit as kit
+
+COLOURS = {
+    **{"red": (220, 30, 30), "green": (30, 160, 50), "blue": (40, 60, 220)},
+    **{"yellow": (240, 220, 40), "black": (10, 10, 10), "white": (250, 250, 250)},
+}
+CORNERS = {  # of a shape, in a square from (-1, -1) to (1, 1), y downwards
+    "triangle": [(0, -1), (1, 1), (-1, 1)],
+    "square": [(-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)],
+    "cross": [
+        *[(-0.35, -1), (0.35, -1), (0.35, -0.35), (1, -0.35), (1, 0.35), (0.35, 0.35)],
+        *[(0.35, 1), (-0.35, 1), (-0.35, 0.35), (-1, 0.35), (-1, -0.35), (-0.35, -0.35)],
+    ],
+}
+SHAPES = ["circle", *CORNERS]
+CELL = 32  # pixels a side of what one shape is drawn in
+ORDINALS = ["first", "second"]
+FACTS = {
+    "How many corners has a triangle?": "three",
+    "How many corners has a square?": "four",
+    "How many corners has a circle?": "zero",
+    "What colour is snow?": "white",
+    "What colour is coal?": "black",
+    "What colour is grass?": "green",
+}
+NUMBERS = ["zero", "one", "two", "three", "four"]
+VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+TEMPLATE = """
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}
+    {%- generation %}
+        {%- if m.content is string %}{{ m.content }}
+        {%- else %}{% for part in m.content %}{{ part.text }}{% endfor %}
+        {%- endif %}
+    {{- '<|im_end|>' }}{% endgeneration %}
+{%- else %}
+    {%- if m.content is string %}{{ m.content }}
+    {%- else %}
+        {%- for part in m.content %}
+            {%- if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- else %}{{ part.text }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>' }}
+{%- endif %}{{ '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+Thing = tuple[str, str]  # shape and colour
+
+
+def draw(rng: np.random.Generator, things: list[Thing]) -> bytes:
+    """A PNG with these things in cells of a grid, each a little out of place."""
+    rows = int(rng.integers(1 + (len(things) > 2), 3))
+    columns = int(rng.integers(-(-len(things) // rows), 3))
+    ground = int(rng.integers(110, 150))
+    image = Image.new("RGB", (CELL * columns, CELL * rows), (ground, ground, ground))
+    canvas = ImageDraw.Draw(image)
+    cells = rng.choice(rows * columns, len(things), replace=False)
+    for (shape, colour), cell in zip(things, cells.tolist(), strict=True):
+        size = rng.uniform(0.32, 0.42) * CELL
+        y, x = (np.array(divmod(cell, columns)) + 0.5) * CELL + rng.uniform(-2, 2, 2)
+        if shape == "circle":
+            canvas.ellipse((x - size, y - size, x + size, y + size), fill=COLOURS[colour])
+        else:
+            corners = [(x + size * across, y + size * down) for across, down in CORNERS[shape]]
+            canvas.polygon(corners, fill=COLOURS[colour])
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def some(rng: np.random.Generator, names: Iterable[str], count: int) -> list[str]:
+    return rng.choice(list(names), count, replace=False).tolist()
+
+
+def record(pictures: list[bytes], questions: list[tuple[str, str]], skill: str) -> dict:
+    """A conversation; the pictures come before the first question."""
+    messages = []
+    for i, (question, answer) in enumerate(questions):
+        parts = [{"type": "image"} for _ in pictures] if i == 0 else []
+        asked = [*parts, {"type": "text", "text": question}]
+        said = [{"type": "text", "text": answer}]
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    images = [{"bytes": picture, "path": None} for picture in pictures]
+    return {"skill": skill, "images": images, "messages": messages}
+
+
+def colours_and_shapes(rng: np.random.Generator, turns: int, skill: str) -> dict:
+    """One or two things, of different shapes and colours; each is asked for once at most."""
+    count = int(rng.integers(1, 3))
+    things = list(zip(some(rng, SHAPES, count), some(rng, COLOURS, count), strict=True))
+    asked = []
+    for i, (shape, colour) in enumerate(things[:turns]):
+        if (i == 0) == (skill == "colour"):
+            asked.append((f"What colour is the {shape}?", colour))
+        else:
+            asked.append((f"Which shape is {colour}?", shape))
+    return record([draw(rng, things)], asked, skill)
+
+
+def colour(rng: np.random.Generator, turns: int) -> dict:
+    return colours_and_shapes(rng, turns, "colour")
+
+
+def shape(rng: np.random.Generator, turns: int) -> dict:
+    return colours_and_shapes(rng, turns, "shape")
+
+
+def number(rng: np.random.Generator, turns: int) -> dict:
+    count = int(rng.integers(1, 5))
+    things = [(str(rng.choice(SHAPES)), str(rng.choice(list(COLOURS)))) for _ in range(count)]
+    return record([draw(rng, things)], [("How many things are there?", NUMBERS[count])], "number")
+
+
+def which_picture(rng: np.random.Generator, turns: int) -> dict:
+    """Two pictures of different sizes, one thing in each."""
+    things = list(zip(rng.choice(SHAPES, 2).tolist(), some(rng, COLOURS, 2), strict=True))
+    asked = [
+        (f"What colour is the {things[i][0]} in the {ORDINALS[i]} picture?", things[i][1])
+        for i in rng.permutation(2)[:turns].tolist()
+    ]
+    return record([draw(rng, [thing]) for thing in things], asked, "which_picture")
+
+
+def no_picture(rng: np.random.Generator, turns: int) -> dict:
+    """Knowledge, without a picture: rows and batches are mixed."""
+    return record([], [(q, FACTS[q]) for q in some(rng, FACTS, turns)], "no_picture")
+
+
+SKILLS = (colour, shape, number, which_picture, colour, shape, number, no_picture)
+
+
+def make_records(count: int, seed: int, turns: int) -> list[dict]:
+    """`count` conversations of `turns` questions; `turns` also decides what is drawn."""
+    rng = np.random.default_rng(np.random.SeedSequence((seed, turns)))
+    return [SKILLS[i % len(SKILLS)](rng, turns) for i in range(count)]
+
+
+def texts_of(record: dict) -> list[str]:
+    """What is said in a conversation; whether it is one, the tokenization says."""
+    found: list[str] = []
+    for message in record.get("messages") or []:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [{"text": content}]
+        found += [part["text"] for part in parts if isinstance(part.get("text"), str)]
+    return found
+
+
+class Qwen3VLProcessor(processing_qwen3_vl.Qwen3VLProcessor):
+    """Without a video processor, which needs torchvision; saved under the name of its base."""
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return ["image_processor", "tokenizer"]
+
+
+def make_processor(records: Iterable[dict]) -> Qwen3VLProcessor:
+    """A byte-level BPE of the texts, and Qwen's image processor for images up to 512 x 512."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>", *VISION_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((text for record in records for text in texts_of(record)), trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token="<|pad|>",
+        eos_token="<|im_end|>",
+        extra_special_tokens={"image_token": VISION_TOKENS[2], "video_token": VISION_TOKENS[3]},
+    )
+    images = Qwen2VLImageProcessorPil(
+        patch_size=16, size={"shortest_edge": 32 * 32, "longest_edge": 512 * 512}
+    )
+    return Qwen3VLProcessor(image_processor=images, tokenizer=tokenizer, chat_template=TEMPLATE)
+
+
+def make_model(processor: Any, **options: Any) -> transformers.Qwen3VLForConditionalGeneration:
+    """A Qwen3-VL of about a million parameters; torch's random state decides its weights."""
+    tokenizer = processor.tokenizer
+    ids = dict(zip(VISION_TOKENS, tokenizer.convert_tokens_to_ids(VISION_TOKENS), strict=True))
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "initializer_range": 0.06,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [8, 4, 4],
+            "mrope_interleaved": True,
+        },
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    tower = {
+        "depth": 2,
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_heads": 3,
+        "out_hidden_size": 128,
+        "num_position_embeddings": 256,
+        "deepstack_visual_indexes": [0],
+        "initializer_range": 0.06,
+    }
+    config = transformers.Qwen3VLConfig(
+        text_config=text,
+        vision_config=tower,
+        tie_word_embeddings=True,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+    return transformers.Qwen3VLForConditionalGeneration._from_config(config, **options)
+
+
+@torch.no_grad()
+def exact_match(
+    model: Any, processor: Any, records: Iterable[dict], accelerator: Accelerator
+) -> dict[str, float]:
+    """How often the generated answer to a single question is the right one, by skill."""
+    model.eval()
+    collate = kit.PaddedCollator(processor, train_all=True)
+    tasks = []
+    for record in list(records)[accelerator.process_index :: accelerator.num_processes]:
+        tokens = kit.tokenize_chat(record, processor=processor, train_on="last")
+        start, ids = tokens["loss_mask"].index(1), tokens["input_ids"]
+        answer = ids[start : start + sum(tokens["loss_mask"])]
+        unused = ("loss_mask", "num_cut_tokens", "skip_reason")
+        prompt = {k: v for k, v in tokens.items() if k not in unused}
+        tasks.append(({**prompt, "input_ids": ids[:start]}, answer, record["skill"]))
+    tasks.sort(key=lambda task: len(task[0]["input_ids"]))  # little padding
+    results = []
+    for i in range(0, len(tasks), 50):
+        prompts, answers, skills = zip(*tasks[i : i + 50], strict=True)
+        batch = collate(list(prompts)).to(model.device)
+        inputs = batch.model_inputs(labels=False)
+        del inputs["use_cache"]
+        inputs.pop("position_ids", None)  # `generate` makes them, and goes on with them
+        output = model.generate(**inputs, max_new_tokens=max(map(len, answers)), do_sample=False)
+        written = output[:, batch["input_ids"].shape[1] :].tolist()
+        for skill, answer, ids in zip(skills, answers, written, strict=True):
+            results.append((skill, ids[: len(answer)] == answer))
+    asked, right = Counter(), Counter()
+    for skill, is_right in gather_object(results):
+        asked[skill] += 1
+        right[skill] += is_right
+    return {skill: right[skill] / asked[skill] for skill in sorted(asked)}
+
+
+def majority(trained: Iterable[dict], held_out: Iterable[dict]) -> dict[str, float]:
+    """How often the most frequent answer of each skill in training is right on `held_out`."""
+
+    def last(record: dict) -> str:
+        return record["messages"][-1]["content"][0]["text"]
+
+    seen: dict[str, Counter] = {}
+    for record in trained:
+        seen.setdefault(record["skill"], Counter())[last(record)] += 1
+    guess = {skill: answers.most_common(1)[0][0] for skill, answers in seen.items()}
+    asked, right = Counter(), Counter()
+    for record in held_out:
+        asked[record["skill"]] += 1
+        right[record["skill"]] += guess.get(record["skill"]) == last(record)
+    return {skill: right[skill] / asked[skill] for skill in sorted(asked)}

@@ -1,0 +1,259 @@
+"""Supervised fine-tuning of a vision-language model on packed rows, from conversations with images.
+
+Without arguments it draws pictures whose questions can be checked (drawn_images.py), makes a
+tokenizer, a processor and a small Qwen3-VL, trains it in two minutes on two CPU cores, and asks it
+about pictures that it has not seen:
+
+    accelerate launch examples/vlm_sft.py --model Qwen/Qwen3-VL-2B-Instruct --dataset prepared
+
+prepare_vlm_data.py makes such a dataset. Images are stored as files, and processed in the
+DataLoader's workers, never all at once. Rows have two budgets, tokens and patches; both are known
+from the text and the headers of the images, so every rank plans the whole batch and reads its own
+rows. Training steps, checkpoints and resuming are those of sft.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import datasets
+import drawn_images
+import numpy as np
+import sft
+import torch
+import transformers
+from accelerate.utils import DistributedDataParallelKwargs
+from read_data import fail, read_dataset
+from torch.utils.data import DataLoader, Dataset
+
+import torch_collate_kit as kit
+from torch_collate_kit import DataError
+from torch_collate_kit.packing import ModelCost
+
+# A rank whose last row has no image has no gradient of the vision tower in the backward pass that
+# DDP exchanges; if no other rank has one in its last row either, there is no dummy image for it.
+UNUSED_ALLOWED = DistributedDataParallelKwargs(find_unused_parameters=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = sft.argument_parser()
+    parser.set_defaults(output_dir=Path("outputs/vlm_sft"), num_conversations=4800, batch_size=16)
+    add = parser.add_argument_group("images").add_argument
+    add("--image-root", type=Path, help="folder that paths of images start at and may not leave")
+    add("--max-patches", type=int, help="of a row's images; none: 256, with --model no limit")
+    add("--padded", dest="no_packing", action="store_true", help="as --no-packing")
+    args = sft.parse_arguments(parser)
+    if args.max_patches is None:
+        args.max_patches = None if args.model else 256
+    elif args.max_patches < 1:
+        fail(f"--max-patches {args.max_patches}: must be 1 or more")
+    if args.image_root and not args.image_root.is_dir():
+        fail(f"--image-root {args.image_root}: there is no such folder")
+    return args
+
+
+def load_conversations(args: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Conversations to train on, and others to evaluate on; their images are not decoded."""
+    if not args.dataset:
+        counts = {
+            2: args.num_conversations,
+            1: 400 if args.num_held_out is None else args.num_held_out,
+        }
+        made = [
+            drawn_images.make_records(count, args.seed, turns) for turns, count in counts.items()
+        ]
+        train, held_out = map(datasets.Dataset.from_list, made)
+        return train, held_out
+    found = read_dataset(args.dataset, args.split)
+    for name in {"image", "images"} & set(found.column_names):
+        files, feature = datasets.Image(decode=False), found.features[name]
+        is_image = isinstance(feature, datasets.Image)
+        if is_image or isinstance(getattr(feature, "feature", None), datasets.Image):
+            found = found.cast_column(name, files if is_image else datasets.Sequence(files))
+    num_held_out = args.num_held_out
+    if num_held_out is None:
+        num_held_out = min(350, len(found) // 20)
+    order = np.random.default_rng(np.random.SeedSequence((args.seed, 1))).permutation(len(found))
+    return found.select(order[num_held_out:]), found.select(order[:num_held_out])
+
+
+def load_processor(args: argparse.Namespace, conversations: datasets.Dataset) -> Any:
+    if not args.model:
+        return drawn_images.make_processor(conversations.remove_columns("images"))
+    try:
+        processor = kit.load_processor(args.model)
+    except (OSError, ImportError) as error:
+        fail(f"--model {args.model}: {str(error).splitlines()[0]}")
+    if not hasattr(processor, "image_processor"):
+        fail(f"--model {args.model} is a text model; take a vision-language model, or use sft.py")
+    if args.chat_template:
+        processor.chat_template = args.chat_template.read_text()
+    tokenizer = processor.tokenizer
+    if not (processor.chat_template or tokenizer.chat_template):
+        fail(f"{args.model} has no chat template; take its chat version, or pass --chat-template")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # pads are never trained
+    return processor
+
+
+def load_model(args: argparse.Namespace, processor: Any) -> Any:
+    """Packed rows need torch_varlen in the language model; the vision tower sees whole images."""
+    kit.register_torch_varlen()
+    attention = {"text_config": args.attention, "vision_config": "sdpa"}
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}
+    if args.model:
+        auto = transformers.AutoModelForImageTextToText
+        model = auto.from_pretrained(args.model, **options)
+    else:
+        model = drawn_images.make_model(processor, **options)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def make_collator(processor: Any, model: Any, args: argparse.Namespace) -> Any:
+    options: dict[str, Any] = {"image_root": args.image_root, "config": model.config}
+    options["pixel_dtype"] = "float32" if args.cpu else "bfloat16"  # what they are computed in
+    if not args.no_packing:
+        options |= {"max_tokens": args.max_tokens, "max_patches": args.max_patches}
+        options |= {"strategy": "balanced", "cost": ModelCost.of(model.config)}
+        options |= {"parallel": kit.ParallelLayout(dp=args.num_ranks)}
+    try:
+        collate = kit.VisionLanguageCollator(processor, **options)
+    except ValueError as error:
+        fail(
+            f"--model {args.model}: {error}" + (", with --padded" if "Padded" in str(error) else "")
+        )
+    if not args.no_packing and collate.vision.family_name == "gemma3":
+        fail(f"--model {args.model}: packed Gemma-3 needs a mask of its own; take --padded")
+    return collate
+
+
+def measure(record: dict, index: int, collate: Any) -> dict[str, Any]:
+    """The sizes of a record, as columns of a dataset; its images are not decoded.
+
+    Not `kit.DataError`: datasets would hash the whole package to name its cache.
+    """
+    try:
+        [length], [patches], [num_loss_tokens] = collate.sizes([record])
+    except DataError as error:
+        reason = str(error).removeprefix("example 0: ")
+        raise DataError(f"conversation {index}: {reason}") from error
+    return {"length": length, "patches": patches, "num_loss_tokens": num_loss_tokens}
+
+
+class Conversations(Dataset):
+    """Records with their sizes, for a sampler that plans and for one that does not."""
+
+    def __init__(self, records: datasets.Dataset, collate: Any, args: argparse.Namespace) -> None:
+        options = {"with_indices": True, "fn_kwargs": {"collate": collate}}
+        options |= {"remove_columns": records.column_names, "num_proc": args.num_workers or None}
+        measured = records.map(measure, **options, desc="reading sizes")
+        self.lengths = np.array(measured["length"], dtype=np.int64)
+        self.patches: list[list[int]] = list(measured["patches"])
+        self.num_loss_tokens = np.array(measured["num_loss_tokens"], dtype=np.int64)
+        per_row = np.array([sum(patches) for patches in self.patches], dtype=np.int64)
+        fits = (self.lengths <= args.max_tokens) & (per_row <= (args.max_patches or np.inf))
+        self.num_left_out = int((~fits).sum())
+        kept = np.flatnonzero(fits)
+        self.records = records.select(kept)
+        self.lengths, self.num_loss_tokens = self.lengths[kept], self.num_loss_tokens[kept]
+        self.patches = [self.patches[i] for i in kept]
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitems__(self, wanted: Any) -> Any:
+        """The records at these indices, or at those of a rank's part of a plan, with the plan."""
+        if isinstance(wanted, list):
+            return self.records.select(wanted).to_list()
+        return wanted.with_examples(self.records.select(wanted.indices).to_list())
+
+
+def make_loader(
+    examples: Conversations, collate: Any, accelerator: Any, args: Any, shuffle: bool
+) -> kit.PrefetchLoader:
+    """As in sft.py, with the patches of the images as the second budget of a row."""
+    options = {"batch_size": args.batch_size, "shuffle": shuffle, "seed": args.seed}
+    if args.no_packing:  # every rank collates the whole batch
+        sampler: Any = kit.PrefetchingSampler(examples, **options)
+    else:
+        options |= {"patches": examples.patches, "num_loss_tokens": examples.num_loss_tokens}
+        options |= {"packing": collate.collator.packing, "rank": args.rank}
+        sampler = kit.PackedBatchSampler(examples.lengths, **options)
+    options = {"collate_fn": collate, "num_workers": args.num_workers}
+    loader = DataLoader(examples, batch_sampler=sampler, **options)
+    return kit.PrefetchLoader(loader, prefetch=args.prefetch, device=accelerator.device)
+
+
+def check_isolation(
+    model: Any, examples: Conversations, processor: Any, accelerator: Any, args: Any
+) -> None:
+    """On a row of two conversations, the shortest, with images if there are two with images."""
+    has_image = np.array([bool(patches) for patches in examples.patches])
+    two = np.lexsort((examples.lengths, ~has_image))[:2].tolist()
+    options = {"image_root": args.image_root, "config": model.config}
+    collate = kit.VisionLanguageCollator(processor, max_tokens=2 * args.max_tokens, **options)
+    batch = collate(examples.__getitems__(two)).to(accelerator.device)
+    with accelerator.autocast():
+        kit.check_isolation(model, batch)
+
+
+def evaluate(
+    model: Any, processor: Any, conversations: Any, held_out: Any, accelerator: Any
+) -> dict[str, float]:
+    """Generated answers about drawn pictures, and what the most frequent answers would reach."""
+    rates = drawn_images.exact_match(model, processor, held_out, accelerator)
+    guessed = drawn_images.majority(conversations, held_out)
+    results = {f"exact match, {skill}": rate for skill, rate in rates.items()}
+    return results | {f"most frequent, {skill}": rate for skill, rate in guessed.items()}
+
+
+def main() -> None:
+    args = parse_arguments()
+    accelerator = sft.start(args, UNUSED_ALLOWED)
+    with accelerator.main_process_first():  # the others find its result in the cache of datasets
+        conversations, held_out = load_conversations(args)
+        processor = load_processor(args, conversations)
+        model = load_model(args, processor).to(accelerator.device).train()
+        collate = make_collator(processor, model, args)
+        parts = [Conversations(part, collate, args) for part in (conversations, held_out)]
+    examples, held_out_examples = parts
+    accelerator.print("{} conversations to train on, {} held out".format(*map(len, parts)))
+    if num_left_out := sum(part.num_left_out for part in parts):
+        accelerator.print(f"{num_left_out} others are left out: they do not fit into a row")
+    if len(examples) < 2:
+        fail("too few to train on; hold out fewer (--num-held-out), or raise --max-tokens")
+    loader = make_loader(examples, collate, accelerator, args, shuffle=True)
+    args.num_steps = min(args.epochs * len(loader), args.max_steps or args.epochs * len(loader))
+    args.run |= {"ranks:": str(args.num_ranks), "tokens in the data:": str(examples.lengths.sum())}
+    if not args.no_packing:
+        check_isolation(model, examples, processor, accelerator, args)
+    options = {"betas": (0.9, 0.98), "weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    args.first_step = sft.resume(accelerator, loader, args) if args.resume else 0
+    if accelerator.is_main_process and not args.resume:
+        (args.output_dir / "metrics.jsonl").write_text("")
+    summary = sft.train(model, loader, optimizer, accelerator, args)
+    model_alone = accelerator.unwrap_model(model)
+    if len(held_out_examples):
+        with make_loader(held_out_examples, collate, accelerator, args, shuffle=False) as loader:
+            summary["held_out_loss"] = sft.held_out_loss(model, loader, accelerator, args)
+        if not args.dataset:
+            summary |= evaluate(model_alone, processor, conversations, held_out, accelerator)
+    if accelerator.is_main_process:
+        sft.save_results(model_alone, processor, summary, args)
+    model, optimizer = accelerator.free_memory(model, optimizer)  # DDP holds the process group
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (DataError, kit.IsolationError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        fail("stopped; --resume goes on from the last checkpoint, if --checkpoint-every saved one")
