@@ -164,7 +164,8 @@ def _own(name: str, spec: FieldSpec, maker: _Maker, columns: Columns) -> Field:
     """A field that has a column of its own."""
     if isinstance(spec, PerExample | PerImage):
         column: Any = columns.values[name]
-        flat = column.flat_values.to(spec.dtype)
+        # a copy of grids: positions follow from them, so a change must not reach the column
+        flat = column.flat_values.to(spec.dtype, copy=name == "image_grid_thw")
         if isinstance(spec, PerImage) and spec.patch_shape is not None:
             flat = _with_frames(flat, *spec.patch_shape)
         return Ragged(flat, column.offsets - column.offsets[0])
