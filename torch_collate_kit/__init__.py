@@ -22,7 +22,7 @@ from torch_collate_kit.loading import (
     TokenizedDataset,
 )
 from torch_collate_kit.losses import PerTokenOutputs, global_num_loss_tokens, token_loss
-from torch_collate_kit.packing import PackingOptions, PackingPlan, ParallelLayout, pack
+from torch_collate_kit.packing import ModelCost, PackingOptions, PackingPlan, ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "DataError",
     "IsolationError",
     "MixedSampler",
+    "ModelCost",
     "PackedBatchSampler",
     "PackedCollator",
     "PackedIterableDataset",
