@@ -247,6 +247,11 @@ def test_no_limit_where_pil_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
         image_files(max_pixels=1000).size(png_header(20_000, 20_000), "it")
 
 
+def test_drawings_are_not_given_to_other_programs() -> None:
+    message = "`images`[0] is a drawing (EPS), not pixels; convert it to PNG"
+    assert refusal(encoded(PICTURE, "EPS")) == message
+
+
 def test_animations() -> None:
     frames = [draw(RNG, 30, 30) for _ in range(3)]
     data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
