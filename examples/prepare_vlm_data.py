@@ -135,14 +135,13 @@ def text_part(text: Any) -> dict:
 def from_message(found: dict) -> dict:
     """A message with its content as parts; images are in a column, not in the part."""
     other = sorted(k for k, v in found.items() if k not in ("role", "content") and v)
-    content = found.get("content")
+    content, parts = found.get("content"), []
     if isinstance(content, str):
-        return message(found.get("role"), split_markers(content))
-    parts = []
+        content, parts = [], split_markers(content)
     for part in content or []:
         given = {k: v for k, v in part.items() if v is not None}
         if given.get("type") == "text" and set(given) == {"type", "text"}:
-            parts.append({"type": "text", "text": given["text"]})
+            parts.append(given)
         elif given.get("type") == "image" and set(given) <= {"type", "index"}:
             parts.append(given)
         else:
