@@ -31,6 +31,7 @@ from torch_collate_kit import DataError, VisionLanguageCollator
 ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant"}
 ROLES["system"] = "system"
 MARKER = "<image>"
+PART_KEYS = {"text": {"type", "text"}, "image": {"type", "index"}}
 FILE = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
 PART = {"type": datasets.Value("string"), "text": datasets.Value("string")}
 FEATURES = datasets.Features(
@@ -140,9 +141,7 @@ def from_message(found: dict) -> dict:
         content, parts = [], split_markers(content)
     for part in content or []:
         given = {k: v for k, v in part.items() if v is not None}
-        if given.get("type") == "text" and set(given) == {"type", "text"}:
-            parts.append(given)
-        elif given.get("type") == "image" and set(given) <= {"type", "index"}:
+        if "type" in given and set(given) <= PART_KEYS.get(given["type"], set()):
             parts.append(given)
         else:
             other.append(f"a part {given!r:.60}")
