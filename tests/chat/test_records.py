@@ -111,3 +111,12 @@ def test_messages_that_cannot_be_read(tokenizer: Any, message: Any, expected: st
 def test_documents_must_be_dicts(tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"`documents` must be a list .*; give each document as"):
         tokenize_chat({**chat("user: hi", "assistant: yo"), "documents": [3]}, tokenizer)
+
+
+def test_weights_beside_a_system_column_belong_to_their_own_turns(tokenizer: Any) -> None:
+    messages = [USER, {**YO, "weight": 0}, USER, YO]
+    system = {"role": "system", "content": "be kind"}
+    expected = tokenize_chat({"messages": [system, *messages]}, tokenizer)
+    both = tokenize_chat({"messages": [system, USER, YO, USER, YO]}, tokenizer)
+    assert 0 < sum(expected["loss_mask"]) < sum(both["loss_mask"])
+    assert tokenize_chat({"messages": messages, "system": "be kind"}, tokenizer) == expected

@@ -88,8 +88,15 @@ def test_gemma_with_crops_is_processed_and_its_pixels_dropped() -> None:
     small = tokenize_chat(record, processor=processor, pixels=False)
     assert small["num_tiles"].tolist() == [4, 1]
     check(record, processor)
-    for limit in range(2, len(whole["input_ids"])):
-        check(record, processor, max_length=limit)
+    messages = chat([image(), text("What?")], "A cat.", [image()], "A dog.")
+    both = {"messages": messages, "images": images}
+    ids = tokenize_chat(both, processor=processor)["input_ids"]
+    kept = set()
+    for limit in (len(ids) - 12, len(ids) - 40, len(ids)):
+        found = tokenize_chat(both, processor=processor, max_length=limit)
+        kept.add(len(found["pixel_values"]))
+        check(both, processor, max_length=limit)
+    assert kept == {4, 5}
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "glm4v"])

@@ -197,6 +197,16 @@ def test_text_positions_are_apart_and_wrong_in_qwen3_vl() -> None:
         check("qwen3_vl", inputs)
 
 
+@pytest.mark.parametrize("align", [1, 8])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_text_positions_in_all_four_rows_are_apart_and_wrong(name: str, align: int) -> None:
+    inputs = inputs_of(name, pack(name, parallel=ParallelLayout(tp=align)))
+    inputs["position_ids"] = inputs["position_ids"][:1].expand(4, -1, -1)
+    message = r"is not what it is alone.*its position_ids are not those that it has alone"
+    with pytest.raises(IsolationError, match=message):
+        check(name, inputs)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "varlen"])
 def test_one_wrong_position_of_an_image_is_found(attention: str) -> None:
     how = VARLEN if attention == "varlen" else attention

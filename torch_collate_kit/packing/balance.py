@@ -80,6 +80,8 @@ def level(
         longest = int(sizes.tokens.max())
         places = places[stable_argsort(longest - sizes.tokens[rows.order[places]], longest)]
         pieces = rows.order[places]
+        if len(pieces) < num_chosen + len(added) and num_chosen < old_rows:
+            break  # a row would stay empty, and others can be split
         taken = sizes.take(pieces)
         for weigh in (weights,) if weights is sizes else (weights, sizes):
             bins = _deal(taken, weigh.take(pieces), num_chosen + len(added), limits)

@@ -254,7 +254,10 @@ def _for_ranks(
         return rows
     costs = sizes
     if packing.balance == "attention" and num_ranks > 1:
-        costs = Weights(packing.cost.language(sizes.tokens), images.costs)
+        has_cost = images.costs.any()  # a model without a vision part has none
+        costs = Weights(
+            packing.cost.language(sizes.tokens), images.costs if has_cost else images.patches
+        )
     filled = len(rows.offsets) - 1
     num_rows = -(-filled // num_ranks) * num_ranks
     if strategy == "sequential":

@@ -21,7 +21,7 @@ _SHAPES = {
     ("tile", 3): "a mask [tiles, height, width]",
     ("image", 4): "floats [images, 3, height, width]",
     ("image", 2): "integers [images, 3], or of sizes [images, 2]",
-    ("example", 1): "one integer per example, the number of its images",
+    ("example", 1): "integers [1], how many images the example has",
 }
 
 
@@ -65,6 +65,7 @@ def checked_images(
     units = None if sizes is None else layout.units(fields)
     if layout.other_fields:
         return fields, layout.units(fields)
+    _check_shapes(index, fields, units)
     fields = _laid_flat(fields, units)
     units = layout.units(fields) if units is None else units
     per = {"patch": units.patches.sum(), "tile": units.tiles.sum(), "image": len(units.tokens)}
@@ -77,13 +78,29 @@ def checked_images(
                     f"{len(units.tokens)} images; give what the processor returned for it alone"
                 )
         elif len(array) != per[what]:
-            described = "" if grid is None else f", image_grid_thw of shape {grid.shape}"
+            described = "the sizes of its images describe"
+            if grid is not None:
+                described = f"image_grid_thw of shape {grid.shape} describes"
             raise DataError(
                 f"example {index}: {name} has {len(array)} {what}{'e' * (what == 'patch')}s"
-                f"{described or ', the sizes of its images'} describes {per[what]}; give what the "
-                "processor returned"
+                f", {described} {per[what]}; give what the processor returned"
             )
     return fields, units
+
+
+def _check_shapes(index: int, fields: dict[str, np.ndarray], units: ImageUnits | None) -> None:
+    """That what is padded to the same number of tiles can be laid flat."""
+    pixels, mask = fields["pixel_values"], fields.get("pixel_attention_mask")
+    if mask is not None and mask.shape != (*pixels.shape[:-3], *pixels.shape[-2:]):
+        raise DataError(
+            f"example {index}: pixel_attention_mask has shape {mask.shape}, pixel_values has "
+            f"{pixels.shape}; give what the processor returned"
+        )
+    if units is not None and pixels.ndim == 5 and len(pixels) != len(units.tiles):
+        raise DataError(
+            f"example {index}: pixel_values has {len(pixels)} images, image_sizes has "
+            f"{len(units.tiles)}; give what the processor returned"
+        )
 
 
 def _check_grid(index: int, grid: np.ndarray, layout: VisionLayout) -> None:

@@ -187,15 +187,14 @@ class ImageProcessing(NamedTuple):
                 "settings against the model's"
             )
         per = {"patch": patches, "tile": tiles, "image": ones if is_counted else tiles}
-        rows = {name: per[kind.per] for name, kind in kinds.items() if kind.per in per}
+        rows = {name: per[kinds[name].per] for name in found if kinds[name].per in per}
         if not self.pixels:
             if not is_counted:
                 found["num_tiles"], rows["num_tiles"] = tiles, ones
             found = {name: value for name, value in found.items() if name not in _BIG}
             return found, {name: value for name, value in rows.items() if name in found}
-        for name, kind in kinds.items():
-            if found[name].ndim > kind.num_dims:
-                parts = found[name]  # [images, most tiles, ...], or [1, tiles, ...]
+        for name, parts in found.items():
+            if parts.ndim > kinds[name].num_dims:  # [images, most tiles, ...], or [1, tiles, ...]
                 counts = [int(tiles.sum())] if layout.family.joins_tiles else tiles.tolist()
                 flat = [part[:count] for part, count in zip(parts, counts, strict=True)]
                 found[name] = flat[0] if len(flat) == 1 else np.concatenate(flat)

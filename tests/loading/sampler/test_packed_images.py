@@ -1,0 +1,141 @@
+"""PackedBatchSampler with images: every rank plans the same rows by patches, too."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.packing.image_mixes import mix, totals
+from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.loading import PackedBatchSampler
+from torch_collate_kit.packing import ParallelLayout, RankPlan, pack
+from torch_collate_kit.packing.planner import plan_of
+from torch_collate_kit.ragged import Ragged
+
+LENGTHS, IMAGES = mix("several images", 200)
+OPTIONS: dict[str, Any] = {
+    "batch_size": 64,
+    "max_tokens": 4096,
+    "max_patches": 6000,
+    "dummy_image_tokens": 3,
+    "parallel": ParallelLayout(dp=4),
+}
+
+
+def sampler(rank: int = 0, patches: Any = IMAGES, **changes: Any) -> PackedBatchSampler:
+    return PackedBatchSampler(LENGTHS, patches=patches, rank=rank, **{**OPTIONS, **changes})
+
+
+def test_all_ranks_have_parts_of_the_plan_of_the_whole_batch() -> None:
+    patches = totals(IMAGES)
+    batches = list(zip(*(sampler(rank) for rank in range(4)), strict=True))
+    assert len(batches) == 4
+    read: list[int] = []
+    for parts in batches:
+        plan = parts[0].plan
+        examples = np.concatenate([part.indices for part in parts])
+        read += examples.tolist()
+        assert plan.row_patches.max() <= 6000
+        assert plan.row_cells.max() <= 4096
+        for costs in (plan.cost_per_rank, plan.vision_cost_per_rank):
+            assert len(examples) < 64 or costs.max() < 1.1 * costs.mean()
+        for part in parts:
+            np.testing.assert_array_equal(part.plan.example_indices, plan.example_indices)
+            np.testing.assert_array_equal(part.plan.needs_dummy_image, plan.needs_dummy_image)
+            assert part.patches.tolist() == patches[part.indices].tolist()
+            part.check_patches(patches[part.indices])
+    assert sorted(read) == list(range(200))
+
+
+def test_a_batch_is_planned_as_pack_plans_its_examples() -> None:
+    found = next(iter(sampler(shuffle=False))).plan
+    packing = {key: OPTIONS[key] for key in OPTIONS if key != "batch_size"}
+    expected = pack(LENGTHS[:64], patches=IMAGES[:64], **packing)
+    for name in ("example_indices", "row_offsets", "patches", "vision_costs"):
+        assert getattr(found, name).tolist() == getattr(expected, name).tolist()
+
+
+@pytest.mark.parametrize("form", [totals(IMAGES), Ragged.from_rows(IMAGES, dtype=np.int64)])
+def test_patches_are_copied(form: Any) -> None:
+    own = sampler(patches=form, shuffle=False)
+    expected = [part.plan.patches.tolist() for part in own]
+    values = form if isinstance(form, np.ndarray) else form.values
+    kept = values.copy()
+    values[:] = 1
+    assert [part.plan.patches.tolist() for part in own] == expected
+    values[:] = kept
+
+
+def test_a_state_names_the_images_and_their_budget() -> None:
+    state = sampler().state_at(0, 2)
+    assert (state["max_patches"], state["dummy_image_tokens"]) == (6000, 3)
+    assert state["cost"] == [24576, 1, 5266, 1]
+    resumed = sampler()
+    resumed.load_state_dict(state)
+    expected = [part.plan.bins for part in sampler()][2:]
+    assert [part.plan.bins for part in resumed] == expected
+    fewer = [*IMAGES[:-2], [], []]
+    for other, name in (
+        (sampler(max_patches=7000), "max_patches"),
+        (sampler(dummy_image_tokens=4), "dummy_image_tokens"),
+        (sampler(patches=fewer), "patches_digest"),
+        (sampler(patches=totals(IMAGES)), "patches_digest"),  # costs of one image each
+        (sampler(patches=None), "patches_digest"),
+    ):
+        with pytest.raises(StateError, match=f"^state is of {name}="):
+            other.load_state_dict(state)
+
+
+def test_an_example_that_does_not_fit_is_named_at_once() -> None:
+    message = (
+        "example 2 has 6001 patches of images, more than the max_patches=6000 of a row; raise "
+        "max_patches, make its images smaller, or pass overflow='drop'"
+    )
+    patches = totals(IMAGES)
+    patches[2] = 6001
+    with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
+        sampler(patches=patches)
+    with pytest.raises(DataError, match=r"^example 2 has 6001 patches .* is never split; raise"):
+        sampler(patches=patches, overflow="split")
+    with pytest.raises(DataError, match=r"^example 2 has 6001 patches .*; an image is never cut,"):
+        sampler(patches=patches, overflow="truncate")
+    dropped = [part.plan.dropped.tolist() for part in sampler(patches=patches, overflow="drop")]
+    assert sum(map(len, dropped)) == 1
+
+
+def test_loss_tokens_are_those_of_examples_that_keep_all_tokens() -> None:
+    lengths, counts = [9, 4, 8], [3, 2, 1]
+    options: dict[str, Any] = {
+        "batch_size": 3,
+        "max_tokens": 10,
+        "parallel": ParallelLayout(dp=2),
+        "dummy_image_tokens": 2,
+        "overflow": "truncate",
+    }
+    message = "num_loss_tokens cannot tell how many are left of example 0, cut to 8 tokens by overf"
+    with pytest.raises(ValueError, match=f"^{message}"):
+        PackedBatchSampler(lengths, patches=[0, 3, 0], num_loss_tokens=counts, **options)
+    (part,) = PackedBatchSampler(lengths, num_loss_tokens=counts, **options)
+    assert part.num_loss_tokens == 6
+
+
+def test_other_images_than_planned_are_refused() -> None:
+    part = next(iter(sampler()))
+    patches = part.patches.copy()
+    patches[3] += 1
+    message = (
+        f"example {part.indices[3]} of the dataset has {patches[3]} patches of images, the plan "
+        f"was made for {patches[3] - 1}; give the sampler patches= of the dataset that is read"
+    )
+    with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
+        part.check_patches(patches)
+    whole = RankPlan.whole(pack([3, 4], 8, patches=[[2, 5], []]))
+    whole.check_patches(np.array([7, 0]))
+    with pytest.raises(DataError, match=r"^example 1 has 3 patches of images, the plan was made f"):
+        whole.check_patches(np.array([7, 3]))
+    packing = sampler(overflow="drop")._packing
+    dropped = RankPlan.whole(plan_of([3, 4], packing, [7000, 4]))
+    dropped.check_patches(np.array([7000, 4]))

@@ -1,0 +1,197 @@
+"""Streams of examples with images: rows within both budgets, exact states, what does not fit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.loading.streaming.streaming_oracle import datasets
+from tests.packing.oracle_packing import needed_dummies
+from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.loading import PackedIterableDataset, TokenizedDataset
+from torch_collate_kit.packing import ParallelLayout
+from torch_collate_kit.testing import batch_digest
+
+RNG = np.random.default_rng(5)
+SETTINGS: dict[str, Any] = {
+    "tokenizer": 0,
+    "max_tokens": 24,
+    "max_patches": 40,
+    "buffer_size": 12,
+    "rows_per_batch": 2,
+    "parallel": ParallelLayout(dp=2),
+    "dummy_image_tokens": 2,
+    "normalize_loss": False,
+}
+
+
+def make_examples(count: int = 60) -> list[dict[str, Any]]:
+    """Every third one without an image, of these every second one without the key."""
+    examples: list[dict[str, Any]] = []
+    for i in range(count):
+        ids = [1000 * (i + 1) + j for j in range(int(RNG.integers(1, 15)))]
+        example: dict[str, Any] = {"input_ids": ids, "labels": [-100, *ids[1:]]}
+        grids = [[1, 2, int(RNG.integers(1, 8))] for _ in range(int(RNG.integers(1, 3)))]
+        if i % 3:
+            example["image_grid_thw"] = np.array(grids)
+        elif i % 6:
+            example["image_grid_thw"] = None
+        examples.append(example)
+    return examples
+
+
+EXAMPLES = make_examples()
+
+
+def patches_of(example: Any) -> list[int]:
+    grids = example.get("image_grid_thw")
+    return [] if grids is None else [t * h * w for t, h, w in grids]
+
+
+def plans_of(stream: PackedIterableDataset) -> list[tuple[Any, list[dict[str, Any]]]]:
+    """The plan of every batch, and its examples."""
+    found: list[tuple[Any, list[dict[str, Any]]]] = []
+
+    class Spy(PackedCollator[Any]):
+        def __call__(self, planned: Any) -> Any:
+            found.append((planned.plan, list(planned.examples)))
+            return super().__call__(planned)
+
+    stream.collator.__class__ = Spy
+    list(stream)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["best_fit_decreasing", "balanced", "sequential"])
+def test_rows_are_within_both_budgets(strategy: str) -> None:
+    plans = plans_of(PackedIterableDataset(EXAMPLES, strategy=strategy, **SETTINGS))
+    read = []
+    for plan, examples in plans:
+        patches = [sum(patches_of(example)) for example in examples]
+        read += [example["input_ids"][0] // 1000 - 1 for example in examples]
+        assert plan.num_rows == 2
+        assert plan.patches.tolist() == [patches[i] for i in plan.example_indices]
+        assert plan.row_patches.max() <= 40
+        assert (plan.row_cells <= np.where(plan.row_patches > 0, 24, 22)).all()
+        assert plan.needs_dummy_image.tolist() == needed_dummies(plan.bins, patches, 2)
+        assert plan.width <= 24
+        costs = [sum(n * (5266 + n) for n in patches_of(examples[i])) for i in plan.example_indices]
+        assert plan.vision_costs.tolist() == costs
+    assert sorted(read) == list(range(60))
+
+
+def test_rows_are_nearly_as_full_as_offline() -> None:
+    examples = make_examples(1500)
+    plans = plans_of(PackedIterableDataset(examples, **SETTINGS | {"buffer_size": 200}))
+    patches = sum(sum(patches_of(example)) for example in examples)
+    tokens = sum(len(example["input_ids"]) for example in examples)
+    least = max(patches / 40, tokens / 24)
+    assert sum(plan.num_rows for plan, _ in plans) < 1.12 * least
+
+
+def test_a_function_says_what_images_an_example_has() -> None:
+    expected = [batch_digest(batch) for batch in PackedIterableDataset(EXAMPLES, **SETTINGS)]
+    hidden = [
+        {"input_ids": e["input_ids"], "labels": e["labels"], "images": patches_of(e)}
+        for e in EXAMPLES
+    ]
+    stream = PackedIterableDataset(hidden, patches=lambda e: e["images"], **SETTINGS)
+    assert [batch_digest(batch) for batch in stream] == expected
+    of_totals = PackedIterableDataset(hidden, patches=lambda e: sum(e["images"]), **SETTINGS)
+    assert [plan.patches.tolist() for plan, _ in plans_of(of_totals)] == [
+        plan.patches.tolist() for plan, _ in plans_of(stream)
+    ]
+    blind = PackedIterableDataset(hidden, **SETTINGS)
+    assert [batch_digest(batch) for batch in blind] != expected
+    with pytest.raises(TypeError, match=r"^patches must be a function of an example, got list; l"):
+        PackedIterableDataset(hidden, patches=[1, 2], **SETTINGS)  # type: ignore[arg-type]
+
+
+def test_columns_with_images_are_read_by_example() -> None:
+    rows = [
+        {**e, "image_grid_thw": [[int(n) for n in grid] for grid in e.get("image_grid_thw") or []]}
+        if not isinstance(e.get("image_grid_thw"), np.ndarray)
+        else {**e, "image_grid_thw": e["image_grid_thw"].tolist()}
+        for e in EXAMPLES
+    ]
+    expected = [batch_digest(batch) for batch in PackedIterableDataset(EXAMPLES, **SETTINGS)]
+    for source in (datasets.Dataset.from_list(rows), rows):
+        stream = PackedIterableDataset(source, **SETTINGS)
+        assert [batch_digest(batch) for batch in stream] == expected
+    columns = TokenizedDataset(EXAMPLES, columns=["input_ids", "labels"])
+    by_first = {e["input_ids"][0]: patches_of(e) for e in EXAMPLES}
+    stream = PackedIterableDataset(
+        columns, patches=lambda e: by_first[int(e["input_ids"][0])], **SETTINGS
+    )
+    assert [batch_digest(batch) for batch in stream] == expected
+
+
+@pytest.mark.parametrize("overflow", ["raise", "drop", "split"])
+def test_resumes_exactly_after_every_batch(overflow: str) -> None:
+    long = [{"input_ids": list(range(1, 60)), "labels": [-100] * 59}] * (overflow != "raise")
+    examples = EXAMPLES[:20] + long + EXAMPLES[20:]
+    settings = SETTINGS | {"overflow": overflow}
+    expected = [batch_digest(batch) for batch in PackedIterableDataset(examples, **settings)]
+    for num_batches in range(len(expected)):
+        stream = PackedIterableDataset(examples, **settings)
+        batches = iter(stream)
+        for _ in range(num_batches):
+            next(batches)
+        state = json.loads(json.dumps(stream.state_dict()))
+        resumed = PackedIterableDataset(examples, **settings)
+        resumed.load_state_dict(state)
+        assert [batch_digest(batch) for batch in resumed] == expected[num_batches:]
+    assert state["max_patches"] == 40
+    other = PackedIterableDataset(examples, **settings | {"max_patches": 41})
+    with pytest.raises(StateError, match=r"^the state is of max_patches=40, the dataset has max_p"):
+        other.load_state_dict(state)
+
+
+def test_pieces_of_a_split_text_leave_room_for_a_dummy_image() -> None:
+    long = [{"input_ids": list(range(1, 60))}]
+    for source in (long, TokenizedDataset(long)):
+        stream = PackedIterableDataset(source, **SETTINGS | {"overflow": "split"})
+        plans = plans_of(stream)
+        assert sorted(n for plan, _ in plans for n in plan.lengths.tolist()) == [15, 22, 22]
+        assert all(plan.width <= 22 for plan, _ in plans)
+
+
+@pytest.mark.parametrize(
+    ("overflow", "message"),
+    [
+        ("raise", "has 41 patches of images, more than the max_patches=40 of a row; raise max_p"),
+        ("split", "has 41 patches of images, .*; an example with images is never split; raise m"),
+        ("truncate", "has 41 patches of images, .*; an image is never cut, and lengths alone"),
+    ],
+)
+def test_an_image_that_does_not_fit_is_named_by_its_position(overflow: str, message: str) -> None:
+    wrong = {"input_ids": [1, 2], "labels": [-100, 2], "image_grid_thw": [[1, 1, 41]]}
+    stream = PackedIterableDataset([*EXAMPLES[:7], wrong], **SETTINGS | {"overflow": overflow})
+    with pytest.raises(DataError, match=f"^example 7 of the stream {message}"):
+        list(stream)
+
+
+def test_dropped_images_are_counted() -> None:
+    wrong = {"input_ids": [1, 2], "labels": [-100, 2], "image_grid_thw": [[1, 1, 41]]}
+    stream = PackedIterableDataset([*EXAMPLES[:7], wrong], **SETTINGS | {"overflow": "drop"})
+    assert sum(batch.metadata["num_dropped"] for batch in stream) == 1
+
+
+def test_text_that_leaves_no_room_for_a_dummy_is_named_by_its_position() -> None:
+    wrong = {"input_ids": list(range(1, 24))}
+    for source in ([{"input_ids": [1]}, wrong], TokenizedDataset([{"input_ids": [1]}, wrong])):
+        with pytest.raises(
+            DataError, match=r"^example 1 of the stream has 23 tokens, more than th"
+        ):
+            list(PackedIterableDataset(source, **SETTINGS))
+
+
+@pytest.mark.parametrize("grids", [[[1, 2]], [1, 2, 3], [[1.5, 2, 2]], [[[1, 2, 3]]]])
+def test_wrong_grids_are_named_by_their_position(grids: Any) -> None:
+    wrong = {"input_ids": [1, 2], "labels": [-100, 2], "image_grid_thw": grids}
+    with pytest.raises(DataError, match=r"^example 1 of the stream: image_grid_thw has shape "):
+        list(PackedIterableDataset([EXAMPLES[0], wrong], **SETTINGS))

@@ -1,0 +1,168 @@
+"""Levelling rows and giving them to ranks, by what text and images cost."""
+
+from __future__ import annotations
+
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.packing.test_two_budgets import assert_lawful, members, problems
+from torch_collate_kit.packing import ranks
+from torch_collate_kit.packing.balance import Weights, level
+from torch_collate_kit.packing.ranks import over_ranks
+from torch_collate_kit.packing.strategies import Rows, best_fit_decreasing
+from torch_collate_kit.packing.two_budgets import Limits, fill_two_budgets
+
+
+@given(problems(), st.integers(0, 8), st.integers(1, 12))
+@settings(max_examples=300)
+def test_level_always_makes_the_rows_within_the_limits(
+    problem: tuple[np.ndarray, np.ndarray, Limits], added: int, most: int
+) -> None:
+    tokens, patches, limits = problem
+    if not patches.any():
+        return
+    before = fill_two_budgets(best_fit_decreasing, tokens, patches, limits)
+    num_rows = len(before.offsets) - 1 + added
+    sizes = Weights(tokens, patches)
+    weights = Weights(tokens * (50 + tokens), patches * (9 + patches))
+    after = level(before, sizes, num_rows, limits=limits, weights=weights, most=most)
+    filled = [row for row in members(after) if row]
+    assert len(after.offsets) - 1 == num_rows
+    assert len(filled) == min(num_rows, len(tokens))
+    offsets = np.cumsum([0, *map(len, filled)])
+    assert_lawful(Rows(after.order, offsets), tokens, patches, limits)
+
+
+def test_level_deals_images_then_texts() -> None:
+    # images of cost 9, 5, 4 to rows of their own; texts of 6, 3 and 2 to rows of 1, 4 and 2 tokens
+    tokens, patches = np.array([1, 4, 2, 6, 3, 2]), np.array([9, 5, 4, 0, 0, 0])
+    rows = Rows(np.arange(6), np.array([0, 1, 5, 6]))
+    sizes = Weights(tokens, patches)
+    after = level(rows, sizes, 3, limits=Limits(20, 20), weights=sizes, most=3)
+    assert sorted(map(sorted, members(after))) == [[0, 3], [1, 5], [2, 4]]
+
+
+def test_level_splits_a_row_where_no_deal_fits() -> None:
+    # beside the image 9 of 10 tokens are used; without one only 7 of 10 may be
+    tokens, patches = np.array([1, 5, 4]), np.array([3, 0, 0])
+    limits, sizes = Limits(10, 3, None, 3), Weights(tokens, patches)
+    rows = Rows(np.arange(3), np.array([0, 3]))
+    far = Weights(np.array([100, 1, 1]), patches)  # both texts would go to the row without image
+    after = level(rows, sizes, 2, limits=limits, weights=far, most=1)
+    assert_lawful(after, tokens, patches, limits)
+    assert len(members(after)) == 2
+    full = Weights(np.array([5, 5, 5, 5]), np.array([5, 5, 0, 0]))
+    rows = Rows(np.arange(4), np.array([0, 2, 4]))
+    after = level(rows, full, 3, limits=Limits(10, 10, 2), weights=full, most=0)
+    assert_lawful(after, full.tokens, full.patches, Limits(10, 10, 2))
+    assert len(members(after)) == 3
+
+
+row_costs = st.integers(1, 4).flatmap(
+    lambda ranks: st.integers(1, 6).flatmap(
+        lambda rows: st.tuples(
+            st.just(ranks),
+            st.lists(
+                st.tuples(st.integers(0, 50), st.sampled_from([0, 0, 3, 8, 20])),
+                min_size=rows * ranks,
+                max_size=rows * ranks,
+            ),
+        )
+    )
+)
+
+
+def heaviest(rows: np.ndarray, costs: np.ndarray, image_costs: np.ndarray) -> float:
+    """The largest sum of a rank, in relation to the mean over ranks, of the two costs."""
+    sums = [values[rows].sum(axis=1) for values in (costs, image_costs)]
+    return max(values.max() / max(values.mean(), 1e-9) for values in sums)
+
+
+@given(row_costs, st.booleans())
+@settings(max_examples=200)
+def test_rows_with_images_are_the_same_on_all_ranks(
+    case: tuple[int, list[tuple[int, int]]], keep_order: bool
+) -> None:
+    num_ranks, pairs = case
+    costs, image_costs = (np.array(values, dtype=np.int64) for values in zip(*pairs, strict=True))
+    if num_ranks == 1 or not image_costs.any():
+        return
+    rows = over_ranks(
+        costs, len(costs), num_ranks, keep_order=keep_order, image_costs=image_costs
+    ).reshape(num_ranks, -1)
+    assert sorted(rows.ravel().tolist()) == list(range(len(costs)))
+    expected = np.arange(len(costs)) if keep_order else np.lexsort((-costs, -image_costs))
+    groups = expected.reshape(-1, num_ranks)
+    assert [sorted(column) for column in rows.T.tolist()] == [sorted(g) for g in groups.tolist()]
+    if not keep_order:
+        has_image = image_costs[rows] > 0
+        mixed = has_image.any(axis=0) & ~has_image.all(axis=0)
+        assert mixed.sum() <= 1
+
+
+@given(row_costs)
+@settings(max_examples=100)
+def test_swaps_only_make_ranks_more_even(case: tuple[int, list[tuple[int, int]]]) -> None:
+    num_ranks, pairs = case
+    costs, image_costs = (np.array(values, dtype=np.int64) for values in zip(*pairs, strict=True))
+    if num_ranks == 1 or not image_costs.any() or not costs.any():
+        return
+
+    def evenness() -> float:
+        rows = over_ranks(costs, len(costs), num_ranks, keep_order=False, image_costs=image_costs)
+        return heaviest(rows.reshape(num_ranks, -1), costs, image_costs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "_SWAPS_PER_RANK", 0)
+        before = evenness()
+    after = evenness()
+    assert after <= before + 1e-9
+    # No single swap of two rows at one index makes the heaviest rank lighter than it is now.
+    rows = over_ranks(costs, len(costs), num_ranks, keep_order=False, image_costs=image_costs)
+    rows = rows.reshape(num_ranks, -1)
+    if after > 1.001:
+        for index, (one, other) in product(range(rows.shape[1]), permutations(range(num_ranks), 2)):
+            swapped = rows.copy()
+            swapped[[one, other], index] = swapped[[other, one], index]
+            both = [one, other]
+            if after > heaviest_of(rows, costs, image_costs, both) - 1e-9 and (
+                heaviest_of(rows, costs, image_costs, both) < after - 1e-9
+            ):
+                continue  # neither of the two is the heaviest rank
+            assert heaviest_of(swapped, costs, image_costs, both) >= after - 1e-9 or (
+                heaviest(rows, costs, image_costs) - 1e-9 <= heaviest(swapped, costs, image_costs)
+            )
+
+
+def heaviest_of(
+    rows: np.ndarray, costs: np.ndarray, image_costs: np.ndarray, chosen: list[int]
+) -> float:
+    """As ``heaviest``, of the chosen ranks."""
+    sums = [values[rows].sum(axis=1) for values in (costs, image_costs)]
+    return max(values[chosen].max() / max(values.mean(), 1e-9) for values in sums)
+
+
+def test_two_costs_written_out() -> None:
+    # by images: 9 9 | 1 1; tokens 10 2 | 10 2: one rank would get both long rows, but for the swap
+    costs, image_costs = np.array([10, 2, 10, 2]), np.array([9, 9, 1, 1])
+    rows = over_ranks(costs, 4, 2, keep_order=False, image_costs=image_costs).reshape(2, 2)
+    assert costs[rows].sum(axis=1).tolist() == [12, 12]
+    assert image_costs[rows].tolist() == [[9, 1], [9, 1]]
+    # groups 5 4 | 4 3: tokens 4 4 and images 9 7 are more even than tokens 2 6 and images 8 8
+    costs, image_costs = np.array([1, 3, 3, 1]), np.array([5, 4, 4, 3])
+    rows = over_ranks(costs, 4, 2, keep_order=False, image_costs=image_costs).reshape(2, 2)
+    assert costs[rows].sum(axis=1).tolist() == [4, 4]
+    assert sorted(image_costs[rows].sum(axis=1).tolist()) == [7, 9]
+
+
+def test_huge_costs_do_not_overflow() -> None:
+    rng = np.random.default_rng(0)
+    costs, image_costs = rng.integers(2**50, 2**54, 64), rng.integers(2**50, 2**54, 64)
+    rows = over_ranks(costs, 64, 8, keep_order=False, image_costs=image_costs).reshape(8, -1)
+    assert heaviest(rows, costs.astype(float), image_costs.astype(float)) < 1.1
+    small = over_ranks(costs >> 24, 64, 8, keep_order=False, image_costs=image_costs >> 24)
+    assert rows.ravel().tolist() == small.tolist()
