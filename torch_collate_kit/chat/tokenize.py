@@ -268,9 +268,8 @@ def _tokenized(
 
 def _tokens_of(offsets: Any, start: int, end: int) -> tuple[int, int]:
     """The first token of a span of characters and the last + 1, those that cross its ends too."""
-    return bisect_right(offsets, start, key=itemgetter(1)), bisect_left(
-        offsets, end, key=itemgetter(0)
-    )
+    first = bisect_right(offsets, start, key=itemgetter(1))
+    return first, bisect_left(offsets, end, key=itemgetter(0))
 
 
 def _is_added(tokenizer: Any, token: int) -> bool:
