@@ -48,7 +48,6 @@ class ImageFiles(NamedTuple):
             DataError: no readable image; the message begins with ``where``.
         """
         with self._opened(source, where) as image, _decoding(where):
-            image.load()
             upright = _package().ImageOps.exif_transpose(image)
         _check_depth(upright, where)
         return upright
