@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from tests.chat_images.truth import KINDS, assert_fields, chat, image, random_chat, text
 from tests.vision import processors
@@ -152,9 +153,12 @@ def test_no_pixel_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     from PIL import ImageFile
 
     rng = np.random.default_rng(0)
-    names = ["a.jpg", "b.png", "c.webp", "d.gif", "e.bmp"]
+    names = ["a.jpg", "b.png", "c.webp", "d.gif", "e.bmp", "f.png"]
     for name in names:
-        draw(rng, 100, 150).save(tmp_path / name)
+        early = PngInfo()
+        early.add_text("Software", "a camera")  # a text before the pixels
+        options = {"pnginfo": early} if name == "f.png" else {}
+        draw(rng, 100, 150).save(tmp_path / name, **options)
     monkeypatch.setattr(ImageFile.ImageFile, "load", _fail)
     record = {"messages": chat([image(), text("What?")], "A cat.")}
     processor = FAMILIES["qwen3_vl"].processor()

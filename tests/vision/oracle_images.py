@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,70 @@ def add_images(
     if layout.family.token_types:
         added[layout.family.token_types] = _token_types(batch, examples, rows, first_cells)
     return batch | added
+
+
+def smallest_example(layout: VisionLayout) -> DrawnExample:
+    """The image of a row that needs one, so that every rank runs the vision tower: all 0 or 1."""
+    name = layout.family_name
+    tokens, tiles = {"llava_next": (10, 2), "llava_onevision": (10, 2)}.get(
+        name, (layout.tile_tokens, 1)
+    )
+    image: dict[str, Any] = {"pixel_values": np.ones((tiles, 3, 2, 2))}
+    if name in ("qwen2_vl", "glm4v"):
+        side, tokens = layout.merge_size, 1
+        image = {"pixel_values": np.zeros((side * side, int(np.prod(layout.patch_shape))))}
+        image["image_grid_thw"] = np.array([[1, side, side]])
+    if "image_sizes" in layout.fields:
+        image["image_sizes"] = np.array([[2, 2]])
+    if "pixel_attention_mask" in layout.fields:
+        image["pixel_attention_mask"] = np.ones((1, 2, 2), np.int64)
+    plain = {"input_ids": [TOKEN] * tokens, "loss_mask": [0] * tokens, "num_actions": tokens}
+    return DrawnExample({}, plain, [{"tokens": tokens, **image}])
+
+
+def packed_with_images(
+    examples: Sequence[DrawnExample], plan: Any, layout: VisionLayout, **options: Any
+) -> dict[str, Any]:
+    """What `oracle.packed_batch` says of these rows, with images, and smallest ones where needed.
+
+    A smallest image is a segment at the end of its row, and no sub-sequence.
+    """
+    dummy = smallest_example(layout)
+    rows = [
+        pieces + [(len(examples), 0, len(dummy.ids))] * bool(needed)
+        for pieces, needed in zip(oracle.rows_of(plan), plan.needs_dummy_image, strict=True)
+    ]
+    with_dummy = SimpleNamespace(
+        example_indices=[i for row in rows for i, _, _ in row],
+        starts=[start for row in rows for _, start, _ in row],
+        lengths=[length for row in rows for _, _, length in row],
+        row_offsets=np.cumsum([0, *map(len, rows)]),
+        dropped=plan.dropped,
+        cut=plan.cut,
+    )
+    last = {name: dummy.plain[name] for name in dummy.plain if name in examples[0].plain}
+    if "labels" in examples[0].plain:
+        last["labels"] = [oracle.IGNORE] * len(dummy.ids)
+    for name in ("assistant_masks", "completion_mask"):
+        if name in examples[0].plain:
+            last[name] = [0] * len(dummy.ids)
+    plain = [*(example.plain for example in examples), last]
+    batch = oracle.packed_batch(plain, with_dummy, pad_token_id=0, **options)
+    batch = add_images(batch, [*examples, dummy], layout, rows)
+    metadata = batch["metadata"]
+    for row in np.flatnonzero(plan.needs_dummy_image).tolist():
+        metadata["num_tokens"] -= batch["sub_seq_lengths"][row].pop()
+        for name in ("example_indices", "example_starts", "num_actions"):
+            metadata[name][row].pop()
+    metadata["num_examples"] -= 1
+    metadata["num_dummy_rows"] = sum(not pieces for pieces in oracle.rows_of(plan))
+    metadata["num_dummy_images"] = int(sum(plan.needs_dummy_image))
+    return batch
+
+
+def patches_of(examples: Sequence[DrawnExample]) -> list[list[int]]:
+    """What a plan is told: patches of each image, or tiles."""
+    return [[len(image["pixel_values"]) for image in example.images] for example in examples]
 
 
 def _kept(example: DrawnExample, start: int, length: int) -> int:

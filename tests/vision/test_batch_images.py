@@ -19,9 +19,17 @@ from tests.batch_checks import (
     frozen,
     same_value,
 )
-from tests.oracle import alignment, packed_batch, padded_batch, rows_of
+from tests.oracle import alignment, packed_batch, padded_batch
 from tests.strategies import FUZZ
-from tests.vision.oracle_images import LAYOUTS, TOKEN, DrawnExample, add_images, draw_example
+from tests.vision.oracle_images import (
+    LAYOUTS,
+    TOKEN,
+    DrawnExample,
+    add_images,
+    draw_example,
+    packed_with_images,
+    patches_of,
+)
 from torch_collate_kit import PackedCollator, PaddedCollator, ParallelLayout
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
@@ -93,7 +101,10 @@ def test_packed_batches(family: str, seed: int, form: str) -> None:
     room = int(rng.integers(0, 2 * longest))
     if overflow == "drop":
         longest = max(align, longest - int(rng.integers(0, longest)))
-    packing: dict[str, Any] = {"max_tokens": longest + room, "overflow": overflow}
+    # of several ranks one may need a smallest image
+    smallest = -(-layout.smallest_tokens // align) * align * (sizes["dp"] > 1)
+    max_tokens = longest + room + smallest
+    packing: dict[str, Any] = {"max_tokens": max_tokens, "overflow": overflow}
     packing["strategy"] = str(rng.choice(["best_fit_decreasing", "sequential", "balanced"]))
     packing["max_sequences_per_row"] = rng.choice([None, 1, 3])
     wide = bool(rng.integers(0, 2))
@@ -101,15 +112,13 @@ def test_packed_batches(family: str, seed: int, form: str) -> None:
     collate = PackedCollator(
         0, vision=layout, fixed_width=wide, parallel=parallel, **packing, **train_all(given_, form)
     )
-    plan = collate.plan(lengths)
+    plan = collate.plan(lengths, patches_of(examples))
 
     batch = collate(given_)
 
     assert same_value(given_, before), "an argument was changed"
-    plain = [example.plain for example in examples]
     size = {"max_tokens": packing["max_tokens"], "align": align, "fixed_width": wide}
-    expected = packed_batch(plain, plan, pad_token_id=0, **size)
-    assert_equals_oracle(batch, add_images(expected, examples, layout, rows_of(plan)))
+    assert_equals_oracle(batch, packed_with_images(examples, plan, layout, **size))
     assert_contract_dtypes(batch)
     assert_round_trips(batch, int(rng.integers(0, len(batch) + 1)))
 
@@ -217,7 +226,7 @@ def test_where_an_example_is_cut(family: str, seed: int) -> None:
 def test_an_example_with_images_is_not_split() -> None:
     layout = LAYOUTS["gemma3"]
     example = {"input_ids": [9] * 3 + [70] * 9, "pixel_values": np.zeros((1, 3, 2, 2))}
-    with pytest.raises(DataError, match=r'cuts through its images; pass overflow="drop" or "trun'):
+    with pytest.raises(DataError, match=r"an example with images is never split; raise max_tokens"):
         PackedCollator(0, vision=layout, max_tokens=8, overflow="split")([example])
 
 

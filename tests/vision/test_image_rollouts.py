@@ -19,7 +19,14 @@ from tests.batch_checks import (
 )
 from tests.oracle import packed_rollouts, rollout_batch, rows_of
 from tests.strategies import FUZZ
-from tests.vision.oracle_images import LAYOUTS, TOKEN, DrawnExample, add_images, draw_example
+from tests.vision.oracle_images import (
+    LAYOUTS,
+    TOKEN,
+    DrawnExample,
+    add_images,
+    draw_example,
+    patches_of,
+)
 from torch_collate_kit import PackedCollator, RolloutCollator
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.rl import micro_batches, stage_mini_batches, unstage
@@ -81,7 +88,7 @@ def test_packed_rollouts_equal_the_oracle(family: str, seed: int) -> None:
     max_tokens = max(lengths) + int(rng.integers(0, 60))
     collate = PackedCollator(0, vision=layout, max_tokens=max_tokens)
     batch = collate(given_)
-    plan = collate.plan(lengths)
+    plan = collate.plan(lengths, patches_of(examples))
     expected = packed_rollouts(plain, plan, pad_token_id=0, max_tokens=max_tokens)
     assert_equals_oracle(batch, add_images(expected, examples, layout, rows_of(plan)))
     assert_contract_dtypes(batch)

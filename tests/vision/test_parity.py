@@ -259,3 +259,16 @@ def test_gemma3_needs_its_mask(attention: str) -> None:
     text = packed(family, text_examples_of("gemma3"))
     assert "attention_mask" not in text.model_inputs(attention)
     assert padded(family, examples_of("gemma3")).model_inputs(attention)
+
+
+def test_a_smallest_image_for_a_rank_without_one_changes_nothing(packable: TinyFamily) -> None:
+    rng = np.random.default_rng(4)
+    text = [packable.example(rng, ["text", "text", "text"]) for _ in range(3)]
+    examples = [packable.example(rng, ["text", (56, 84)]), *text]
+    batch = packed(packable, examples, max_tokens=400, parallel=ParallelLayout(dp=2))
+    assert batch.metadata["num_dummy_images"] == 1
+    assert [len(part.column("pixel_values")) > 0 for part in batch.chunk(2)] == [True, True]
+    each = [alone(packable, packable.model(), example) for example in examples]
+    expected = [logits for logits, _, _ in each]
+    assert largest_difference(batch, logits_of(packable, batch), expected) < LIMIT
+    assert batch.metadata["num_loss_tokens"] == sum(count for _, _, count in each)

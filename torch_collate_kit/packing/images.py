@@ -45,6 +45,8 @@ class ImageLoad(NamedTuple):
 
     def take(self, examples: _Ints) -> ImageLoad:
         """Of these examples, in that order. A copy."""
+        if self.cuts is None and not self.patches.any():
+            return ImageLoad.none(len(examples))  # zeros that take no memory
         cuts = None if self.cuts is None else tuple(values[examples] for values in self.cuts)
         return ImageLoad(self.patches[examples], self.costs[examples], cuts)  # type: ignore[arg-type]
 

@@ -23,6 +23,7 @@ __all__ = ["ImageFiles", "image_files"]
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|data:")
 # Formats whose orientation is known before the pixels are read.
 _HEADER_FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP")
+_DRAWINGS = ("EPS", "WMF", "EMF")  # PIL gives these to other programs
 _PNG_TEXTS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 _ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 swap height and width
 
@@ -126,6 +127,8 @@ class ImageFiles(NamedTuple):
             )
         if width * height == 0:
             raise DataError(f"{where} has {height} x {width} pixels; replace it")
+        if image.format in _DRAWINGS:
+            raise DataError(f"{where} is a drawing ({image.format}), not pixels; convert it to PNG")
         with _decoding(where):
             frames = getattr(image, "n_frames", 1)
         if frames > 1 and image.format != "MPO":  # MPO: a photo and its preview or depth
