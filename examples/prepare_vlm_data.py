@@ -24,7 +24,7 @@ from typing import Any
 
 import datasets
 import drawn_images
-from read_data import fail, read_dataset
+from read_data import fail, images_as_files, read_dataset
 
 from torch_collate_kit import DataError, VisionLanguageCollator
 
@@ -89,11 +89,7 @@ def read_records(args: argparse.Namespace) -> datasets.Dataset:
             f"{args.dataset} has no column {missing[0]!r}, only {names}; name the columns with "
             "--question and --answer"
         )
-    for name in {"image", "images"} & set(names):
-        files, feature = datasets.Image(decode=False), found.features[name]
-        is_image = isinstance(feature, datasets.Image)
-        if is_image or isinstance(getattr(feature, "feature", None), datasets.Image):
-            found = found.cast_column(name, files if is_image else datasets.Sequence(files))
+    found = images_as_files(found)
     return found.select(range(min(args.limit or len(found), len(found))))
 
 

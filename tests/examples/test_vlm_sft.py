@@ -233,6 +233,12 @@ def test_what_is_drawn_has_its_colour(shape: str) -> None:
     assert (pixels[~is_red].max(axis=-1) == pixels[~is_red].min(axis=-1)).all()
 
 
+def test_nothing_held_out(run: Run, tmp_path: Path) -> None:
+    results = run(f"{TINY} --num-held-out 0 --max-steps 1", tmp_path)
+    assert "held_out_loss" not in results["summary"]
+    assert not any("exact match" in name for name in results["summary"])
+
+
 def test_the_most_frequent_answer_is_that_of_training() -> None:
     def records(*answers: str) -> list[dict]:
         return [drawn_images.record([], [("?", answer)], "number") for answer in answers]
