@@ -1,9 +1,9 @@
-# `make sft` and `make grpo` train the examples, `make test` runs the whole suite; both set up .venv first.
+# `make sft`, `make grpo` and `make vlm` train the examples, `make test` runs the whole suite; all set up .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: sft grpo test test-bare test-oldest bench check format clean
+.PHONY: sft grpo vlm test test-bare test-oldest bench check format clean
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with torch and the rest: minutes, the first time, and nothing is shown meanwhile"
@@ -18,6 +18,9 @@ sft: $(VENV)/.installed
 
 grpo: $(VENV)/.installed
 	$(BIN)/accelerate launch --quiet examples/grpo.py $(ARGS)
+
+vlm: $(VENV)/.installed
+	$(BIN)/accelerate launch --quiet examples/vlm_sft.py $(ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
@@ -52,7 +55,7 @@ build/bench/.installed: setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 bench: build/bench/.installed
-	for name in packing collate loader rollout stream chat; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
+	for name in packing vision_plan collate loader rollout stream chat; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .

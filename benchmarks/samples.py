@@ -6,7 +6,18 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["DEFAULT_DATA", "Examples", "examples_of", "long_tail", "real_mix", "rollouts_of"]
+from torch_collate_kit import Ragged
+
+__all__ = [
+    "DEFAULT_DATA",
+    "IMAGE_MIXES",
+    "Examples",
+    "examples_of",
+    "image_mix",
+    "long_tail",
+    "real_mix",
+    "rollouts_of",
+]
 
 DEFAULT_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 Examples = list[dict[str, np.ndarray]]
@@ -38,6 +49,33 @@ def long_tail(count: int, *, longest: int, seed: int = 0) -> tuple[np.ndarray, s
     rng = np.random.default_rng(np.random.SeedSequence((seed, count, 1)))
     drawn = np.exp(np.log(120) + 1.6 * rng.standard_normal(count)).astype(np.int64)
     return np.clip(drawn, 8, longest), "log-normal lengths, median 120, sigma 1.6"
+
+
+IMAGE_MIXES = {
+    "half images": "every second example has an image of 100 to 4,000 patches",
+    "several images": "every second example has one to five images of 100 to 1,000 patches",
+    "long texts": "four of five have an image, half of these with 2,000 tokens of text more",
+    "no text": "every example has an image of 100 to 4,000 patches",
+}
+
+
+def image_mix(name: str, count: int, *, seed: int = 0) -> tuple[np.ndarray, Ragged]:
+    """Tokens of each example, and the patches of each of its images, of which four make a token.
+
+    Texts are log-normal, 20 to 2,000 tokens, median 148.
+    """
+    rng = np.random.default_rng(np.random.SeedSequence((seed, count, 4)))
+    lengths = np.clip(rng.lognormal(5.0, 1.0, count), 20, 2000).astype(np.int64)
+    has_image = np.arange(count) % 2 == 0
+    if name in ("long texts", "no text"):
+        has_image = rng.random(count) < (0.8 if name == "long texts" else 1.0)
+    if name == "long texts":
+        lengths += 2000 * (has_image & (rng.random(count) < 0.5))
+    several = name == "several images"
+    numbers = np.where(has_image, rng.integers(1, 6 if several else 2, count), 0)
+    patches = rng.integers(100, 1001 if several else 4001, int(numbers.sum()))
+    np.add.at(lengths, np.repeat(np.arange(count), numbers), patches // 4)
+    return lengths, Ragged.from_lengths(patches, numbers)
 
 
 def examples_of(lengths: np.ndarray, *, seed: int = 0) -> Examples:

@@ -1,6 +1,6 @@
 """Pictures with questions whose answers can be learnt and checked, and a model to learn them.
 
-Coloured shapes on a grey ground; questions about colour, shape, number, and which of several
+Coloured shapes on a dark ground; questions about colour, shape, number, and which of several
 pictures is meant, and a few without a picture. Everything is a function of the seed. It is what
 vlm_sft.py trains on when it is given no model and no data: a tokenizer, a processor and a small
 Qwen3-VL are made from scratch, without the hub.
@@ -26,8 +26,8 @@ from transformers.models.qwen3_vl import processing_qwen3_vl
 import torch_collate_kit as kit
 
 COLOURS = {
-    **{"red": (220, 30, 30), "green": (30, 160, 50), "blue": (40, 60, 220)},
-    **{"yellow": (240, 220, 40), "black": (10, 10, 10), "white": (250, 250, 250)},
+    **{"red": (230, 40, 40), "green": (40, 200, 60), "blue": (50, 90, 250)},
+    **{"yellow": (240, 220, 40), "pink": (250, 120, 220), "white": (250, 250, 250)},
 }
 CORNERS = {  # of a shape, in a square from (-1, -1) to (1, 1), y downwards
     "triangle": [(0, -1), (1, 1), (-1, 1)],
@@ -37,13 +37,13 @@ CORNERS = {  # of a shape, in a square from (-1, -1) to (1, 1), y downwards
         *[(0.35, 1), (-0.35, 1), (-0.35, 0.35), (-1, 0.35), (-1, -0.35), (-0.35, -0.35)],
     ],
 }
-SHAPES = ["circle", *CORNERS]
+SHAPES = ["ring", *CORNERS]
 CELL = 32  # pixels a side of what one shape is drawn in
 ORDINALS = ["first", "second"]
 FACTS = {
     "How many corners has a triangle?": "three",
     "How many corners has a square?": "four",
-    "How many corners has a circle?": "zero",
+    "How many corners has a ring?": "zero",
     "What colour is snow?": "white",
     "What colour is coal?": "black",
     "What colour is grass?": "green",
@@ -79,15 +79,16 @@ def draw(rng: np.random.Generator, things: list[Thing]) -> bytes:
     """A PNG with these things in cells of a grid, each a little out of place."""
     rows = int(rng.integers(1 + (len(things) > 2), 3))
     columns = int(rng.integers(-(-len(things) // rows), 3))
-    ground = int(rng.integers(110, 150))
+    ground = int(rng.integers(0, 50))
     image = Image.new("RGB", (CELL * columns, CELL * rows), (ground, ground, ground))
     canvas = ImageDraw.Draw(image)
     cells = rng.choice(rows * columns, len(things), replace=False)
     for (shape, colour), cell in zip(things, cells.tolist(), strict=True):
         size = rng.uniform(0.32, 0.42) * CELL
         y, x = (np.array(divmod(cell, columns)) + 0.5) * CELL + rng.uniform(-2, 2, 2)
-        if shape == "circle":
-            canvas.ellipse((x - size, y - size, x + size, y + size), fill=COLOURS[colour])
+        if shape == "ring":
+            box = (x - size, y - size, x + size, y + size)
+            canvas.ellipse(box, outline=COLOURS[colour], width=4)
         else:
             corners = [(x + size * across, y + size * down) for across, down in CORNERS[shape]]
             canvas.polygon(corners, fill=COLOURS[colour])
@@ -284,17 +285,17 @@ def exact_match(
 
 
 def majority(trained: Iterable[dict], held_out: Iterable[dict]) -> dict[str, float]:
-    """How often the most frequent answer of each skill in training is right on `held_out`."""
+    """How often the most frequent first answer of each skill in training is right, by skill."""
 
-    def last(record: dict) -> str:
-        return record["messages"][-1]["content"][0]["text"]
+    def answer(record: dict) -> str:  # the first question is of the record's skill
+        return record["messages"][1]["content"][0]["text"]
 
     seen: dict[str, Counter] = {}
     for record in trained:
-        seen.setdefault(record["skill"], Counter())[last(record)] += 1
+        seen.setdefault(record["skill"], Counter())[answer(record)] += 1
     guess = {skill: answers.most_common(1)[0][0] for skill, answers in seen.items()}
     asked, right = Counter(), Counter()
     for record in held_out:
         asked[record["skill"]] += 1
-        right[record["skill"]] += guess.get(record["skill"]) == last(record)
+        right[record["skill"]] += guess.get(record["skill"]) == answer(record)
     return {skill: right[skill] / asked[skill] for skill in sorted(asked)}

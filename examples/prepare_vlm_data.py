@@ -24,13 +24,14 @@ from typing import Any
 
 import datasets
 import drawn_images
-from read_data import fail, read_dataset
+from read_data import fail, images_as_files, read_dataset
 
 from torch_collate_kit import DataError, VisionLanguageCollator
 
 ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant"}
 ROLES["system"] = "system"
 MARKER = "<image>"
+PART_KEYS = {"text": {"type", "text"}, "image": {"type", "index"}}
 FILE = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
 PART = {"type": datasets.Value("string"), "text": datasets.Value("string")}
 FEATURES = datasets.Features(
@@ -88,11 +89,7 @@ def read_records(args: argparse.Namespace) -> datasets.Dataset:
             f"{args.dataset} has no column {missing[0]!r}, only {names}; name the columns with "
             "--question and --answer"
         )
-    for name in {"image", "images"} & set(names):
-        files, feature = datasets.Image(decode=False), found.features[name]
-        is_image = isinstance(feature, datasets.Image)
-        if is_image or isinstance(getattr(feature, "feature", None), datasets.Image):
-            found = found.cast_column(name, files if is_image else datasets.Sequence(files))
+    found = images_as_files(found)
     return found.select(range(min(args.limit or len(found), len(found))))
 
 
@@ -135,15 +132,12 @@ def text_part(text: Any) -> dict:
 def from_message(found: dict) -> dict:
     """A message with its content as parts; images are in a column, not in the part."""
     other = sorted(k for k, v in found.items() if k not in ("role", "content") and v)
-    content = found.get("content")
+    content, parts = found.get("content"), []
     if isinstance(content, str):
-        return message(found.get("role"), split_markers(content))
-    parts = []
+        content, parts = [], split_markers(content)
     for part in content or []:
         given = {k: v for k, v in part.items() if v is not None}
-        if given.get("type") == "text" and set(given) == {"type", "text"}:
-            parts.append({"type": "text", "text": given["text"]})
-        elif given.get("type") == "image" and set(given) <= {"type", "index"}:
+        if "type" in given and set(given) <= PART_KEYS.get(given["type"], set()):
             parts.append(given)
         else:
             other.append(f"a part {given!r:.60}")

@@ -47,3 +47,14 @@ def broken_line(path: Path) -> str | None:
             if not isinstance(record, dict | None):
                 return f"line {number} is not a JSON object, but {line[:40]!r}"
     return "there is no conversation in it" if record is None else None
+
+
+def images_as_files(found: datasets.Dataset) -> datasets.Dataset:
+    """The dataset with the files of the columns `image` and `images`, not decoded."""
+    for name in {"image", "images"} & set(found.column_names):
+        files, feature = datasets.Image(decode=False), found.features[name]
+        if isinstance(feature, datasets.Image):
+            found = found.cast_column(name, files)
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
+            found = found.cast_column(name, datasets.Sequence(files))
+    return found

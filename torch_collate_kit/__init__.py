@@ -27,7 +27,7 @@ from torch_collate_kit.loading import (
     TokenizedDataset,
 )
 from torch_collate_kit.losses import PerTokenOutputs, global_num_loss_tokens, token_loss
-from torch_collate_kit.packing import PackingOptions, PackingPlan, ParallelLayout, pack
+from torch_collate_kit.packing import ModelCost, PackingOptions, PackingPlan, ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision import (
     VisionLayout,
@@ -43,6 +43,7 @@ __all__ = [
     "DataError",
     "IsolationError",
     "MixedSampler",
+    "ModelCost",
     "PackedBatchSampler",
     "PackedCollator",
     "PackedIterableDataset",

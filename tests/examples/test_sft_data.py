@@ -20,7 +20,7 @@ LINE = json.dumps(RECORD) + "\n"
 
 def arguments(monkeypatch: pytest.MonkeyPatch, *options: object) -> Any:
     monkeypatch.setattr(sys, "argv", ["sft.py", *map(str, options)])
-    return sft.parse_arguments()
+    return sft.parse_arguments(sft.argument_parser())
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,10 @@ def test_too_many_held_out(
         (LINE.encode() + b"[1]\n", "line 2 is not a JSON object, but b'[1]\\n'"),
     ],
 )
-def test_broken_lines(tmp_path: Path, content: bytes, message: str) -> None:
+def test_broken_lines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes, message: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sft.py"])
     path = tmp_path / "chats.jsonl"
     path.write_bytes(content)
     with pytest.raises(SystemExit) as caught:
@@ -113,8 +116,9 @@ def test_broken_lines(tmp_path: Path, content: bytes, message: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["chats.json", "chats.parquet"])
-def test_other_broken_files(tmp_path: Path, name: str) -> None:
+def test_other_broken_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     """What the reader found, in one line."""
+    monkeypatch.setattr(sys, "argv", ["sft.py"])
     path = tmp_path / name
     path.write_text('[{"messages": [}]')
     with pytest.raises(SystemExit) as caught:

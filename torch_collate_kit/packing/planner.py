@@ -183,6 +183,7 @@ def rows_alone(
 def _plan(
     pieces: FittedPieces, rows: Rows, packing: PackingOptions, *, num_ranks: int | None = None
 ) -> PackingPlan:
+    images = pieces.images.take(rows.order)
     return PackingPlan(
         example_indices=pieces.example_indices[rows.order],
         starts=pieces.starts[rows.order],
@@ -195,8 +196,8 @@ def _plan(
         cut=pieces.cut,
         num_cut_tokens=pieces.num_cut_tokens,
         num_dropped_tokens=pieces.num_dropped_tokens,
-        patches=pieces.images.patches[rows.order],
-        vision_costs=pieces.images.costs[rows.order],
+        patches=images.patches,
+        vision_costs=images.costs,
         max_patches=packing.max_patches,
         dummy_image_tokens=packing.dummy_image_tokens,
         cost=packing.cost,

@@ -23,6 +23,7 @@ __all__ = ["ImageFiles", "image_files"]
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|data:")
 # Formats whose orientation is known before the pixels are read.
 _HEADER_FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP")
+_DRAWINGS = ("EPS", "WMF", "EMF")  # PIL gives these to other programs
 _PNG_TEXTS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 _ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 swap height and width
 
@@ -47,7 +48,6 @@ class ImageFiles(NamedTuple):
             DataError: no readable image; the message begins with ``where``.
         """
         with self._opened(source, where) as image, _decoding(where):
-            image.load()
             upright = _package().ImageOps.exif_transpose(image)
         _check_depth(upright, where)
         return upright
@@ -72,8 +72,9 @@ class ImageFiles(NamedTuple):
     @contextmanager
     def _opened(self, source: Any, where: str) -> Iterator[Any]:
         """The image with its header read and checked; files are closed at the end."""
-        if isinstance(source, Mapping) and (source.get("bytes") or source.get("path")):
-            source = source.get("bytes") or source["path"]  # a datasets.Image column, not decoded
+        if isinstance(source, Mapping):  # of a datasets.Image column that is not decoded
+            found = source.get("bytes") if source.get("bytes") is not None else source.get("path")
+            source = source if found is None else found
         if isinstance(source, np.ndarray):
             source = _from_array(source, where)
         if isinstance(source, _package().Image.Image):
@@ -126,6 +127,8 @@ class ImageFiles(NamedTuple):
             )
         if width * height == 0:
             raise DataError(f"{where} has {height} x {width} pixels; replace it")
+        if image.format in _DRAWINGS:
+            raise DataError(f"{where} is a drawing ({image.format}), not pixels; convert it to PNG")
         with _decoding(where):
             frames = getattr(image, "n_frames", 1)
         if frames > 1 and image.format != "MPO":  # MPO: a photo and its preview or depth

@@ -141,7 +141,10 @@ class VisionLayout:
         return self.family_name not in ("internvl", "idefics3", "other")
 
     def units(self, fields: Mapping[str, np.ndarray]) -> ImageUnits:
-        """The images of one example, by the processor's fields of it, with tiles laid flat."""
+        """The images of one example, by the processor's fields of it, with tiles laid flat.
+
+        Fields without pixels are those of ``tokenize_chat(..., pixels=False)``.
+        """
         if self.family_name in _MERGED:
             patches = fields["image_grid_thw"].astype(np.int64).prod(axis=1)
             return ImageUnits(patches // self.merge_size**2, patches, np.ones_like(patches))
@@ -156,7 +159,7 @@ class VisionLayout:
             return ImageUnits(one, one, one)
         if "pixel_values" in fields:
             count = len(fields["pixel_values"])
-        else:  # an example without pixels, for planning
+        else:
             count = int(fields["num_tiles"].sum())
         ones = np.ones(count, dtype=np.int64)
         return ImageUnits(ones * self.tile_tokens, ones, ones)

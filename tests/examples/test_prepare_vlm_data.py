@@ -1,0 +1,228 @@
+"""examples/prepare_vlm_data.py: three forms of records, and what is wrong with some."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import drawn_images
+import numpy as np
+import prepare_vlm_data
+import pytest
+from PIL import Image
+
+import torch_collate_kit as kit
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "prepare_vlm_data.py"
+QA = {"image": "a.png", "question": "What is it?", "answer": "A cat."}
+LLAVA = {
+    "images": ["a.png", "b.png"],
+    "conversations": [
+        {"from": "human", "value": "<image>\nand <image>\nWhich is red?"},
+        {"from": "gpt", "value": "The first."},
+    ],
+}
+IMAGE = {"type": "image", "text": None}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def turns(*contents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    roles = ["user", "assistant"] * len(contents)
+    return [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(drawn_images.draw(rng, [("ring", "red")]))
+    return tmp_path
+
+
+def prepare(folder: Path, records: Any, *options: object) -> list[dict[str, Any]]:
+    """Run main() on the records, written as JSON Lines unless they are a file; what it wrote."""
+    source = folder / "records.jsonl"
+    if isinstance(records, Path):
+        source = records
+    else:
+        source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.MonkeyPatch.context() as patch:
+        arguments = ["prepare_vlm_data.py", source, folder / "out", *options]
+        patch.setattr(sys, "argv", [str(argument) for argument in arguments])
+        prepare_vlm_data.main()
+    return datasets.load_from_disk(str(folder / "out")).to_list()
+
+
+def path_of(folder: Path, name: str) -> dict[str, Any]:
+    return {"bytes": None, "path": str(folder / name)}
+
+
+def test_questions_and_answers(folder: Path) -> None:
+    [found] = prepare(folder, [QA])
+    assert found["messages"] == turns([IMAGE, text("What is it?")], [text("A cat.")])
+    assert found["images"] == [path_of(folder, "a.png")]
+
+
+def test_columns_of_other_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = {"image": "a.png", "query": "How many?", "label": [3, 4], "id": "x"}
+    options = ("--question", "query", "--answer", "label", "--first-answer")
+    [found] = prepare(folder, [record], *options)
+    assert found["messages"][1]["content"] == [text("3")]
+    assert "columns that were not taken over: id\n" in capsys.readouterr().out
+
+
+def test_llava_conversations(folder: Path) -> None:
+    [found] = prepare(folder, [LLAVA])
+    asked = [IMAGE, text("\nand "), IMAGE, text("\nWhich is red?")]
+    assert found["messages"] == turns(asked, [text("The first.")])
+    assert found["images"] == [path_of(folder, "a.png"), path_of(folder, "b.png")]
+
+
+def test_messages_with_numbered_images(folder: Path) -> None:
+    parts = [{"type": "image", "index": 0}, {"type": "image", "index": 1}, text("Same?")]
+    record = {"images": ["b.png", "a.png"], "messages": turns(parts, [text("No.")])}
+    [found] = prepare(folder, [record])
+    assert found["messages"] == turns([IMAGE, IMAGE, text("Same?")], [text("No.")])
+    assert found["images"] == [path_of(folder, "b.png"), path_of(folder, "a.png")]
+
+
+def test_files_inside_the_dataset(folder: Path) -> None:
+    """An image column of datasets: the bytes of the files, not decoded and encoded again."""
+    content = (folder / "a.png").read_bytes()
+    rows = datasets.Dataset.from_list([{**QA, "image": {"bytes": content, "path": "a.png"}}])
+    rows.cast_column("image", datasets.Image()).save_to_disk(str(folder / "saved"))
+    [found] = prepare(folder, folder / "saved")
+    assert found["images"] == [{"bytes": content, "path": None}]
+
+
+def test_what_it_writes_is_collated(folder: Path) -> None:
+    uri = "data:image/png;base64," + base64.b64encode((folder / "b.png").read_bytes()).decode()
+    records = prepare(folder, [LLAVA, {**LLAVA, "images": [uri, "a.png"]}])
+    processor = drawn_images.make_processor(records)
+    batch = kit.VisionLanguageCollator(processor, max_tokens=256)(records)
+    grids = batch.model_inputs("sdpa")["image_grid_thw"]
+    expected = [kit.image_grid(folder / n, processor).tolist() for n in ("a.png", "b.png")]
+    assert grids.tolist() == [*expected, *expected[::-1]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answer": ""}, "record 1: a question or answer is '', which is no text"),
+        ({"answer": None}, "record 1: a question or answer is None, which is no text"),
+        ({"image": "c.png"}, "record 1: `images`[0], '{}/c.png': the file {}/c.png does not exist"),
+        ({"image": "bad.png"}, "record 1: `images`[0], '{}/bad.png': no image that PIL can read"),
+        ({"image": "empty.png"}, "record 1: `images`[0], '{}/empty.png': it is empty"),
+        ({"image": ""}, "record 1: an image is '', expected"),
+        ({"image": "https://a.b/c.png"}, "record 1: `images`[0], 'https://a.b/c.png': images are"),
+    ],
+)
+def test_bad_questions(folder: Path, change: dict[str, Any], message: str) -> None:
+    (folder / "bad.png").write_text("no image")
+    (folder / "empty.png").write_bytes(b"")
+    with pytest.raises(kit.DataError) as caught:
+        prepare(folder, [QA, {**QA, **change}])
+    expected = message.replace("{}", str(folder)).replace("'', expected", "''; expected")
+    assert str(caught.value).startswith(expected)
+    assert str(caught.value).endswith("(--skip-bad leaves such records out)")
+    assert not (folder / "out").exists()
+    [found] = prepare(folder, [QA, {**QA, **change}], "--skip-bad")
+    assert found["images"] == [path_of(folder, "a.png")]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({**LLAVA, "images": ["a.png"]}, "the messages have 2 image parts .* has 1 images"),
+        ({**LLAVA, "images": ["a.png"] * 3}, "the messages have 2 image parts .* has 3 images"),
+        ({**LLAVA, "image": "a.png"}, "`images` and `image` are both given"),
+        ({"images": [], "conversations": [{"from": "human", "value": "Hi"}]}, "no_assistant_turn"),
+        (
+            {**LLAVA, "conversations": [{"from": "bot", "value": "Hi"}]},
+            r"a turn is from 'bot' and says 'Hi'; expected \['human', 'gpt'",
+        ),
+        (
+            {"images": ["a.png"], "messages": turns([{"type": "image", "index": 1}], [text("a")])},
+            r"the image parts have the indices \[1\], and only 0, 1, 2",
+        ),
+        (
+            {"images": [], "messages": turns([{"type": "video", "text": "a"}], [text("a")])},
+            "a message has a part {.*video.*, which would be lost",
+        ),
+        (
+            {"images": [], "messages": [{"role": "assistant", "content": "a", "name": "b"}]},
+            "a message has name, which would be lost",
+        ),
+    ],
+)
+def test_bad_conversations(folder: Path, record: dict[str, Any], message: str) -> None:
+    with pytest.raises(kit.DataError, match=f"^record 0: {message}"):
+        prepare(folder, [record])
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "message"),
+    [
+        ({"question": "a", "answer": "b"}, "", "has no column `image` or `images`, only ["),
+        ({"image": "a.png", "answer": "b"}, "", "has no column 'question', only ['image', 'answer"),
+        (QA, "--answer reply", "has no column 'reply', only ['image', 'question', 'answer']; name"),
+        (QA, "--limit 0", "--limit 0: must be 1 or more"),
+        (QA, "--num-proc 0", "--num-proc 0: must be 1 or more"),
+        (QA, "--image-root no/folder", "--image-root no/folder: there is no such folder"),
+        ({**QA, "image": "c.png"}, "--skip-bad", "1 records, and none can be used"),
+    ],
+)
+def test_nothing_to_prepare(folder: Path, record: Any, options: str, message: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        prepare(folder, [record], *options.split())
+    assert str(caught.value).startswith("prepare_vlm_data.py: ")
+    assert message in str(caught.value)
+    assert not (folder / "out").exists()
+
+
+def test_an_existing_folder_is_not_overwritten(folder: Path) -> None:
+    prepare(folder, [QA])
+    with pytest.raises(SystemExit, match=r"out exists; remove it, or choose another folder$"):
+        prepare(folder, [LLAVA])
+
+
+def test_images_stay_inside_a_root_that_is_given(folder: Path) -> None:
+    (folder / "inside").mkdir()
+    with pytest.raises(kit.DataError, match="is outside image_root="):
+        prepare(folder, [{**QA, "image": "../a.png"}], "--image-root", folder / "inside")
+
+
+def test_a_truncated_image_is_found_when_it_is_decoded(folder: Path) -> None:
+    file = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3)).astype(np.uint8)
+    Image.fromarray(noise).save(file, "JPEG")
+    (folder / "cut.jpg").write_bytes(file.getvalue()[:-1000])
+    records = [{**QA, "image": "cut.jpg"}]
+    with pytest.raises(kit.DataError, match=r"^record 0: .*is damaged or cut off"):
+        prepare(folder, records, "--check-pixels")
+    assert len(prepare(folder, records)) == 1
+
+
+def test_a_bad_record_ends_without_a_traceback(folder: Path) -> None:
+    (folder / "records.jsonl").write_text(json.dumps({**QA, "answer": [1, 2]}))
+    command = [sys.executable, str(SCRIPT), str(folder / "records.jsonl"), str(folder / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    expected = "prepare_vlm_data.py: record 0: 'answer' is a list of 2 answers; pass --first-answer"
+    assert done.stderr.splitlines()[-1].startswith(expected)
+
+
+def test_real_records(shared_data: Path, tmp_path: Path) -> None:
+    found = prepare(tmp_path, shared_data / "vlm_smoke_16.jsonl", "--check-pixels")
+    assert len(found) == 16
+    assert sorted({len(record["images"]) for record in found})[0] == 0

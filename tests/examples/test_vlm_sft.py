@@ -1,0 +1,247 @@
+"""examples/vlm_sft.py and its drawn images, from start to saved model with tiny settings."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import drawn_images
+import numpy as np
+import pytest
+import transformers
+import vlm_sft
+from datasets import Dataset
+from PIL import Image
+
+import torch_collate_kit as kit
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TINY = (
+    "--num-conversations 48 --num-held-out 8 --batch-size 8 --max-tokens 256 --max-patches 48 "
+    "--cpu --threads 1"
+)
+BASE = f"{TINY} --max-steps 4 --checkpoint-every 2"
+TWO_RANKS = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+Run = Callable[..., dict[str, Any]]
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / "summary.json").read_text())
+    return {"steps": steps, "losses": [s["loss"] for s in steps], "summary": summary}
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Call vlm_sft.main() with these arguments in this process; what it wrote."""
+    patch = pytest.MonkeyPatch()
+
+    def call(arguments: str, folder: Path) -> dict[str, Any]:
+        patch.setattr(sys, "argv", ["vlm_sft.py", *arguments.split(), "--output-dir", str(folder)])
+        vlm_sft.main()
+        return read_results(folder)
+
+    yield call
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def base(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("vlm_sft") / "base"
+    return run(BASE, folder), folder
+
+
+def launch(command: list[str], folder: Path, *options: str) -> dict[str, Any]:
+    arguments = [str(EXAMPLES / "vlm_sft.py"), *BASE.split(), "--output-dir", str(folder), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [sys.executable, *command, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_results(folder)
+
+
+def test_it_trains_answers_and_saves(base: tuple[dict[str, Any], Path]) -> None:
+    results, folder = base
+    assert [s["step"] for s in results["steps"]] == [1, 2, 3, 4]
+    assert results["losses"][-1] < results["losses"][0] - 0.5
+    for step in results["steps"]:
+        assert 0 < step["packing_efficiency"] <= 1
+    assert results["summary"]["held_out_loss"] > 0
+    skills = {skill.__name__ for skill in drawn_images.SKILLS}
+    for kind in ("exact match", "most frequent"):
+        assert {f"{kind}, {skill}" for skill in skills} <= set(results["summary"])
+    processor = kit.load_processor(folder / "model")
+    assert processor.chat_template == drawn_images.TEMPLATE
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder / "model")
+    assert model.config.text_config.vocab_size == len(processor.tokenizer)
+
+
+def test_as_a_command(base: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    found = launch([], tmp_path / "out")
+    assert found["losses"] == pytest.approx(base[0]["losses"], rel=1e-6)
+
+
+def test_resume_is_exact(base: tuple[dict[str, Any], Path], run: Run, tmp_path: Path) -> None:
+    """Four steps at once, or two, a loss of all later files, and two: the same bits."""
+    results, folder = base
+    again = tmp_path / "again"
+    shutil.copytree(folder, again)
+    for later in ("checkpoint-00000004", "model"):
+        shutil.rmtree(again / later)
+    resumed = run(f"{BASE} --resume", again)
+    assert resumed["losses"] == results["losses"]
+    assert resumed["summary"]["held_out_loss"] == results["summary"]["held_out_loss"]
+    weights = [(f / "model" / "model.safetensors").read_bytes() for f in (folder, again)]
+    assert weights[0] == weights[1]
+    with pytest.raises(SystemExit, match=r"^vlm_sft.py: --resume: .* had --max-patches 48$"):
+        run(f"{BASE} --resume --max-patches 49", again)
+
+
+def test_two_ranks_have_the_losses_of_one(
+    base: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    """Some of their rows have no image."""
+    found = launch(["-m", *TWO_RANKS], tmp_path / "out")
+    assert found["losses"] == pytest.approx(base[0]["losses"], rel=1e-4)
+    norms, expected = ([s["grad_norm"] for s in r["steps"]] for r in (found, base[0]))
+    assert norms == pytest.approx(expected, rel=1e-3)  # Adam would hide a factor in the losses
+    expected = base[0]["summary"]["held_out_loss"]
+    assert found["summary"]["held_out_loss"] == pytest.approx(expected, rel=1e-3)
+    assert found["summary"]["tokens"] == base[0]["summary"]["tokens"]
+
+
+def test_packed_and_padded_train_the_same_examples(run: Run, tmp_path: Path) -> None:
+    still = f"{TINY} --max-steps 1 --learning-rate 1e-30"  # so that evaluation sees equal weights
+    packed = run(still, tmp_path / "packed")
+    padded = run(f"{still} --padded", tmp_path / "padded")
+    assert padded["losses"] == pytest.approx(packed["losses"], rel=1e-5)
+    norms = [results["steps"][0]["grad_norm"] for results in (padded, packed)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    losses = [results["summary"]["held_out_loss"] for results in (padded, packed)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert padded["summary"]["tokens"] == packed["summary"]["tokens"]
+    assert padded["summary"]["cells"] > 1.2 * packed["summary"]["cells"]
+
+
+class Cpu:
+    device = "cpu"
+
+
+def test_rows_stay_within_both_budgets(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    """Of every batch of an epoch; and patches, not tokens, are what divides some batch."""
+    monkeypatch.setattr(sys, "argv", ["vlm_sft.py", *TINY.split()])
+    args = vlm_sft.parse_arguments()
+    args.num_ranks, args.rank = 1, 0
+    conversations, _ = vlm_sft.load_conversations(args)
+    processor = vlm_sft.load_processor(args, conversations)
+    model = vlm_sft.load_model(args, processor)
+    collate = vlm_sft.make_collator(processor, model, args)
+    examples = vlm_sft.Conversations(conversations, collate, args)
+    divided = 0
+    for batch in vlm_sft.make_loader(examples, collate, Cpu, args, shuffle=True):
+        for i in range(len(batch)):
+            row = batch[i : i + 1]
+            grids = row.model_inputs(args.attention).get("image_grid_thw", np.zeros((0, 3)))
+            assert sum(int(np.prod(grid.tolist())) for grid in grids) <= 48
+        divided += len(batch) > -(-batch.metadata["num_tokens"] // 256)
+    assert divided
+
+
+def test_a_model_and_a_dataset_with_images(
+    base: tuple[dict[str, Any], Path], run: Run, tmp_path: Path
+) -> None:
+    """The saved model, and records whose images are paths; one does not fit, and is said to."""
+    records = drawn_images.make_records(24, seed=7, turns=1)
+    for i, record in enumerate(records):
+        for j, image in enumerate(record["images"]):
+            (tmp_path / f"{i}-{j}.png").write_bytes(image["bytes"])
+        record["images"] = [f"{i}-{j}.png" for j in range(len(record["images"]))]
+    records[3]["messages"][-1]["content"] = [{"type": "text", "text": "a word " * 400}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = f"--dataset {path} --model {base[1] / 'model'} --image-root {tmp_path}"
+    results = run(f"{TINY} --num-held-out 0 --max-steps 2 {options}", tmp_path / "out")
+    assert len(results["losses"]) == 2
+    assert results["steps"][0]["learning_rate"] == 2e-5
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--max-patches 0", "--max-patches 0: must be 1 or more"),
+        ("--batch-size 0", "--batch-size 0: must be 1 or more"),
+        ("--image-root no/folder", "--image-root no/folder: there is no such folder"),
+        ("--dataset no.jsonl", "--dataset no.jsonl: there is no such file"),
+        ("--model no/model", "--model no/model: 'no/model' is no folder and no name of the hub"),
+    ],
+)
+def test_wrong_options(run: Run, tmp_path: Path, option: str, message: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(f"{TINY} {option}", tmp_path / "out")
+    assert str(caught.value).startswith(f"vlm_sft.py: {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_record_is_named(run: Run, tmp_path: Path) -> None:
+    """Before a step is trained, with its number in the dataset."""
+    records = drawn_images.make_records(4, seed=0, turns=1)
+    records[2]["images"] = []
+    Dataset.from_list(records).to_parquet(tmp_path / "chats.parquet")
+    with pytest.raises(kit.DataError, match="there are no images; each part needs one"):
+        run(f"{TINY} --num-held-out 0 --dataset {tmp_path / 'chats.parquet'}", tmp_path / "out")
+
+
+def test_a_text_model_is_refused(run: Run, tmp_path: Path) -> None:
+    processor = drawn_images.make_processor([])
+    processor.tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    with pytest.raises(SystemExit, match="is a text model; take a vision-language model, or use"):
+        run(f"{TINY} --model {tmp_path / 'model'}", tmp_path / "out")
+
+
+def test_drawn_records_follow_from_the_seed() -> None:
+    records = drawn_images.make_records(160, seed=3, turns=2)
+    assert records == drawn_images.make_records(160, seed=3, turns=2)
+    assert records != drawn_images.make_records(160, seed=4, turns=2)
+    assert {record["skill"] for record in records} == {s.__name__ for s in drawn_images.SKILLS}
+    pictures = [image["bytes"] for record in records for image in record["images"]]
+    assert len({*pictures}) > 0.9 * len(pictures)
+    assert {len(record["images"]) for record in records} == {0, 1, 2}
+    assert len({Image.open(io.BytesIO(picture)).size for picture in pictures}) == 4
+
+
+@pytest.mark.parametrize("shape", drawn_images.SHAPES)
+def test_what_is_drawn_has_its_colour(shape: str) -> None:
+    """One thing in its colour, and ground around it."""
+    picture = drawn_images.draw(np.random.default_rng(0), [(shape, "red")])
+    pixels = np.asarray(Image.open(io.BytesIO(picture)))
+    is_red = (pixels == drawn_images.COLOURS["red"]).all(axis=-1)
+    assert 100 < is_red.sum() < 32 * 32
+    assert (pixels[~is_red].max(axis=-1) == pixels[~is_red].min(axis=-1)).all()
+
+
+def test_nothing_held_out(run: Run, tmp_path: Path) -> None:
+    results = run(f"{TINY} --num-held-out 0 --max-steps 1", tmp_path)
+    assert "held_out_loss" not in results["summary"]
+    assert not any("exact match" in name for name in results["summary"])
+
+
+def test_the_most_frequent_answer_is_that_of_training() -> None:
+    def records(*answers: str) -> list[dict]:
+        return [drawn_images.record([], [("?", answer)], "number") for answer in answers]
+
+    trained, held_out = records("one", "two", "two"), records("one", "two", "one", "one")
+    assert drawn_images.majority(trained, held_out) == {"number": 0.25}
