@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["axolotl_packers", "collators", "skyrl_packer", "trl_packer"]
+__all__ = ["axolotl_packers", "collators", "skyrl_packer", "trl_packer", "trl_vision"]
 
 Packer = Callable[[np.ndarray, int], int]  # lengths and row size in, number of rows out
 Collator = Callable[[Sequence[Mapping[str, Any]]], Any]
@@ -91,6 +91,15 @@ def _trl(padding_free: bool) -> Collator | None:
     except ImportError:
         return None
     return DataCollatorForLanguageModeling(pad_token_id=0, padding_free=padding_free)
+
+
+def trl_vision(processor: Any) -> Collator | None:
+    """Its collator for conversations with images, which calls the processor."""
+    try:
+        from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+    except ImportError:
+        return None
+    return DataCollatorForVisionLanguageModeling(processor)
 
 
 def _flattening() -> Collator:

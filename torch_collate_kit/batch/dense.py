@@ -183,8 +183,9 @@ def _own(name: str, spec: FieldSpec, maker: _Maker, columns: Columns) -> Field:
 
 def _with_frames(patches: Tensor, channels: int, frames: int, size: int) -> Tensor:
     """Flat patches of several frames, of which one is stored: ``[P, channels * frames * size]``."""
-    repeated = patches.view(-1, channels, 1, size).expand(-1, -1, frames, -1)
-    return repeated.reshape(len(patches), channels * frames * size)
+    dense = _empty(patches.numel() * frames, patches.dtype, patches.device)
+    dense.view(-1, channels, frames, size).copy_(patches.view(-1, channels, 1, size))
+    return dense.view(len(patches), channels * frames * size)
 
 
 def _mrope_position_ids(maker: _Maker, columns: Columns, _: Any) -> Field:

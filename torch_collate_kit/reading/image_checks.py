@@ -55,7 +55,7 @@ def checked_images(
     grid = fields.get("image_grid_thw")
     if grid is not None:
         _check_grid(index, grid, layout)
-        _check_frames(index, fields["pixel_values"], layout)
+        _check_patch_size(index, fields["pixel_values"], layout)
     sizes = fields.get("image_sizes")
     if sizes is not None and (sizes.shape[1] != 2 or (sizes < 1).any()):
         raise DataError(
@@ -121,21 +121,12 @@ def _check_grid(index: int, grid: np.ndarray, layout: VisionLayout) -> None:
         )
 
 
-def _check_frames(index: int, pixels: np.ndarray, layout: VisionLayout) -> None:
-    """The frames of a patch must be equal: only one of them is stored."""
+def _check_patch_size(index: int, pixels: np.ndarray, layout: VisionLayout) -> None:
     channels, num_frames, size = layout.patch_shape
-    if num_frames == 1:
-        return
-    if pixels.shape[1] != channels * num_frames * size:
+    if num_frames > 1 and pixels.shape[1] != channels * num_frames * size:
         raise DataError(
             f"example {index}: pixel_values has patches of {pixels.shape[1]} numbers, the model's "
             f"have {channels * num_frames * size}; use the processor of the model"
-        )
-    frames = pixels.reshape(-1, channels, num_frames, size)
-    if not (frames[:, :, 1:] == frames[:, :, :1]).all():
-        raise DataError(
-            f"example {index}: the frames of a patch of pixel_values differ, so it is no still "
-            "image (or holds NaN); videos are not supported, give images"
         )
 
 
