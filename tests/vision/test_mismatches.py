@@ -8,6 +8,7 @@ import torch
 
 from tests.vision.batches import NOT_BATCHED, examples_of, layout_of, packed, padded
 from tests.vision.families import FAMILIES, MROPE
+from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision import VisionLayout
 
 
@@ -69,6 +70,13 @@ def test_replaced_position_ids_are_not_lost(name: str) -> None:
     changed["position_ids"][:] = 3  # in place
     with pytest.raises(ValueError, match="so they would be lost"):
         changed.model_inputs("sdpa")
+
+    grids = batch["image_grid_thw"]
+    swapped = Ragged(grids.values.flip(0), grids.offsets)
+    with pytest.raises(ValueError, match="image_grid_thw was replaced, and mrope_position_ids fol"):
+        batch.with_fields(image_grid_thw=swapped).model_inputs("sdpa")
+    both = other.with_fields(image_grid_thw=swapped)
+    assert torch.equal(both.model_inputs("sdpa")["image_grid_thw"], grids.values.flip(0))
 
 
 def test_replaced_position_ids_of_other_families() -> None:

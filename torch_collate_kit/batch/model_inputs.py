@@ -99,7 +99,13 @@ def _positions_and_images(batch: Batch) -> dict[str, Any]:
 
 def _refuse_lost_positions(batch: Batch, kind: str, name: str) -> None:
     """Position ids that were replaced or changed, where the model gets others."""
-    if kind == "restarting" or "position_ids" not in batch._stored().given:
+    given = batch._stored().given
+    if kind == "mrope" and "image_grid_thw" in given and "mrope_position_ids" not in given:
+        raise ValueError(
+            "image_grid_thw was replaced, and mrope_position_ids follow from the grids that were "
+            "collated; replace both, or collate again"
+        )
+    if kind == "restarting" or "position_ids" not in given:
         return
     gets = "makes its own" if kind == "model" else "gets mrope_position_ids [R, 4, W]"
     way_out = "" if kind == "model" else "replace those, or "
