@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,15 @@ import pytest
 import torch
 
 from tests.rl.rollouts import OUTCOME
+from torch_collate_kit import PackedCollator, RolloutCollator
+from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.rl import compute_advantages
+from torch_collate_kit.rl import (
+    compute_advantages,
+    from_response_values,
+    mini_batch_boundaries,
+    response_values,
+)
 
 
 @pytest.mark.parametrize("estimator", OUTCOME)
@@ -82,3 +90,40 @@ def test_groups_by_any_uids() -> None:
             rewards, mask, uids, estimator="grpo_no_std", group_of_one="zero"
         )
         assert found.flatten().tolist() == [-1.0, 0.0, 1.0]
+
+
+def packed_and_padded() -> tuple[Batch, Batch]:
+    """Four rows of two rollouts each, and eight rows of the same."""
+    rollouts = [
+        {"prompt_ids": [5, 6], "response_ids": [7, 8], "rewards": reward, "loss_mask": [1, 1]}
+        | {"uid": "a", "trajectory_id": i}
+        for i, reward in enumerate([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0])
+    ]
+    return PackedCollator(0, max_tokens=8)(rollouts), RolloutCollator(0)(rollouts)
+
+
+def test_rows_of_several_rollouts_are_refused() -> None:
+    packed, _ = packed_and_padded()
+    assert packed.row_metadata["uids"] == [("a", "a")] * 4
+    sent = pickle.loads(pickle.dumps(packed))
+    for batch in (packed, packed[1:3], packed.select([3, 0]), sent, Batch.cat(packed.chunk(2))):
+        rewards, mask, uids = batch["rewards"], batch["response_mask"], batch.row_metadata["uids"]
+        for estimator in ("grpo", "rloo", "maxrl", "reinforce++"):
+            with pytest.raises(ValueError, match=r"uids\[0\] is \('a', 'a'\), of a packed row"):
+                compute_advantages(rewards, mask, uids, estimator=estimator)
+        with pytest.raises(ValueError, match="of a packed row, and here a row is one rollout"):
+            mini_batch_boundaries(uids, 1)
+    ids, names = packed.row_metadata["trajectory_ids"], list("aabb")
+    with pytest.raises(ValueError, match=r"trajectory_ids\[0\] is \(\d, \d\), of a packed row"):
+        compute_advantages(
+            packed["rewards"], packed["response_mask"], names, estimator="grpo", trajectory_ids=ids
+        )
+
+
+def test_advantages_of_rollouts_go_into_packed_rows() -> None:
+    packed, padded = packed_and_padded()
+    arguments = (padded["rewards"], padded["response_mask"], padded.row_metadata["uids"])
+    advantages = compute_advantages(*arguments, estimator="grpo_no_std")
+    lists = response_values(advantages, padded)
+    found = response_values(from_response_values(lists, packed), packed)
+    assert [values[0] for values in found] == [0.5, -0.5, -0.5, 0.5, 0.5, 0.5, -0.5, -0.5]

@@ -84,6 +84,7 @@ def _positions_and_images(batch: Batch) -> dict[str, Any]:
             )
         return {"position_ids": batch["position_ids"]}
     inputs: dict[str, Any] = {}
+    _refuse_lost_positions(batch, vision.family.positions, vision.family_name)
     if vision.has_mrope:  # [4, R, W]: the first row tells the examples of a row apart
         inputs["position_ids"] = batch["mrope_position_ids"].transpose(0, 1)
     elif vision.family.positions == "restarting":
@@ -94,6 +95,24 @@ def _positions_and_images(batch: Batch) -> dict[str, Any]:
         if name in batch and len(values := batch[name].flat_values):
             inputs[name] = values[None] if vision.family.joins_tiles else values
     return inputs
+
+
+def _refuse_lost_positions(batch: Batch, kind: str, name: str) -> None:
+    """Position ids that were replaced or changed, where the model gets others."""
+    given = batch._stored().given
+    if kind == "mrope" and "image_grid_thw" in given and "mrope_position_ids" not in given:
+        raise ValueError(
+            "image_grid_thw was replaced, and mrope_position_ids follow from the grids that were "
+            "collated; replace both, or collate again"
+        )
+    if kind == "restarting" or "position_ids" not in given:
+        return
+    gets = "makes its own" if kind == "model" else "gets mrope_position_ids [R, 4, W]"
+    way_out = "" if kind == "model" else "replace those, or "
+    raise ValueError(
+        f"position_ids were replaced, and a {name} model {gets}, so they would be lost; {way_out}"
+        "change position_ids in the dict that model_inputs() returns"
+    )
 
 
 def needs_image_blocks(batch: Batch) -> bool:

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["cat", "equal", "is_per_row", "owned", "take", "with_empty_rows"]
+__all__ = ["PackedValues", "cat", "equal", "is_per_row", "owned", "take", "with_empty_rows"]
+
+
+class PackedValues(tuple[Any, ...]):
+    """What a packed row has for each of its sub-sequences, so that none is taken for the row's.
+
+    >>> PackedValues(["a", "b"])
+    ('a', 'b')
+    """
+
+    __slots__ = ()
 
 
 def is_per_row(value: Any) -> bool:

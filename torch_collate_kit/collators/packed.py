@@ -12,6 +12,7 @@ import numpy as np
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.placement import Pieces, Placement, longest_segments, packed
+from torch_collate_kit.batch.rows import PackedValues
 from torch_collate_kit.collators.assembly import (
     assemble,
     made_of_images,
@@ -293,7 +294,7 @@ class PackedCollator(Generic[B]):
         per_row: dict[str, Any] = {}
         for key, values in columns.per_example.items():
             in_order = [values[i] for i in positions.tolist()]
-            per_row[key] = [tuple(in_order[a:b]) for a, b in pairwise(row_offsets.tolist())]
+            per_row[key] = [PackedValues(in_order[a:b]) for a, b in pairwise(row_offsets.tolist())]
         made = made_of_images(self.vision)
         names = dict.fromkeys((*_FIELDS, *made, *columns.names, "sub_seq_lengths", "cu_seq_lens"))
         batch = assemble(

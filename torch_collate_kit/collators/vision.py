@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,11 +16,20 @@ from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.collators.packed import PackedCollator
 from torch_collate_kit.collators.padded import PaddedCollator
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing import PlannedExamples
+from torch_collate_kit.packing import PackingOptions, PlannedExamples
 from torch_collate_kit.reading.raw import is_sequence
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["ExampleSizes", "VisionLanguageCollator"]
+
+_RECORDS_AT_A_TIME = 1000
+
+
+class Records(Protocol):
+    """A list of records, or a map-style dataset of them."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
 class ExampleSizes(NamedTuple):
@@ -43,7 +52,7 @@ class VisionLanguageCollator:
             ``PaddedCollator``. ``options`` are those of that collator.
         train_on, tools, chat_template_kwargs, image_root, max_pixels: as of ``tokenize_chat``.
         max_length: cut a conversation to this many tokens, never through an image; what is cut is
-            counted in the batch's ``metadata``.
+            counted in the batch's ``metadata`` (not with a plan, which knows only the cut lengths).
         require_images: "all" refuses batches in which a conversation has no image.
         config: the model's config, where the processor does not tell the model.
         pixel_dtype: "float32", or "bfloat16" for half the bytes.
@@ -99,6 +108,17 @@ class VisionLanguageCollator:
                 options["max_tokens"] = max_tokens
             self.collator = PackedCollator(processor, vision=self.vision, **options)
 
+    @property
+    def packing(self) -> PackingOptions:
+        """What ``PackedBatchSampler(packing=...)`` takes.
+
+        Raises:
+            ValueError: the collator pads.
+        """
+        if not isinstance(self.collator, PackedCollator):
+            raise ValueError("the collator pads; pass max_tokens= or packing= to pack")
+        return self.collator.packing
+
     def __call__(self, examples: Sequence[Mapping[str, Any]] | PlannedExamples) -> Any:
         if isinstance(examples, PlannedExamples):
             if not isinstance(self.collator, PackedCollator):
@@ -106,6 +126,7 @@ class VisionLanguageCollator:
                     "the examples come with a plan of packed rows; pass max_tokens= or packing="
                 )
             processed = self._processed(examples.examples)
+            self._check_images(processed)
             return self.collator(replace(examples, examples=processed))
         processed = self._processed(examples)
         self._check_images(processed)
@@ -116,23 +137,38 @@ class VisionLanguageCollator:
             batch.metadata |= {"cut": both, "num_cut": len(both)}
         return batch
 
-    def sizes(self, examples: Sequence[Mapping[str, Any]]) -> ExampleSizes:
+    def sizes(self, examples: Records) -> ExampleSizes:
         """What a plan needs, from the text and the headers of the image files; decodes no image.
+
+        ``examples`` are a list of records, or a map-style dataset of them, which is read in parts.
+        A ``datasets.Image`` column decodes what is read; cast it to ``Image(decode=False)`` before.
 
         Raises:
             DataError: as when they are collated, but for what only decoding an image shows.
+            TypeError: neither a list nor a dataset.
         """
-        processed = self._processed(examples, pixels=False)
-        patches = [self.vision.patches(example) for example in processed]
+        is_dataset = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
+        if not is_dataset or isinstance(examples, Mapping | str | bytes):
+            raise TypeError(
+                "examples must be a list of records or a map-style dataset of them, got "
+                f"{type(examples).__name__}"
+            )
+        lengths, patches, num_loss_tokens = [], [], []
+        for start in range(0, len(examples), _RECORDS_AT_A_TIME):
+            stop = min(start + _RECORDS_AT_A_TIME, len(examples))
+            records = [examples[i] for i in range(start, stop)]
+            for example in self._processed(records, pixels=False, start=start):
+                lengths.append(len(example["input_ids"]))
+                patches.append(self.vision.patches(example))
+                num_loss_tokens.append(sum(example["loss_mask"][1:]))
         return ExampleSizes(
-            np.array([len(example["input_ids"]) for example in processed], dtype=np.int64),
-            patches,
-            np.array([sum(example["loss_mask"][1:]) for example in processed], dtype=np.int64),
+            np.array(lengths, dtype=np.int64), patches, np.array(num_loss_tokens, dtype=np.int64)
         )
 
     def _processed(
-        self, examples: Sequence[Mapping[str, Any]], *, pixels: bool = True
+        self, examples: Sequence[Mapping[str, Any]], *, pixels: bool = True, start: int = 0
     ) -> list[dict[str, Any]]:
+        """``start``: the number of the first one, for messages."""
         if not is_sequence(examples):
             raise TypeError(
                 f"examples must be a list of records, got {type(examples).__name__}; of a dataset "
@@ -140,7 +176,7 @@ class VisionLanguageCollator:
             )
         options = ChatOptions(None, **self._chat, pixels=pixels)
         processed = []
-        for i, found in enumerate(tokenize_records(examples, options, from_arrow=False)):
+        for i, found in enumerate(tokenize_records(examples, options, from_arrow=False), start):
             if isinstance(found, DataError):
                 raise DataError(f"example {i}: {found}") from found
             (example,) = found

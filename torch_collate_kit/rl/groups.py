@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from torch_collate_kit.batch.rows import PackedValues
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.raw import flag_column, id_column
 
@@ -19,8 +20,16 @@ Uids = Sequence[Hashable] | np.ndarray | Tensor
 def checked_uids(uids: Any, num_rows: int | None = None, *, name: str = "uid") -> list[Hashable]:
     """``uids`` as a list of hashables that compare by value; a tensor's are its numbers.
 
-    None and NaN are refused: such rows would be one prompt, or one each.
+    None and NaN are refused: such rows would be one prompt, or one each. So are those of packed
+    rows, which hold several rollouts.
     """
+    if isinstance(uids, Sequence) and any(isinstance(uid, PackedValues) for uid in uids):
+        row = next(i for i, uid in enumerate(uids) if isinstance(uid, PackedValues))
+        raise ValueError(
+            f"{name}s[{row}] is {uids[row]!r}, of a packed row, and here a row is one rollout; "
+            "compute this on the batch of a RolloutCollator, and bring advantages into packed rows "
+            "with rl.from_response_values(rl.response_values(advantages, padded), packed)"
+        )
     keys = id_column(name, _one_per_row(f"{name}s", name, uids), "row")
     if num_rows is not None and len(keys) != num_rows:
         raise ValueError(

@@ -88,7 +88,7 @@ class VisionLayout:
 
         Raises:
             TypeError: no processor with an ``image_processor``.
-            ValueError: a family that is not supported.
+            ValueError: a family that is not supported; a processor and a config of two models.
         """
         images = getattr(processor, "image_processor", None)
         if images is None:
@@ -97,6 +97,7 @@ class VisionLayout:
                 "load it with AutoProcessor.from_pretrained, or see load_processor"
             )
         family = family_of(processor, config)
+        _check_config(processor, images, config)
         settings: dict[str, Any] = {
             "family_name": family.name,
             "image_token_id": image_token_id(processor),
@@ -143,8 +144,14 @@ class VisionLayout:
     def units(self, fields: Mapping[str, np.ndarray]) -> ImageUnits:
         """The images of one example, by the processor's fields of it, with tiles laid flat.
 
-        Fields without pixels are those of ``tokenize_chat(..., pixels=False)``.
+        Fields without pixels are those of ``tokenize_chat(..., pixels=False)``. An example without
+        any of them has no images.
+
+        >>> VisionLayout("qwen3_vl", image_token_id=9).units({"input_ids": [5]}).patches.tolist()
+        []
         """
+        if not any(name in fields for name in (*self.fields, "num_tiles")):
+            return ImageUnits(*(np.zeros(0, dtype=np.int64) for _ in ImageUnits._fields))
         if self.family_name in _MERGED:
             patches = fields["image_grid_thw"].astype(np.int64).prod(axis=1)
             return ImageUnits(patches // self.merge_size**2, patches, np.ones_like(patches))
@@ -218,6 +225,29 @@ class VisionLayout:
         if "pixel_attention_mask" in self.family.fields:
             fields["pixel_attention_mask"] = np.ones((1, size, size), np.int64)
         return fields
+
+
+def _check_config(processor: Any, images: Any, config: Any) -> None:
+    """That processor and config may be of one model: families of one kind, patches of one size."""
+    if config is None:
+        return
+    ours, theirs = family_of(processor), family_of(config=config)
+    model, name = getattr(config, "model_type", None), type(processor).__name__
+    if OTHER not in (ours, theirs) and ours.fields != theirs.fields:
+        raise ValueError(
+            f"{name} returns {', '.join(ours.fields) or 'other fields'}, and {model} models take "
+            f"{', '.join(theirs.fields) or 'others'}; load processor and config of the same model"
+        )
+    if ours.name not in _MERGED:
+        return
+    tower = getattr(config, "vision_config", None)
+    for one, other in (("patch_size",) * 2, ("merge_size", "spatial_merge_size")):
+        cut, taken = getattr(images, one, None), getattr(tower, other, None)
+        if cut is not None and taken is not None and cut != taken:
+            raise ValueError(
+                f"{name} has {one}={cut}, the {model} config says {other}={taken}; load "
+                "processor and config of the same model"
+            )
 
 
 def image_token_id(processor: Any) -> int | None:

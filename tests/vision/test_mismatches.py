@@ -1,0 +1,88 @@
+"""Processor, config and fields that do not belong together are refused, not taken silently."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.vision.batches import NOT_BATCHED, examples_of, layout_of, packed, padded
+from tests.vision.families import FAMILIES, MROPE
+from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.vision import VisionLayout
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NOT_BATCHED])
+def test_processor_and_config_of_a_family(name: str) -> None:
+    family = FAMILIES[name]
+    assert VisionLayout.of(family.processor(), family.model().config).family_name
+
+
+@pytest.mark.parametrize(
+    ("processor", "config", "message"),
+    [
+        (
+            "qwen2_5_vl",
+            "internvl",
+            "Qwen2VLProcessor returns pixel_values, image_grid_thw, and internvl models take "
+            "pixel_values; load processor and config of the same model",
+        ),
+        (
+            "llava_next",
+            "llava_onevision",
+            "LlavaNextProcessor returns pixel_values, image_sizes, and llava_onevision models take "
+            "pixel_values, image_sizes, batch_num_images; load",
+        ),
+        (
+            "qwen2_5_vl",
+            "qwen3_vl",
+            "Qwen2VLProcessor has patch_size=14, the qwen3_vl config says patch_size=16; load "
+            "processor and config of the same model",
+        ),
+    ],
+)
+def test_processor_and_config_of_two_models(processor: str, config: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VisionLayout.of(FAMILIES[processor].processor(), FAMILIES[config].model().config)
+
+
+def test_units_of_an_example_without_images() -> None:
+    for name in ("qwen2_5_vl", "internvl", "llava_next", "gemma3"):
+        layout = layout_of(FAMILIES[name])
+        for example in examples_of(name):
+            units = layout.units({k: np.asarray(v) for k, v in example.items()})
+            assert bool(len(units.patches)) == ("pixel_values" in example)
+
+
+@pytest.mark.parametrize("name", MROPE)
+def test_replaced_position_ids_are_not_lost(name: str) -> None:
+    family, examples = FAMILIES[name], examples_of(name)
+    batch = padded(family, examples)
+    inputs = batch.model_inputs("sdpa")
+    replaced = batch.with_fields(position_ids=batch["position_ids"] + 1)
+    with pytest.raises(ValueError, match=r"were replaced, and a \w+ model gets mrope_position_ids"):
+        replaced.model_inputs("sdpa")
+    with pytest.raises(ValueError, match="so they would be lost"):
+        replaced[1:3].model_inputs("sdpa")
+    other = batch.with_fields(mrope_position_ids=batch["mrope_position_ids"] + 1)
+    assert torch.equal(other.model_inputs("sdpa")["position_ids"], inputs["position_ids"] + 1)
+    changed = padded(family, examples)
+    changed["position_ids"][:] = 3  # in place
+    with pytest.raises(ValueError, match="so they would be lost"):
+        changed.model_inputs("sdpa")
+
+    grids = batch["image_grid_thw"]
+    swapped = Ragged(grids.values.flip(0), grids.offsets)
+    with pytest.raises(ValueError, match="image_grid_thw was replaced, and mrope_position_ids fol"):
+        batch.with_fields(image_grid_thw=swapped).model_inputs("sdpa")
+    both = other.with_fields(image_grid_thw=swapped)
+    assert torch.equal(both.model_inputs("sdpa")["image_grid_thw"], grids.values.flip(0))
+
+
+def test_replaced_position_ids_of_other_families() -> None:
+    batch = packed(FAMILIES["internvl"], examples_of("internvl"))
+    replaced = batch.with_fields(position_ids=batch["position_ids"] + 1)
+    assert torch.equal(replaced.model_inputs("sdpa")["position_ids"], batch["position_ids"] + 1)
+    made = padded(FAMILIES["paligemma"], examples_of("paligemma"))
+    with pytest.raises(ValueError, match="a paligemma model makes its own, so they would be lost"):
+        made.with_fields(position_ids=made["position_ids"] + 1).model_inputs("sdpa")

@@ -1,0 +1,126 @@
+"""VisionLanguageCollator: conversations as they are, under a plan and without, and its sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.chat_images.truth import chat, image, text
+from tests.vision.families import FAMILIES
+from tests.vision.images import draw
+from torch_collate_kit import PackedBatchSampler, ParallelLayout, VisionLanguageCollator
+from torch_collate_kit.collators import vision as module
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.ragged import Ragged
+
+QWEN = FAMILIES["qwen2_5_vl"]
+Record = dict[str, Any]
+
+
+def records() -> list[Record]:
+    """Two images, one image and none, by turns."""
+    rng, made = np.random.default_rng(0), []
+    for i in range(9):
+        number = (2, 1, 0)[i % 3]
+        parts = [*(image() for _ in range(number)), text("What is it? " * (i % 4 + 1))]
+        pictures = [draw(rng, 56 + 28 * (i % 2), 84) for _ in range(number)]
+        made.append({"messages": chat(parts, "A cat."), "images": pictures})
+    return made
+
+
+class PlannedRecords:
+    """A dataset that passes plans on."""
+
+    def __init__(self, rows: list[Record]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Record:
+        return self.rows[index]
+
+    def __getitems__(self, plan: Any) -> Any:
+        return plan.with_examples([self.rows[i] for i in plan.indices])
+
+
+def under_a_plan(rank: int, **options: Any) -> list[Any]:
+    collate = VisionLanguageCollator(
+        QWEN.processor(), max_tokens=200, parallel=ParallelLayout(dp=2), **options
+    )
+    dataset = PlannedRecords(records())
+    sizes = collate.sizes(dataset)
+    sampler = PackedBatchSampler(
+        sizes.lengths,
+        patches=sizes.patches,
+        num_loss_tokens=sizes.num_loss_tokens,
+        batch_size=6,
+        packing=collate.packing,
+        rank=rank,
+        shuffle=False,
+    )
+    return list(DataLoader(dataset, batch_sampler=sampler, collate_fn=collate))
+
+
+def test_ranks_get_their_chunks_of_the_batch_of_a_controller() -> None:
+    whole = VisionLanguageCollator(QWEN.processor(), max_tokens=200, parallel=ParallelLayout(dp=2))
+    for rank in range(2):
+        parts = under_a_plan(rank)
+        for part, start in zip(parts, (0, 6), strict=True):
+            expected = whole(records()[start : start + 6]).chunk(2)[rank]
+            assert list(part) == list(expected)
+            for name in expected:
+                one, other = part[name], expected[name]
+                if isinstance(one, Ragged):
+                    assert np.array_equal(one.offsets, other.offsets), name
+                    one, other = one.values, other.values
+                assert torch.equal(torch.as_tensor(one), torch.as_tensor(other)), name
+
+
+def test_require_images_holds_under_a_plan() -> None:
+    with pytest.raises(DataError, match="has no image, and require_images='all'"):
+        [under_a_plan(rank, require_images="all") for rank in range(2)]
+
+
+def test_sizes_read_a_dataset_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    collate = VisionLanguageCollator(QWEN.processor())
+    expected = collate.sizes(records())
+    rows = [
+        {
+            "messages": [
+                {
+                    "role": turn["role"],
+                    "content": [text(c) for c in [turn["content"]]]
+                    if isinstance(turn["content"], str)
+                    else turn["content"],
+                }
+                for turn in record["messages"]
+            ],
+            "images": record["images"],
+        }
+        for record in records()
+    ]
+    dataset = datasets.Dataset.from_list(rows)
+    monkeypatch.setattr(module, "_RECORDS_AT_A_TIME", 4)
+    for examples in (records(), dataset, PlannedRecords(records())):
+        found = collate.sizes(examples)
+        assert found.lengths.tolist() == expected.lengths.tolist()
+        assert found.patches == expected.patches
+        assert found.num_loss_tokens.tolist() == expected.num_loss_tokens.tolist()
+    broken = records()
+    broken[7]["images"] = []
+    with pytest.raises(DataError, match="example 7: the messages have 1 image parts"):
+        collate.sizes(broken)
+    for wrong in ({"messages": []}, "records", iter(records())):
+        with pytest.raises(TypeError, match="a list of records or a map-style dataset of them"):
+            collate.sizes(wrong)  # type: ignore[arg-type]
+
+
+def test_a_collator_that_pads_has_no_packing() -> None:
+    with pytest.raises(ValueError, match="the collator pads; pass max_tokens= or packing="):
+        _ = VisionLanguageCollator(QWEN.processor()).packing
