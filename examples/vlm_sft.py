@@ -62,15 +62,20 @@ def load_conversations(args: argparse.Namespace) -> tuple[datasets.Dataset, data
         num_held_out = 350 if args.num_held_out is None else args.num_held_out
         train = drawn_images.make_records(args.num_conversations, args.seed, turns=2)
         held_out = drawn_images.make_records(num_held_out, args.seed, turns=1)
-        made = datasets.Dataset.from_list(train + held_out)
+        made = numbered(datasets.Dataset.from_list(train + held_out))
         train_indices, held_out_indices = np.split(np.arange(len(made)), [len(train)])
         return made.select(train_indices), made.select(held_out_indices)
-    found = images_as_files(read_dataset(args.dataset, args.split))
+    found = numbered(images_as_files(read_dataset(args.dataset, args.split)))
     num_held_out = args.num_held_out
     if num_held_out is None:
         num_held_out = min(350, len(found) // 20)
     order = np.random.default_rng(np.random.SeedSequence((args.seed, 1))).permutation(len(found))
     return found.select(order[num_held_out:]), found.select(order[:num_held_out])
+
+
+def numbered(records: datasets.Dataset) -> datasets.Dataset:
+    """With the number of each record, so that errors can name it after a selection."""
+    return records.add_column("record_number", np.arange(len(records)))
 
 
 def load_processor(args: argparse.Namespace, conversations: datasets.Dataset) -> Any:
@@ -124,7 +129,7 @@ def make_collator(processor: Any, model: Any, args: argparse.Namespace) -> Any:
     return collate
 
 
-def measure(record: dict, index: int, collate: Any) -> dict[str, Any]:
+def measure(record: dict, collate: Any) -> dict[str, Any]:
     """The sizes of a record, as columns of a dataset; its images are not decoded.
 
     Not `kit.DataError`: datasets would hash the whole package to name its cache.
@@ -133,7 +138,7 @@ def measure(record: dict, index: int, collate: Any) -> dict[str, Any]:
         [length], [patches], [num_loss_tokens] = collate.sizes([record])
     except DataError as error:
         reason = str(error).removeprefix("example 0: ")
-        raise DataError(f"conversation {index}: {reason}") from error
+        raise DataError(f"record {record['record_number']} of the dataset: {reason}") from error
     return {"length": length, "patches": patches, "num_loss_tokens": num_loss_tokens}
 
 
@@ -141,8 +146,8 @@ class Conversations(Dataset):
     """Records with their sizes, for a sampler that plans and for one that does not."""
 
     def __init__(self, records: datasets.Dataset, collate: Any, args: argparse.Namespace) -> None:
-        options = {"with_indices": True, "fn_kwargs": {"collate": collate}}
-        options |= {"remove_columns": records.column_names, "num_proc": args.num_workers or None}
+        options = {"remove_columns": records.column_names, "fn_kwargs": {"collate": collate}}
+        options |= {"num_proc": args.num_workers or None}
         measured: Any = {"length": [], "patches": [], "num_loss_tokens": []}
         if len(records):  # datasets maps nothing to no columns
             measured = records.map(measure, **options, desc="reading sizes")

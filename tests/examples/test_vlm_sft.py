@@ -203,10 +203,11 @@ def test_wrong_options(run: Run, tmp_path: Path, option: str, message: str) -> N
 
 def test_a_bad_record_is_named(run: Run, tmp_path: Path) -> None:
     """Before a step is trained, with its number in the dataset."""
-    records = drawn_images.make_records(4, seed=0, turns=1)
-    records[2]["images"] = []
+    records = drawn_images.make_records(40, seed=0, turns=1)
+    records[33]["images"] = []
     Dataset.from_list(records).to_parquet(tmp_path / "chats.parquet")
-    with pytest.raises(kit.DataError, match="there are no images; each part needs one"):
+    message = "^record 33 of the dataset: the messages have 1 image parts .* there are no images"
+    with pytest.raises(kit.DataError, match=message):
         run(f"{TINY} --num-held-out 0 --dataset {tmp_path / 'chats.parquet'}", tmp_path / "out")
 
 
