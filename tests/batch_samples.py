@@ -11,6 +11,7 @@ from torch_collate_kit.batch import Batch, PerExample, PerResponseToken, PerToke
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.vision import VisionLayout
 
 LENGTHS = (5, 3, 4, 2, 7)
 
@@ -89,6 +90,20 @@ def rollouts(*, images: bool = False) -> list[dict[str, Any]]:
     return found
 
 
+def image_examples() -> list[dict[str, Any]]:
+    """Of a model with M-RoPE: two, one and no images; 7 is the placeholder."""
+    found: list[dict[str, Any]] = []
+    for i, grids in enumerate([[[1, 4, 4], [1, 2, 4]], [], [[1, 6, 2]], []]):
+        ids = [100 * i + 8, *[7] * sum(h * w // 4 for _, h, w in grids), 100 * i + 9, 100 * i + 10]
+        images = {"pixel_values": None, "image_grid_thw": None}
+        if grids:
+            patches = np.arange(sum(h * w for _, h, w in grids)) + 0.5 * i
+            images = {"pixel_values": np.repeat(patches[:, None], 6, 1), "image_grid_thw": grids}
+        found.append({"input_ids": ids, "labels": ids, **images})
+    return found
+
+
+VISION = VisionLayout("qwen3_vl", image_token_id=7, merge_size=2, patch_shape=(3, 2, 1))
 DECLARED = {
     "type": PerToken(torch.int8, pad=3),
     "reference": PerResponseToken(torch.bfloat16),
@@ -118,6 +133,10 @@ KINDS: dict[str, Any] = {  # a batch of every kind that collators make
     ),
     "rollouts": lambda: RolloutCollator(9)(rollouts(images=True)),
     "packed rollouts": lambda: PackedCollator(9, max_tokens=9)(rollouts()),
+    "images": lambda: PaddedCollator(9, vision=VISION)(image_examples()),
+    "packed images": lambda: PackedCollator(
+        9, max_tokens=16, vision=VISION, parallel=ParallelLayout(dp=2, tp=2)
+    )(image_examples()),
     "declared": lambda: PaddedCollator(9, fields=DECLARED)(declared_examples()),
     "packed declared": lambda: PackedCollator(9, max_tokens=16, fields=DECLARED)(
         declared_examples()

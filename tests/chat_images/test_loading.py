@@ -134,7 +134,8 @@ def test_empty_and_other_files(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(b"")
     assert refusal(path) == f"`images`[0], '{path}': it is empty; replace it"
-    assert refusal(b"") == "`images`[0], 0 bytes: it is empty; replace it"
+    for empty in (b"", {"bytes": b"", "path": "a.png"}):
+        assert refusal(empty) == "`images`[0], 0 bytes: it is empty; replace it"
     path.write_text("This is a text.")
     message = f"`images`[0], '{path}': no image that PIL can read; replace or convert it"
     assert refusal(path).startswith(message)

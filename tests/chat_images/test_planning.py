@@ -137,7 +137,18 @@ def test_image_grid_at_the_real_sizes() -> None:
 def test_image_grid_without_resizing() -> None:
     processor = processors.qwen3()
     processor.image_processor.do_resize = False
-    assert image_grid(Image.new("RGB", (96, 64)), processor).tolist() == [1, 4, 6]
+    assert image_grid(Image.new("RGB", (320, 160)), processor).tolist() == [1, 10, 20]
+    assert image_grid(Image.new("RGB", (320, 160)), processors.qwen3()).prod() <= 64
+
+
+def test_settings_of_the_processor_come_before_those_of_its_image_processor() -> None:
+    """InternVL's cuts images into tiles, whatever its image processor would do alone."""
+    processor = processors.internvl()
+    processor.image_processor.crop_to_patches = False
+    picture = draw(np.random.default_rng(0), 56, 120)
+    record = {"messages": chat([image(), text("What?")], "A cat."), "images": [picture]}
+    assert tokenize_chat(record, processor=processor)["pixel_values"].shape[0] == 3
+    check(record, processor)
 
 
 def test_image_grid_refuses_what_the_processor_refuses() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from transformers import AutoTokenizer
 
-from tests.chat_images.truth import KINDS, assert_fields, expected
+from tests.chat_images.truth import KINDS, assert_fields, expected, ids_of
 from tests.vision.families import FAMILIES
 from torch_collate_kit import tokenize_chat
 
@@ -42,3 +43,24 @@ def test_files_and_images_in_memory(
         assert (small["input_ids"], small["loss_mask"]) == (ids, mask)
     assert modes == {"RGB", "L", "RGBA"}
     assert counts == {0, 1, 2, 3}
+
+
+def test_a_real_tokenizer(records: list[dict[str, Any]], shared_data: Path) -> None:
+    """Tokens of several characters, and a template of its own: the ids are the processor's."""
+    processor = FAMILIES["llava_next"].make_processor()
+    folder = shared_data / "tokenizers" / "mistral-32k-chatml"
+    processor.tokenizer = AutoTokenizer.from_pretrained(folder)
+    processor.image_token_id = processor.tokenizer.convert_tokens_to_ids("<image>")
+    processor.chat_template = None  # that of the tokenizer
+    for record in records:
+        images = [Image.open(shared_data / path) for path in record["images"]]
+        words = processor.tokenizer.apply_chat_template(record["messages"], tokenize=False)
+        ids = ids_of(processor, words, images)
+        found = tokenize_chat(record, processor=processor, image_root=shared_data)
+        length = len(found["input_ids"])
+        assert found["input_ids"] == ids[:length]
+        assert not processor.decode(ids[length:]).strip()
+        pairs = zip(found["input_ids"], found["loss_mask"], strict=True)
+        kept = processor.decode([token for token, trained in pairs if trained])
+        answers = [m["content"][0]["text"] for m in record["messages"] if m["role"] == "assistant"]
+        assert [words.strip() for words in kept.split("<|im_end|>")] == [*answers, ""]

@@ -80,6 +80,12 @@ def test_no_images_and_no_examples() -> None:
         ([[4], None, [1]], TypeError, "patches of example 1 are None, neither an int nor a list"),
         ([[[4]], [[1]], [[1]]], TypeError, "patches of example 0 are [[4]], neither an int nor a"),
         (np.ones((3, 2), int), ValueError, "patches must be 1-D, got shape (3, 2); pass one int p"),
+        (
+            np.ma.array([4, 1, 2], mask=[0, 1, 0]),
+            TypeError,
+            "patches are a masked array, whose mask",
+        ),
+        ([np.ma.array([4]), [], [1]], TypeError, "patches are a masked array, whose mask would be"),
         (5, ValueError, "patches must be 1-D, got shape (); pass one int per example, 0 without a"),
     ],
 )

@@ -14,12 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import settings
 
 from tests import oracle
+from tests.strategies import FUZZ
 from tests.vision.alone import mrope_positions
 from torch_collate_kit.vision import VisionLayout
 
 TOKEN = 9  # the placeholder
+# Every family draws its own: fewer of each are enough.
+FEWER = settings(FUZZ, max_examples=settings().max_examples // 3)
 _TILED = {"image_token_id": TOKEN, "tile_size": 2}
 _LLAVA = {
     **_TILED,

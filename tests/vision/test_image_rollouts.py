@@ -20,6 +20,7 @@ from tests.batch_checks import (
 from tests.oracle import packed_rollouts, rollout_batch, rows_of
 from tests.strategies import FUZZ
 from tests.vision.oracle_images import (
+    FEWER,
     LAYOUTS,
     TOKEN,
     DrawnExample,
@@ -62,7 +63,7 @@ def draw_rollouts(
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-@FUZZ
+@FEWER
 @given(seeds)
 def test_rollouts_equal_the_oracle(family: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -79,7 +80,7 @@ def test_rollouts_equal_the_oracle(family: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-@FUZZ
+@FEWER
 @given(seeds)
 def test_packed_rollouts_equal_the_oracle(family: str, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from torch_collate_kit.chat.arguments import changed_arguments, decoded_arguments
 from torch_collate_kit.chat.images import num_images
 from torch_collate_kit.chat.locating import locate_parts
 from torch_collate_kit.chat.marking import Occurrence, Part, has_marks
 from torch_collate_kit.chat.records import Conversation, text_of
-from torch_collate_kit.chat.template import REPEATED_KEY, ChatTemplate, Messages, Refusal, Spans
+from torch_collate_kit.chat.template import ChatTemplate, Messages, Refusal, Spans
 
 __all__ = ["Rendering", "render_conversation"]
 
@@ -168,7 +169,7 @@ class Rendering:
         calls = self.messages[turn].get("tool_calls", ())
         start, end = self.region(turn) if calls else (0, 0)
         for call in calls:
-            changed = _changed_arguments(call["function"]["arguments"], self.text[start:end])
+            changed = changed_arguments(call["function"]["arguments"], self.text[start:end])
             if changed:
                 return f"messages[{turn}]: the chat template {changed}"
         return None
@@ -311,29 +312,11 @@ def _styled(message: dict[str, Any], style: _Style) -> dict[str, Any]:
 def _styled_call(call: dict[str, Any], style: _Style) -> dict[str, Any]:
     arguments = call["function"]["arguments"]
     if style.arguments == "mapping" and isinstance(arguments, str):
-        decoded = _decoded(arguments)
+        decoded = decoded_arguments(arguments)
         arguments = arguments if decoded is None else decoded
     elif style.arguments == "text" and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**call["function"], "arguments": arguments}}
-
-
-def _decoded(arguments: str) -> dict[str, Any] | None:
-    """The mapping that a JSON string holds, repeated keys included."""
-    try:
-        found = json.loads(arguments, object_pairs_hook=_with_repeated_keys)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _with_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        while key in found:
-            key += REPEATED_KEY
-        found[key] = value
-    return found
 
 
 def _check_context(rendering: Rendering, trained: set[int]) -> None:
@@ -357,7 +340,7 @@ def _check_context(rendering: Rendering, trained: set[int]) -> None:
         if part.kind == "argument":
             start, end = occurrence.start, occurrence.end
             around = rendering.text[start - 1 : start] + rendering.text[end : end + 1]
-            if around in ("{}", '""') and _decoded(part.core) is not None:
+            if around in ("{}", '""') and decoded_arguments(part.core) is not None:
                 raise Refusal(
                     f"messages[{part.message}]: the chat template does not write its {part.where} "
                     "as the JSON that they are",
@@ -370,34 +353,3 @@ def _check_context(rendering: Rendering, trained: set[int]) -> None:
                 f"the chat template drops the tool {name!r}",
                 "remove `tools`, or set a tokenizer.chat_template that writes them",
             )
-
-
-def _changed_arguments(arguments: Any, text: str) -> str | None:
-    """What happened to arguments that are a mapping; strings in it were found by their marks."""
-    if not isinstance(arguments, Mapping) or not arguments:
-        return None
-    if json.dumps(arguments, ensure_ascii=False).replace(REPEATED_KEY, "") in text:
-        return None
-    if repr(arguments) in text:
-        return "prints arguments as Python, not as JSON"
-    for name, value in _leaves(arguments):
-        written = (
-            {value, json.dumps(value)}
-            if isinstance(value, str)
-            else {json.dumps(value), str(value)}
-        )
-        if not any(form in text for form in written):
-            return f"drops the {name} {value!r} of its arguments"
-    return None
-
-
-def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield "key", str(key).rstrip(REPEATED_KEY)
-            yield from _leaves(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
-    elif not isinstance(value, str):
-        yield "value", value

@@ -86,9 +86,12 @@ def image_load(patches: Patches | ImageLoad, num_examples: int, cost: ModelCost)
 
 def _joined(patches: Any) -> tuple[npt.NDArray[Any], _Ints | None]:
     """The patches of all images, and where those of each example begin; None: one of each."""
+    kinds = set(map(type, patches)) if isinstance(patches, Sequence) else {type(patches)}
+    if np.ma.MaskedArray in kinds:
+        raise TypeError("patches are a masked array, whose mask would be lost; pass .compressed()")
     if hasattr(patches, "offsets"):  # a Ragged
         values, offsets = np.asarray(patches.flat_values), patches.offsets - patches.offsets[0]
-    elif isinstance(patches, Sequence) and not _are_ints(patches):
+    elif isinstance(patches, Sequence) and not _are_ints(kinds):
         for i, entry in enumerate(patches):
             if np.ndim(entry) != 1:
                 raise TypeError(
@@ -105,8 +108,7 @@ def _joined(patches: Any) -> tuple[npt.NDArray[Any], _Ints | None]:
     return values, offsets
 
 
-def _are_ints(patches: Sequence[Any]) -> bool:
-    kinds = set(map(type, patches))
+def _are_ints(kinds: set[type]) -> bool:
     return bool not in kinds and all(issubclass(kind, int | np.integer) for kind in kinds)
 
 

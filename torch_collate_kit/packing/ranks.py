@@ -39,25 +39,18 @@ def over_ranks(
     order = np.arange(num_rows)
     if costs is None or num_ranks == 1:
         return order.reshape(-1, num_ranks).T.ravel()
-    both = costs
-    if image_costs is not None and image_costs.any():
+    image_costs = np.zeros_like(costs) if image_costs is None else image_costs
+    both, has_images = costs, bool(image_costs.any())
+    if has_images:
         costs, image_costs = _comparable(costs, image_costs)
         both = costs + image_costs
-    else:
-        image_costs = None
-    if keep_order:
-        groups = order.reshape(-1, num_ranks)
-        ranked = np.argsort(-both[groups], axis=1, kind="stable")
-        order = np.take_along_axis(groups, ranked, axis=1).ravel()
-    elif image_costs is None:
-        order = np.argsort(-costs, kind="stable")
-    else:
-        order = np.lexsort((-costs, -image_costs))
-        groups = order.reshape(-1, num_ranks)
-        ranked = np.argsort(-both[groups], axis=1, kind="stable")
-        order = np.take_along_axis(groups, ranked, axis=1).ravel()
+    if not keep_order:
+        order = np.lexsort((-costs, -image_costs) if has_images else (-costs,))
+    groups = order.reshape(-1, num_ranks)
+    ranked = np.argsort(-both[groups], axis=1, kind="stable")
+    order = np.take_along_axis(groups, ranked, axis=1).ravel()
     order = order[np.argsort(_lightest_first(both[order], num_ranks), kind="stable")]
-    if image_costs is not None:
+    if has_images:
         order = _swapped(order.reshape(num_ranks, -1), costs, image_costs).ravel()
     return order
 

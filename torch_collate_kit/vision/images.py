@@ -48,7 +48,6 @@ class ImageFiles(NamedTuple):
             DataError: no readable image; the message begins with ``where``.
         """
         with self._opened(source, where) as image, _decoding(where):
-            image.load()
             upright = _package().ImageOps.exif_transpose(image)
         _check_depth(upright, where)
         return upright
@@ -73,8 +72,9 @@ class ImageFiles(NamedTuple):
     @contextmanager
     def _opened(self, source: Any, where: str) -> Iterator[Any]:
         """The image with its header read and checked; files are closed at the end."""
-        if isinstance(source, Mapping) and (source.get("bytes") or source.get("path")):
-            source = source.get("bytes") or source["path"]  # a datasets.Image column, not decoded
+        if isinstance(source, Mapping):  # of a datasets.Image column that is not decoded
+            found = source.get("bytes") if source.get("bytes") is not None else source.get("path")
+            source = source if found is None else found
         if isinstance(source, np.ndarray):
             source = _from_array(source, where)
         if isinstance(source, _package().Image.Image):
