@@ -57,7 +57,11 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=int, default=8, help="conversations a step, over all ranks")
     add("--epochs", type=int, default=1, help="passes over the data")
     add("--max-steps", type=int, help="train no more steps than that")
-    add("--learning-rate", type=float, help="the highest; none: 2e-3, with --model 2e-5")
+    add(
+        "--learning-rate",
+        type=float,
+        help="the highest; none: with --model 2e-5, from scratch as it suits",
+    )
     add("--schedule", default="cosine", choices=["cosine", "linear"], help="way down to 0")
     add("--warmup", type=float, default=0.05, help="fraction of the steps")
     add("--weight-decay", type=float, default=0.0, help="of AdamW")
@@ -75,7 +79,8 @@ def argument_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def parse_arguments(parser: argparse.ArgumentParser, from_scratch: float) -> argparse.Namespace:
+    """The arguments, checked; `from_scratch` is the learning rate of a model without --model."""
     args = parser.parse_args()
     for name, value in vars(args).items():
         lowest = 1 if name in COUNTS.split() else 0
@@ -85,7 +90,7 @@ def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
         fail(f"--warmup {args.warmup}: must be at most 1, it is a fraction of the steps")
     args.rows_per_micro_batch = args.rows_per_micro_batch or (8 if args.no_packing else 1)
     if args.learning_rate is None:
-        args.learning_rate = 2e-5 if args.model else 2e-3
+        args.learning_rate = 2e-5 if args.model else from_scratch
     args.cpu |= parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     kept = {k: str(v) for k, v in vars(args).items() if k not in FREE_WHEN_RESUMING.split()}
     args.run = {f"--{k.replace('_', '-')}": v for k, v in kept.items()}
@@ -327,7 +332,7 @@ def save_results(model: Any, tokenizer: Any, summary: dict, args: argparse.Names
 
 
 def main() -> None:
-    args = parse_arguments(argument_parser())
+    args = parse_arguments(argument_parser(), from_scratch=2e-3)
     accelerator = start(args)
     with accelerator.main_process_first():  # the others find its result in the cache of datasets
         conversations, held_out = load_conversations(args)

@@ -39,15 +39,17 @@ UNUSED_ALLOWED = DistributedDataParallelKwargs(find_unused_parameters=True)
 
 def parse_arguments() -> argparse.Namespace:
     parser = sft.argument_parser()
-    parser.set_defaults(output_dir=Path("outputs/vlm_sft"), num_conversations=5600, batch_size=16)
+    parser.set_defaults(output_dir=Path("outputs/vlm_sft"), num_conversations=7200)
+    parser.set_defaults(batch_size=16, max_tokens=None)
     add = parser.add_argument_group("images").add_argument
     add("--image-root", type=Path, help="folder that paths of images start at and may not leave")
-    add("--max-patches", type=int, help="of a row's images; none: 256, with --model no limit")
+    add("--max-patches", type=int, help="of a row's images; none: 128, with --model no limit")
     add("--padded", dest="no_packing", action="store_true", help="as --no-packing")
-    args = sft.parse_arguments(parser)
-    if args.max_patches is None:
-        args.max_patches = None if args.model else 256
-    elif args.max_patches < 1:
+    args = sft.parse_arguments(parser, from_scratch=1.5e-3)
+    args.max_tokens = args.max_tokens or (4096 if args.model else 512)
+    if args.max_patches is None and not args.model:
+        args.max_patches = 128
+    if args.max_patches == 0:
         fail(f"--max-patches {args.max_patches}: must be 1 or more")
     if args.image_root and not args.image_root.is_dir():
         fail(f"--image-root {args.image_root}: there is no such folder")
@@ -60,14 +62,20 @@ def load_conversations(args: argparse.Namespace) -> tuple[datasets.Dataset, data
         num_held_out = 350 if args.num_held_out is None else args.num_held_out
         train = drawn_images.make_records(args.num_conversations, args.seed, turns=2)
         held_out = drawn_images.make_records(num_held_out, args.seed, turns=1)
-        made = datasets.Dataset.from_list(train + held_out)
-        return made.select(range(len(train))), made.select(range(len(train), len(made)))
-    found = images_as_files(read_dataset(args.dataset, args.split))
+        made = numbered(datasets.Dataset.from_list(train + held_out))
+        train_indices, held_out_indices = np.split(np.arange(len(made)), [len(train)])
+        return made.select(train_indices), made.select(held_out_indices)
+    found = numbered(images_as_files(read_dataset(args.dataset, args.split)))
     num_held_out = args.num_held_out
     if num_held_out is None:
         num_held_out = min(350, len(found) // 20)
     order = np.random.default_rng(np.random.SeedSequence((args.seed, 1))).permutation(len(found))
     return found.select(order[num_held_out:]), found.select(order[:num_held_out])
+
+
+def numbered(records: datasets.Dataset) -> datasets.Dataset:
+    """With the number of each record, so that errors can name it after a selection."""
+    return records.add_column("record_number", np.arange(len(records)))
 
 
 def load_processor(args: argparse.Namespace, conversations: datasets.Dataset) -> Any:
@@ -121,7 +129,7 @@ def make_collator(processor: Any, model: Any, args: argparse.Namespace) -> Any:
     return collate
 
 
-def measure(record: dict, index: int, collate: Any) -> dict[str, Any]:
+def measure(record: dict, collate: Any) -> dict[str, Any]:
     """The sizes of a record, as columns of a dataset; its images are not decoded.
 
     Not `kit.DataError`: datasets would hash the whole package to name its cache.
@@ -130,7 +138,7 @@ def measure(record: dict, index: int, collate: Any) -> dict[str, Any]:
         [length], [patches], [num_loss_tokens] = collate.sizes([record])
     except DataError as error:
         reason = str(error).removeprefix("example 0: ")
-        raise DataError(f"conversation {index}: {reason}") from error
+        raise DataError(f"record {record['record_number']} of the dataset: {reason}") from error
     return {"length": length, "patches": patches, "num_loss_tokens": num_loss_tokens}
 
 
@@ -138,9 +146,11 @@ class Conversations(Dataset):
     """Records with their sizes, for a sampler that plans and for one that does not."""
 
     def __init__(self, records: datasets.Dataset, collate: Any, args: argparse.Namespace) -> None:
-        options = {"with_indices": True, "fn_kwargs": {"collate": collate}}
-        options |= {"remove_columns": records.column_names, "num_proc": args.num_workers or None}
-        measured = records.map(measure, **options, desc="reading sizes")
+        options = {"remove_columns": records.column_names, "fn_kwargs": {"collate": collate}}
+        options |= {"num_proc": args.num_workers or None}
+        measured: Any = {"length": [], "patches": [], "num_loss_tokens": []}
+        if len(records):  # datasets maps nothing to no columns
+            measured = records.map(measure, **options, desc="reading sizes")
         self.lengths = np.array(measured["length"], dtype=np.int64)
         self.patches: list[list[int]] = list(measured["patches"])
         self.num_loss_tokens = np.array(measured["num_loss_tokens"], dtype=np.int64)
@@ -217,7 +227,9 @@ def main() -> None:
     examples, held_out_examples = parts
     accelerator.print("{} conversations to train on, {} held out".format(*map(len, parts)))
     if num_left_out := sum(part.num_left_out for part in parts):
-        accelerator.print(f"{num_left_out} others are left out: they do not fit into a row")
+        accelerator.print(
+            f"{num_left_out} others are left out; raise --max-tokens or --max-patches"
+        )
     if len(examples) < 2:
         fail("too few to train on; hold out fewer (--num-held-out), or raise --max-tokens")
     loader = make_loader(examples, collate, accelerator, args, shuffle=True)

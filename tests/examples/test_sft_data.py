@@ -20,7 +20,7 @@ LINE = json.dumps(RECORD) + "\n"
 
 def arguments(monkeypatch: pytest.MonkeyPatch, *options: object) -> Any:
     monkeypatch.setattr(sys, "argv", ["sft.py", *map(str, options)])
-    return sft.parse_arguments(sft.argument_parser())
+    return sft.parse_arguments(sft.argument_parser(), from_scratch=2e-3)
 
 
 @pytest.fixture(scope="module")

@@ -161,7 +161,10 @@ def test_rows_stay_within_both_budgets(monkeypatch: pytest.MonkeyPatch, run: Run
 
 
 def test_a_model_and_a_dataset_with_images(
-    base: tuple[dict[str, Any], Path], run: Run, tmp_path: Path
+    base: tuple[dict[str, Any], Path],
+    run: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The saved model, and records whose images are paths; one does not fit, and is said to."""
     records = drawn_images.make_records(24, seed=7, turns=1)
@@ -176,6 +179,9 @@ def test_a_model_and_a_dataset_with_images(
     results = run(f"{TINY} --num-held-out 0 --max-steps 2 {options}", tmp_path / "out")
     assert len(results["losses"]) == 2
     assert results["steps"][0]["learning_rate"] == 2e-5
+    printed = capsys.readouterr().out
+    assert "23 conversations to train on, 0 held out\n" in printed
+    assert "1 others are left out; raise --max-tokens or --max-patches\n" in printed
 
 
 @pytest.mark.parametrize(
@@ -185,7 +191,7 @@ def test_a_model_and_a_dataset_with_images(
         ("--batch-size 0", "--batch-size 0: must be 1 or more"),
         ("--image-root no/folder", "--image-root no/folder: there is no such folder"),
         ("--dataset no.jsonl", "--dataset no.jsonl: there is no such file"),
-        ("--model no/model", "--model no/model: 'no/model' is no folder and no name of the hub"),
+        ("--model /no/model", "--model /no/model: '/no/model' is no folder and no name of the hub"),
     ],
 )
 def test_wrong_options(run: Run, tmp_path: Path, option: str, message: str) -> None:
@@ -197,10 +203,11 @@ def test_wrong_options(run: Run, tmp_path: Path, option: str, message: str) -> N
 
 def test_a_bad_record_is_named(run: Run, tmp_path: Path) -> None:
     """Before a step is trained, with its number in the dataset."""
-    records = drawn_images.make_records(4, seed=0, turns=1)
-    records[2]["images"] = []
+    records = drawn_images.make_records(40, seed=0, turns=1)
+    records[33]["images"] = []
     Dataset.from_list(records).to_parquet(tmp_path / "chats.parquet")
-    with pytest.raises(kit.DataError, match="there are no images; each part needs one"):
+    message = "^record 33 of the dataset: the messages have 1 image parts .* there are no images"
+    with pytest.raises(kit.DataError, match=message):
         run(f"{TINY} --num-held-out 0 --dataset {tmp_path / 'chats.parquet'}", tmp_path / "out")
 
 
@@ -231,6 +238,19 @@ def test_what_is_drawn_has_its_colour(shape: str) -> None:
     is_red = (pixels == drawn_images.COLOURS["red"]).all(axis=-1)
     assert 100 < is_red.sum() < 32 * 32
     assert (pixels[~is_red].max(axis=-1) == pixels[~is_red].min(axis=-1)).all()
+
+
+def test_a_picture_beyond_the_patch_budget_is_left_out(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = drawn_images.make_records(9, seed=0, turns=1)
+    large = io.BytesIO()
+    Image.new("RGB", (128, 128)).save(large, "PNG")  # 64 patches, and 48 are allowed
+    records[0]["images"][0]["bytes"] = large.getvalue()
+    Dataset.from_list(records).to_parquet(tmp_path / "chats.parquet")
+    options = f"--num-held-out 0 --max-steps 1 --dataset {tmp_path / 'chats.parquet'}"
+    run(f"{TINY} {options}", tmp_path / "out")
+    assert "8 conversations to train on, 0 held out\n1 others are left" in capsys.readouterr().out
 
 
 def test_nothing_held_out(run: Run, tmp_path: Path) -> None:
