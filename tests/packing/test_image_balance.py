@@ -44,6 +44,11 @@ def test_level_deals_images_then_texts() -> None:
     sizes = Weights(tokens, patches)
     after = level(rows, sizes, 3, limits=Limits(20, 20), weights=sizes, most=3)
     assert sorted(map(sorted, members(after))) == [[0, 3], [1, 5], [2, 4]]
+    # two rows: 9 | 5 4 by patches, where tokens would make it 9 4 | 5
+    sizes = Weights(tokens[:3], patches[:3])
+    rows = Rows(np.arange(3), np.array([0, 3]))
+    after = level(rows, sizes, 2, limits=Limits(20, 20), weights=sizes, most=1)
+    assert sorted(map(sorted, members(after))) == [[0], [1, 2]]
 
 
 def test_level_splits_a_row_where_no_deal_fits() -> None:
