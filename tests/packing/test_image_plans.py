@@ -187,12 +187,12 @@ def test_written_out() -> None:
         dummy_image_tokens=1,
     )
     # filled: 0 4 | 1 2 3 | 5, made four for two ranks: the images each to a row of its own, then
-    # the texts of 9, 6 and 2 tokens to rows of 0, 3 and 4 tokens. The first rows of both ranks
+    # the texts of 9, 6 and 2 tokens to rows of 0, 3 and 4 tokens. The last rows of both ranks
     # have most patches; the 9 tokens beside 5 and the 6 beside 9 make the ranks even.
-    assert plan.bins == [[0], [5], [1, 3], [2, 4]]
-    assert plan.row_patches.tolist() == [6, 0, 4, 4]
-    assert plan.needs_dummy_image.tolist() == [False, True, False, False]
-    assert (plan.row_cells.tolist(), plan.width) == ([5, 9, 9, 6], 10)
+    assert plan.bins == [[5], [0], [2, 4], [1, 3]]
+    assert plan.row_patches.tolist() == [0, 6, 4, 4]
+    assert plan.needs_dummy_image.tolist() == [True, False, False, False]
+    assert (plan.row_cells.tolist(), plan.width) == ([9, 5, 6, 9], 10)
     assert (plan.max_patches, plan.dummy_image_tokens) == (8, 1)
 
 
