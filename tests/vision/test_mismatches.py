@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from tests.vision.batches import NOT_BATCHED, examples_of, layout_of, packed, padded
 from tests.vision.families import FAMILIES, MROPE
+from torch_collate_kit import PackedCollator
+from torch_collate_kit.batch import Batch
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision import VisionLayout
 
@@ -86,3 +90,19 @@ def test_replaced_position_ids_of_other_families() -> None:
     made = padded(FAMILIES["paligemma"], examples_of("paligemma"))
     with pytest.raises(ValueError, match="a paligemma model makes its own, so they would be lost"):
         made.with_fields(position_ids=made["position_ids"] + 1).model_inputs("sdpa")
+
+
+def test_batches_of_two_models_are_not_joined() -> None:
+    def of(name: str, **options: Any) -> Batch:
+        [example, *_] = examples_of("qwen2_5_vl")
+        layout = layout_of(FAMILIES[name], **options)
+        collate = PackedCollator(0, vision=layout, max_tokens=64, fixed_width=True)
+        return collate([example])
+
+    again = {"num_examples": 2, "num_tokens": 2, "num_loss_tokens": 2}
+    assert len(Batch.cat([of("qwen2_5_vl"), of("qwen2_5_vl")], metadata=again)) == 2
+    message = r"batch 1 was collated with VisionLayout\(family_name='{}', .* batch 0 with Vision.*"
+    with pytest.raises(ValueError, match=message.format("glm4v") + "the processor of one model"):
+        Batch.cat([of("qwen2_5_vl"), of("glm4v")], metadata=again)
+    with pytest.raises(ValueError, match=message.format("qwen2_5_vl") + "and one pixel_dtype"):
+        Batch.cat([of("qwen2_5_vl"), of("qwen2_5_vl", pixel_dtype="bfloat16")], metadata=again)

@@ -22,6 +22,7 @@ def check_joinable(batches: Sequence[Any], *, overrides: Mapping[str, Any]) -> N
 def _check_pair(index: int, batch: Any, first: Any, overrides: Mapping[str, Any]) -> None:
     if batch.keys() != first.keys():
         raise ValueError(f"batch {index} has fields {list(batch)}, batch 0 has {list(first)}")
+    _check_models(index, batch, first)
     theirs = batch._stored().row_shapes()
     for name, shape in first._stored().row_shapes().items():
         if name in theirs and theirs[name] != shape:
@@ -49,6 +50,18 @@ def _check_pair(index: int, batch: Any, first: Any, overrides: Mapping[str, Any]
             f"batches 0 and {index} disagree: {found}; pass metadata={{...}} with these keys to "
             "say what the whole shall have"
         )
+
+
+def _check_models(index: int, batch: Any, first: Any) -> None:
+    """Images become tokens, and pixels a dtype, in one way."""
+    placements = [part.placement for part in (first, batch)]
+    mine, theirs = (None if of is None else of.vision for of in placements)
+    if None in placements or mine == theirs:
+        return
+    raise ValueError(
+        f"batch {index} was collated with {theirs}, batch 0 with {mine}; collate both with the "
+        "processor of one model, and one pixel_dtype"
+    )
 
 
 def _check_one_collation(batches: Sequence[Any]) -> None:
