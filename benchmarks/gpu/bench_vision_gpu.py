@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,38 @@ def measured(run: Callable[[], float], rounds: int, device: str) -> tuple[float,
     return statistics.median(seconds), peak, loss
 
 
+def compare(options: argparse.Namespace, device: str) -> None:
+    """Print the table, one line per layout."""
+    text, vision, side = TEXT_2B, VISION_2B, 1024
+    if options.tiny:
+        text, vision, side = {**SMALL_TEXT, "vocab_size": VOCABULARY}, SMALL_VISION, 128
+    processor = qwen3_processor(side)
+    examples = processed(records(options.examples, (side // 4, side)), processor)
+    layout, most = VisionLayout.of(processor, pixel_dtype="bfloat16"), options.max_tokens
+    rows = PackedCollator(processor, max_tokens=most, vision=layout)(examples)
+    packed = [rows[i : i + 1] for i in range(len(rows))]
+    padded = padded_batches(examples, processor, vision=layout, max_cells=most)
+    tokens = sum(len(example["input_ids"]) for example in examples)
+    print(f"{len(examples)} examples, {tokens:,} tokens, on {device}, torch {torch.__version__}")
+    print("| | micro-batches | MB of inputs | tokens per second | peak GB | loss |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, batches, attention in (
+        ("padded", padded, "sdpa"),
+        ("packed", packed, options.attention),
+    ):
+        by_part = {"text_config": attention, "vision_config": "sdpa"}
+        model = qwen3_model(text, vision, by_part).to(device, torch.bfloat16).train()
+        size = max(input_bytes(batch.model_inputs(attention)) for batch in batches) / 1e6
+        run = partial(pass_over, model, batches, attention, device)
+        seconds, peak, loss = measured(run, options.rounds, device)
+        speed = f"{tokens / seconds:,.0f}"
+        row = (name, str(len(batches)), f"{size:.1f}", speed, f"{peak / 1e9:.2f}", f"{loss:.4f}")
+        print("| " + " | ".join(row) + " |", flush=True)
+        del model, run
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -111,39 +144,7 @@ def main() -> None:
     if device == "cpu" and not options.tiny:
         parser.error("there is no GPU; --tiny runs a small model on the CPU")
     register_torch_varlen()
-    text, vision, side = TEXT_2B, VISION_2B, 1024
-    if options.tiny:
-        text, vision, side = {**SMALL_TEXT, "vocab_size": VOCABULARY}, SMALL_VISION, 128
-    processor = qwen3_processor(side)
-    made = records(options.examples, (side // 4, side))
-    examples = processed(made, processor)
-    layout = VisionLayout.of(processor, pixel_dtype="bfloat16")
-    packing = PackedCollator(processor, max_tokens=options.max_tokens, vision=layout)(examples)
-    packed = [packing[i : i + 1] for i in range(len(packing))]
-    cells = options.max_tokens
-    padded = padded_batches(examples, processor, vision=layout, max_cells=cells)
-    tokens = sum(len(example["input_ids"]) for example in examples)
-    print(f"{len(examples)} examples, {tokens:,} tokens, on {device}, torch {torch.__version__}")
-    print("| | micro-batches | MB of inputs | tokens per second | peak GB | loss |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for name, batches, attention in (
-        ("padded", padded, "sdpa"),
-        ("packed", packed, options.attention),
-    ):
-        by_part = {"text_config": attention, "vision_config": "sdpa"}
-        model = qwen3_model(text, vision, by_part).to(device, torch.bfloat16).train()
-        size = max(input_bytes(batch.model_inputs(attention)) for batch in batches) / 1e6
-        seconds, peak, loss = measured(
-            lambda m=model, b=batches, a=attention: pass_over(m, b, a, device),
-            options.rounds,
-            device,
-        )
-        speed = f"{tokens / seconds:,.0f}"
-        row = (name, str(len(batches)), f"{size:.1f}", speed, f"{peak / 1e9:.2f}", f"{loss:.4f}")
-        print("| " + " | ".join(row) + " |", flush=True)
-        del model
-        if device == "cuda":
-            torch.cuda.empty_cache()
+    compare(options, device)
 
 
 if __name__ == "__main__":

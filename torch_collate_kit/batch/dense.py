@@ -200,7 +200,7 @@ def _mrope_position_ids(maker: _Maker, columns: Columns, _: Any) -> Field:
     of_tokens = mrope_positions(rows, grids, lengths, layout.merge_size)
     first = (cells // maker.width) * (4 * maker.width) + cells % maker.width
     for k, values in enumerate(of_tokens, start=1):
-        positions.view(-1)[first + k * maker.width] = values
+        positions.view(-1).scatter_(0, first + k * maker.width, values)
     return positions
 
 
