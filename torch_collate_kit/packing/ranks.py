@@ -31,8 +31,8 @@ def over_ranks(
 
     With ``image_costs`` groups are formed in descending order of these, so that rows with images
     are the same ones on all ranks, but for one group. Both costs count. Ranks whose totals still
-    differ then swap rows of a group. The most expensive images come last: DDP exchanges gradients in
-    the backward pass of the last row, and demands some of the vision tower there.
+    differ then swap rows of a group. The most expensive images come last: DDP exchanges gradients
+    in the backward pass of the last row, and demands some of the vision tower there.
 
     >>> over_ranks(np.array([1, 2, 3, 9]), 4, 2, keep_order=False).tolist()
     [3, 0, 2, 1]

@@ -11,6 +11,7 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.trimming import cells_per_row, trimmed
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.micro_batches import fewest_micro_batches, micro_batch_rows
+from torch_collate_kit.rl.images import warn_if_uneven
 
 __all__ = ["micro_batches"]
 
@@ -29,6 +30,9 @@ def micro_batches(
     **The same number on every rank**, without communication: ``stage_mini_batches`` stored the
     widths of the rows of all ranks, so each rank makes as many as the one that needs most. None is
     empty, their cells are even, and the longest rows come first on every rank.
+
+    Where some ranks have images in a micro-batch and others have none there is a warning: FSDP's
+    collectives do not match then.
 
     Metadata is that of the mini-batch, such as the divisor ``metadata["num_loss_tokens"]``.
     :func:`unstage` restores the order of the rows; responses differ in width, so give it lists, as
@@ -77,6 +81,12 @@ def micro_batches(
     own, of_ranks = (-(-widths // multiple) * multiple for widths in (own, of_ranks))
     _check_budget(of_ranks, max_tokens)
     count = max(fewest_micro_batches(widths, max_tokens) for widths in of_ranks)
+    has_image: Any = batch.metadata.get("row_has_image")
+    if has_image is not None:
+        ranks = [micro_batch_rows(widths, max_tokens, count) for widths in of_ranks]
+        for i in range(count):
+            some = [of[rows[i]].any() for of, rows in zip(has_image, ranks, strict=True)]
+            warn_if_uneven(some, f"micro-batch {i}")
     return [
         trimmed(batch.select(rows), multiple_of=multiple)
         for rows in micro_batch_rows(own, max_tokens, count)

@@ -17,6 +17,7 @@ from torch_collate_kit.packing import ModelCost
 from torch_collate_kit.packing.ranks import over_ranks
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.rl.boundaries import checked_boundaries
+from torch_collate_kit.rl.images import rows_with_images, warn_if_uneven
 
 __all__ = ["stage_mini_batches", "unstage"]
 
@@ -41,9 +42,11 @@ def stage_mini_batches(
     (docs/contract.md). A divided ``loss_mask`` is divided by the ``num_loss_tokens`` of its
     mini-batch instead, so a plain sum is the token mean of the mini-batch.
 
-    Two entries are added: ``row_metadata["row_indices"]``, int64, the row of ``batch`` that each
-    row was, -1 for an added one, for :func:`unstage`; and ``metadata["row_widths"]``, int64
-    ``[dp_size, rows]``, the cells that each row of each rank needs, for :func:`micro_batches`.
+    Three entries are added: ``row_metadata["row_indices"]``, int64, the row of ``batch`` that each
+    row was, -1 for an added one, for :func:`unstage`; and for :func:`micro_batches`
+    ``metadata["row_widths"]``, int64 ``[dp_size, rows]``, the cells that each row of each rank
+    needs, and with images ``metadata["row_has_image"]``, bool of that shape. A mini-batch in which
+    some ranks have images and others have none gives a warning.
 
     With ``balance`` rows are distributed so that their tokens, or their attention cost (linear plus
     quadratic), are even over the ranks, and the i-th rows of all ranks are about as long. Without,
@@ -142,6 +145,10 @@ def _stage(
     widths = cells_per_row(mini)
     if widths is not None:
         mini.metadata["row_widths"] = widths.reshape(dp_size, -1)
+    has_image = rows_with_images(mini)
+    if has_image is not None:
+        mini.metadata["row_has_image"] = has_image.reshape(dp_size, -1)
+        warn_if_uneven([ranks.any() for ranks in mini.metadata["row_has_image"]], "mini-batch")
     return mini.chunk(dp_size)
 
 
