@@ -123,6 +123,19 @@ def test_two_ranks_have_the_losses_of_one(
     assert found["summary"]["tokens"] == base[0]["summary"]["tokens"]
 
 
+def test_two_ranks_whose_last_rows_have_no_image(run: Run, tmp_path: Path) -> None:
+    """The vision tower has gradients only from earlier rows, or none: DDP must not wait for it."""
+    records = drawn_images.make_records(300, seed=0, turns=1)
+    sparse = [r for r in records if not r["images"]][:28] + [r for r in records if r["images"]][:4]
+    Dataset.from_list(sparse).to_parquet(tmp_path / "chats.parquet")
+    options = f"--dataset {tmp_path / 'chats.parquet'} --num-held-out 0 --max-tokens 64"
+    alone = run(f"{BASE} {options}", tmp_path / "alone")
+    found = launch(["-m", *TWO_RANKS], tmp_path / "out", *options.split())
+    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+    norms, expected = ([s["grad_norm"] for s in r["steps"]] for r in (found, alone))
+    assert norms == pytest.approx(expected, rel=1e-3)
+
+
 def test_packed_and_padded_train_the_same_examples(run: Run, tmp_path: Path) -> None:
     still = f"{TINY} --max-steps 1 --learning-rate 1e-30"  # so that evaluation sees equal weights
     packed = run(still, tmp_path / "packed")
