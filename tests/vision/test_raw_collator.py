@@ -124,3 +124,24 @@ def test_sizes_read_a_dataset_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_collator_that_pads_has_no_packing() -> None:
     with pytest.raises(ValueError, match="the collator pads; pass max_tokens= or packing="):
         _ = VisionLanguageCollator(QWEN.processor()).packing
+
+
+def test_what_max_length_cuts_and_drops_is_counted() -> None:
+    processor, all_records = FAMILIES["qwen3_vl"].processor(), records()
+    lengths = VisionLanguageCollator(processor).sizes(all_records).lengths
+    limit = int(np.sort(lengths)[len(lengths) // 2])
+    for options in ({}, {"max_tokens": 4 * limit}):
+        collate = VisionLanguageCollator(processor, max_length=limit, **options)
+        batch = collate([{"messages": chat("x" * 2 * limit, "y")}, *all_records])
+        cut = [i for i, length in enumerate(lengths, 1) if length > limit]
+        kept = sorted(batch.row_metadata["example_indices"].values.tolist())
+        dropped = sorted({*range(len(all_records) + 1)} - set(kept))
+        assert 0 in dropped
+        assert batch.metadata["dropped"] == tuple(dropped)
+        assert batch.metadata["num_dropped"] == len(dropped)
+        assert batch.metadata["cut"] == tuple(i for i in cut if i in kept)
+        assert batch.metadata["num_examples"] == len(all_records) + 1
+    with pytest.raises(DataError, match="example 0: nothing_left_after_truncation"):
+        collate.sizes([{"messages": chat("x" * 2 * limit, "y")}])
+    with pytest.raises(DataError, match="nothing is left of all 1 conversations of the batch"):
+        collate([{"messages": chat("x" * 2 * limit, "y")}])

@@ -17,6 +17,7 @@ from torch_collate_kit.collators.packed import PackedCollator
 from torch_collate_kit.collators.padded import PaddedCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions, PlannedExamples
+from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.raw import is_sequence
 from torch_collate_kit.vision import VisionLayout
 
@@ -51,8 +52,9 @@ class VisionLanguageCollator:
         max_tokens: pack into rows of at most this many tokens, as ``PackedCollator``; None pads, as
             ``PaddedCollator``. ``options`` are those of that collator.
         train_on, tools, chat_template_kwargs, image_root, max_pixels: as of ``tokenize_chat``.
-        max_length: cut a conversation to this many tokens, never through an image; what is cut is
-            counted in the batch's ``metadata`` (not with a plan, which knows only the cut lengths).
+        max_length: cut a conversation to this many tokens, never through an image, and drop it if
+            nothing is left to train; the batch's ``metadata`` counts both. A plan knows only what
+            was cut, so with one the latter raises.
         require_images: "all" refuses batches in which a conversation has no image.
         config: the model's config, where the processor does not tell the model.
         pixel_dtype: "float32", or "bfloat16" for half the bytes.
@@ -128,13 +130,18 @@ class VisionLanguageCollator:
             processed = self._processed(examples.examples)
             self._check_images(processed)
             return self.collator(replace(examples, examples=processed))
-        processed = self._processed(examples)
-        self._check_images(processed)
-        batch = self.collator(processed)
-        cut = [i for i, example in enumerate(processed) if example["num_cut_tokens"]]
-        if cut and isinstance(batch, Batch):
-            both = tuple(sorted({*batch.metadata["cut"], *cut}))
-            batch.metadata |= {"cut": both, "num_cut": len(both)}
+        processed = self._processed(examples, or_dropped=True)
+        kept = [i for i, example in enumerate(processed) if not example["skip_reason"]]
+        if not kept:
+            raise DataError(
+                f"nothing is left of all {len(processed)} conversations of the batch after "
+                "max_length; raise it"
+            )
+        chosen = [processed[i] for i in kept]
+        self._check_images(chosen)
+        batch = self.collator(chosen)
+        if isinstance(batch, Batch):
+            _count_lost(batch, processed, np.array(kept))
         return batch
 
     def sizes(self, examples: Records) -> ExampleSizes:
@@ -166,9 +173,17 @@ class VisionLanguageCollator:
         )
 
     def _processed(
-        self, examples: Sequence[Mapping[str, Any]], *, pixels: bool = True, start: int = 0
+        self,
+        examples: Sequence[Mapping[str, Any]],
+        *,
+        pixels: bool = True,
+        start: int = 0,
+        or_dropped: bool = False,
     ) -> list[dict[str, Any]]:
-        """``start``: the number of the first one, for messages."""
+        """``start``: the number of the first one, for messages.
+
+        ``or_dropped``: one of which ``max_length`` leaves nothing to train stays, with its reason.
+        """
         if not is_sequence(examples):
             raise TypeError(
                 f"examples must be a list of records, got {type(examples).__name__}; of a dataset "
@@ -180,9 +195,10 @@ class VisionLanguageCollator:
             if isinstance(found, DataError):
                 raise DataError(f"example {i}: {found}") from found
             (example,) = found
-            if example["skip_reason"]:
+            reason = example["skip_reason"]
+            if reason and not (or_dropped and reason == "nothing_left_after_truncation"):
                 raise DataError(
-                    f"example {i}: {example['skip_reason']}, so that nothing of it would be "
+                    f"example {i}: {reason}, so that nothing of it would be "
                     "trained; filter such conversations out"
                 )
             processed.append(example)
@@ -199,3 +215,18 @@ class VisionLanguageCollator:
                 f"{len(without)} of {len(processed)} conversations of this batch have none; sort "
                 "them into batches of their own, or pass require_images=None"
             )
+
+
+def _count_lost(batch: Batch, processed: Sequence[Mapping[str, Any]], kept: np.ndarray) -> None:
+    """What ``max_length`` cut and dropped into the metadata, and examples by their own numbers."""
+    metadata = batch.metadata
+    cut = {i for i in kept.tolist() if processed[i]["num_cut_tokens"]}
+    cut |= set(kept[list(metadata["cut"])].tolist())
+    dropped = set(range(len(processed))) - set(kept.tolist())
+    dropped |= set(kept[list(metadata["dropped"])].tolist())
+    for name, lost in (("cut", cut), ("dropped", dropped)):
+        metadata |= {name: tuple(sorted(lost)), f"num_{name}": len(lost)}
+    metadata["num_examples"] = len(processed)
+    if len(kept) < len(processed):
+        indices = batch.row_metadata["example_indices"]
+        batch.row_metadata["example_indices"] = Ragged(kept[indices.values], indices.offsets)
