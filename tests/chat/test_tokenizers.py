@@ -15,7 +15,8 @@ from transformers import AddedToken, ByT5Tokenizer, PreTrainedTokenizerFast
 from tests.chat.conversations import CONVERSATIONS
 from torch_collate_kit.chat import tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.chat.examples import TextExample
-from torch_collate_kit.chat.tokenize import ChatOptions, _encode, _tokenized
+from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.tokenize import _encode, _Prepared, _tokenized
 
 HEADER, END = "<|im_start|>assistant\n", "<|im_end|>"
 CHATML = (
@@ -191,14 +192,14 @@ def test_any_spans_of_any_text(kind: str, text: str, cuts: list[int]) -> None:
     """Against the list of all offsets, for spans that are in order and do not meet."""
     edges = sorted({min(cut, len(text)) for cut in cuts})
     spans = list(zip(edges[::2], edges[1::2], strict=False))
-    options = ChatOptions(tokenizer_of(kind), "all", None, None, None, False)
+    options = ChatOptions(tokenizer_of(kind))
     [tokens] = _encode(options.tokenizer, [text])
     encoding = options.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     expected = [
         int(any(first < end and start < stop for start, end in spans))
         for first, stop in encoding.offsets
     ]
-    result = _tokenized(TextExample(text, spans), tokens, options)
+    result = _tokenized(_Prepared(TextExample(text, spans), None), tokens, options)
     if any(expected[1:]):
         assert (result["input_ids"], result["loss_mask"]) == (encoding.ids, expected)
     else:

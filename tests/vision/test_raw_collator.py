@@ -122,7 +122,7 @@ def test_sizes_read_a_dataset_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_collator_that_pads_has_no_packing() -> None:
-    with pytest.raises(ValueError, match="the collator pads; pass max_tokens= or packing="):
+    with pytest.raises(AttributeError, match="the collator pads; pass max_tokens= or packing="):
         _ = VisionLanguageCollator(QWEN.processor()).packing
 
 

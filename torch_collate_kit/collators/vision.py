@@ -115,10 +115,10 @@ class VisionLanguageCollator:
         """What ``PackedBatchSampler(packing=...)`` takes.
 
         Raises:
-            ValueError: the collator pads.
+            AttributeError: the collator pads.
         """
         if not isinstance(self.collator, PackedCollator):
-            raise ValueError("the collator pads; pass max_tokens= or packing= to pack")
+            raise AttributeError("the collator pads; pass max_tokens= or packing= to pack")
         return self.collator.packing
 
     def __call__(self, examples: Sequence[Mapping[str, Any]] | PlannedExamples) -> Any:

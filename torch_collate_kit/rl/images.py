@@ -15,10 +15,11 @@ __all__ = ["rows_with_images", "warn_if_uneven"]
 
 def rows_with_images(batch: Batch) -> np.ndarray | None:
     """bool [R], which rows have images; None where no row has."""
-    vision = None if batch.placement is None else batch.placement.vision
-    if vision is None:
+    columns = batch._stored().columns
+    if columns is None or columns.placement.vision is None:
         return None
-    lengths = [batch[name].lengths for name in vision.fields if name in batch]
+    names = columns.placement.vision.fields.keys() & columns.values.keys()
+    lengths = [columns.values[name].lengths for name in names]
     if not lengths or not any(of.any() for of in lengths):
         return None
     has_image: np.ndarray = np.any(np.array(lengths) > 0, axis=0)

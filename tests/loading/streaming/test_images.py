@@ -15,10 +15,14 @@ from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading import PackedIterableDataset, TokenizedDataset
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.testing import batch_digest
+from torch_collate_kit.vision import VisionLayout
 
 RNG = np.random.default_rng(5)
+IMAGE = 7  # the placeholder
+QWEN = VisionLayout("qwen2_vl", image_token_id=IMAGE, merge_size=2, patch_shape=(1, 1, 1))
 SETTINGS: dict[str, Any] = {
     "tokenizer": 0,
+    "vision": QWEN,
     "max_tokens": 24,
     "max_patches": 40,
     "buffer_size": 12,
@@ -29,18 +33,25 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+def with_images(ids: list[int], grids: list[list[int]]) -> dict[str, Any]:
+    """The placeholders follow the first token."""
+    patches = sum(t * h * w for t, h, w in grids)
+    ids = [ids[0], *[IMAGE] * (patches // 4), *ids[1:]]
+    images = {"image_grid_thw": np.array(grids), "pixel_values": np.ones((patches, 1))}
+    return {"input_ids": ids, "labels": [-100, *ids[1:]], **images}
+
+
 def make_examples(count: int = 60) -> list[dict[str, Any]]:
     """Every third one without an image, of these every second one without the key."""
     examples: list[dict[str, Any]] = []
     for i in range(count):
         ids = [1000 * (i + 1) + j for j in range(int(RNG.integers(1, 15)))]
-        example: dict[str, Any] = {"input_ids": ids, "labels": [-100, *ids[1:]]}
-        grids = [[1, 2, int(RNG.integers(1, 8))] for _ in range(int(RNG.integers(1, 3)))]
+        grids = [[1, 2, 2 * int(RNG.integers(1, 5))] for _ in range(int(RNG.integers(1, 3)))]
         if i % 3:
-            example["image_grid_thw"] = np.array(grids)
-        elif i % 6:
-            example["image_grid_thw"] = None
-        examples.append(example)
+            examples.append(with_images(ids, grids))
+        else:
+            none: Any = {"image_grid_thw": None, "pixel_values": None} if i % 6 else {}
+            examples.append({"input_ids": ids, "labels": [-100, *ids[1:]], **none})
     return examples
 
 
@@ -93,46 +104,21 @@ def test_rows_are_nearly_as_full_as_offline() -> None:
     assert sum(plan.num_rows for plan, _ in plans) < 1.12 * least
 
 
-def test_a_function_says_what_images_an_example_has() -> None:
-    expected = [batch_digest(batch) for batch in PackedIterableDataset(EXAMPLES, **SETTINGS)]
-    hidden = [
-        {"input_ids": e["input_ids"], "labels": e["labels"], "images": patches_of(e)}
-        for e in EXAMPLES
-    ]
-    stream = PackedIterableDataset(hidden, patches=lambda e: e["images"], **SETTINGS)
-    assert [batch_digest(batch) for batch in stream] == expected
-    of_totals = PackedIterableDataset(hidden, patches=lambda e: sum(e["images"]), **SETTINGS)
-    assert [plan.patches.tolist() for plan, _ in plans_of(of_totals)] == [
-        plan.patches.tolist() for plan, _ in plans_of(stream)
-    ]
-    blind = PackedIterableDataset(hidden, **SETTINGS)
-    assert [batch_digest(batch) for batch in blind] != expected
-    with pytest.raises(TypeError, match=r"^patches must be a function of an example, got list; l"):
-        PackedIterableDataset(hidden, patches=[1, 2], **SETTINGS)  # type: ignore[arg-type]
-
-
 def test_columns_with_images_are_read_by_example() -> None:
+    none = {"pixel_values": None, "image_grid_thw": None}  # Dataset.from_list asks the first row
     rows = [
-        {**e, "image_grid_thw": [[int(n) for n in grid] for grid in e.get("image_grid_thw") or []]}
-        if not isinstance(e.get("image_grid_thw"), np.ndarray)
-        else {**e, "image_grid_thw": e["image_grid_thw"].tolist()}
-        for e in EXAMPLES
+        {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in (none | example).items()}
+        for example in EXAMPLES
     ]
     expected = [batch_digest(batch) for batch in PackedIterableDataset(EXAMPLES, **SETTINGS)]
-    for source in (datasets.Dataset.from_list(rows), rows):
+    for source in (datasets.Dataset.from_list(rows), rows, TokenizedDataset(EXAMPLES)):
         stream = PackedIterableDataset(source, **SETTINGS)
         assert [batch_digest(batch) for batch in stream] == expected
-    columns = TokenizedDataset(EXAMPLES, columns=["input_ids", "labels"])
-    by_first = {e["input_ids"][0]: patches_of(e) for e in EXAMPLES}
-    stream = PackedIterableDataset(
-        columns, patches=lambda e: by_first[int(e["input_ids"][0])], **SETTINGS
-    )
-    assert [batch_digest(batch) for batch in stream] == expected
 
 
 @pytest.mark.parametrize("overflow", ["raise", "drop", "split"])
 def test_resumes_exactly_after_every_batch(overflow: str) -> None:
-    long = [{"input_ids": list(range(1, 60)), "labels": [-100] * 59}] * (overflow != "raise")
+    long = [{"input_ids": list(range(10, 69)), "labels": [-100] * 59}] * (overflow != "raise")
     examples = EXAMPLES[:20] + long + EXAMPLES[20:]
     settings = SETTINGS | {"overflow": overflow}
     expected = [batch_digest(batch) for batch in PackedIterableDataset(examples, **settings)]
@@ -152,7 +138,7 @@ def test_resumes_exactly_after_every_batch(overflow: str) -> None:
 
 
 def test_pieces_of_a_split_text_leave_room_for_a_dummy_image() -> None:
-    long = [{"input_ids": list(range(1, 60))}]
+    long = [{"input_ids": list(range(10, 69))}]
     for source in (long, TokenizedDataset(long)):
         stream = PackedIterableDataset(source, **SETTINGS | {"overflow": "split"})
         plans = plans_of(stream)
@@ -163,26 +149,26 @@ def test_pieces_of_a_split_text_leave_room_for_a_dummy_image() -> None:
 @pytest.mark.parametrize(
     ("overflow", "message"),
     [
-        ("raise", "has 41 patches of images, more than the max_patches=40 of a row; raise max_p"),
-        ("split", "has 41 patches of images, .*; an example with images is never split; raise m"),
-        ("truncate", "has 41 patches of images, .*; an image is never cut, and lengths alone"),
+        ("raise", "has 44 patches of images, more than the max_patches=40 of a row; raise max_p"),
+        ("split", "has 44 patches of images, .*; an example with images is never split; raise m"),
+        ("truncate", "has 44 patches of images, .*; an image is never cut, and lengths alone"),
     ],
 )
 def test_an_image_that_does_not_fit_is_named_by_its_position(overflow: str, message: str) -> None:
-    wrong = {"input_ids": [1, 2], "labels": [-100, 2], "image_grid_thw": [[1, 1, 41]]}
+    wrong = with_images([1, 2], [[1, 2, 22]])
     stream = PackedIterableDataset([*EXAMPLES[:7], wrong], **SETTINGS | {"overflow": overflow})
     with pytest.raises(DataError, match=f"^example 7 of the stream {message}"):
         list(stream)
 
 
 def test_dropped_images_are_counted() -> None:
-    wrong = {"input_ids": [1, 2], "labels": [-100, 2], "image_grid_thw": [[1, 1, 41]]}
+    wrong = with_images([1, 2], [[1, 2, 22]])
     stream = PackedIterableDataset([*EXAMPLES[:7], wrong], **SETTINGS | {"overflow": "drop"})
     assert sum(batch.metadata["num_dropped"] for batch in stream) == 1
 
 
 def test_text_that_leaves_no_room_for_a_dummy_is_named_by_its_position() -> None:
-    wrong = {"input_ids": list(range(1, 24))}
+    wrong = {"input_ids": list(range(10, 33))}
     for source in ([{"input_ids": [1]}, wrong], TokenizedDataset([{"input_ids": [1]}, wrong])):
         with pytest.raises(
             DataError, match=r"^example 1 of the stream has 23 tokens, more than th"
@@ -192,6 +178,6 @@ def test_text_that_leaves_no_room_for_a_dummy_is_named_by_its_position() -> None
 
 @pytest.mark.parametrize("grids", [[[1, 2]], [1, 2, 3], [[1.5, 2, 2]], [[[1, 2, 3]]]])
 def test_wrong_grids_are_named_by_their_position(grids: Any) -> None:
-    wrong = {"input_ids": [1, 2], "labels": [-100, 2], "image_grid_thw": grids}
+    wrong = {**with_images([1, 2], [[1, 2, 2]]), "image_grid_thw": grids}
     with pytest.raises(DataError, match=r"^example 1 of the stream: image_grid_thw has shape "):
         list(PackedIterableDataset([EXAMPLES[0], wrong], **SETTINGS))

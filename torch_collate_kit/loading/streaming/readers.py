@@ -110,10 +110,10 @@ class _ExampleReader:
             return _NO_IMAGE
         try:
             patches = vision.patches(example)
+            return image_load([patches], 1, self._collator.packing.cost) if patches else _NO_IMAGE
         except (TypeError, ValueError, LookupError, AttributeError):
             self._check(example)  # raises what is wrong with its images
             raise
-        return image_load([patches], 1, self._collator.packing.cost) if patches else _NO_IMAGE
 
     def _check(self, example: Example) -> None:
         of = self._collator
