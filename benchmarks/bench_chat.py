@@ -25,7 +25,8 @@ from harness import Report, alternate, arguments
 from samples import DEFAULT_DATA
 
 from torch_collate_kit import tokenize_chat
-from torch_collate_kit.chat.tokenize import ChatOptions, tokenize_records
+from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.tokenize import tokenize_records
 
 _FILES = {
     "gsm8k_train_2k.jsonl": 400,
@@ -37,7 +38,7 @@ _TAGS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 def runs_over(records: list[dict[str, Any]], tokenizer: Any) -> dict[str, Callable[[], float]]:
     """CPU seconds of each way to tokenize ``records``."""
-    options = ChatOptions(tokenizer, "all", None, None, None, False)
+    options = ChatOptions(tokenizer)
 
     def alone(**masks: Any) -> None:
         for record in records:
