@@ -145,3 +145,11 @@ def test_what_max_length_cuts_and_drops_is_counted() -> None:
         collate.sizes([{"messages": chat("x" * 2 * limit, "y")}])
     with pytest.raises(DataError, match="nothing is left of all 1 conversations of the batch"):
         collate([{"messages": chat("x" * 2 * limit, "y")}])
+
+
+def test_a_patch_budget_without_a_token_budget_is_refused() -> None:
+    processor = FAMILIES["qwen3_vl"].processor()
+    with pytest.raises(ValueError, match=r"max_patches=4 limits packed rows.*pass max_tokens, too"):
+        VisionLanguageCollator(processor, max_patches=4)
+    collate = VisionLanguageCollator(processor, max_tokens=64, max_patches=16)
+    assert (collate.packing.max_tokens, collate.packing.max_patches) == (64, 16)

@@ -49,8 +49,9 @@ class VisionLanguageCollator:
 
     Args:
         processor: the transformers processor of the model.
-        max_tokens: pack into rows of at most this many tokens, as ``PackedCollator``; None pads, as
-            ``PaddedCollator``. ``options`` are those of that collator.
+        max_tokens, max_patches: pack into rows of at most so many tokens and patches, as
+            ``PackedCollator``; without ``max_tokens`` (or ``packing``) pad, as ``PaddedCollator``.
+            ``options`` are those of that collator.
         train_on, tools, chat_template_kwargs, image_root, max_pixels: as of ``tokenize_chat``.
         max_length: cut a conversation to this many tokens, never through an image, and drop it if
             nothing is left to train; the batch's ``metadata`` counts both. A plan knows only what
@@ -77,6 +78,7 @@ class VisionLanguageCollator:
         processor: Any,
         *,
         max_tokens: int | None = None,
+        max_patches: int | None = None,
         train_on: Literal["all", "last"] = "all",
         max_length: int | None = None,
         tools: Sequence[Any] | str | None = None,
@@ -104,10 +106,15 @@ class VisionLanguageCollator:
         ChatOptions(None, **self._chat)  # wrong ones raise here, not in a worker
         self.collator: PackedCollator[Any] | PaddedCollator
         if max_tokens is None and options.get("packing") is None:
+            if max_patches is not None:
+                raise ValueError(
+                    f"max_patches={max_patches} limits packed rows, and there are none without "
+                    "max_tokens; pass max_tokens, too"
+                )
             self.collator = PaddedCollator(processor, vision=self.vision, **options)
         else:
-            if max_tokens is not None:
-                options["max_tokens"] = max_tokens
+            limits = {"max_tokens": max_tokens, "max_patches": max_patches}
+            options |= {name: limit for name, limit in limits.items() if limit is not None}
             self.collator = PackedCollator(processor, vision=self.vision, **options)
 
     @property
