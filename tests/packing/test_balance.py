@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +19,13 @@ def bins_of(rows: Rows, sizes: np.ndarray) -> list[list[int]]:
     return [sizes[rows.order[a:b]].tolist() for a, b in pairwise(rows.offsets.tolist())]
 
 
-def levelled(sizes: list[int], capacity: int, num_rows: int, **options: object) -> list[list[int]]:
+def levelled(sizes: list[int], capacity: int, num_rows: int, **options: Any) -> list[list[int]]:
     array = np.array(sizes)
     most_pieces = options.pop("max_pieces", None)
-    rows = best_fit_decreasing(array, capacity, most_pieces)  # type: ignore[arg-type]
-    weights = Weights.of_text(options.pop("weights", array))  # type: ignore[arg-type]
-    most: int = options.pop("most", 1000)  # type: ignore[assignment]
-    limits = Limits(capacity, 0, most_pieces)  # type: ignore[arg-type]
+    rows = best_fit_decreasing(array, capacity, most_pieces)
+    weights = Weights.of_text(options.pop("weights", array))
+    most = options.pop("most", 1000)
+    limits = Limits(capacity, 0, most_pieces)
     result = level(
         rows, Weights.of_text(array), num_rows, limits=limits, weights=weights, most=most
     )

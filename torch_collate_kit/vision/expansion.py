@@ -124,10 +124,7 @@ class ImageProcessing(NamedTuple):
         """The image, or an array of its size that takes no memory."""
         if from_sizes:
             return np.broadcast_to(np.uint8(0), (*self.files.size(source, where), 3))
-        image = self.files.load(source, where)
-        if image.mode == "RGB" or _option(self.processor, "do_convert_rgb"):
-            return image
-        return _as_rgb(image)
+        return self.files.load(source, where)
 
     def _process(
         self, text: str, places: _Places, images: list[Any], from_sizes: bool
@@ -147,6 +144,7 @@ class ImageProcessing(NamedTuple):
                 images=[images],
                 add_special_tokens=False,
                 return_tensors=None if from_sizes else "pt",
+                **({} if from_sizes else {"do_convert_rgb": True}),
             )
         except (ValueError, TypeError, ZeroDivisionError) as error:
             sizes = ", ".join(f"{height} x {width}" for height, width in map(_size, images))
@@ -266,14 +264,3 @@ def _with_ends(text: str, start: int, end: int) -> tuple[int, int]:
 def _size(image: Any) -> tuple[int, int]:
     """Height and width."""
     return image.shape[:2] if isinstance(image, np.ndarray) else image.size[::-1]
-
-
-def _as_rgb(image: Any) -> Any:
-    """On white where it is transparent, as processors do it."""
-    if "A" not in image.getbands() and "transparency" not in image.info:
-        return image.convert("RGB")
-    from PIL import Image
-
-    image = image.convert("RGBA")
-    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-    return Image.alpha_composite(white, image).convert("RGB")
