@@ -9,7 +9,7 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with torch and the rest: minutes, the first time, and nothing is shown meanwhile"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,dev,plots]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,dev,docs]'
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt trl  # its chat templates, for tests/chat
 	touch $@
 
