@@ -118,8 +118,8 @@ def audit(
         vision: how images become tokens; that of ``tokenizer`` if it is a processor.
 
     Returns an :class:`AuditReport`: findings with the numbers of the rows and one decoded example.
-    Rows are numbered as in ``dataset``; of chat records a row is the record. docs/audit.md says
-    what each check looks for, and when it is silent. Memory: the tokens of the dataset twice.
+    Rows are numbered as in ``dataset``; of chat records a row is the record. What each check looks
+    for, and when it is silent, is in docs/guide/audit.md. Memory: the tokens of the dataset twice.
 
     Raises:
         DataError: the dataset is empty, or no row of it can be read.
