@@ -119,7 +119,7 @@ def audit(
 
     Returns an :class:`AuditReport`: findings with the numbers of the rows and one decoded example.
     Rows are numbered as in ``dataset``; of chat records a row is the record. What each check looks
-    for, and when it is silent, is in docs/guide/audit.md. Memory: the tokens of the dataset twice.
+    for, and when it is silent, is in docs/audit_checks.md. Memory: the tokens of the dataset twice.
 
     Raises:
         DataError: the dataset is empty, or no row of it can be read.
