@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: sft grpo vlm test test-bare test-oldest bench check format clean
+.PHONY: sft grpo vlm test test-bare test-oldest bench docs check format clean
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with torch and the rest: minutes, the first time, and nothing is shown meanwhile"
@@ -56,6 +56,10 @@ build/bench/.installed: setup.cfg pyproject.toml constraints.txt
 
 bench: build/bench/.installed
 	for name in packing vision_plan collate loader rollout stream chat vision; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
+
+# The site: build/site/index.html. Any warning fails.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .

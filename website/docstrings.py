@@ -1,0 +1,55 @@
+"""Turns the package's docstrings into the Markdown that the API pages are made of.
+
+Doctests become blocks of code, ``:class:`~package.Name` `` becomes a link to ``Name``, and the name
+of a page in docs/ becomes a link to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import griffe
+
+_PAGE = re.compile(r"docs/(contract|chat|loading|vision)\.md")
+_ROLE = re.compile(r":(?:class|func|meth|mod|attr):`~?([\w.]+)`")
+_DOCTEST = re.compile(r"^(?P<indent>[ ]*)>>> .*?(?=\n[ ]*\n|\Z)", re.M | re.S)
+
+
+class Docstrings(griffe.Extension):
+    """Rewrites all docstrings of the package when it has been loaded."""
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        for obj in _objects(pkg):
+            if obj.docstring is not None:
+                obj.docstring.value = _as_markdown(obj.docstring.value, obj)
+
+
+def _objects(obj: Any) -> Iterator[Any]:
+    yield obj
+    for member in obj.members.values():
+        if not member.is_alias:
+            yield from _objects(member)
+
+
+def _as_markdown(text: str, obj: Any) -> str:
+    text = _ROLE.sub(lambda match: _link(match[1], obj), text)
+    text = _PAGE.sub(r"[\g<0>](../\1.md)", text)  # from api/, where all these are shown
+    return _DOCTEST.sub(lambda match: _fenced(match[0], match["indent"]), text)
+
+
+def _fenced(code: str, indent: str) -> str:
+    return f"{indent}```pycon\n{code}\n{indent}```"
+
+
+def _link(target: str, obj: Any) -> str:
+    """A link to what the API pages describe; other names are left in code font."""
+    name = target.rpartition(".")[2]
+    owner = obj if obj.is_class else obj.parent
+    if owner is not None and owner.is_class and name in owner.members:
+        name = f"{owner.name}.{name}"
+    for package in (obj.package, obj.package.members["rl"]):
+        if name.partition(".")[0] in package.members:
+            return f"[`{name}`][{package.path}.{name}]"
+    return f"`{name}`"
