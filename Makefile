@@ -55,7 +55,7 @@ build/bench/.installed: setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 bench: build/bench/.installed
-	for name in packing vision_plan collate loader rollout stream chat vision; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
+	for name in packing vision_plan collate loader rollout stream chat vision scale; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
 
 # The site: build/site/index.html. Any warning fails.
 docs: $(VENV)/.installed
