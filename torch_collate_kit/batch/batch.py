@@ -14,11 +14,13 @@ from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import rows
 from torch_collate_kit.batch.added_rows import pad_metadata
 from torch_collate_kit.batch.dense import make_field
+from torch_collate_kit.batch.drawing import described
 from torch_collate_kit.batch.fields import Field
-from torch_collate_kit.batch.joining import check_joinable
+from torch_collate_kit.batch.html import html_of_batch
+from torch_collate_kit.batch.joining import equal_batches, joined
 from torch_collate_kit.batch.model_inputs import model_inputs
 from torch_collate_kit.batch.placement import Placement
-from torch_collate_kit.batch.storage import Storage, describe, tensor_of
+from torch_collate_kit.batch.storage import Storage, tensor_of
 from torch_collate_kit.ragged import Ragged, row_indices
 
 __all__ = ["Batch"]
@@ -147,20 +149,7 @@ class Batch(Mapping[str, Field]):
 
     def __eq__(self, other: object) -> bool:
         """The same fields with equal dtypes, shapes and values, and equal metadata."""
-        if not isinstance(other, Batch):
-            return NotImplemented
-        if self.keys() != other.keys():
-            return False
-        metadata = (self.row_metadata, self.metadata), (other.row_metadata, other.metadata)
-        if not all(rows.equal(mine, theirs) for mine, theirs in zip(*metadata, strict=True)):
-            return False
-        mine, theirs = self.contents(), other.contents()
-        if rows.equal(mine, theirs):
-            return True
-        given = bool(mine["given"] or theirs["given"])
-        if not given and mine["columns"].keys() == theirs["columns"].keys():
-            return False
-        return all(rows.equal(self[name], other[name]) for name in self)  # stored in other forms
+        return equal_batches(self, other) if isinstance(other, Batch) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -218,17 +207,7 @@ class Batch(Mapping[str, Field]):
         >>> Batch.cat(Batch({"x": torch.arange(4)}).chunk(2))["x"].tolist()
         [0, 1, 2, 3]
         """
-        if not batches:
-            raise ValueError("Batch.cat needs at least one batch, got none")
-        first, overrides = batches[0], dict(metadata or {})
-        check_joinable(batches, overrides=overrides)
-        per_row = {
-            key: rows.cat([batch.row_metadata[key] for batch in batches])
-            for key in first.row_metadata
-        }
-        parts = [batch._stored() for batch in batches]
-        storage = Storage.cat(parts, lambda i, name: batches[i][name])
-        return cls.of_storage(storage, per_row, {**first.metadata, **overrides})
+        return cls.of_storage(*joined(batches, dict(metadata or {})))
 
     def pad_rows(self, *, multiple_of: int) -> Batch:
         """Rows added at the end until ``multiple_of`` divides them: a copy, or self if it does.
@@ -389,7 +368,10 @@ class Batch(Mapping[str, Field]):
         )
 
     def __repr__(self) -> str:
-        return describe(self._stored())
+        return described(self)
+
+    def _repr_html_(self) -> str:
+        return html_of_batch(self)
 
 
 def _version(field: Field) -> int:
