@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+from torch_collate_kit.reporting.plots import (
+    plot_balance,
+    plot_efficiency,
+    plot_lengths,
+    plot_rows,
+    plot_timeline,
+)
 from torch_collate_kit.reporting.report import PackingReport, packing_report
 
-__all__ = ["PackingReport", "packing_report"]
+__all__ = [
+    "PackingReport",
+    "packing_report",
+    "plot_balance",
+    "plot_efficiency",
+    "plot_lengths",
+    "plot_rows",
+    "plot_timeline",
+]

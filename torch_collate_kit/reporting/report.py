@@ -115,8 +115,10 @@ def packing_report(
 
     >>> report = packing_report([5, 3, 9, 2], [10, 20], show=False)
     >>> best = report["recommended"]
-    >>> best["max_tokens"], best["strategy"], best["reason"]
-    (10, 'best_fit_decreasing', 'the least padding of those that drop and cut nothing')
+    >>> best["max_tokens"], best["strategy"]
+    (20, 'best_fit_decreasing')
+    >>> best["reason"]
+    'the smallest of those that drop and cut nothing and leave at most 2% padding'
     """
     found = data_lengths(data)
     cost = ModelCost() if cost is None else cost
