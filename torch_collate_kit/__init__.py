@@ -31,6 +31,7 @@ from torch_collate_kit.packing import ModelCost, PackingOptions, PackingPlan, Pa
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reporting import (
     PackingReport,
+    audit,
     packing_report,
     plot_balance,
     plot_efficiency,
@@ -74,6 +75,7 @@ __all__ = [
     "VisionLanguageCollator",
     "VisionLayout",
     "__version__",
+    "audit",
     "check_isolation",
     "global_num_loss_tokens",
     "image_grid",
