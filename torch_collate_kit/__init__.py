@@ -29,6 +29,16 @@ from torch_collate_kit.loading import (
 from torch_collate_kit.losses import PerTokenOutputs, global_num_loss_tokens, token_loss
 from torch_collate_kit.packing import ModelCost, PackingOptions, PackingPlan, ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reporting import (
+    PackingReport,
+    audit,
+    packing_report,
+    plot_balance,
+    plot_efficiency,
+    plot_lengths,
+    plot_rows,
+    plot_timeline,
+)
 from torch_collate_kit.vision import (
     VisionLayout,
     image_grid,
@@ -49,6 +59,7 @@ __all__ = [
     "PackedIterableDataset",
     "PackingOptions",
     "PackingPlan",
+    "PackingReport",
     "PaddedCollator",
     "ParallelLayout",
     "PerExample",
@@ -64,12 +75,19 @@ __all__ = [
     "VisionLanguageCollator",
     "VisionLayout",
     "__version__",
+    "audit",
     "check_isolation",
     "global_num_loss_tokens",
     "image_grid",
     "is_vision_language",
     "load_processor",
     "pack",
+    "packing_report",
+    "plot_balance",
+    "plot_efficiency",
+    "plot_lengths",
+    "plot_rows",
+    "plot_timeline",
     "register_torch_varlen",
     "rl",
     "token_loss",
