@@ -4,7 +4,7 @@ Claimed: a plan over 512 ranks takes less than 200 ms; the memory of a memory-ma
 not grow with its examples; a state is less than 1 kB, whatever the number of examples.
 
     python benchmarks/bench_scale.py
-    python benchmarks/bench_scale.py --examples 1000000 10000000 100000000   # minutes, 8 bytes each
+    python benchmarks/bench_scale.py --examples 1000000   # the last size takes half a minute, 800 MB
 
 Every rank plans the step of all ranks. "resume" is a new sampler that loads a state in the middle
 of an epoch, up to its first batch. Memory is what a new process has more than before: RssAnon.
@@ -36,6 +36,7 @@ from torch_collate_kit import (
 )
 
 _MAX_TOKENS, _ROWS_PER_RANK = 8192, 4
+_NUM_EXAMPLES = [1_000_000, 10_000_000, 100_000_000]
 
 
 def memory() -> int:
@@ -163,7 +164,7 @@ def resume_orders(report: Report, sizes: list[int]) -> None:
 def main() -> None:
     parser = arguments(__doc__, rounds=9)
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with real lengths")
-    parser.add_argument("--examples", type=int, nargs="+", default=[1_000_000, 10_000_000])
+    parser.add_argument("--examples", type=int, nargs="+", default=_NUM_EXAMPLES)
     options = parser.parse_args()
     report = Report("scale", "What many ranks and many examples cost.")
     lengths, what = real_mix(options.data, 1_000_000, longest=_MAX_TOKENS)

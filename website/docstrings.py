@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import griffe
 
-_PAGE = re.compile(r"docs/(contract|chat|loading|vision)\.md")
+_DOCS = Path(__file__).parents[1] / "docs"
+_PAGE = re.compile(r"docs/(\w+\.md)")
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr):`~?([\w.]+)`")
 _DOCTEST = re.compile(r"^(?P<indent>[ ]*)>>> .*?(?=\n[ ]*\n|\Z)", re.M | re.S)
 
@@ -35,8 +37,13 @@ def _objects(obj: Any) -> Iterator[Any]:
 
 def _as_markdown(text: str, obj: Any) -> str:
     text = _ROLE.sub(lambda match: _link(match[1], obj), text)
-    text = _PAGE.sub(r"[\g<0>](../\1.md)", text)  # from api/, where all these are shown
+    text = _PAGE.sub(_page_link, text)
     return _DOCTEST.sub(lambda match: _fenced(match[0], match["indent"]), text)
+
+
+def _page_link(match: re.Match[str]) -> str:
+    """A link from api/, where all docstrings are shown."""
+    return f"[{match[0]}](../{match[1]})" if (_DOCS / match[1]).exists() else match[0]
 
 
 def _fenced(code: str, indent: str) -> str:

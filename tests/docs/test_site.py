@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import torch_collate_kit
-from torch_collate_kit import rl, testing
+from torch_collate_kit import reporting, rl, testing
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,6 +85,8 @@ def public_names() -> set[str]:
     """What the API pages must describe, by the path that a user imports."""
     names = {f"torch_collate_kit.{name}" for name in torch_collate_kit.__all__}
     names |= {f"torch_collate_kit.rl.{name}" for name in rl.__all__}
+    inner = set(reporting.__all__) - set(torch_collate_kit.__all__)
+    names |= {f"torch_collate_kit.reporting.{name}" for name in inner}
     names |= {f"torch_collate_kit.testing.{name}" for name in testing.__all__}
     return names - {"torch_collate_kit.rl", "torch_collate_kit.__version__"}
 
