@@ -4,7 +4,7 @@ Claimed: a plan over 512 ranks takes less than 200 ms; the memory of a memory-ma
 not grow with its examples; a state is less than 1 kB, whatever the number of examples.
 
     python benchmarks/bench_scale.py
-    python benchmarks/bench_scale.py --examples 1000000   # the last size takes half a minute, 800 MB
+    python benchmarks/bench_scale.py --examples 1000000   # 100000000 takes half a minute
 
 Every rank plans the step of all ranks. "resume" is a new sampler that loads a state in the middle
 of an epoch, up to its first batch. Memory is what a new process has more than before: RssAnon.
