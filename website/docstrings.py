@@ -57,6 +57,8 @@ def _link(target: str, obj: Any) -> str:
     if owner is not None and owner.is_class and name in owner.members:
         name = f"{owner.name}.{name}"
     for package in (obj.package, obj.package.members["rl"]):
-        if name.partition(".")[0] in package.members:
-            return f"[`{name}`][{package.path}.{name}]"
+        found = package.members.get(name.partition(".")[0])
+        if found is not None:  # a function may have the name of its module
+            inside = f"{name}." if found.is_module else ""
+            return f"[`{name}`][{package.path}.{inside}{name}]"
     return f"`{name}`"
