@@ -7,7 +7,8 @@ not grow with its examples; a state is less than 1 kB, whatever the number of ex
     python benchmarks/bench_scale.py --examples 1000000   # 100000000 takes half a minute
 
 Every rank plans the step of all ranks. "resume" is a new sampler that loads a state in the middle
-of an epoch, up to its first batch. Memory is what a new process has more than before: RssAnon.
+of an epoch, up to its first batch. Time is CPU time, which other work on the machine moves less.
+Memory is what a new process has more than before: RssAnon.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ def plan_steps(report: Report, lengths: np.ndarray, what: str, rounds: int) -> N
         next(steps)  # makes the order of the epoch
         seconds = []
         for _ in range(rounds):
-            began = time.perf_counter()
+            began = time.process_time()
             plan = next(steps).plan
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.process_time() - began)
         times = Times.of(seconds)
         cost, tokens = plan.cost_per_rank, plan.tokens_per_rank
         uneven = [f"{100 * (x.max() / x.mean() - 1):.2f}%" for x in (cost, tokens)]
@@ -72,7 +73,7 @@ def plan_steps(report: Report, lengths: np.ndarray, what: str, rounds: int) -> N
             report.target("a step of 512 ranks", 1e3 * times.median, "< ms", 200)
     header = ["ranks", "examples", "rows", "median", "quartiles", "minimum", "filled"]
     note = (
-        f"ms per step on every rank, {rounds} steps; rows of {_MAX_TOKENS} tokens, about "
+        f"CPU ms per step on every rank, {rounds} steps; rows of {_MAX_TOKENS} tokens, about "
         f"{_ROWS_PER_RANK} per rank; {what}. The last columns: how much more than the mean the "
         "busiest rank has."
     )
@@ -95,9 +96,9 @@ def in_new_process(function: Callable[[Any], dict[str, Any]], argument: Any) -> 
 def reading(path: str) -> dict[str, Any]:
     """Seconds to open a memory-mapped dataset, its memory after random reads, bytes of a pickle."""
     TokenizedDataset(pa.table({"input_ids": [[1]]}))  # imports what reading needs
-    before, began = memory(), time.perf_counter()
+    before, began = memory(), time.process_time()
     dataset = TokenizedDataset(path)
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     rng = np.random.default_rng(0)
     for _ in range(100):
         dataset.__getitems__(rng.integers(0, len(dataset), 256).tolist())
@@ -113,16 +114,16 @@ def resuming(num_examples: int) -> dict[str, Any]:
     before = memory()
     saved = PrefetchingSampler(num_examples, batch_size=1024)
     state = saved.state_at(3, len(saved) // 2)
-    began = time.perf_counter()
+    began = time.process_time()
     sampler = PrefetchingSampler(num_examples, batch_size=1024)
     sampler.load_state_dict(state)
-    loaded = time.perf_counter() - began
+    loaded = time.process_time() - began
     steps = iter(sampler)
     next(steps)
     return {
         "state": len(json.dumps(state)),
         "loaded": loaded,
-        "resumed": time.perf_counter() - began,
+        "resumed": time.process_time() - began,
         "memory": memory() - before,
     }
 
@@ -142,7 +143,7 @@ def read_datasets(report: Report) -> None:
         cells = [f"{1e3 * found['seconds']:.1f}", f"{found['memory'] / 1e6:.1f}"]
         counts = [f"{n:,}" for n in (num_examples, num_examples * length)]
         rows.append([*counts, *cells, f"{found['pickled']:,}"])
-    header = ["examples", "tokens", "ms to open", "MB of memory", "bytes to a worker"]
+    header = ["examples", "tokens", "CPU ms to open", "MB of memory", "bytes to a worker"]
     note = "An Arrow file of int32 ids, memory-mapped, after 100 random batches of 256 rows."
     report.table("A TokenizedDataset", header, rows, note)
 
@@ -156,7 +157,13 @@ def resume_orders(report: Report, sizes: list[int]) -> None:
         megabytes = f"{found['memory'] / 1e6:,.0f}"
         rows.append([f"{num_examples:,}", str(found["state"]), *cells, megabytes])
         report.target(f"state of {num_examples:,} examples", found["state"], "< bytes", 1000)
-    header = ["examples", "bytes of a state", "ms to load it", "ms to the first batch", "MB"]
+    header = [
+        "examples",
+        "bytes of a state",
+        "CPU ms to load it",
+        "CPU ms to the first batch",
+        "MB",
+    ]
     note = "PrefetchingSampler, shuffled, resumed in the middle of epoch 3; a new process each."
     report.table("An order", header, rows, note)
 
