@@ -76,8 +76,7 @@ def _notes(
     """What a smaller ``max_tokens`` would lose, and what the recommended one loses."""
     notes = []
     if _num_lost(best):
-        drops = _losses(best, num_tokens)
-        notes.append(f"note: this {drops}; only a larger max_tokens keeps them whole")
+        notes.append(f"note: {_losses(best, num_tokens)}; a larger max_tokens keeps more")
     smaller = [
         candidate
         for candidate in packed
@@ -97,7 +96,7 @@ def _losses(candidate: Mapping[str, Any], num_tokens: int) -> str:
     parts = [f"drops {_examples(dropped)}"] if dropped else []
     parts += [f"cuts {_examples(cut)}"] if cut else []
     share = (candidate["num_dropped_tokens"] + candidate["num_cut_tokens"]) / num_tokens
-    return f"{' and '.join(parts)} ({100 * share:.2g}% of the tokens lost)"
+    return f"{' and '.join(parts)} ({share:.2%} of the tokens lost)"
 
 
 def _examples(number: int) -> str:
