@@ -201,7 +201,7 @@ def test_images_are_packed_by_patches_too():
         (([5, 0], 8), {}, DataError, "example 1 has length 0"),
         (([5, 9], 8), {"overflow": "raise"}, DataError, "example 1 has 9 tokens"),
         (([5.5],), {}, TypeError, "lengths must be integers"),
-        ((7, 8), {}, TypeError, "data must have lengths, got int; pass lengths, a Tokenized"),
+        ((7, 8), {}, TypeError, "data must have lengths, got int; tokenize first"),
         (([5], []), {}, ValueError, "max_tokens is empty; give at least one"),
         (([5], 0), {}, ValueError, "max_tokens must be at least 1, got 0"),
         (([5], 8), {"strategies": []}, ValueError, "strategies is empty; give at least one"),

@@ -73,7 +73,7 @@ def _num_lost(candidate: Mapping[str, Any]) -> int:
 def _notes(
     packed: Sequence[Mapping[str, Any]], best: Mapping[str, Any], num_tokens: int
 ) -> list[str]:
-    """What a smaller ``max_tokens`` would lose, and what the recommended one loses."""
+    """What the recommended ``max_tokens`` loses, and what the smallest of the next best would."""
     notes = []
     if _num_lost(best):
         notes.append(f"note: {_losses(best, num_tokens)}; a larger max_tokens keeps more")
@@ -85,7 +85,7 @@ def _notes(
         and _num_lost(candidate) > _num_lost(best)
     ]
     if smaller:
-        other = max(smaller, key=lambda candidate: candidate["max_tokens"])
+        other = min(smaller, key=lambda candidate: (_num_lost(candidate), candidate["max_tokens"]))
         notes.append(f"note: max_tokens={other['max_tokens']} {_losses(other, num_tokens)}")
     return notes
 

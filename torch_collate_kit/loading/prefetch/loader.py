@@ -256,6 +256,7 @@ class PrefetchLoader:
         self._loop = None
         if self._is_elsewhere():
             return
+        self._timeline.trained(time.perf_counter())
         self._stop_reading(self._run)
         self._loader.close()
         self._raise_interrupt()
