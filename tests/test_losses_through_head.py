@@ -133,14 +133,15 @@ def test_under_autocast_products_are_in_its_dtype_and_gradients_in_that_of_the_w
 
 
 def test_an_infinite_loss_that_is_not_trained_stays_out_of_it() -> None:
-    batch, head = PaddedCollator(0)([{"input_ids": [1, 2, 3], "loss_mask": [1, 0, 1]}]), a_head()
+    example = {"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 0, 1]}
+    batch, head = PaddedCollator(0)([example]), a_head()
     hidden = hidden_of(batch)
     with torch.no_grad():
-        hidden[0, 0] = float("inf")  # predicts the token that is not trained
+        hidden[0, 1] = float("inf")  # predicts the token that is not trained
     loss = token_loss(hidden, batch, num_loss_tokens=1, head=head)
     (gradient,) = torch.autograd.grad(loss, hidden)
     assert loss.isfinite()
-    assert gradient[0, 0].tolist() == [0] * HIDDEN
+    assert gradient[0, 1].tolist() == [0] * HIDDEN
 
 
 def test_a_frozen_head_and_hidden_states_without_gradient() -> None:
