@@ -15,6 +15,8 @@ from torch_collate_kit.batch import rows
 from torch_collate_kit.batch.added_rows import pad_metadata
 from torch_collate_kit.batch.dense import make_field
 from torch_collate_kit.batch.drawing import described
+from torch_collate_kit.batch.explaining import explained
+from torch_collate_kit.batch.explanation import Explanation
 from torch_collate_kit.batch.fields import Field
 from torch_collate_kit.batch.html import html_of_batch
 from torch_collate_kit.batch.joining import equal_batches, joined
@@ -274,12 +276,7 @@ class Batch(Mapping[str, Field]):
         >>> Batch({"loss_mask": torch.tensor([[0.0, 0.5], [1.0, 1.0]])}).num_loss_tokens_per_row()
         array([1, 2])
         """
-        storage = self._stored()
-        if storage.columns is not None and "loss_mask" not in storage.given:
-            return storage.columns.trained()
-        if "loss_mask" not in self:
-            return None
-        return (self["loss_mask"] != 0).flatten(1).sum(dim=1).cpu().numpy()
+        return self._stored().num_loss_tokens()
 
     def divide_loss_mask(self, divisor: int) -> Batch:
         """The same rows with a ``loss_mask`` divided by ``divisor``, whatever it was before.
@@ -288,10 +285,8 @@ class Batch(Mapping[str, Field]):
         >>> batch.divide_loss_mask(4)["loss_mask"]
         tensor([[0.2500, 0.2500]])
         """
-        before, storage = self.metadata.get("loss_mask_divisor", 1), self._stored()
-        if "loss_mask" in storage.given:
-            changed = storage.given["loss_mask"] * (before / divisor)
-            storage = storage.with_given({"loss_mask": changed})
+        before = self.metadata.get("loss_mask_divisor", 1)
+        storage = self._stored().with_loss_mask_times(before / divisor)
         metadata = {**self.metadata, "loss_mask_divisor": divisor}
         return Batch.of_storage(storage, self.row_metadata, metadata)
 
@@ -366,6 +361,28 @@ class Batch(Mapping[str, Field]):
         return model_inputs(
             self, attention, labels=labels, mask=mask, sliding_window=sliding_window
         )
+
+    def explain(
+        self,
+        row: int | None = None,
+        tokenizer: Any = None,
+        *,
+        example: int | None = None,
+        start: int | None = None,
+        stop: int | None = None,
+        max_tokens: int | None = 60,
+    ) -> Explanation:
+        """A row token by token: ids, text, positions, labels, weights and the other fields.
+
+        ``tokenizer`` (or processor) gives the text. ``example`` shows that example alone, of the
+        first row that has a piece of it if no row is named; ``start`` and ``stop`` limit the cells.
+        Of more than ``max_tokens`` a table shows the first and the last; None shows all.
+
+        Raises:
+            IndexError, ValueError: no such row; an example that is not there; no ``input_ids``.
+        """
+        limits = {"example": example, "start": start, "stop": stop, "max_tokens": max_tokens}
+        return explained(self, row, tokenizer, **limits)
 
     def __repr__(self) -> str:
         return described(self)

@@ -130,6 +130,18 @@ class Storage:
             return None
         return np.diff(self.columns.placement.offsets(count))
 
+    def num_loss_tokens(self) -> np.ndarray | None:
+        """int64 [R], cells of ``loss_mask`` that are not 0, read from the device."""
+        if self.columns is not None and "loss_mask" not in self.given:
+            return self.columns.trained()
+        mask: Any = self.given.get("loss_mask")
+        return None if mask is None else (mask != 0).flatten(1).sum(dim=1).cpu().numpy()
+
+    def with_loss_mask_times(self, factor: float) -> Storage:
+        """With a ``loss_mask`` that is stored multiplied; one that is made is divided then."""
+        mask: Any = self.given.get("loss_mask")
+        return self if mask is None else self.with_given({"loss_mask": mask * factor})
+
     def in_one_buffer(self, *, pin: bool = False) -> tuple[Tensor, dict[Key, Slot]]:
         """The buffer, and where everything lies there; a copy, unless it is in one already."""
         return gather(self.items(), pin=pin) if self.buffer is None else self.buffer
