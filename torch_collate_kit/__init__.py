@@ -36,6 +36,15 @@ from torch_collate_kit.loading import (
 from torch_collate_kit.losses import PerTokenOutputs, global_num_loss_tokens, token_loss
 from torch_collate_kit.packing import ModelCost, PackingOptions, PackingPlan, ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reporting import (
+    PackingReport,
+    packing_report,
+    plot_balance,
+    plot_efficiency,
+    plot_lengths,
+    plot_rows,
+    plot_timeline,
+)
 from torch_collate_kit.vision import (
     VisionLayout,
     image_grid,
@@ -56,6 +65,7 @@ __all__ = [
     "PackedIterableDataset",
     "PackingOptions",
     "PackingPlan",
+    "PackingReport",
     "PaddedCollator",
     "ParallelLayout",
     "PerExample",
@@ -77,6 +87,12 @@ __all__ = [
     "is_vision_language",
     "load_processor",
     "pack",
+    "packing_report",
+    "plot_balance",
+    "plot_efficiency",
+    "plot_lengths",
+    "plot_rows",
+    "plot_timeline",
     "register_torch_varlen",
     "rl",
     "token_loss",
