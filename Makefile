@@ -1,9 +1,10 @@
-# `make sft`, `make grpo` and `make vlm` train the examples, `make test` runs the whole suite; all set up .venv first.
+# `make sft`, `make grpo` and `make vlm` train the examples, `make notebooks` executes
+# the notebooks and writes their outputs, `make test` runs the whole suite; all set up .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: sft grpo vlm test test-bare test-oldest bench docs check format clean
+.PHONY: sft grpo vlm notebooks test test-bare test-oldest bench docs check format clean
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with torch and the rest: minutes, the first time, and nothing is shown meanwhile"
@@ -21,6 +22,10 @@ grpo: $(VENV)/.installed
 
 vlm: $(VENV)/.installed
 	$(BIN)/accelerate launch --quiet examples/vlm_sft.py $(ARGS)
+
+# One of them: make notebooks ARGS=notebooks/02_packing.ipynb
+notebooks: $(VENV)/.installed
+	$(BIN)/python notebooks/execute.py $(ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)

@@ -140,7 +140,8 @@ class Explanation:
                 for cell, side in zip(line, sides, strict=True)
             )
             body += f"<tr{style}>{cells}</tr>"
-        return f"<div><b>{escape(self.title)}</b><table><tr>{head}</tr>{body}</table></div>"
+        table = f'<table style="color:inherit"><tr>{head}</tr>{body}</table>'
+        return f"<div><b>{escape(self.title)}</b>{table}</div>"
 
 
 def _skipped(expected: int | None, cell: int) -> list[str]:
