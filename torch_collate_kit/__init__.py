@@ -8,7 +8,14 @@ from __future__ import annotations
 from torch_collate_kit import rl
 from torch_collate_kit._version import __version__
 from torch_collate_kit.attention import check_isolation, register_torch_varlen
-from torch_collate_kit.batch import IGNORE_INDEX, Batch, PerExample, PerResponseToken, PerToken
+from torch_collate_kit.batch import (
+    IGNORE_INDEX,
+    Batch,
+    PerExample,
+    PerResponseToken,
+    PerToken,
+    unpack,
+)
 from torch_collate_kit.chat import tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.collators import (
     PackedCollator,
@@ -75,4 +82,5 @@ __all__ = [
     "token_loss",
     "tokenize_chat",
     "tokenize_chat_dataset",
+    "unpack",
 ]
