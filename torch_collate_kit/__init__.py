@@ -29,6 +29,7 @@ from torch_collate_kit.loading import (
 from torch_collate_kit.losses import PerTokenOutputs, global_num_loss_tokens, token_loss
 from torch_collate_kit.packing import ModelCost, PackingOptions, PackingPlan, ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reporting import audit
 from torch_collate_kit.vision import (
     VisionLayout,
     image_grid,
@@ -64,6 +65,7 @@ __all__ = [
     "VisionLanguageCollator",
     "VisionLayout",
     "__version__",
+    "audit",
     "check_isolation",
     "global_num_loss_tokens",
     "image_grid",
