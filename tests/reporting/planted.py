@@ -25,6 +25,7 @@ class Planted:
     """
 
     name: str
+    """Or several with "|" between, where either describes the damage."""
     examples: list[Example]
     tokenizer: Any
     rows: list[set[int]] | None
@@ -70,7 +71,9 @@ def eos_position(example: Example) -> int:
 
 
 # Labels shifted: a model of transformers shifts them itself.
-_AFTER_A_SHIFT = {"generation_prompt_trained", "eos_never_trained", "eos_truncated"}
+_AFTER_A_SHIFT = {
+    *("generation_prompt_trained", "eos_never_trained", "eos_not_trained", "eos_truncated"),
+}  # fmt: skip
 
 
 def _labels_moved(clean: Clean, by: int, rows: set[int]) -> Planted:

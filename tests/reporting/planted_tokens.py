@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from tests.reporting.clean_data import Clean, Example, with_target
 from tests.reporting.planted import Planted, edited, eos_position, first_target, planted
@@ -33,7 +32,7 @@ def mask_ends_before_eos(clean: Clean) -> Planted:
 def mask_ends_before_eos_in_some_rows(clean: Clean) -> Planted:
     rows = clean.rows()
     examples = edited(clean, rows, _without_eos_target)
-    return Planted("eos_never_trained", examples, clean.tokenizer, [rows], also={"eos_truncated"})
+    return Planted("eos_never_trained | eos_not_trained", examples, clean.tokenizer, [rows])
 
 
 @planted
@@ -77,7 +76,8 @@ def eos_masked_as_pad_before_a_tail_of_it(clean: Clean) -> Planted:
         tail = width - len(e["input_ids"])
         ids, mask = e["input_ids"] + [pad] * tail, e["loss_mask"] + [0] * tail
         examples.append(with_target({"input_ids": ids, "loss_mask": mask}, "labels"))
-    return Planted(planted.name, examples, planted.tokenizer, planted.rows, also=planted.also)
+    also = planted.also | {"padded_rows"}
+    return Planted(planted.name, examples, planted.tokenizer, planted.rows, also=also)
 
 
 # Truncation: by max_tokens, or already in the data.
@@ -126,6 +126,7 @@ def row_ends_within_the_answer(clean: Clean) -> Planted:
     return _truncated(clean, "eos_truncated", {"target_truncated"}, edit, "labels")
 
 
+_ANY_OF_BOTH = "target_truncated | prompt_longer_than_row"
 _NOTHING_LEFT = {"eos_truncated", "no_trained_token", "prompt_longer_than_row", "target_truncated"}
 
 
@@ -141,13 +142,13 @@ def _prompt_of(clean: Clean, tokens: int) -> Callable[[Example], Example]:
 def prompt_fills_the_row(clean: Clean) -> Planted:
     """The prompt fits exactly, so the answer is lost as a whole."""
     edit = _prompt_of(clean, _limit(clean))
-    return _truncated(clean, "target_truncated", _NOTHING_LEFT, edit, "loss_mask")
+    return _truncated(clean, _ANY_OF_BOTH, _NOTHING_LEFT, edit, "loss_mask")
 
 
 @planted
 def prompt_fills_the_row_of_actions(clean: Clean) -> Planted:
     edit = _prompt_of(clean, _limit(clean))
-    return _truncated(clean, "target_truncated", _NOTHING_LEFT, edit, "num_actions")
+    return _truncated(clean, _ANY_OF_BOTH, _NOTHING_LEFT, edit, "num_actions")
 
 
 @planted
@@ -160,6 +161,18 @@ def prompt_longer_than_the_row(clean: Clean) -> Planted:
 def prompt_longer_than_the_row_of_labels(clean: Clean) -> Planted:
     edit = _prompt_of(clean, _limit(clean) + 1)
     return _truncated(clean, "prompt_longer_than_row", _NOTHING_LEFT, edit, "labels")
+
+
+@planted
+def last_turn_beyond_the_row(clean: Clean) -> Planted:
+    """The first answer is whole, the second one is cut off with its question."""
+    limit = _limit(clean)
+
+    def edit(e: Example) -> Example:
+        filled = _longer(e, first_target(e) - len(clean.header) - 3, limit - len(e["input_ids"]), 0)
+        return {key: values + e[key] for key, values in filled.items()}
+
+    return _truncated(clean, "target_truncated", {"eos_truncated"}, edit, "loss_mask")
 
 
 @planted
@@ -221,18 +234,20 @@ def ids_of_a_larger_vocabulary(clean: Clean) -> Planted:
 
 
 def _pads(clean: Clean, form: str, *, left: bool) -> Planted:
-    """Rows padded to one length, and trained there; the longest row has no pads."""
+    """Rows padded to one length, and trained there; the longest row has no pads.
+
+    The first token of a row is never trained, so one pad on the left is none that is.
+    """
     pad, width = clean.tokenizer.pad_token_id, max(len(e["input_ids"]) for e in clean.examples)
     examples, rows = [], set()
     for i, e in enumerate(clean.examples):
         pads = width - len(e["input_ids"])
-        rows |= {i} if pads else set()
+        rows |= {i} if pads > left else set()
         padded: Example = {}
         for key, value in (("input_ids", pad), ("loss_mask", 1)):
             padded[key] = [value] * pads + e[key] if left else e[key] + [value] * pads
         examples.append(with_target(padded, form))
-    also = {"generation_prompt_trained"} if left else set[Any]()
-    return Planted("pad_trained", examples, clean.tokenizer, [rows], also=also)
+    return Planted("pad_trained", examples, clean.tokenizer, [rows], also={"padded_rows"})
 
 
 @planted

@@ -18,7 +18,7 @@ from tests.reporting.clean_data import (
 )
 from tests.reporting.planted_rollouts import clean_rollouts
 
-__all__ = ["TRAPS"]
+__all__ = ["PADDED", "TRAPS"]
 
 Trap = tuple[list[Example], Any]  # examples and their tokenizer
 TRAPS: dict[str, Callable[[], Trap]] = {}
@@ -38,6 +38,11 @@ def clean_conversations() -> Trap:
 
 @trap
 def pad_is_eos_and_eos_is_trained() -> Trap:
+    clean = Clean.made().with_eos_as_pad()
+    return [with_target(e, "labels") for e in clean.examples], clean.tokenizer
+
+
+def pad_tail_of_eos() -> Trap:
     """Right-padded with the end of text: the first one is trained, the tail is not."""
     clean = Clean.made().with_eos_as_pad()
     width = max(len(e["input_ids"]) for e in clean.examples)
@@ -52,7 +57,6 @@ def pad_is_eos_and_eos_is_trained() -> Trap:
     return examples, clean.tokenizer
 
 
-@trap
 def pad_tail_that_is_masked() -> Trap:
     clean = Clean.made(10)
     examples = [
@@ -60,6 +64,9 @@ def pad_tail_that_is_masked() -> Trap:
         for i, e in enumerate(clean.examples)
     ]
     return examples, clean.tokenizer
+
+
+PADDED = {made.__name__: made for made in (pad_tail_of_eos, pad_tail_that_is_masked)}
 
 
 def _documents(count: int = 30) -> list[list[int]]:
