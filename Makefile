@@ -69,6 +69,7 @@ build/bench/.installed: setup.cfg pyproject.toml constraints.txt
 
 bench: build/bench/.installed
 	for name in packing vision_plan collate loader rollout stream chat vision; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
+	build/bench/bin/python benchmarks/pages.py
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
