@@ -114,6 +114,30 @@ def next_tokens_as_labels(clean: Clean) -> Planted:
     return Planted("labels_shifted", examples, clean.tokenizer, [clean.all_rows()], also=also)
 
 
+def _mask_moved(clean: Clean, by: int, names: str) -> Planted:
+    """A mask made for predictions (of ``logits[:-1]``) in place of tokens, or moved twice."""
+
+    def move(e: Example) -> Example:
+        return e | {"loss_mask": shifted(e["loss_mask"], by, 0)}
+
+    rows = clean.all_rows()
+    examples = edited(clean, rows, move)
+    return Planted(names, examples, clean.tokenizer, [rows], also=_AFTER_A_SHIFT)
+
+
+@planted
+def mask_shifted_left(clean: Clean) -> Planted:
+    """The last token of the generation prompt is trained, the end of text is not."""
+    names = "labels_shifted | mask_shifted | generation_prompt_trained | eos_never_trained"
+    return _mask_moved(clean, -1, names)
+
+
+@planted
+def mask_shifted_right(clean: Clean) -> Planted:
+    """The first token of every answer is not trained, the line break after its end is."""
+    return _mask_moved(clean, 1, "labels_shifted | mask_shifted")
+
+
 # Masks that train nothing, or everything.
 def _target(name: str, clean: Clean, rows: set[int], form: str, edit: Any, also: str) -> Planted:
     examples = edited(clean, rows, edit, form=form)
