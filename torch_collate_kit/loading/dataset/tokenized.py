@@ -150,6 +150,14 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         return columns.num_loss_tokens()
 
     @property
+    def vision(self) -> VisionLayout | None:
+        """How images become tokens, as it was given; None without it.
+
+        >>> TokenizedDataset([{"input_ids": [5, 6, 7]}]).vision
+        """
+        return self._vision
+
+    @property
     def patches(self) -> list[list[int]]:
         """[N] lists, patches of each image of every row (tiles where images are cut into tiles).
 
