@@ -325,7 +325,7 @@ class PackedCollator(Generic[B]):
                 "cut": tuple(plan.cut.tolist()),
             },
         )
-        part.check_loss_tokens(placed.num_loss_tokens)
+        part.check_loss_tokens(int(placed.num_trained.sum()))
         return batch
 
     def _dummy_images(self, plan: PackingPlan) -> dict[str, int]:

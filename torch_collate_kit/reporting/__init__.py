@@ -1,7 +1,8 @@
-"""What a layout costs, and what a batch looks like. matplotlib and pandas are loaded on use."""
+"""What a layout costs, what a dataset hides, and plots; matplotlib and pandas load on use."""
 
 from __future__ import annotations
 
+from torch_collate_kit.reporting.audit import AuditReport, Finding, audit
 from torch_collate_kit.reporting.plots import (
     plot_balance,
     plot_efficiency,
@@ -12,7 +13,10 @@ from torch_collate_kit.reporting.plots import (
 from torch_collate_kit.reporting.report import PackingReport, packing_report
 
 __all__ = [
+    "AuditReport",
+    "Finding",
     "PackingReport",
+    "audit",
     "packing_report",
     "plot_balance",
     "plot_efficiency",
