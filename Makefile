@@ -1,10 +1,11 @@
 # `make sft`, `make grpo` and `make vlm` train the examples, `make notebooks` executes
 # the notebooks and writes their outputs, `make test` runs the whole suite; all set up .venv first.
+# `make dropin` runs the scripts of examples/dropin in an environment with Lightning, Ray and TRL.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: sft grpo vlm notebooks test test-bare test-oldest test-sdist dist why bench docs check format clean
+.PHONY: sft grpo vlm notebooks test test-bare test-oldest test-sdist dropin dist why bench docs check format clean
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with torch and the rest: minutes, the first time, and nothing is shown meanwhile"
@@ -64,6 +65,14 @@ test-sdist: dist constraints.txt
 	cd build/sdist && .venv/bin/pip install --quiet -c constraints.txt '.[test]'
 	cd build/sdist && .venv/bin/pip install --quiet --no-deps -c constraints.txt trl
 	cd build/sdist && .venv/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+build/dropin/.installed: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv build/dropin
+	build/dropin/bin/pip install --quiet -c constraints.txt -e '.[test,dropin]'
+	touch $@
+
+dropin: build/dropin/.installed
+	build/dropin/bin/python -m pytest tests/dropin $(ARGS)
 
 # Peers in an environment of their own; the two with --no-deps would replace torch. axolotl packs in numba.
 build/bench/.installed: setup.cfg pyproject.toml constraints.txt
