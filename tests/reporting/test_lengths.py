@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from torch_collate_kit import DataError, Ragged, TokenizedDataset, VisionLayout, packing_report
+from torch_collate_kit import (
+    DataError,
+    Ragged,
+    TokenizedDataset,
+    VisionLayout,
+    packing_report,
+)
 from torch_collate_kit.reporting.lengths import data_lengths
 
 IDS = [[5, 6, 7], [8], [9, 4]]
@@ -88,6 +94,14 @@ def test_a_dataset_with_images_has_its_patches(images):
     assert [c["num_dropped"] for c in limited["candidates"]] == [1, 1, 1, 1]  # that of 16 patches
     rows = [packing_report(images, 8, max_patches=n, show=False) for n in (16, 20)]
     assert [report["candidates"][1]["num_rows"] for report in rows] == [2, 1]
+
+
+def test_rows_without_an_image_keep_room_for_a_dummy_image(images):
+    """The model's smallest one, which only a dataset with ``vision`` knows."""
+    with_images = packing_report(images, 6, show=False)
+    lengths = packing_report(images.lengths, 6, patches=images.patches, show=False)
+    assert with_images["options"]["dummy_image_tokens"] == 1
+    assert lengths["options"]["dummy_image_tokens"] == 0
 
 
 def test_patches_that_are_given_replace_those_of_the_dataset(images):

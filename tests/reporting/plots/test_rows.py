@@ -8,7 +8,7 @@ import torch
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import to_rgb
 
-from tests.batch_samples import examples, masked_examples, rollouts
+from tests.batch_samples import VISION, examples, image_examples, masked_examples, rollouts
 from torch_collate_kit import (
     Batch,
     PackedCollator,
@@ -31,6 +31,11 @@ BATCHES = {
     "added rows": lambda: PackedCollator(0, max_tokens=8)(masked_examples()).pad_rows(
         multiple_of=4
     ),
+    "images": lambda: PackedCollator(0, max_tokens=16, vision=VISION)(image_examples()),
+    "padded images": lambda: PaddedCollator(0, vision=VISION)(image_examples()),
+    "dummy images": lambda: PackedCollator(
+        0, max_tokens=10, vision=VISION, parallel=ParallelLayout(dp=4)
+    )(image_examples()),
     "one row": lambda: PaddedCollator(0)(examples([3])),
 }
 
@@ -55,14 +60,18 @@ def expected(batch: Batch) -> list[list[str]]:
     rows = []
     for row in range(num_rows):
         row_lengths = batch["sub_seq_lengths"][row].tolist()
+        boundaries = batch["cu_seq_lens"][row].tolist() if "cu_seq_lens" in batch else [0, width]
         cells = []
         for cell in range(width):
             column = cell - width + weights.shape[1]
             is_trained = column >= 0 and bool(weights[row, column] != 0)
-            if mask[row, cell] and not row_lengths:
+            segment = sum(cell >= boundary for boundary in boundaries[1:])
+            if mask[row, cell] and segment >= len(row_lengths):
                 cells.append("filler, of no example+")
             elif mask[row, cell]:
-                cells.append("trained+" if is_trained else "not trained+")
+                is_image = VISION.image_token_id == ids[row, cell] and batch.placement.vision
+                name = "trained+" if is_trained else "not trained+"
+                cells.append(name + ("image+" if is_image else ""))
             elif "cu_seq_lens" in batch and cell < last_segment(batch, row):
                 cells.append("alignment gap+")
             else:
@@ -88,7 +97,7 @@ def test_every_cell_is_painted_once_for_what_it_is(name):
 def test_the_samples_have_everything():
     kinds = {cell for make in BATCHES.values() for row in expected(make()) for cell in row}
     names = ("trained", "not trained", "padding", "alignment gap", "filler, of no example")
-    assert kinds == {f"{name}+" for name in names}
+    assert kinds == {*(f"{name}+" for name in names), "not trained+image+"}
 
 
 def test_borders_and_numbers_by_hand():
