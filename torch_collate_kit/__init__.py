@@ -38,6 +38,7 @@ from torch_collate_kit.packing import ModelCost, PackingOptions, PackingPlan, Pa
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reporting import (
     PackingReport,
+    audit,
     packing_report,
     plot_balance,
     plot_efficiency,
@@ -81,6 +82,7 @@ __all__ = [
     "VisionLanguageCollator",
     "VisionLayout",
     "__version__",
+    "audit",
     "check_isolation",
     "global_num_loss_tokens",
     "image_grid",

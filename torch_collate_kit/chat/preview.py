@@ -11,7 +11,7 @@ from torch_collate_kit._checks import needed_package
 from torch_collate_kit.chat.tokenize import tokenize_chat
 from torch_collate_kit.errors import DataError
 
-__all__ = ["byte_tokenizer", "load_tokenizer", "preview", "verdict_table"]
+__all__ = ["CASES", "byte_tokenizer", "load_tokenizer", "preview", "verdict_table"]
 
 _MODES = ("all", "last", "each")
 _TAG = re.compile(
@@ -51,7 +51,7 @@ _TOOL = {
 }
 _RESULT = {"role": "tool", "name": "get_time", "tool_call_id": "abcdefghi", "content": "noon"}
 # What a template is asked for, each in the smallest conversation that has it.
-_CASES: dict[str, list[dict[str, Any]]] = {
+CASES: dict[str, list[dict[str, Any]]] = {
     "one turn": [_user("Hi."), _assistant("Hello!")],
     "system": [{"role": "system", "content": "Be kind."}, _user("Hi."), _assistant("Hello!")],
     "two turns": [_user("Hi."), _assistant("Hello!"), _user("Who?"), _assistant("Me.")],
@@ -92,7 +92,7 @@ def preview(name: str) -> str:
     FileNotFoundError: no/such/file.jinja does not exist
     """
     tokenizer = load_tokenizer(name)
-    found = {case: {mode: _judge(tokenizer, case, mode) for mode in _MODES} for case in _CASES}
+    found = {case: {mode: _judge(tokenizer, case, mode) for mode in _MODES} for case in CASES}
     lines = [f"{name}: trained tokens are inside \u27e6 \u27e7", ""]
     for case, verdicts in found.items():
         lines.append(f"{case}: {_cell(verdicts)}")
@@ -115,10 +115,10 @@ def verdict_table(names: Sequence[str]) -> str:
     >>> print(verdict_table([]))  # doctest: +ELLIPSIS
     | template | one turn | system | two turns | ...
     """
-    rows = [["template", *_CASES], ["---"] * (len(_CASES) + 1)]
+    rows = [["template", *CASES], ["---"] * (len(CASES) + 1)]
     for name in names:
         tokenizer = load_tokenizer(name)
-        cells = [_cell({mode: _judge(tokenizer, case, mode) for mode in _MODES}) for case in _CASES]
+        cells = [_cell({mode: _judge(tokenizer, case, mode) for mode in _MODES}) for case in CASES]
         rows.append([Path(name).stem, *cells])
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
@@ -155,7 +155,7 @@ def byte_tokenizer(template: str) -> Any:
 
 
 def _judge(tokenizer: Any, case: str, mode: Any) -> _Verdict:
-    messages = _CASES[case]
+    messages = CASES[case]
     tools = [_TOOL] if any("tool_calls" in message for message in messages) else None
     try:
         found: Any = tokenize_chat({"messages": messages}, tokenizer, train_on=mode, tools=tools)

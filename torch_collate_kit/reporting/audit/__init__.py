@@ -1,0 +1,8 @@
+"""Supervision that looks healthy and is not: each kind found by one small check."""
+
+from __future__ import annotations
+
+from torch_collate_kit.reporting.audit.auditing import audit
+from torch_collate_kit.reporting.audit.findings import AuditReport, Finding
+
+__all__ = ["AuditReport", "Finding", "audit"]

@@ -1,0 +1,110 @@
+"""The special tokens at the ends of a row: BOS, EOS and pads."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
+from torch_collate_kit.reporting.audit.findings import Severity
+
+__all__ = [
+    "eos_masked_as_pad",
+    "eos_never_trained",
+    "eos_not_trained",
+    "pad_trained",
+    "padded_rows",
+]
+
+
+def _unlearnt_ends(columns: AuditColumns) -> np.ndarray:
+    """int64, tokens that end an answer and are not trained, though the token before them is."""
+    is_end, trained = columns.is_end, columns.trained
+    is_missed = is_end[1:] & ~trained[1:] & trained[:-1] & ~is_end[:-1]
+    places = np.flatnonzero(is_missed) + 1
+    return places[~np.isin(places, columns.starts)]
+
+
+def eos_never_trained(columns: AuditColumns) -> Found | None:
+    """That no trained token of the dataset ends an answer.
+
+    Needs a tokenizer with an EOS; the token with which the chat template ends an answer counts as
+    well. Silent where nothing is trained.
+    """
+    if not columns.trained_places.size or columns.trains_end:
+        return None
+    rows = np.flatnonzero(columns.num_trained)
+    place = int(columns.last_trained[rows[0]])
+    severity: Severity | None = "warning" if columns.rollouts is not None else None
+    return Found(rows, (place, place + 1), severity, {"ends": _names(columns)})
+
+
+def eos_not_trained(columns: AuditColumns) -> Found | None:
+    """Rows where the EOS after a trained answer is not trained, while others train theirs.
+
+    Needs a tokenizer with an EOS. Silent where none is trained, which :func:`eos_never_trained`
+    says, and where the pad token is the EOS, which :func:`eos_masked_as_pad` explains.
+    """
+    vocabulary = columns.vocabulary
+    if vocabulary.pad_id == vocabulary.eos_id:
+        return None
+    if not columns.is_end[columns.trained_places].any():
+        return None
+    return columns.found_at(_unlearnt_ends(columns), ends=_names(columns))
+
+
+def eos_masked_as_pad(columns: AuditColumns) -> Found | None:
+    """Rows where the EOS after a trained answer is not trained, and the pad token is the EOS.
+
+    Needs a tokenizer with one id for both. Silent where they differ.
+    """
+    vocabulary = columns.vocabulary
+    if vocabulary.pad_id != vocabulary.eos_id:
+        return None
+    places = _unlearnt_ends(columns)
+    return columns.found_at(places[columns.ids[places] == vocabulary.eos_id])
+
+
+def pad_trained(columns: AuditColumns) -> Found | None:
+    """Rows that train the pad token.
+
+    Needs a tokenizer with a pad token. Where it is the EOS too, the second and further ones at the
+    end of a row are pads; where it differs, every one is.
+    """
+    vocabulary = columns.vocabulary
+    is_pad = columns.ids == vocabulary.pad_id
+    if vocabulary.pad_id in vocabulary.end_ids:
+        is_pad &= _in_last_run(columns, is_pad)
+    return columns.found_at(np.flatnonzero(is_pad & columns.trained), pad=vocabulary.pad_id)
+
+
+def padded_rows(columns: AuditColumns) -> Found | None:
+    """Rows that begin or end with two or more untrained pads.
+
+    Needs a tokenizer with a pad token. Silent about a single one, which may be an EOS.
+    """
+    pad, ids = columns.vocabulary.pad_id, columns.ids
+    rows = columns.lengths > 2
+    starts, ends = columns.starts[rows], columns.ends[rows]
+    found = []
+    for first in (starts, ends - 2):
+        is_run = (ids[first] == pad) & (ids[first + 1] == pad)
+        found.append(first[is_run & ~columns.trained[first + 1]])
+    return columns.found_at(np.unique(np.concatenate(found)), 2, pad=pad)
+
+
+def _in_last_run(columns: AuditColumns, is_pad: np.ndarray) -> np.ndarray:
+    """bool [T], pads after which the row has pads alone, but for the first of them."""
+    others = np.flatnonzero(~is_pad)
+    last = np.searchsorted(others, columns.ends) - 1  # the last token of each row that is no pad
+    places = np.where(last >= 0, others[np.maximum(last, 0)], -1) if len(others) else last
+    firsts = np.maximum(places + 2, columns.starts + 1)
+    found = np.zeros(len(is_pad) + 1, dtype=np.int64)
+    is_run = firsts < columns.ends
+    found[firsts[is_run]] += 1
+    np.add.at(found, columns.ends[is_run], -1)
+    return np.cumsum(found[:-1]) > 0
+
+
+def _names(columns: AuditColumns) -> str:
+    vocabulary = columns.vocabulary
+    return " or ".join(repr(vocabulary.text([token])) for token in vocabulary.end_ids)

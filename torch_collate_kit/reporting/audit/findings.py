@@ -1,0 +1,158 @@
+"""What an audit found, to print, to show in a notebook, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any, Literal
+
+import numpy as np
+
+__all__ = ["AuditReport", "Finding", "Severity"]
+
+Severity = Literal["error", "warning", "note"]
+
+_SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+_ROWS_SHOWN = 8
+_NO_ROWS = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Finding:
+    """One thing that is wrong with a dataset, or worth knowing.
+
+    Attributes:
+        name: what was found, one of the names in docs/audit.md.
+        severity: "error", training would be wrong; "warning", it probably would; "note", worth
+            knowing.
+        message: what is wrong, in how many rows, and the way out.
+        rows: int64, the numbers of all rows that have it; empty if it is no matter of rows.
+        example: the text of one of them, with the place marked by double brackets.
+
+    >>> Finding("pad_trained", "error", "1 of 2 rows trains pads", np.array([1])).count
+    1
+    """
+
+    name: str
+    severity: Severity
+    message: str
+    rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)
+    example: str = ""
+
+    @property
+    def count(self) -> int:
+        """How many rows have it."""
+        return len(self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it in types that JSON has."""
+        return {
+            "name": self.name,
+            "severity": self.severity,
+            "count": self.count,
+            "rows": self.rows.tolist(),
+            "message": self.message,
+            "example": self.example,
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.severity}: {self.name}", f"  {self.message}"]
+        if self.count:
+            lines.append(f"  {_numbered(self.rows)}")
+        if self.example:
+            lines.append(f"  {self.example}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class AuditReport:
+    """The findings of an audit, errors first.
+
+    Attributes:
+        findings: what was found.
+        num_rows, num_tokens: what was looked at.
+        not_checked: of each check that could not run what it needs, such as a tokenizer.
+
+    >>> report = AuditReport([], num_rows=2, num_tokens=5)
+    >>> report.ok, report.names
+    (True, [])
+    >>> print(report)
+    audit of 2 rows (5 tokens): nothing found
+    """
+
+    findings: list[Finding]
+    num_rows: int
+    num_tokens: int
+    not_checked: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no error and no warning; notes do not count."""
+        return all(finding.severity == "note" for finding in self.findings)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of what was found, in the order of the findings."""
+        return [finding.name for finding in self.findings]
+
+    def __getitem__(self, name: str) -> Finding:
+        for finding in self.findings:
+            if finding.name == name:
+                return finding
+        raise KeyError(f"{name!r} was not found; found were {self.names}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it in types that JSON has."""
+        return {
+            "ok": self.ok,
+            "num_rows": self.num_rows,
+            "num_tokens": self.num_tokens,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "not_checked": dict(self.not_checked),
+        }
+
+    def __str__(self) -> str:
+        parts = [self._summary(), *map(str, self.findings)]
+        if self.not_checked:
+            parts.append("\n".join(["not checked", *self._needs()]))
+        return "\n\n".join(parts)
+
+    __repr__ = __str__
+
+    def _needs(self) -> list[str]:
+        """What could not be checked, by what it needs."""
+        names: dict[str, list[str]] = {}
+        for name, what in self.not_checked.items():
+            names.setdefault(what, []).append(name)
+        return [f"  without {what}: {', '.join(of)}" for what, of in names.items()]
+
+    def _summary(self) -> str:
+        counts = {of: sum(f.severity == of for f in self.findings) for of in _SEVERITIES}
+        found = [f"{n} {of}{'s' * (n > 1)}" for of, n in counts.items() if n]
+        what = f"audit of {_many(self.num_rows, 'row')} ({_many(self.num_tokens, 'token')})"
+        return f"{what}: {', '.join(found) or 'nothing found'}"
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        header = "".join(f"<th>{name}</th>" for name in ("", "found", "rows", "what", "example"))
+        rows = "".join(
+            f"<tr><td>{f.severity}</td><td><code>{f.name}</code></td><td>{f.count:,}</td>"
+            f"<td style='text-align:left'>{escape(f.message)}</td>"
+            f"<td style='text-align:left'><code>{escape(f.example)}</code></td></tr>"
+            for f in self.findings
+        )
+        table = f"<table><tr>{header}</tr>{rows}</table>" if rows else ""
+        needs = "; ".join(map(str.strip, self._needs()))
+        rest = f"<p>Not checked {escape(needs)}</p>" if needs else ""
+        return f"<p>{escape(self._summary())}</p>{table}{rest}"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
+def _numbered(rows: np.ndarray) -> str:
+    shown = ", ".join(map(str, rows[:_ROWS_SHOWN].tolist()))
+    more = f", ... ({len(rows):,} in all)" if len(rows) > _ROWS_SHOWN else ""
+    return f"{'rows' if len(rows) > 1 else 'row'} {shown}{more}"

@@ -1,0 +1,237 @@
+"""Datasets in any form -> flat columns, by the readers of the collators.
+
+Rows that a reader refuses are set aside with its message, and the rest is read without them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from torch_collate_kit.batch import IGNORE_INDEX
+from torch_collate_kit.batch.placement import whole_examples
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.ragged import span_indices
+from torch_collate_kit.reading.examples import ExampleColumns
+from torch_collate_kit.reading.fields import FieldColumn
+from torch_collate_kit.reading.media import MEDIA
+from torch_collate_kit.reading.raw import first_with
+from torch_collate_kit.reading.rollouts import are_rollouts, read_rollouts
+from torch_collate_kit.reading.sft import read_columns
+from torch_collate_kit.reading.spans import joined
+from torch_collate_kit.reporting.audit.columns import AuditColumns, RolloutColumns
+from torch_collate_kit.vision import VisionLayout
+
+__all__ = ["ReadRows", "Refused", "read_rows"]
+
+_ROWS_AT_A_TIME = 4096
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A row that no collator takes."""
+
+    number: int
+    message: str
+    of_images: bool = False
+    """Whether its text would be taken without its images."""
+
+
+@dataclass(frozen=True)
+class ReadRows:
+    """What was read: None if nothing was."""
+
+    columns: AuditColumns | None
+    refused: list[Refused]
+    has_unread_images: bool = False
+    """Whether there are images, and no processor that says how many tokens they take."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some rows, of which the reader has taken all."""
+
+    numbers: np.ndarray
+    columns: AuditColumns
+    form: str
+
+
+def read_rows(
+    rows: Callable[[int, int], Any],
+    num_rows: int,
+    *,
+    train_all: bool = False,
+    vision: VisionLayout | None = None,
+) -> ReadRows:
+    """``rows(start, stop)`` gives examples or rollouts, as a list or as columns.
+
+    Raises:
+        DataError: no row can be read; the error of the first.
+    """
+    blocks: list[_Block] = []
+    refused: list[Refused] = []
+    reader = _Reader(rows, train_all, vision, blocks, refused)
+    for start in range(0, num_rows, _ROWS_AT_A_TIME):
+        reader.read(start, min(start + _ROWS_AT_A_TIME, num_rows))
+    if not blocks:
+        if refused and not any(row.of_images for row in refused):
+            raise DataError(refused[0].message)
+        return ReadRows(None, refused, reader.has_unread_images)
+    counts: Counter[str] = Counter()
+    for block in blocks:
+        counts[block.form] += len(block.numbers)
+    usual = counts.most_common(1)[0][0]
+    for block in blocks:
+        if block.form != usual:
+            what = f"it has {block.form}, the others have {usual}; give every row the same keys"
+            refused += [Refused(i, f"row {i}: {what}") for i in block.numbers.tolist()]
+    kept = [block.columns for block in blocks if block.form == usual]
+    refused.sort(key=lambda row: row.number)
+    return ReadRows(_joined(kept), refused, reader.has_unread_images)
+
+
+@dataclass
+class _Reader:
+    """Reads spans of rows, halving those with a row that is refused."""
+
+    rows: Callable[[int, int], Any]
+    train_all: bool
+    vision: VisionLayout | None
+    blocks: list[_Block]
+    refused: list[Refused]
+    has_unread_images: bool = False
+
+    def read(self, start: int, stop: int) -> None:
+        examples = self.rows(start, stop)
+        if self.vision is None:
+            examples, had_images = _without_images(examples)
+            self.has_unread_images |= had_images
+        try:
+            found = _read(examples, self.train_all, self.vision)
+            columns = _flat(found, np.arange(start, stop))
+        except DataError as error:
+            if stop - start > 1:
+                middle = (start + stop) // 2
+                self.read(start, middle)
+                self.read(middle, stop)
+                return
+            message = str(error).replace("example 0", f"row {start}", 1)
+            self.refused.append(Refused(start, message, self._is_of_images(examples)))
+            return
+        form = ", ".join(_form(found))
+        self.blocks.append(_Block(columns.numbers, columns, form))
+
+    def _is_of_images(self, examples: Any) -> bool:
+        """Whether what was refused is taken without its images."""
+        if self.vision is None:
+            return False
+        try:
+            found = _read(_without_images(examples)[0], self.train_all, None)
+            _flat(found, np.arange(1))
+        except DataError:
+            return False
+        return True
+
+
+def _read(examples: Any, train_all: bool, vision: VisionLayout | None) -> ExampleColumns:
+    if are_rollouts(examples):
+        return read_rollouts(examples, vision=vision)
+    return read_columns(examples, train_all=train_all, vision=vision)
+
+
+def _without_images(examples: Any) -> tuple[Any, bool]:
+    """The examples without image fields, and whether they had any."""
+    if not isinstance(examples, Mapping) and not all(isinstance(e, Mapping) for e in examples):
+        return examples, False  # refused by the reader
+    names = set(first_with(examples)) & set(MEDIA)
+    if not names:
+        return examples, False
+    if isinstance(examples, Mapping):
+        text = {key: column for key, column in examples.items() if key not in names}
+        columns = [examples[name] for name in names]
+        return text, any(entry is not None for column in columns for entry in column)
+    rows = [{key: value for key, value in e.items() if key not in names} for e in examples]
+    return rows, any(e.get(name) is not None for e in examples for name in names)
+
+
+def _form(found: ExampleColumns) -> Sequence[str]:
+    """What tells the form of examples: where their loss is, and what rollouts have."""
+    if not found.are_rollouts:
+        return [found.target_name or "no loss target"]
+    return [*(column.name for column in found.fields), *found.per_example]
+
+
+def _flat(found: ExampleColumns, numbers: np.ndarray) -> AuditColumns:
+    """The columns, placed as a collator places whole examples, which checks every value."""
+    text_fields = [column for column in found.fields if isinstance(column, FieldColumn)]
+    placed = replace(found, fields=[] if not found.are_rollouts else text_fields).place(
+        whole_examples(found.lengths)
+    )
+    ids, lengths = np.asarray(placed.columns["input_ids"]), found.lengths
+    if "labels" in placed.columns:
+        labels = np.asarray(placed.columns["labels"])
+        return AuditColumns(numbers, ids, lengths, labels != IGNORE_INDEX, True, labels)
+    weights = np.asarray(placed.columns["loss_weights"])
+    if not found.are_rollouts:
+        return AuditColumns(numbers, ids, lengths, weights != 0, found.target is not None)
+    assert found.num_actions is not None
+    trained = np.zeros(len(ids), dtype=np.bool_)
+    firsts = np.cumsum(lengths) - found.num_actions
+    trained[span_indices(firsts, found.num_actions)] = weights != 0
+    return AuditColumns(
+        numbers, ids, lengths, trained, True, rollouts=_rollouts(found, weights, text_fields)
+    )
+
+
+def _rollouts(
+    found: ExampleColumns, weights: np.ndarray, fields: Sequence[FieldColumn]
+) -> RolloutColumns:
+    columns = {column.name: joined(column.values) for column in fields}
+    rewards, logprobs = columns["rewards"], columns.get("rollout_logprobs")
+    is_last = found.per_example.get("is_last_step")
+    assert found.num_actions is not None
+    return RolloutColumns(
+        found.num_actions,
+        weights,
+        np.add.reduceat(rewards.values, rewards.offsets[:-1], dtype=np.float64),
+        None if logprobs is None else logprobs.values,
+        found.per_example.get("uids"),
+        None if is_last is None else np.array(is_last),
+    )
+
+
+def _joined(blocks: Sequence[AuditColumns]) -> AuditColumns:
+    """The rows of all blocks, which have the same form."""
+    if len(blocks) == 1:
+        return blocks[0]
+    rollouts = [block.rollouts for block in blocks if block.rollouts is not None]
+    return AuditColumns(
+        numbers=np.concatenate([block.numbers for block in blocks]),
+        ids=np.concatenate([block.ids for block in blocks]),
+        lengths=np.concatenate([block.lengths for block in blocks]),
+        trained=np.concatenate([block.trained for block in blocks]),
+        has_target=blocks[0].has_target,
+        labels=_joined_or_none([block.labels for block in blocks]),
+        rollouts=_joined_rollouts(rollouts) if rollouts else None,
+    )
+
+
+def _joined_rollouts(parts: Sequence[RolloutColumns]) -> RolloutColumns:
+    return RolloutColumns(
+        num_actions=np.concatenate([part.num_actions for part in parts]),
+        weights=np.concatenate([part.weights for part in parts]),
+        scores=np.concatenate([part.scores for part in parts]),
+        logprobs=_joined_or_none([part.logprobs for part in parts]),
+        uids=None if parts[0].uids is None else [uid for part in parts for uid in part.uids or ()],
+        is_last_step=_joined_or_none([part.is_last_step for part in parts]),
+    )
+
+
+def _joined_or_none(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """All have it, or none: they have the same form."""
+    arrays = [part for part in parts if part is not None]
+    return np.concatenate(arrays) if arrays else None

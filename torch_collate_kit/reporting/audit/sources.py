@@ -1,0 +1,144 @@
+"""Which form a dataset has, and how its rows are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.tokenize import tokenize_records
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading.dataset.sources import is_a
+from torch_collate_kit.reporting.audit.columns import AuditColumns
+from torch_collate_kit.reporting.audit.reading import ReadRows, Refused, read_rows
+from torch_collate_kit.vision import VisionLayout
+
+__all__ = ["ChatSettings", "read_dataset"]
+
+_CHAT_KEYS = ("messages", "conversations", "instruction", "prompt")
+_TOKEN_KEYS = ("input_ids", "prompt_ids", "response_ids")
+_RECORDS_AT_A_TIME = 256
+_FORMS = (
+    "a list of examples, rollouts or chat records, a mapping of columns, a TokenizedDataset, a "
+    "datasets.Dataset, a pyarrow Table, or paths of Arrow or Parquet files"
+)
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """What tokenize_chat is called with."""
+
+    tokenizer: Any
+    train_on: str = "all"
+    tools: Any = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    image_root: Any = None
+
+    def options(self) -> ChatOptions:
+        """Of a processor images are read too, but not their pixels."""
+        chosen: dict[str, Any] = {
+            "train_on": self.train_on,
+            "tools": self.tools,
+            "chat_template_kwargs": self.template_kwargs,
+        }
+        if hasattr(self.tokenizer, "image_processor"):
+            images = {"pixels": False, "image_root": self.image_root}
+            return ChatOptions(None, self.tokenizer, **chosen, **images)
+        if self.tokenizer is None:
+            raise ValueError(
+                "the rows are chat records, which only a tokenizer makes tokens of; pass the "
+                "tokenizer that the model is trained with"
+            )
+        return ChatOptions(self.tokenizer, **chosen)
+
+
+def read_dataset(
+    dataset: Any, *, train_all: bool, vision: VisionLayout | None, chat: ChatSettings
+) -> ReadRows:
+    """The rows of a dataset in any form.
+
+    Raises:
+        DataError: no row can be read, or the dataset is empty.
+        TypeError: no known form.
+    """
+    keys = _keys(dataset)
+    is_text = any(key in keys for key in _CHAT_KEYS) and not any(key in keys for key in _TOKEN_KEYS)
+    if is_text:
+        return _read_chats(dataset, chat)
+    has_rows = isinstance(dataset, Mapping) or (
+        isinstance(dataset, Sequence) and all(isinstance(row, Mapping) for row in dataset)
+    )
+    if is_a(dataset, "datasets", "Dataset") and "input_ids" not in keys:
+        dataset, has_rows = dataset.with_format("numpy"), True
+    if not has_rows and not isinstance(dataset, TokenizedDataset):
+        dataset = TokenizedDataset(dataset, train_all=train_all)
+    if isinstance(dataset, TokenizedDataset):
+        train_all, vision = dataset._train_all, vision or dataset._vision
+    num_rows = len(next(iter(dataset.values()))) if isinstance(dataset, Mapping) else len(dataset)
+    if not num_rows:
+        raise DataError("the dataset is empty (0 rows); give at least one")
+
+    def rows(start: int, stop: int) -> Any:
+        if isinstance(dataset, Mapping):
+            return {key: column[start:stop] for key, column in dataset.items()}
+        return dataset[start:stop]
+
+    return read_rows(rows, num_rows, train_all=train_all, vision=vision)
+
+
+def _keys(dataset: Any) -> Sequence[str]:
+    """Of the first row, or the names of the columns."""
+    if isinstance(dataset, Mapping):
+        return list(dataset)
+    if is_a(dataset, "datasets", "Dataset") or is_a(dataset, "pyarrow", "Table"):
+        return list(dataset.column_names)
+    if isinstance(dataset, TokenizedDataset | str | os.PathLike):
+        return ["input_ids"]
+    if not isinstance(dataset, Sequence):
+        raise TypeError(f"dataset is a {type(dataset).__name__}; pass {_FORMS}")
+    if not len(dataset):
+        raise DataError("the dataset is empty (0 rows); give at least one")
+    return list(dataset[0]) if isinstance(dataset[0], Mapping) else ["input_ids"]
+
+
+def _read_chats(records: Any, chat: ChatSettings) -> ReadRows:
+    """Tokenize chat records, whose rows are numbered as the records are."""
+    options = chat.options()
+    is_arrow = is_a(records, "datasets", "Dataset")
+    if isinstance(records, Mapping):
+        columns = records.values()
+        records = [dict(zip(records, row, strict=True)) for row in zip(*columns, strict=True)]
+    examples: list[dict[str, Any]] = []
+    numbers: list[int] = []
+    refused: list[Refused] = []
+    without_answer: list[int] = []
+    for start in range(0, len(records), _RECORDS_AT_A_TIME):
+        stop = min(start + _RECORDS_AT_A_TIME, len(records))
+        some = [records[i] for i in range(start, stop)]
+        results = tokenize_records(some, options, from_arrow=is_arrow)
+        for number, found in enumerate(results, start=start):
+            if isinstance(found, DataError):
+                refused.append(Refused(number, f"row {number}: {found}"))
+                continue
+            kept = [row for row in found if not row["skip_reason"]]
+            examples += [{k: row[k] for k in ("input_ids", "loss_mask")} for row in kept]
+            numbers += [number] * len(kept)
+            if not kept:
+                without_answer.append(number)
+    read: AuditColumns | None = None
+    if examples:
+        read = read_rows(lambda a, b: examples[a:b], len(examples)).columns
+        assert read is not None
+        skipped = np.array(without_answer, dtype=np.int64)
+        read = replace(read, numbers=np.array(numbers), without_answer=skipped)
+    elif without_answer:
+        refused += [
+            Refused(i, f"row {i}: nothing in it would be trained; a record needs an answer")
+            for i in without_answer
+        ]
+    return ReadRows(read, refused)

@@ -1,0 +1,126 @@
+"""What is trained, and should not be; what is not, and should be."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
+from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
+
+__all__ = [
+    "empty_thinking_trained",
+    "generation_prompt_trained",
+    "masks_all_one",
+    "masks_all_zero",
+    "no_trained_token",
+]
+
+_EMPTY_THINKING = re.compile(r"<(think|thinking|reasoning)>\s*</\1>")
+_MIXED = 0.5  # of the rows; where fewer are fully trained than are not, the rest says it is a slip
+_THINKING_TAGS = ("think", "thinking", "reasoning")
+_WHITE_SPACE = ("\n\n", "\n", "", " ", "\n\n\n\n")
+
+
+def no_trained_token(columns: AuditColumns) -> Found | None:
+    """Rows without a trained token, and chat records from which no row could be made.
+
+    The first token of a row does not count, since nothing predicts it. Silent where no row at all
+    has one, which :func:`masks_all_zero` says.
+    """
+    if not columns.trained_places.size:
+        return None
+    return columns.found_in(columns.num_trained == 0)
+
+
+def masks_all_zero(columns: AuditColumns) -> Found | None:
+    """That no row of the dataset has a trained token."""
+    if columns.trained_places.size:
+        return None
+    return columns.found_in(np.ones(len(columns.lengths), dtype=np.bool_))
+
+
+def masks_all_one(columns: AuditColumns) -> Found | None:
+    """Rows of which every token is trained though they hold a prompt.
+
+    The evidence is one of two: after its first token the row has the header that the chat template
+    writes before an answer; or the rows say what is trained, and most of the others leave a prompt
+    out. Silent where all rows are trained as a whole and none looks like a chat (pretraining), and
+    of rollouts, whose prompts are never trained.
+    """
+    is_full = columns.is_fully_trained
+    if columns.rollouts is not None or not is_full.any():
+        return None
+    headers = columns.headers
+    rows = columns.rows_of(headers)
+    headers = headers[(headers > columns.starts[rows]) & is_full[rows]]
+    if len(headers):
+        width = len(columns.vocabulary.header_ids)
+        why = "the chat template's header before an answer shows that they have a prompt"
+        return columns.found_at(headers, width, why=why)
+    others = (~is_full & (columns.num_trained > 0) & (columns.lengths > 1)).sum()
+    is_long = is_full & (columns.lengths > 2)
+    if not columns.has_target or not 0 < is_long.sum() < _MIXED * (others + is_long.sum()):
+        return None
+    return columns.found_in(is_long, why="the other rows leave their prompt out")
+
+
+def generation_prompt_trained(columns: AuditColumns) -> Found | None:
+    """Rows that train a token of the header before an answer, such as ``<|im_start|>assistant``.
+
+    Needs a chat template with a generation prompt. White space around the header is not looked at,
+    because it may be part of a token of the answer. Silent about rows that are trained as a whole,
+    which :func:`masks_all_one` names.
+    """
+    width = len(columns.vocabulary.header_ids)
+    headers = columns.headers
+    headers = headers[~columns.is_fully_trained[columns.rows_of(headers)]]
+    is_trained = np.zeros(len(headers), dtype=np.bool_)
+    for i in range(width):
+        is_trained |= columns.trained[headers + i]
+    return columns.found_at(headers[is_trained], width)
+
+
+def empty_thinking_trained(columns: AuditColumns) -> Found | None:
+    """Rows that train a thinking block with nothing but white space in it.
+
+    Needs a tokenizer. Candidates are the ids of ``<think></think>`` with usual white space between
+    the tags; each is decoded, and must read so. Silent about other tags than think, thinking and
+    reasoning.
+    """
+    vocabulary = columns.vocabulary
+    found: list[tuple[int, int]] = []
+    for pattern in _thinking_patterns(vocabulary):
+        for place in columns.places_of(pattern).tolist():
+            stop = place + len(pattern)
+            if columns.trained[place:stop].any():
+                text = vocabulary.text(columns.ids[max(place - 2, 0) : stop + 2].tolist())
+                if _EMPTY_THINKING.search(text):
+                    found.append((place, stop))
+    if not found:
+        return None
+    place, stop = min(found)
+    rows = np.unique(columns.rows_of(np.array([first for first, _ in found])))
+    return Found(rows, (place, stop))
+
+
+def _thinking_patterns(vocabulary: Vocabulary) -> set[tuple[int, ...]]:
+    """The ids of empty blocks, from the name in the first tag to that in the last.
+
+    What surrounds the names may be merged with other text into one token.
+    """
+    patterns = set()
+    for tag in _THINKING_TAGS:
+        for space in _WHITE_SPACE:
+            ids = vocabulary.encode(f"\n<{tag}>{space}</{tag}>\n")
+            starts = [
+                i
+                for i in range(len(ids))
+                if tag in vocabulary.text(ids[i:]).partition("</")[0]
+                and f"</{tag}" in vocabulary.text(ids[i:])
+            ]
+            stops = [i for i in range(len(ids) + 1) if f"</{tag}" in vocabulary.text(ids[:i])]
+            if starts and stops:
+                patterns.add(ids[starts[-1] : stops[0]])
+    return patterns

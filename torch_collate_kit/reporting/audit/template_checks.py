@@ -1,0 +1,124 @@
+"""The chat template itself: whether what comes before an answer stays as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from torch_collate_kit.chat.preview import CASES
+from torch_collate_kit.chat.template import ChatTemplate
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
+from torch_collate_kit.reporting.audit.findings import Severity
+
+__all__ = ["eos_does_not_end_turns", "template_not_prefix_stable"]
+
+_SHOWN = 40
+
+
+def _talk(*answers: str, system: str = "") -> list[dict[str, Any]]:
+    """A question before each answer."""
+    messages = [{"role": "system", "content": system}] if system else []
+    for i, answer in enumerate(answers):
+        messages += [
+            {"role": "user", "content": f"Question {i + 1}?"},
+            {"role": "assistant", "content": answer},
+        ]
+    return messages
+
+
+_PLAIN = {
+    "three turns": _talk("One.", "Two.", "Three."),
+    "three turns after a system message": _talk("One.", "Two.", "Three.", system="Be kind."),
+}
+_CALLS = {"a tool call": [*CASES["tool call"], *_talk("Yes.")]}
+_THINKING = {
+    "thinking as reasoning_content": CASES["thinking twice"],
+    "thinking within the text": _talk(*(f"<think>\nHm.\n</think>\n\n{i}." for i in range(2))),
+}
+
+
+def template_not_prefix_stable(columns: AuditColumns) -> Found | None:
+    """That the template changes an earlier turn, or the prompt before an answer, later on.
+
+    Needs a chat template. Small conversations of several turns are rendered as a whole and up to
+    each message: the whole must begin with every part, and with what the model is asked with. One
+    that the template cannot render is passed over. It is a note, because then it concerns other
+    data than this, where no row has two answers, and for the conversations with thinking where no
+    row thinks.
+    """
+    template = columns.vocabulary.template
+    assert template is not None
+    rows = _rows_of_several_turns(columns)
+    is_followed = len(rows) > 0 or not len(columns.lengths)  # without rows: all were refused
+    for cases, matters in (
+        (_PLAIN, is_followed),
+        (_CALLS, is_followed),
+        (_THINKING, is_followed and _has_thinking(columns)),
+    ):
+        for case, messages in cases.items():
+            drift = _drift(template, messages)
+            if drift:
+                severity: Severity | None = None if matters else "note"
+                return Found(rows, None, severity, {"case": case}, drift)
+    return None
+
+
+def eos_does_not_end_turns(columns: AuditColumns) -> Found | None:
+    """That the template ends an answer with another token than the tokenizer's EOS.
+
+    Needs a tokenizer with an EOS and a chat template that writes a token after an answer.
+    """
+    vocabulary = columns.vocabulary
+    if len(vocabulary.end_ids) < 2:
+        return None
+    eos, end = (repr(vocabulary.text([token])) for token in vocabulary.end_ids)
+    nothing = np.empty(0, dtype=np.int64)
+    return Found(nothing, values={"eos": eos, "end": end}, example="")
+
+
+def _rows_of_several_turns(columns: AuditColumns) -> np.ndarray:
+    """int64, rows with the header of an answer twice."""
+    counts = np.bincount(columns.rows_of(columns.headers), minlength=len(columns.lengths))
+    return np.flatnonzero(counts > 1)
+
+
+def _has_thinking(columns: AuditColumns) -> bool:
+    if not len(columns.lengths):
+        return True  # all rows were refused, for this maybe
+    ids = columns.vocabulary.encode("a\n<think>\nb")
+    inner = columns.vocabulary.encode("a\n")
+    shared = next(
+        (i for i, pair in enumerate(zip(ids, inner, strict=False)) if pair[0] != pair[1]),
+        len(inner),
+    )
+    pattern = ids[shared : len(ids) - len(columns.vocabulary.encode("\nb"))]
+    return bool(len(columns.places_of(pattern)))
+
+
+def _drift(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
+    """Where the text up to a turn is not the beginning of the whole text; "" if it always is."""
+    try:
+        [whole], _ = template.render([messages])
+        for turn in range(1, len(messages)):
+            is_asked = messages[turn]["role"] == "assistant"
+            switches: list[dict[str, Any]] = [{}, *(template.switches if is_asked else [])]
+            texts = [
+                template.render([messages[:turn]], prompt=is_asked, switch=switch)[0][0].rstrip()
+                for switch in switches
+            ]
+            if not any(whole.startswith(text) for text in texts):
+                return _difference(texts[0], whole)
+    except DataError:
+        return ""
+    return ""
+
+
+def _difference(seen: str, trained: str) -> str:
+    """Both texts from shortly before the place where they part, which is marked."""
+    pairs = zip(seen, trained, strict=False)
+    same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(seen), len(trained)))
+    before = seen[max(same - _SHOWN, 0) : same]
+    here, there = (f"{before}\u27e6{text[same : same + _SHOWN]}\u27e7" for text in (seen, trained))
+    return f"the model is asked with {here!r}, and trained with {there!r}"
