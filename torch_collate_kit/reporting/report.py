@@ -157,7 +157,8 @@ def _packings(
     """Every ``max_tokens`` with every strategy, each once, in the order given."""
     if isinstance(strategies, str):
         strategies = [strategies]
-    limits = max_tokens if isinstance(max_tokens, Sequence | np.ndarray) else [max_tokens]
+    is_one = isinstance(max_tokens, str) or not isinstance(max_tokens, Sequence | np.ndarray)
+    limits: Any = [max_tokens] if is_one else max_tokens
     for name, values in (("max_tokens", limits), ("strategies", strategies)):
         if not len(values):
             raise ValueError(f"{name} is empty; give at least one")

@@ -56,7 +56,7 @@ def test_a_plot_is_drawn_on_the_given_axes_and_explains_itself(name):
     assert not left.has_data()
     assert ax.get_title()
     assert ax.get_ylabel() or name == "timeline"  # which names its lanes
-    assert ax.get_xlabel() or name == "balance of a report"  # which names its bars
+    assert ax.get_xlabel()
     assert ax.get_legend().get_texts()
     figure.savefig(io.BytesIO())
 
@@ -100,6 +100,13 @@ def test_shares_of_examples_and_tokens(lengths):
 def test_a_long_range_is_logarithmic():
     assert plot_lengths([1, 500]).get_xscale() == "log"
     assert plot_lengths([5, 9]).get_xscale() == "linear"
+
+
+def test_bins_of_a_narrow_range_hold_equally_many_lengths():
+    lengths = list(range(100, 200)) * 100
+    _, edges = shares(plot_lengths(lengths))["examples"]
+    assert set(np.diff(edges)) == {3}
+    assert len(edges) - 1 == 34  # at most 48
 
 
 def test_limits_say_what_is_longer():
@@ -192,8 +199,14 @@ def test_dummy_rows_are_nothing():
     assert sorted(heights(plot_balance(batch, num_ranks=2))["cost"]) == pytest.approx([-100, 100])
 
 
+def test_added_rows_have_no_tokens_and_cost_what_they_repeat():
+    batch = PackedCollator(0, max_tokens=4)(examples([4])).pad_rows(multiple_of=2)
+    found = heights(plot_balance(batch, num_ranks=2))
+    assert (found["tokens"], found["cost"]) == ([100, -100], [0, 0])
+
+
 def test_a_report_is_drawn_by_strategy():
-    found = report(parallel=ParallelLayout(dp=2), strategies=["sequential", "balanced"])
+    found = report(parallel=ParallelLayout(dp=3), strategies=["sequential", "balanced"])
     ax = plot_balance(found)
     limit = found["recommended"]["max_tokens"]
     of_limit = [c for c in found["candidates"] if c["max_tokens"] == limit]
@@ -201,7 +214,13 @@ def test_a_report_is_drawn_by_strategy():
         expected = [100 * (c[f"{name}_max_over_mean"] - 1) for c in of_limit]
         assert heights(ax)[name] == pytest.approx(expected)
     assert [t.get_text() for t in ax.get_xticklabels()] == ["padded", "sequential", "balanced"]
-    assert ax.get_title().startswith(f"heaviest of 2 ranks at max_tokens={limit}: cost +")
+    costs = heights(ax)["cost"]
+    best = [c["strategy"] for c in of_limit].index(found["recommended"]["strategy"])
+    expected = f"heaviest of 3 ranks: cost {costs[0]:+.1f}% padded, {costs[best]:+.1f}% packed"
+    assert best != 0
+    assert costs[0] != costs[best]
+    assert ax.get_title() == expected
+    assert ax.get_xlabel() == f"layout, at max_tokens={limit}"
 
 
 # timeline

@@ -134,6 +134,12 @@ def test_narrow_blocks_have_no_number():
     assert [text.get_text() for text in plot_rows(batch).texts] == ["0"]
 
 
+def test_blocks_narrower_than_a_line_have_none():
+    ax = plot_rows(PackedCollator(0, max_tokens=2000)(examples([1990, 4, 6])))
+    (borders,) = (c for c in ax.collections if isinstance(c, LineCollection))
+    assert [x for ((x, _), _) in borders.get_segments()] == [0, 1990]
+
+
 def luminance(color) -> float:
     red, green, blue = to_rgb(color)
     return 0.299 * red + 0.587 * green + 0.114 * blue

@@ -99,10 +99,10 @@ def _edges(lengths: np.ndarray, limits: list[int]) -> tuple[np.ndarray, bool]:
     least, most = int(lengths.min()), int(max(lengths.max(), *limits, 0))
     count = min(_MOST_BINS, max(1, 4 * int(np.sqrt(len(lengths)))))
     is_log = most > _WIDE * least
-    inner: Any = np.geomspace(least, most + 1, count + 1) if is_log else None
-    if inner is None:
-        inner = np.linspace(least, most + 1, min(count, most + 1 - least) + 1)
-    return np.unique(np.ceil(inner)) - 0.5, is_log
+    if is_log:
+        return np.unique(np.ceil(np.geomspace(least, most + 1, count + 1))) - 0.5, True
+    size = -(-(most + 1 - least) // count)  # equally many lengths in each, or they look uneven
+    return np.arange(least, most + size + 1, size) - 0.5, False
 
 
 def _draw_limit(ax: Any, lengths: np.ndarray, limit: int, number: int) -> Any:
