@@ -124,6 +124,8 @@ def test_patches_that_are_given_replace_those_of_the_dataset(images):
         ([*EXAMPLES, {"messages": []}], DataError, r"example 3 has no input_ids, got \['messages'"),
         ([*EXAMPLES, 3], DataError, "example 3 has no input_ids, got int"),
         ({"text": ["a"]}, DataError, r"no input_ids among the columns \['text'\]; tokenize first"),
+        ({"input_ids": [5, 6]}, DataError, r"the tokens of one example; pass a list: \[example\]"),
+        ({"input_ids": []}, DataError, "no examples"),
         ([{"input_ids": []}], DataError, "example 0 has length 0"),
     ],
 )

@@ -205,6 +205,7 @@ def test_images_are_packed_by_patches_too():
         (([5], []), {}, ValueError, "max_tokens is empty; give at least one"),
         (([5], "8"), {}, TypeError, "max_tokens must be an int, got '8' of type str"),
         (([5], 8.0), {}, TypeError, "max_tokens must be an int, got 8.0 of type float"),
+        (([5], {8, 9}), {}, TypeError, r"max_tokens must be an int, got \{8, 9\} of type set"),
         (([5], 0), {}, ValueError, "max_tokens must be at least 1, got 0"),
         (([5], 8), {"strategies": []}, ValueError, "strategies is empty; give at least one"),
         (([5], 8), {"strategies": ["best"]}, ValueError, "strategy must be one of 'best_fit_d"),

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torch_collate_kit._checks import checked_int
-from torch_collate_kit.reporting.lengths import data_lengths
+from torch_collate_kit.reporting.lengths import checked_limits, data_lengths
 from torch_collate_kit.reporting.plots.style import (
     COLORS,
     axes_for,
@@ -50,8 +49,7 @@ def plot_lengths(
     '4 examples, 19 tokens: median 4, longest 9'
     """
     lengths = data_lengths(data).lengths
-    limits = [] if max_tokens is None else np.atleast_1d(np.asarray(max_tokens)).tolist()
-    limits = [checked_int("max_tokens", limit) for limit in limits]
+    limits = [] if max_tokens is None else checked_limits(max_tokens)
     ax = axes_for(ax, 8.0, 4.2)
     edges, is_log = _edges(lengths, limits)
     of_examples, _ = np.histogram(lengths, edges)
