@@ -299,8 +299,8 @@ def _scale(r: Results) -> Rows:
         ],
         [
             "How long does resuming in the middle of an epoch take?",
-            f"{firsts[0]} to the first batch with 1,000,000 examples, {firsts[1]} with 100,000,000; "
-            f"the state has {state} bytes",
+            f"{firsts[0]} to the first batch with 1,000,000 examples, {firsts[1]} with "
+            f"100,000,000; the state has {state} bytes",
         ],
     ]
 
