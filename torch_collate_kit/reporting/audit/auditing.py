@@ -13,6 +13,7 @@ from torch_collate_kit.reporting.audit import (
     cut_checks,
     end_checks,
     id_checks,
+    label_checks,
     repeat_checks,
     rollout_checks,
     target_checks,
@@ -74,8 +75,9 @@ _CHECKS = (
     _Check(id_checks.double_bos, ("bos",)),
     _Check(id_checks.bos_in_some_rows, ("bos",)),
     _Check(id_checks.id_out_of_vocabulary, ("size",)),
-    _Check(id_checks.labels_shifted),
-    _Check(id_checks.labels_not_input_ids),
+    _Check(label_checks.labels_shifted),
+    _Check(label_checks.labels_not_input_ids),
+    _Check(label_checks.mask_shifted, ("header", "eos")),
     _Check(repeat_checks.duplicates),
     _Check(repeat_checks.contradictory_answers),
     _Check(rollout_checks.reward_without_variance),
@@ -116,8 +118,8 @@ def audit(
         vision: how images become tokens; that of ``tokenizer`` if it is a processor.
 
     Returns an :class:`AuditReport`: findings with the numbers of the rows and one decoded example.
-    Rows are numbered as in ``dataset``; of chat records a row is the record. docs/audit.md says
-    what each check looks for, and when it is silent. Memory: the tokens of the dataset twice.
+    Rows are numbered as in ``dataset``; of chat records a row is the record. What each check looks
+    for, and when it is silent, is in docs/guide/audit.md. Memory: the tokens of the dataset twice.
 
     Raises:
         DataError: the dataset is empty, or no row of it can be read.

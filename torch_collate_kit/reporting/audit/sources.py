@@ -113,10 +113,10 @@ def _read_chats(records: Any, chat: ChatSettings) -> ReadRows:
     if isinstance(records, Mapping):
         columns = records.values()
         records = [dict(zip(records, row, strict=True)) for row in zip(*columns, strict=True)]
-    examples: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     numbers: list[int] = []
-    refused: list[Refused] = []
     without_answer: list[int] = []
+    refused: list[Refused] = []
     for start in range(0, len(records), _RECORDS_AT_A_TIME):
         stop = min(start + _RECORDS_AT_A_TIME, len(records))
         some = [records[i] for i in range(start, stop)]
@@ -126,19 +126,33 @@ def _read_chats(records: Any, chat: ChatSettings) -> ReadRows:
                 refused.append(Refused(number, f"row {number}: {found}"))
                 continue
             kept = [row for row in found if not row["skip_reason"]]
-            examples += [{k: row[k] for k in ("input_ids", "loss_mask")} for row in kept]
+            rows += [{key: row[key] for key in ("input_ids", "loss_mask")} for row in kept]
             numbers += [number] * len(kept)
             if not kept:
                 without_answer.append(number)
-    read: AuditColumns | None = None
-    if examples:
-        read = read_rows(lambda a, b: examples[a:b], len(examples)).columns
-        assert read is not None
-        skipped = np.array(without_answer, dtype=np.int64)
-        read = replace(read, numbers=np.array(numbers), without_answer=skipped)
-    elif without_answer:
-        refused += [
-            Refused(i, f"row {i}: nothing in it would be trained; a record needs an answer")
-            for i in without_answer
-        ]
-    return ReadRows(read, refused)
+    if rows:
+        image_token = None if options.images is None else options.images.layout.image_token_id
+        return ReadRows(_columns_of(rows, numbers, without_answer, image_token), refused)
+    what = "nothing in it would be trained; a record needs an answer"
+    refused += [Refused(number, f"row {number}: {what}") for number in without_answer]
+    return ReadRows(None, refused)
+
+
+def _columns_of(
+    rows: list[dict[str, Any]],
+    numbers: list[int],
+    without_answer: list[int],
+    image_token: int | None,
+) -> AuditColumns:
+    """Tokenized rows, which every reader takes."""
+    columns = read_rows(lambda start, stop: rows[start:stop], len(rows)).columns
+    assert columns is not None
+    has_image = None
+    if image_token is not None:
+        has_image = np.logical_or.reduceat(columns.ids == image_token, columns.starts)
+    return replace(
+        columns,
+        numbers=np.array(numbers),
+        without_answer=np.array(without_answer, dtype=np.int64),
+        has_image=has_image,
+    )
