@@ -305,7 +305,23 @@ def _scale(r: Results) -> Rows:
     ]
 
 
+def _audit(r: Results) -> Rows:
+    def speed(of: str) -> str:
+        found = _cell(r, "From columns", of, "million tokens/s")
+        return found if found == _MISSING else f"{found} million tokens per second"
+
+    return [
+        [
+            "How fast does audit read a dataset?",
+            f"{speed('examples with loss_mask')} of one core from columns, "
+            f"{speed('TokenizedDataset')} from an Arrow table",
+        ],
+        ["And of rollouts?", speed("rollouts with logprobs")],
+    ]
+
+
 ANSWERS: dict[str, Callable[[Results], Rows]] = {
+    "audit": _audit,
     "chat": _chat,
     "collate": _collate,
     "loader": _loader,
