@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from tests.reporting.audit_words import BOS, EOS, PAD, chat, rows_like, word_tokenizer
 from torch_collate_kit import audit
 from torch_collate_kit.reporting import AuditReport, Finding
+from torch_collate_kit.reporting.audit.messages import MESSAGES
 
 Row = dict[str, Any]
 MASKED = [3, 7, 8, 2, 4, 20, 9, 2]
@@ -270,3 +272,10 @@ def test_nothing_is_changed(tokenizer: Any) -> None:
     rows = rows_like()
     audit(rows, tokenizer, max_tokens=4)
     assert rows == rows_like()
+
+
+def test_every_finding_is_on_the_page_with_its_severity() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "audit_checks.md").read_text(encoding="utf-8")
+    cells = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    listed = {name.strip("| `"): severity for name, severity, *_ in cells}
+    assert listed == {name: message.severity for name, message in MESSAGES.items()}

@@ -109,6 +109,8 @@ def test_a_row_of_another_form(tokenizer: Any) -> None:
 
 
 def test_data_that_cannot_be_read_at_all() -> None:
+    import datasets
+
     with pytest.raises(DataError, match=r"the dataset is empty \(0 rows\); give at least one"):
         audit([])
     with pytest.raises(DataError, match="row 0 has no loss_mask, but 'loss_maks' looks like it"):
@@ -118,6 +120,8 @@ def test_data_that_cannot_be_read_at_all() -> None:
     assert audit([{"input_ids": [5, 6], "id": 3}], train_all=True).num_tokens == 2
     with pytest.raises(TypeError, match="dataset is a generator; pass a list of examples"):
         audit(row for row in ROWS)
+    with pytest.raises(TypeError, match=r"dataset is a DatasetDict; pass .*\(of a DatasetDict one"):
+        audit(datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}))
     with pytest.raises(TypeError, match="tokenizer must be a tokenizer or a processor, got int"):
         audit(ROWS, 0)
     with pytest.raises(ValueError, match="only a tokenizer makes tokens of; pass the tokenizer"):
@@ -164,8 +168,9 @@ def test_chat_records_that_are_refused(tokenizer: Any) -> None:
     assert serious(report) == {"refused": [1]}
     assert "row 1: " in report["refused"].message
     only = audit([bad, record("w8")], tokenizer)
-    assert serious(only) == {"refused": [0, 1]}
-    assert only.num_tokens == 0
+    assert serious(only) == {"refused": [0], "no_trained_token": [1]}
+    assert only["no_trained_token"].example == "row 1: nothing in the record would be trained"
+    assert (only.num_rows, only.num_tokens) == (2, 0)
 
 
 def test_a_template_that_forgets(tokenizer: Any) -> None:

@@ -73,8 +73,6 @@ class AuditColumns:
     max_tokens: int | None = None
     has_image: np.ndarray | None = None
     """bool [N], rows with images, of which text alone does not say whether they are equal."""
-    without_answer: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """int64, numbers of chat records that give no row, as nothing in them would be trained."""
 
     @cached_property
     def offsets(self) -> np.ndarray:

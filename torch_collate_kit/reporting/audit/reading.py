@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,8 @@ class ReadRows:
     refused: list[Refused]
     has_unread_images: bool = False
     """Whether there are images, and no processor that says how many tokens they take."""
+    without_answer: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """int64, numbers of chat records that give no row, as nothing in them would be trained."""
 
 
 @dataclass(frozen=True)
