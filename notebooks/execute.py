@@ -6,6 +6,7 @@ The kernel is the Python that runs this file, whatever Jupyter kernels are insta
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ METADATA = {  # of every notebook, so that no machine or Python version shows in
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
+TIME = re.compile(r" *\b\d+\.\d m?s\b")  # as packing_report prints them
 SETTINGS = {  # nothing is downloaded, and sums do not depend on the number of cores
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -64,7 +66,7 @@ def execute(path: Path, *, seconds_per_cell: int = 120) -> Any:
 
 
 def outputs_as_text(notebook: Any) -> list[dict[str, str]]:
-    """What each code cell showed, by MIME type or stream; of an image only that it is there."""
+    """What each cell showed, by MIME type or stream; images and times are not compared."""
     shown = []
     for cell in notebook.cells:
         texts: dict[str, str] = {}
@@ -74,7 +76,7 @@ def outputs_as_text(notebook: Any) -> list[dict[str, str]]:
             else:
                 parts = dict(output.get("data", {"error": str(output.get("ename"))}))
             for kind, text in parts.items():
-                text = "(image)\n" if kind.startswith("image/") else text
+                text = "(image)\n" if kind.startswith("image/") else TIME.sub(" (time)", text)
                 texts[kind] = texts.get(kind, "") + text
         shown.append(texts)
     return shown

@@ -9,6 +9,7 @@ from typing import Any
 
 import nbformat
 import pytest
+
 from notebooks.execute import METADATA, execute, notebook_paths, outputs_as_text
 
 PATHS = notebook_paths()
