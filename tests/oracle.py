@@ -41,6 +41,7 @@ class Segment:
         self.weights[0] = 0.0
         self.labels[0] = IGNORE
         self.num_actions = _num_actions(example, start, self.weights)
+        self.num_trained = sum(1 for weight in self.weights if np.float32(weight) != 0)
 
 
 def example_weights(example: Mapping[str, Any]) -> tuple[list[float], list[int]]:
@@ -106,6 +107,7 @@ def padded_batch(
         "example_indices": [[index] for index in range(len(examples))],
         "example_starts": [[0] for _ in examples],
         "num_actions": [[segment.num_actions] for segment in segments],
+        "num_trained": [[segment.num_trained] for segment in segments],
         "num_dropped": 0,
         "num_cut": 0,
         "dropped": (),
@@ -138,11 +140,13 @@ def packed_batch(
         "cu_seq_lens": [],
         "example_indices": [],
         "num_actions": [],
+        "num_trained": [],
     }
     for row_pieces in pieces:
         row = _empty_row(width, pad_token_id)
         boundaries = [0]
         num_actions = []
+        num_trained = []
         for index, start, length in row_pieces:
             segment = Segment(examples[index], start, length)
             _write(row, boundaries[-1], segment)
@@ -150,6 +154,7 @@ def packed_batch(
                 row["position_ids"][boundaries[-1] + gap] = gap
             boundaries.append(boundaries[-1] + _aligned(length, align))
             num_actions.append(segment.num_actions)
+            num_trained.append(segment.num_trained)
         for cell in range(boundaries[-1], width):  # the tail is a segment of its own
             row["position_ids"][cell] = cell - boundaries[-1]
         if boundaries[-1] < width:
@@ -159,6 +164,7 @@ def packed_batch(
         fields["cu_seq_lens"].append(boundaries)
         fields["example_indices"].append([index for index, _, _ in row_pieces])
         fields["num_actions"].append(num_actions)
+        fields["num_trained"].append(num_trained)
     batch = _stack(rows, width, width - 1, normalize_loss)
     batch["sub_seq_lengths"] = fields["sub_seq_lengths"]
     batch["cu_seq_lens"] = fields["cu_seq_lens"]
@@ -169,6 +175,7 @@ def packed_batch(
         "example_indices": fields["example_indices"],
         "example_starts": [[start for _, start, _ in row_pieces] for row_pieces in pieces],
         "num_actions": fields["num_actions"],
+        "num_trained": fields["num_trained"],
         "max_segment_length": [_largest_step(row) for row in fields["cu_seq_lens"]],
         "num_dropped": len(plan.dropped),
         "num_cut": len(plan.cut),
@@ -191,9 +198,11 @@ def rollout_batch(
     while pad_to_multiple_of is not None and width % pad_to_multiple_of:
         width += 1
     rows = []
+    segments = []
     for rollout, length in zip(rollouts, lengths, strict=True):
         row = _empty_row(width, pad_token_id) | _empty_responses(width, rollouts)
-        _write(row, width - length, Segment(_as_example(rollout), 0, length))
+        segments.append(Segment(_as_example(rollout), 0, length))
+        _write(row, width - length, segments[-1])
         _write_response(row, width - length, rollout)
         rows.append(row)
     batch = _stack(rows, width, num_columns, normalize_loss)
@@ -207,6 +216,7 @@ def rollout_batch(
         "example_indices": [[index] for index in range(len(rollouts))],
         "example_starts": [[0] for _ in rollouts],
         "num_actions": [[len(rollout["response_ids"])] for rollout in rollouts],
+        "num_trained": [[segment.num_trained] for segment in segments],
         "num_dropped": 0,
         "num_cut": 0,
         "dropped": (),

@@ -105,13 +105,14 @@ def assemble(
         for name, of in placement.segments.items()
     }
     segments["num_segments"] = torch.from_numpy(placement.row_counts)
-    num_loss_tokens = placed.num_loss_tokens + num_loss_tokens_elsewhere
+    num_loss_tokens = int(placed.num_trained.sum()) + num_loss_tokens_elsewhere
     is_example = placed.counts.get("examples", np.ones_like(pieces.examples)) > 0
     row_offsets = np.append(0, np.cumsum(is_example))[pieces.row_offsets]
     per_piece = {
         "example_indices": pieces.examples[is_example],
         "example_starts": pieces.starts[is_example],
         "num_actions": placed.counts["responses"][is_example],
+        "num_trained": placed.num_trained[is_example],
     }
     return Batch.of_storage(
         Storage(Columns(columns, {k: specs[k] for k in columns}, names, placement, segments), {}),

@@ -18,6 +18,7 @@ from torch_collate_kit.reading.fields import DeclaredFields, FieldColumn
 from torch_collate_kit.reading.media import ImageColumn, Images
 from torch_collate_kit.reading.numbers import Numbers
 from torch_collate_kit.reading.spans import are_int32_ids, first_bad, joined, taken, with_row
+from torch_collate_kit.reading.trained_runs import TrainedRuns
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["LEAST_WEIGHT", "ExampleColumns", "PlacedColumns", "as_flags", "bad_weight"]
@@ -35,7 +36,8 @@ class PlacedColumns:
     """int64 [S] each: how many of a column each piece has."""
     counts: dict[str, np.ndarray]
     """int64 [S] each: the "lengths" of the pieces, their "responses", and the "routed" tokens."""
-    num_loss_tokens: int
+    num_trained: np.ndarray
+    """int64 [S], trained tokens of each piece."""
 
 
 @dataclass(frozen=True)
@@ -133,13 +135,17 @@ class ExampleColumns:
                 target[is_image] = IGNORE_INDEX if name == "labels" else 0
             untrained = IGNORE_INDEX if name == "labels" else 0
             trained = target if target.dtype == np.bool_ else target != untrained
-            first_actions, num_actions = pieces.starts, self._count_actions(pieces, trained)
+            runs = self._runs(pieces, trained)
+            first_actions, num_actions = pieces.starts, self._count_actions(pieces, runs)
+            num_trained = pieces.lengths - 1 if runs is None else runs.counts
         else:
             name, (first_actions, num_actions) = "loss_weights", self._actions(pieces)
             target = trained = self._weights(pieces.examples, first_actions, num_actions)
             places = span_indices(np.cumsum(pieces.lengths) - num_actions, num_actions)
             if is_image is not None:
                 trained[is_image[places]] = 0
+            is_whole = bool(trained.all())  # as of most rollouts
+            num_trained = num_actions if is_whole else TrainedRuns(trained, num_actions).counts
             if not self.are_rollouts:  # one per token, as from every other form of target
                 target = np.zeros(int(pieces.lengths.sum()), dtype=trained.dtype)
                 target[places] = trained
@@ -154,7 +160,7 @@ class ExampleColumns:
             entries[column.name] = number
             if column.spec.count == "routed":
                 counts["routed"] = number
-        return PlacedColumns(columns, entries, counts, int(np.count_nonzero(trained)))
+        return PlacedColumns(columns, entries, counts, num_trained)
 
     def _is_image(self, ids: np.ndarray) -> np.ndarray | None:
         """Where ids are placeholders of images, which are not trained; None where there are none.
@@ -188,14 +194,18 @@ class ExampleColumns:
         num_actions = np.clip(ends - prompts, 0, pieces.lengths - 1)
         return ends - num_actions - prompts, num_actions
 
-    def _count_actions(self, pieces: Pieces, trained: np.ndarray) -> np.ndarray:
-        """Tokens of each piece from the first trained one to its end: int64 [S]."""
+    def _runs(self, pieces: Pieces, trained: np.ndarray) -> TrainedRuns | None:
+        """The trained tokens; None where all are trained but the first of each piece."""
         if self.target is None and not self.images:
+            return None
+        return TrainedRuns(trained, pieces.lengths)
+
+    def _count_actions(self, pieces: Pieces, runs: TrainedRuns | None) -> np.ndarray:
+        """Tokens of each piece from the first trained one to its end: int64 [S]."""
+        if runs is None:
             return pieces.lengths - 1
-        ends = np.cumsum(pieces.lengths)
-        # the first token of a piece is not trained, so a trained run begins after one that is not
-        begins = np.append(np.flatnonzero(trained[1:] > trained[:-1]) + 1, len(trained))
-        return np.maximum(ends - begins[np.searchsorted(begins, ends - pieces.lengths)], 0)
+        # the first token of a piece is not trained, so no run goes on from the piece before
+        return np.maximum(np.cumsum(pieces.lengths) - runs.first, 0)
 
     def num_loss_tokens(self) -> np.ndarray:
         """Trained tokens of each example: int64 [N]. Its first token is not trained.

@@ -19,7 +19,10 @@ __all__ = ["DataLengths", "data_lengths"]
 
 _Ints = npt.NDArray[np.int64]
 _IDS = (("input_ids",), ("prompt_ids", "response_ids"))
-_HINT = "pass lengths, a TokenizedDataset, a datasets.Dataset, or examples with input_ids"
+_HINT = (
+    "tokenize first (tokenize_chat_dataset), or pass lengths; data is lengths, a TokenizedDataset, "
+    "a datasets.Dataset, or examples with input_ids"
+)
 
 
 class DataLengths(NamedTuple):
@@ -52,6 +55,9 @@ def data_lengths(data: Any) -> DataLengths:
 
 def _found(data: Any) -> DataLengths:
     if isinstance(data, str | Path) or type(data).__module__.startswith(("datasets.", "pyarrow.")):
+        names = getattr(data, "column_names", ["input_ids"])
+        if isinstance(names, list) and "input_ids" not in names:
+            raise DataError(f"no input_ids among the columns {sorted(names)}; {_HINT}")
         data = TokenizedDataset(data, columns=["input_ids"])
     if isinstance(data, TokenizedDataset) and data.vision is not None:
         return DataLengths(data.lengths, data.patches, data.vision.smallest_tokens)

@@ -73,11 +73,10 @@ def _num_lost(candidate: Mapping[str, Any]) -> int:
 def _notes(
     packed: Sequence[Mapping[str, Any]], best: Mapping[str, Any], num_tokens: int
 ) -> list[str]:
-    """What a smaller ``max_tokens`` would lose, and what the recommended one loses."""
+    """What the recommended ``max_tokens`` loses, and what the smallest of the next best would."""
     notes = []
     if _num_lost(best):
-        drops = _losses(best, num_tokens)
-        notes.append(f"note: this {drops}; only a larger max_tokens keeps them whole")
+        notes.append(f"note: {_losses(best, num_tokens)}; a larger max_tokens keeps more")
     smaller = [
         candidate
         for candidate in packed
@@ -86,7 +85,7 @@ def _notes(
         and _num_lost(candidate) > _num_lost(best)
     ]
     if smaller:
-        other = max(smaller, key=lambda candidate: candidate["max_tokens"])
+        other = min(smaller, key=lambda candidate: (_num_lost(candidate), candidate["max_tokens"]))
         notes.append(f"note: max_tokens={other['max_tokens']} {_losses(other, num_tokens)}")
     return notes
 
@@ -97,7 +96,7 @@ def _losses(candidate: Mapping[str, Any], num_tokens: int) -> str:
     parts = [f"drops {_examples(dropped)}"] if dropped else []
     parts += [f"cuts {_examples(cut)}"] if cut else []
     share = (candidate["num_dropped_tokens"] + candidate["num_cut_tokens"]) / num_tokens
-    return f"{' and '.join(parts)} ({100 * share:.2g}% of the tokens lost)"
+    return f"{' and '.join(parts)} ({share:.2%} of the tokens lost)"
 
 
 def _examples(number: int) -> str:

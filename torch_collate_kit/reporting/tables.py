@@ -10,7 +10,7 @@ from torch_collate_kit.reporting.candidates import PADDED
 
 __all__ = ["as_html", "as_text", "headline"]
 
-_MOST_COLUMNS = 102  # of characters, with two after the last one
+_WIDTH = 100
 _Report = Mapping[str, Any]
 
 
@@ -85,6 +85,8 @@ def _intro(report: _Report) -> list[str]:
         lines.append(
             f"{options['dp']} ranks; rank tokens and cost: the slowest rank of a step / the mean"
         )
+    if any(c["num_dropped_tokens"] + c["num_cut_tokens"] for c in report["candidates"]):
+        lines.append("dropped or cut: examples that do not fit; lost: their share of the tokens")
     if options["align"] > 1:
         lines.append(f"examples aligned to {options['align']} tokens")
     return lines
@@ -106,14 +108,19 @@ def _table(report: _Report) -> tuple[list[str], list[list[str]]]:
     num_tokens = report["data"]["num_tokens"]
     lost = [(c["num_dropped_tokens"] + c["num_cut_tokens"]) / num_tokens for c in candidates]
     if any(lost):
-        columns["tokens lost"] = [f"{share:.2%}" for share in lost]
+        columns["lost"] = [f"{share:.2%}" for share in lost]
     if report["options"]["dp"] > 1:
         columns["rank tokens"] = [f"{c['tokens_max_over_mean']:.2f}" for c in candidates]
         columns["rank cost"] = [f"{c['cost_max_over_mean']:.2f}" for c in candidates]
-    columns["planned in"] = [_time(c["plan_seconds"]) for c in candidates]
-    if sum(max(map(len, (title, *cells))) + 2 for title, cells in columns.items()) > _MOST_COLUMNS:
-        del columns["efficiency"]  # 100% less the padding
+    columns["plan"] = [_time(c["plan_seconds"]) for c in candidates]
+    for name in ("efficiency", "plan"):  # the former is 100% less the padding
+        if _width(columns) > _WIDTH:
+            del columns[name]
     return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def _width(columns: Mapping[str, Sequence[str]]) -> int:
+    return sum(2 + max(map(len, (title, *cells))) for title, cells in columns.items()) - 2
 
 
 def _time(seconds: float) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torch_collate_kit._checks import checked_bool, checked_int
+from torch_collate_kit._reprs import call_repr
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch.async_collator import AsyncBatchCollator
 from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy, device_copy
@@ -72,6 +73,14 @@ class PrefetchLoader:
         self._loop: object = None  # the loop that may draw from it
         self._interrupt: BaseException | None = None  # of the thread, to be raised at the next call
         self._is_closed = False
+
+    def __repr__(self) -> str:
+        run = self._run
+        epoch, step = self._loader.position() if run is None else (run.epoch, run.step)
+        settings: dict[str, Any] = {} if self._prefetch else {"prefetch": False}
+        settings |= {} if self._copy is None else {"device": str(self._copy.device)}
+        where = "closed" if self._is_closed else f"epoch {epoch}, step {step}"
+        return f"{call_repr(self, self._loader.described(), **settings)} [{where}]"
 
     @property
     def epoch(self) -> int:
@@ -256,6 +265,7 @@ class PrefetchLoader:
         self._loop = None
         if self._is_elsewhere():
             return
+        self._timeline.trained(time.perf_counter())
         self._stop_reading(self._run)
         self._loader.close()
         self._raise_interrupt()

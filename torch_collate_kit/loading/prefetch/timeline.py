@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = ["BuildTimes", "StepTimes", "Timeline"]
 
@@ -60,25 +60,31 @@ class StepTimes(NamedTuple):
 
 
 class Timeline:
-    """The times of the last steps. Written by the consumer's thread, read by any."""
+    """The times of the last steps. Written by the consumer's thread, read by any.
+
+    A step is a list until somebody asks: making a StepTimes twice would cost more than all else.
+    """
 
     def __init__(self) -> None:
-        self._steps: deque[StepTimes] = deque(maxlen=_MOST_STEPS)
-        self._is_training = False
+        self._steps: deque[list[Any]] = deque(maxlen=_MOST_STEPS)
+        self._last: list[Any] | None = None  # that is being trained on
 
     def received(
         self, epoch: int, step: int, built: BuildTimes, wait_began: float, wait_ended: float
     ) -> None:
         """The consumer has the batch of ``step`` now."""
-        self._steps.append(StepTimes(epoch, step, *built, wait_began, wait_ended, None))
-        self._is_training = True
+        self._last = [epoch, step, built, wait_began, wait_ended, None]
+        self._steps.append(self._last)
 
     def trained(self, now: float) -> None:
         """The consumer is done with the last batch that it has received."""
-        if self._is_training:
-            self._is_training = False
-            self._steps[-1] = self._steps[-1]._replace(train_ended=now)
+        if self._last is not None:
+            self._last[-1] = now
+            self._last = None
 
     def steps(self) -> list[StepTimes]:
-        """A copy, oldest first. Copying a deque is one operation that no append interrupts."""
-        return list(self._steps.copy())
+        """Oldest first. Copying a deque is one operation, which no append interrupts."""
+        return [
+            StepTimes._make((epoch, step, *built, *waited))
+            for epoch, step, built, *waited in self._steps.copy()
+        ]

@@ -77,7 +77,7 @@ def plot_efficiency(report: PackingReport, *, ax: Axes | None = None) -> Axes:
         ylabel="padding (% of the cells)",
         title=headline(report),
     )
-    legend_below(ax, handles, inches=0.6)
+    legend_below(ax, handles, inches=0.75)
     return ax
 
 

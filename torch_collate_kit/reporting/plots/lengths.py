@@ -73,11 +73,13 @@ def plot_lengths(
     )
     handles, _ = ax.get_legend_handles_labels()
     handles += [_draw_limit(ax, lengths, limit, i) for i, limit in enumerate(limits)]
+    ticker = matplotlib_module("ticker")
     if is_log:
         ax.set_xscale("log", base=2)
-        ticker = matplotlib_module("ticker")
         ax.xaxis.set_major_locator(ticker.LogLocator(base=2, numticks=12))
         ax.xaxis.set_minor_locator(ticker.NullLocator())
+    else:
+        ax.xaxis.set_major_locator(ticker.MaxNLocator(10, integer=True, min_n_ticks=1))
     ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.set(
         ylim=(0, None),
