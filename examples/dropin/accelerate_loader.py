@@ -5,9 +5,9 @@
         examples/dropin/accelerate_loader.py
 
 Each rank packs the examples that prepare gives it, so nobody knows the loss tokens of the whole
-step: count them with global_num_loss_tokens. Not used are `accelerator.accumulate`, which never
-steps on a window that the end of the data leaves short, and `dispatch_batches=True`, which
-cuts a batch apart.
+step: global_num_loss_tokens counts them. It needs all micro-batches of a step before the first is
+trained. So `accelerator.accumulate` is not used, which goes by the batch that was fetched last, and
+the accumulation is written out. `dispatch_batches=True` would cut a Batch apart.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python examples/dropin/controller.py
 
 The layout is dp=2, tp=2, cp=2. The controller plans and collates the whole step, cuts it with
-`batch.chunk(dp)`, and sends each shard through a queue: columns and placement are pickled, about
-5 bytes per token, and the worker makes the dense fields. The two workers stand for the two
-data-parallel ranks and train with a real all-reduce; the context-parallel ranks of each are gone
-through one after the other.
+`batch.chunk(dp)`, and sends each shard through a queue. Pickled are tokens, labels, and where they
+lie; the worker makes the dense fields. The two workers are the two data-parallel ranks and reduce
+their gradients. What the context-parallel ranks of each would compute, they compute one after the
+other.
 
 Three things follow from the layout: every example takes up a multiple of tp * 2 * cp = 8 cells, so
 that each context-parallel rank gets two equal slices of every example; all shards have as many rows
@@ -86,10 +86,12 @@ def main() -> None:
     )
     context = mp.get_context("spawn")
     queues, results = [context.Queue() for _ in range(LAYOUT.dp)], context.Queue()
-    losses, numbers, num_bytes, num_tokens = [], [], 0, 0
+    losses, numbers = [], []
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=worker, args=(rank, queue, results, f"{folder}/meet"))
+            context.Process(
+                target=worker, args=(rank, queue, results, f"{folder}/meet"), daemon=True
+            )
             for rank, queue in enumerate(queues)
         ]
         for process in ranks:
@@ -99,18 +101,14 @@ def main() -> None:
             batch = collate(examples[first : first + tiny.BATCH_SIZE])
             assert all((ends % LAYOUT.align == 0).all() for ends in batch["cu_seq_lens"])
             for queue, shard in zip(queues, batch.chunk(LAYOUT.dp), strict=True):
-                message = pickle.dumps(shard)
-                num_bytes += len(message)
-                queue.put(message)
-            num_tokens += batch.metadata["num_tokens"]
-            of_ranks = dict(results.get(timeout=60) for _ in ranks)
+                queue.put(pickle.dumps(shard))
+            of_ranks = dict(results.get(timeout=300) for _ in ranks)
             losses.append(of_ranks[0])
             numbers.append(tiny.numbers_in(batch))
         for queue in queues:
             queue.put(None)
         for process in ranks:
             process.join()
-    print(f"sent {num_bytes / num_tokens:.0f} bytes per token, {num_tokens} tokens")
     tiny.compare(losses, numbers)
 
 

@@ -3,8 +3,9 @@
     python examples/dropin/ray_data.py
 
 Ray's workers run `tokenize_chat` on blocks of chats, wherever in a cluster they are, and write one
-Parquet file per block. Training streams these files with `datasets`, which gives every rank and
-worker files, or parts of files, of its own. Neither ever holds more than a block or a buffer.
+Parquet file per block. Training streams these files with `datasets`, which divides them over the
+DataLoader workers; `datasets.distributed.split_dataset_by_node` divides them over ranks. Neither
+ever holds more than a block or a buffer.
 """
 
 from __future__ import annotations

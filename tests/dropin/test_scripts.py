@@ -6,6 +6,7 @@ computed again, from those numbers, with plain transformers and torch.
 
 from __future__ import annotations
 
+import re
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,6 @@ tiny = load_script("tiny")
 
 # Script, ranks, packages that the stack needs beside those of the tests.
 SCRIPTS = [
-    pytest.param("trainer", 1, (), id="trainer"),
-    pytest.param("trainer", 2, (), id="trainer on 2 ranks"),
     pytest.param("ddp", 2, (), id="ddp on 2 ranks"),
     pytest.param("accelerate_loader", 1, (), id="accelerate_loader"),
     pytest.param("accelerate_loader", 2, (), id="accelerate_loader on 2 ranks"),
@@ -48,18 +47,38 @@ def check_losses(result: dict[str, Any]) -> None:
     assert last < first - 0.1, "nothing was learnt, so a step could be wrong unseen"
 
 
+def check_epoch(result: dict[str, Any]) -> None:
+    """Of 20 steps of 8 examples, each once."""
+    check_losses(result)
+    assert [len(step) for step in result["numbers"]] == [8] * 20
+    assert sorted(chain.from_iterable(result["numbers"])) == list(range(160))
+
+
 @pytest.mark.parametrize(("script", "num_ranks", "packages"), SCRIPTS)
 def test_losses_are_those_of_one_example_at_a_time(
     script: str, num_ranks: int, packages: tuple[str, ...], tmp_path: Path
 ) -> None:
     skip_without(*packages)
-    result = run_script(script, tmp_path, num_ranks=num_ranks)
-    check_losses(result)
-    numbers = result["numbers"]
-    assert [len(step) for step in numbers] == [8] * 20
-    assert sorted(chain.from_iterable(numbers)) == list(range(160)), (
-        "an epoch has every example once"
-    )
+    check_epoch(run_script(script, tmp_path, num_ranks=num_ranks))
+
+
+def printed_number(printed: str, name: str) -> float:
+    found = re.search(rf"'{name}': '([\d.]+)'", printed)
+    assert found is not None, printed
+    return float(found[1])
+
+
+@pytest.mark.parametrize(("num_ranks", "eval_loss"), [(1, 3.118), (2, 3.475)])
+def test_trainer_evaluates_examples_exactly_where_eval_loss_is_not(
+    num_ranks: int, eval_loss: float, tmp_path: Path
+) -> None:
+    """The script itself compares the examples with each alone, and fails if they differ."""
+    result = run_script("trainer", tmp_path, num_ranks=num_ranks)
+    check_epoch(result)
+    printed = result["printed"]
+    assert "evaluation: 21 examples, the largest difference is" in printed
+    assert printed_number(printed, "eval_token_mean") == pytest.approx(3.145, abs=2e-3)
+    assert printed_number(printed, "eval_loss") == pytest.approx(eval_loss, abs=2e-3)
 
 
 @pytest.mark.parametrize(("script", "num_ranks", "packages"), STREAMS)

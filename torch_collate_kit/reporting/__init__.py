@@ -1,6 +1,6 @@
 """What a layout costs, what a batch looks like, and what a dataset hides.
 
-matplotlib and pandas are loaded on use.
+matplotlib, pandas and transformers are loaded on use.
 """
 
 from __future__ import annotations
