@@ -266,12 +266,41 @@ def _vision_plan(r: Results) -> Rows:
     ]
 
 
+def _scale(r: Results) -> Rows:
+    largest = "100,000,000"
+    steps = {n: _cell(r, "Planning a step", n, "median") for n in ("8", "512")}
+    order = {c: _cell(r, "An order", largest, c) for c in
+             ("bytes of a state", "CPU ms to the first batch", "MB")}  # fmt: skip
+    return [
+        [
+            "How long does a rank plan the step of all ranks?",
+            f"{steps['8']} ms with 8 ranks, {steps['512']} ms with 512",
+        ],
+        [
+            "How even are 512 ranks?",
+            f"the heaviest has {_cell(r, 'Planning a step', '512', 'cost')} more than the mean "
+            f"cost, and {_cell(r, 'Planning a step', '512', 'tokens')} more than the mean tokens",
+        ],
+        [
+            "What does resuming cost in 100,000,000 examples?",
+            f"a state has {order['bytes of a state']} bytes; the first batch comes after "
+            f"{order['CPU ms to the first batch']} ms, and the order takes {order['MB']} MB",
+        ],
+        [
+            "How much memory does a memory-mapped dataset of 1,000,000 examples take?",
+            f"{_cell(r, 'A TokenizedDataset', '1,000,000', 'MB of memory')} MB, after 25,600 "
+            "random reads",
+        ],
+    ]
+
+
 ANSWERS: dict[str, Callable[[Results], Rows]] = {
     "chat": _chat,
     "collate": _collate,
     "loader": _loader,
     "packing": _packing,
     "rollout": _rollout,
+    "scale": _scale,
     "stream": _stream,
     "vision": _vision,
     "vision_plan": _vision_plan,
