@@ -270,7 +270,7 @@ def _scale(r: Results) -> Rows:
     largest = "100,000,000"
     steps = {n: _cell(r, "Planning a step", n, "median") for n in ("8", "512")}
     order = {c: _cell(r, "An order", largest, c) for c in
-             ("bytes of a state", "CPU ms to the first batch", "MB")}  # fmt: skip
+             ("bytes of a state", "CPU s to the first batch", "MB")}  # fmt: skip
     return [
         [
             "How long does a rank plan the step of all ranks?",
@@ -284,7 +284,7 @@ def _scale(r: Results) -> Rows:
         [
             "What does resuming cost in 100,000,000 examples?",
             f"a state has {order['bytes of a state']} bytes; the first batch comes after "
-            f"{order['CPU ms to the first batch']} ms, and the order takes {order['MB']} MB",
+            f"{order['CPU s to the first batch']} s, and the order takes {order['MB']} MB",
         ],
         [
             "How much memory does a memory-mapped dataset of 1,000,000 examples take?",
