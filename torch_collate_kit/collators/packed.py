@@ -72,8 +72,9 @@ class PackedCollator(Generic[B]):
     Args:
         tokenizer: an int pad id, or anything with ``pad_token_id``; of a vision-language model its
             processor.
-        max_tokens, strategy, parallel, overflow, max_sequences_per_row, balance, max_patches,
-            cost, dummy_image_tokens: how rows are filled, see
+        max_tokens: cells that a row may have. How rows are filled is also said by ``strategy``,
+            ``parallel``, ``overflow``, ``max_sequences_per_row``, ``balance``, ``max_patches``,
+            ``cost`` and ``dummy_image_tokens``: the fields of
             :class:`~torch_collate_kit.packing.PackingOptions`.
         packing: these in one object instead.
         fixed_width: make every batch ``max_tokens`` wide, not as wide as its fullest row.

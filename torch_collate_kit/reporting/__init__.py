@@ -1,4 +1,7 @@
-"""What a layout costs, what a dataset hides, and plots; matplotlib and pandas load on use."""
+"""What a layout costs, what a batch looks like, and what a dataset hides.
+
+matplotlib, pandas and transformers are loaded on use.
+"""
 
 from __future__ import annotations
 

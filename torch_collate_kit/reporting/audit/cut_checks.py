@@ -19,6 +19,14 @@ def _is_cut(columns: AuditColumns) -> np.ndarray:
     return (columns.lengths > columns.max_tokens) & (columns.num_trained > 0)
 
 
+def _is_near_end(columns: AuditColumns, places: np.ndarray) -> np.ndarray:
+    """bool [N], whether the token of each row, or one of the two before it, ends an answer."""
+    found = columns.is_end[places]
+    for i in (1, 2):
+        found |= columns.is_end[np.maximum(places - i, columns.starts)]
+    return found
+
+
 def _limits(columns: AuditColumns) -> np.ndarray:
     """int64 [N], the first token of each row that is cut off."""
     return columns.starts + (columns.max_tokens or 0)
@@ -65,13 +73,13 @@ def eos_truncated(columns: AuditColumns) -> Found | None:
 
     Needs a tokenizer with an EOS. Either the last trained token is an EOS behind ``max_tokens``,
     with a part of the target before it; or the row ends within its answer, while at least half of
-    the rows end theirs with EOS. A rollout that ends without EOS was stopped by the limit of
+    the rows end theirs with EOS (white space may follow, of one token or two). A rollout that ends without EOS was stopped by the limit of
     generation, which is a note and not a warning. Silent where few rows train an EOS at all: that
     is :func:`~torch_collate_kit.reporting.audit.end_checks.eos_never_trained`.
     """
     has_target = columns.num_trained > 0
     last = columns.last_trained
-    ends_well = has_target & columns.is_end[last]
+    ends_well = has_target & _is_near_end(columns, last)
     limits = _limits(columns)
     is_behind = _is_cut(columns) & ends_well & (last >= limits)
     is_behind &= columns.first_trained < limits

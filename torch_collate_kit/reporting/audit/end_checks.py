@@ -47,7 +47,7 @@ def eos_not_trained(columns: AuditColumns) -> Found | None:
     vocabulary = columns.vocabulary
     if vocabulary.pad_id == vocabulary.eos_id:
         return None
-    if not columns.trains_end:
+    if not columns.is_end[columns.trained_places].any():
         return None
     return columns.found_at(_unlearnt_ends(columns), ends=_names(columns))
 

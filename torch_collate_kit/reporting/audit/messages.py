@@ -25,8 +25,8 @@ MESSAGES = {
     ),
     "masks_all_zero": Message(
         "error",
-        "no row has a trained token, so the loss is 0; the loss target marks nothing: check how "
-        "it was made, with tokenize_chat for instance",
+        "none of the rows, {rows}, has a trained token, so the loss is 0: the loss target marks "
+        "nothing; mark the answers, as tokenize_chat does",
     ),
     "masks_all_one": Message(
         "warning",
@@ -61,12 +61,12 @@ MESSAGES = {
     ),
     "eos_never_trained": Message(
         "error",
-        "no trained token is {ends}, so the model never learns to stop; add it to the end of every "
-        "answer, and train it",
+        "no trained token is {ends}, in {rows} with a target, so the model never learns to stop; "
+        "add it to the end of every answer, and train it",
     ),
     "eos_not_trained": Message(
         "warning",
-        "{rows} have {ends} after the answer but do not train it, while other rows do; extend "
+        "{rows} have {ends} after an answer but do not train it, while other answers do; extend "
         "their target by one token",
     ),
     "eos_masked_as_pad": Message(
@@ -122,9 +122,9 @@ MESSAGES = {
     ),
     "reward_without_variance": Message(
         "note",
-        "in {groups} of {all_groups} groups ({share:.0%}) all rollouts of a prompt have the same "
-        "reward, {all_same}: their advantages are 0; choose prompts that are solved "
-        "sometimes, or filter the groups",
+        "in {groups} of {all_groups} groups ({share:.0%}), which are {rows}, all rollouts of a "
+        "prompt have the same reward, so their advantages are 0 ({all_same}); choose prompts that "
+        "are solved sometimes, or filter such groups",
     ),
     "logprobs_shifted": Message(
         "error",
@@ -138,8 +138,8 @@ MESSAGES = {
     ),
     "template_not_prefix_stable": Message(
         "warning",
-        "the chat template renders {case} differently once more messages follow, so an answer is "
-        "trained in a context that the model never sees at inference; train the last turn of each "
+        "the chat template writes earlier messages differently once others follow ({case}, {rows}): an "
+        "answer is trained in a context that the model never sees; train the last turn of each "
         'conversation (train_on="each" or "last"), or change the template',
     ),
     "eos_does_not_end_turns": Message(

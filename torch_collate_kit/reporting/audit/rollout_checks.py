@@ -12,6 +12,7 @@ __all__ = ["logprobs_positive", "logprobs_shifted", "reward_without_variance"]
 _MOST = 0.8  # of the groups: more without variance is a warning; of hard prompts half is usual
 _NEARLY_ALL, _HARDLY_ANY = 0.95, 0.05  # rows with a 0 at their end; other tokens with one
 _LEAST_ROWS = 4
+_SURE, _LEAST_CHANCE = 1e-3, 0.01  # that zeros stand there by chance; of a zero, at least
 _ROUNDING = 1e-3  # over 0, of a log-probability in half precision
 
 
@@ -42,13 +43,13 @@ def reward_without_variance(columns: AuditColumns) -> Found | None:
         return None
     rows = np.sort(chosen[order[np.repeat(is_flat, counts)]])
     share = is_flat.sum() / is_group.sum()
-    kinds = ("the highest", most == scores.max()), ("the lowest", most == scores.min())
-    same = [f"{int((is_flat & is_kind).sum())} {kind}" for kind, is_kind in kinds]
+    kinds = ("highest", most == scores.max()), ("lowest", most == scores.min())
+    same = [f"{int((is_flat & is_kind).sum()):,} have the {kind}" for kind, is_kind in kinds]
     values = {
         "groups": f"{int(is_flat.sum()):,}",
         "all_groups": f"{int(is_group.sum()):,}",
         "share": share,
-        "all_same": " and ".join(same) + " of the dataset",
+        "all_same": f"{same[0]} of the dataset, {same[1]}",
     }
     return Found(rows, severity="warning" if share > _MOST else None, values=values)
 
@@ -82,9 +83,10 @@ def logprobs_shifted(columns: AuditColumns) -> Found | None:
     """Rollouts whose logprobs belong to the token before, or to the next one.
 
     Needs rollouts with logprobs, and one of two kinds of evidence. Tokens that the policy did not
-    sample (a tool's, weight 0) have the log-probability 0.0, as contract.md asks for: if at least
-    95% of their runs have a sampled one's value at one end, and a 0.0 beyond the other, all in the
-    same direction, the columns are shifted. Without such tokens, if the 0.0 with which a shift
+    sample (a tool's, weight 0) have the log-probability 0.0, as contract.md asks for. Where only
+    the first of a run of them has another value, and a 0.0 stands right after the run (or the last,
+    and right before), the row is shifted; it is one if so at least 95% of the runs of that kind
+    are, more than the share of zeros among other tokens explains (to 0.1%). Without such tokens, if the 0.0 with which a shift
     fills up stands at the same end of at least 95% of the rows, four at least, and next to nowhere
     else (5%): at the beginning it must be of different tokens, since of one that begins every
     answer the policy may well be certain. Silent where a tool's tokens have real values, or where
@@ -119,20 +121,24 @@ def _shifted_runs(rollouts: RolloutColumns, is_zero: np.ndarray) -> _Shift:
     if not len(begins):
         return _NO_SHIFT
     before = np.append(0, np.cumsum(is_zero))
-    num_zero, width = before[stops] - before[begins], stops - begins
-    is_one_off = num_zero == width - 1
-    is_late = is_one_off & ~is_zero[begins] & is_zero[stops]
-    is_early = is_one_off & ~is_zero[stops - 1] & is_zero[begins - 1]
-    for is_shifted, neighbour in ((is_late, "before"), (is_early, "after")):
-        if is_shifted.sum() >= _NEARLY_ALL * len(begins):
-            runs = begins[is_shifted]
-            rows = np.unique(np.searchsorted(offsets, runs, side="right") - 1)
-            place = runs[0] if neighbour == "before" else stops[is_shifted][0] - 1
-            evidence = (
-                f"the zeros of tokens that the policy did not sample stand one column off, so each "
-                f"value is of the token {neighbour} it"
-            )
-            return rows, int(place), evidence
+    is_one_off = before[stops] - before[begins] == stops - begins - 1
+    num_others = int((is_zero & ~is_out).sum())
+    for odd, beyond, neighbour in (
+        (begins, stops, "before"),
+        (stops - 1, begins - 1, "after"),
+    ):
+        is_like = is_one_off & ~is_zero[odd]
+        is_shifted = is_like & is_zero[beyond]
+        num_shifted = int(is_shifted.sum())
+        chance = max((num_others - num_shifted) / max(int((~is_out).sum()), 1), _LEAST_CHANCE)
+        if num_shifted < _NEARLY_ALL * is_like.sum() or chance**num_shifted > _SURE:
+            continue
+        rows = np.unique(np.searchsorted(offsets, begins[is_shifted], side="right") - 1)
+        evidence = (
+            "the zeros of tokens that the policy did not sample stand one column off, so each "
+            f"value is of the token {neighbour} it"
+        )
+        return rows, int(odd[is_shifted][0]), evidence
     return _NO_SHIFT
 
 

@@ -14,31 +14,54 @@ from torch_collate_kit.reporting.audit.findings import Severity
 
 __all__ = ["eos_does_not_end_turns", "template_not_prefix_stable"]
 
-_SEVERAL_TURNS = ("two turns", "system", "tool call", "thinking twice")
 _SHOWN = 40
+
+
+def _talk(*answers: str, system: str = "") -> list[dict[str, Any]]:
+    """A question before each answer."""
+    messages = [{"role": "system", "content": system}] if system else []
+    for i, answer in enumerate(answers):
+        messages += [
+            {"role": "user", "content": f"Question {i + 1}?"},
+            {"role": "assistant", "content": answer},
+        ]
+    return messages
+
+
+_PLAIN = {
+    "three turns": _talk("One.", "Two.", "Three."),
+    "three turns after a system message": _talk("One.", "Two.", "Three.", system="Be kind."),
+}
+_CALLS = {"a tool call": [*CASES["tool call"], *_talk("Yes.")]}
+_THINKING = {
+    "thinking as reasoning_content": CASES["thinking twice"],
+    "thinking within the text": _talk(*(f"<think>\nHm.\n</think>\n\n{i}." for i in range(2))),
+}
 
 
 def template_not_prefix_stable(columns: AuditColumns) -> Found | None:
     """That the template changes an earlier turn, or the prompt before an answer, later on.
 
-    Needs a chat template. Small conversations of two turns, with a system message, with a tool call
-    and with thinking, are rendered as a whole and up to each answer: each must begin with what it
-    was asked with. One that the template cannot render is passed over; so is the one with thinking
-    if the data has none. It is a note where no row has two answers, because then nothing follows an
-    answer.
+    Needs a chat template. Small conversations of several turns are rendered as a whole and up to
+    each message: the whole must begin with every part, and with what the model is asked with. One
+    that the template cannot render is passed over. It is a note, because then it concerns other
+    data than this, where no row has two answers, and for the conversations with thinking where no
+    row thinks.
     """
     template = columns.vocabulary.template
     assert template is not None
-    for case in _SEVERAL_TURNS:
-        if case == "thinking twice" and not _has_thinking(columns):
-            continue
-        drift = _drift(template, CASES[case])
-        if drift:
-            rows = _rows_of_several_turns(columns)
-            is_followed = len(rows) > 0 or not len(columns.lengths)  # none: all were refused
-            severity: Severity | None = None if is_followed else "note"
-            values = {"case": f'a conversation ("{case}")'}
-            return Found(rows, None, severity, values, drift)
+    rows = _rows_of_several_turns(columns)
+    is_followed = len(rows) > 0 or not len(columns.lengths)  # without rows: all were refused
+    for cases, matters in (
+        (_PLAIN, is_followed),
+        (_CALLS, is_followed),
+        (_THINKING, is_followed and _has_thinking(columns)),
+    ):
+        for case, messages in cases.items():
+            drift = _drift(template, messages)
+            if drift:
+                severity: Severity | None = None if matters else "note"
+                return Found(rows, None, severity, {"case": case}, drift)
     return None
 
 
@@ -62,8 +85,16 @@ def _rows_of_several_turns(columns: AuditColumns) -> np.ndarray:
 
 
 def _has_thinking(columns: AuditColumns) -> bool:
-    ids = columns.vocabulary.encode("<think>")
-    return bool(len(ids) == 1 and (columns.ids == ids[0]).any())
+    if not len(columns.lengths):
+        return True  # all rows were refused, for this maybe
+    ids = columns.vocabulary.encode("a\n<think>\nb")
+    inner = columns.vocabulary.encode("a\n")
+    shared = next(
+        (i for i, pair in enumerate(zip(ids, inner, strict=False)) if pair[0] != pair[1]),
+        len(inner),
+    )
+    pattern = ids[shared : len(ids) - len(columns.vocabulary.encode("\nb"))]
+    return bool(len(columns.places_of(pattern)))
 
 
 def _drift(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
@@ -73,9 +104,8 @@ def _drift(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
         for turn in range(1, len(messages)):
             is_asked = messages[turn]["role"] == "assistant"
             switches: list[dict[str, Any]] = [{}, *(template.switches if is_asked else [])]
-            before = [messages[:turn]]
             texts = [
-                template.render(before, prompt=is_asked, switch=switch)[0][0].rstrip()
+                template.render([messages[:turn]], prompt=is_asked, switch=switch)[0][0].rstrip()
                 for switch in switches
             ]
             if not any(whole.startswith(text) for text in texts):

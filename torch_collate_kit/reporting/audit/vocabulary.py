@@ -38,7 +38,11 @@ class Vocabulary:
         """
         if tokenizer is None:
             return cls()
+        kwargs = dict(template_kwargs or {})
         if hasattr(tokenizer, "image_processor") and hasattr(tokenizer, "tokenizer"):
+            own = getattr(tokenizer, "chat_template", None)
+            own = own.get("default") if isinstance(own, dict) else own
+            kwargs = {"chat_template": own, **kwargs} if own else kwargs
             tokenizer = tokenizer.tokenizer
         if not hasattr(tokenizer, "decode"):
             raise TypeError(
@@ -50,7 +54,7 @@ class Vocabulary:
         )
         size = len(tokenizer) if hasattr(tokenizer, "__len__") else None
         ends = () if eos is None else (eos,)
-        template = _template_of(tokenizer, template_kwargs or {})
+        template = _template_of(tokenizer, kwargs)
         if template is None:
             return cls(tokenizer, size, bos, eos, pad, end_ids=ends)
         header, end = _turn(template)
