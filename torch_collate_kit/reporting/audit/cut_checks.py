@@ -73,9 +73,10 @@ def eos_truncated(columns: AuditColumns) -> Found | None:
 
     Needs a tokenizer with an EOS. Either the last trained token is an EOS behind ``max_tokens``,
     with a part of the target before it; or the row ends within its answer, while at least half of
-    the rows end theirs with EOS (white space may follow, of one token or two). A rollout that ends without EOS was stopped by the limit of
-    generation, which is a note and not a warning. Silent where few rows train an EOS at all: that
-    is :func:`~torch_collate_kit.reporting.audit.end_checks.eos_never_trained`.
+    the rows end theirs with EOS, after which white space may follow, of a token or two. A rollout
+    that ends without EOS was stopped by the limit of generation, which is a note and not a warning.
+    Silent where few rows train an EOS at all: that is
+    :func:`~torch_collate_kit.reporting.audit.end_checks.eos_never_trained`.
     """
     has_target = columns.num_trained > 0
     last = columns.last_trained

@@ -110,6 +110,11 @@ MESSAGES = {
         "the labels of {rows} are other ids than input_ids at the same place; a model that "
         "predicts the next token is trained towards its own text: set them to input_ids, or -100",
     ),
+    "mask_shifted": Message(
+        "error",
+        "the trained tokens of {rows} stand one token too {direction}: the answer is not trained "
+        "from its first token to its EOS; move the mask back by one",
+    ),
     "duplicates": Message(
         "warning",
         "{rows} have the same tokens as another one; drop the copies ({copies}), unless the weight "
@@ -138,9 +143,9 @@ MESSAGES = {
     ),
     "template_not_prefix_stable": Message(
         "warning",
-        "the chat template writes earlier messages differently once others follow ({case}, {rows}): an "
-        "answer is trained in a context that the model never sees; train the last turn of each "
-        'conversation (train_on="each" or "last"), or change the template',
+        "the chat template writes earlier messages differently once others follow ({case}; "
+        "{rows}): an answer is trained in a context that the model never sees; train the last turn "
+        'of each conversation (train_on="each" or "last"), or change the template',
     ),
     "eos_does_not_end_turns": Message(
         "note",

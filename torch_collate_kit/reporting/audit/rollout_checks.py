@@ -82,15 +82,19 @@ def logprobs_positive(columns: AuditColumns) -> Found | None:
 def logprobs_shifted(columns: AuditColumns) -> Found | None:
     """Rollouts whose logprobs belong to the token before, or to the next one.
 
-    Needs rollouts with logprobs, and one of two kinds of evidence. Tokens that the policy did not
-    sample (a tool's, weight 0) have the log-probability 0.0, as contract.md asks for. Where only
-    the first of a run of them has another value, and a 0.0 stands right after the run (or the last,
-    and right before), the row is shifted; it is one if so at least 95% of the runs of that kind
-    are, more than the share of zeros among other tokens explains (to 0.1%). Without such tokens, if the 0.0 with which a shift
-    fills up stands at the same end of at least 95% of the rows, four at least, and next to nowhere
-    else (5%): at the beginning it must be of different tokens, since of one that begins every
-    answer the policy may well be certain. Silent where a tool's tokens have real values, or where
-    exact zeros are frequent.
+    Needs rollouts with logprobs, and one of two kinds of evidence.
+
+    The first: tokens that the policy did not sample (a tool's, weight 0) have the log-probability
+    0.0, as docs/contract.md asks for. Of a run of them, only the first has another value, and a 0.0
+    stands right after the run; or only the last, and right before. This must hold for at least 95%
+    of the runs that begin (or end) so, and for more than chance explains (to 0.1%), given how many
+    other tokens have a 0.0. Then the rows that show it are shifted.
+
+    The second: the 0.0 with which a shift fills up stands at the same end of at least 95% of the
+    rows, four at least, and next to nowhere else (5%). At the beginning the tokens there must
+    differ, since of one that begins every answer the policy may well be certain.
+
+    Silent where a tool's tokens have real values, or where exact zeros are frequent.
     """
     rollouts = columns.rollouts
     if rollouts is None or rollouts.logprobs is None:

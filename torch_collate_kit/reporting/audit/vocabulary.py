@@ -28,6 +28,8 @@ class Vocabulary:
     """EOS, and the token with which the chat template ends an answer."""
     header_ids: tuple[int, ...] = ()
     """The generation prompt of the chat template, without the white space around it."""
+    prompt_ids: tuple[int, ...] = ()
+    """The generation prompt as it is."""
 
     @classmethod
     def of(cls, tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> Vocabulary:
@@ -57,12 +59,13 @@ class Vocabulary:
         template = _template_of(tokenizer, kwargs)
         if template is None:
             return cls(tokenizer, size, bos, eos, pad, end_ids=ends)
-        header, end = _turn(template)
+        prompt, end = _turn(template)
         end_ids = _encoded(tokenizer, end)
         if len(end_ids) == 1:
             ends = tuple(dict.fromkeys((*ends, *end_ids)))
-        header_ids = _encoded(tokenizer, header)
-        return cls(tokenizer, size, bos, eos, pad, template, ends, header_ids)
+        header = prompt.partition("<think")[0].strip()
+        headers = _encoded(tokenizer, header), _encoded(tokenizer, prompt)
+        return cls(tokenizer, size, bos, eos, pad, template, ends, *headers)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The ids of a text without special tokens around it; none without a tokenizer."""
@@ -96,7 +99,6 @@ def _turn(template: ChatTemplate) -> tuple[str, str]:
     except DataError:
         return "", ""
     header = prompt[len(asked) :] if prompt.startswith(asked) else ""
-    header = header.partition("<think")[0].strip()
     end = template.added_token.search(whole, whole.rfind(_ANSWER) + len(_ANSWER))
     return header, end[0] if end is not None and _ANSWER in whole else ""
 
