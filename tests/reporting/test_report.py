@@ -148,6 +148,13 @@ def test_a_report_is_json_and_a_frame_and_can_be_pickled():
     assert frame["strategy"].tolist()[:2] == ["padded", "best_fit_decreasing"]
 
 
+def test_a_part_of_a_report_prints_as_a_dict():
+    report = packing_report([5, 3], 10, show=False)
+    del report["candidates"], report["recommended"], report["options"]
+    assert repr(report) == repr(dict(report))
+    assert report._repr_html_() is None
+
+
 def test_without_pandas_the_frame_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     report = packing_report([5, 3], 10, show=False)

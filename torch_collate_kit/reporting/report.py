@@ -26,6 +26,7 @@ __all__ = ["PackingReport", "packing_report"]
 
 _STRATEGIES = ("best_fit_decreasing", "balanced", "sequential")
 _LARGEST = 1 << 62
+_KEYS = {"data", "options", "candidates", "recommended"}
 _Ints = npt.NDArray[np.int64]
 
 
@@ -56,10 +57,10 @@ class PackingReport(dict[str, Any]):
         return needed_package("pandas", "PackingReport.to_frame").DataFrame(self["candidates"])
 
     def __repr__(self) -> str:
-        return as_text(self)
+        return as_text(self) if self.keys() >= _KEYS else super().__repr__()
 
-    def _repr_html_(self) -> str:
-        return as_html(self)
+    def _repr_html_(self) -> str | None:
+        return as_html(self) if self.keys() >= _KEYS else None
 
 
 def packing_report(

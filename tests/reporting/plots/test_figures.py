@@ -24,6 +24,8 @@ from torch_collate_kit import (
     plot_timeline,
 )
 from torch_collate_kit.loading import StepTimes
+from torch_collate_kit.packing.options import STRATEGIES
+from torch_collate_kit.reporting.plots.efficiency import LOOKS
 
 LENGTHS = [5, 3, 9, 2, 12, 7, 7, 1]
 STEPS = [
@@ -145,6 +147,10 @@ def test_bars_of_neighbours_differ_without_colour():
     ax = plot_efficiency(report(strategies=["best_fit_decreasing", "balanced", "sequential"]))
     hatches = [bars[0].get_hatch() for bars in ax.containers]
     assert len(set(hatches)) == len(hatches) == 4
+
+
+def test_every_strategy_has_a_look():
+    assert set(LOOKS) == {"padded", *STRATEGIES}
 
 
 # balance
