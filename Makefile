@@ -1,9 +1,11 @@
-# `make sft`, `make grpo` and `make vlm` train the examples, `make test` runs the whole suite; all set up .venv first.
+# `make sft`, `make grpo` and `make vlm` train the examples, `make notebooks` executes
+# the notebooks and writes their outputs, `make test` runs the whole suite; all set up .venv first.
+# `make dropin` runs the scripts of examples/dropin in an environment with Lightning, Ray and TRL.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: sft grpo vlm test test-bare test-oldest bench check format clean
+.PHONY: sft grpo vlm notebooks test test-bare test-oldest test-sdist dropin dist why bench docs check format clean
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with torch and the rest: minutes, the first time, and nothing is shown meanwhile"
@@ -21,6 +23,10 @@ grpo: $(VENV)/.installed
 
 vlm: $(VENV)/.installed
 	$(BIN)/accelerate launch --quiet examples/vlm_sft.py $(ARGS)
+
+# One of them: make notebooks ARGS=notebooks/02_packing.ipynb
+notebooks: $(VENV)/.installed
+	$(BIN)/python notebooks/execute.py $(ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
@@ -47,6 +53,27 @@ build/oldest/.installed: setup.cfg constraints.txt
 test-oldest: build/oldest/.installed
 	build/oldest/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
+# A source archive and a wheel made from it, in dist/.
+dist: $(VENV)/.installed
+	$(BIN)/python -m build --no-isolation
+
+# What a stranger has: the archive alone, unpacked and installed in a new environment, and its own tests there.
+test-sdist: dist constraints.txt
+	rm -rf build/sdist && mkdir -p build/sdist
+	tar -xzf dist/torch_collate_kit-*.tar.gz -C build/sdist --strip-components 1
+	$(PYTHON) -m venv build/sdist/.venv
+	cd build/sdist && .venv/bin/pip install --quiet -c constraints.txt '.[test]'
+	cd build/sdist && .venv/bin/pip install --quiet --no-deps -c constraints.txt trl
+	cd build/sdist && .venv/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+build/dropin/.installed: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv build/dropin
+	build/dropin/bin/pip install --quiet -c constraints.txt -e '.[test,dropin]'
+	touch $@
+
+dropin: build/dropin/.installed
+	build/dropin/bin/python -m pytest tests/dropin $(ARGS)
+
 # Peers in an environment of their own; the two with --no-deps would replace torch. axolotl packs in numba.
 build/bench/.installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv build/bench
@@ -54,8 +81,16 @@ build/bench/.installed: setup.cfg pyproject.toml constraints.txt
 	build/bench/bin/pip install --quiet --no-deps -c constraints.txt axolotl skyrl
 	touch $@
 
+why: build/bench/.installed
+	build/bench/bin/python benchmarks/why.py $(ARGS)
+
 bench: build/bench/.installed
-	for name in packing vision_plan collate loader rollout stream chat vision audit; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
+	for name in packing vision_plan collate loader rollout stream chat vision scale audit; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
+	build/bench/bin/python benchmarks/pages.py
+
+# The site: build/site/index.html. Any warning fails.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
@@ -68,4 +103,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) *.egg-info outputs .ruff_cache .mypy_cache
+	rm -rf $(VENV) *.egg-info dist outputs .ruff_cache .mypy_cache

@@ -21,6 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pages import markdown_table, page
+
 __all__ = ["Report", "Times", "alternate", "arguments", "timed"]
 
 _HERE = Path(__file__).resolve().parent
@@ -94,12 +96,11 @@ def alternate(
 
 @dataclass
 class Report:
-    """Targets and tables of one script, written to ``<name>.json`` and ``<name>.md``."""
+    """Targets and tables of one script, written to ``<name>.json``, and a page ``<name>.md``."""
 
     name: str
     claim: str
-    targets: list[list[str]] = field(default_factory=list)
-    parts: list[str] = field(default_factory=list)
+    parts: list[dict[str, Any]] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
 
     def target(self, what: str, value: float, unit: str, limit: float, *, aim: float | None = None):
@@ -115,20 +116,19 @@ class Report:
             "aim reached" if aim is not None and met(aim) else "met" if met(limit) else "MISSED"
         )
         aimed = "" if aim is None else f", aim {aim:g}{unit}"
-        row = [what, f"{value:.3g}{unit}", f"{sign} {limit:g}{unit}{aimed}", verdict]
-        self.targets.append(row)
-        self.data.setdefault("targets", []).append(
-            {"what": what, "value": value, "limit": limit, "aim": aim, "verdict": verdict}
-        )
-        print(" | ".join(row), flush=True)
+        target = {"what": what, "value": value, "limit": limit, "aim": aim, "verdict": verdict}
+        target |= {"measured": f"{value:.3g}{unit}", "wanted": f"{sign} {limit:g}{unit}{aimed}"}
+        self.data.setdefault("targets", []).append(target)
+        print(" | ".join([what, target["measured"], target["wanted"], verdict]), flush=True)
 
     def table(self, heading: str, header: Sequence[str], rows: Sequence[Sequence[str]], note=""):
-        text = f"## {heading}\n\n" + (f"{note}\n\n" if note else "") + _table(header, rows)
-        self.parts.append(text)
-        print("\n" + text, flush=True)
+        cells = [list(row) for row in rows]
+        part = {"heading": heading, "note": note, "header": list(header), "rows": cells}
+        self.parts.append(part)
+        print(f"\n## {heading}\n\n{note}\n\n{markdown_table(header, cells)}", flush=True)
 
     def text(self, text: str) -> None:
-        self.parts.append(text + "\n")
+        self.parts.append({"text": text})
         print(text, flush=True)
 
     def times(self, key: str, times: Mapping[str, Times]) -> None:
@@ -138,19 +138,10 @@ class Report:
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         command = "python " + " ".join(["benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]])
-        where = {"command": command, **_machine()}
-        everything = {"name": self.name, "claim": self.claim, **where, **self.data}
-        (folder / f"{self.name}.json").write_text(json.dumps(everything, indent=1) + "\n")
-        head = [f"# {self.name}", self.claim, f"`{command}`"]
-        if self.targets:
-            head.append(_table(["claim", "measured", "target", ""], self.targets).rstrip())
-        facts = "\n".join(
-            f"- {key}: {_versions(value) if isinstance(value, dict) else value}"
-            for key, value in where.items()
-        )
-        tail = f"## Machine and versions\n\n{facts}\n"
-        page = "\n\n".join(head) + "\n\n" + "\n".join([*self.parts, tail])
-        (folder / f"{self.name}.md").write_text(page)
+        results = {"name": self.name, "claim": self.claim, "command": command, **_machine()}
+        results |= self.data | {"parts": self.parts}
+        (folder / f"{self.name}.json").write_text(json.dumps(results, indent=1) + "\n")
+        (folder / f"{self.name}.md").write_text(page(results))
 
 
 def arguments(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
@@ -161,15 +152,6 @@ def arguments(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=rounds, help="rounds of alternating runs")
     parser.add_argument("--out", type=Path, default=_HERE / "results", help="folder for results")
     return parser
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
-
-
-def _versions(versions: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _machine() -> dict[str, Any]:

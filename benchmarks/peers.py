@@ -17,7 +17,14 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["axolotl_packers", "collators", "skyrl_packer", "trl_packer", "trl_vision"]
+__all__ = [
+    "axolotl_packers",
+    "collators",
+    "skyrl_packed",
+    "skyrl_packer",
+    "trl_packer",
+    "trl_vision",
+]
 
 Packer = Callable[[np.ndarray, int], int]  # lengths and row size in, number of rows out
 Collator = Callable[[Sequence[Mapping[str, Any]]], Any]
@@ -78,7 +85,7 @@ def collators(max_tokens: int) -> dict[str, tuple[str, Collator | None, str]]:
     return {
         "TRL padding-free": ("labels", _trl(True), "ids, labels, positions, seq_idx; one row"),
         "transformers flattening": ("labels", _flattening(), "ids, labels, positions; one row"),
-        "SkyRL packed": ("actions", _skyrl_packed(max_tokens), "ids, mask, loss_mask"),
+        "SkyRL packed": ("actions", skyrl_packed(max_tokens), "ids, mask, loss_mask"),
         "TRL padded": ("labels", _trl(False), "ids, labels, mask"),
         "transformers Seq2Seq padded": ("labels", _seq2seq(), "ids, labels, mask"),
         "SkyRL padded": ("actions", _skyrl_padded(), "ids, mask, loss_mask (int64)"),
@@ -120,13 +127,14 @@ def _seq2seq() -> Collator:
     return DataCollatorForSeq2Seq(tokenizer, return_tensors="pt")
 
 
-def _skyrl_packed(max_tokens: int) -> Collator | None:
+def skyrl_packed(max_tokens: int, *, tp: int = 1, dp: int = 1) -> Collator | None:
+    """Its packed collator for the given tensor and data parallelism."""
     module = _skyrl_module("skyrl.train.dataset.collators")
     if module is None:
         return None
     module.logger.remove()  # it logs every batch
     collator = module.PackedDataCollator(
-        SimpleNamespace(pad_token_id=0), max_tokens, 1, 1, 1, 1, -1, 1
+        SimpleNamespace(pad_token_id=0), max_tokens, tp, 1, 1, dp, -1, 1
     )
     return lambda examples: collator(examples, batch_size=-1)
 

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import math
 import os
-import shutil
 import time
 from collections import Counter
 from pathlib import Path
@@ -30,13 +28,16 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env, set_seed
+from checkpoints import Termination, checkpoints, lock, resume, save_checkpoint
 from read_data import fail, read_dataset
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import torch_collate_kit as kit
 
-FREE_WHEN_RESUMING = "output_dir checkpoint_every resume num_workers prefetch threads"
+FREE_WHEN_RESUMING = (
+    "output_dir checkpoint_every keep_checkpoints resume num_workers prefetch threads"
+)
 COUNTS = "batch_size rows_per_micro_batch epochs max_steps max_tokens num_conversations threads"
 
 
@@ -71,7 +72,14 @@ def argument_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("run").add_argument
     add("--output-dir", type=Path, default=Path("outputs/sft"), help="model, metrics, checkpoints")
     add("--checkpoint-every", type=int, default=0, help="steps; 0: never")
-    add("--resume", action="store_true", help="go on from the latest checkpoint")
+    add("--keep-checkpoints", type=int, default=2, help="the latest ones; older ones are deleted")
+    add(
+        "--resume",
+        nargs="?",
+        const="always",
+        choices=["always", "auto"],
+        help="go on from the latest checkpoint; auto: begin where there is none",
+    )
     add("--num-workers", type=int, default=0, help="DataLoader workers")
     add("--prefetch", action=argparse.BooleanOptionalAction, default=True, help="build ahead")
     add("--cpu", action="store_true", help="do not use a GPU")
@@ -83,7 +91,7 @@ def parse_arguments(parser: argparse.ArgumentParser, from_scratch: float) -> arg
     """The arguments, checked; `from_scratch` is the learning rate of a model without --model."""
     args = parser.parse_args()
     for name, value in vars(args).items():
-        lowest = 1 if name in COUNTS.split() else 0
+        lowest = 1 if name in COUNTS.split() or name == "keep_checkpoints" else 0
         if isinstance(value, (int, float)) and not value >= lowest:  # refuses nan too
             fail(f"--{name.replace('_', '-')} {value}: must be {lowest} or more")
     if args.warmup > 1:
@@ -167,27 +175,63 @@ def micro_batches(batch: kit.Batch, args: argparse.Namespace) -> list[kit.Batch]
     return [batch[i : i + size] for i in range(0, len(batch), size)]
 
 
-def batch_loss(model: Any, batch: kit.Batch, num_loss_tokens: int, args: Any) -> torch.Tensor:
-    inputs = batch.model_inputs(attention=args.attention, labels=False)
-    return kit.token_loss(model(**inputs).logits, batch, num_loss_tokens=num_loss_tokens)
+class ModelWithLoss(torch.nn.Module):
+    """What is trained: a model and its loss, with the logits of a few tokens at a time."""
+
+    def __init__(self, model: Any, attention: str) -> None:
+        super().__init__()
+        self.model, self.attention, self.through_head = model, attention, True
+
+    def forward(self, batch: kit.Batch, num_loss_tokens: int) -> torch.Tensor:
+        inputs = batch.model_inputs(self.attention, labels=False)
+        options: dict[str, Any] = {"num_loss_tokens": num_loss_tokens}
+        if not self.through_head:
+            return kit.token_loss(self.model(**inputs).logits, batch, **options)
+        config = self.model.config.get_text_config()
+        options["logit_softcap"] = getattr(config, "final_logit_softcapping", None)
+        hidden = self.model.base_model(**inputs).last_hidden_state
+        return kit.token_loss(hidden, batch, head=self.model.get_output_embeddings(), **options)
+
+    @torch.no_grad()
+    def check_head(self, batch: kit.Batch) -> None:
+        """Some models scale the logits after the head (Granite, Cohere): take these as they are."""
+        was_training, losses = self.training, []
+        self.eval()
+        for self.through_head in (False, True):
+            losses.append(self(batch, batch.metadata["num_loss_tokens"]))
+        self.through_head = torch.allclose(*losses, rtol=1e-2)
+        self.train(was_training)
+
+
+def with_loss(model: Any, batch: kit.Batch, accelerator: Accelerator, args: Any) -> ModelWithLoss:
+    """The model to train, checked on a few examples: packed ones are apart; what its head does."""
+    trained, batch = ModelWithLoss(model, args.attention), batch.to(accelerator.device)
+    with accelerator.autocast():
+        if not args.no_packing:
+            kit.check_isolation(model, batch)
+        trained.check_head(batch)
+    return trained
 
 
 def train_step(
     model: Any, parts: list[kit.Batch], optimizer: Any, accelerator: Accelerator, args: Any
-) -> tuple[float, float]:
-    """One optimizer step: the loss over all micro-batches and ranks, and the gradient norm."""
+) -> tuple[float, float, bool]:
+    """One optimizer step: the loss of all micro-batches and ranks, the gradient norm, and whether
+    a rank was told to stop."""
     num_loss_tokens = parts[0].metadata["num_loss_tokens"]  # of all micro-batches and ranks
     total = torch.zeros((), device=accelerator.device)
     for i, part in enumerate(parts):
         is_last = i == len(parts) - 1  # only the last backward exchanges gradients
         with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
-            loss = batch_loss(model, part, num_loss_tokens, args)
+            loss = model(part, num_loss_tokens)
             accelerator.backward(loss * accelerator.num_processes)  # DDP averages over ranks
         total += loss.detach()
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
-    return accelerator.reduce(total, "sum").item(), float(grad_norm)
+    told = total.new_tensor(float(args.termination.is_requested))
+    loss, num_told = accelerator.reduce(torch.stack([total, told]), "sum").tolist()
+    return loss, float(grad_norm), num_told > 0
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -203,13 +247,22 @@ def train(model: Any, loader: Any, optimizer: Any, accelerator: Accelerator, arg
     began, steps = time.perf_counter(), range(args.first_step, args.num_steps)
     options = {"initial": args.first_step, "total": args.num_steps, "disable": args.rank > 0}
     model.train()
-    with loader, tqdm(loader.steps(len(steps)), **options) as bar:
+    with (
+        Termination() as args.termination,
+        loader,
+        tqdm(loader.steps(len(steps)), **options) as bar,
+    ):
         for step, batch in zip(steps, bar, strict=True):
             waited, rate = loader.wait_seconds - took["wait_seconds"], learning_rate(step, args)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             parts = micro_batches(batch, args)
-            loss, grad_norm = train_step(model, parts, optimizer, accelerator, args)
+            loss, grad_norm, is_last = train_step(model, parts, optimizer, accelerator, args)
+            if not math.isfinite(loss) or not math.isfinite(grad_norm):
+                fail(
+                    f"step {step + 1} has loss {loss} and gradient norm {grad_norm}, and is not "
+                    "saved; begin anew with a lower --learning-rate, or look at its examples"
+                )
             num_cells = args.num_ranks * sum(part["input_ids"].numel() for part in parts)
             num_tokens = batch.metadata["num_tokens"]  # of all ranks, as are the cells
             seconds = time.perf_counter() - began - took["train_seconds"]
@@ -228,54 +281,13 @@ def train(model: Any, loader: Any, optimizer: Any, accelerator: Accelerator, arg
             if accelerator.is_main_process:
                 with open(args.output_dir / "metrics.jsonl", "a") as file:
                     file.write(json.dumps(record) + "\n")
-            if args.checkpoint_every and (step + 1) % args.checkpoint_every == 0:
+            is_due = args.checkpoint_every and (step + 1) % args.checkpoint_every == 0
+            if is_due or is_last:
                 save_checkpoint(accelerator, loader, step + 1, args)
+            if is_last:
+                accelerator.print(f"told to stop: step {step + 1} is saved, --resume goes on")
+                raise SystemExit(0)
     return dict(took)
-
-
-def checkpoints(args: argparse.Namespace) -> list[Path]:
-    return sorted(path.parent for path in args.output_dir.glob("checkpoint-*/run.json"))
-
-
-def save_checkpoint(accelerator: Accelerator, loader: Any, step: int, args: Any) -> None:
-    """Write beside, then rename: a kill at any moment leaves the checkpoint before it whole."""
-    unfinished, metrics = args.output_dir / "unfinished", args.output_dir / "metrics.jsonl"
-    accelerator.save_state(str(unfinished))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        state = {"version": 4, "step": step, "loader": loader.state_dict(), "run": args.run}
-        (unfinished / "run.json").write_text(json.dumps(state, indent=2))
-        wait_for_disk(metrics, *unfinished.rglob("*"), unfinished)
-        unfinished.rename(args.output_dir / f"checkpoint-{step:08d}")
-        wait_for_disk(args.output_dir)
-        for old in checkpoints(args)[:-2]:
-            shutil.rmtree(old)
-    accelerator.wait_for_everyone()
-
-
-def wait_for_disk(*paths: Path) -> None:
-    """Files with their contents, folders with the names in them: kept if the power fails now."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-
-
-def resume(accelerator: Accelerator, loader: Any, args: argparse.Namespace) -> int:
-    """Load the latest checkpoint, if it is of this very run; the number of its step."""
-    latest = checkpoints(args)[-1]
-    state = json.loads((latest / "run.json").read_text())
-    was, now = {"version": state["version"], **state["run"]}, {"version": 4, **args.run}
-    if other := [f"{name} {value}" for name, value in was.items() if now.get(name) != value]:
-        fail(f"--resume: {latest} is of another run, which had {', '.join(other)}")
-    accelerator.load_state(str(latest))
-    loader.load_state_dict(state["loader"])  # plain JSON: Accelerate would load it as a pickle
-    if accelerator.is_main_process:  # forget the steps that came after it
-        metrics, shorter = args.output_dir / "metrics.jsonl", args.output_dir / "metrics.new"
-        shorter.write_text("".join(metrics.read_text().splitlines(True)[: state["step"]]))
-        wait_for_disk(shorter)
-        shorter.replace(metrics)
-    return state["step"]
 
 
 @torch.no_grad()
@@ -285,21 +297,9 @@ def held_out_loss(model: Any, loader: Any, accelerator: Accelerator, args: Any) 
     nll, num_loss_tokens = torch.zeros((), dtype=torch.float64, device=accelerator.device), 0
     for batch in loader:
         for part in micro_batches(batch, args):
-            nll += batch_loss(model, part, 1, args)
+            nll += model(part, 1)
         num_loss_tokens += batch.metadata["num_loss_tokens"]
     return accelerator.reduce(nll, "sum").item() / num_loss_tokens
-
-
-def lock(folder: Path) -> None:
-    """Make the folder, and keep other runs out of it until this process ends or is killed."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)  # never closed
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # workers that outlive us do not hold it
-    except BlockingIOError:
-        fail(f"--output-dir {folder}: another run is using it; choose another folder")
-    except OSError as error:
-        fail(f"--output-dir {folder}: cannot be made and locked: {error.strerror}")
 
 
 def start(args: argparse.Namespace, *handlers: Any) -> Accelerator:
@@ -314,6 +314,8 @@ def start(args: argparse.Namespace, *handlers: Any) -> Accelerator:
         lock(args.output_dir)  # for all ranks
     else:
         datasets.disable_progress_bars()
+    if args.resume == "auto" and not checkpoints(args):
+        args.resume = None
     if args.resume and not checkpoints(args):
         fail(f"--resume: no checkpoint in {args.output_dir}; was --checkpoint-every given?")
     if checkpoints(args) and not args.resume:
@@ -349,11 +351,10 @@ def main() -> None:
     args.num_steps = min(args.epochs * len(loader), args.max_steps or args.epochs * len(loader))
     args.run |= {"ranks:": str(args.num_ranks), "tokens in the data:": str(examples.lengths.sum())}
     model = load_model(args, tokenizer).to(accelerator.device).train()  # it may be in eval mode
-    if not args.no_packing:
-        two = examples.__getitems__(np.argsort(examples.lengths, kind="stable")[:2])  # the shortest
-        pair = kit.PackedCollator(tokenizer, max_tokens=2 * args.max_tokens)(two)
-        with accelerator.autocast():
-            kit.check_isolation(model, pair.to(accelerator.device))
+    two = examples.__getitems__(np.argsort(examples.lengths, kind="stable")[:2])  # the shortest
+    packed = kit.PackedCollator(tokenizer, max_tokens=2 * args.max_tokens)
+    collate = kit.PaddedCollator(tokenizer) if args.no_packing else packed
+    model = with_loss(model, collate(two), accelerator, args)
     options = {"betas": (0.9, 0.98), "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -361,7 +362,7 @@ def main() -> None:
     if accelerator.is_main_process and not args.resume:
         (args.output_dir / "metrics.jsonl").write_text("")
     summary = train(model, loader, optimizer, accelerator, args)
-    model_alone = accelerator.unwrap_model(model)
+    model_alone = accelerator.unwrap_model(model).model
     if len(tokenized[1]):
         held_out_examples = kit.TokenizedDataset(tokenized[1])
         with make_loader(held_out_examples, tokenizer, accelerator, args, shuffle=False) as loader:

@@ -18,6 +18,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import datasets
 import drawn_images
 import numpy as np
@@ -188,17 +189,14 @@ def make_loader(
     return kit.PrefetchLoader(loader, prefetch=args.prefetch, device=accelerator.device)
 
 
-def check_isolation(
-    model: Any, examples: Conversations, processor: Any, accelerator: Any, args: Any
-) -> None:
-    """On a row of two conversations, the shortest, with images if there are two with images."""
+def two_examples(model: Any, examples: Conversations, processor: Any, args: Any) -> kit.Batch:
+    """Two conversations in a row, the shortest, with images if there are two with images."""
     has_image = np.array([bool(patches) for patches in examples.patches])
     two = np.lexsort((examples.lengths, ~has_image))[:2].tolist()
-    options = {"image_root": args.image_root, "config": model.config}
-    collate = kit.VisionLanguageCollator(processor, max_tokens=2 * args.max_tokens, **options)
-    batch = collate(examples.__getitems__(two)).to(accelerator.device)
-    with accelerator.autocast():
-        kit.check_isolation(model, batch)
+    options: dict[str, Any] = {"image_root": args.image_root, "config": model.config}
+    options |= {} if args.no_packing else {"max_tokens": 2 * args.max_tokens}
+    collate = kit.VisionLanguageCollator(processor, **options)
+    return collate(examples.__getitems__(two))
 
 
 def evaluate(
@@ -235,16 +233,16 @@ def main() -> None:
     loader = make_loader(examples, collate, accelerator, args, shuffle=True)
     args.num_steps = min(args.epochs * len(loader), args.max_steps or args.epochs * len(loader))
     args.run |= {"ranks:": str(args.num_ranks), "tokens in the data:": str(examples.lengths.sum())}
-    if not args.no_packing:
-        check_isolation(model, examples, processor, accelerator, args)
+    two = two_examples(model, examples, processor, args)
+    model = sft.with_loss(model, two, accelerator, args)
     options = {"betas": (0.9, 0.98), "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     model, optimizer = accelerator.prepare(model, optimizer)
-    args.first_step = sft.resume(accelerator, loader, args) if args.resume else 0
+    args.first_step = checkpoints.resume(accelerator, loader, args) if args.resume else 0
     if accelerator.is_main_process and not args.resume:
         (args.output_dir / "metrics.jsonl").write_text("")
     summary = sft.train(model, loader, optimizer, accelerator, args)
-    model_alone = accelerator.unwrap_model(model)
+    model_alone = accelerator.unwrap_model(model).model
     if len(held_out_examples):
         with make_loader(held_out_examples, collate, accelerator, args, shuffle=False) as loader:
             summary["held_out_loss"] = sft.held_out_loss(model, loader, accelerator, args)

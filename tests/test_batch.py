@@ -39,18 +39,6 @@ def test_it_is_a_mapping_of_fields(packed: Batch) -> None:
         hash(packed)
 
 
-def test_repr_shows_shapes(packed: Batch) -> None:
-    assert repr(packed) == (
-        "Batch(3 packed rows of 8 cells; stored input_ids int32[21], loss_weights bool[21], "
-        f"{packed.nbytes} bytes; derived position_ids, attention_mask, labels, loss_mask, "
-        "sub_seq_lengths, cu_seq_lens)"
-    )
-    added = packed.with_fields(advantages=torch.zeros(3, 7))
-    assert repr(added).endswith("cu_seq_lens; given advantages: [3, 7])")
-    assert repr(loose()).startswith("Batch(4 rows; ids: [4, 2], rewards: [4], half: [4, 1], ")
-    assert repr(loose()).endswith("words: Ragged(4 rows, 6 values, int64))")
-
-
 def test_the_arguments_are_not_kept_as_containers() -> None:
     fields, metadata = {"x": torch.arange(2)}, {"uids": ["a", "b"]}
     batch = Batch(fields, row_metadata=metadata, metadata=metadata)

@@ -79,6 +79,7 @@ def test_the_counter_counts(batch: Batch, made: list[str]) -> None:
 
 SILENT: dict[str, Callable[[Batch], Any]] = {
     "repr": repr,
+    "html": lambda b: b._repr_html_(),
     "len and names": lambda b: (len(b), list(b), "labels" in b, b.keys(), b.nbytes),
     "slice": lambda b: b[1:][:1],
     "step": lambda b: b[::2],

@@ -67,13 +67,19 @@ PackedCollator(0, packing=PackingOptions(8), strategy="balanced")
 """
 
 
-def checked(folder: Path, code: str) -> str:
-    """What mypy says of the code."""
+def checked(folder: Path, code: str, *more: str) -> str:
+    """What mypy says of the code, under the settings above and more options."""
     from mypy import api
 
     (folder / "mypy.ini").write_text(SETTINGS)
     (folder / "user.py").write_text(code)
-    options = ["--config-file", str(folder / "mypy.ini"), "--cache-dir", str(folder / "cache")]
+    options = [
+        "--config-file",
+        str(folder / "mypy.ini"),
+        "--cache-dir",
+        str(folder / "cache"),
+        *more,
+    ]
     found, errors, _ = api.run([*options, "--no-error-summary", str(folder / "user.py")])
     assert not errors, errors
     return found

@@ -8,7 +8,14 @@ from __future__ import annotations
 from torch_collate_kit import rl
 from torch_collate_kit._version import __version__
 from torch_collate_kit.attention import check_isolation, register_torch_varlen
-from torch_collate_kit.batch import IGNORE_INDEX, Batch, PerExample, PerResponseToken, PerToken
+from torch_collate_kit.batch import (
+    IGNORE_INDEX,
+    Batch,
+    PerExample,
+    PerResponseToken,
+    PerToken,
+    unpack,
+)
 from torch_collate_kit.chat import tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.collators import (
     PackedCollator,
@@ -29,7 +36,16 @@ from torch_collate_kit.loading import (
 from torch_collate_kit.losses import PerTokenOutputs, global_num_loss_tokens, token_loss
 from torch_collate_kit.packing import ModelCost, PackingOptions, PackingPlan, ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reporting import audit
+from torch_collate_kit.reporting import (
+    PackingReport,
+    audit,
+    packing_report,
+    plot_balance,
+    plot_efficiency,
+    plot_lengths,
+    plot_rows,
+    plot_timeline,
+)
 from torch_collate_kit.vision import (
     VisionLayout,
     image_grid,
@@ -50,6 +66,7 @@ __all__ = [
     "PackedIterableDataset",
     "PackingOptions",
     "PackingPlan",
+    "PackingReport",
     "PaddedCollator",
     "ParallelLayout",
     "PerExample",
@@ -72,9 +89,16 @@ __all__ = [
     "is_vision_language",
     "load_processor",
     "pack",
+    "packing_report",
+    "plot_balance",
+    "plot_efficiency",
+    "plot_lengths",
+    "plot_rows",
+    "plot_timeline",
     "register_torch_varlen",
     "rl",
     "token_loss",
     "tokenize_chat",
     "tokenize_chat_dataset",
+    "unpack",
 ]

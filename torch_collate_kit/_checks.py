@@ -108,8 +108,10 @@ def _raise_not_integers(array: npt.NDArray[Any], hint: str) -> None:
     )
 
 
-def needed_package(name: str, purpose: str) -> Any:
+def needed_package(name: str, purpose: str, *, install: str | None = None) -> Any:
     """Import and return the module ``name``, which only ``purpose`` needs.
+
+    ``install`` is what pip installs, by default the package.
 
     Raises:
         ImportError: the package is not installed; the message has the pip command.
@@ -124,5 +126,5 @@ def needed_package(name: str, purpose: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != package:  # it is installed, but a package that it imports is not
             raise
-        message = f"{purpose} needs the package {package}: pip install {package}"
+        message = f"{purpose} needs the package {package}: pip install {install or package}"
         raise ImportError(message, name=package) from error

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
 from tests.chat.test_chat import byte_tokenizer, chat
-from torch_collate_kit import tokenize_chat_dataset
+from torch_collate_kit import tokenize_chat_dataset, unpack
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError
 
@@ -139,3 +140,47 @@ def test_it_trains(tmp_path):
     )
     assert len(losses) == 8
     assert losses[-1] < losses[0] / 2
+
+
+def test_compute_metrics_sees_examples(tmp_path):
+    """label_names hands the positions to compute_metrics, and unpack() finds the examples."""
+    examples = [{"input_ids": list(range(1, 4 + i % 5))} for i in range(11)]
+    model = tiny_model(32)
+    seen = []
+
+    def compute_metrics(prediction):
+        labels, positions = prediction.label_ids
+        inputs = {"labels": labels, "position_ids": positions}
+        predicted, wanted = unpack(prediction.predictions, inputs), unpack(labels, inputs)
+        seen.extend(zip(predicted, wanted, strict=True))
+        right = [(p[:-1] == w[1:]).mean() for p, w in zip(predicted, wanted, strict=True)]
+        return {"accuracy": float(np.mean(right))}
+
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        per_device_eval_batch_size=4,
+        label_names=["labels", "position_ids"],
+    )
+    trainer = Trainer(
+        model,
+        arguments,
+        eval_dataset=examples,
+        data_collator=PackedCollator(
+            0, max_tokens=16, strategy="sequential", model_inputs=True, train_all=True
+        ),
+        compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+    )
+    metrics = trainer.evaluate()
+    expected = []
+    for example, (predicted, wanted) in zip(examples, seen, strict=True):
+        ids = torch.tensor([example["input_ids"]])
+        with torch.no_grad():
+            alone = model(input_ids=ids).logits.argmax(-1)[0]
+        assert predicted.tolist() == alone.tolist(), "sequential rows keep the order of the data"
+        assert wanted.tolist() == [-100, *example["input_ids"][1:]]
+        expected.append((alone[:-1] == ids[0, 1:]).float().mean().item())
+    assert metrics["eval_accuracy"] == pytest.approx(sum(expected) / len(expected), abs=1e-6)

@@ -1,4 +1,4 @@
-"""Batch: what every collator returns, and the kinds of fields that one can declare."""
+"""Batch: what every collator returns, the fields that one can declare, and outputs per example."""
 
 from __future__ import annotations
 
@@ -9,5 +9,6 @@ from torch_collate_kit.batch.fields import (
     PerResponseToken,
     PerToken,
 )
+from torch_collate_kit.batch.unpacking import unpack
 
-__all__ = ["IGNORE_INDEX", "Batch", "PerExample", "PerResponseToken", "PerToken"]
+__all__ = ["IGNORE_INDEX", "Batch", "PerExample", "PerResponseToken", "PerToken", "unpack"]

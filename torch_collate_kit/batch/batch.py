@@ -14,11 +14,15 @@ from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import rows
 from torch_collate_kit.batch.added_rows import pad_metadata
 from torch_collate_kit.batch.dense import make_field
+from torch_collate_kit.batch.drawing import described
+from torch_collate_kit.batch.explaining import explained
+from torch_collate_kit.batch.explanation import Explanation
 from torch_collate_kit.batch.fields import Field
-from torch_collate_kit.batch.joining import check_joinable
+from torch_collate_kit.batch.html import html_of_batch
+from torch_collate_kit.batch.joining import equal_batches, joined
 from torch_collate_kit.batch.model_inputs import model_inputs
 from torch_collate_kit.batch.placement import Placement
-from torch_collate_kit.batch.storage import Storage, describe, tensor_of
+from torch_collate_kit.batch.storage import Storage, tensor_of
 from torch_collate_kit.ragged import Ragged, row_indices
 
 __all__ = ["Batch"]
@@ -147,20 +151,7 @@ class Batch(Mapping[str, Field]):
 
     def __eq__(self, other: object) -> bool:
         """The same fields with equal dtypes, shapes and values, and equal metadata."""
-        if not isinstance(other, Batch):
-            return NotImplemented
-        if self.keys() != other.keys():
-            return False
-        metadata = (self.row_metadata, self.metadata), (other.row_metadata, other.metadata)
-        if not all(rows.equal(mine, theirs) for mine, theirs in zip(*metadata, strict=True)):
-            return False
-        mine, theirs = self.contents(), other.contents()
-        if rows.equal(mine, theirs):
-            return True
-        given = bool(mine["given"] or theirs["given"])
-        if not given and mine["columns"].keys() == theirs["columns"].keys():
-            return False
-        return all(rows.equal(self[name], other[name]) for name in self)  # stored in other forms
+        return equal_batches(self, other) if isinstance(other, Batch) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -218,17 +209,7 @@ class Batch(Mapping[str, Field]):
         >>> Batch.cat(Batch({"x": torch.arange(4)}).chunk(2))["x"].tolist()
         [0, 1, 2, 3]
         """
-        if not batches:
-            raise ValueError("Batch.cat needs at least one batch, got none")
-        first, overrides = batches[0], dict(metadata or {})
-        check_joinable(batches, overrides=overrides)
-        per_row = {
-            key: rows.cat([batch.row_metadata[key] for batch in batches])
-            for key in first.row_metadata
-        }
-        parts = [batch._stored() for batch in batches]
-        storage = Storage.cat(parts, lambda i, name: batches[i][name])
-        return cls.of_storage(storage, per_row, {**first.metadata, **overrides})
+        return cls.of_storage(*joined(batches, dict(metadata or {})))
 
     def pad_rows(self, *, multiple_of: int) -> Batch:
         """Rows added at the end until ``multiple_of`` divides them: a copy, or self if it does.
@@ -295,12 +276,7 @@ class Batch(Mapping[str, Field]):
         >>> Batch({"loss_mask": torch.tensor([[0.0, 0.5], [1.0, 1.0]])}).num_loss_tokens_per_row()
         array([1, 2])
         """
-        storage = self._stored()
-        if storage.columns is not None and "loss_mask" not in storage.given:
-            return storage.columns.trained()
-        if "loss_mask" not in self:
-            return None
-        return (self["loss_mask"] != 0).flatten(1).sum(dim=1).cpu().numpy()
+        return self._stored().num_loss_tokens()
 
     def divide_loss_mask(self, divisor: int) -> Batch:
         """The same rows with a ``loss_mask`` divided by ``divisor``, whatever it was before.
@@ -309,10 +285,8 @@ class Batch(Mapping[str, Field]):
         >>> batch.divide_loss_mask(4)["loss_mask"]
         tensor([[0.2500, 0.2500]])
         """
-        before, storage = self.metadata.get("loss_mask_divisor", 1), self._stored()
-        if "loss_mask" in storage.given:
-            changed = storage.given["loss_mask"] * (before / divisor)
-            storage = storage.with_given({"loss_mask": changed})
+        before = self.metadata.get("loss_mask_divisor", 1)
+        storage = self._stored().with_loss_mask_times(before / divisor)
         metadata = {**self.metadata, "loss_mask_divisor": divisor}
         return Batch.of_storage(storage, self.row_metadata, metadata)
 
@@ -388,8 +362,33 @@ class Batch(Mapping[str, Field]):
             self, attention, labels=labels, mask=mask, sliding_window=sliding_window
         )
 
+    def explain(
+        self,
+        row: int | None = None,
+        tokenizer: Any = None,
+        *,
+        example: int | None = None,
+        start: int | None = None,
+        stop: int | None = None,
+        max_tokens: int | None = 60,
+    ) -> Explanation:
+        """A row token by token: ids, text, positions, labels, weights and the other fields.
+
+        ``tokenizer`` (or processor) gives the text. ``example`` shows that example alone, of the
+        first row that has a piece of it if no row is named; ``start`` and ``stop`` limit the cells.
+        Of more than ``max_tokens`` a table shows the first and the last; None shows all.
+
+        Raises:
+            IndexError, ValueError: no such row; an example that is not there; no ``input_ids``.
+        """
+        limits = {"example": example, "start": start, "stop": stop, "max_tokens": max_tokens}
+        return explained(self, row, tokenizer, **limits)
+
     def __repr__(self) -> str:
-        return describe(self._stored())
+        return described(self)
+
+    def _repr_html_(self) -> str:
+        return html_of_batch(self)
 
 
 def _version(field: Field) -> int:

@@ -1,17 +1,49 @@
-"""What batches must share to be joined by ``Batch.cat``."""
+"""Batches compared, and joined by ``Batch.cat``: what they must share for that."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_collate_kit.batch.rows import equal
+from torch_collate_kit.batch.rows import cat, equal
+from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["check_joinable"]
+__all__ = ["equal_batches", "joined"]
 
 
-def check_joinable(batches: Sequence[Any], *, overrides: Mapping[str, Any]) -> None:
+def equal_batches(a: Any, b: Any) -> bool:
+    """The same fields, with equal dtypes, shapes and values, and equal metadata."""
+    if a.keys() != b.keys():
+        return False
+    if not (equal(a.row_metadata, b.row_metadata) and equal(a.metadata, b.metadata)):
+        return False
+    mine, theirs = a.contents(), b.contents()
+    if equal(mine, theirs):
+        return True
+    given = bool(mine["given"] or theirs["given"])
+    if not given and mine["columns"].keys() == theirs["columns"].keys():
+        return False
+    return all(equal(a[name], b[name]) for name in a)  # stored in other forms
+
+
+def joined(
+    batches: Sequence[Any], overrides: dict[str, Any]
+) -> tuple[Storage, dict[str, Any], dict[str, Any]]:
+    """The rows of all batches, their row metadata, and the metadata of the whole."""
+    if not batches:
+        raise ValueError("Batch.cat needs at least one batch, got none")
+    _check_joinable(batches, overrides=overrides)
+    first = batches[0]
+    per_row = {
+        key: cat([batch.row_metadata[key] for batch in batches]) for key in first.row_metadata
+    }
+    parts = [batch._stored() for batch in batches]
+    storage = Storage.cat(parts, lambda i, name: batches[i][name])
+    return storage, per_row, {**first.metadata, **overrides}
+
+
+def _check_joinable(batches: Sequence[Any], *, overrides: Mapping[str, Any]) -> None:
     """ValueError where fields, widths or batch metadata disagree and nothing overrides them."""
     for i, batch in enumerate(batches):
         _check_pair(i, batch, batches[0], overrides)

@@ -1,6 +1,8 @@
-"""Where the response tokens of every example lie in right-aligned rows ``[R, A]``."""
+"""Where the tokens of every example lie in right-aligned rows, ``[R, A]`` or ``[R, W]``."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import numpy as np
 
@@ -10,14 +12,18 @@ from torch_collate_kit.ragged import Ragged, span_indices
 __all__ = ["cells_by_example", "cells_of_spans"]
 
 
-def cells_by_example(batch: Batch, num_columns: int) -> tuple[np.ndarray, Ragged]:
-    """The examples, int64 [E] ascending, and the cells of their response tokens, ragged int64.
+def cells_by_example(
+    batch: Batch, num_columns: int, count: Literal["responses", "tokens", "predicted"] = "responses"
+) -> tuple[np.ndarray, Ragged]:
+    """The examples, int64 [E] ascending, and the cells of their tokens, ragged int64.
 
-    Cells are counted over all rows of ``[R, num_columns]``. The pieces of a split example are
-    joined in order. Only a batch that was built from dense tensors is read from its device.
+    ``count``: of their response tokens, of all tokens, or of all but the first of each piece, which
+    nothing predicts. Cells are counted over all rows of ``[R, num_columns]``. The pieces of a split
+    example are joined in order. Only a batch that was built from dense tensors is read from its
+    device.
     """
     per_row = batch.row_metadata["example_indices"].lengths  # 0 in an added row
-    owners, firsts, counts = (
+    owners, firsts, responses = (
         np.asarray(batch.row_metadata[name].flat_values)
         for name in ("example_indices", "example_starts", "num_actions")
     )
@@ -30,15 +36,19 @@ def cells_by_example(batch: Batch, num_columns: int) -> tuple[np.ndarray, Ragged
             f"a piece of example {owners[again[0]]} is in the batch twice, so its values have no "
             "order; take them before batches are joined or rows repeated"
         )
-    from_end = (_cells_after(batch, per_row) + counts)[order]
-    cells = cells_of_spans(rows[order], from_end, counts[order], num_columns)
+    after, lengths = _pieces(batch, per_row)
+    counts = {"responses": responses, "tokens": lengths, "predicted": lengths - 1}[count][order]
+    cells = cells_of_spans(rows[order], after[order] + counts, counts, num_columns)
     begins = np.flatnonzero(np.diff(owners, prepend=-1))
-    before = np.append(0, np.cumsum(counts[order]))
+    before = np.append(0, np.cumsum(counts))
     return owners[begins], Ragged(cells, before[np.append(begins, len(owners))])
 
 
-def _cells_after(batch: Batch, num_pieces: np.ndarray) -> np.ndarray:
-    """The cells of the row after each of its first pieces, which are those of examples: [S]."""
+def _pieces(batch: Batch, num_pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of the first pieces of every row, which are those of examples: int64 [S] each.
+
+    The cells of the row after the tokens of a piece, and its tokens.
+    """
     if (placement := batch.placement) is not None:
         width = placement.width
         starts, lengths = (placement.segments[name] for name in ("starts", "lengths"))
@@ -49,10 +59,12 @@ def _cells_after(batch: Batch, num_pieces: np.ndarray) -> np.ndarray:
         else:
             starts = Ragged(batch["attention_mask"].argmax(1).cpu(), np.arange(len(batch) + 1))
     first, length = (
-        np.asarray(of.flat_values)[span_indices(of.offsets[:-1] - of.offsets[0], num_pieces)]
+        np.asarray(of.flat_values, dtype=np.int64)[
+            span_indices(of.offsets[:-1] - of.offsets[0], num_pieces)
+        ]
         for of in (starts, lengths)
     )
-    return width - first.astype(np.int64) - length
+    return width - first - length, length
 
 
 def cells_of_spans(

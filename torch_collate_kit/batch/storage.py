@@ -16,7 +16,7 @@ from torch_collate_kit.batch.buffer import Slot, carve, gather
 from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.fields import Field
 
-__all__ = ["Storage", "describe", "tensor_of"]
+__all__ = ["Storage", "tensor_of"]
 
 Key = tuple[str, str]
 
@@ -130,6 +130,18 @@ class Storage:
             return None
         return np.diff(self.columns.placement.offsets(count))
 
+    def num_loss_tokens(self) -> np.ndarray | None:
+        """int64 [R], cells of ``loss_mask`` that are not 0, read from the device."""
+        if self.columns is not None and "loss_mask" not in self.given:
+            return self.columns.trained()
+        mask: Any = self.given.get("loss_mask")
+        return None if mask is None else (mask != 0).flatten(1).sum(dim=1).cpu().numpy()
+
+    def with_loss_mask_times(self, factor: float) -> Storage:
+        """With a ``loss_mask`` that is stored multiplied; one that is made is divided then."""
+        mask: Any = self.given.get("loss_mask")
+        return self if mask is None else self.with_given({"loss_mask": mask * factor})
+
     def in_one_buffer(self, *, pin: bool = False) -> tuple[Tensor, dict[Key, Slot]]:
         """The buffer, and where everything lies there; a copy, unless it is in one already."""
         return gather(self.items(), pin=pin) if self.buffer is None else self.buffer
@@ -173,27 +185,3 @@ def _rebuilt(buffer: Tensor, slots: dict[Key, Slot], columns: Columns | None) ->
 def tensor_of(value: Field) -> Tensor:
     """The tensor of a field, or of the values of a ragged one."""
     return value if isinstance(value, Tensor) else torch.as_tensor(value.flat_values)
-
-
-def describe(storage: Storage) -> str:
-    """What is stored, and what is made of it when it is read: the repr of a Batch."""
-    columns, given = storage.columns, storage.given
-    shown = ", ".join(
-        f"{name}: {list(value.shape) if isinstance(value, Tensor) else repr(value)}"
-        for name, value in given.items()
-    )
-    if columns is None:
-        return f"Batch({storage.num_rows} rows; {shown})"
-    kind = "packed" if columns.placement.is_packed else "padded"
-    stored = ", ".join(
-        f"{name} {str(tensor_of(column).dtype).removeprefix('torch.')}"
-        f"{list(tensor_of(column).shape)}"
-        for name, column in columns.values.items()
-    )
-    num_bytes = sum(tensor_of(value).nbytes for value in storage.items().values())
-    derived = ", ".join(n for n in columns.names if n not in columns.values and n not in given)
-    return (
-        f"Batch({storage.num_rows} {kind} rows of {columns.placement.width} cells; "
-        f"stored {stored}, {num_bytes:,} bytes; derived {derived}"
-        f"{f'; given {shown}' if given else ''})"
-    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, overload
 import numpy as np
 
 from torch_collate_kit._checks import checked_bool
+from torch_collate_kit._reprs import call_repr, changed_fields, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.placement import Pieces, Placement, longest_segments, packed
 from torch_collate_kit.batch.rows import PackedValues
@@ -32,7 +33,7 @@ from torch_collate_kit.reading.rollouts import ROLLOUT_KEYS, are_rollouts, read_
 from torch_collate_kit.reading.sft import read_columns
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["PackedCollator"]
+__all__ = ["PackedCollator", "changed_options"]
 
 _FIELDS = ("input_ids", "position_ids", "attention_mask", "labels", "loss_mask")
 _MADE = (
@@ -71,8 +72,9 @@ class PackedCollator(Generic[B]):
     Args:
         tokenizer: an int pad id, or anything with ``pad_token_id``; of a vision-language model its
             processor.
-        max_tokens, strategy, parallel, overflow, max_sequences_per_row, balance, max_patches,
-            cost, dummy_image_tokens: how rows are filled, see
+        max_tokens: cells that a row may have. How rows are filled is also said by ``strategy``,
+            ``parallel``, ``overflow``, ``max_sequences_per_row``, ``balance``, ``max_patches``,
+            ``cost`` and ``dummy_image_tokens``: the fields of
             :class:`~torch_collate_kit.packing.PackingOptions`.
         packing: these in one object instead.
         fixed_width: make every batch ``max_tokens`` wide, not as wide as its fullest row.
@@ -173,6 +175,9 @@ class PackedCollator(Generic[B]):
                 f"{', '.join(self.fields)} would be lost; take the Batch, and "
                 "batch.model_inputs() for the model"
             )
+
+    def __repr__(self) -> str:
+        return call_repr(self, str(self.pad_token_id), **changed_options(self))
 
     def plan(
         self, lengths: Sequence[int] | np.ndarray, patches: Patches | ImageLoad | None = None
@@ -378,3 +383,9 @@ def _refuse_weights(batch: Batch) -> None:
             f"model_inputs=True passes on labels, no loss_mask, but a token has weight "
             f"{float(odd[0]):g}; give masks of 0 and 1, or take the Batch and token_loss"
         )
+
+
+def changed_options(collator: PackedCollator[Any]) -> dict[str, Any]:
+    """The options that are not the default, those of the packing first, as keywords."""
+    settings = {**changed_fields(collator.packing), **changed_settings(collator)}
+    return {name: value for name, value in settings.items() if name != "packing"}

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from torch_collate_kit._checks import checked_bool, checked_optional_int
+from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.placement import Placement, padded, whole_examples
 from torch_collate_kit.collators.assembly import (
@@ -88,6 +89,9 @@ class PaddedCollator:
         self.train_all = checked_bool("train_all", train_all)
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
         self.fields = checked_fields(fields, (*KNOWN, *_FIELDS))
+
+    def __repr__(self) -> str:
+        return call_repr(self, str(self.pad_token_id), **changed_settings(self))
 
     def __call__(self, examples: Examples) -> Batch:
         columns = read_columns(

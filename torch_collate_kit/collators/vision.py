@@ -10,10 +10,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from torch_collate_kit._checks import checked_choice
+from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.chat.tokenize import tokenize_records
-from torch_collate_kit.collators.packed import PackedCollator
+from torch_collate_kit.collators.packed import PackedCollator, changed_options
 from torch_collate_kit.collators.padded import PaddedCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions, PlannedExamples
@@ -116,6 +117,20 @@ class VisionLanguageCollator:
             limits = {"max_tokens": max_tokens, "max_patches": max_patches}
             options |= {name: limit for name, limit in limits.items() if limit is not None}
             self.collator = PackedCollator(processor, vision=self.vision, **options)
+
+    def __repr__(self) -> str:
+        defaults = {"train_on": "all"}
+        chat = {k: v for k, v in self._chat.items() if v is not None and v != defaults.get(k)}
+        of = f"<{type(chat.pop('processor')).__name__}>"
+        if isinstance(self.collator, PackedCollator):
+            layout = changed_options(self.collator)
+        else:
+            layout = changed_settings(self.collator)
+        images: dict[str, Any] = {"require_images": "all"} if self.require_images else {}
+        if self.vision.pixel_dtype != "float32":
+            images["pixel_dtype"] = self.vision.pixel_dtype
+        shown = {k: v for k, v in layout.items() if k not in ("vision", "dummy_image_tokens")}
+        return call_repr(self, of, **shown, **chat, **images)
 
     @property
     def packing(self) -> PackingOptions:

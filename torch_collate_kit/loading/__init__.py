@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torch_collate_kit.loading.dataset import TokenizedDataset
-from torch_collate_kit.loading.prefetch import AsyncBatchCollator, PrefetchLoader
+from torch_collate_kit.loading.dataset import TokenizedDataset, read_records
+from torch_collate_kit.loading.prefetch import AsyncBatchCollator, PrefetchLoader, StepTimes
 from torch_collate_kit.loading.sampler import (
     MixedSampler,
     PackedBatchSampler,
@@ -20,5 +20,7 @@ __all__ = [
     "PrefetchLoader",
     "PrefetchingSampler",
     "ResumableSampler",
+    "StepTimes",
     "TokenizedDataset",
+    "read_records",
 ]

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int
+from torch_collate_kit._reprs import dataclass_repr
 
 __all__ = ["ModelCost"]
 
@@ -50,6 +51,9 @@ class ModelCost:
         for field in fields(self):
             value = checked_int(field.name, getattr(self, field.name), minimum=0)
             object.__setattr__(self, field.name, value)
+
+    def __repr__(self) -> str:
+        return dataclass_repr(self)
 
     def language(self, lengths: _Ints) -> _Ints:
         """Cost of sub-sequences of these lengths in the language model: int64, their shape."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from torch_collate_kit._checks import checked_bool, checked_int
+from torch_collate_kit._reprs import dataclass_repr
 
 __all__ = ["ParallelLayout"]
 
@@ -40,6 +41,9 @@ class ParallelLayout:
                 size = checked_int(name, value, hint="1 means this kind of parallelism is off")
                 object.__setattr__(self, field.name, size)
         checked_bool("fp8", self.fp8)
+
+    def __repr__(self) -> str:
+        return dataclass_repr(self)
 
     @property
     def align(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import checked_choice, checked_int, checked_optional_int
+from torch_collate_kit._reprs import dataclass_repr
 from torch_collate_kit.packing.cost import ModelCost
 from torch_collate_kit.packing.layout import ParallelLayout
 
@@ -104,6 +105,9 @@ class PackingOptions:
                 f"{max_tokens} (align={self.parallel.align}); raise max_tokens"
             )
         object.__setattr__(self, "max_sequences_per_row", limit)
+
+    def __repr__(self) -> str:
+        return dataclass_repr(self)
 
     @property
     def capacity(self) -> int:

@@ -154,6 +154,21 @@ class PackingPlan:
         """[num_ranks] cost in the vision tower, in the same unit: ``cost.vision`` of the images."""
         return self._rank_sums(self._row_sums(self.vision_costs))
 
+    def __repr__(self) -> str:
+        """What it is of and what it costs, in one line."""
+        unit = "piece" if len(self.cut) else "example"
+        pieces = f"{len(self.lengths):,} {unit}{'' if len(self.lengths) == 1 else 's'}"
+        ranks = "" if self.num_ranks == 1 else f" for {self.num_ranks} ranks"
+        lost = [
+            *([f"{len(self.dropped):,} dropped"] if len(self.dropped) else []),
+            *([f"{len(self.cut):,} cut"] if len(self.cut) else []),
+        ]
+        return (
+            f"PackingPlan({', '.join([pieces, *lost])}; {int(self.lengths.sum()):,} tokens in "
+            f"{self.num_rows:,} rows of {self.width:,} cells{ranks}, efficiency "
+            f"{self.efficiency:.2%}, max_tokens={self.max_tokens})"
+        )
+
     def rank_rows(self, rank: int) -> range:
         """The rows that belong to rank ``rank``; every rank has the same number.
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from torch_collate_kit._reprs import dataclass_repr
 from torch_collate_kit.vision.families import FAMILIES, OTHER, Family, ImageField, family_of
 
 __all__ = ["ImageUnits", "VisionLayout"]
@@ -79,6 +80,9 @@ class VisionLayout:
             )
         if self.family.refused:
             raise ValueError(f"{self.family_name} models are not supported: {self.family.refused}")
+
+    def __repr__(self) -> str:
+        return dataclass_repr(self)
 
     @classmethod
     def of(

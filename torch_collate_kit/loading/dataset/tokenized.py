@@ -35,6 +35,7 @@ from torch_collate_kit.vision import VisionLayout
 __all__ = ["TokenizedDataset"]
 
 _ROWS_AT_A_TIME = 1000  # when all rows are read
+_MAX_COUNTED = 10_000_000  # rows whose lengths a repr adds up
 
 
 class TokenizedDataset(Dataset[dict[str, Any]]):
@@ -101,6 +102,16 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         """Tokens of every row: int64 [N], a new array each time, from offsets; reads no token."""
         return self._tokens.lengths(None if self._mapping is None else self._mapping.values)
 
+    def __repr__(self) -> str:
+        """What it holds; tokens are counted where there are not too many rows."""
+        counted = len(self) <= _MAX_COUNTED
+        tokens = f", {int(self.lengths.sum()):,} tokens" if counted else ""
+        settings = ", train_all=True" if self._train_all else ""
+        if self._vision is not None:
+            settings += f", vision={self._vision!r}"
+        names = ", ".join(self._columns)
+        return f"TokenizedDataset({len(self):,} examples{tokens}; {names}{settings})"
+
     def __len__(self) -> int:
         return self._num_rows
 
@@ -148,6 +159,14 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
                 "says which tokens these are"
             )
         return columns.num_loss_tokens()
+
+    @property
+    def vision(self) -> VisionLayout | None:
+        """How images become tokens, as it was given; None without it.
+
+        >>> TokenizedDataset([{"input_ids": [5, 6, 7]}]).vision
+        """
+        return self._vision
 
     @property
     def patches(self) -> list[list[int]]:

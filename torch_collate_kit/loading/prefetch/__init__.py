@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from torch_collate_kit.loading.prefetch.async_collator import AsyncBatchCollator
 from torch_collate_kit.loading.prefetch.loader import PrefetchLoader
+from torch_collate_kit.loading.prefetch.timeline import StepTimes
 
-__all__ = ["AsyncBatchCollator", "PrefetchLoader"]
+__all__ = ["AsyncBatchCollator", "PrefetchLoader", "StepTimes"]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from torch_collate_kit._reprs import Shown, call_repr
 from torch_collate_kit.errors import StateError
 
 __all__ = ["AsyncBatchCollator"]
@@ -53,6 +54,16 @@ class AsyncBatchCollator(Generic[T]):
         self._executor: ThreadPoolExecutor | None = None
         self._pid = 0  # of the process that has the executor's thread
         self._is_shut_down = False
+
+    def __repr__(self) -> str:
+        slot = self._slot
+        if self._is_shut_down:
+            state = "shut down"
+        elif slot is None:
+            state = "empty"
+        else:
+            state = f"{'holds' if slot.future.done() else 'builds'} step {slot.step}"
+        return f"{call_repr(self, repr(Shown(self._compute)))} [{state}]"
 
     def submit(self, step: int) -> None:
         """Starts building the batch of ``step`` on the thread."""

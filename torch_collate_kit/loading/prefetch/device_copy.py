@@ -33,6 +33,11 @@ class DeviceCopy:
                 self._device = device = torch.device("cuda", torch.cuda.current_device())
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
+    @property
+    def device(self) -> torch.device:
+        """Where batches go."""
+        return self._device
+
     def send(self, batch: Any) -> Sent:
         if self._stream is None:
             return Sent(_mapped(batch, lambda part: part.to(self._device)), None)

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from torch_collate_kit._checks import checked_bool, checked_int
+from torch_collate_kit._reprs import call_repr
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch.async_collator import AsyncBatchCollator
 from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy, device_copy
 from torch_collate_kit.loading.prefetch.resumable_loaders import ResumableLoader, resumable_loader
+from torch_collate_kit.loading.prefetch.timeline import BuildTimes, StepTimes, Timeline
 from torch_collate_kit.loading.sampler.arguments import is_same
 
 __all__ = ["PrefetchLoader"]
@@ -35,7 +37,8 @@ class PrefetchLoader:
 
     The loader has one position. ``for batch in loader`` yields the rest of the epoch, ``steps(n)``
     the next n batches across epochs. A loop that is left early keeps the position after the last
-    batch received. ``wait_seconds`` is how long the consumer has waited for batches so far.
+    batch received. ``wait_seconds`` is how long the consumer has waited for batches so far, and
+    ``timeline`` has the times of the last 1,000 steps.
     What ends a loop, forks, devices and states: docs/loading.md.
 
     Raises:
@@ -59,6 +62,7 @@ class PrefetchLoader:
         device: torch.device | str | int | None = None,
     ) -> None:
         self.wait_seconds = 0.0
+        self._timeline = Timeline()
         self._loader = resumable_loader(loader)
         packing = getattr(loader.collate_fn, "packing", None)
         self._max_tokens: int | None = getattr(packing, "max_tokens", None)
@@ -70,10 +74,36 @@ class PrefetchLoader:
         self._interrupt: BaseException | None = None  # of the thread, to be raised at the next call
         self._is_closed = False
 
+    def __repr__(self) -> str:
+        run = self._run
+        epoch, step = self._loader.position() if run is None else (run.epoch, run.step)
+        settings: dict[str, Any] = {} if self._prefetch else {"prefetch": False}
+        settings |= {} if self._copy is None else {"device": str(self._copy.device)}
+        where = "closed" if self._is_closed else f"epoch {epoch}, step {step}"
+        return f"{call_repr(self, self._loader.described(), **settings)} [{where}]"
+
     @property
     def epoch(self) -> int:
         """The epoch of the next batch, or of the last one while its loop still runs."""
         return self._loader.position()[0] if self._run is None else self._run.epoch
+
+    @property
+    def timeline(self) -> list[StepTimes]:
+        """When each of the last 1,000 batches was collated, copied, waited for and trained on.
+
+        A new list, oldest first; any thread may ask. It belongs to this object, not to its state.
+        ``plot_timeline`` draws it.
+
+        >>> from torch.utils.data import DataLoader
+        >>> from torch_collate_kit import PrefetchingSampler
+        >>> sampler = PrefetchingSampler(4, 2)
+        >>> with PrefetchLoader(DataLoader(range(4), batch_sampler=sampler)) as loader:
+        ...     for batch in loader.steps(2):
+        ...         pass
+        >>> [(step.epoch, step.step, step.was_ahead) for step in loader.timeline]
+        [(0, 0, False), (0, 1, True)]
+        """
+        return self._timeline.steps()
 
     def __len__(self) -> int:
         """Steps of the current epoch, counted from its step 0."""
@@ -106,6 +136,7 @@ class PrefetchLoader:
         self._check_open()
         self._raise_interrupt()
         self._loop = loop = object()
+        self._timeline.trained(time.perf_counter())  # what an older loop gave
         num_taken = num_empty = 0
         try:
             if self._run is not None and self._run.is_over:  # steps() took its last batch
@@ -118,6 +149,7 @@ class PrefetchLoader:
                     num_taken, num_empty = num_taken + 1, 0
                     yield batch
                     self._check_loop(loop)
+                    self._timeline.trained(time.perf_counter())
                     if self._run is run or not run.is_over:  # else reshuffle() has ended it
                         continue
                 else:
@@ -129,6 +161,7 @@ class PrefetchLoader:
                     raise StateError(f"{num_empty} epochs in a row had no batch; is there data?")
         except BaseException:  # a break too: GeneratorExit
             if self._loop is loop:
+                self._timeline.trained(time.perf_counter())
                 self._stop_reading(self._run)
             raise
 
@@ -142,11 +175,15 @@ class PrefetchLoader:
         return self._run
 
     def _take(self, run: _ReadAhead) -> Any:
-        began = time.perf_counter()
+        began, step = time.perf_counter(), run.step
         try:
-            return run.take()
+            batch, built = run.take()
         finally:
-            self.wait_seconds += time.perf_counter() - began
+            ended = time.perf_counter()
+            self.wait_seconds += ended - began
+        if batch is not _END:
+            self._timeline.received(run.epoch, step, built, began, ended)
+        return batch
 
     def _end_epoch(self, run: _ReadAhead) -> None:
         self._run = None
@@ -228,6 +265,7 @@ class PrefetchLoader:
         self._loop = None
         if self._is_elsewhere():
             return
+        self._timeline.trained(time.perf_counter())
         self._stop_reading(self._run)
         self._loader.close()
         self._raise_interrupt()
@@ -280,13 +318,13 @@ class _ReadAhead:
     def is_over(self) -> bool:
         return self.num_steps is not None and self.step >= self.num_steps
 
-    def take(self) -> Any:
-        """The next batch, or _END; the one after it is then on its way."""
+    def take(self) -> tuple[Any, BuildTimes]:
+        """The next batch, or _END, and its times; the one after it is then on its way."""
         self._loader.check(self.epoch)
-        batch, mark = self._collator.get(self.step)
+        batch, mark, built = self._collator.get(self.step)
         if batch is _END or self.is_over:
             if self.num_steps is None or (batch is _END and self.is_over):
-                return _END
+                return _END, built
             raise StateError(
                 f"epoch {self.epoch} has {self.num_steps} steps, but the loader yields "
                 f"{'fewer' if batch is _END else 'more'}; len(batch_sampler) must be what its "
@@ -298,7 +336,7 @@ class _ReadAhead:
         if self._copy is not None:
             batch = self._copy.receive(batch)
         self.step, self.mark = following, mark
-        return batch
+        return batch, built
 
     def stop(self) -> None:
         try:
@@ -309,8 +347,13 @@ class _ReadAhead:
 
 def _build(
     loader: ResumableLoader, iterator: Iterator[Any], copy: DeviceCopy | None, step: int
-) -> tuple[Any, Any]:
-    """The next batch, on its way to its device, and the mark of the position after it."""
+) -> tuple[Any, Any, BuildTimes]:
+    """The next batch, on its way to its device, the mark of the position after it, and times."""
+    began = time.perf_counter()
     batch = next(iterator, _END)
+    collated = time.perf_counter()
     mark = loader.mark()
-    return batch if batch is _END or copy is None else copy.send(batch), mark
+    if batch is _END or copy is None:
+        return batch, mark, BuildTimes(began, collated, collated)
+    sent = copy.send(batch)
+    return sent, mark, BuildTimes(began, collated, time.perf_counter())

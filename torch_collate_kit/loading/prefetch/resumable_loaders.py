@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader
 
+from torch_collate_kit._reprs import Shown, call_repr
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.sampler.arguments import is_same
 from torch_collate_kit.loading.sampler.resumable import ResumableSampler
@@ -26,6 +27,10 @@ class _Loader:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
+
+    def described(self) -> str:
+        """The loader in a few words."""
+        return call_repr(self._loader, repr(Shown(self._loader.dataset)))
 
     def check(self, epoch: int) -> None:
         """StateError if something other than the reader has moved the position meanwhile."""
@@ -79,6 +84,10 @@ class _SampledLoader(_Loader):
 
     def num_steps(self) -> int:
         return len(self._sampler)
+
+    def described(self) -> str:
+        sampler = repr(self._sampler).partition(" [next iter(): ")[0]  # the reader knows better
+        return f"{super().described()[:-1]}, batch_sampler={sampler})"
 
     def begin(self) -> tuple[int, int, int | None, Iterator[Any]]:
         epoch, step = self.position()

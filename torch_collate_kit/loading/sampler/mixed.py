@@ -99,6 +99,14 @@ class MixedSampler(EpochSampler):
                 "stop='all', num_steps=..., or a lower batch_size"
             )
 
+    def __repr__(self) -> str:
+        settings: dict[str, Any] = {"weights": self._mixture.weights}
+        settings |= {"by": self._by} if self._by != "examples" else {}
+        if self._steps_per_epoch is not None:
+            settings["num_steps"] = self._steps_per_epoch
+        settings |= {"stop": self._stop} if self._stop == "all" else {}
+        return self._shown(str(self._mixture.sizes), **settings, **self._rank_settings())
+
     @property
     def num_examples(self) -> int:
         """Examples of all sources: the length of the dataset that the indices are of."""

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_lengths
+from torch_collate_kit._reprs import Shown, changed_fields
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.sampler.arguments import Indices, checked_rank, digest_of
 from torch_collate_kit.loading.sampler.shuffled import Order, OrderedSampler
@@ -104,6 +105,13 @@ class PackedBatchSampler(OrderedSampler):
             rank=rank,
             world_size=dp,
         )
+
+    def __repr__(self) -> str:
+        given = {"patches": self._images and self._images.patches, "num_loss_tokens": self._counts}
+        settings: dict[str, Any] = {k: Shown(of) for k, of in given.items() if of is not None}
+        settings |= changed_fields(self._packing) | ({"rank": self._rank} if self._rank else {})
+        lengths = f"<{self.num_examples:,} lengths, {self._told['num_tokens']:,} tokens>"
+        return self._shown(lengths, **settings)
 
     @property
     def _least_examples(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch_collate_kit._checks import checked_bool, checked_int
+from torch_collate_kit._reprs import call_repr
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.sampler.arguments import checked_batch_size, checked_rank, is_same
 
@@ -128,6 +129,25 @@ class EpochSampler(ABC):
     @abstractmethod
     def _load_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
         """Takes over the ``_extra`` of a state; StateError, and nothing changed, if it is wrong."""
+
+    def _settings(self) -> dict[str, Any]:
+        """What the constructor was given, by keyword, without what is the default."""
+        shared = {"batch_size": self._num_global}
+        if not self._shuffle:
+            shared["shuffle"] = False
+        shared |= {"seed": self._seed} if self._seed else {}
+        return shared
+
+    def _rank_settings(self) -> dict[str, int]:
+        if self._world_size == 1:
+            return {}
+        return {"rank": self._rank, "world_size": self._world_size}
+
+    def _shown(self, *positional: str, **settings: Any) -> str:
+        """The repr: the call that makes it, and the position of the next ``iter()``."""
+        epoch, step = self._position()
+        call = call_repr(self, *positional, **self._settings(), **settings)
+        return f"{call} [next iter(): epoch {epoch}, step {step}]"
 
     @property
     def epoch(self) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_bool
+from torch_collate_kit._reprs import Shown
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.sampler.arguments import (
     Indices,
@@ -62,6 +63,14 @@ class OrderedSampler(EpochSampler):
     @abstractmethod
     def _pick(self, batch: Indices) -> Any:
         """What this rank yields for a global batch of indices."""
+
+    def _settings(self) -> dict[str, Any]:
+        settings = super()._settings()
+        if self._tail != "keep":
+            settings["tail"] = self._tail
+        if self._user_order is not None:
+            settings["order"] = Shown(self._user_order)
+        return settings
 
     @property
     def num_examples(self) -> int:
@@ -230,6 +239,9 @@ class PrefetchingSampler(OrderedSampler):
     >>> [list(sampler), list(sampler)]
     [[[0, 1], [2, 3]], [[4, 0], [1, 2], [3, 4]]]
     """
+
+    def __repr__(self) -> str:
+        return self._shown(str(self._length), **self._rank_settings())
 
     def _pick(self, batch: Indices) -> list[int]:
         mine: list[int] = batch[rank_slice(len(batch), self._rank, self._world_size)].tolist()

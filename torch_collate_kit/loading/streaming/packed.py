@@ -16,8 +16,10 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torch_collate_kit._checks import checked_bool, checked_int
+from torch_collate_kit._reprs import Shown, call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.collators.packed import changed_options
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.sampler.arguments import checked_rank, is_same
 from torch_collate_kit.loading.streaming.readers import Reader, at_positions, reader_of
@@ -111,6 +113,16 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         position.epoch = self._stream.epoch
         self._saved, self._position = None, position
         return self._batches(position)
+
+    def __repr__(self) -> str:
+        own = changed_settings(self)
+        return call_repr(
+            self,
+            repr(Shown(self._stream.source)),
+            tokenizer=self.collator.pad_token_id,
+            **changed_options(self.collator),
+            **own,
+        )
 
     @staticmethod
     def as_is(batch: Any) -> Any:

@@ -61,6 +61,11 @@ class Stream:
         self._check_split_once(source)
 
     @property
+    def source(self) -> ExampleSource:
+        """As it was given."""
+        return self._source
+
+    @property
     def node(self) -> tuple[int, int]:
         """Rank and world size, of the source where it is split already."""
         return _node_of(self._source) or (self._rank, self._world_size)

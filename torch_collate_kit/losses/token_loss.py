@@ -1,15 +1,13 @@
-"""Token-mean loss, its denominator over micro-batches and ranks, and per-token outputs."""
+"""Token-mean loss, from logits or through the head, and per-token outputs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,9 +15,10 @@ from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
 from torch_collate_kit.batch.model_inputs import response_cells
 from torch_collate_kit.batch.response_spans import cells_by_example
+from torch_collate_kit.losses.linear_nll import linear_nll
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["PerTokenOutputs", "global_num_loss_tokens", "token_loss"]
+__all__ = ["PerTokenOutputs", "token_loss"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _COUNT = (
@@ -60,6 +59,8 @@ def token_loss(
     batch_or_labels: Batch | Tensor,
     *,
     num_loss_tokens: float | Tensor,
+    head: torch.nn.Linear | None = None,
+    logit_softcap: float | None = None,
     return_per_token_outputs: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -68,6 +69,8 @@ def token_loss(
     batch_or_labels: Batch | Tensor,
     *,
     num_loss_tokens: float | Tensor,
+    head: torch.nn.Linear | None = None,
+    logit_softcap: float | None = None,
     return_per_token_outputs: Literal[True],
 ) -> tuple[Tensor, PerTokenOutputs]: ...
 def token_loss(
@@ -75,6 +78,8 @@ def token_loss(
     batch_or_labels: Batch | Tensor,
     *,
     num_loss_tokens: float | Tensor,
+    head: torch.nn.Linear | None = None,
+    logit_softcap: float | None = None,
     return_per_token_outputs: bool = False,
 ) -> Tensor | tuple[Tensor, PerTokenOutputs]:
     """Sum of weighted token losses over ``num_loss_tokens``: a scalar, fp32 for half logits.
@@ -89,13 +94,21 @@ def token_loss(
     waits for the device. From plain labels, or where ``loss_mask`` was replaced or changed in
     place, the logits of all predicting cells are used.
 
+    With ``head`` the logits of at most 1,024 tokens exist at a time, here and in the backward pass.
+    Give the last hidden states instead: ``token_loss(model.model(**inputs).last_hidden_state,
+    batch, head=model.lm_head, ...)``. The backward pass then runs once (no ``retain_graph``), and
+    logits that the model scales or changes in another way than by ``logit_softcap`` are not seen.
+
     Args:
         logits: ``[R, W, V]``, or with a Batch only the last ``K >= A + 1`` columns (what
             ``model(..., logits_to_keep=A + 1)`` gives), where ``A = metadata["response_length"]``.
+            With ``head`` hidden states of that shape, with the hidden size for V.
         batch_or_labels: the Batch (its ``loss_mask`` may hold weights, divided or not), or
             unshifted labels ``[R, W]`` with -100 where nothing is trained.
         num_loss_tokens: a number, or a scalar tensor on the device of the logits; 0 divides by 1.
             A tensor that is negative or not finite makes the loss NaN: checking would wait for it.
+        head: the layer that makes logits of hidden states, ``model.lm_head``.
+        logit_softcap: with ``head``, ``config.final_logit_softcapping`` of Gemma models.
         return_per_token_outputs: also return :class:`PerTokenOutputs`, copied to the host. The loss
             is the same to the last bit.
 
@@ -108,8 +121,12 @@ def token_loss(
     >>> labels = torch.tensor([[-100, 2, 3]])
     >>> round(token_loss(logits, labels, num_loss_tokens=2).item(), 4)  # log(4)
     1.3863
+    >>> hidden, head = torch.zeros(1, 3, 8), torch.nn.Linear(8, 4, bias=False)
+    >>> round(token_loss(hidden, labels, num_loss_tokens=2, head=head).item(), 4)
+    1.3863
     """
     _check_types(logits, batch_or_labels, num_loss_tokens)
+    _check_head(logits, head, logit_softcap)
     checked_bool("return_per_token_outputs", return_per_token_outputs)
     batch: Batch | None = None
     if isinstance(batch_or_labels, Batch):
@@ -130,68 +147,14 @@ def token_loss(
             )
         ids = batch["input_ids"][:, labels.shape[-1] - response_length :]
         targets = torch.where(targets == IGNORE_INDEX, ids, targets)
-    nll = _token_nll(logits, targets, None if batch is None else response_cells(batch))
-    # where() first: an infinite loss of a token that is not trained must not become 0 * inf.
-    weighted = torch.where(mask != 0, nll, 0) * mask.to(nll.dtype)
-    loss = _divided(weighted.sum() * divisor, num_loss_tokens)
+    cells = None if batch is None else response_cells(batch)
+    total, nll = _total_and_nll(logits, targets, mask, cells, head, logit_softcap)
+    loss = _divided(total * divisor, num_loss_tokens)
     if batch is None or not return_per_token_outputs:
         return loss
-    examples, cells = cells_by_example(batch, response_length)
-    values = nll.detach().float().cpu().numpy().reshape(-1)[cells.values]
-    return loss, PerTokenOutputs(examples, list(Ragged(values, cells.offsets)))
-
-
-def global_num_loss_tokens(
-    batches: Batch | Tensor | Iterable[Batch | Tensor],
-    *,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """Loss tokens of an optimizer step, over its micro-batches and all ranks: the divisor.
-
-    Counts the cells of ``loss_mask`` that are not 0, or the labels that are trained. If
-    ``torch.distributed`` is initialized, the counts are summed over the ranks in one all-reduce of
-    8 bytes; every rank must call it, one without rows with an empty list.
-
-    Args:
-        batches: this rank's micro-batches of the step: a Batch, unshifted labels ``[R, W]``, or any
-            number of these.
-        group: the ranks that hold different rows (the data-parallel ranks), all by default.
-
-    Returns:
-        int64, a scalar tensor on the device of the batches, or on one that the backend can reduce
-        on. Nothing waits for it.
-
-    Raises:
-        TypeError: neither a Batch nor labels.
-
-    >>> from torch_collate_kit.collators import PackedCollator
-    >>> batch = PackedCollator(0, max_tokens=3)([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
-    >>> micro_batches = [batch[i : i + 1] for i in range(len(batch))]
-    >>> global_num_loss_tokens(micro_batches)
-    tensor(3)
-    """
-    single = isinstance(batches, Batch | Tensor | dict) or not isinstance(batches, Iterable)
-    counts = [_num_loss_tokens(batch) for batch in ([batches] if single else batches)]
-    total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
-    if dist.is_available() and dist.is_initialized():
-        backends = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
-        devices = [part.partition(":")[0] for part in backends.split(",")]
-        if total.device.type not in devices:  # nccl has none for the host
-            total = total.to(devices[0])
-        dist.all_reduce(total, group=group)
-    return total
-
-
-def _num_loss_tokens(batch: Any) -> Tensor:
-    if isinstance(batch, Batch):
-        return torch.count_nonzero(batch["loss_mask"])
-    if isinstance(batch, Tensor):
-        return torch.count_nonzero(batch[..., 1:] != IGNORE_INDEX)
-    raise TypeError(
-        "global_num_loss_tokens takes a Batch, labels or a list of these, got "
-        f"{type(batch).__name__}; pass the Batch that the collator returned, or "
-        'inputs["labels"] of a collator with model_inputs=True'
-    )
+    examples, of_examples = cells_by_example(batch, response_length)
+    values = nll.detach().float().cpu().numpy().reshape(-1)[of_examples.values]
+    return loss, PerTokenOutputs(examples, list(Ragged(values, of_examples.offsets)))
 
 
 def _labels(batch: Batch, mask: Tensor) -> Tensor:
@@ -203,8 +166,15 @@ def _labels(batch: Batch, mask: Tensor) -> Tensor:
     return torch.where(F.pad(mask, (hidden, 0)) != 0, ids, IGNORE_INDEX)
 
 
-def _token_nll(logits: Tensor, targets: Tensor, cells: Tensor | None) -> Tensor:
-    """Negative log-likelihood of the targets [R, A] in ``cells``, or of all of them; else 0.
+def _total_and_nll(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    cells: Tensor | None,
+    head: torch.nn.Linear | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """The weighted sum, and the nll of the targets [R, A] in ``cells`` (None: of all), else 0.
 
     Logits are taken where they are needed before anything of their size is made of them.
     """
@@ -213,10 +183,21 @@ def _token_nll(logits: Tensor, targets: Tensor, cells: Tensor | None) -> Tensor:
     if cells is None:
         cells = torch.arange(len(flat_targets), device=logits.device)
     predicted_at = cells + cells // max(width, 1) * (last + 1 - width) + (last - width)
-    taken = flat.index_select(0, predicted_at)
-    taken = taken.float() if taken.dtype in _HALF else taken
-    nll = F.cross_entropy(taken, flat_targets[cells], ignore_index=IGNORE_INDEX, reduction="none")
-    return nll.new_zeros(len(flat_targets)).index_copy(0, cells, nll).view(targets.shape)
+    taken, wanted = flat.index_select(0, predicted_at), flat_targets[cells]
+    if head is not None:
+        ignored = wanted == IGNORE_INDEX
+        weights = mask.flatten()[cells].masked_fill(ignored, 0)
+        wanted = wanted.masked_fill(ignored, 0)
+        total, nll = linear_nll(taken, head.weight, head.bias, wanted, weights, softcap=softcap)
+        nll = nll.masked_fill(ignored, 0)
+    else:
+        taken = taken.float() if taken.dtype in _HALF else taken
+        nll = F.cross_entropy(taken, wanted, ignore_index=IGNORE_INDEX, reduction="none")
+    nll = nll.new_zeros(len(flat_targets)).index_copy(0, cells, nll).view(targets.shape)
+    if head is None:
+        # where() first: an infinite loss of a token that is not trained must not become 0 * inf.
+        total = (torch.where(mask != 0, nll, 0) * mask.to(nll.dtype)).sum()
+    return total, nll
 
 
 def _divided(total: Tensor, num_loss_tokens: float | Tensor) -> Tensor:
@@ -253,6 +234,28 @@ def _check_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> Non
         raise TypeError(
             f"num_loss_tokens must be a number, got {type(num_loss_tokens).__name__}; {_COUNT}"
         )
+
+
+def _check_head(hidden: Tensor, head: Any, softcap: float | None) -> None:
+    if head is None:
+        if softcap is not None:
+            raise ValueError(
+                f"logit_softcap={softcap} without head: logits of a model are capped already; "
+                "leave it out, or give hidden states and head=model.lm_head"
+            )
+        return
+    if not isinstance(head, torch.nn.Linear):
+        raise TypeError(
+            f"head must be a torch.nn.Linear, got {type(head).__name__}; without head give the "
+            "logits of the model"
+        )
+    if hidden.shape[-1] != head.in_features:
+        raise ValueError(
+            f"hidden states have shape {list(hidden.shape)}, and head takes {head.in_features} "
+            "features; with head give model.model(...).last_hidden_state, not logits"
+        )
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"logit_softcap must be more than 0, got {softcap}; None for no cap")
 
 
 def _check_shapes(

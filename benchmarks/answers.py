@@ -1,0 +1,360 @@
+"""What a user would ask, answered from the results of the scripts: the first table of each page.
+
+Every figure is read from the JSON of a run. One that a run lacks, say because a library was not
+installed, is shown as "not measured".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["ANSWERS", "overview"]
+
+Results = Mapping[str, Any]
+Rows = list[list[str]]
+_MISSING = "not measured"
+
+
+def _ms(results: Results, key: str, name: str) -> str:
+    """The median of one candidate, such as "3.7 ms"."""
+    found = results.get(key, {}).get(name)
+    return f"{1e3 * found['median']:,.3g} ms" if found else _MISSING
+
+
+def _times(results: Results, key: str, other: str, ours: str) -> str:
+    """How many times as long as ours another one takes."""
+    table = results.get(key, {})
+    if other not in table or ours not in table:
+        return _MISSING
+    return f"{table[other]['median'] / table[ours]['median']:,.3g}x"
+
+
+def _cell(results: Results, heading: str, row: str, column: str) -> str:
+    """A cell of a table of the page, by its heading and the first cell of its row."""
+    for part in results.get("parts", []):
+        if part.get("heading") == heading:
+            for cells in part["rows"]:
+                if cells[0] == row and column in part["header"]:
+                    return str(cells[part["header"].index(column)])
+    return _MISSING
+
+
+def _duration(cell: str) -> str:
+    """A cell with milliseconds, in the unit that reads best."""
+    if cell == _MISSING:
+        return cell
+    ms = float(cell.replace(",", ""))
+    return f"{ms / 1e3:.2g} s" if ms >= 1000 else f"{ms:.3g} ms"
+
+
+def _bytes_per_token(results: Results, key: str, of: str) -> str:
+    found = results.get(key)
+    return f"{found[of] / found['tokens']:.0f}" if found else _MISSING
+
+
+def _collate(r: Results) -> Rows:
+    packed, padded = "packed, real mix", "padded, real mix"
+    others = {"packed": "packed, other collators", "padded": "padded, other collators"}
+    stored, cells = (
+        [_bytes_per_token(r, f"{mix}, bytes", of) for mix in (padded, packed)]
+        for of in ("stored", "fields")
+    )
+    return [
+        [
+            "How long does packing a batch of 1,024 examples take?",
+            f"{_ms(r, packed, 'collate, columns')} from columns, "
+            f"{_ms(r, packed, 'collate, lists')} from Python lists; with every field made that a "
+            f"step reads {_ms(r, packed, 'ready, columns')} and {_ms(r, packed, 'ready, lists')}",
+        ],
+        [
+            "And padding one?",
+            f"{_ms(r, padded, 'collate, columns')} and {_ms(r, padded, 'collate, lists')}; with "
+            f"every field {_ms(r, padded, 'ready, columns')} and {_ms(r, padded, 'ready, lists')}",
+        ],
+        [
+            "How often does a DataLoader worker deliver one?",
+            f"every {_ms(r, packed, 'delivered, columns')} packed, every "
+            f"{_ms(r, padded, 'delivered, columns')} padded (plain NumPy: "
+            f"{_ms(r, packed, 'delivered, row by row, ndarrays')} and "
+            f"{_ms(r, padded, 'delivered, row by row, ndarrays')})",
+        ],
+        [
+            "How large is a batch?",
+            f"{stored[0]} bytes per token padded and {stored[1]} packed, until its fields are "
+            f"made; then {cells[0]} bytes per token padded, {cells[1]} packed",
+        ],
+        [
+            "Against TRL, from lists and from arrays?",
+            f"packed, TRL takes {_times(r, others['packed'], 'TRL padding-free, lists', 'lists')} "
+            f"and {_times(r, others['packed'], 'TRL padding-free, ndarrays', 'ndarrays')} as long; "
+            f"padded {_times(r, others['padded'], 'TRL padded, lists', 'lists')} and "
+            f"{_times(r, others['padded'], 'TRL padded, ndarrays', 'ndarrays')}",
+        ],
+        [
+            "Against SkyRL, from lists?",
+            f"packed it takes {_times(r, others['packed'], 'SkyRL packed, lists', 'lists')}, "
+            f"padded {_times(r, others['padded'], 'SkyRL padded, lists', 'lists')} as long",
+        ],
+        [
+            "Against NumPy code written for the purpose, from arrays?",
+            f"packed it takes {_times(r, packed, 'row by row, ndarrays', 'collate, ndarrays')}, "
+            f"padded {_times(r, padded, 'row by row, ndarrays', 'collate, ndarrays')} as long as "
+            f"the call, {_times(r, packed, 'row by row, ndarrays', 'ready, ndarrays')} and "
+            f"{_times(r, padded, 'row by row, ndarrays', 'ready, ndarrays')} as long as the call "
+            "with every field made",
+        ],
+    ]
+
+
+def _packing(r: Results) -> Rows:
+    small, large = "1,024 lengths, real mix", "300,000 lengths, real mix"
+    keys = {heading: heading.replace(",", "", 1) for heading in (small, large)}
+    ours, axolotl = "pack, best fit", "axolotl first fit, groups of 100k"
+    return [
+        [
+            "How long does planning take?",
+            f"{_ms(r, keys[small], ours)} for 1,024 examples, {_ms(r, keys[large], ours)} for "
+            f"300,000, {_duration(_cell(r, 'Growth', '10,000,000', 'median'))} for 10,000,000 (one "
+            "core)",
+        ],
+        [
+            "How full are the rows?",
+            f"{_cell(r, small, ours, 'filled')} with 1,024 examples, "
+            f"{_cell(r, large, ours, 'filled')} with 300,000",
+        ],
+        [
+            "Against TRL's best fit?",
+            f"for 1,024 examples it takes {_times(r, keys[small], 'TRL best fit', ours)} as long, "
+            f"for 300,000 {_times(r, keys[large], 'TRL best fit', ours)}; as many rows",
+        ],
+        [
+            "Against axolotl's first fit (numba)?",
+            f"for 1,024 examples it takes {_times(r, keys[small], axolotl, ours)} as long, for "
+            f"300,000 {_times(r, keys[large], axolotl, ours)}; its rows are "
+            f"{_cell(r, large, axolotl, 'filled')} full",
+        ],
+        [
+            "Against SkyRL's first fit?",
+            "for 1,024 examples it takes "
+            f"{_times(r, keys[small], 'SkyRL first fit', ours)} as long",
+        ],
+    ]
+
+
+def _rollout(r: Results) -> Rows:
+    mix = "real mix"
+    return [
+        [
+            "How long does collating 1,024 rollouts take?",
+            f"{_ms(r, mix, 'collate, columns')} from columns, {_ms(r, mix, 'collate, lists')} from "
+            f"lists; with every field made {_ms(r, mix, 'ready, columns')} and "
+            f"{_ms(r, mix, 'ready, lists')}",
+        ],
+        [
+            "How often does a DataLoader worker deliver a batch?",
+            f"every {_ms(r, mix, 'delivered, columns')} (plain NumPy: "
+            f"{_ms(r, mix, 'delivered, row by row, ndarrays')})",
+        ],
+        [
+            "How large is a batch sent to another process?",
+            f"{_bytes_per_token(r, f'{mix}, bytes', 'stored')} bytes per token; its dense fields "
+            f"would be {_bytes_per_token(r, f'{mix}, bytes', 'fields')}",
+        ],
+        [
+            "Against SkyRL, from lists?",
+            f"it takes {_times(r, 'other collators', 'SkyRL, lists', 'lists')} as long",
+        ],
+        [
+            "What do prompt and response side by side save?",
+            "with a long prompt and a long response in one batch, padding them apart takes "
+            f"{_cell(r, 'Width', 'prompts and responses padded apart', 'of one block')} the memory",
+        ],
+    ]
+
+
+def _loader(r: Results) -> Rows:
+    def step(name: str) -> str:
+        way = f"PackedCollator under {name}"
+        off, on, alone = (_ms(r, way, w) for w in ("prefetch off", "prefetch on", "step alone"))
+        return f"{off} per step without prefetch, {on} with it; the step alone takes {alone}"
+
+    busy = "PackedCollator under small ops"
+    return [
+        [
+            "How much of a step is collation, if a batch takes 20 ms?",
+            f"{step('sleep')} (it sleeps, as a process does that waits for its GPU)",
+        ],
+        ["And if the step computes on the CPU?", step("matmul")],
+        [
+            "And if the step is Python code, which holds the GIL?",
+            f"{step('small ops')}; with one worker process {_ms(r, busy, '1 worker')}",
+        ],
+        [
+            "What does the loader cost per step?",
+            f"{_ms(r, 'overhead, an empty step', 'prefetch on')} (a bare DataLoader: "
+            f"{_ms(r, 'overhead, an empty step', 'DataLoader')})",
+        ],
+    ]
+
+
+def _stream(r: Results) -> Rows:
+    return [
+        [
+            "What does packing on the fly cost, against a plan of the whole dataset?",
+            f"a pass takes {_times(r, 'pass', 'TokenizedDataset', 'offline')} as long over a "
+            f"TokenizedDataset, {_times(r, 'pass', 'datasets.Dataset', 'offline')} over a "
+            "datasets.Dataset, "
+            f"{_times(r, 'pass', 'datasets.IterableDataset', 'offline')} over an IterableDataset",
+        ],
+        [
+            "How much time is that per example?",
+            f"{_cell(r, 'A pass', 'TokenizedDataset', 'median')} us, against "
+            f"{_cell(r, 'A pass', 'offline', 'median')} us",
+        ],
+    ]
+
+
+def _chat(r: Results) -> Rows:
+    def more(data: str) -> str:
+        ways = [_times(r, f"{data}.jsonl, {kind}", "tokenize_chat_dataset", "apply_chat_template")
+                for kind in ("tags", "no tags")]  # fmt: skip
+        return f"{ways[0]} as long with generation tags in the template, {ways[1]} without"
+
+    return [
+        [
+            "How much longer than apply_chat_template do exact masks take?",
+            f"short questions: {more('gsm8k_train_2k')}",
+        ],
+        ["In dialogues with tools?", more("chat_tools_tm4_900")],
+        ["In long documents?", more("chat_long_squality_50")],
+    ]
+
+
+def _vision(r: Results) -> Rows:
+    images, records = "processed examples, float32", "records"
+    return [
+        [
+            "How long does a batch of 32 examples with 144 MB of pixels take?",
+            f"{_ms(r, images, 'packed, collate')}; torch.cat of the pixels alone takes "
+            f"{_ms(r, images, 'torch.cat of the pixels')}",
+        ],
+        [
+            "What does a training step gain over padding?",
+            f"{_cell(r, 'Training step', 'packed, torch_varlen', 'times padded')} the tokens per "
+            "second of padding with torch_varlen, "
+            f"{_cell(r, 'Training step', 'packed, sdpa', 'times padded')} with sdpa (a small "
+            "Qwen3-VL on a CPU)",
+        ],
+        [
+            "Against TRL, conversations with images that the collator processes?",
+            f"TRL {_ms(r, records, 'TRL vision')}, ours {_ms(r, records, 'padded, ready')} padded "
+            f"and {_ms(r, records, 'packed, ready')} packed for 32 (TRL makes no positions and "
+            "masks nothing)",
+        ],
+        [
+            "How long does a plan of 1,000,000 examples with two budgets take?",
+            _ms(r, "planning, 1000000", "tokens and patches"),
+        ],
+    ]
+
+
+def _vision_plan(r: Results) -> Rows:
+    heading, patches = "1,024 examples, half images", "16,384"
+    cells = {c: _cell(r, heading, patches, c) for c in
+             ("language max/mean", "vision max/mean", "by tokens alone", "fill", "ms")}  # fmt: skip
+    return [
+        [
+            "How even are 8 ranks?",
+            f"the heaviest has {cells['language max/mean']} times the mean cost of the language "
+            f"model, {cells['vision max/mean']} of the vision tower; balanced by tokens alone "
+            f"{cells['by tokens alone']}",
+        ],
+        ["How full are rows in the budget that binds?", cells["fill"]],
+        ["How long does a plan of 1,024 examples take?", f"{cells['ms']} ms"],
+    ]
+
+
+def _scale(r: Results) -> Rows:
+    step, order = "Planning a step", "An order"
+    ranks = [_duration(_cell(r, step, number, "median")) for number in ("8", "512")]
+    begin = "CPU ms to the first batch"
+    firsts = [_duration(_cell(r, order, n, begin)) for n in ("1,000,000", "100,000,000")]
+    state = _cell(r, order, "100,000,000", "bytes of a state")
+    memory = _cell(r, "A TokenizedDataset", "1,000,000", "MB of memory")
+    return [
+        [
+            "How long does a rank plan a step of 512 ranks?",
+            f"{ranks[1]} (of 8 ranks: {ranks[0]})",
+        ],
+        [
+            "How even are 512 ranks?",
+            f"the busiest has {_cell(r, step, '512', 'tokens')} more tokens and "
+            f"{_cell(r, step, '512', 'cost')} more to compute than the mean, its rows are "
+            f"{_cell(r, step, '512', 'filled')} full",
+        ],
+        [
+            "What does a large dataset cost in a process?",
+            f"1,000,000 examples in an Arrow file take {memory} MB of memory",
+        ],
+        [
+            "How long does resuming in the middle of an epoch take?",
+            f"{firsts[0]} to the first batch with 1,000,000 examples, {firsts[1]} with "
+            f"100,000,000; the state has {state} bytes",
+        ],
+    ]
+
+
+def _audit(r: Results) -> Rows:
+    def speed(of: str) -> str:
+        found = _cell(r, "From columns", of, "million tokens/s")
+        return found if found == _MISSING else f"{found} million tokens per second"
+
+    return [
+        [
+            "How fast does audit read a dataset?",
+            f"{speed('examples with loss_mask')} of one core from columns, "
+            f"{speed('TokenizedDataset')} from an Arrow table",
+        ],
+        ["And of rollouts?", speed("rollouts with logprobs")],
+    ]
+
+
+ANSWERS: dict[str, Callable[[Results], Rows]] = {
+    "audit": _audit,
+    "chat": _chat,
+    "collate": _collate,
+    "loader": _loader,
+    "packing": _packing,
+    "rollout": _rollout,
+    "scale": _scale,
+    "stream": _stream,
+    "vision": _vision,
+    "vision_plan": _vision_plan,
+}
+
+
+def overview(all_results: Mapping[str, Results]) -> Rows:
+    """The questions of README.md, each with its page."""
+    asked = [
+        ("collate", "How long does packing"),
+        ("rollout", "How long does collating"),
+        ("loader", "How much of a step"),
+        ("vision", "What does a training step gain"),
+        ("packing", "How full are the rows?"),
+        ("collate", "How large is a batch?"),
+        ("collate", "Against TRL"),
+        ("collate", "Against SkyRL"),
+        ("rollout", "Against SkyRL"),
+        ("packing", "Against axolotl"),
+        ("collate", "Against NumPy"),
+        ("packing", "How long does planning"),
+        ("scale", "How long does a rank plan"),
+        ("chat", "How much longer"),
+    ]
+    rows = []
+    for name, begin in asked:
+        found = [row for row in ANSWERS[name](all_results[name]) if row[0].startswith(begin)]
+        (row,) = found
+        rows.append([*row, f"[{name}](results/{name}.md)"])
+    return rows

@@ -1,0 +1,95 @@
+"""The output folder of a run: locked while it runs, with checkpoints that a kill leaves whole."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from read_data import fail
+
+
+def lock(folder: Path) -> None:
+    """Make the folder, and keep other runs out of it until this process ends or is killed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)  # never closed
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # workers that outlive us do not hold it
+    except BlockingIOError:
+        fail(f"--output-dir {folder}: another run is using it; choose another folder")
+    except OSError as error:
+        fail(f"--output-dir {folder}: cannot be made and locked: {error.strerror}")
+
+
+class Termination:
+    """Notes SIGTERM, which Slurm and Kubernetes send before they kill: the step is finished."""
+
+    is_requested = False
+
+    def __enter__(self) -> Termination:
+        self.handler = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        signal.signal(signal.SIGTERM, self.handler)
+
+    def _note(self, *_: Any) -> None:
+        self.is_requested = True
+
+
+def checkpoints(args: argparse.Namespace) -> list[Path]:
+    return sorted(path.parent for path in args.output_dir.glob("checkpoint-*/run.json"))
+
+
+def save_checkpoint(accelerator: Accelerator, loader: Any, step: int, args: Any) -> None:
+    """Write beside, then rename: a kill at any moment leaves the checkpoint before it whole."""
+    unfinished, metrics = args.output_dir / "unfinished", args.output_dir / "metrics.jsonl"
+    try:
+        accelerator.save_state(str(unfinished))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            state = {"version": 5, "step": step, "loader": loader.state_dict(), "run": args.run}
+            (unfinished / "run.json").write_text(json.dumps(state, indent=2))
+            wait_for_disk(metrics, *unfinished.rglob("*"), unfinished)
+            unfinished.rename(args.output_dir / f"checkpoint-{step:08d}")
+            wait_for_disk(args.output_dir)
+    except (OSError, RuntimeError) as error:  # torch raises a RuntimeError when the disk is full
+        shutil.rmtree(unfinished, ignore_errors=True)
+        whole = [path.name for path in checkpoints(args)[-1:]]
+        there = f"{whole[0]} is whole, --resume goes on from it" if whole else "there is no other"
+        fail(f"checkpoint of step {step} could not be saved: {error}; {there}")
+    if accelerator.is_main_process:
+        for old in checkpoints(args)[: -args.keep_checkpoints]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def wait_for_disk(*paths: Path) -> None:
+    """Files with their contents, folders with the names in them: kept if the power fails now."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def resume(accelerator: Accelerator, loader: Any, args: argparse.Namespace) -> int:
+    """Load the latest checkpoint, if it is of this very run; the number of its step."""
+    latest = checkpoints(args)[-1]
+    state = json.loads((latest / "run.json").read_text())
+    was, now = {"version": state["version"], **state["run"]}, {"version": 5, **args.run}
+    if other := [f"{name} {value}" for name, value in was.items() if now.get(name) != value]:
+        fail(f"--resume: {latest} is of another run, which had {', '.join(other)}")
+    accelerator.load_state(str(latest))
+    loader.load_state_dict(state["loader"])  # plain JSON: Accelerate would load it as a pickle
+    if accelerator.is_main_process:  # forget the steps that came after it
+        metrics, shorter = args.output_dir / "metrics.jsonl", args.output_dir / "metrics.new"
+        shorter.write_text("".join(metrics.read_text().splitlines(True)[: state["step"]]))
+        wait_for_disk(shorter)
+        shorter.replace(metrics)
+    return state["step"]

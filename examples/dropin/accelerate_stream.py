@@ -1,0 +1,56 @@
+"""Accelerate with a packed stream: `prepare` must not divide it, so it gets a PrefetchLoader.
+
+    python examples/dropin/accelerate_stream.py
+    ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2 \\
+        examples/dropin/accelerate_stream.py
+
+`prepare` of a DataLoader of the stream would divide its batches over the ranks again, row by row;
+the stream refuses that. It is told its rank instead, and the loader around it is wrapped in a
+PrefetchLoader, which is no DataLoader: `prepare` returns it as it is, and
+`register_for_checkpointing` saves its position with the rest.
+"""
+
+from __future__ import annotations
+
+import tiny
+from accelerate import Accelerator
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import torch_collate_kit as kit
+
+accelerator = Accelerator(cpu=True)
+num_ranks = accelerator.num_processes
+stream = kit.PackedIterableDataset(
+    tiny.make_examples(),
+    tokenizer=tiny.PAD,
+    max_tokens=tiny.MAX_TOKENS,
+    buffer_size=20,
+    rows_per_batch=max(1, 2 // num_ranks),
+    rank=accelerator.process_index,
+    world_size=num_ranks,
+    fields=tiny.NUMBER,
+)
+loader = kit.PrefetchLoader(
+    StatefulDataLoader(stream, batch_size=None, collate_fn=stream.as_is),
+    device=accelerator.device,
+)
+model = tiny.make_model()
+model, optimizer, loader = accelerator.prepare(model, tiny.make_optimizer(model), loader)
+accelerator.register_for_checkpointing(loader)
+
+losses, numbers = [], []
+with loader:
+    # Ranks may have different numbers of batches: all stop after the same number of steps.
+    for batch in loader.steps(tiny.NUM_STEPS):
+        num_loss_tokens = kit.global_num_loss_tokens(batch)  # of all ranks
+        logits = model(**batch.model_inputs(labels=False)).logits
+        loss = kit.token_loss(logits, batch, num_loss_tokens=num_loss_tokens)
+        accelerator.backward(loss * num_ranks)  # DDP averages, and the loss is a sum
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "sum").item())
+        numbers.append(tiny.numbers_in(batch))
+
+if accelerator.is_main_process:
+    tiny.compare(losses, numbers)
+accelerator.end_training()

@@ -1,0 +1,161 @@
+"""What examples/dropin/README.md says of the stacks: where they are not exact, with the figures."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler, DataLoader
+
+import torch_collate_kit as kit
+from tests.dropin.launching import FOLDER, load_script, skip_without
+
+tiny = load_script("tiny")
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_batches", "num_repeated", "num_missing"),
+    [
+        pytest.param({}, [6, 6], 7, 0, id="defaults"),
+        pytest.param({"even_batches": False}, [6, 5], 0, 0, id="even_batches=False"),
+        pytest.param({"drop_last": True}, [5, 5], 0, 1, id="drop_last=True"),
+    ],
+)
+def test_accelerate_divides_41_examples_by_2_ranks(
+    settings: dict[str, bool], num_batches: list[int], num_repeated: int, num_missing: int
+) -> None:
+    batches = BatchSampler(range(41), batch_size=4, drop_last=settings.pop("drop_last", False))
+    ranks = [list(BatchSamplerShard(batches, 2, rank, **settings)) for rank in range(2)]
+    given = list(chain.from_iterable(chain.from_iterable(ranks)))
+    assert [len(of_rank) for of_rank in ranks] == num_batches
+    assert len(given) - len(set(given)) == num_repeated
+    assert 41 - len(set(given)) == num_missing
+
+
+def lightning_losses(loader: Any, **settings: Any) -> list[float]:
+    import lightning
+
+    class Training(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.losses = tiny.make_model(), []
+
+        def training_step(self, batch: kit.Batch, _: int) -> Any:
+            logits = self.model(**batch.model_inputs(labels=False)).logits
+            count = batch.metadata["num_loss_tokens"]
+            loss = kit.token_loss(logits, batch, num_loss_tokens=count)
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return tiny.make_optimizer(self.model)
+
+    training = Training()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        **settings,
+    )
+    trainer.fit(training, loader)
+    return training.losses
+
+
+def test_accumulate_grad_batches_of_lightning_is_a_mean_of_means() -> None:
+    skip_without("lightning")
+    collate = kit.PackedCollator(tiny.PAD, max_tokens=tiny.MAX_TOKENS)
+    loader = DataLoader(tiny.make_examples(), batch_size=4, collate_fn=collate)
+    losses = lightning_losses(loader, max_steps=20, accumulate_grad_batches=2)
+    steps = list(zip(losses[::2], losses[1::2], strict=True))
+    examples = tiny.make_examples()
+    expected = tiny.reference_losses([examples[i : i + 8] for i in range(0, 160, 8)])
+    difference = max(abs((a + b) / 2 - c) for (a, b), c in zip(steps, expected, strict=True))
+    assert difference == pytest.approx(0.274, abs=0.01)
+
+
+def test_lightning_resumes_a_stream_without_a_length_one_batch_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_without("lightning", "torchdata")
+    monkeypatch.syspath_prepend(FOLDER)
+    script = load_script("lightning_stream")
+    monkeypatch.setattr(script, "Steps", lambda loader, num_steps: loader)
+    whole = script.train(str(tmp_path))
+    rest = script.train(str(tmp_path), str(tmp_path / f"step={script.SAVE_AFTER}.ckpt"))
+    assert rest.numbers[:5] == whole.numbers[script.SAVE_AFTER + 1 :][:5]
+
+
+def prepare_in_ray(config: dict[str, Any]) -> dict[str, str]:
+    """What comes out of prepare_data_loader, with and without its sampler."""
+    import ray.train.torch
+
+    collate = kit.PackedCollator(tiny.PAD, max_tokens=tiny.MAX_TOKENS)
+    examples = tiny.make_examples(16)
+    loader = DataLoader(
+        examples,
+        batch_sampler=BatchSampler(range(16), batch_size=8, drop_last=False),
+        collate_fn=collate,
+    )
+    found = {}
+    for name, settings in (("defaults", {}), ("no sampler", {"add_dist_sampler": False})):
+        prepared = ray.train.torch.prepare_data_loader(loader, **settings)
+        try:
+            batch = next(iter(prepared))
+            found[name] = f"{type(batch).__name__} with {', '.join(sorted(batch))}"
+        except kit.DataError as error:
+            found[name] = f"DataError: {error}"
+    return found
+
+
+def test_ray_rebuilds_a_batch_and_loses_its_sampler(tmp_path: Path) -> None:
+    skip_without("ray")
+    import ray
+    import ray.train.torch
+
+    ray.init(num_cpus=3, log_to_driver=False)
+    try:
+        result = ray.train.torch.TorchTrainer(
+            prepare_in_ray,
+            scaling_config=ray.train.ScalingConfig(num_workers=2),
+            run_config=ray.train.RunConfig(storage_path=str(tmp_path)),
+        ).fit()
+    finally:
+        ray.shutdown()
+    found = result.return_value
+    assert found["no sampler"].startswith("dict with attention_mask,")
+    assert "its input_ids are the tokens of one example" in found["defaults"]
+
+
+def test_trl_takes_no_loss_mask_and_trains_every_token(tmp_path: Path) -> None:
+    skip_without("trl", "peft")
+    import datasets
+    import trl
+
+    tokenizer = tiny.make_tokenizer()
+    chats = datasets.Dataset.from_list(tiny.make_chats(8))
+    examples, _ = kit.tokenize_chat_dataset(chats, tokenizer)
+    assert "loss_mask" in examples.column_names
+    trainer = trl.SFTTrainer(
+        tiny.make_model(),
+        trl.SFTConfig(
+            output_dir=str(tmp_path),
+            max_steps=1,
+            max_length=None,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+        ),
+        train_dataset=examples,
+        data_collator=kit.PackedCollator(tokenizer, max_tokens=64, model_inputs=True),
+        processing_class=tokenizer,
+    )
+    inputs = next(iter(trainer.get_train_dataloader()))
+    num_tokens = sum(len(ids) for ids in examples["input_ids"])
+    assert int((inputs["labels"] != -100).sum()) == num_tokens - 8, "all but the first tokens"
+    assert sum(sum(mask) for mask in examples["loss_mask"]) < num_tokens / 2, "of which half should"

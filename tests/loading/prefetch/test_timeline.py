@@ -1,0 +1,205 @@
+"""``PrefetchLoader.timeline``: when each batch was collated, waited for and trained on."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from torch_collate_kit import PrefetchingSampler, PrefetchLoader
+from torch_collate_kit.loading import StepTimes
+from torch_collate_kit.loading.prefetch import loader as loader_module
+from torch_collate_kit.loading.prefetch.timeline import BuildTimes, Timeline
+
+
+class Clock:
+    """Seconds that pass only where a test says so; for loaders without a thread."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(loader_module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    return clock
+
+
+def loader_of(num_examples, batch_size, collate, **options) -> PrefetchLoader:
+    sampler = PrefetchingSampler(num_examples, batch_size, shuffle=False)
+    data = DataLoader(range(num_examples), batch_sampler=sampler, collate_fn=collate)
+    return PrefetchLoader(data, **options)
+
+
+def test_times_by_a_clock_that_is_told(clock):
+    def collate(rows):
+        clock.sleep(1 + rows[0])
+        return rows
+
+    with loader_of(4, 2, collate, prefetch=False) as loader:
+        for _ in loader.steps(3):
+            clock.sleep(10)
+            assert loader.timeline[-1].train_ended is None  # until it asks for the next one
+    assert loader.timeline == [
+        StepTimes(0, 0, 100, 101, 101, 100, 101, 111),
+        StepTimes(0, 1, 111, 114, 114, 111, 114, 124),
+        StepTimes(1, 0, 124, 125, 125, 124, 125, 135),
+    ]
+    assert [step.build_seconds for step in loader.timeline] == [1, 3, 1]
+    assert [step.wait_seconds for step in loader.timeline] == [1, 3, 1]
+    assert not any(step.was_ahead for step in loader.timeline)
+    assert loader.wait_seconds == 5
+
+
+def test_a_copy_to_a_device_is_timed_alone(clock, monkeypatch):
+    def collate(rows):
+        clock.sleep(1)
+        return torch.tensor(rows)
+
+    with loader_of(2, 2, collate, prefetch=False, device="meta") as loader:
+        send = loader._copy.send
+
+        def slow_send(batch):
+            clock.sleep(3)
+            return send(batch)
+
+        monkeypatch.setattr(loader._copy, "send", slow_send)
+        (batch,) = loader
+    assert batch.device.type == "meta"
+    (step,) = loader.timeline
+    assert (step.collate_began, step.collate_ended, step.copy_ended) == (100, 101, 104)
+    assert step.build_seconds == 4
+
+
+@pytest.mark.parametrize("leave", ["break", "close", "new loop", "error"])
+def test_training_ends_where_a_loop_is_left(clock, leave):
+    with loader_of(6, 2, list, prefetch=False) as loader:
+        batches = iter(loader)
+        next(batches)
+        clock.sleep(7)
+        if leave == "break":
+            batches.close()
+        elif leave == "error":
+            with pytest.raises(KeyError):
+                batches.throw(KeyError())
+        elif leave == "new loop":
+            other = iter(loader)
+            next(other)
+        else:
+            loader.close()
+        assert loader.timeline[0].train_ended == 107
+        clock.sleep(50)  # evaluation, say
+        if leave == "new loop":
+            assert loader.timeline[1].train_ended is None
+            batches.close()  # the old loop is garbage; the new one trains on
+            assert loader.timeline[1].train_ended is None
+            assert next(other) == [4, 5]
+            assert loader.timeline[1].train_ended == 157
+        elif leave != "close":
+            assert list(loader) == [[2, 3], [4, 5]]
+            assert loader.timeline[1].wait_began == 157
+            assert loader.timeline[0].train_ended == 107
+
+
+def test_what_is_built_ahead_is_not_waited_for():
+    """Real time: 20 ms to collate, 40 ms to train; all but the first is hidden."""
+
+    def collate(rows):
+        time.sleep(0.02)
+        return rows
+
+    with loader_of(12, 2, collate) as loader:
+        for _ in loader.steps(6):
+            time.sleep(0.04)
+        steps = loader.timeline
+        assert sum(step.wait_seconds for step in steps) == pytest.approx(loader.wait_seconds)
+    assert [step.step for step in steps] == list(range(6))
+    assert [step.was_ahead for step in steps] == [False] + [True] * 5
+    assert all(step.build_seconds > 0.019 for step in steps)
+    assert steps[0].wait_seconds > 0.019
+    assert sum(step.wait_seconds for step in steps[1:]) < 0.05  # of 0.1 s of collation
+    for before, step in pairwise(steps):
+        assert before.wait_began < step.collate_began < before.train_ended <= step.wait_began
+        assert before.train_ended - before.wait_ended > 0.039
+
+
+def test_waits_add_up_over_slow_batches_and_epochs():
+    """``wait_seconds`` also has the ends of epochs, which gave no batch."""
+
+    def collate(rows):
+        time.sleep(0.01)
+        return rows
+
+    with loader_of(6, 2, collate) as loader:
+        for _ in loader.steps(7):
+            pass
+        steps = loader.timeline
+        waited = sum(step.wait_seconds for step in steps)
+        assert 0 <= loader.wait_seconds - waited < 0.01
+    assert waited > 0.05
+    assert [(step.epoch, step.step) for step in steps] == [(i // 3, i % 3) for i in range(7)]
+
+
+def test_the_last_thousand_steps_are_kept():
+    with loader_of(2100, 2, list, prefetch=False) as loader:
+        for _ in loader:
+            pass
+        assert [step.step for step in loader.timeline] == list(range(50, 1050))
+
+
+def test_it_is_not_in_the_state():
+    with loader_of(6, 2, list) as loader, loader_of(6, 2, list) as other:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        assert not any("time" in key for key in state)
+        other.load_state_dict(state)
+        assert other.timeline == []
+        assert len(loader.timeline) == 1
+
+
+def test_the_list_is_a_copy():
+    with loader_of(4, 2, list) as loader:
+        next(iter(loader))
+        loader.timeline.clear()
+        assert len(loader.timeline) == 1
+
+
+def test_any_thread_may_read_while_steps_are_added():
+    """Without the copy in one operation: RuntimeError, deque mutated during iteration."""
+    timeline, failed, is_done = Timeline(), [], threading.Event()
+
+    def read() -> None:
+        try:
+            while not is_done.is_set():
+                steps = [step.step for step in timeline.steps()]
+                assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else True
+        except Exception as error:
+            failed.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for step in range(20_000):
+            timeline.received(0, step, BuildTimes(0.0, 0.0, 0.0), 0.0, 0.0)
+            timeline.trained(1.0)
+    finally:
+        is_done.set()
+        reader.join()
+        sys.setswitchinterval(interval)
+    assert failed == []

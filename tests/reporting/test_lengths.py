@@ -1,0 +1,140 @@
+"""What a report takes as data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from torch_collate_kit import (
+    DataError,
+    Ragged,
+    TokenizedDataset,
+    VisionLayout,
+    packing_report,
+)
+from torch_collate_kit.reporting.lengths import data_lengths
+
+IDS = [[5, 6, 7], [8], [9, 4]]
+EXAMPLES = [{"input_ids": ids, "loss_mask": [0] * len(ids)} for ids in IDS]
+ROLLOUTS = [
+    {"prompt_ids": [1, 2], "response_ids": [3]},
+    {"prompt_ids": [4], "response_ids": []},
+    {"prompt_ids": [5], "response_ids": [6]},
+]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [3, 1, 2],
+        (3, 1, 2),
+        np.array([3, 1, 2], dtype=np.uint16),
+        torch.tensor([3, 1, 2]),
+        EXAMPLES,
+        tuple(EXAMPLES),
+        ROLLOUTS,
+        {"input_ids": IDS},
+        {"input_ids": Ragged.from_rows(IDS), "loss_mask": None},
+        {key: [rollout[key] for rollout in ROLLOUTS] for key in ROLLOUTS[0]},
+        Ragged.from_rows(IDS),
+        TokenizedDataset(EXAMPLES),
+        [{"input_ids": np.array(ids)} for ids in IDS],
+    ],
+    ids=lambda data: type(data).__name__,
+)
+def test_lengths_of(data):
+    found = data_lengths(data)
+    assert found.lengths.tolist() == [3, 1, 2]
+    assert found.lengths.dtype == np.int64
+    assert found.patches is None
+
+
+def test_lengths_of_a_dataset_in_its_order():
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"input_ids": IDS, "text": ["a", "b", "c"]})
+    assert data_lengths(data).lengths.tolist() == [3, 1, 2]
+    assert data_lengths(data.select([2, 0])).lengths.tolist() == [2, 3]
+
+
+def test_lengths_of_arrow_and_of_a_path(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table({"input_ids": IDS})
+    path = tmp_path / "ids.arrow"
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    for data in (table, path, str(path)):
+        assert data_lengths(data).lengths.tolist() == [3, 1, 2]
+
+
+@pytest.fixture
+def images() -> TokenizedDataset:
+    """Two examples with an image of 4 and of 16 patches, and one without."""
+    qwen = VisionLayout("qwen3_vl", image_token_id=9, merge_size=2)
+    rows = [
+        {
+            "input_ids": [9] * (side * side // 4) + [5],
+            "pixel_values": np.zeros((side * side, 1176), dtype=np.float32),
+            "image_grid_thw": np.array([[1, side, side]]),
+        }
+        for side in (2, 4)
+    ]
+    none = {
+        "pixel_values": np.zeros((0, 1176), np.float32),
+        "image_grid_thw": np.zeros((0, 3), int),
+    }
+    return TokenizedDataset([*rows, {"input_ids": [5], **none}], train_all=True, vision=qwen)
+
+
+def test_a_dataset_with_images_has_its_patches(images):
+    found = data_lengths(images)
+    assert (found.lengths.tolist(), found.patches) == ([2, 5, 1], [[4], [16], []])
+    assert found.dummy_image_tokens == 1
+    limited = packing_report(images, 8, max_patches=8, show=False)
+    assert [c["num_dropped"] for c in limited["candidates"]] == [1, 1, 1, 1]  # that of 16 patches
+    rows = [packing_report(images, 8, max_patches=n, show=False) for n in (16, 20)]
+    assert [report["candidates"][1]["num_rows"] for report in rows] == [2, 1]
+
+
+def test_rows_without_an_image_keep_room_for_a_dummy_image(images):
+    """The model's smallest one, which only a dataset with ``vision`` knows."""
+    with_images = packing_report(images, 6, show=False)
+    lengths = packing_report(images.lengths, 6, patches=images.patches, show=False)
+    assert with_images["options"]["dummy_image_tokens"] == 1
+    assert lengths["options"]["dummy_image_tokens"] == 0
+
+
+def test_patches_that_are_given_replace_those_of_the_dataset(images):
+    report = packing_report(images, 8, patches=[1, 1, 1], max_patches=8, show=False)
+    assert report["candidates"][1]["num_dropped"] == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        ([], DataError, r"there are no examples \(0 lengths\)"),
+        (
+            iter([3]),
+            TypeError,
+            "data must have lengths, got list_iterator; tokenize first .*or pass lengths",
+        ),
+        (b"abc", TypeError, "data must have lengths, got bytes"),
+        ([3, 0], DataError, "example 1 has length 0"),
+        ([[3], [1]], ValueError, r"lengths must be 1-D, got shape \(2, 1\)"),
+        ([*EXAMPLES, {"messages": []}], DataError, r"example 3 has no input_ids, got \['messages'"),
+        ([*EXAMPLES, 3], DataError, "example 3 has no input_ids, got int"),
+        ({"text": ["a"]}, DataError, r"no input_ids among the columns \['text'\]; tokenize first"),
+        ({"input_ids": [5, 6]}, DataError, r"the tokens of one example; pass a list: \[example\]"),
+        ({"input_ids": []}, DataError, "no examples"),
+        ([{"input_ids": []}], DataError, "example 0 has length 0"),
+    ],
+)
+def test_bad_data(data, error, message):
+    with pytest.raises(error, match=message):
+        data_lengths(data)
+
+
+def test_a_dataset_without_tokens_says_so():
+    datasets = pytest.importorskip("datasets")
+    with pytest.raises(DataError, match=r"no input_ids among the columns \['text'\]; tokenize"):
+        data_lengths(datasets.Dataset.from_dict({"text": ["a"]}))

@@ -1,0 +1,137 @@
+"""Which max_tokens is recommended, and why."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from torch_collate_kit import packing_report
+from torch_collate_kit.reporting.recommendation import capacities_to_try, recommended
+
+
+def candidate(max_tokens, padding, *, strategy="sequential", dropped=0, cut=0):
+    return {
+        "max_tokens": max_tokens,
+        "strategy": strategy,
+        "padding": padding,
+        "num_dropped": dropped,
+        "num_dropped_tokens": 10 * dropped,
+        "num_cut": cut,
+        "num_cut_tokens": cut,
+    }
+
+
+LOSSLESS = "that drop and cut nothing"
+
+
+@pytest.mark.parametrize(
+    ("candidates", "max_tokens", "reason"),
+    [
+        pytest.param(
+            [candidate(8, 0.02), candidate(16, 0.01), candidate(32, 0.0)],
+            8,
+            f"the smallest of those {LOSSLESS} and leave at most 2% padding",
+            id="the smallest that is full enough",
+        ),
+        pytest.param(
+            [candidate(8, 0.03), candidate(16, 0.019), candidate(32, 0.0)],
+            16,
+            f"the smallest of those {LOSSLESS} and leave at most 2% padding",
+            id="the order does not decide",
+        ),
+        pytest.param(
+            [candidate(8, 0.0, dropped=1), candidate(16, 0.02)],
+            16,
+            f"the smallest of those {LOSSLESS} and leave at most 2% padding",
+            id="a lost example is worse than padding",
+        ),
+        pytest.param(
+            [candidate(8, 0.0, dropped=1), candidate(16, 0.4)],
+            16,
+            f"the least padding of those {LOSSLESS}",
+            id="than any padding",
+        ),
+        pytest.param(
+            [candidate(8, 0.0, cut=1), candidate(16, 0.4)],
+            16,
+            f"the least padding of those {LOSSLESS}",
+            id="a cut one too",
+        ),
+        pytest.param(
+            [candidate(8, 0.3), candidate(16, 0.1), candidate(32, 0.096), candidate(64, 0.2)],
+            16,
+            f"the least padding of those {LOSSLESS}",
+            id="half a point does not pay for twice the memory",
+        ),
+        pytest.param(
+            [
+                candidate(8, 0.0, dropped=9),
+                candidate(16, 0.0, dropped=3),
+                candidate(32, 0.01, cut=3),
+            ],
+            16,
+            "the smallest of those that lose the fewest examples (3) and leave at most 2% padding",
+            id="all lose something",
+        ),
+        pytest.param(
+            [candidate(8, 0.9, strategy="padded"), candidate(8, 0.3), candidate(4, 0.1, dropped=1)],
+            8,
+            f"the least padding of those {LOSSLESS}",
+            id="padded rows are not recommended",
+        ),
+    ],
+)
+def test_rule(candidates, max_tokens, reason):
+    for order in (candidates, candidates[::-1]):
+        found = recommended(order, 1000)
+        assert (found["max_tokens"], found["reason"]) == (max_tokens, reason)
+
+
+def test_strategy_is_the_first_one_that_is_as_good():
+    candidates = [
+        candidate(8, 0.014, strategy="sequential"),
+        candidate(8, 0.011, strategy="best_fit_decreasing"),
+        candidate(8, 0.010, strategy="balanced"),
+    ]
+    assert recommended(candidates, 1000)["strategy"] == "sequential"
+    candidates[0]["padding"] = 0.016
+    assert recommended(candidates, 1000)["strategy"] == "best_fit_decreasing"
+
+
+def test_notes_say_what_is_lost():
+    smaller = [candidate(4, 0.0, dropped=30), candidate(8, 0.01, dropped=1, cut=2)]
+    also = candidate(9, 0.0, dropped=1, cut=2)  # loses as much, and takes more memory
+    assert recommended([also, *smaller, candidate(16, 0.0)], 1000)["notes"] == [
+        "note: max_tokens=8 drops 1 example and cuts 2 examples (1.20% of the tokens lost)"
+    ]
+    assert recommended(smaller[:1], 1000)["notes"] == [
+        "note: drops 30 examples (30.00% of the tokens lost); a larger max_tokens keeps more"
+    ]
+    assert recommended([candidate(16, 0.0)], 1000)["notes"] == []
+    full_of_padding = candidate(4, 0.3, dropped=1)
+    assert recommended([full_of_padding, candidate(16, 0.0)], 1000)["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("lengths", "align", "expected"),
+    [
+        ([5], 1, [6, 8, 12, 16]),
+        ([1], 1, [3, 4, 6, 8]),
+        ([8], 1, [6, 8, 12, 16]),
+        ([9], 1, [12, 16, 24, 32]),
+        ([3], 6, [6, 8]),
+        ([100] * 199 + [1000], 1, [128, 256, 512, 768, 1024, 1536, 2048]),
+    ],
+)
+def test_capacities(lengths, align, expected):
+    assert capacities_to_try(np.array(lengths), align) == expected
+
+
+def test_without_max_tokens_best_fit_is_tried_at_several():
+    report = packing_report([100] * 199 + [1000], show=False)
+    tried = {(c["max_tokens"], c["strategy"]) for c in report["candidates"]}
+    capacities = [128, 256, 512, 768, 1024, 1536, 2048]
+    strategies = ("padded", "best_fit_decreasing")
+    assert tried == {(n, strategy) for n in capacities for strategy in strategies}
+    assert report["recommended"]["max_tokens"] == 1024
+    assert "max_tokens=128 drops 1 example (4.78% of the tokens lost)" in repr(report)

@@ -1,0 +1,241 @@
+"""``packing_report``: every figure against plain loops, what is printed, what is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.reporting.report_oracle import packed_figures, padded_figures, what_is_left
+from torch_collate_kit import (
+    DataError,
+    ModelCost,
+    PackingReport,
+    ParallelLayout,
+    packing_report,
+)
+
+COST = ModelCost(language_linear=7, language_quadratic=2)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40),
+    max_tokens=st.integers(8, 48),
+    dp=st.integers(1, 4),
+    tp=st.sampled_from([1, 4]),
+    overflow=st.sampled_from(["drop", "truncate", "split"]),
+    batch_size=st.none() | st.integers(1, 12),
+    padded_batch_size=st.integers(1, 6),
+    strategy=st.sampled_from(
+        ["best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential"]
+    ),
+)
+def test_figures_are_those_of_plain_loops(
+    lengths, max_tokens, dp, tp, overflow, batch_size, padded_batch_size, strategy
+):
+    layout = ParallelLayout(dp=dp, tp=tp)
+    kept, lost = what_is_left(lengths, max_tokens // tp * tp, overflow)
+    report = packing_report(
+        lengths,
+        max_tokens,
+        strategies=[strategy],
+        parallel=layout,
+        overflow=overflow,
+        cost=COST,
+        batch_size=batch_size,
+        padded_batch_size=padded_batch_size,
+        show=False,
+    )
+    padded, packed = report["candidates"]
+    assert padded["strategy"] == "padded"
+    assert packed["strategy"] == strategy
+    assert {key: padded[key] for key in lost} == {key: packed[key] for key in lost} == lost
+    if kept:
+        expected = padded_figures(kept, layout, padded_batch_size, COST)
+        check(padded, expected)
+    options = {"strategy": strategy, "overflow": overflow}
+    expected = packed_figures(lengths, max_tokens, layout, batch_size, COST, **options)
+    check(packed, expected)
+
+
+def check(candidate, expected):
+    for name, figure in expected.items():
+        assert candidate[name] == pytest.approx(figure), name
+
+
+def test_a_report_by_hand():
+    """Padded in twos: widths 5 and 9. Packed to 10: [9] and [5, 3, 2]; in order [5, 3], [9], [2]"""
+    report = packing_report([5, 3, 9, 2], 10, padded_batch_size=2, show=False)
+    keys = ("strategy", "num_rows", "num_cells", "padding", "num_dropped")
+    assert [tuple(c[key] for key in keys) for c in report["candidates"]] == [
+        ("padded", 4, 28, pytest.approx(9 / 28), 0),
+        ("best_fit_decreasing", 2, 20, pytest.approx(1 / 20), 0),
+        ("balanced", 2, 20, pytest.approx(1 / 20), 0),
+        ("sequential", 3, 27, pytest.approx(8 / 27), 0),
+    ]
+    assert report["data"] == {
+        "num_examples": 4,
+        "num_tokens": 19,
+        "mean": 4.75,
+        "median": 4.0,
+        "longest": 9,
+    }
+
+
+def test_what_is_printed(capsys):
+    lengths = [5, 3, 9, 2, 30]
+    report = packing_report(lengths, [10, 32], strategies=["best_fit_decreasing"])
+    lines = capsys.readouterr().out.splitlines()
+    times = [c["plan_seconds"] for c in report["candidates"]]
+    assert times[0] == times[2] == 0 < min(times[1], times[3])
+    ms = [f"{1000 * seconds:.1f} ms" for seconds in times]
+    ms = [text.rjust(max(map(len, ms[1::2]))) for text in ms]
+    plan = "plan".rjust(2 + len(ms[0]))
+    assert lines == [
+        "5 examples, 49 tokens; median 5, longest 30",
+        "packed all examples together; padded in batches of 8",
+        "dropped or cut: examples that do not fit; lost: their share of the tokens",
+        "",
+        "max_tokens  layout               padding  efficiency  rows  dropped    lost" + plan,
+        "        10  padded                 47.2%       52.8%     4        1  61.22%",
+        f"        10  best_fit_decreasing     5.0%       95.0%     2        1  61.22%  {ms[1]}",
+        "",
+        "        32  padded                 67.3%       32.7%     5        0   0.00%",
+        f"        32  best_fit_decreasing    23.4%       76.6%     2        0   0.00%  {ms[3]}",
+        "",
+        "padding 67.3% -> 23.4% at max_tokens=32",
+        "recommended: max_tokens=32, best_fit_decreasing",
+        "  the least padding of those that drop and cut nothing",
+    ]
+
+
+def test_lines_fit_100_characters():
+    lengths = np.random.default_rng(0).integers(1, 200_000, 3_000)
+    report = packing_report(
+        lengths, 131_072, parallel=ParallelLayout(dp=8, tp=16), batch_size=500, show=False
+    )
+    lines = repr(report).splitlines()
+    assert max(map(len, lines)) > 95  # the table is as wide as it gets
+    assert all(len(line) <= 100 for line in lines)
+    assert "8 ranks; rank tokens and cost: the slowest rank of a step / the mean" in lines
+    assert "examples aligned to 16 tokens" in lines
+
+
+def test_html_has_the_same_figures_with_the_recommended_row_bold():
+    report = packing_report([5, 3, 9, 2], 10, show=False)
+    html = report._repr_html_()
+    assert html.count("<tr>") == 5
+    assert '<td style="text-align:left"><b>best_fit_decreasing</b></td>' in html
+    assert '<td style="text-align:left">sequential</td>' in html
+    assert "padding 47.2% -&gt; 5.0% at max_tokens=10" in html
+
+
+def test_a_report_is_json_and_a_frame_and_can_be_pickled():
+    pandas = pytest.importorskip("pandas")
+    report = packing_report(np.array([5, 3, 9, 2]), (np.int64(10), 20), batch_size=2, show=False)
+    assert PackingReport(json.loads(json.dumps(report))) == report
+    again = pickle.loads(pickle.dumps(report))
+    assert isinstance(again, PackingReport)
+    assert repr(again) == repr(report)
+    frame = report.to_frame()
+    assert isinstance(frame, pandas.DataFrame)
+    assert frame["padding"].tolist() == [c["padding"] for c in report["candidates"]]
+    assert frame["strategy"].tolist()[:2] == ["padded", "best_fit_decreasing"]
+
+
+def test_a_part_of_a_report_prints_as_a_dict():
+    report = packing_report([5, 3], 10, show=False)
+    del report["candidates"], report["recommended"], report["options"]
+    assert repr(report) == repr(dict(report))
+    assert report._repr_html_() is None
+
+
+def test_without_pandas_the_frame_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    report = packing_report([5, 3], 10, show=False)
+    message = r"PackingReport\.to_frame needs the package pandas: pip install pandas"
+    with pytest.raises(ImportError, match=message):
+        report.to_frame()
+
+
+def test_padded_batch_size_follows_from_the_batch_size():
+    def size(**options):
+        return packing_report([5] * 20, 10, show=False, **options)["options"]["padded_batch_size"]
+
+    assert size() == 8
+    assert size(batch_size=12) == 12
+    assert size(batch_size=12, parallel=ParallelLayout(dp=4)) == 3
+    assert size(batch_size=2, parallel=ParallelLayout(dp=4)) == 1
+    assert size(batch_size=12, padded_batch_size=5) == 5
+
+
+def test_lengths_are_not_changed():
+    lengths = np.array([5, 30, 9, 2])
+    packing_report(lengths, 10, overflow="truncate", show=False)
+    assert lengths.tolist() == [5, 30, 9, 2]
+
+
+def test_all_examples_may_be_too_long():
+    report = packing_report([50, 60], 10, show=False)
+    padded, packed = report["candidates"][:2]
+    assert (padded["num_rows"], padded["num_dropped"], padded["padding"]) == (0, 2, 0.0)
+    assert (packed["num_tokens"], packed["num_dropped_tokens"]) == (0, 110)
+    assert "note: drops 2 examples (100.00% of the tokens lost)" in repr(report)
+
+
+def test_images_are_packed_by_patches_too():
+    patches = [[16], [4, 4], [], []]
+    options = {"patches": patches, "strategies": ["best_fit_decreasing"], "show": False}
+    alone = packing_report([5, 2, 6, 3], 16, **options)["candidates"][1]
+    limited = packing_report([5, 2, 6, 3], 16, max_patches=16, **options)["candidates"][1]
+    assert (alone["num_rows"], limited["num_rows"]) == (1, 2)
+    language = ModelCost().language(np.array([5, 2, 6, 3])).sum()
+    vision = ModelCost().vision(np.array([16, 4, 4])).sum()
+    assert sum(limited["cost_per_rank"]) == language + vision
+    padded = packing_report([5, 2, 6, 3], 16, **options)["candidates"][0]
+    assert sum(padded["cost_per_rank"]) == ModelCost().language(np.array([6] * 4)).sum() + vision
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (([],), {}, DataError, r"no examples \(0 lengths\).*pass at least 1"),
+        (([5, 0], 8), {}, DataError, "example 1 has length 0"),
+        (([5, 9], 8), {"overflow": "raise"}, DataError, "example 1 has 9 tokens"),
+        (([5.5],), {}, TypeError, "lengths must be integers"),
+        ((7, 8), {}, TypeError, "data must have lengths, got int; tokenize first"),
+        (([5], []), {}, ValueError, "max_tokens is empty; give at least one"),
+        (([5], "8"), {}, TypeError, "max_tokens must be an int, got '8' of type str"),
+        (([5], 8.0), {}, TypeError, "max_tokens must be an int, got 8.0 of type float"),
+        (([5], {8, 9}), {}, TypeError, r"max_tokens must be an int, got \{8, 9\} of type set"),
+        (([5], 0), {}, ValueError, "max_tokens must be at least 1, got 0"),
+        (([5], 8), {"strategies": []}, ValueError, "strategies is empty; give at least one"),
+        (([5], 8), {"strategies": ["best"]}, ValueError, "strategy must be one of 'best_fit_d"),
+        (([5], 8), {"overflow": "cut"}, ValueError, "overflow must be one of 'raise', 'trunc"),
+        (([5], 8), {"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0; None"),
+        (([5], 8), {"padded_batch_size": 0}, ValueError, "padded_batch_size must be at least 1"),
+        (([5], 8), {"show": 1}, TypeError, "show must be True or False, got 1"),
+        (([5], 8), {"patches": [1, 2]}, ValueError, "patches has 2 entries, but there are 1"),
+        (([5], 8), {"parallel": 2}, TypeError, "parallel must be a ParallelLayout, got 2"),
+    ],
+)
+def test_bad_arguments(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        packing_report(*arguments, **options)
+
+
+def test_one_strategy_may_be_a_string_and_each_is_planned_once():
+    report = packing_report([5, 3], [8, 8], strategies="sequential", show=False)
+    assert [c["strategy"] for c in report["candidates"]] == ["padded", "sequential"]
+    twice = packing_report([5, 3], 8, strategies=["sequential"] * 2, show=False)
+    assert len(twice["candidates"]) == 2
+
+
+def test_lengths_of_a_tensor():
+    report = packing_report(torch.tensor([5, 3, 9, 2]), 10, show=False)
+    assert report["data"]["num_tokens"] == 19

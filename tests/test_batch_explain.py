@@ -1,0 +1,250 @@
+"""Batch.explain: every token with all that the dense fields say of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.batch_samples import KINDS, loose, masked_examples
+from tests.strategies import FUZZ, batches, packed_options
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.token_text import token_texts
+from torch_collate_kit.chat.preview import byte_tokenizer
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.packing import ParallelLayout
+
+TOKENIZER = byte_tokenizer("<|im_end|>")
+
+
+def test_a_packed_row() -> None:
+    batch = PackedCollator(9, max_tokens=16, parallel=ParallelLayout(dp=2, tp=4))(masked_examples())
+    assert str(batch.explain(0)) == (
+        "row 0 of 2: 10 tokens in 16 cells, 6 trained\n"
+        "cell  example  segment   id  position  label  weight\n"
+        "   0        0        0    1         0      -       -\n"
+        "   1        0        0    2         1      2     0.5\n"
+        "   2        0        0    3         2      -       -\n"
+        "   3        0        0    4         3      4       1\n"
+        "   4        0        0    5         4      5     0.5\n"
+        "... 3 cells of padding\n"
+        "   8        1        1  101         0      -       -\n"
+        "   9        1        1  102         1    102       1\n"
+        "  10        1        1  103         2    103     0.5\n"
+        "... 1 cell of padding\n"
+        "  12        3        2  301         0      -       -\n"
+        "  13        3        2  302         1    302     0.5\n"
+        "... 2 cells of padding"
+    )
+    assert repr(batch.explain(0)) == str(batch.explain(0))
+
+
+def test_a_rollout() -> None:
+    assert str(KINDS["rollouts"]().explain(0)) == (
+        "row 0 of 4: 5 tokens in 7 cells, 1 trained\n"
+        "cell  example  id  position  weight  rewards  rollout_logprobs  advantages\n"
+        "... 2 cells of padding\n"
+        "   2        0   1         0       -        -                 -           -\n"
+        "   3        0   2         1       -        -                 -           -\n"
+        "   4        0   1         2       -        0                 0           0\n"
+        "   5        0   2         3       1        0             -0.25       0.125\n"
+        "   6        0   3         4       -        0              -0.5        0.25"
+    )
+
+
+def test_text_shows_what_is_invisible_and_parts_of_characters() -> None:
+    ids = TOKENIZER("a \u20ac\n\u200b|<|im_end|>")["input_ids"]
+    batch = PaddedCollator(0)([{"input_ids": [*ids, 9999]}])
+    assert batch.explain(0, TOKENIZER).to_dict()["text"] == [
+        *("'a'", "' '", r"b'\xe2'", r"b'\x82'", r"b'\xac'", r"'\n'"),
+        *(r"b'\xe2'", r"b'\x80'", r"b'\x8b'", "'|'", "'<|im_end|>'", "?"),
+    ]
+    lines = str(batch.explain(0, TOKENIZER)).splitlines()
+    assert lines[1] == "cell  example    id  text          position  label  weight"
+    assert lines[2] == "   0        0    64  'a'                  0      -       -"
+    assert lines[-1] == "  11        0  9999  ?                   11   9999       1"
+
+
+class SentencePieces:
+    """A tokenizer with SentencePiece's way of writing spaces and bytes."""
+
+    pieces = ("\u2581Hello", "world", "<0xE2>", "\u2581", "\u65e5\u672c", "\x00" * 40)
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return self.pieces[token]
+
+    def decode(self, ids: list[int]) -> str:
+        text = "".join("\ufffd" if "<0x" in self.pieces[i] else self.pieces[i] for i in ids)
+        return text.replace("\u2581", " ").removeprefix(" ")
+
+
+def test_text_of_sentence_pieces() -> None:
+    expected = ["' Hello'", "'world'", r"b'\xe2'", "' '", "'\u65e5\u672c'", repr("\x00" * 40)]
+    assert token_texts([0, 1, 2, 3, 4, 5], SentencePieces()) == expected
+    assert token_texts([6, -1], SentencePieces()) == ["?", "?"]
+    batch = PaddedCollator(0)([{"input_ids": [4, 1, 5]}])
+    lines = str(batch.explain(0, SentencePieces())).splitlines()
+    position = lines[1].index("position") + len("position")
+    assert lines[2][: position - 2].endswith("0"), "two characters take two columns each"
+    assert lines[3][:position].endswith("1")
+    assert lines[4][lines[1].index("text") :].startswith(r"'\x00\x00\x00\x00\x00\x00\x0...'  ")
+
+
+def test_a_processor_is_as_good_as_its_tokenizer() -> None:
+    class Processor:
+        tokenizer = TOKENIZER
+
+    batch = PaddedCollator(0)([{"input_ids": [64, 65]}])
+    assert str(batch.explain(0, Processor())) == str(batch.explain(0, TOKENIZER))
+
+
+def test_long_rows_show_head_and_tail() -> None:
+    batch = PaddedCollator(0)([{"input_ids": [*range(1, 4001)]}, {"input_ids": [1]}])
+    lines = str(batch.explain(0)).splitlines()
+    assert len(lines) == 2 + 60 + 1
+    assert lines[32] == "... 3,940 more tokens"
+    assert lines[31].split()[:3] == ["29", "0", "30"]
+    assert lines[33].split()[:3] == ["3970", "0", "3971"]
+    assert len(str(batch.explain(0, max_tokens=None)).splitlines()) == 4002
+    assert str(batch.explain(0, max_tokens=1)).splitlines()[2:] == [
+        "   0        0   1         0      -       -",
+        "... 3,999 more tokens",
+    ]
+    assert str(batch.explain(1)).splitlines()[2] == "... 3,999 cells of padding"
+    assert [row["id"] for row in batch.explain(0, start=5, stop=8).records()] == [6, 7, 8]
+    assert len(batch.explain(0)) == 4000
+    assert batch.explain(0, start=-3).to_dict()["cell"] == [3997, 3998, 3999]
+
+
+def test_one_example_of_a_row() -> None:
+    batch = KINDS["packed"]()
+    for example in range(5):
+        found = batch.explain(example=example).to_dict()
+        assert found["id"] == masked_examples()[example]["input_ids"]
+        assert set(found["example"]) == {example}
+    assert "padding" not in str(batch.explain(0, example=4))
+    assert str(batch.explain(0, example=4)).splitlines()[0] == (
+        "row 0 of 3: 7 tokens in 8 cells, 4 trained, example 4 of it"
+    )
+    split = PackedCollator(0, max_tokens=4, overflow="split")([{"input_ids": [1, 2, 3, 4, 5, 6]}])
+    assert split.explain(1, example=0).to_dict()["id"] == [5, 6]
+    assert split.explain(-1, example=0).to_dict()["id"] == [5, 6]
+
+
+def test_a_batch_built_from_tensors() -> None:
+    built = Batch({"input_ids": torch.tensor([[5, 6, 7]]), "rewards": torch.tensor([[0.5, 1.0]])})
+    assert (
+        str(built.explain(0))
+        == "row 0 of 1: 3 tokens in 3 cells\ncell  id\n   0   5\n   1   6\n   2   7"
+    )
+    masked = built.with_fields(loss_mask=torch.tensor([[0.0, 2.0]]))
+    assert masked.explain(0).records()[2] == {"cell": 2, "id": 7, "weight": 2.0, "rewards": 1.0}
+
+
+def test_html() -> None:
+    page = KINDS["left"]().explain(0, TOKENIZER)._repr_html_()
+    assert page.count("<tr") == 1 + 1 + 5
+    assert page.count("font-weight:bold") == 3, "trained tokens"
+    assert "<i>... 2 cells of padding</i>" in page
+    ids = TOKENIZER("<b>")["input_ids"]
+    assert "'&lt;'" in PaddedCollator(0)([{"input_ids": ids}]).explain(
+        0, TOKENIZER
+    )._repr_html_().replace("&#x27;", "'")
+
+
+ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
+    "no such row": (lambda b: b.explain(3), IndexError, "row 3 of a batch with 3 rows"),
+    "no such row from the end": (lambda b: b.explain(-4), IndexError, "row -4 of a batch with 3"),
+    "neither": (lambda b: b.explain(), TypeError, "needs a row, or the example to look for"),
+    "no such example": (
+        lambda b: b.explain(example=9),
+        ValueError,
+        "example 9 is not in 3 rows of the batch: it is in none of them",
+    ),
+    "another row": (
+        lambda b: b.explain(0, example=0),
+        ValueError,
+        "example 0 is not in row 0 of the batch: it is in row 1",
+    ),
+    "no tokenizer": (
+        lambda b: b.explain(0, "gpt2"),
+        TypeError,
+        "tokenizer must have decode(), got str; load it with AutoTokenizer.from_pretrained",
+    ),
+    "no tokens to show": (
+        lambda b: b.explain(0, max_tokens=0),
+        ValueError,
+        "max_tokens must be at least 1, got 0; None shows all tokens",
+    ),
+    "no ids": (
+        lambda b: loose().explain(0),
+        ValueError,
+        "no input_ids [R, W] to explain; it has ids, rewards, half, kept, words",
+    ),
+    "no example indices": (
+        lambda b: loose().explain(0, example=1),
+        ValueError,
+        'example needs row_metadata["example_indices"]',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(ERRORS))
+def test_errors(name: str) -> None:
+    call, kind, message = ERRORS[name]
+    with pytest.raises(kind) as error:
+        call(KINDS["packed"]())
+    assert message in str(error.value)
+
+
+def check_against_the_fields(batch: Batch, row: int) -> None:
+    """Every cell by itself, from the dense fields."""
+    records = {record["cell"]: record for record in batch.explain(row).records()}
+    divisor = batch.metadata["loss_mask_divisor"]
+    width = batch["input_ids"].shape[1]
+    hidden = width - batch.metadata["response_length"]
+    real = batch["attention_mask"][row].tolist()
+    assert sorted(records) == [cell for cell in range(width) if real[cell]]
+    for cell, record in records.items():
+        assert record["id"] == batch["input_ids"][row, cell]
+        assert record["position"] == batch["position_ids"][row, cell]
+        if "labels" in batch:
+            assert record["label"] == batch["labels"][row, cell]
+        weight = batch["loss_mask"][row, cell - hidden].item() * divisor if cell >= hidden else 0
+        assert record["weight"] == pytest.approx(weight, rel=1e-5)
+        for name in {"rewards", "rollout_logprobs", "advantages", "reference"} & {*batch}:
+            in_response = cell >= hidden
+            expected = batch[name][row, cell - hidden].item() if in_response else 0
+            assert record[name] == expected or (record[name] is None and expected == 0)
+        if "type" in batch:
+            assert record["type"] == batch["type"][row, cell]
+        examples = batch.row_metadata["example_indices"][row].tolist()
+        assert record["example"] in (*examples, None)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_it_says_what_the_fields_say(kind: str) -> None:
+    batch = KINDS[kind]().pad_rows(multiple_of=4)
+    for row in range(len(batch)):
+        check_against_the_fields(batch, row)
+    assert batch.explain(0).records() == batch[:1].explain(0).records()
+    made = batch._made.keys()
+    KINDS[kind]().explain(0)
+    assert batch._made.keys() == made
+
+
+@FUZZ
+@given(st.data())
+def test_any_packed_batch_can_be_explained(data: st.DataObject) -> None:
+    drawn = data.draw(batches())
+    options = data.draw(packed_options(drawn.lengths))
+    parallel = ParallelLayout(**options.layout)
+    batch = PackedCollator(0, parallel=parallel, **options.collator)(drawn.given)
+    row = data.draw(st.integers(0, len(batch) - 1))
+    check_against_the_fields(batch, row)
+    explanation = batch.explain(row, max_tokens=data.draw(st.integers(1, 9)))
+    assert explanation._repr_html_().count("<tr") <= 2 + 9 * 2 + 1
+    assert str(explanation).startswith(f"row {row} of {len(batch)}: ")

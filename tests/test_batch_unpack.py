@@ -1,0 +1,246 @@
+"""unpack: outputs per example out of rows, against a plain loop over cells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.batch_samples import KINDS, loose, masked_examples
+from tests.rollout_strategies import packed_rollout_options, rollouts
+from tests.strategies import FUZZ, batches, packed_options, padded_options
+from tests.vision import test_dummy_images as dummies
+from torch_collate_kit import unpack
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.packing import ParallelLayout
+from torch_collate_kit.rl import stage_mini_batches
+
+
+def unpacked_by_loops(values: Any, batch: Batch) -> list[list[Any]]:
+    """Cell by cell: which example has it, and which of its tokens it is."""
+    width = batch["input_ids"].shape[1]
+    found: dict[int, dict[int, Any]] = {}
+    for row in range(len(batch)):
+        edges = batch["cu_seq_lens"][row].tolist() if "cu_seq_lens" in batch else [0, width]
+        examples = batch.row_metadata["example_indices"][row].tolist()
+        firsts = batch.row_metadata["example_starts"][row].tolist()
+        for segment, (example, first) in enumerate(zip(examples, firsts, strict=True)):
+            token = first
+            for cell in range(edges[segment], edges[segment + 1]):
+                if not batch["attention_mask"][row, cell]:
+                    continue
+                column = cell - (width - values.shape[1])
+                if values.shape[1] == width or token > first:
+                    found.setdefault(example, {})[token] = values[row, column].tolist()
+                token += 1
+    return [
+        [value for _, value in sorted(found.get(example, {}).items())]
+        for example in range(batch.metadata["num_examples"])
+    ]
+
+
+def test_they_come_in_the_order_of_the_examples() -> None:
+    batch = PackedCollator(9, max_tokens=8)(masked_examples())
+    assert batch.row_metadata["example_indices"].tolist() == [[4], [0, 1], [2, 3]]
+    expected = [example["input_ids"] for example in masked_examples()]
+    assert [ids.tolist() for ids in unpack(batch["input_ids"], batch)] == expected
+    predicted = unpack(batch["input_ids"][:, 1:], batch)
+    assert [ids.tolist() for ids in predicted] == [ids[1:] for ids in expected]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("columns", [0, 1])
+def test_every_kind_of_batch(kind: str, columns: int) -> None:
+    batch = KINDS[kind]().pad_rows(multiple_of=4)
+    shape = batch["input_ids"].shape
+    values = torch.arange(shape[0] * (shape[1] - columns) * 2).view(shape[0], -1, 2)
+    expected = unpacked_by_loops(values, batch)
+    assert [part.tolist() for part in unpack(values, batch)] == expected
+    arrays = unpack(values.numpy(), batch)
+    assert all(isinstance(part, np.ndarray) for part in arrays)
+    assert [part.tolist() for part in arrays] == expected
+    dense = Batch(dict(batch), row_metadata=batch.row_metadata, metadata=batch.metadata)
+    assert [part.tolist() for part in unpack(values, dense)] == expected
+
+
+def test_dummy_images_and_pad_rows_are_left_out() -> None:
+    batch = dummies.collate(dummies.examples())
+    found = [ids.tolist() for ids in unpack(batch["input_ids"], batch)]
+    assert found == [example["input_ids"] for example in dummies.examples()]
+
+
+def test_pieces_are_joined_and_dropped_examples_are_empty() -> None:
+    examples = [{"input_ids": [1, 2, 3, 4, 5]}, {"input_ids": [6]}]
+    split = PackedCollator(0, max_tokens=2, overflow="split")(examples)
+    assert [ids.tolist() for ids in unpack(split["input_ids"], split)] == [[1, 2, 3, 4, 5], [6]]
+    assert [ids.tolist() for ids in unpack(split["input_ids"][:, 1:], split)] == [[2, 4], []]
+    dropped = PackedCollator(0, max_tokens=2, overflow="drop")(examples)
+    values = torch.zeros(1, dropped["input_ids"].shape[1], 3)
+    assert [list(part.shape) for part in unpack(values, dropped)] == [[0, 3], [1, 3]]
+    chunks = split.chunk(len(split))
+    parts = [unpack(chunk["input_ids"], chunk) for chunk in chunks]
+    assert sorted(torch.cat([torch.cat(part) for part in parts]).tolist()) == [1, 2, 3, 4, 5, 6]
+    assert all(len(part) == 2 for part in parts)
+
+
+def test_gradients_flow_and_nothing_is_shared() -> None:
+    batch = PackedCollator(0, max_tokens=4)([{"input_ids": [1, 2, 3]}])
+    values = torch.zeros(1, 3, requires_grad=True)
+    (part,) = unpack(values, batch)
+    part[:2].sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [[1, 1, 0]]
+    with torch.no_grad():
+        part.add_(1)
+    assert values.tolist() == [[0, 0, 0]]
+    assert [part.device.type for part in unpack(torch.zeros(1, 3, device="meta"), batch)] == [
+        "meta"
+    ]
+
+
+@FUZZ
+@given(st.data())
+def test_any_batch(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(("padded", "packed", "packed", "packed rollouts")))
+    if kind == "packed rollouts":
+        drawn: Any = data.draw(rollouts(images=False))
+        options = data.draw(packed_rollout_options(drawn.lengths))
+    else:
+        drawn = data.draw(batches())
+        options = data.draw(packed_options(drawn.lengths)) if kind == "packed" else None
+    if options is None:
+        batch = PaddedCollator(0, **data.draw(padded_options(drawn.lengths)))(drawn.given)
+    else:
+        parallel = ParallelLayout(**options.layout)
+        batch = PackedCollator(0, parallel=parallel, **options.collator)(drawn.given)
+    batch = batch.pad_rows(multiple_of=data.draw(st.integers(1, 3)))
+    batch = batch.select(data.draw(st.permutations(range(len(batch)))))
+    values = batch["input_ids"][:, data.draw(st.integers(0, 1)) :]
+    expected = unpacked_by_loops(values, batch)
+    assert [part.tolist() for part in unpack(values, batch)] == expected
+
+
+# --- from model inputs ---------------------------------------------------------------------------
+
+
+def trained_segments(values: Any, inputs: dict[str, Any]) -> list[list[Any]]:
+    """From positions alone, cell by cell."""
+    found: list[list[Any]] = []
+    labels, positions = inputs["labels"].tolist(), inputs["position_ids"].tolist()
+    shift = len(labels[0]) - values.shape[1]
+    for row, of_row in enumerate(labels):
+        segments: list[list[int]] = []
+        for cell in range(len(of_row)):
+            if cell == 0 or positions[row][cell] != positions[row][cell - 1] + 1:
+                segments.append([])
+            if positions[row][cell] >= 0:
+                segments[-1].append(cell)
+        for cells in segments:
+            if any(of_row[cell] != -100 for cell in cells):
+                found.append([values[row, cell - shift].tolist() for cell in cells[shift:]])
+    return found
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "torch_varlen"])
+@pytest.mark.parametrize("kind", ["packed", "packed labels", "aligned", "left", "right"])
+def test_model_inputs(kind: str, attention: str) -> None:
+    batch = KINDS[kind]()
+    inputs = batch.model_inputs(attention)
+    for columns in (0, 1):
+        values = batch["input_ids"][:, columns:]
+        found = [part.tolist() for part in unpack(values, inputs)]
+        assert found == trained_segments(values, inputs)
+    if kind == "packed":
+        order = [i for row in batch.row_metadata["example_indices"].tolist() for i in row]
+        ids = [masked_examples()[i]["input_ids"] for i in order]
+        assert [part.tolist() for part in unpack(batch["input_ids"], inputs)] == ids
+        assert batch["labels"][0, -1] == -100, "a pad tail that is left out"
+    if kind == "packed" and attention == "torch_varlen":
+        del inputs["position_ids"]
+        assert [part.tolist() for part in unpack(batch["input_ids"], inputs)] == ids
+
+
+def test_cells_that_trainer_adds_are_none() -> None:
+    inputs = {
+        "labels": np.array([[-100, 6, -100, 8, -100], [-100, 3, 4, -100, -100]]),
+        "position_ids": np.array([[0, 1, 0, 1, 2], [0, 1, 2, -100, -100]]),
+    }
+    values = np.arange(10).reshape(2, 5)
+    assert [part.tolist() for part in unpack(values, inputs)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
+    assert [part.tolist() for part in unpack(values[:, :-1], inputs)] == [[0], [2, 3], [5, 6]]
+    assert [part.tolist() for part in unpack(inputs["labels"], inputs)] == [
+        [-100, 6],
+        [-100, 8, -100],
+        [-100, 3, 4],
+    ]
+
+
+PACKED = KINDS["packed"]()
+INPUTS = PACKED.model_inputs("sdpa")
+IDS = PACKED["input_ids"]
+ERRORS: dict[str, tuple[Any, Any, type[Exception], str]] = {
+    "a list": ([[1]], PACKED, TypeError, "values must be a tensor or an array, got list"),
+    "no batch": (IDS, IDS, TypeError, "needs the Batch, or a mapping with labels and position_ids"),
+    "other rows": (
+        IDS[:2],
+        PACKED,
+        ValueError,
+        "values have shape [2, 8], the batch has 3 rows of 8 cells; give [3, 8, ...], one entry "
+        "per cell, or [3, 7, ...], one per predicted token (of response tokens [R, A] take",
+    ),
+    "other columns": (IDS[:, 2:], PACKED, ValueError, "values have shape [3, 6], the batch has 3"),
+    "more columns": (IDS.repeat(1, 2), INPUTS, ValueError, "values have shape [3, 16]"),
+    "one dimension": (IDS[0], PACKED, ValueError, "values have shape [8]"),
+    "built by hand": (loose()["ids"], loose(), ValueError, "without the row metadata"),
+    "no labels": (IDS, {"position_ids": IDS}, ValueError, "no labels in the mapping, got position"),
+    "no positions": (
+        IDS,
+        {"labels": IDS},
+        ValueError,
+        "neither position_ids nor cu_seq_lens_q is given, got labels; pass what the collator "
+        'returned, or with Trainer set TrainingArguments(label_names=["labels", "position_ids"])',
+    ),
+    "positions of other rows": (
+        IDS,
+        {"labels": IDS, "position_ids": IDS[:1]},
+        ValueError,
+        "position_ids have shape [1, 8], labels [3, 8]",
+    ),
+    "positions of images": (
+        IDS,
+        {"labels": IDS, "position_ids": IDS[None]},
+        ValueError,
+        "position_ids must be [R, W], got shape [1, 3, 8]",
+    ),
+    "boundaries of other rows": (
+        IDS,
+        {"labels": IDS, "cu_seq_lens_q": [0, 9]},
+        ValueError,
+        "cu_seq_lens_q ends at 9, labels have 24 cells",
+    ),
+    "joined twice": (
+        IDS.repeat(2, 1),
+        PACKED.select([0, 1, 2, 0, 1, 2]),
+        ValueError,
+        "a piece of example 0 is in the batch twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(ERRORS))
+def test_errors(name: str) -> None:
+    values, batch, kind, message = ERRORS[name]
+    with pytest.raises(kind) as error:
+        unpack(values, batch)
+    assert message in str(error.value)
+
+
+def test_a_staged_mini_batch_is_refused() -> None:
+    staged = stage_mini_batches(KINDS["rollouts"](), [0, 2, 4], 1)
+    with pytest.raises(ValueError, match=r"example 3, and .* is 2, so they are a part of another"):
+        unpack(staged[1][0]["input_ids"], staged[1][0])

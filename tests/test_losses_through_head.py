@@ -1,0 +1,230 @@
+"""The loss through the head is the loss of its logits, in values and gradients, in less memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.test_losses import EXAMPLES, LAYOUTS, examples_strategy
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
+from torch_collate_kit.losses import linear_nll as module
+from torch_collate_kit.losses import token_loss
+
+VOCABULARY, HIDDEN = 11, 6
+
+
+def a_head(*, bias: bool = False, dtype: torch.dtype = torch.float64) -> torch.nn.Linear:
+    torch.manual_seed(1)
+    return torch.nn.Linear(HIDDEN, VOCABULARY, bias=bias, dtype=dtype)
+
+
+def hidden_of(batch: Batch, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    shape = (*batch["input_ids"].shape, HIDDEN)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def both(
+    batch: Batch | Tensor, hidden: Tensor, head: torch.nn.Linear, softcap: float | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Loss and gradients of hidden states, weight and bias: through the head, and of logits."""
+    inputs = [hidden, *head.parameters()]
+    logits = head(hidden)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    expected = token_loss(logits, batch, num_loss_tokens=7)
+    found = token_loss(hidden, batch, num_loss_tokens=7, head=head, logit_softcap=softcap)
+    return tuple([loss, *torch.autograd.grad(3 * loss, inputs)] for loss in (found, expected))
+
+
+def assert_same(pairs: tuple[list[Tensor], list[Tensor]], tolerance: float) -> None:
+    for found, expected in zip(*pairs, strict=True):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tokens at a time, so that small batches have several chunks and a short last one."""
+    monkeypatch.setattr(module.linear_nll, "__kwdefaults__", {"softcap": None, "chunk": 3})
+
+
+@given(
+    examples=examples_strategy,
+    name=st.sampled_from(list(LAYOUTS)),
+    normalize=st.booleans(),
+    bias=st.booleans(),
+    softcap=st.sampled_from([None, 0.7, 30.0]),
+    data=st.data(),
+)
+def test_it_is_the_loss_of_the_logits(
+    examples: Any, name: str, normalize: bool, bias: bool, softcap: float | None, data: Any
+) -> None:
+    if name in ("packed", "dummy rows"):
+        examples = [{key: row[:8] for key, row in example.items()} for example in examples]
+    batch = LAYOUTS[name](normalize)(examples)
+    rows = data.draw(st.lists(st.integers(0, len(batch) - 1), min_size=1))
+    for part in (batch, batch.select(rows), batch.pad_rows(multiple_of=3)):
+        assert_same(both(part, hidden_of(part), a_head(bias=bias), softcap), 1e-12)
+
+
+def test_of_rollouts_labels_and_a_mask_of_your_own() -> None:
+    rollout = {"prompt_ids": [1, 2], "response_ids": [3, 4, 5], "rewards": 1.0}
+    rollouts = [{**rollout, "loss_mask": mask} for mask in ([1, 0, 0.5], [0, 0, 1])]
+    padded = PaddedCollator(0)(EXAMPLES)
+    forced = padded.with_fields(loss_mask=torch.ones_like(padded["loss_mask"]))
+    for batch in (RolloutCollator(0)(rollouts), PackedCollator(0, max_tokens=12)(rollouts), forced):
+        assert_same(both(batch, hidden_of(batch), a_head()), 1e-12)
+    assert_same(both(padded["labels"], hidden_of(padded), a_head()), 1e-12)
+
+
+def test_per_token_outputs_are_those_of_the_logits() -> None:
+    batch, head = PackedCollator(0, max_tokens=9)(EXAMPLES), a_head()
+    hidden = hidden_of(batch)
+    options = {"num_loss_tokens": 5, "return_per_token_outputs": True}
+    loss, outputs = token_loss(hidden, batch, head=head, **options)
+    expected_loss, expected = token_loss(head(hidden), batch, **options)
+    torch.testing.assert_close(loss, expected_loss)
+    assert outputs.example_indices.tolist() == expected.example_indices.tolist()
+    assert len(outputs.nll) == len(EXAMPLES)
+    for found, wanted in zip(outputs.nll, expected.nll, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_other_dtypes(dtype: torch.dtype) -> None:
+    """In bfloat16 the reference is the same weights in float64."""
+    batch = PackedCollator(0, max_tokens=24)(EXAMPLES)
+    head, exact = a_head(dtype=dtype), a_head()
+    exact.load_state_dict(head.state_dict())
+    hidden = hidden_of(batch, dtype)
+    found, _ = both(batch, hidden, head)
+    _, expected = both(batch, hidden.detach().double().requires_grad_(), exact)
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    assert [value.dtype for value in found] == [torch.float32, dtype, dtype]
+    assert_same(([v.double() for v in found], expected), tolerance)
+
+
+def test_under_autocast_products_are_in_its_dtype_and_gradients_in_that_of_the_weight() -> None:
+    batch, head = PackedCollator(0, max_tokens=24)(EXAMPLES), a_head(dtype=torch.float32)
+    hidden, seen = hidden_of(batch, torch.float32), set()
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                seen.update(arg.dtype for arg in args if isinstance(arg, Tensor))
+            return func(*args, **(kwargs or {}))
+
+    with Products(), torch.autocast("cpu", torch.bfloat16):
+        loss = token_loss(hidden, batch, num_loss_tokens=8, head=head)
+    gradients = torch.autograd.grad(loss, [hidden, head.weight])
+    assert seen == {torch.bfloat16}
+    assert [g.dtype for g in gradients] == [torch.float32, torch.float32]
+    _, expected = both(batch, hidden, head)
+    torch.testing.assert_close(loss, expected[0] * 7 / 8, rtol=2e-2, atol=2e-2)
+
+
+def test_an_infinite_loss_that_is_not_trained_stays_out_of_it() -> None:
+    example = {"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 0, 1]}
+    batch, head = PaddedCollator(0)([example]), a_head()
+    hidden = hidden_of(batch)
+    with torch.no_grad():
+        hidden[0, 1] = float("inf")  # predicts the token that is not trained
+    loss = token_loss(hidden, batch, num_loss_tokens=1, head=head)
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    assert loss.isfinite()
+    assert gradient[0, 1].tolist() == [0] * HIDDEN
+
+
+def test_a_frozen_head_and_hidden_states_without_gradient() -> None:
+    batch, head = PackedCollator(0, max_tokens=24)(EXAMPLES), a_head()
+    hidden = hidden_of(batch)
+    expected = both(batch, hidden, head)[1]
+    head.requires_grad_(False)
+    loss = token_loss(hidden, batch, num_loss_tokens=7, head=head)
+    torch.testing.assert_close(torch.autograd.grad(3 * loss, hidden)[0], expected[1])
+    with torch.no_grad():
+        assert not token_loss(hidden, batch, num_loss_tokens=7, head=head).requires_grad
+    head.requires_grad_(True)
+    loss = token_loss(hidden.detach(), batch, num_loss_tokens=7, head=head)
+    torch.testing.assert_close(torch.autograd.grad(3 * loss, head.weight)[0], expected[2])
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    batch = PackedCollator(0, max_tokens=24)(EXAMPLES)
+    hidden = hidden_of(batch)
+    loss = token_loss(hidden, batch, num_loss_tokens=7, head=a_head())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"already sent backward.*compute the loss again"):
+        loss.backward()
+
+
+class _Largest(TorchDispatchMode):
+    """Counts the elements of the largest tensor that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, Tensor):
+                self.numel = max(self.numel, value.numel())
+        return result
+
+
+def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.linear_nll, "__kwdefaults__", {"softcap": None, "chunk": 16})
+    vocabulary, tokens = 400, 256
+    head = torch.nn.Linear(8, vocabulary, bias=False)
+    example = {"input_ids": list(range(tokens)), "loss_mask": [0] + [1] * (tokens - 1)}
+    batch = PackedCollator(0, max_tokens=tokens)([example])
+    hidden = torch.randn(1, tokens, 8, requires_grad=True)
+    with _Largest() as largest:
+        token_loss(hidden, batch, num_loss_tokens=255, head=head).backward()
+    assert largest.numel == 16 * vocabulary
+    with _Largest() as largest:
+        token_loss(head(hidden), batch, num_loss_tokens=255).backward()
+    assert largest.numel >= tokens * vocabulary
+
+
+def test_gradients_add_up_over_micro_batches_under_a_tied_head() -> None:
+    """As in models whose head is the embedding: both add to one gradient."""
+    embedding = torch.nn.Embedding(VOCABULARY, HIDDEN, dtype=torch.float64)
+    head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=torch.float64)
+    head.weight = embedding.weight
+    batch = PackedCollator(0, max_tokens=9)(EXAMPLES)
+    gradients = []
+    for through_head in (True, False):
+        embedding.weight.grad = None
+        for row in (batch[i : i + 1] for i in range(len(batch))):
+            hidden = torch.tanh(embedding(row["input_ids"]))
+            given, options = (hidden, {"head": head}) if through_head else (head(hidden), {})
+            token_loss(given, row, num_loss_tokens=8, **options).backward()
+        gradients.append(embedding.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+    assert F.normalize(gradients[0]).abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"head": lambda x: x}, TypeError, "head must be a torch.nn.Linear, got function"),
+        ({"logit_softcap": 3.0}, ValueError, "logit_softcap=3.0 without head"),
+        ({"head": torch.nn.Linear(4, 11)}, ValueError, "head takes 4 features"),
+        ({"head": a_head(), "logit_softcap": 0.0}, ValueError, "must be more than 0, got 0.0"),
+    ],
+)
+def test_refuses(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    batch = PackedCollator(0, max_tokens=24)(EXAMPLES)
+    with pytest.raises(error, match=message):
+        token_loss(hidden_of(batch), batch, num_loss_tokens=1, **options)

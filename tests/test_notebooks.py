@@ -1,0 +1,75 @@
+"""Every notebook runs in a fresh kernel and shows what is committed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from notebooks.execute import METADATA, execute, notebook_paths, outputs_as_text
+
+PATHS = notebook_paths()
+NAMES = [path.stem for path in PATHS]
+MAX_CPU_SECONDS = 30  # under a minute where two others share two cores with it
+MAX_BYTES = 300_000
+MAX_CELL_LINES = 21
+
+
+def committed(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)
+
+
+def test_all_six_are_found():
+    assert [name[:2] for name in NAMES] == ["01", "02", "03", "04", "05", "06"]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=NAMES)
+def test_a_notebook_shows_what_is_committed(path):
+    executed, cpu_seconds = execute(path)
+    expected = committed(path)
+    shown = zip(expected.cells, outputs_as_text(expected), outputs_as_text(executed), strict=True)
+    for number, (cell, before, now) in enumerate(shown):
+        where = f"{path.name}, cell {number}, {cell.source[:60]!r} ..."
+        assert now == before, f"{where} shows something else; run `make notebooks` if it is right"
+    assert cpu_seconds < MAX_CPU_SECONDS, f"{path.name} took {cpu_seconds:.0f} s of CPU"
+
+
+@pytest.mark.parametrize("path", PATHS, ids=NAMES)
+def test_a_committed_notebook_is_clean(path):
+    """All cells ran, in order and without warnings; nothing of a machine is in the file."""
+    notebook = committed(path)
+    nbformat.validate(notebook)
+    assert notebook.metadata == METADATA
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    for number, cell in enumerate(notebook.cells):
+        assert cell.id == f"cell-{number + 1:02d}"
+        assert not cell.metadata, f"{cell.id} has metadata {cell.metadata}"
+        assert len(cell.source.splitlines()) <= MAX_CELL_LINES, f"{cell.id} is too long"
+    kinds = {kind for texts in outputs_as_text(notebook) for kind in texts}
+    assert not kinds & {"stderr", "error"}, "a cell warns or raises"
+    assert "image/png" in kinds, "there is no plot"
+    assert path.stat().st_size < MAX_BYTES
+    assert " object at 0x" not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", PATHS, ids=NAMES)
+def test_a_notebook_says_what_it_teaches_and_where_to_go_next(path):
+    texts = [cell.source for cell in committed(path).cells if cell.cell_type == "markdown"]
+    assert "After this notebook you can" in texts[0]
+    assert texts[-1].startswith("## Where to go next")
+    readme = (path.parent / "README.md").read_text(encoding="utf-8")
+    assert f"({path.name})" in readme
+
+
+@pytest.mark.parametrize("path", PATHS, ids=NAMES)
+def test_a_code_cell_follows_a_sentence(path):
+    """One idea per cell: what a cell does is said before it, not found out from it."""
+    cells = committed(path).cells
+    for before, cell in pairwise(cells):
+        if cell.cell_type == "code" and before.cell_type == "code":
+            defines = before.source.lstrip().startswith(("def ", "@", "NUM_STEPS"))
+            assert defines or before.outputs == [], f"{cell.id} is not introduced"

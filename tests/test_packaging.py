@@ -1,0 +1,177 @@
+"""The archives that users get: what is in them, and that the wheel works where it is installed.
+
+They are built once, without network, from a copy of the tree, so that nothing is left in it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from email.parser import HeaderParser
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from tests.test_typing import CALLS, checked
+from torch_collate_kit import __version__
+
+ROOT = Path(__file__).parents[1]
+NAME = f"torch_collate_kit-{__version__}"
+NOT_SOURCE = (
+    *(".*", "*.egg-info", "*.pyc", "__pycache__", "build", "dist", "outputs", "site"),
+)  # fmt: skip
+FOLDERS = ("torch_collate_kit", "tests", "examples", "benchmarks", "docs", "website", "notebooks")
+FILES = (
+    *("setup.cfg", "pyproject.toml", "constraints.txt", "Makefile", "MANIFEST.in"),
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
+)  # fmt: skip
+SHOWN = """
+from torch_collate_kit import PackedCollator
+batch = PackedCollator(0, max_tokens=8)([{"input_ids": [5, 6, 7]}])
+reveal_type(batch)
+reveal_type(batch.metadata["num_tokens"])
+PackedCollator(0, max_tokens="8")
+"""
+
+
+def run(*command: str | Path, **options: Path) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=300, **options
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both; the wheel is made from the unpacked sdist, as pip would."""
+    folder = tmp_path_factory.mktemp("packaging")
+    shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*NOT_SOURCE))
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, folder / "tree")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(archives: Path) -> Path:
+    return archives / f"{NAME}-py3-none-any.whl"
+
+
+@pytest.fixture(scope="module")
+def site_packages(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Those of a new environment, in which only the wheel is installed."""
+    folder = tmp_path_factory.mktemp("installed")
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python")
+    run(*pip, "install", "--quiet", "--no-index", "--no-deps", wheel)
+    found = list(folder.glob("lib/python*/site-packages"))
+    assert len(found) == 1
+    return found[0]
+
+
+def source_files() -> Iterator[str]:
+    """Every file of the folders that tests read, and those beside them."""
+    copied = shutil.ignore_patterns(*NOT_SOURCE)
+    folders = [ROOT / name for name in FOLDERS if (ROOT / name).is_dir()]
+    while folders:
+        folder = folders.pop()
+        names = [path.name for path in folder.iterdir()]
+        for name in set(names) - copied(str(folder), names):
+            path = folder / name
+            if path.is_dir():
+                folders.append(path)
+            else:
+                yield path.relative_to(ROOT).as_posix()
+    yield from FILES
+    yield from (name for name in ("mkdocs.yml",) if (ROOT / name).exists())
+
+
+def test_the_sdist_has_all_that_its_tests_need(archives: Path) -> None:
+    with tarfile.open(archives / f"{NAME}.tar.gz") as archive:
+        members = [m.name.removeprefix(f"{NAME}/") for m in archive.getmembers() if m.isfile()]
+    expected = set(source_files())
+    assert len(expected) > 250
+    assert expected - set(members) == set()
+    made = {"PKG-INFO"} | {name for name in members if ".egg-info/" in name}
+    others = set(members) - expected - made
+    assert others == set()
+
+
+def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    folders = {PurePosixPath(name).parts[0] for name in names}
+    assert folders == {"torch_collate_kit", f"{NAME}.dist-info"}
+    sources = {name for name in source_files() if name.startswith("torch_collate_kit/")}
+    assert {name for name in names if name.startswith("torch_collate_kit/")} == sources
+    assert "torch_collate_kit/py.typed" in sources
+    assert f"{NAME}.dist-info/licenses/LICENSE" in names
+
+
+def test_what_the_wheel_says_of_itself(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read(f"{NAME}.dist-info/METADATA").decode()
+    said = HeaderParser().parsestr(text)
+    assert (said["Name"], said["Version"]) == ("torch_collate_kit", __version__)
+    assert said["Requires-Python"] == ">=3.10"
+    assert said["License-Expression"] == "Apache-2.0"
+    assert "Typing :: Typed" in said.get_all("Classifier", [])
+    keywords = said["Keywords"].split(",")
+    assert "sequence packing" in keywords
+    assert all(word.strip() == word != "" for word in keywords)
+    needed = {line for line in said.get_all("Requires-Dist", []) if "extra" not in line}
+    assert {line.split(">=")[0] for line in needed} == {
+        *("torch", "numpy", "datasets", "transformers", "accelerate"),
+    }  # fmt: skip
+    body = str(said.get_payload())
+    assert body.strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
+
+
+def test_an_installed_wheel_collates(site_packages: Path, tmp_path: Path) -> None:
+    """Torch comes from here; the package must come from there."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(site_packages)!r})\n"
+        "import torch_collate_kit as kit\n"
+        "batch = kit.PackedCollator(0, max_tokens=8)([{'input_ids': [5, 6]}, {'input_ids': [7]}])\n"
+        "print(kit.__file__, kit.__version__, batch['input_ids'].tolist())"
+    )
+    printed = run(sys.executable, "-P", "-c", code, cwd=tmp_path)
+    where = site_packages / "torch_collate_kit" / "__init__.py"
+    assert printed.split(maxsplit=2) == [str(where), __version__, "[[5, 6, 7]]\n"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's, from which mypy does not see this tree."""
+    for name in ("MYPYPATH", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_users_file_sees_the_types_of_the_installed_wheel(
+    site_packages: Path, folder: Path
+) -> None:
+    """py.typed is honoured; without it mypy would take every name of ours for Any."""
+    user = ("--python-executable", str(site_packages.parents[2] / "bin" / "python"))
+    assert checked(folder, CALLS, *user) == ""
+    found = checked(folder, SHOWN, *user).splitlines()
+    assert [line.split(": ", 1)[1] for line in found][:2] == [
+        'note: Revealed type is "torch_collate_kit.batch.batch.Batch"',
+        'note: Revealed type is "Any"',
+    ]
+    errors = [line for line in found if ": error: " in line]
+    assert len(errors) == 1
+    assert errors[0].startswith("user.py:6: error: ")
+
+
+def test_without_py_typed_the_types_are_gone(site_packages: Path, folder: Path) -> None:
+    """The test above can fail."""
+    other = folder / "environment"
+    shutil.copytree(site_packages.parents[2], other, symlinks=True)
+    next(other.glob("lib/python*/site-packages/torch_collate_kit/py.typed")).unlink()
+    found = checked(folder, SHOWN, "--python-executable", str(other / "bin" / "python"))
+    assert "missing library stubs or py.typed marker" in found

@@ -1,0 +1,166 @@
+"""Explanation: tokens with all that a batch holds of them, as a table."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+from unicodedata import combining, east_asian_width
+
+from torch_collate_kit.batch.fields import IGNORE_INDEX
+from torch_collate_kit.batch.token_text import token_texts
+
+__all__ = ["Explanation"]
+
+_MAX_TEXT = 32
+_LEFT = ("text",)
+
+
+class Explanation:
+    """Tokens of a row; ``str()`` is an aligned table, and a notebook shows one in HTML.
+
+    ``columns`` maps names to a list with one entry per token: ``cell``, the place in the row;
+    ``example``, its number in the collator's call, and ``segment``, its number in the row; ``id``;
+    ``position``; ``label``; ``weight`` of the loss, before it is divided; and other fields with
+    values per token, response token or example, None where there is none. ``len()`` is the number
+    of tokens. With a tokenizer, :meth:`to_dict` and :meth:`records` have ``text``, too.
+
+    >>> import torch
+    >>> from torch_collate_kit.batch import Batch
+    >>> explanation = Batch({"input_ids": torch.tensor([[5, 6]])}).explain(0)
+    >>> explanation
+    row 0 of 1: 2 tokens in 2 cells
+    cell  id
+       0   5
+       1   6
+    >>> explanation.records()
+    [{'cell': 0, 'id': 5}, {'cell': 1, 'id': 6}]
+    """
+
+    def __init__(
+        self,
+        title: str,
+        columns: dict[str, list[Any]],
+        tokenizer: Any = None,
+        *,
+        max_tokens: int | None = None,
+        width: int | None = None,
+    ) -> None:
+        self.title = title
+        self.columns = columns
+        self._tokenizer = tokenizer
+        self._max_tokens = len(self) if max_tokens is None else max_tokens
+        self._width = width
+        self._texts(slice(0, 1))  # a wrong tokenizer raises here
+
+    def __len__(self) -> int:
+        return len(self.columns["cell"])
+
+    def to_dict(self) -> dict[str, list[Any]]:
+        """The columns, with ``text`` after ``id``: what ``pandas.DataFrame`` takes."""
+        return self._part(slice(None))
+
+    def records(self) -> list[dict[str, Any]]:
+        """A dict for every token."""
+        columns = self.to_dict()
+        return [
+            dict(zip(columns, values, strict=True))
+            for values in zip(*columns.values(), strict=True)
+        ]
+
+    def _texts(self, part: slice) -> list[str]:
+        if self._tokenizer is None:
+            return []
+        return token_texts(self.columns["id"][part], self._tokenizer)
+
+    def _part(self, part: slice) -> dict[str, list[Any]]:
+        columns: dict[str, list[Any]] = {}
+        for name, values in self.columns.items():
+            columns[name] = values[part]
+            if name == "id" and self._tokenizer is not None:
+                columns["text"] = self._texts(part)
+        return columns
+
+    def _lines(self) -> tuple[list[str], list[list[str] | str]]:
+        """The names of the columns, and lines of cells, or of words about what is not shown."""
+        hidden = max(0, len(self) - self._max_tokens)
+        tail = self._max_tokens // 2 if hidden else 0
+        head = len(self) - hidden - tail
+        parts = [self._part(slice(0, head)), self._part(slice(head + hidden, None))]
+        lines: list[list[str] | str] = []
+        expected = None if self._width is None else 0
+        for part in parts:
+            for values in zip(*part.values(), strict=True):
+                shown = dict(zip(part, values, strict=True))
+                lines += _skipped(expected, shown["cell"])
+                lines.append([_shown(name, value) for name, value in shown.items()])
+                expected = shown["cell"] + 1
+            if hidden and part is parts[0]:
+                lines.append(f"... {hidden:,} more token{'' if hidden == 1 else 's'}")
+                expected = None
+        if self._width is not None and expected is not None:
+            lines += _skipped(expected, self._width)
+        return list(parts[0]), lines
+
+    def __str__(self) -> str:
+        names, lines = self._lines()
+        rows = [line for line in lines if isinstance(line, list)]
+        widths = [max(map(_columns, column)) for column in zip(names, *rows, strict=True)]
+
+        def joined(cells: list[str]) -> str:
+            padded = [
+                cell + " " * (width - _columns(cell))
+                if name in _LEFT
+                else " " * (width - _columns(cell)) + cell
+                for name, cell, width in zip(names, cells, widths, strict=True)
+            ]
+            return "  ".join(padded).rstrip()
+
+        text = [line if isinstance(line, str) else joined(line) for line in lines]
+        return "\n".join([self.title, joined(names), *text])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        names, lines = self._lines()
+        sides = ["left" if name in _LEFT else "right" for name in names]
+        head = "".join(
+            f'<th style="text-align:{side}">{escape(name)}</th>'
+            for name, side in zip(names, sides, strict=True)
+        )
+        weight = names.index("weight") if "weight" in names else None
+        body = ""
+        for line in lines:
+            if isinstance(line, str):
+                body += f'<tr><td colspan="{len(names)}"><i>{line}</i></td></tr>'
+                continue
+            is_trained = weight is not None and line[weight] != "-"
+            style = ' style="background:#009E7344;font-weight:bold"' if is_trained else ""
+            cells = "".join(
+                f'<td style="text-align:{side};white-space:pre">{escape(cell)}</td>'
+                for cell, side in zip(line, sides, strict=True)
+            )
+            body += f"<tr{style}>{cells}</tr>"
+        table = f'<table style="color:inherit"><tr>{head}</tr>{body}</table>'
+        return f"<div><b>{escape(self.title)}</b>{table}</div>"
+
+
+def _skipped(expected: int | None, cell: int) -> list[str]:
+    """A line about the cells without a token before ``cell``."""
+    count = 0 if expected is None else cell - expected
+    return [f"... {count:,} cell{'' if count == 1 else 's'} of padding"] if count > 0 else []
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None or (name == "label" and value == IGNORE_INDEX):
+        return "-"
+    if name == "weight" and value == 0:
+        return "-"
+    if isinstance(value, float):
+        return f"{value + 0.0:.4g}"  # no -0
+    text = str(value)
+    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 4] + "..." + text[-1]
+
+
+def _columns(text: str) -> int:
+    """How wide a terminal shows it."""
+    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)

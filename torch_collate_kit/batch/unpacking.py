@@ -1,0 +1,172 @@
+"""A model's outputs per example: values out of packed or padded rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_collate_kit.batch.batch import Batch
+from torch_collate_kit.batch.fields import IGNORE_INDEX
+from torch_collate_kit.batch.response_spans import cells_by_example
+from torch_collate_kit.ragged import Ragged, span_indices
+
+__all__ = ["unpack"]
+
+Values = TypeVar("Values", bound=Tensor | np.ndarray)
+
+_NEEDED = ("example_indices", "example_starts", "num_actions")
+
+
+def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
+    """Values of the cells of a batch's rows as one tensor (or array) per example.
+
+    ``values`` ``[R, W, ...]`` have an entry per cell, such as logits or predicted ids: entry ``t``
+    of the result for an example is that of its token ``t``. ``[R, W - 1, ...]`` have one for every
+    cell but the first, such as the log-probabilities of the tokens: an example of n tokens has
+    n - 1, since nothing predicts its first one. What lies at padding, and in rows that fill up a
+    batch, is left out. The results are parts of one copy, on the same device; gradients flow.
+
+    Of a Batch the list has ``metadata["num_examples"]`` entries, in the order in which the examples
+    were given to the collator. The pieces of a split example are joined. An example that was
+    dropped, or whose rows are elsewhere (``batch.chunk``, slices), has an empty entry.
+
+    Of model inputs in a mapping, with ``labels`` ``[R, W]``, and ``position_ids`` ``[R, W]`` or
+    ``cu_seq_lens_q``, the list has an entry for every segment in which something is trained, in
+    the order of the rows. A pad tail cannot be told from an example in which nothing is trained, so
+    both are left out. Pads that alignment put after an example stay with it. Cells with a negative
+    position, as ``transformers.Trainer`` adds them, are no cells.
+
+    Raises:
+        ValueError: other rows or columns than the batch has; rows that do not say where examples
+            lie.
+        TypeError: values that are neither a tensor nor an array; neither a Batch nor a mapping.
+
+    >>> from torch_collate_kit.collators import PackedCollator
+    >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
+    >>> batch["input_ids"].tolist()
+    [[7, 8, 9, 5, 6]]
+    >>> unpack(batch["input_ids"], batch)
+    [tensor([5, 6]), tensor([7, 8, 9])]
+    """
+    if not isinstance(values, Tensor | np.ndarray):
+        raise TypeError(f"values must be a tensor or an array, got {type(values).__name__}")
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            "unpack() needs the Batch, or a mapping with labels and position_ids, got "
+            f"{type(batch).__name__}"
+        )
+    if isinstance(batch, Batch):
+        width = _width(batch)
+        _check_shape(values, len(batch), width)
+        cells = _cells_of_batch(batch, values.shape[1], width)
+    else:
+        labels = _array(batch, "labels")
+        _check_shape(values, *labels.shape)
+        cells = _cells_of_inputs(batch, labels, values.shape[1])
+    flat: Any = values.reshape(-1, *values.shape[2:])
+    places = cells.values
+    picked = flat[torch.from_numpy(places).to(flat.device) if isinstance(flat, Tensor) else places]
+    return [picked[begin:end] for begin, end in pairwise(cells.offsets.tolist())]
+
+
+def _width(batch: Batch) -> int:
+    if not all(isinstance(batch.row_metadata.get(name), Ragged) for name in _NEEDED):
+        raise ValueError(
+            "the batch was built without the row metadata of a collator, so it does not say where "
+            'examples lie; pass {"labels": batch["labels"], "position_ids": batch["position_ids"]}'
+        )
+    placement = batch.placement
+    return int(batch["input_ids"].shape[1]) if placement is None else placement.width
+
+
+def _check_shape(values: Any, num_rows: int, width: int) -> None:
+    if values.ndim < 2 or len(values) != num_rows or width - values.shape[1] not in (0, 1):
+        raise ValueError(
+            f"values have shape {list(values.shape)}, the batch has {num_rows} rows of {width} "
+            f"cells; give [{num_rows}, {width}, ...], one entry per cell, or "
+            f"[{num_rows}, {width - 1}, ...], one per predicted token (of response tokens [R, A] "
+            "take rl.response_values)"
+        )
+
+
+def _cells_of_batch(batch: Batch, num_columns: int, width: int) -> Ragged:
+    """The cells of every example, in ``[R, num_columns]``; empty where it has none."""
+    examples, cells = cells_by_example(
+        batch, num_columns, "tokens" if num_columns == width else "predicted"
+    )
+    last = int(examples[-1]) if len(examples) else -1
+    num_examples = batch.metadata.get("num_examples", last + 1)
+    if last >= num_examples:
+        raise ValueError(
+            f'the rows have an example {last}, and metadata["num_examples"] is {num_examples}, so '
+            "they are a part of another batch, such as a staged mini-batch; bring the values into "
+            "its rows first (rl.unstage), and pass that batch"
+        )
+    lengths = np.zeros(num_examples, dtype=np.int64)
+    lengths[examples] = cells.lengths
+    return Ragged.from_lengths(cells.values, lengths)
+
+
+def _cells_of_inputs(inputs: Mapping[str, Any], labels: np.ndarray, num_columns: int) -> Ragged:
+    """The cells of every segment with a trained token."""
+    begins, is_cell = _segments(inputs, labels)
+    starts = np.flatnonzero(begins)
+    segments = np.cumsum(begins) - 1
+    lengths = np.bincount(segments[is_cell], minlength=len(starts))
+    is_trained = is_cell & (labels.reshape(-1) != IGNORE_INDEX)
+    kept = np.bincount(segments[is_trained], minlength=len(starts)) > 0
+    starts, lengths = starts[kept], lengths[kept]
+    width = labels.shape[1]
+    if num_columns < width:  # the first of a row has no column
+        starts, lengths = starts - starts // width, lengths - 1
+    return Ragged.from_lengths(span_indices(starts, lengths), lengths)
+
+
+def _segments(inputs: Mapping[str, Any], labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """bool [R * W] each: where a segment begins, and what is a cell of the batch."""
+    begins = np.zeros(labels.shape, dtype=bool)
+    begins[:, :1] = True
+    is_cell = np.ones(labels.size, dtype=bool)
+    if "position_ids" in inputs:
+        positions = _array(inputs, "position_ids")
+        if positions.shape != labels.shape:
+            raise ValueError(
+                f"position_ids have shape {list(positions.shape)}, labels {list(labels.shape)}; "
+                "give those of the same rows, [R, W]"
+            )
+        begins[:, 1:] = np.diff(positions, axis=1) != 1
+        return begins.reshape(-1), positions.reshape(-1) >= 0
+    if "cu_seq_lens_q" not in inputs:
+        raise ValueError(
+            f"neither position_ids nor cu_seq_lens_q is given, got {', '.join(inputs)}; pass what "
+            "the collator returned, or with Trainer set "
+            'TrainingArguments(label_names=["labels", "position_ids"])'
+        )
+    edges = _array(inputs, "cu_seq_lens_q", ndim=1)
+    if len(edges) < 1 or edges[-1] != labels.size:
+        raise ValueError(
+            f"cu_seq_lens_q ends at {edges[-1] if len(edges) else 'nothing'}, labels have "
+            f"{labels.size} cells; give those of the same rows"
+        )
+    flat = begins.reshape(-1)
+    flat[edges[:-1][np.diff(edges) > 0]] = True
+    return flat, is_cell
+
+
+def _array(inputs: Mapping[str, Any], name: str, *, ndim: int = 2) -> np.ndarray:
+    if name not in inputs:
+        raise ValueError(
+            f"no {name} in the mapping, got {', '.join(inputs)}; they tell which cells belong to "
+            "examples: pass what the collator returned"
+        )
+    value = inputs[name]
+    array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+    if array.ndim != ndim:
+        shape = "[R, W]" if ndim == 2 else "[S + 1]"
+        raise ValueError(f"{name} must be {shape}, got shape {list(array.shape)}")
+    return array

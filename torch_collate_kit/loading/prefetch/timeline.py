@@ -1,0 +1,90 @@
+"""When each batch was built, waited for, and trained on: what prefetching hides, measured."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+__all__ = ["BuildTimes", "StepTimes", "Timeline"]
+
+_MOST_STEPS = 1000
+
+
+class BuildTimes(NamedTuple):
+    """When a batch was built, by ``time.perf_counter()``."""
+
+    began: float
+    collated: float
+    copied: float
+
+
+class StepTimes(NamedTuple):
+    """The times of one batch, in seconds of ``time.perf_counter()``.
+
+    A batch that was built ahead began before it was asked for; otherwise the consumer waited for
+    all of it.
+
+    >>> step = StepTimes(0, 3, 1.0, 1.5, 1.6, 1.4, 1.6, 2.0)
+    >>> step.was_ahead, round(step.build_seconds, 1), round(step.wait_seconds, 1)
+    (True, 0.6, 0.2)
+    """
+
+    epoch: int
+    step: int
+    collate_began: float
+    """When the next batch was asked of the DataLoader: collation, or waiting for a worker."""
+    collate_ended: float
+    copy_ended: float
+    """When it had been sent to the device; without one, when it was collated. On CUDA the copy
+    itself may end later, without anybody waiting for it here."""
+    wait_began: float
+    """When the consumer asked for it."""
+    wait_ended: float
+    train_ended: float | None
+    """When the consumer asked for the next one, or left its loop; None until then."""
+
+    @property
+    def build_seconds(self) -> float:
+        """Collation and copy."""
+        return self.copy_ended - self.collate_began
+
+    @property
+    def wait_seconds(self) -> float:
+        """What the consumer waited."""
+        return self.wait_ended - self.wait_began
+
+    @property
+    def was_ahead(self) -> bool:
+        """Whether building began before the consumer asked."""
+        return self.collate_began < self.wait_began
+
+
+class Timeline:
+    """The times of the last steps. Written by the consumer's thread, read by any.
+
+    A step is a list until somebody asks: making a StepTimes twice would cost more than all else.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[list[Any]] = deque(maxlen=_MOST_STEPS)
+        self._last: list[Any] | None = None  # that is being trained on
+
+    def received(
+        self, epoch: int, step: int, built: BuildTimes, wait_began: float, wait_ended: float
+    ) -> None:
+        """The consumer has the batch of ``step`` now."""
+        self._last = [epoch, step, built, wait_began, wait_ended, None]
+        self._steps.append(self._last)
+
+    def trained(self, now: float) -> None:
+        """The consumer is done with the last batch that it has received."""
+        if self._last is not None:
+            self._last[-1] = now
+            self._last = None
+
+    def steps(self) -> list[StepTimes]:
+        """Oldest first. Copying a deque is one operation, which no append interrupts."""
+        return [
+            StepTimes._make((epoch, step, *built, *waited))
+            for epoch, step, built, *waited in self._steps.copy()
+        ]

@@ -1,0 +1,67 @@
+"""The denominator of the loss: the loss tokens of a step, over its micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_collate_kit.batch import IGNORE_INDEX, Batch
+
+__all__ = ["global_num_loss_tokens"]
+
+
+def global_num_loss_tokens(
+    batches: Batch | Tensor | Iterable[Batch | Tensor],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Loss tokens of an optimizer step, over its micro-batches and all ranks: the divisor.
+
+    Counts the cells of ``loss_mask`` that are not 0, or the labels that are trained. If
+    ``torch.distributed`` is initialized, the counts are summed over the ranks in one all-reduce of
+    8 bytes; every rank must call it, one without rows with an empty list.
+
+    Args:
+        batches: this rank's micro-batches of the step: a Batch, unshifted labels ``[R, W]``, or any
+            number of these.
+        group: the ranks that hold different rows (the data-parallel ranks), all by default.
+
+    Returns:
+        int64, a scalar tensor on the device of the batches, or on one that the backend can reduce
+        on. Nothing waits for it.
+
+    Raises:
+        TypeError: neither a Batch nor labels.
+
+    >>> from torch_collate_kit.collators import PackedCollator
+    >>> batch = PackedCollator(0, max_tokens=3)([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+    >>> micro_batches = [batch[i : i + 1] for i in range(len(batch))]
+    >>> global_num_loss_tokens(micro_batches)
+    tensor(3)
+    """
+    single = isinstance(batches, Batch | Tensor | dict) or not isinstance(batches, Iterable)
+    counts = [_num_loss_tokens(batch) for batch in ([batches] if single else batches)]
+    total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
+    if dist.is_available() and dist.is_initialized():
+        backends = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+        devices = [part.partition(":")[0] for part in backends.split(",")]
+        if total.device.type not in devices:  # nccl has none for the host
+            total = total.to(devices[0])
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def _num_loss_tokens(batch: Any) -> Tensor:
+    if isinstance(batch, Batch):
+        return torch.count_nonzero(batch["loss_mask"])
+    if isinstance(batch, Tensor):
+        return torch.count_nonzero(batch[..., 1:] != IGNORE_INDEX)
+    raise TypeError(
+        "global_num_loss_tokens takes a Batch, labels or a list of these, got "
+        f"{type(batch).__name__}; pass the Batch that the collator returned, or "
+        'inputs["labels"] of a collator with model_inputs=True'
+    )

@@ -1,0 +1,11 @@
+"""Plots with matplotlib, which is loaded on use: each takes ``ax=None`` and returns the Axes."""
+
+from __future__ import annotations
+
+from torch_collate_kit.reporting.plots.balance import plot_balance
+from torch_collate_kit.reporting.plots.efficiency import plot_efficiency
+from torch_collate_kit.reporting.plots.lengths import plot_lengths
+from torch_collate_kit.reporting.plots.rows import plot_rows
+from torch_collate_kit.reporting.plots.timeline import plot_timeline
+
+__all__ = ["plot_balance", "plot_efficiency", "plot_lengths", "plot_rows", "plot_timeline"]

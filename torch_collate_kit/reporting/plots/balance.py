@@ -1,0 +1,175 @@
+"""``plot_balance``: what ranks get in relation to the mean rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torch_collate_kit._checks import checked_int
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.cells import Kind, cells_of
+from torch_collate_kit.packing import ModelCost, PackingPlan
+from torch_collate_kit.reporting.plots.style import COLORS, axes_for, legend_below, plural, tint
+from torch_collate_kit.reporting.report import PackingReport
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_balance"]
+
+_LOOKS: dict[str, dict[str, Any]] = {
+    "tokens": {"facecolor": tint(COLORS["sky"], 0.6), "hatch": ""},
+    "cost": {"facecolor": COLORS["blue"], "hatch": ""},
+    "vision cost": {"facecolor": tint(COLORS["orange"], 0.7), "hatch": "////"},
+}
+
+
+def plot_balance(
+    balanced: PackingPlan | PackingReport | Batch,
+    *,
+    num_ranks: int | None = None,
+    cost: ModelCost | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw how evenly tokens and cost are spread over the data-parallel ranks.
+
+    Of a plan or a batch: each rank's difference from the mean rank. Of a report: for each strategy,
+    at the recommended ``max_tokens``, how much more than the mean rank the heaviest one has in a
+    step; the others wait for it.
+
+    Args:
+        balanced: a plan of ``pack`` or ``collator.plan``, a report of ``packing_report``, or a
+            packed or padded Batch, whose rows go to the ranks as ``batch.chunk(num_ranks)``.
+        num_ranks: of a Batch, and of nothing else, which knows it.
+        cost: of a Batch: what its sub-sequences cost, by default ``ModelCost()``.
+        ax: axes to draw on; by default those of a new figure.
+
+    Returns:
+        The axes. Nothing is shown: call ``plt.show()``, or ``ax.figure.savefig("balance.png")``.
+
+    Raises:
+        TypeError: something else, or ``num_ranks`` or ``cost`` for something that knows them.
+        ValueError: rows that do not divide into ``num_ranks``; a batch that is not on the CPU.
+        ImportError: matplotlib is not installed.
+
+    >>> from torch_collate_kit import pack
+    >>> plot_balance(pack([5, 3, 9, 2], 10, rows_multiple_of=2)).get_title()
+    'heaviest of 2 ranks: +5.3% tokens, +5.3% cost'
+    """
+    if not isinstance(balanced, Batch):
+        if not isinstance(balanced, PackingPlan | PackingReport):
+            raise TypeError(
+                f"plot_balance draws a PackingPlan, a PackingReport or a Batch, got "
+                f"{type(balanced).__name__}; pass pack(...), packing_report(...) or a batch"
+            )
+        if num_ranks is not None or cost is not None:
+            raise TypeError(
+                f"num_ranks and cost are for a Batch; a {type(balanced).__name__} has its own"
+            )
+    if isinstance(balanced, PackingReport):
+        return _draw_report(balanced, ax)
+    if isinstance(balanced, PackingPlan):
+        groups = _of_plan(balanced)
+    else:
+        ranks = 1 if num_ranks is None else checked_int("num_ranks", num_ranks)
+        groups = _of_batch(balanced, ranks, ModelCost() if cost is None else cost)
+    return _draw_ranks(groups, ax)
+
+
+def _of_plan(plan: PackingPlan) -> dict[str, np.ndarray]:
+    groups = {"tokens": plan.tokens_per_rank, "cost": plan.cost_per_rank}
+    if plan.vision_costs.any():
+        groups["vision cost"] = plan.vision_cost_per_rank
+    return groups
+
+
+def _of_batch(batch: Batch, num_ranks: int, cost: ModelCost) -> dict[str, np.ndarray]:
+    """By the cells of each sub-sequence, its gap included; of a padded row by all of its cells.
+
+    A row that fills up the batch has no tokens, but it is run, so it costs as much as another.
+    """
+    cells = cells_of(batch)
+    if cells is None:
+        raise ValueError(
+            "the batch does not say what its cells hold: it has no input_ids [R, W] in host "
+            'memory; pass batch.to("cpu")'
+        )
+    batch.chunk(num_ranks)  # ValueError, if the rows do not divide
+    num_rows, width = cells.kinds.shape
+    tokens = ((cells.segments >= 0) & (cells.kinds != Kind.FILLER)).sum(axis=1)
+    costs = np.full(num_rows, int(cost.language(np.array([width]))[0]))
+    if "cu_seq_lens" in batch:
+        for row in range(num_rows):
+            used = int((cells.kinds[row] != Kind.PAD).sum())
+            starts = np.unique(cells.segments[row], return_index=True)
+            first = np.sort(starts[1][starts[0] >= 0])
+            costs[row] = cost.language(np.diff(np.append(first, used))).sum()
+    of_ranks = (of.reshape(num_ranks, -1).sum(axis=1) for of in (tokens, costs))
+    return dict(zip(("tokens", "cost"), of_ranks, strict=True))
+
+
+def _draw_ranks(groups: dict[str, np.ndarray], ax: Axes | None) -> Axes:
+    """Bars above and below the mean."""
+    num_ranks = len(next(iter(groups.values())))
+    ax = axes_for(ax, min(16.0, 5.0 + 0.25 * num_ranks), 3.8)
+    percent = {name: 100 * (of / max(of.mean(), 1e-9) - 1) for name, of in groups.items()}
+    handles = _bars(ax, percent, [str(rank) for rank in range(num_ranks)])
+    legend_below(ax, handles)
+    most = ", ".join(f"{of.max():+.1f}% {name}" for name, of in percent.items())
+    ax.set(
+        xlabel="data-parallel rank",
+        ylabel="difference from the mean rank (%)",
+        title=f"heaviest of {plural(num_ranks, 'rank')}: {most}",
+    )
+    return ax
+
+
+def _draw_report(report: PackingReport, ax: Axes | None) -> Axes:
+    """The heaviest rank of each strategy."""
+    limit = report["recommended"]["max_tokens"]
+    of_limit = [c for c in report["candidates"] if c["max_tokens"] == limit]
+    ax = axes_for(ax, 3.5 + 1.2 * len(of_limit), 4.0)
+    percent = {
+        name: np.array([100 * (c[f"{name}_max_over_mean"] - 1) for c in of_limit])
+        for name in ("tokens", "cost")
+    }
+    labels = [c["strategy"].replace("_", "\n") for c in of_limit]
+    handles = _bars(ax, percent, labels, are_labelled=True)
+    legend_below(ax, handles, inches=0.95)
+    ranks = report["options"]["dp"]
+    best = next(i for i, c in enumerate(of_limit) if _is_recommended(report, c))
+    ax.set(
+        xlabel=f"layout, at max_tokens={limit}",
+        ylabel="heaviest rank of a step, over the mean (%)",
+        title=(
+            f"heaviest of {plural(ranks, 'rank')}: cost "
+            f"{percent['cost'][0]:+.1f}% padded, {percent['cost'][best]:+.1f}% packed"
+        ),
+    )
+    return ax
+
+
+def _is_recommended(report: PackingReport, candidate: dict[str, Any]) -> bool:
+    return bool(candidate["strategy"] == report["recommended"]["strategy"])
+
+
+def _bars(
+    ax: Any, percent: dict[str, np.ndarray], labels: list[str], *, are_labelled: bool = False
+) -> list[Any]:
+    """A group of bars for each label; entries of the legend."""
+    size = 0.8 / len(percent)
+    places = np.arange(len(labels))
+    handles = []
+    for i, (name, heights) in enumerate(percent.items()):
+        at = places + (i - (len(percent) - 1) / 2) * size
+        bars = ax.bar(at, heights, size, label=name, edgecolor="black", **_LOOKS[name])
+        if are_labelled:
+            ax.bar_label(bars, [f"{height:.1f}" for height in heights], fontsize=7, padding=1)
+        handles.append(bars)
+    ax.axhline(0, color="black", linewidth=1)
+    step = -(-len(labels) // 32)
+    ax.set_xticks(places[::step], labels[::step])
+    low, high = (f(float(f(of)) for of in percent.values()) for f in (min, max))
+    ax.set_ylim(min(1.2 * low, -1.0 if low < 0 else 0.0), max(1.2 * high, 1.0))
+    return handles

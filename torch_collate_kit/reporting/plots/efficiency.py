@@ -1,0 +1,89 @@
+"""``plot_efficiency``: the padding of every layout in a report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch_collate_kit.reporting.candidates import PADDED
+from torch_collate_kit.reporting.plots.style import (
+    COLORS,
+    axes_for,
+    legend_below,
+    tint,
+)
+from torch_collate_kit.reporting.report import PackingReport
+from torch_collate_kit.reporting.tables import headline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["LOOKS", "plot_efficiency"]
+
+# light to dark, and a hatch of its own for each
+LOOKS: dict[str, dict[str, Any]] = {
+    PADDED: {"facecolor": "#E4E4E4", "hatch": "////"},
+    "best_fit_decreasing": {"facecolor": COLORS["blue"], "hatch": ""},
+    "first_fit_decreasing": {"facecolor": COLORS["purple"], "hatch": "xx"},
+    "balanced": {"facecolor": COLORS["green"], "hatch": ".."},
+    "sequential": {"facecolor": tint(COLORS["orange"], 0.7), "hatch": "\\\\\\\\"},
+}
+
+
+def plot_efficiency(report: PackingReport, *, ax: Axes | None = None) -> Axes:
+    """Draw the share of padding of every candidate, grouped by ``max_tokens``.
+
+    Under each ``max_tokens`` is what it loses; the recommended one has a star.
+
+    Args:
+        report: of ``packing_report``.
+        ax: axes to draw on; by default those of a new figure.
+
+    Returns:
+        The axes. Nothing is shown: call ``plt.show()``, or ``ax.figure.savefig("padding.png")``.
+
+    Raises:
+        TypeError: not a PackingReport.
+        ImportError: matplotlib is not installed.
+
+    >>> from torch_collate_kit.reporting import packing_report
+    >>> plot_efficiency(packing_report([5, 3, 9, 2], 20, show=False)).get_title()
+    'padding 47.2% -> 0.0% at max_tokens=20'
+    """
+    if not isinstance(report, PackingReport):
+        raise TypeError(
+            f"plot_efficiency draws a PackingReport, got {type(report).__name__}; pass "
+            "packing_report(data, max_tokens)"
+        )
+    candidates = report["candidates"]
+    limits = list(dict.fromkeys(c["max_tokens"] for c in candidates))
+    strategies = list(dict.fromkeys(c["strategy"] for c in candidates))
+    ax = axes_for(ax, min(16.0, 4.5 + 0.5 * len(candidates)), 4.2)
+    size = 0.84 / len(strategies)
+    highest = max(c["padding"] for c in candidates)
+    handles = []
+    for i, strategy in enumerate(strategies):
+        heights = [100 * c["padding"] for c in candidates if c["strategy"] == strategy]
+        places = [group + (i - (len(strategies) - 1) / 2) * size for group in range(len(limits))]
+        bars = ax.bar(places, heights, size, label=strategy, edgecolor="black", **LOOKS[strategy])
+        ax.bar_label(bars, [f"{height:.1f}" for height in heights], fontsize=7, padding=1)
+        handles.append(bars)
+    best = report["recommended"]["max_tokens"]
+    ax.set_xticks(
+        range(len(limits)), [_group(report, limit, is_best=limit == best) for limit in limits]
+    )
+    ax.set(
+        ylim=(0, max(1.0, 115 * highest)),
+        xlabel="max_tokens (* recommended), and what is lost",
+        ylabel="padding (% of the cells)",
+        title=headline(report),
+    )
+    legend_below(ax, handles, inches=0.75)
+    return ax
+
+
+def _group(report: PackingReport, limit: int, *, is_best: bool) -> str:
+    """A ``max_tokens``, and how many examples do not fit."""
+    of_limit = next(c for c in report["candidates"] if c["max_tokens"] == limit)
+    lost = [f"{of_limit[f'num_{word}']:,} {word}" for word in ("dropped", "cut")]
+    lines = [f"{limit:,}{' *' if is_best else ''}", *(x for x in lost if not x.startswith("0 "))]
+    return "\n".join(lines)

@@ -1,0 +1,201 @@
+"""``plot_rows``: the rows of a batch, drawn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from torch_collate_kit._checks import checked_int
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.cells import Cells, Kind, cells_of
+from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reporting.plots.style import (
+    COLORS,
+    axes_for,
+    legend_below,
+    matplotlib_module,
+    plural,
+    tint,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_rows"]
+
+_CYCLE = ("blue", "vermillion", "green", "purple")  # neighbours differ
+_HEIGHT = 0.8  # of a row, of the distance between two
+_NUMBERED_ROWS = 60
+_LABELLED = 0.025  # of the width: a block that is narrower has no number
+_BORDERED = 0.006  # and one that is narrower than this no line
+_HATCHES = {Kind.PAD: "////", Kind.GAP: "xxxx", Kind.FILLER: "++"}
+_NAMES = {Kind.PAD: "padding", Kind.GAP: "alignment gap", Kind.FILLER: "filler, of no example"}
+
+
+class _Runs(NamedTuple):
+    """Neighbouring cells of a row that look the same; int64 [N] each."""
+
+    rows: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    kinds: np.ndarray
+    segments: np.ndarray
+    trained: np.ndarray
+
+
+def plot_rows(batch: Batch, *, max_rows: int = 40, ax: Axes | None = None) -> Axes:
+    """Draw the rows of a batch: a block per example, dark where it is trained.
+
+    Padding is hatched; blocks are numbered by example where they are wide enough. Batches of every
+    collator can be drawn, and those built by hand from ``input_ids`` ``[R, W]``. It reads which
+    cells are trained from ``loss_mask``, else from ``labels``.
+
+    Args:
+        batch: on the CPU; to draw others than the first rows, slice it: ``batch[40:80]``.
+        max_rows: the most rows that are drawn; the title says if there are more.
+        ax: axes to draw on; by default those of a new figure.
+
+    Returns:
+        The axes. Nothing is shown: call ``plt.show()``, or ``ax.figure.savefig("rows.png")``.
+
+    Raises:
+        TypeError: not a Batch.
+        ValueError: a batch without ``input_ids`` in host memory.
+        ImportError: matplotlib is not installed.
+
+    >>> from torch_collate_kit import PackedCollator
+    >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    >>> plot_rows(batch).get_title()
+    '1 row of 5 cells: 5 tokens, 0.0% padding, 3 trained'
+    """
+    if not isinstance(batch, Batch):
+        raise TypeError(
+            f"plot_rows draws a Batch, got {type(batch).__name__}; pass what a collator returns "
+            "(with model_inputs=True it returns a dict, which does not say where examples begin)"
+        )
+    drawn = batch[: checked_int("max_rows", max_rows)]
+    cells = cells_of(drawn)
+    if cells is None:
+        raise ValueError(
+            "the batch does not say what its cells hold: it has no input_ids [R, W] in host "
+            'memory; pass batch.to("cpu")'
+        )
+    num_rows, width = cells.kinds.shape
+    ax = axes_for(ax, 9.0, min(12.0, 1.6 + 0.27 * num_rows))
+    runs = _runs(cells)
+    handles = _draw_blocks(ax, runs, is_known=cells.trained is not None)
+    _draw_borders(ax, runs, width)
+    if num_rows <= _NUMBERED_ROWS:
+        _draw_numbers(ax, drawn, runs, width)
+    ax.set(
+        xlim=(0, width),
+        ylim=(num_rows - 0.5, -0.5),
+        xlabel="position in the row (cells); numbers are those of the examples",
+        yticks=range(0, num_rows, -(-num_rows // 20)),
+        ylabel="row of the batch",
+        title=_title(cells, len(batch)),
+    )
+    legend_below(ax, handles)
+    return ax
+
+
+def _runs(cells: Cells) -> _Runs:
+    """The runs of all rows, row by row."""
+    num_rows, width = cells.kinds.shape
+    kinds, segments = cells.kinds.ravel().astype(np.int64), cells.segments.ravel()
+    trained = np.zeros_like(kinds) if cells.trained is None else cells.trained.ravel().astype(int)
+    codes = (segments + 1) * 16 + kinds * 2 + trained
+    is_first = np.ones(num_rows * width, dtype=bool)
+    is_first[1:] = codes[1:] != codes[:-1]
+    is_first[::width] = True
+    first = np.flatnonzero(is_first)
+    lengths = np.diff(np.append(first, num_rows * width))
+    rows, starts = np.divmod(first, width)
+    return _Runs(rows, starts, lengths, kinds[first], segments[first], trained[first])
+
+
+def _draw_blocks(ax: Any, runs: _Runs, *, is_known: bool) -> list[Any]:
+    """A collection for each look; the entries of the legend."""
+    patch = matplotlib_module("patches").Patch
+    handles = []
+    is_token = (runs.kinds == Kind.TOKEN) | (runs.kinds == Kind.IMAGE)
+    for is_trained, name in ((1, "trained"), (0, "not trained" if is_known else "tokens")):
+        chosen = is_token & (runs.trained == is_trained)
+        for i, color in enumerate(_CYCLE):
+            face = COLORS[color] if is_trained else tint(COLORS[color])
+            of_color = chosen & (runs.segments % len(_CYCLE) == i)
+            _add(ax, runs, of_color, name, facecolor=face, edgecolor="none")
+        if chosen.any():
+            face = "#404040" if is_trained else "#DDDDDD"
+            shade = "dark" if is_trained else "light"
+            handles.append(patch(facecolor=face, edgecolor="black", label=f"{shade}: {name}"))
+    look = {"facecolor": "none", "edgecolor": "black", "hatch": "....", "linewidth": 0}
+    if _add(ax, runs, runs.kinds == Kind.IMAGE, "image", **look):
+        handles.append(patch(facecolor="white", edgecolor="black", hatch="....", label="image"))
+    for kind, hatch in _HATCHES.items():
+        look = {"facecolor": "white", "edgecolor": COLORS["grey"], "hatch": hatch}
+        if _add(ax, runs, runs.kinds == kind, _NAMES[kind], linewidth=0.4, **look):
+            handles.append(patch(label=_NAMES[kind], **look))
+    return handles
+
+
+def _add(ax: Any, runs: _Runs, chosen: np.ndarray, name: str, **look: Any) -> bool:
+    """The chosen runs as rectangles; whether there are any."""
+    if not chosen.any():
+        return False
+    left, right = runs.starts[chosen], (runs.starts + runs.lengths)[chosen]
+    top, bottom = runs.rows[chosen] - _HEIGHT / 2, runs.rows[chosen] + _HEIGHT / 2
+    corners = np.array([[left, top], [right, top], [right, bottom], [left, bottom]])
+    collection = matplotlib_module("collections").PolyCollection(
+        corners.transpose(2, 0, 1), label=name, **look
+    )
+    ax.add_collection(collection)
+    return True
+
+
+def _draw_borders(ax: Any, runs: _Runs, width: int) -> None:
+    """A line where an example begins or padding does, unless it would hide what is between."""
+    begins = np.ones(len(runs.rows), dtype=bool)
+    begins[1:] = (runs.segments[1:] != runs.segments[:-1]) | (runs.rows[1:] != runs.rows[:-1])
+    first = np.flatnonzero(begins)
+    is_wide = np.add.reduceat(runs.lengths, first) >= _BORDERED * width
+    x, y = runs.starts[first[is_wide]], runs.rows[first[is_wide]]
+    ax.vlines(x, y - _HEIGHT / 2, y + _HEIGHT / 2, color="black", linewidth=0.8)
+
+
+def _draw_numbers(ax: Any, batch: Batch, runs: _Runs, width: int) -> None:
+    """The number of each example that is wide enough, in its first block's middle."""
+    indices = batch.row_metadata.get("example_indices")
+    is_token = np.flatnonzero((runs.segments >= 0) & (runs.kinds != Kind.FILLER))
+    keys = np.stack([runs.rows[is_token], runs.segments[is_token]])
+    _, first, of = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+    sizes = np.bincount(of.ravel(), weights=runs.lengths[is_token], minlength=len(first))
+    for size, run in zip(sizes.tolist(), is_token[first].tolist(), strict=True):
+        row, segment = int(runs.rows[run]), int(runs.segments[run])
+        number: Any = row if indices is None else None
+        if isinstance(indices, Ragged):
+            number = indices[row][segment]
+        if number is None or size < _LABELLED * width:
+            continue
+        ax.text(
+            runs.starts[run] + size / 2,
+            row,
+            str(int(number)),
+            ha="center",
+            va="center",
+            fontsize=7,
+            clip_on=True,
+            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"},
+        )
+
+
+def _title(cells: Cells, num_rows: int) -> str:
+    drawn, width = cells.kinds.shape
+    rows = plural(drawn, "row")
+    if drawn < num_rows:
+        rows = f"first {drawn:,} of {num_rows:,} rows"
+    num_tokens = int(((cells.kinds == Kind.TOKEN) | (cells.kinds == Kind.IMAGE)).sum())
+    padding = 1 - num_tokens / cells.kinds.size
+    trained = "" if cells.trained is None else f", {int(cells.trained.sum()):,} trained"
+    return f"{rows} of {width:,} cells: {num_tokens:,} tokens, {padding:.1%} padding{trained}"

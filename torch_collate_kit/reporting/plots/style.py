@@ -1,0 +1,80 @@
+"""What all plots share: axes, colours that colour-blind readers tell apart, and hatches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch_collate_kit._checks import needed_package
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["COLORS", "axes_for", "legend_below", "matplotlib_module", "plural", "tint"]
+
+_LETTERS_PER_INCH = 14  # of small print
+
+# Of Okabe and Ito, https://jfly.uni-koeln.de/color/
+COLORS = {
+    "blue": "#0072B2",
+    "vermillion": "#D55E00",
+    "green": "#009E73",
+    "purple": "#CC79A7",
+    "orange": "#E69F00",
+    "sky": "#56B4E9",
+    "grey": "#8C8C8C",
+}
+
+
+def matplotlib_module(name: str) -> Any:
+    """A module of matplotlib.
+
+    Raises:
+        ImportError: it is not installed; the message has the pip command.
+    """
+    return needed_package(f"matplotlib.{name}", "a plot", install="-e '.[plots]'")
+
+
+def axes_for(ax: Axes | None, width: float, height: float) -> Any:
+    """``ax``, or axes of a new figure of this size in inches."""
+    if ax is not None:
+        return ax
+    _, axes = matplotlib_module("pyplot").subplots(figsize=(width, height), layout="constrained")
+    return axes
+
+
+def tint(color: str, share: float = 0.28) -> tuple[float, float, float]:
+    """The colour ``#rrggbb`` mixed with white: ``share`` of it is left. RGB from 0 to 1.
+
+    >>> tint("#000000", 0.25)
+    (0.75, 0.75, 0.75)
+    """
+    red, green, blue = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return 1 - share * (1 - red), 1 - share * (1 - green), 1 - share * (1 - blue)
+
+
+def legend_below(ax: Axes, handles: list[Any], *, inches: float = 0.5) -> None:
+    """A legend so far below the axes, as wide as they are at most; nothing is drawn over."""
+    figure = ax.figure
+    transforms = matplotlib_module("transforms")
+    below = transforms.ScaledTranslation(0, -inches, figure.dpi_scale_trans)
+    width = ax.get_window_extent().width / figure.dpi
+    longest = max(len(handle.get_label()) for handle in handles)
+    ax.legend(
+        handles=handles,
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0),
+        bbox_transform=ax.transAxes + below,
+        borderaxespad=0,
+        ncols=max(1, min(len(handles), int(width * _LETTERS_PER_INCH / (longest + 8)))),
+        frameon=False,
+        fontsize="small",
+    )
+
+
+def plural(number: int, noun: str) -> str:
+    """A number and what is counted.
+
+    >>> plural(1, "row"), plural(2000, "row")
+    ('1 row', '2,000 rows')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,194 @@
+"""``packing_report``: what padding and packing make of your data, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_collate_kit._checks import (
+    checked_bool,
+    checked_int,
+    checked_optional_int,
+    needed_package,
+)
+from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
+from torch_collate_kit.packing.images import ImageLoad, Patches, image_load
+from torch_collate_kit.reporting.candidates import candidates_of
+from torch_collate_kit.reporting.lengths import checked_limits, data_lengths
+from torch_collate_kit.reporting.recommendation import capacities_to_try, recommended
+from torch_collate_kit.reporting.tables import as_html, as_text
+
+__all__ = ["PackingReport", "packing_report"]
+
+_STRATEGIES = ("best_fit_decreasing", "balanced", "sequential")
+_LARGEST = 1 << 62
+_KEYS = {"data", "options", "candidates", "recommended"}
+_Ints = npt.NDArray[np.int64]
+
+
+class PackingReport(dict[str, Any]):
+    """What ``packing_report`` returns: a dict for ``json.dumps`` that prints as a table.
+
+    - ``"data"``: ``num_examples``, ``num_tokens``, ``mean``, ``median``, ``longest``;
+    - ``"options"``: what the plans were made with;
+    - ``"candidates"``: a dict for each ``max_tokens`` and strategy, padded rows first;
+    - ``"recommended"``: ``max_tokens``, ``strategy``, the ``reason``, and ``notes``.
+
+    A candidate has ``max_tokens``, ``strategy``, ``efficiency`` and ``padding`` (shares of the
+    cells), ``num_rows``, ``num_tokens``, ``num_cells``, ``num_dropped``, ``num_dropped_tokens``,
+    ``num_cut``, ``num_cut_tokens``, ``tokens_per_rank``, ``cost_per_rank``,
+    ``tokens_max_over_mean``, ``cost_max_over_mean`` and ``plan_seconds``.
+
+    >>> report = packing_report([5, 3, 9, 2], 10, show=False)
+    >>> [(c["strategy"], c["num_rows"]) for c in report["candidates"]]
+    [('padded', 4), ('best_fit_decreasing', 2), ('balanced', 2), ('sequential', 3)]
+    """
+
+    def to_frame(self) -> Any:
+        """The candidates as a pandas DataFrame, a row each.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return needed_package("pandas", "PackingReport.to_frame").DataFrame(self["candidates"])
+
+    def __repr__(self) -> str:
+        return as_text(self) if self.keys() >= _KEYS else super().__repr__()
+
+    def _repr_html_(self) -> str | None:
+        return as_html(self) if self.keys() >= _KEYS else None
+
+
+def packing_report(
+    data: Any,
+    max_tokens: int | Sequence[int] | None = None,
+    *,
+    strategies: Sequence[str] | None = None,
+    parallel: ParallelLayout | None = None,
+    overflow: str = "drop",
+    balance: str | None = "attention",
+    cost: ModelCost | None = None,
+    max_sequences_per_row: int | None = None,
+    patches: Patches | None = None,
+    max_patches: int | None = None,
+    batch_size: int | None = None,
+    padded_batch_size: int | None = None,
+    show: bool = True,
+) -> PackingReport:
+    """Compare padded rows with packed ones on your data, and recommend a ``max_tokens``.
+
+    Recommended is the smallest ``max_tokens`` of those that drop and cut the fewest examples and
+    leave at most 2% padding; if they all leave more, the smallest within half a point of the least.
+    Examples come first because what is lost cannot be learnt from, and small ``max_tokens`` because
+    memory grows with it. The strategy is the first one within half a point of the least padding.
+
+    Args:
+        data: lengths, a TokenizedDataset, a datasets.Dataset, the path of an Arrow or Parquet file,
+            or examples or columns with ``input_ids`` (or rollouts). No token is read.
+        max_tokens: one or several. None tries powers of two, and a few numbers between them, from
+            what holds 99 of 100 examples to twice what holds all.
+        strategies: of ``pack``. None: best fit, balanced and sequential, but best fit alone if
+            ``max_tokens`` is None.
+        parallel: the layout; its ``dp`` ranks share the rows, and its ``align`` pads examples.
+        overflow: what to do with examples longer than a row. "drop" and "truncate" count what is
+            lost; "split" counts the examples it cuts; "raise" raises.
+        balance, cost, max_sequences_per_row, max_patches: as for ``pack``.
+        patches: of examples with images, as for ``pack``. A TokenizedDataset with ``vision`` has
+            them.
+        batch_size: examples that are packed together, over all ranks: the batch that a collator
+            gets. None packs all of the data at once, as if it had been packed before training.
+        padded_batch_size: examples that a rank pads together. None: ``batch_size`` divided by the
+            ranks, or 8.
+        show: print the report.
+
+    Padded rows are as wide as the longest example of their batch, in the order of the data, and
+    hold the same examples as packed rows. ``max_over_mean`` is what the slowest rank of a step
+    takes in relation to the mean rank, over all steps. A step is a batch; where all data is packed
+    at once, one row per rank. ``cost`` is that of ``ModelCost``, language and vision together.
+
+    Raises:
+        DataError: no examples; a length below 1; an example that does not fit, as ``pack`` says.
+        TypeError, ValueError: a wrong option.
+
+    >>> report = packing_report([5, 3, 9, 2], [10, 20], show=False)
+    >>> best = report["recommended"]
+    >>> best["max_tokens"], best["strategy"]
+    (20, 'best_fit_decreasing')
+    >>> best["reason"]
+    'the smallest of those that drop and cut nothing and leave at most 2% padding'
+    """
+    found = data_lengths(data)
+    cost = ModelCost() if cost is None else cost
+    given = found.patches if patches is None else patches
+    packing = PackingOptions(
+        max_tokens=_LARGEST,  # replaced below
+        parallel=ParallelLayout() if parallel is None else parallel,
+        overflow=overflow,
+        balance=balance,
+        cost=cost,
+        max_sequences_per_row=max_sequences_per_row,
+        max_patches=max_patches,
+        dummy_image_tokens=0 if given is None else found.dummy_image_tokens,
+    )
+    if strategies is None:
+        strategies = _STRATEGIES[:1] if max_tokens is None else _STRATEGIES
+    if max_tokens is None:
+        max_tokens = capacities_to_try(found.lengths, packing.parallel.align)
+    packings = _packings(packing, max_tokens, strategies)
+    images = None if given is None else image_load(given, len(found.lengths), cost)
+    batch_size = checked_optional_int("batch_size", batch_size, hint="None packs all at once")
+    if padded_batch_size is None:
+        ranks = packing.parallel.dp
+        padded_batch_size = 8 if batch_size is None else max(1, batch_size // ranks)
+    padded_batch_size = checked_int("padded_batch_size", padded_batch_size)
+    checked_bool("show", show)
+    report = _report(found.lengths, images, packings, batch_size, padded_batch_size)
+    if show:
+        print(report)
+    return report
+
+
+def _packings(
+    packing: PackingOptions, max_tokens: int | Sequence[int], strategies: Sequence[str]
+) -> list[PackingOptions]:
+    """Every ``max_tokens`` with every strategy, each once, in the order given."""
+    if isinstance(strategies, str):
+        strategies = [strategies]
+    if not len(strategies):
+        raise ValueError("strategies is empty; give at least one")
+    return [
+        replace(packing, max_tokens=limit, strategy=strategy)
+        for limit in checked_limits(max_tokens)
+        for strategy in dict.fromkeys(strategies)
+    ]
+
+
+def _report(
+    lengths: _Ints,
+    images: ImageLoad | None,
+    packings: Sequence[PackingOptions],
+    batch_size: int | None,
+    padded_batch_size: int,
+) -> PackingReport:
+    found = candidates_of(lengths, packings, images, batch_size, padded_batch_size)
+    candidates = [candidate.as_dict() for candidate in found]
+    num_tokens = int(lengths.sum())
+    options = packings[0].as_state()
+    for name in ("max_tokens", "strategy"):
+        del options[name]
+    return PackingReport(
+        data={
+            "num_examples": len(lengths),
+            "num_tokens": num_tokens,
+            "mean": num_tokens / len(lengths),
+            "median": float(np.median(lengths)),
+            "longest": int(lengths.max()),
+        },
+        options={**options, "batch_size": batch_size, "padded_batch_size": padded_batch_size},
+        candidates=candidates,
+        recommended=recommended(candidates, num_tokens),
+    )

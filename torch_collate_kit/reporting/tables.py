@@ -1,0 +1,143 @@
+"""A packing report as text and as HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from torch_collate_kit.reporting.candidates import PADDED
+
+__all__ = ["as_html", "as_text", "headline"]
+
+_WIDTH = 100
+_Report = Mapping[str, Any]
+
+
+def as_text(report: _Report) -> str:
+    """Lines of at most 100 characters: the data, a table, what is recommended."""
+    header, rows = _table(report)
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [*_intro(report), "", _line(header, widths)]
+    last = None
+    for candidate, row in zip(report["candidates"], rows, strict=True):
+        if last not in (None, candidate["max_tokens"]):
+            lines.append("")
+        last = candidate["max_tokens"]
+        lines.append(_line(row, widths))
+    return "\n".join([*lines, "", headline(report), *_recommendation(report)])
+
+
+def as_html(report: _Report) -> str:
+    """The same with a table; the recommended row is bold."""
+    header, rows = _table(report)
+    lines = [_html_row("th", header)]
+    for candidate, row in zip(report["candidates"], rows, strict=True):
+        lines.append(_html_row("td", row, is_bold=_is_best(report, candidate)))
+    before = "<br>".join(map(escape, _intro(report)))
+    after = "<br>".join(map(escape, _recommendation(report)))
+    return (
+        f"<div><p>{before}</p><table>{''.join(lines)}</table>"
+        f"<p><b>{escape(headline(report))}</b><br>{after}</p></div>"
+    )
+
+
+def _html_row(tag: str, cells: Sequence[str], *, is_bold: bool = False) -> str:
+    texts = [f"<b>{escape(cell)}</b>" if is_bold else escape(cell) for cell in cells]
+    sides = ["left" if i == 1 else "right" for i in range(len(cells))]
+    tagged = (
+        f'<{tag} style="text-align:{side}">{text}</{tag}>'
+        for side, text in zip(sides, texts, strict=True)
+    )
+    return f"<tr>{''.join(tagged)}</tr>"
+
+
+def headline(report: _Report) -> str:
+    """What packing saves: the padding of padded rows, and of the recommended plan.
+
+    >>> figures = {"max_tokens": 8, "strategy": "padded", "padding": 0.45}
+    >>> best = {"max_tokens": 8, "strategy": "sequential", "padding": 0.021}
+    >>> headline({"candidates": [figures, best], "recommended": best})
+    'padding 45.0% -> 2.1% at max_tokens=8'
+    """
+    best = report["recommended"]
+    at_best = [c for c in report["candidates"] if c["max_tokens"] == best["max_tokens"]]
+    padding = {candidate["strategy"]: candidate["padding"] for candidate in at_best}
+    before, after = padding[PADDED], padding[best["strategy"]]
+    return f"padding {before:.1%} -> {after:.1%} at max_tokens={best['max_tokens']}"
+
+
+def _is_best(report: _Report, candidate: Mapping[str, Any]) -> bool:
+    best = report["recommended"]
+    return all(candidate[key] == best[key] for key in ("max_tokens", "strategy"))
+
+
+def _intro(report: _Report) -> list[str]:
+    data, options = report["data"], report["options"]
+    lines = [
+        f"{data['num_examples']:,} examples, {data['num_tokens']:,} tokens; median "
+        f"{data['median']:,.0f}, longest {data['longest']:,}"
+    ]
+    batch = options["batch_size"]
+    packed = "all examples together" if batch is None else f"{batch:,} examples at a time"
+    lines.append(f"packed {packed}; padded in batches of {options['padded_batch_size']:,}")
+    if options["dp"] > 1:
+        lines.append(
+            f"{options['dp']} ranks; rank tokens and cost: the slowest rank of a step / the mean"
+        )
+    if any(c["num_dropped_tokens"] + c["num_cut_tokens"] for c in report["candidates"]):
+        lines.append("dropped or cut: examples that do not fit; lost: their share of the tokens")
+    if options["align"] > 1:
+        lines.append(f"examples aligned to {options['align']} tokens")
+    return lines
+
+
+def _table(report: _Report) -> tuple[list[str], list[list[str]]]:
+    """Header and rows; a column that says nothing for any candidate is left out."""
+    candidates = report["candidates"]
+    columns: dict[str, list[str]] = {
+        "max_tokens": [str(c["max_tokens"]) for c in candidates],
+        "layout": [c["strategy"] for c in candidates],
+        "padding": [f"{c['padding']:.1%}" for c in candidates],
+        "efficiency": [f"{c['efficiency']:.1%}" for c in candidates],
+        "rows": [f"{c['num_rows']:,}" for c in candidates],
+    }
+    for title, name in (("dropped", "num_dropped"), ("cut", "num_cut")):
+        if any(c[name] for c in candidates):
+            columns[title] = [f"{c[name]:,}" for c in candidates]
+    num_tokens = report["data"]["num_tokens"]
+    lost = [(c["num_dropped_tokens"] + c["num_cut_tokens"]) / num_tokens for c in candidates]
+    if any(lost):
+        columns["lost"] = [f"{share:.2%}" for share in lost]
+    if report["options"]["dp"] > 1:
+        columns["rank tokens"] = [f"{c['tokens_max_over_mean']:.2f}" for c in candidates]
+        columns["rank cost"] = [f"{c['cost_max_over_mean']:.2f}" for c in candidates]
+    columns["plan"] = [_time(c["plan_seconds"]) for c in candidates]
+    for name in ("efficiency", "plan"):  # the former is 100% less the padding
+        if _width(columns) > _WIDTH:
+            del columns[name]
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def _width(columns: Mapping[str, Sequence[str]]) -> int:
+    return sum(2 + max(map(len, (title, *cells))) for title, cells in columns.items()) - 2
+
+
+def _time(seconds: float) -> str:
+    if not seconds:
+        return ""  # padded rows need no plan
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    texts = [
+        f"{cell:<{width}}" if i == 1 else f"{cell:>{width}}"
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return "  ".join(texts).rstrip()
+
+
+def _recommendation(report: _Report) -> list[str]:
+    best = report["recommended"]
+    first = f"recommended: max_tokens={best['max_tokens']}, {best['strategy']}"
+    return [first, f"  {best['reason']}", *(f"  {note}" for note in best["notes"])]
