@@ -17,6 +17,7 @@ from tests.reporting.clean_data import (
     with_target,
 )
 from tests.reporting.planted_rollouts import clean_rollouts
+from tests.reporting.planted_turns import answers, of_three_turns
 
 __all__ = ["PADDED", "TRAPS"]
 
@@ -116,6 +117,17 @@ def several_trials_of_one_task() -> Trap:
             parts += [("<|im_start|>assistant\n", 0), (f"Done {trial}.<|im_end|>", 1), ("\n", 0)]
             examples.append(masked(tokenizer, parts))
     return examples, tokenizer
+
+
+@trap
+def three_turns() -> Trap:
+    """Every second conversation trains its last answer alone."""
+    clean, examples = Clean.made(), []
+    for i, e in enumerate(of_three_turns(clean)):
+        start, _ = answers(e["loss_mask"])[-1]
+        last = [m if j >= start else 0 for j, m in enumerate(e["loss_mask"])]
+        examples.append(e | {"loss_mask": last} if i % 2 else e)
+    return examples, clean.tokenizer
 
 
 @trap
