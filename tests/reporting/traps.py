@@ -150,6 +150,25 @@ def one_answer_to_many_prompts() -> Trap:
 
 
 @trap
+def several_solutions_of_each_problem() -> Trap:
+    """Sampled answers that were found right: four ways to say the same."""
+    tokenizer = chat_tokenizer()
+    examples = [
+        single_turn(tokenizer, f"Solve {i // 4}.", f"Way {i % 4}: it is {i // 4}.")
+        for i in range(40)
+    ]
+    return examples, tokenizer
+
+
+@trap
+def texts_without_a_question() -> Trap:
+    """Masked documents: the prompt is the start of text alone, the same for all."""
+    tokenizer = chat_tokenizer()
+    texts = [f"Chapter {i}, a text.<|im_end|>" for i in range(30)]
+    return [masked(tokenizer, [("<bos>", 0), (text, 1)]) for text in texts], tokenizer
+
+
+@trap
 def answer_starts_with_the_last_prompt_token() -> Trap:
     """The first answer token equals the token before it, and the last one the token after it."""
     tokenizer = chat_tokenizer()
