@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import NoReturn
 
 import datasets
+
+from torch_collate_kit import DataError
+from torch_collate_kit.loading import read_records
 
 
 def fail(message: str) -> NoReturn:
@@ -16,37 +17,11 @@ def fail(message: str) -> NoReturn:
 
 
 def read_dataset(name: str, split: str) -> datasets.Dataset:
-    path = Path(name)
-    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(path.suffix)
-    if kind and not path.is_file():
-        fail(f"--dataset {name}: there is no such file")
-    if kind:
-        try:
-            return datasets.load_dataset(kind, data_files=name, split="train")
-        except Exception as error:  # of many types, as the file is broken
-            found = broken_line(path) if path.suffix == ".jsonl" else None
-            fail(f"--dataset {name}: {found or error.__cause__ or error}")
+    """The records, or the end of the script with a message."""
     try:
-        found = datasets.load_from_disk(name) if path.is_dir() else datasets.load_dataset(name)
-    except (OSError, ValueError) as error:
-        fail(f"--dataset {name}: no saved dataset here, and not found on the hub: {error}")
-    if isinstance(found, datasets.DatasetDict) and split not in found:
-        fail(f"--split {split}: {name} has the splits {sorted(found)}")
-    return found[split] if isinstance(found, datasets.DatasetDict) else found
-
-
-def broken_line(path: Path) -> str | None:
-    """What is wrong with a JSON Lines file, and in which line."""
-    record = None
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                record = json.loads(line) if line.strip() else record
-            except ValueError as error:
-                return f"line {number} is not JSON: {getattr(error, 'msg', error)}"
-            if not isinstance(record, dict | None):
-                return f"line {number} is not a JSON object, but {line[:40]!r}"
-    return "there is no conversation in it" if record is None else None
+        return read_records(name, split=split)
+    except DataError as error:
+        fail(f"--dataset {error}")
 
 
 def images_as_files(found: datasets.Dataset) -> datasets.Dataset:

@@ -1,50 +1,56 @@
-"""The command line: ``python -m torch_collate_kit template NAME_OR_FILE``."""
+"""The command line: ``python -m torch_collate_kit report | audit | explain | template``."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from torch_collate_kit.chat.preview import preview, verdict_table
+from torch_collate_kit._version import __version__
+from torch_collate_kit.commands.audit import add_audit
+from torch_collate_kit.commands.explain import add_explain
+from torch_collate_kit.commands.report import add_report
+from torch_collate_kit.commands.template import add_template
+from torch_collate_kit.commands.terminal import one_line, quiet
 
 __all__ = ["main"]
 
+_CLOSED_PIPE, _INTERRUPTED = 141, 130  # what a shell says of a process that such a signal ended
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, or 1 if it failed; argparse exits with 2.
+    """Run a command and return its exit code.
+
+    0: it did what it should. 1: the audit found errors or warnings. 2: wrong usage, or data that
+    cannot be read (argparse exits with it, too).
 
     >>> main(["template", "no_such.jinja"])
-    1
+    2
     """
-    parser = argparse.ArgumentParser(prog="python -m torch_collate_kit")
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_collate_kit",
+        description="What packing saves, what a dataset hides, what a template trains.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    template = commands.add_parser(
-        "template", help="show what is trained with a chat template, and what it drops"
-    )
-    template.add_argument(
-        "names",
-        nargs="*",
-        metavar="NAME_OR_FILE",
-        help="a tokenizer's folder or hub name, or a .jinja file",
-    )
-    template.add_argument(
-        "--all", type=Path, metavar="FOLDER", help="print a table of the .jinja files in a folder"
-    )
+    for add in (add_report, add_audit, add_explain, add_template):
+        add(commands)
     options = parser.parse_args(argv)
-    names = list(options.names)
-    if options.all is not None:
-        names += sorted(map(str, options.all.glob("*.jinja")))
-    if not names:
-        template.error("no template given: name a tokenizer or a .jinja file")
     try:
-        one = len(names) == 1 and options.all is None
-        print(preview(names[0]) if one else verdict_table(names), end="")
-    except (OSError, ValueError, ImportError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 1
-    return 0
+        with quiet():
+            code: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED_PIPE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    return code
 
 
 if __name__ == "__main__":

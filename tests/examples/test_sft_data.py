@@ -93,8 +93,8 @@ def test_too_many_held_out(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "there is no conversation in it"),
-        (b"\n \n", "there is no conversation in it"),
+        (b"", "there is no record in it"),
+        (b"\n \n", "there is no record in it"),
         (LINE.encode() * 3 + LINE[:30].encode(), "line 4 is not JSON: "),
         (LINE.encode() + b"\n" + b'{"messages": [\n' + LINE.encode(), "line 3 is not JSON: "),
         (b"<html>\n" + LINE.encode(), "line 1 is not JSON: Expecting value"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading.dataset import TokenizedDataset, read_records
 from torch_collate_kit.loading.prefetch import AsyncBatchCollator, PrefetchLoader, StepTimes
 from torch_collate_kit.loading.sampler import (
     MixedSampler,
@@ -22,4 +22,5 @@ __all__ = [
     "ResumableSampler",
     "StepTimes",
     "TokenizedDataset",
+    "read_records",
 ]

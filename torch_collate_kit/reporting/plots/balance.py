@@ -8,7 +8,7 @@ import numpy as np
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.cells import FILLER, PAD, cells_of
+from torch_collate_kit.batch.cells import Kind, cells_of
 from torch_collate_kit.packing import ModelCost, PackingPlan
 from torch_collate_kit.reporting.plots.style import COLORS, axes_for, legend_below, plural, tint
 from torch_collate_kit.reporting.report import PackingReport
@@ -85,7 +85,10 @@ def _of_plan(plan: PackingPlan) -> dict[str, np.ndarray]:
 
 
 def _of_batch(batch: Batch, num_ranks: int, cost: ModelCost) -> dict[str, np.ndarray]:
-    """By the cells of each sub-sequence, its gap included; of a padded row by all of its cells."""
+    """By the cells of each sub-sequence, its gap included; of a padded row by all of its cells.
+
+    A row that fills up the batch has no tokens, but it is run, so it costs as much as another.
+    """
     cells = cells_of(batch)
     if cells is None:
         raise ValueError(
@@ -94,11 +97,11 @@ def _of_batch(batch: Batch, num_ranks: int, cost: ModelCost) -> dict[str, np.nda
         )
     batch.chunk(num_ranks)  # ValueError, if the rows do not divide
     num_rows, width = cells.kinds.shape
-    tokens = ((cells.segments >= 0) & (cells.kinds != FILLER)).sum(axis=1)
+    tokens = ((cells.segments >= 0) & (cells.kinds != Kind.FILLER)).sum(axis=1)
     costs = np.full(num_rows, int(cost.language(np.array([width]))[0]))
     if "cu_seq_lens" in batch:
         for row in range(num_rows):
-            used = int((cells.kinds[row] != PAD).sum())
+            used = int((cells.kinds[row] != Kind.PAD).sum())
             starts = np.unique(cells.segments[row], return_index=True)
             first = np.sort(starts[1][starts[0] >= 0])
             costs[row] = cost.language(np.diff(np.append(first, used))).sum()
@@ -133,13 +136,14 @@ def _draw_report(report: PackingReport, ax: Axes | None) -> Axes:
     }
     labels = [c["strategy"].replace("_", "\n") for c in of_limit]
     handles = _bars(ax, percent, labels, are_labelled=True)
-    legend_below(ax, handles, inches=0.7)
+    legend_below(ax, handles, inches=0.95)
     ranks = report["options"]["dp"]
     best = next(i for i, c in enumerate(of_limit) if _is_recommended(report, c))
     ax.set(
+        xlabel=f"layout, at max_tokens={limit}",
         ylabel="heaviest rank of a step, over the mean (%)",
         title=(
-            f"heaviest of {plural(ranks, 'rank')} at max_tokens={limit}: cost "
+            f"heaviest of {plural(ranks, 'rank')}: cost "
             f"{percent['cost'][0]:+.1f}% padded, {percent['cost'][best]:+.1f}% packed"
         ),
     )

@@ -1,0 +1,3 @@
+"""The commands of ``python -m torch_collate_kit``, one file each."""
+
+from __future__ import annotations

@@ -1,0 +1,106 @@
+"""Arguments that several commands share, and what is read with them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NamedTuple
+
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading import read_records
+from torch_collate_kit.vision import load_processor
+
+__all__ = ["Records", "add_data_arguments", "chat_options", "number", "read_data"]
+
+_CHATS = ("messages", "conversations", "instruction", "prompt")
+_FORMS = (
+    "chats (messages, conversations, prompt and completion, instruction and output), tokenized "
+    "rows (input_ids) or rollouts (prompt_ids, response_ids)"
+)
+
+
+class Records(NamedTuple):
+    """A dataset, and which kind of records it holds."""
+
+    rows: Any
+    """A ``datasets.Dataset``."""
+    kind: str
+    """"chats", "tokens" or "rollouts"."""
+
+
+def number(text: str) -> int:
+    """An argument that is a whole number of at least 1.
+
+    >>> number("4_096")
+    4096
+    """
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def add_data_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+    """DATA, and how it is read."""
+    parser.add_argument("data", metavar="DATA", help=what)
+    parser.add_argument("--split", default="train", help="of a dataset with several (train)")
+    parser.add_argument("--limit", type=number, metavar="N", help="read only the first N records")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        help="a folder or hub name: tokenizes chats, and shows tokens as text",
+    )
+    parser.add_argument(
+        "--train-on",
+        choices=("all", "last", "each"),
+        default="all",
+        help="the turns of a chat that are trained (all)",
+    )
+    parser.add_argument("--image-root", metavar="FOLDER", help="where paths of images start")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def read_data(options: argparse.Namespace) -> Records:
+    """The dataset of the arguments.
+
+    Raises:
+        DataError: it cannot be read, is empty, or holds another kind of records.
+    """
+    rows = read_records(options.data, split=options.split)
+    if not len(rows):
+        raise DataError(f"{options.data}: there is no record in it")
+    if options.limit is not None:
+        rows = rows.select(range(min(options.limit, len(rows))))
+    names = rows.column_names
+    if "input_ids" in names:
+        return Records(rows, "tokens")
+    if {"prompt_ids", "response_ids"} <= {*names}:
+        return Records(rows, "rollouts")
+    if any(name in names for name in _CHATS):
+        if options.tokenizer is None:
+            raise DataError(
+                f"{options.data} holds chats, which only a tokenizer makes tokens of; pass "
+                "--tokenizer with a folder or hub name"
+            )
+        return Records(rows, "chats")
+    raise DataError(f"{options.data}: has the columns {', '.join(names)}; it must hold {_FORMS}")
+
+
+def chat_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What the tokenizing functions take: ``tokenizer`` or ``processor``, and options.
+
+    Raises:
+        OSError: there is no such tokenizer.
+    """
+    loaded = load_processor(options.tokenizer)
+    chosen = {"train_on": options.train_on}
+    if hasattr(loaded, "image_processor"):
+        return chosen | {"processor": loaded, "pixels": False, "image_root": options.image_root}
+    if options.image_root is not None:
+        raise ValueError(
+            f"--image-root is for images, and {options.tokenizer} is a tokenizer alone; name the "
+            "folder or model of a processor"
+        )
+    return chosen | {"tokenizer": loaded}

@@ -1,0 +1,114 @@
+"""``explain``: one record token by token, as a collator makes a row of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.tokenize import tokenize_records
+from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
+from torch_collate_kit.commands.arguments import (
+    Records,
+    add_data_arguments,
+    chat_options,
+    number,
+    read_data,
+)
+from torch_collate_kit.errors import DataError
+
+__all__ = ["add_explain"]
+
+_ROW = "row 0 of 1"
+
+
+def add_explain(commands: Any) -> None:
+    """The command's parser."""
+    parser = commands.add_parser(
+        "explain",
+        help="show a record token by token: text, label, weight",
+        description="Show a record token by token, as a collator makes a row of it.",
+    )
+    add_data_arguments(
+        parser,
+        "a .jsonl, .json, .parquet or .arrow file, a saved dataset folder or a hub name, of "
+        "chats, tokenized rows or rollouts",
+    )
+    parser.add_argument("--row", type=int, default=0, metavar="N", help="which record (0)")
+    parser.add_argument("--max-tokens", type=number, metavar="N", help="cut it to N tokens")
+    parser.add_argument(
+        "--train-all", action="store_true", help="tokenized rows without a loss target are meant"
+    )
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument(
+        "--show", type=number, default=60, metavar="N", help="tokens to show, first and last (60)"
+    )
+    shown.add_argument("--all", action="store_true", help="show all tokens")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    data = read_data(options)
+    num_records = len(data.rows)
+    if not -num_records <= options.row < num_records:
+        raise DataError(
+            f"--row {options.row}: {options.data} has {num_records:,} records, 0 to "
+            f"{num_records - 1:,}"
+        )
+    number = options.row % num_records
+    chosen = {} if options.tokenizer is None else chat_options(options)
+    tokenizer = chosen.get("processor", chosen.get("tokenizer"))
+    most = None if options.all else options.show
+    batches = _batches(data, number, options, chosen)
+    found = [batch.explain(0, tokenizer, max_tokens=most) for batch in batches]
+    for i, one in enumerate(found):
+        of = f", example {i + 1} of {len(found)} of it" if len(found) > 1 else ""
+        one.title = f"record {number:,} of {num_records:,}{of}{one.title.removeprefix(_ROW)}"
+        for name in ("example", "segment"):  # the row holds nothing else
+            one.columns.pop(name, None)
+    if options.json:
+        examples = [{"title": one.title, "tokens": one.records()} for one in found]
+        print(json.dumps({"record": number, "examples": examples}, indent=2))
+    else:
+        print("\n\n".join(map(str, found)))
+    return 0
+
+
+def _batches(
+    data: Records, number: int, options: argparse.Namespace, chosen: dict[str, Any]
+) -> list[Batch]:
+    """A batch of one row for each example that the record makes."""
+    record = data.rows[number]
+    try:
+        if data.kind == "rollouts":
+            return [RolloutCollator(0)([record])]
+        if data.kind == "tokens":
+            return [_collated(record, options)]
+        return [_collated(example, options) for example in _tokenized(record, chosen)]
+    except DataError as error:
+        text = str(error).removeprefix("example 0: ").removeprefix("example 0 ")
+        raise DataError(f"record {number}: {text}") from error
+
+
+def _tokenized(record: Mapping[str, Any], chosen: dict[str, Any]) -> list[dict[str, Any]]:
+    """The examples of a chat that are trained."""
+    settings = {"tokenizer": None, **chosen}
+    (found,) = tokenize_records([record], ChatOptions(**settings), from_arrow=True)
+    if isinstance(found, DataError):
+        raise found
+    kept = [example for example in found if not example["skip_reason"]]
+    if not kept:
+        raise DataError(f"it is skipped, as nothing of it is trained: {found[0]['skip_reason']}")
+    return [{name: example[name] for name in ("input_ids", "loss_mask")} for example in kept]
+
+
+def _collated(example: Mapping[str, Any], options: argparse.Namespace) -> Batch:
+    if options.max_tokens is None:
+        return PaddedCollator(0, train_all=options.train_all)([example])
+    collate = PackedCollator(
+        0, max_tokens=options.max_tokens, overflow="truncate", train_all=options.train_all
+    )
+    return collate([example])

@@ -1,0 +1,104 @@
+"""``report``: what padding and packing make of a dataset."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torch_collate_kit.chat import tokenize_chat_dataset
+from torch_collate_kit.commands.arguments import (
+    add_data_arguments,
+    chat_options,
+    number,
+    read_data,
+)
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading import TokenizedDataset
+from torch_collate_kit.packing import ParallelLayout
+from torch_collate_kit.packing.options import STRATEGIES
+from torch_collate_kit.reporting import packing_report
+
+__all__ = ["add_report"]
+
+_DATA = (
+    "a .jsonl, .json, .parquet or .arrow file, a saved dataset folder or a hub name, of chats, "
+    "tokenized rows or rollouts; or an .npy file of lengths"
+)
+
+
+def add_report(commands: Any) -> None:
+    """The command's parser."""
+    parser = commands.add_parser(
+        "report",
+        help="compare padding and packing on your data, and recommend a row length",
+        description="Compare padded rows with packed ones, and recommend a row length.",
+    )
+    add_data_arguments(parser, _DATA)
+    parser.add_argument(
+        "--max-tokens", type=number, nargs="+", metavar="N", help="row lengths to compare"
+    )
+    parser.add_argument(
+        "--strategy",
+        nargs="+",
+        choices=STRATEGIES,
+        metavar="NAME",
+        help=f"packing strategies to compare: {', '.join(STRATEGIES)}",
+    )
+    parser.add_argument(
+        "--overflow",
+        choices=("drop", "truncate", "split", "raise"),
+        default="drop",
+        help="what becomes of an example longer than a row (drop)",
+    )
+    parser.add_argument(
+        "--batch-size", type=number, metavar="N", help="examples packed together (all)"
+    )
+    for name, what in (("dp", "data"), ("tp", "tensor"), ("cp", "context")):
+        parser.add_argument(
+            f"--{name}", type=number, default=1, metavar="N", help=f"{what}-parallel size (1)"
+        )
+    parser.add_argument("--num-proc", type=number, metavar="N", help="processes that tokenize")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    report = packing_report(
+        _lengths(options) if Path(options.data).suffix == ".npy" else _tokens(options),
+        options.max_tokens,
+        strategies=options.strategy,
+        parallel=ParallelLayout(dp=options.dp, tp=options.tp, cp=options.cp),
+        overflow=options.overflow,
+        batch_size=options.batch_size,
+        show=False,
+    )
+    print(json.dumps(report, indent=2) if options.json else report)
+    return 0
+
+
+def _lengths(options: argparse.Namespace) -> Any:
+    try:
+        lengths = np.load(options.data, allow_pickle=False)
+    except FileNotFoundError:
+        raise DataError(f"{options.data}: there is no such file") from None
+    except (ValueError, EOFError):
+        raise DataError(
+            f"{options.data}: not a file of lengths that np.save wrote; write it with "
+            'np.save("lengths.npy", lengths)'
+        ) from None
+    return lengths[: options.limit]
+
+
+def _tokens(options: argparse.Namespace) -> Any:
+    """What ``packing_report`` takes."""
+    data = read_data(options)
+    if data.kind == "rollouts":
+        return {name: data.rows[name] for name in ("prompt_ids", "response_ids")}
+    if data.kind == "tokens":
+        return data.rows
+    chosen = chat_options(options)
+    tokenized, _ = tokenize_chat_dataset(data.rows, num_proc=options.num_proc, **chosen)
+    return TokenizedDataset(tokenized, vision=chosen.get("processor"))

@@ -1,0 +1,86 @@
+"""The datasets that people have: a file, a saved folder, or a name of the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch_collate_kit._checks import needed_package
+from torch_collate_kit.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+__all__ = ["read_records"]
+
+_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_MOST = 300  # characters of a message of others
+
+
+def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Dataset:
+    """The records of a file, of a folder that ``save_to_disk`` wrote, or of a hub dataset.
+
+    Files are JSON Lines, JSON, Parquet or Arrow, by their suffix. ``split`` is of folders and hub
+    datasets that have several.
+
+    Raises:
+        DataError: there is no such file, folder, name or split; a file cannot be read. Of JSON
+            Lines it names the line.
+        ImportError: datasets is not installed.
+
+    >>> read_records("no_such_file.jsonl")
+    Traceback (most recent call last):
+    torch_collate_kit.errors.DataError: no_such_file.jsonl: there is no such file
+    """
+    datasets = needed_package("datasets", "reading dataset files")
+    path, name = Path(name), str(name)
+    kind = _KINDS.get(path.suffix)
+    if path.is_file() and kind is None:
+        raise DataError(
+            f"{name}: not a kind of file that is read ({', '.join(_KINDS)}); convert it, or save "
+            "it with Dataset.save_to_disk and name the folder"
+        )
+    if kind and not path.is_dir():
+        if not path.is_file():
+            raise DataError(f"{name}: there is no such file")
+        try:
+            return datasets.load_dataset(kind, data_files=name, split="train")
+        except Exception as error:  # of many types, as the file is broken
+            found = _broken_line(path) if path.suffix == ".jsonl" else None
+            raise DataError(f"{name}: {found or _short(error.__cause__ or error)}") from error
+    if not path.is_dir() and not _HUB_NAME.fullmatch(name):
+        raise DataError(f"{name}: there is no such file or folder")
+    try:
+        found = datasets.load_from_disk(name) if path.is_dir() else datasets.load_dataset(name)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"{name}: no saved dataset here, and not found on the hub: {_short(error)}"
+        ) from error
+    if not isinstance(found, datasets.DatasetDict):
+        return found
+    if split not in found:
+        raise DataError(f"{name}: there is no split {split!r}; it has {', '.join(sorted(found))}")
+    return found[split]
+
+
+def _broken_line(path: Path) -> str | None:
+    """What is wrong with a JSON Lines file, and in which line."""
+    record = None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line) if line.strip() else record
+            except ValueError as error:
+                return f"line {number} is not JSON: {getattr(error, 'msg', error)}"
+            if not isinstance(record, dict | None):
+                return f"line {number} is not a JSON object, but {line[:40]!r}"
+    return "there is no record in it" if record is None else None
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= _MOST else text[:_MOST] + "..."
