@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,22 @@ def lock(folder: Path) -> None:
         fail(f"--output-dir {folder}: cannot be made and locked: {error.strerror}")
 
 
+class Termination:
+    """Notes SIGTERM, which Slurm and Kubernetes send before they kill: the step is finished."""
+
+    is_requested = False
+
+    def __enter__(self) -> Termination:
+        self.handler = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        signal.signal(signal.SIGTERM, self.handler)
+
+    def _note(self, *_: Any) -> None:
+        self.is_requested = True
+
+
 def checkpoints(args: argparse.Namespace) -> list[Path]:
     return sorted(path.parent for path in args.output_dir.glob("checkpoint-*/run.json"))
 
@@ -33,15 +50,22 @@ def checkpoints(args: argparse.Namespace) -> list[Path]:
 def save_checkpoint(accelerator: Accelerator, loader: Any, step: int, args: Any) -> None:
     """Write beside, then rename: a kill at any moment leaves the checkpoint before it whole."""
     unfinished, metrics = args.output_dir / "unfinished", args.output_dir / "metrics.jsonl"
-    accelerator.save_state(str(unfinished))
-    accelerator.wait_for_everyone()
+    try:
+        accelerator.save_state(str(unfinished))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            state = {"version": 5, "step": step, "loader": loader.state_dict(), "run": args.run}
+            (unfinished / "run.json").write_text(json.dumps(state, indent=2))
+            wait_for_disk(metrics, *unfinished.rglob("*"), unfinished)
+            unfinished.rename(args.output_dir / f"checkpoint-{step:08d}")
+            wait_for_disk(args.output_dir)
+    except (OSError, RuntimeError) as error:  # torch raises a RuntimeError when the disk is full
+        shutil.rmtree(unfinished, ignore_errors=True)
+        whole = [path.name for path in checkpoints(args)[-1:]]
+        there = f"{whole[0]} is whole, --resume goes on from it" if whole else "there is no other"
+        fail(f"checkpoint of step {step} could not be saved: {error}; {there}")
     if accelerator.is_main_process:
-        state = {"version": 5, "step": step, "loader": loader.state_dict(), "run": args.run}
-        (unfinished / "run.json").write_text(json.dumps(state, indent=2))
-        wait_for_disk(metrics, *unfinished.rglob("*"), unfinished)
-        unfinished.rename(args.output_dir / f"checkpoint-{step:08d}")
-        wait_for_disk(args.output_dir)
-        for old in checkpoints(args)[:-2]:
+        for old in checkpoints(args)[: -args.keep_checkpoints]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
 

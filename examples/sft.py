@@ -28,14 +28,16 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env, set_seed
-from checkpoints import checkpoints, lock, resume, save_checkpoint
+from checkpoints import Termination, checkpoints, lock, resume, save_checkpoint
 from read_data import fail, read_dataset
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import torch_collate_kit as kit
 
-FREE_WHEN_RESUMING = "output_dir checkpoint_every resume num_workers prefetch threads"
+FREE_WHEN_RESUMING = (
+    "output_dir checkpoint_every keep_checkpoints resume num_workers prefetch threads"
+)
 COUNTS = "batch_size rows_per_micro_batch epochs max_steps max_tokens num_conversations threads"
 
 
@@ -70,7 +72,14 @@ def argument_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("run").add_argument
     add("--output-dir", type=Path, default=Path("outputs/sft"), help="model, metrics, checkpoints")
     add("--checkpoint-every", type=int, default=0, help="steps; 0: never")
-    add("--resume", action="store_true", help="go on from the latest checkpoint")
+    add("--keep-checkpoints", type=int, default=2, help="the latest ones; older ones are deleted")
+    add(
+        "--resume",
+        nargs="?",
+        const="always",
+        choices=["always", "auto"],
+        help="go on from the latest checkpoint; auto: begin where there is none",
+    )
     add("--num-workers", type=int, default=0, help="DataLoader workers")
     add("--prefetch", action=argparse.BooleanOptionalAction, default=True, help="build ahead")
     add("--cpu", action="store_true", help="do not use a GPU")
@@ -82,7 +91,7 @@ def parse_arguments(parser: argparse.ArgumentParser, from_scratch: float) -> arg
     """The arguments, checked; `from_scratch` is the learning rate of a model without --model."""
     args = parser.parse_args()
     for name, value in vars(args).items():
-        lowest = 1 if name in COUNTS.split() else 0
+        lowest = 1 if name in COUNTS.split() or name == "keep_checkpoints" else 0
         if isinstance(value, (int, float)) and not value >= lowest:  # refuses nan too
             fail(f"--{name.replace('_', '-')} {value}: must be {lowest} or more")
     if args.warmup > 1:
@@ -206,8 +215,9 @@ def with_loss(model: Any, batch: kit.Batch, accelerator: Accelerator, args: Any)
 
 def train_step(
     model: Any, parts: list[kit.Batch], optimizer: Any, accelerator: Accelerator, args: Any
-) -> tuple[float, float]:
-    """One optimizer step: the loss over all micro-batches and ranks, and the gradient norm."""
+) -> tuple[float, float, bool]:
+    """One optimizer step: the loss of all micro-batches and ranks, the gradient norm, and whether
+    a rank was told to stop."""
     num_loss_tokens = parts[0].metadata["num_loss_tokens"]  # of all micro-batches and ranks
     total = torch.zeros((), device=accelerator.device)
     for i, part in enumerate(parts):
@@ -219,7 +229,9 @@ def train_step(
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
-    return accelerator.reduce(total, "sum").item(), float(grad_norm)
+    told = total.new_tensor(float(args.termination.is_requested))
+    loss, num_told = accelerator.reduce(torch.stack([total, told]), "sum").tolist()
+    return loss, float(grad_norm), num_told > 0
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -235,13 +247,22 @@ def train(model: Any, loader: Any, optimizer: Any, accelerator: Accelerator, arg
     began, steps = time.perf_counter(), range(args.first_step, args.num_steps)
     options = {"initial": args.first_step, "total": args.num_steps, "disable": args.rank > 0}
     model.train()
-    with loader, tqdm(loader.steps(len(steps)), **options) as bar:
+    with (
+        Termination() as args.termination,
+        loader,
+        tqdm(loader.steps(len(steps)), **options) as bar,
+    ):
         for step, batch in zip(steps, bar, strict=True):
             waited, rate = loader.wait_seconds - took["wait_seconds"], learning_rate(step, args)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             parts = micro_batches(batch, args)
-            loss, grad_norm = train_step(model, parts, optimizer, accelerator, args)
+            loss, grad_norm, is_last = train_step(model, parts, optimizer, accelerator, args)
+            if not math.isfinite(loss) or not math.isfinite(grad_norm):
+                fail(
+                    f"step {step + 1} has loss {loss} and gradient norm {grad_norm}, and is not "
+                    "saved; begin anew with a lower --learning-rate, or look at its examples"
+                )
             num_cells = args.num_ranks * sum(part["input_ids"].numel() for part in parts)
             num_tokens = batch.metadata["num_tokens"]  # of all ranks, as are the cells
             seconds = time.perf_counter() - began - took["train_seconds"]
@@ -260,8 +281,12 @@ def train(model: Any, loader: Any, optimizer: Any, accelerator: Accelerator, arg
             if accelerator.is_main_process:
                 with open(args.output_dir / "metrics.jsonl", "a") as file:
                     file.write(json.dumps(record) + "\n")
-            if args.checkpoint_every and (step + 1) % args.checkpoint_every == 0:
+            is_due = args.checkpoint_every and (step + 1) % args.checkpoint_every == 0
+            if is_due or is_last:
                 save_checkpoint(accelerator, loader, step + 1, args)
+            if is_last:
+                accelerator.print(f"told to stop: step {step + 1} is saved, --resume goes on")
+                raise SystemExit(0)
     return dict(took)
 
 
@@ -289,6 +314,8 @@ def start(args: argparse.Namespace, *handlers: Any) -> Accelerator:
         lock(args.output_dir)  # for all ranks
     else:
         datasets.disable_progress_bars()
+    if args.resume == "auto" and not checkpoints(args):
+        args.resume = None
     if args.resume and not checkpoints(args):
         fail(f"--resume: no checkpoint in {args.output_dir}; was --checkpoint-every given?")
     if checkpoints(args) and not args.resume:

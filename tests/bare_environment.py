@@ -175,6 +175,8 @@ def needs() -> dict[str, Any]:
     """What needs a package, by the message that must come without it."""
     from torch_collate_kit import (
         TokenizedDataset,
+        packing_report,
+        plot_lengths,
         register_torch_varlen,
         tokenize_chat,
         tokenize_chat_dataset,
@@ -186,6 +188,8 @@ def needs() -> dict[str, Any]:
             path.write_bytes(content)
             TokenizedDataset(path)
 
+    report = packing_report([5, 3, 9], 16, show=False)
+    assert "recommended: max_tokens=16" in repr(report)
     tokenizer = SimpleNamespace(chat_template="{{ messages }}", get_chat_template=None)
     turn = [{"role": "assistant", "content": "yes"}]
     return {
@@ -197,6 +201,10 @@ def needs() -> dict[str, Any]:
         ),
         "tokenize_chat_dataset needs the package datasets: pip install datasets": (
             lambda: tokenize_chat_dataset([], tokenizer)
+        ),
+        "PackingReport.to_frame needs the package pandas: pip install pandas": report.to_frame,
+        "a plot needs the package matplotlib: pip install -e '.[plots]'": (
+            lambda: plot_lengths([5, 3, 9])
         ),
         "reading Arrow files needs the package pyarrow: pip install pyarrow": lambda: read(b"ARR"),
         "reading Parquet files needs the package datasets: pip install datasets": (

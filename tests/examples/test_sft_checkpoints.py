@@ -179,3 +179,88 @@ def test_metrics_are_replaced_as_a_whole(base: tuple[list[str], Path], half: Pat
         assert old.read().splitlines() == base[0]
     assert len((half / "metrics.jsonl").read_text().splitlines()) == 4
     assert not list(half.glob("metrics.*.*")) + list(half.glob("metrics.new"))
+
+
+def test_sigterm_saves_and_the_run_goes_on(
+    base: tuple[list[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the third step, between two checkpoints: it is finished, saved, and gone on from."""
+    whole, num_steps = sft.train_step, 0
+
+    def told_in_the_third(*arguments: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return whole(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sft, "train_step", told_in_the_third)
+        with pytest.raises(SystemExit) as caught:
+            run(SHORT, tmp_path / "out")
+    assert caught.value.code == 0
+    assert (num_steps, (tmp_path / "out" / "checkpoint-00000003").exists()) == (3, True)
+    assert losses(run(f"{SHORT} --resume", tmp_path / "out")) == losses(base[0])
+
+
+def test_sigterm_ends_the_command_with_0(started: tuple[subprocess.Popen[str], Path]) -> None:
+    process, folder = started
+    os.kill(process.pid, signal.SIGTERM)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 0, text
+    assert "Traceback" not in text
+    num_steps = (folder / "metrics.jsonl").read_text().count("\n")
+    latest = sft.checkpoints(sft.argparse.Namespace(output_dir=folder))[-1]
+    assert latest.name == f"checkpoint-{num_steps:08d}"
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_the_latest_checkpoints_are_kept(number: int, tmp_path: Path) -> None:
+    options = f"{TINY} --max-steps 4 --checkpoint-every 1 --keep-checkpoints {number}"
+    run(options, tmp_path / "out")
+    names = [path.name for path in sorted((tmp_path / "out").glob("checkpoint-*"))]
+    assert names == [f"checkpoint-{step:08d}" for step in range(5 - number, 5)]
+
+
+def test_resume_auto_begins_and_goes_on(base: tuple[list[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    assert losses(run(f"{SHORT} --resume auto", folder)) == losses(base[0])
+    shutil.rmtree(folder / "checkpoint-00000004")
+    assert losses(run(f"{SHORT} --resume auto", folder)) == losses(base[0])
+
+
+@pytest.mark.parametrize("has_one", [True, False])
+def test_a_full_disk_leaves_the_last_checkpoint(
+    has_one: bool, half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    folder = half if has_one else tmp_path / "new"
+    with monkeypatch.context() as patch:
+        patch.setattr(sft.Accelerator, "save_state", full)
+        with pytest.raises(SystemExit) as caught:
+            run(f"{SHORT} --resume auto", folder)
+    step, rest = (
+        (4, "checkpoint-00000002 is whole, --resume goes on from it")
+        if has_one
+        else (
+            2,
+            "there is no other",
+        )
+    )
+    expected = f"checkpoint of step {step} could not be saved: [Errno 28] No space left on device"
+    assert str(caught.value) == f"sft.py: {expected}; {rest}"
+    assert not (folder / "unfinished").exists()
+    if has_one:
+        assert len(run(f"{SHORT} --resume", folder)) == 4
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = sft.kit.token_loss
+    monkeypatch.setattr(sft.kit, "token_loss", lambda *a, **k: whole(*a, **k) * float("nan"))
+    with pytest.raises(SystemExit, match=r"step 1 has loss nan and gradient norm nan, and is not"):
+        run(f"{TINY} --max-steps 4 --checkpoint-every 1", tmp_path / "out")
+    assert not list((tmp_path / "out").glob("checkpoint-*"))

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from torch_collate_kit import DataError, Ragged, TokenizedDataset, VisionLayout, packing_report
+from torch_collate_kit import (
+    DataError,
+    Ragged,
+    TokenizedDataset,
+    VisionLayout,
+    packing_report,
+)
 from torch_collate_kit.reporting.lengths import data_lengths
 
 IDS = [[5, 6, 7], [8], [9, 4]]
@@ -90,6 +96,14 @@ def test_a_dataset_with_images_has_its_patches(images):
     assert [report["candidates"][1]["num_rows"] for report in rows] == [2, 1]
 
 
+def test_rows_without_an_image_keep_room_for_a_dummy_image(images):
+    """The model's smallest one, which only a dataset with ``vision`` knows."""
+    with_images = packing_report(images, 6, show=False)
+    lengths = packing_report(images.lengths, 6, patches=images.patches, show=False)
+    assert with_images["options"]["dummy_image_tokens"] == 1
+    assert lengths["options"]["dummy_image_tokens"] == 0
+
+
 def test_patches_that_are_given_replace_those_of_the_dataset(images):
     report = packing_report(images, 8, patches=[1, 1, 1], max_patches=8, show=False)
     assert report["candidates"][1]["num_dropped"] == 0
@@ -110,6 +124,8 @@ def test_patches_that_are_given_replace_those_of_the_dataset(images):
         ([*EXAMPLES, {"messages": []}], DataError, r"example 3 has no input_ids, got \['messages'"),
         ([*EXAMPLES, 3], DataError, "example 3 has no input_ids, got int"),
         ({"text": ["a"]}, DataError, r"no input_ids among the columns \['text'\]; tokenize first"),
+        ({"input_ids": [5, 6]}, DataError, r"the tokens of one example; pass a list: \[example\]"),
+        ({"input_ids": []}, DataError, "no examples"),
         ([{"input_ids": []}], DataError, "example 0 has length 0"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ NAMES = {
 MAY_BE_NOTES = {
     "duplicates", "contradictory_answers", "reward_without_variance", "template_not_prefix_stable"
 }  # fmt: skip
+WITH_MASKS = [
+    name
+    for name, defect in DEFECTS.items()
+    if {"loss_mask"} == defect(Clean.made()).examples[0].keys() - {"input_ids", "id"}
+]
 SILENT_WITHOUT_TOKENIZER = {"labels_shifted", "no_trained_token", "masks_all_zero", "duplicates"}
 
 
@@ -94,6 +100,15 @@ def test_planted_in_conversations(name: str, form: str) -> None:
     planted = DEFECTS[name](Clean.made())
     data = as_form(planted.examples, form)
     check(audit(data, planted.tokenizer, max_tokens=planted.max_tokens), planted)
+
+
+@pytest.mark.parametrize("target", ["labels", "assistant_masks", "completion_mask"])
+@pytest.mark.parametrize("name", WITH_MASKS)
+def test_planted_under_every_form_of_target(name: str, target: str) -> None:
+    planted = DEFECTS[name](Clean.made())
+    examples = [with_target(e, target) for e in planted.examples]
+    report = audit(examples, planted.tokenizer, max_tokens=planted.max_tokens)
+    check(report, replace(planted, examples=examples))
 
 
 @pytest.mark.parametrize("form", ["list", "columns", "Dataset"])

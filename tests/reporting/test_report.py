@@ -148,6 +148,13 @@ def test_a_report_is_json_and_a_frame_and_can_be_pickled():
     assert frame["strategy"].tolist()[:2] == ["padded", "best_fit_decreasing"]
 
 
+def test_a_part_of_a_report_prints_as_a_dict():
+    report = packing_report([5, 3], 10, show=False)
+    del report["candidates"], report["recommended"], report["options"]
+    assert repr(report) == repr(dict(report))
+    assert report._repr_html_() is None
+
+
 def test_without_pandas_the_frame_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     report = packing_report([5, 3], 10, show=False)
@@ -203,6 +210,9 @@ def test_images_are_packed_by_patches_too():
         (([5.5],), {}, TypeError, "lengths must be integers"),
         ((7, 8), {}, TypeError, "data must have lengths, got int; tokenize first"),
         (([5], []), {}, ValueError, "max_tokens is empty; give at least one"),
+        (([5], "8"), {}, TypeError, "max_tokens must be an int, got '8' of type str"),
+        (([5], 8.0), {}, TypeError, "max_tokens must be an int, got 8.0 of type float"),
+        (([5], {8, 9}), {}, TypeError, r"max_tokens must be an int, got \{8, 9\} of type set"),
         (([5], 0), {}, ValueError, "max_tokens must be at least 1, got 0"),
         (([5], 8), {"strategies": []}, ValueError, "strategies is empty; give at least one"),
         (([5], 8), {"strategies": ["best"]}, ValueError, "strategy must be one of 'best_fit_d"),

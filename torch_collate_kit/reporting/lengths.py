@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._checks import checked_lengths
+from torch_collate_kit._checks import checked_int, checked_lengths
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.packing.images import Patches
 from torch_collate_kit.reading.raw import is_sequence
 
-__all__ = ["DataLengths", "data_lengths"]
+__all__ = ["DataLengths", "checked_limits", "data_lengths"]
 
 _Ints = npt.NDArray[np.int64]
 _IDS = (("input_ids",), ("prompt_ids", "response_ids"))
@@ -53,6 +53,22 @@ def data_lengths(data: Any) -> DataLengths:
     return found._replace(lengths=lengths)
 
 
+def checked_limits(max_tokens: int | Sequence[int]) -> list[int]:
+    """One ``max_tokens`` or several, each once, in the order given.
+
+    Raises:
+        TypeError, ValueError: no ints, ints below 1, or none.
+
+    >>> checked_limits(8), checked_limits([8, 16, 8])
+    ([8], [8, 16])
+    """
+    is_one = isinstance(max_tokens, str) or not isinstance(max_tokens, Sequence | np.ndarray)
+    given: Any = [max_tokens] if is_one else max_tokens
+    if not len(given):
+        raise ValueError("max_tokens is empty; give at least one")
+    return list(dict.fromkeys(checked_int("max_tokens", limit) for limit in given))
+
+
 def _found(data: Any) -> DataLengths:
     if isinstance(data, str | Path) or type(data).__module__.startswith(("datasets.", "pyarrow.")):
         names = getattr(data, "column_names", ["input_ids"])
@@ -88,6 +104,11 @@ def _length(i: int, example: Any) -> int:
 def _of_columns(columns: Mapping[str, Any]) -> _Ints:
     for names in _IDS:
         if all(name in columns for name in names):
+            if not hasattr(next(iter(columns[names[0]]), []), "__len__"):
+                raise DataError(
+                    f"a mapping is taken as columns, but its {names[0]} are the tokens of one "
+                    "example; pass a list: [example]"
+                )
             counts = [[len(row) for row in columns[name]] for name in names]
             return np.array(counts, dtype=np.int64).sum(axis=0)
     raise DataError(f"no input_ids among the columns {sorted(map(str, columns))}; {_HINT}")

@@ -81,8 +81,7 @@ def _notes(
         candidate
         for candidate in packed
         if candidate["max_tokens"] < best["max_tokens"]
-        and candidate["padding"] <= _MOST_PADDING
-        and _num_lost(candidate) > _num_lost(best)
+        and candidate["padding"] <= _MOST_PADDING  # so it loses more, or it would be the best
     ]
     if smaller:
         other = min(smaller, key=lambda candidate: (_num_lost(candidate), candidate["max_tokens"]))

@@ -18,7 +18,7 @@ from torch_collate_kit._checks import (
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
 from torch_collate_kit.packing.images import ImageLoad, Patches, image_load
 from torch_collate_kit.reporting.candidates import candidates_of
-from torch_collate_kit.reporting.lengths import data_lengths
+from torch_collate_kit.reporting.lengths import checked_limits, data_lengths
 from torch_collate_kit.reporting.recommendation import capacities_to_try, recommended
 from torch_collate_kit.reporting.tables import as_html, as_text
 
@@ -26,6 +26,7 @@ __all__ = ["PackingReport", "packing_report"]
 
 _STRATEGIES = ("best_fit_decreasing", "balanced", "sequential")
 _LARGEST = 1 << 62
+_KEYS = {"data", "options", "candidates", "recommended"}
 _Ints = npt.NDArray[np.int64]
 
 
@@ -56,10 +57,10 @@ class PackingReport(dict[str, Any]):
         return needed_package("pandas", "PackingReport.to_frame").DataFrame(self["candidates"])
 
     def __repr__(self) -> str:
-        return as_text(self)
+        return as_text(self) if self.keys() >= _KEYS else super().__repr__()
 
-    def _repr_html_(self) -> str:
-        return as_html(self)
+    def _repr_html_(self) -> str | None:
+        return as_html(self) if self.keys() >= _KEYS else None
 
 
 def packing_report(
@@ -157,13 +158,11 @@ def _packings(
     """Every ``max_tokens`` with every strategy, each once, in the order given."""
     if isinstance(strategies, str):
         strategies = [strategies]
-    limits = max_tokens if isinstance(max_tokens, Sequence | np.ndarray) else [max_tokens]
-    for name, values in (("max_tokens", limits), ("strategies", strategies)):
-        if not len(values):
-            raise ValueError(f"{name} is empty; give at least one")
+    if not len(strategies):
+        raise ValueError("strategies is empty; give at least one")
     return [
         replace(packing, max_tokens=limit, strategy=strategy)
-        for limit in dict.fromkeys(limits)
+        for limit in checked_limits(max_tokens)
         for strategy in dict.fromkeys(strategies)
     ]
 

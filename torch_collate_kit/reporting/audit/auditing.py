@@ -118,8 +118,8 @@ def audit(
         vision: how images become tokens; that of ``tokenizer`` if it is a processor.
 
     Returns an :class:`AuditReport`: findings with the numbers of the rows and one decoded example.
-    Rows are numbered as in ``dataset``; of chat records a row is the record. docs/audit.md says
-    what each check looks for, and when it is silent. Memory: the tokens of the dataset twice.
+    Rows are numbered as in ``dataset``; of chat records a row is the record. What each check looks
+    for, and when it is silent, is in docs/audit_checks.md. Memory: the tokens of the dataset twice.
 
     Raises:
         DataError: the dataset is empty, or no row of it can be read.
@@ -145,11 +145,11 @@ def audit(
     vocabulary = Vocabulary.of(tokenizer, kwargs)
     columns = replace(read.columns or _NO_ROWS, vocabulary=vocabulary, max_tokens=max_tokens)
     found, not_checked = _run(columns)
-    findings = [*_of_reading(read), *found]
+    findings = [*_of_reading(read), *_with_records(found, read, columns)]
     findings.sort(key=lambda finding: _ORDER.index(finding.severity))
     return AuditReport(
         findings,
-        num_rows=len(read.refused) + len(columns.without_answer) + len(columns.lengths),
+        num_rows=len(read.refused) + len(read.without_answer) + len(columns.lengths),
         num_tokens=len(columns.ids),
         not_checked=not_checked,
     )
@@ -168,30 +168,15 @@ def _run(columns: AuditColumns) -> tuple[list[Finding], dict[str, str]]:
             not_checked[name] = missing[0]
             continue
         found = check.run(columns)
-        if name == "no_trained_token":
-            found = _with_records(columns, found)
         if found is not None:
             findings.append(_finding(name, columns, found))
     return findings, not_checked
-
-
-def _with_records(columns: AuditColumns, found: Found | None) -> Found | None:
-    """With the chat records that gave no row."""
-    if not len(columns.without_answer):
-        return found
-    if found is None:
-        example = f"row {columns.without_answer[0]}: the record has no answer that is trained"
-        return Found(np.empty(0, dtype=np.int64), example=example)
-    return found
 
 
 def _finding(name: str, columns: AuditColumns, found: Found) -> Finding:
     message = MESSAGES[name]
     numbers = np.unique(columns.numbers[found.rows])
     total = len(np.unique(columns.numbers))
-    if name == "no_trained_token":
-        numbers = np.union1d(numbers, columns.without_answer)
-        total += len(columns.without_answer)
     return Finding(
         name,
         found.severity or message.severity,
@@ -199,6 +184,22 @@ def _finding(name: str, columns: AuditColumns, found: Found) -> Finding:
         numbers,
         excerpt(columns, found),
     )
+
+
+def _with_records(findings: list[Finding], read: ReadRows, columns: AuditColumns) -> list[Finding]:
+    """With the chat records that give no row among those without a trained token."""
+    skipped, name = read.without_answer, "no_trained_token"
+    if not len(skipped):
+        return findings
+    example = f"row {skipped[0]}: nothing in the record would be trained"
+    known = next((finding for finding in findings if finding.name == name), None)
+    numbers = skipped if known is None else np.union1d(known.rows, skipped)
+    text = MESSAGES[name].text.format(
+        rows=_of(len(numbers), len(np.unique(columns.numbers)) + len(skipped))
+    )
+    shown = known.example if known is not None else example
+    found = Finding(name, MESSAGES[name].severity, text, numbers, shown)
+    return [found, *(finding for finding in findings if finding.name != name)]
 
 
 def _of(count: int, total: int) -> str:

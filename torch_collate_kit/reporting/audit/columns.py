@@ -71,8 +71,8 @@ class AuditColumns:
     rollouts: RolloutColumns | None = None
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     max_tokens: int | None = None
-    without_answer: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """int64, numbers of chat records that give no row, as nothing in them would be trained."""
+    has_image: np.ndarray | None = None
+    """bool [N], rows with images, of which text alone does not say whether they are equal."""
 
     @cached_property
     def offsets(self) -> np.ndarray:

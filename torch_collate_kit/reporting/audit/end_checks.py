@@ -17,10 +17,15 @@ __all__ = [
 
 
 def _unlearnt_ends(columns: AuditColumns) -> np.ndarray:
-    """int64, tokens that end an answer and are not trained, though the token before them is."""
+    """int64, tokens that end an answer and are not trained, though the token before them is.
+
+    Of rollouts only the last token of a row: before a tool's answer the end may be the template's.
+    """
     is_end, trained = columns.is_end, columns.trained
     is_missed = is_end[1:] & ~trained[1:] & trained[:-1] & ~is_end[:-1]
     places = np.flatnonzero(is_missed) + 1
+    if columns.rollouts is not None:
+        return places[np.isin(places, columns.ends - 1)]
     return places[~np.isin(places, columns.starts)]
 
 

@@ -23,7 +23,7 @@ class Finding:
     """One thing that is wrong with a dataset, or worth knowing.
 
     Attributes:
-        name: what was found, one of the names in docs/audit.md.
+        name: what was found, one of the names in docs/audit_checks.md.
         severity: "error", training would be wrong; "warning", it probably would; "note", worth
             knowing.
         message: what is wrong, in how many rows, and the way out.

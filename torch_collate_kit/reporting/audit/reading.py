@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,8 @@ class ReadRows:
     refused: list[Refused]
     has_unread_images: bool = False
     """Whether there are images, and no processor that says how many tokens they take."""
+    without_answer: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """int64, numbers of chat records that give no row, as nothing in them would be trained."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,10 @@ class _Reader:
 
     def read(self, start: int, stop: int) -> None:
         examples = self.rows(start, stop)
+        has_image = None
         if self.vision is None:
-            examples, had_images = _without_images(examples)
-            self.has_unread_images |= had_images
+            examples, has_image = _without_images(examples)
+            self.has_unread_images |= bool(has_image is not None and has_image.any())
         try:
             found = _read(examples, self.train_all, self.vision)
             columns = _flat(found, np.arange(start, stop))
@@ -122,6 +125,9 @@ class _Reader:
             message = str(error).replace("example 0", f"row {start}", 1)
             self.refused.append(Refused(start, message, self._is_of_images(examples)))
             return
+        if found.images is not None:
+            has_image = np.array([unit is not None for unit in found.images.units])
+        columns = replace(columns, has_image=has_image)
         form = ", ".join(_form(found))
         self.blocks.append(_Block(columns.numbers, columns, form))
 
@@ -143,19 +149,20 @@ def _read(examples: Any, train_all: bool, vision: VisionLayout | None) -> Exampl
     return read_columns(examples, train_all=train_all, vision=vision)
 
 
-def _without_images(examples: Any) -> tuple[Any, bool]:
-    """The examples without image fields, and whether they had any."""
+def _without_images(examples: Any) -> tuple[Any, np.ndarray | None]:
+    """The examples without image fields, and which had some: bool [N], or None."""
     if not isinstance(examples, Mapping) and not all(isinstance(e, Mapping) for e in examples):
-        return examples, False  # refused by the reader
+        return examples, None  # refused by the reader
     names = set(first_with(examples)) & set(MEDIA)
     if not names:
-        return examples, False
+        return examples, None
     if isinstance(examples, Mapping):
         text = {key: column for key, column in examples.items() if key not in names}
-        columns = [examples[name] for name in names]
-        return text, any(entry is not None for column in columns for entry in column)
+        columns = zip(*(examples[name] for name in names), strict=True)
+        return text, np.array([any(entry is not None for entry in row) for row in columns])
     rows = [{key: value for key, value in e.items() if key not in names} for e in examples]
-    return rows, any(e.get(name) is not None for e in examples for name in names)
+    has_image = [any(e.get(name) is not None for name in names) for e in examples]
+    return rows, np.array(has_image)
 
 
 def _form(found: ExampleColumns) -> Sequence[str]:
@@ -217,6 +224,18 @@ def _joined(blocks: Sequence[AuditColumns]) -> AuditColumns:
         has_target=blocks[0].has_target,
         labels=_joined_or_none([block.labels for block in blocks]),
         rollouts=_joined_rollouts(rollouts) if rollouts else None,
+        has_image=_joined_images(blocks),
+    )
+
+
+def _joined_images(blocks: Sequence[AuditColumns]) -> np.ndarray | None:
+    if all(block.has_image is None for block in blocks):
+        return None
+    return np.concatenate(
+        [
+            np.zeros(len(of.lengths), dtype=np.bool_) if of.has_image is None else of.has_image
+            for of in blocks
+        ]
     )
 
 

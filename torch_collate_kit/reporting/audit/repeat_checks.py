@@ -17,12 +17,14 @@ _MEANT, _MANY = 0.5, 20  # half of at least 20 rows: several answers per prompt 
 def duplicates(columns: AuditColumns) -> Found | None:
     """Rows with the same tokens, all of them: the first and its copies.
 
-    Rows are compared token by token where their hashes agree. Of rollouts it is a note, since a
-    policy may well give one answer twice.
+    Rows are compared token by token where their hashes agree. Silent about rows with images, which
+    are not compared. Of rollouts it is a note, since a policy may well give one answer twice.
     """
     groups = same_spans(columns.ids, columns.starts, columns.lengths)
     counts = np.bincount(groups)
     is_copied = counts[groups] > 1
+    if columns.has_image is not None:
+        is_copied &= ~columns.has_image
     rows = np.flatnonzero(is_copied)
     if not len(rows):
         return None
@@ -34,16 +36,19 @@ def duplicates(columns: AuditColumns) -> Found | None:
 def contradictory_answers(columns: AuditColumns) -> Found | None:
     """Rows with the same prompt, and other answers.
 
-    The prompt is what comes before the first trained token, the answer the rest. Needs rows that
-    say what is trained, with one trained run that ends at most one token before the row does:
-    several trials of one conversation are no contradiction, and neither are rollouts. Where at
-    least half of the rows have company it is a note, since several answers were meant.
+    The prompt is what comes before the first trained token, the answer what is trained. Needs rows
+    that say what is trained, with one trained run, after which two tokens may follow: several
+    trials of one conversation are no contradiction, and neither are rollouts, nor rows with images,
+    which are not compared. Where at least half of 20 rows or more have company it is a note, since
+    several answers were meant.
     """
     if columns.rollouts is not None or not columns.has_target:
         return None
     first, last = columns.first_trained, columns.last_trained
     is_one_run = (last - first + 1 == columns.num_trained) & (columns.num_trained > 0)
     is_asked = is_one_run & (first > columns.starts + 1) & (columns.ends - last <= 3)
+    if columns.has_image is not None:
+        is_asked &= ~columns.has_image
     rows = np.flatnonzero(is_asked)
     if not len(rows):
         return None

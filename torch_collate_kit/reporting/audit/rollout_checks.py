@@ -126,7 +126,8 @@ def _shifted_runs(rollouts: RolloutColumns, is_zero: np.ndarray) -> _Shift:
         return _NO_SHIFT
     before = np.append(0, np.cumsum(is_zero))
     is_one_off = before[stops] - before[begins] == stops - begins - 1
-    num_others = int((is_zero & ~is_out).sum())
+    is_inner = ~is_out & ~edges[:-1] & ~edges[1:]  # a shift fills up the first or the last
+    num_zeros, num_inner = int((is_zero & is_inner).sum()), max(int(is_inner.sum()), 1)
     for odd, beyond, neighbour in (
         (begins, stops, "before"),
         (stops - 1, begins - 1, "after"),
@@ -134,7 +135,8 @@ def _shifted_runs(rollouts: RolloutColumns, is_zero: np.ndarray) -> _Shift:
         is_like = is_one_off & ~is_zero[odd]
         is_shifted = is_like & is_zero[beyond]
         num_shifted = int(is_shifted.sum())
-        chance = max((num_others - num_shifted) / max(int((~is_out).sum()), 1), _LEAST_CHANCE)
+        num_others = num_zeros - int((is_shifted & is_inner[beyond]).sum())
+        chance = max(num_others / num_inner, _LEAST_CHANCE)
         if num_shifted < _NEARLY_ALL * is_like.sum() or chance**num_shifted > _SURE:
             continue
         rows = np.unique(np.searchsorted(offsets, begins[is_shifted], side="right") - 1)

@@ -24,8 +24,9 @@ _CHAT_KEYS = ("messages", "conversations", "instruction", "prompt")
 _TOKEN_KEYS = ("input_ids", "prompt_ids", "response_ids")
 _RECORDS_AT_A_TIME = 256
 _FORMS = (
-    "a list of examples, rollouts or chat records, a mapping of columns, a TokenizedDataset, a "
-    "datasets.Dataset, a pyarrow Table, or paths of Arrow or Parquet files"
+    "a list of examples, rollouts or chat records (of a DataFrame df.to_dict('records'), of a "
+    "stream its first rows), a mapping of columns, a TokenizedDataset, a datasets.Dataset (of a "
+    "DatasetDict one split), a pyarrow Table, or paths of Arrow or Parquet files"
 )
 
 
@@ -93,13 +94,15 @@ def read_dataset(
 
 def _keys(dataset: Any) -> Sequence[str]:
     """Of the first row, or the names of the columns."""
+    if is_a(dataset, "datasets", "DatasetDict"):
+        raise TypeError(f"dataset is a DatasetDict; pass {_FORMS}")
     if isinstance(dataset, Mapping):
         return list(dataset)
     if is_a(dataset, "datasets", "Dataset") or is_a(dataset, "pyarrow", "Table"):
         return list(dataset.column_names)
     if isinstance(dataset, TokenizedDataset | str | os.PathLike):
         return ["input_ids"]
-    if not isinstance(dataset, Sequence):
+    if not isinstance(dataset, Sequence) or isinstance(dataset, bytes):
         raise TypeError(f"dataset is a {type(dataset).__name__}; pass {_FORMS}")
     if not len(dataset):
         raise DataError("the dataset is empty (0 rows); give at least one")
@@ -111,12 +114,12 @@ def _read_chats(records: Any, chat: ChatSettings) -> ReadRows:
     options = chat.options()
     is_arrow = is_a(records, "datasets", "Dataset")
     if isinstance(records, Mapping):
-        columns = records.values()
-        records = [dict(zip(records, row, strict=True)) for row in zip(*columns, strict=True)]
-    examples: list[dict[str, Any]] = []
+        by_row = zip(*records.values(), strict=True)
+        records = [dict(zip(records, row, strict=True)) for row in by_row]
+    rows: list[dict[str, Any]] = []
     numbers: list[int] = []
-    refused: list[Refused] = []
     without_answer: list[int] = []
+    refused: list[Refused] = []
     for start in range(0, len(records), _RECORDS_AT_A_TIME):
         stop = min(start + _RECORDS_AT_A_TIME, len(records))
         some = [records[i] for i in range(start, stop)]
@@ -126,19 +129,29 @@ def _read_chats(records: Any, chat: ChatSettings) -> ReadRows:
                 refused.append(Refused(number, f"row {number}: {found}"))
                 continue
             kept = [row for row in found if not row["skip_reason"]]
-            examples += [{k: row[k] for k in ("input_ids", "loss_mask")} for row in kept]
+            rows += [{key: row[key] for key in ("input_ids", "loss_mask")} for row in kept]
             numbers += [number] * len(kept)
             if not kept:
                 without_answer.append(number)
-    read: AuditColumns | None = None
-    if examples:
-        read = read_rows(lambda a, b: examples[a:b], len(examples)).columns
-        assert read is not None
-        skipped = np.array(without_answer, dtype=np.int64)
-        read = replace(read, numbers=np.array(numbers), without_answer=skipped)
-    elif without_answer:
-        refused += [
-            Refused(i, f"row {i}: nothing in it would be trained; a record needs an answer")
-            for i in without_answer
-        ]
-    return ReadRows(read, refused)
+    columns: AuditColumns | None = None
+    if rows:
+        image_token = None if options.images is None else options.images.layout.image_token_id
+        columns = _columns_of(rows, numbers, image_token)
+    skipped = np.array(without_answer, dtype=np.int64)
+    return ReadRows(columns, refused, without_answer=skipped)
+
+
+def _columns_of(
+    rows: list[dict[str, Any]], numbers: list[int], image_token: int | None
+) -> AuditColumns:
+    """Tokenized rows, which every reader takes."""
+    columns = read_rows(lambda start, stop: rows[start:stop], len(rows)).columns
+    assert columns is not None
+    has_image = None
+    if image_token is not None:
+        has_image = np.logical_or.reduceat(columns.ids == image_token, columns.starts)
+    return replace(
+        columns,
+        numbers=np.array(numbers),
+        has_image=has_image,
+    )

@@ -85,7 +85,10 @@ def _of_plan(plan: PackingPlan) -> dict[str, np.ndarray]:
 
 
 def _of_batch(batch: Batch, num_ranks: int, cost: ModelCost) -> dict[str, np.ndarray]:
-    """By the cells of each sub-sequence, its gap included; of a padded row by all of its cells."""
+    """By the cells of each sub-sequence, its gap included; of a padded row by all of its cells.
+
+    A row that fills up the batch has no tokens, but it is run, so it costs as much as another.
+    """
     cells = cells_of(batch)
     if cells is None:
         raise ValueError(
@@ -133,13 +136,14 @@ def _draw_report(report: PackingReport, ax: Axes | None) -> Axes:
     }
     labels = [c["strategy"].replace("_", "\n") for c in of_limit]
     handles = _bars(ax, percent, labels, are_labelled=True)
-    legend_below(ax, handles, inches=0.7)
+    legend_below(ax, handles, inches=0.95)
     ranks = report["options"]["dp"]
     best = next(i for i, c in enumerate(of_limit) if _is_recommended(report, c))
     ax.set(
+        xlabel=f"layout, at max_tokens={limit}",
         ylabel="heaviest rank of a step, over the mean (%)",
         title=(
-            f"heaviest of {plural(ranks, 'rank')} at max_tokens={limit}: cost "
+            f"heaviest of {plural(ranks, 'rank')}: cost "
             f"{percent['cost'][0]:+.1f}% padded, {percent['cost'][best]:+.1f}% packed"
         ),
     )

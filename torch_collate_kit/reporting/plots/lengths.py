@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torch_collate_kit._checks import checked_int
-from torch_collate_kit.reporting.lengths import data_lengths
+from torch_collate_kit.reporting.lengths import checked_limits, data_lengths
 from torch_collate_kit.reporting.plots.style import (
     COLORS,
     axes_for,
@@ -50,8 +49,7 @@ def plot_lengths(
     '4 examples, 19 tokens: median 4, longest 9'
     """
     lengths = data_lengths(data).lengths
-    limits = [] if max_tokens is None else np.atleast_1d(np.asarray(max_tokens)).tolist()
-    limits = [checked_int("max_tokens", limit) for limit in limits]
+    limits = [] if max_tokens is None else checked_limits(max_tokens)
     ax = axes_for(ax, 8.0, 4.2)
     edges, is_log = _edges(lengths, limits)
     of_examples, _ = np.histogram(lengths, edges)
@@ -99,10 +97,10 @@ def _edges(lengths: np.ndarray, limits: list[int]) -> tuple[np.ndarray, bool]:
     least, most = int(lengths.min()), int(max(lengths.max(), *limits, 0))
     count = min(_MOST_BINS, max(1, 4 * int(np.sqrt(len(lengths)))))
     is_log = most > _WIDE * least
-    inner: Any = np.geomspace(least, most + 1, count + 1) if is_log else None
-    if inner is None:
-        inner = np.linspace(least, most + 1, min(count, most + 1 - least) + 1)
-    return np.unique(np.ceil(inner)) - 0.5, is_log
+    if is_log:
+        return np.unique(np.ceil(np.geomspace(least, most + 1, count + 1))) - 0.5, True
+    size = -(-(most + 1 - least) // count)  # equally many lengths in each, or they look uneven
+    return np.arange(least, most + size + 1, size) - 0.5, False
 
 
 def _draw_limit(ax: Any, lengths: np.ndarray, limit: int, number: int) -> Any:

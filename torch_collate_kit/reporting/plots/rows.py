@@ -28,6 +28,7 @@ _CYCLE = ("blue", "vermillion", "green", "purple")  # neighbours differ
 _HEIGHT = 0.8  # of a row, of the distance between two
 _NUMBERED_ROWS = 60
 _LABELLED = 0.025  # of the width: a block that is narrower has no number
+_BORDERED = 0.006  # and one that is narrower than this no line
 _HATCHES = {PAD: "////", GAP: "xxxx", FILLER: "++"}
 _NAMES = {PAD: "padding", GAP: "alignment gap", FILLER: "filler, of no example"}
 
@@ -84,7 +85,7 @@ def plot_rows(batch: Batch, *, max_rows: int = 40, ax: Axes | None = None) -> Ax
     ax = axes_for(ax, 9.0, min(12.0, 1.6 + 0.27 * num_rows))
     runs = _runs(cells)
     handles = _draw_blocks(ax, runs, is_known=cells.trained is not None)
-    _draw_borders(ax, runs)
+    _draw_borders(ax, runs, width)
     if num_rows <= _NUMBERED_ROWS:
         _draw_numbers(ax, drawn, runs, width)
     ax.set(
@@ -153,11 +154,13 @@ def _add(ax: Any, runs: _Runs, chosen: np.ndarray, name: str, **look: Any) -> bo
     return True
 
 
-def _draw_borders(ax: Any, runs: _Runs) -> None:
-    """A line where an example begins, and where one ends."""
+def _draw_borders(ax: Any, runs: _Runs, width: int) -> None:
+    """A line where an example begins or padding does, unless it would hide what is between."""
     begins = np.ones(len(runs.rows), dtype=bool)
     begins[1:] = (runs.segments[1:] != runs.segments[:-1]) | (runs.rows[1:] != runs.rows[:-1])
-    x, y = runs.starts[begins], runs.rows[begins]
+    first = np.flatnonzero(begins)
+    is_wide = np.add.reduceat(runs.lengths, first) >= _BORDERED * width
+    x, y = runs.starts[first[is_wide]], runs.rows[first[is_wide]]
     ax.vlines(x, y - _HEIGHT / 2, y + _HEIGHT / 2, color="black", linewidth=0.8)
 
 

@@ -12,6 +12,7 @@ from torch_collate_kit.reporting.plots.style import (
     axes_for,
     legend_below,
     matplotlib_module,
+    plural,
     tint,
 )
 
@@ -81,7 +82,7 @@ def plot_timeline(
         yticks=range(len(_LANES)),
         yticklabels=_LANES,
         ylim=(len(_LANES) - 0.5, -0.5),
-        xlabel=f"seconds since the first of these {len(steps)} steps began",
+        xlabel=f"time (seconds); the last {plural(len(steps), 'step')}",
         title=_title(steps),
     )
     legend_below(ax, handles)

@@ -1,0 +1,281 @@
+"""Every check of audit by rows written out by hand: what it finds, and when it is silent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.reporting.audit_words import BOS, EOS, PAD, chat, rows_like, word_tokenizer
+from torch_collate_kit import audit
+from torch_collate_kit.reporting import AuditReport, Finding
+from torch_collate_kit.reporting.audit.messages import MESSAGES
+
+Row = dict[str, Any]
+MASKED = [3, 7, 8, 2, 4, 20, 9, 2]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return word_tokenizer()
+
+
+def found(report: AuditReport) -> dict[str, list[int]]:
+    """The rows of each error and warning."""
+    serious = [f for f in report.findings if f.severity != "note"]
+    assert report.ok == (not serious)
+    return {finding.name: finding.rows.tolist() for finding in serious}
+
+
+def with_mask(mask: list[int], ids: list[int] = MASKED) -> Row:
+    return {"input_ids": ids, "loss_mask": mask}
+
+
+def labels_of(row: Row) -> Row:
+    pairs = zip(row["input_ids"], row["loss_mask"], strict=True)
+    return {"input_ids": row["input_ids"], "labels": [t if m else -100 for t, m in pairs]}
+
+
+def test_rows_with_nothing_wrong(tokenizer: Any) -> None:
+    report = audit(rows_like(), tokenizer, max_tokens=100)
+    assert (report.ok, report.findings, report.not_checked) == (True, [], {})
+    assert (report.num_rows, report.num_tokens) == (6, 48)
+
+
+# The rows stand at the end of six clean ones; the name, and which of them.
+ONE_ROW: dict[str, tuple[Row, set[str]]] = {
+    "nothing trained": (with_mask([0] * 8), {"no_trained_token"}),
+    "only the first token": (with_mask([1] + [0] * 7), {"no_trained_token"}),
+    "all trained": (with_mask([1] * 8), {"masks_all_one"}),
+    "all but the first": (with_mask([0] + [1] * 7), {"masks_all_one"}),
+    "the header": (with_mask([0, 0, 0, 0, 1, 1, 1, 1]), {"generation_prompt_trained"}),
+    "the question": (with_mask([0, 1, 1, 1, 1, 1, 1, 1, 1], [1, *MASKED]), {"masks_all_one"}),
+    "EOS left out": (with_mask([0, 0, 0, 0, 0, 1, 1, 0]), {"eos_not_trained"}),
+    "EOS missing": (chat([7], [22, 9], eos=False), {"eos_truncated"}),
+    "a trained pad": (with_mask([0, 0, 0, 0, 0, 1, 1, 1, 1], [*MASKED, PAD]), {"pad_trained"}),
+    "two pads": (with_mask([0] * 5 + [1] * 3 + [0, 0], [*MASKED, PAD, PAD]), {"padded_rows"}),
+    "pads in front": (with_mask([0] * 7 + [1] * 3, [PAD, PAD, *MASKED]), {"padded_rows"}),
+    "two BOS": (with_mask([0] * 7 + [1] * 3, [BOS, BOS, *MASKED]), {"double_bos"}),
+    "no such id": (
+        with_mask([0] * 5 + [1] * 3, [3, 7, 40, 2, 4, 20, 9, 2]),
+        {"id_out_of_vocabulary"},
+    ),
+    "an empty thought": (chat([7], [5, 6, 22]), {"empty_thinking_trained"}),
+    "a full thought": (chat([7], [5, 30, 6, 22]), set()),
+    "an empty thought in the prompt": (
+        with_mask([0] * 6 + [1, 1], [3, 7, 2, 4, 5, 6, 20, 2]),
+        set(),
+    ),
+    "one token late": (
+        with_mask([0, 0, 0, 0, 0, 0, 1, 1, 1], [*MASKED, 9]),
+        {"mask_shifted"},
+    ),
+    "one token early": (
+        with_mask([0, 0, 0, 0, 1, 1, 1, 0]),
+        {"mask_shifted", "generation_prompt_trained", "eos_not_trained"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_ROW)
+def test_one_row_among_clean_ones(name: str, tokenizer: Any) -> None:
+    row, names = ONE_ROW[name]
+    clean = [chat([10 + i, 8], [25 + i, 9]) for i in range(6)]
+    report = audit([*clean, row], tokenizer)
+    assert found(report) == {name: [6] for name in names}
+    for finding in report.findings:
+        if finding.severity != "note":
+            assert finding.count == 1
+            assert "1 of 7 rows" in finding.message
+            assert finding.example.startswith("row 6: ")
+            assert "\u27e6" in finding.example
+
+
+def test_the_example_is_decoded_and_the_place_is_marked(tokenizer: Any) -> None:
+    rows = [*rows_like(2), with_mask([0, 0, 0, 0, 1, 1, 1, 1])]
+    finding = audit(rows, tokenizer)["generation_prompt_trained"]
+    assert finding.example == "row 2: <user> w7 w8 <eos> \u27e6<assistant>\u27e7 w20 w9 <eos>"
+    without = audit([*rows_like(2), with_mask([0] * 8)])["no_trained_token"]
+    assert without.example == "row 2: \u27e63 7 8 2 4 20 9 2\u27e7"
+
+
+def test_all_masks_zero_and_all_one(tokenizer: Any) -> None:
+    zero = [{**row, "loss_mask": [0] * 8} for row in rows_like()]
+    assert found(audit(zero, tokenizer)) == {"masks_all_zero": [0, 1, 2, 3, 4, 5]}
+    ones = [{**row, "loss_mask": [1] * 8} for row in rows_like()]
+    report = audit(ones, tokenizer)
+    assert found(report) == {"masks_all_one": [0, 1, 2, 3, 4, 5]}
+    assert "header before an answer shows" in report["masks_all_one"].message
+    assert audit(ones).ok, "without a template this may be a text to be trained as a whole"
+    bare = [{"input_ids": row["input_ids"]} for row in ones]
+    assert found(audit(bare, tokenizer)) == {"masks_all_one": [0, 1, 2, 3, 4, 5]}
+
+
+def test_texts_without_prompts_are_trained_as_a_whole(tokenizer: Any) -> None:
+    texts = [{"input_ids": [7 + i, 8, 9, EOS]} for i in range(4)]
+    assert audit(texts, tokenizer).ok
+
+
+# What max_tokens cuts off. The row has 5 tokens of prompt, 2 of answer, and EOS.
+@pytest.mark.parametrize(
+    ("max_tokens", "names"),
+    [
+        (8, set()),
+        (7, {"target_truncated", "eos_truncated"}),
+        (6, {"target_truncated", "eos_truncated"}),
+        (5, {"prompt_longer_than_row"}),
+        (3, {"prompt_longer_than_row"}),
+    ],
+)
+def test_cuts(max_tokens: int, names: set[str], tokenizer: Any) -> None:
+    short = [{"input_ids": [4, 20 + i, 2], "loss_mask": [0, 1, 1]} for i in range(3)]
+    report = audit([*short, rows_like(1)[0]], tokenizer, max_tokens=max_tokens)
+    assert found(report) == {name: [3] for name in names}
+    for name in names:
+        assert f"max_tokens={max_tokens}" in report[name].message
+    if max_tokens == 6:
+        assert "2 of 3 trained tokens" in report["target_truncated"].message
+        assert report["target_truncated"].example.endswith("w20 \u27e6w9 <eos>\u27e7")
+
+
+def test_untrained_tokens_may_be_cut(tokenizer: Any) -> None:
+    row = rows_like(1)[0]
+    longer = {"input_ids": [*row["input_ids"], 3, 7], "loss_mask": [*row["loss_mask"], 0, 0]}
+    assert audit([longer], tokenizer, max_tokens=8).ok
+
+
+def test_eos_is_never_trained(tokenizer: Any) -> None:
+    rows = [chat([7 + i], [20 + i], eos=False) for i in range(3)]
+    report = audit(rows, tokenizer)
+    assert found(report) == {"eos_never_trained": [0, 1, 2]}
+    assert "no trained token is '<eos>', in 3 of 3 rows" in report["eos_never_trained"].message
+
+
+def test_eos_is_hidden_as_a_pad() -> None:
+    tokenizer = word_tokenizer(pad="<eos>")
+    rows = [labels_of({**row, "loss_mask": [*row["loss_mask"][:-1], 0]}) for row in rows_like()]
+    report = audit([*rows, labels_of(chat([30], [31]))], tokenizer)
+    assert found(report) == {"eos_masked_as_pad": [0, 1, 2, 3, 4, 5]}
+    assert audit([labels_of(row) for row in rows_like()], tokenizer).ok
+
+
+@pytest.mark.parametrize(("tail", "trained"), [(1, False), (2, True), (4, True)])
+def test_pads_that_are_eos_too(tail: int, trained: bool) -> None:
+    """The first EOS after the text ends it, whatever follows."""
+    row = chat([7], [20], eos=False)
+    row = {key: row[key] + [value] * tail for key, value in (("input_ids", EOS), ("loss_mask", 1))}
+    report = audit([*rows_like(), row], word_tokenizer(pad="<eos>"))
+    assert found(report) == ({"pad_trained": [6]} if trained else {})
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_labels_one_token_off(by: int, tokenizer: Any) -> None:
+    rows = [labels_of(row) for row in rows_like()]
+    for i in (1, 4):
+        labels = rows[i]["labels"]
+        rows[i]["labels"] = [*labels[1:], -100] if by == 1 else [-100, *labels[:-1]]
+    report = audit(rows)
+    assert found(report) == {"labels_shifted": [1, 4]}
+    where = f"labels[i] is input_ids[i {'+' if by == 1 else '-'} 1]"
+    assert where in report["labels_shifted"].message
+    rows = [{"input_ids": [5, 5, 5, 5], "labels": [5, 5, 5, -100]}] * 2
+    assert "labels_shifted" not in audit(rows).names, "equal tokens are no evidence"
+
+
+def test_labels_of_another_text() -> None:
+    rows = [labels_of(row) for row in rows_like()]
+    rows[2]["labels"] = [-100] * 5 + [30, 31, 32]
+    assert found(audit(rows)) == {"labels_not_input_ids": [2]}
+
+
+def test_duplicates_and_contradictions(tokenizer: Any) -> None:
+    rows = [*rows_like(), chat([7, 8], [30]), rows_like()[2]]
+    report = audit(rows, tokenizer)
+    assert found(report) == {"duplicates": [2, 7], "contradictory_answers": [0, 6]}
+    assert "2 of 8 rows have the same tokens as another one; drop the copies (1)" in (
+        report["duplicates"].message
+    )
+    assert "2 different answers to 1 prompts" in report["contradictory_answers"].message
+    assert report["contradictory_answers"].example.endswith("\u27e6w20 w9 <eos>\u27e7")
+
+
+def test_several_answers_to_each_prompt_are_meant(tokenizer: Any) -> None:
+    rows = [chat([7 + i // 4], [20 + i % 4]) for i in range(40)]
+    report = audit(rows, tokenizer)
+    assert report.ok
+    assert report["contradictory_answers"].severity == "note"
+
+
+def test_trials_of_one_conversation_are_no_contradiction(tokenizer: Any) -> None:
+    first = chat([7, 8], [20])
+    rows = []
+    for i in range(3):
+        second = chat([25 + i], [30 + i])
+        rows.append({key: first[key] + second[key] for key in first})
+    assert audit(rows, tokenizer).ok
+
+
+def test_bos_in_some_rows(tokenizer: Any) -> None:
+    rows = [
+        {"input_ids": [BOS, *r["input_ids"]], "loss_mask": [0, *r["loss_mask"]]}
+        for r in rows_like()
+    ]
+    report = audit([*rows, chat([30], [31])], tokenizer)
+    assert report.ok
+    assert report["bos_in_some_rows"].rows.tolist() == [6]
+
+
+def test_a_report_prints_and_is_json(tokenizer: Any) -> None:
+    report = audit([*rows_like(2), {**chat([30], [31]), "loss_mask": [0] * 6}], tokenizer)
+    assert str(report) == (
+        "audit of 3 rows (22 tokens): 1 warning\n\n"
+        "warning: no_trained_token\n"
+        "  1 of 3 rows have no trained token: they take time and teach nothing; drop them, or "
+        "correct their loss target\n"
+        "  row 2\n"
+        "  row 2: \u27e6<user> w30 <eos> <assistant> w31 <eos>\u27e7\n\n"
+        "not checked\n"
+        "  without max_tokens=: target_truncated, prompt_longer_than_row"
+    )
+    told = json.loads(json.dumps(report.to_dict()))
+    assert (told["ok"], told["num_rows"], told["num_tokens"]) == (False, 3, 22)
+    [finding] = told["findings"]
+    assert (finding["name"], finding["severity"], finding["rows"]) == (
+        "no_trained_token",
+        "warning",
+        [2],
+    )
+    assert finding["count"] == 1
+    html = report._repr_html_()
+    assert "<code>no_trained_token</code>" in html
+    assert "&lt;user&gt; w30" in html, "what rows hold is escaped"
+
+
+def test_errors_come_first_and_rows_are_int64(tokenizer: Any) -> None:
+    rows = [*rows_like(), *rows_like(1), with_mask([0] * 5 + [1] * 3, [3, 7, 41, 2, 4, 20, 9, 2])]
+    report = audit(rows, tokenizer)
+    assert report.names == ["id_out_of_vocabulary", "duplicates"]
+    assert all(finding.rows.dtype == np.int64 for finding in report.findings)
+    with pytest.raises(KeyError, match=r"'pad_trained' was not found; found were \['id_out"):
+        report["pad_trained"]
+
+
+def test_many_rows_are_cut_short_in_print() -> None:
+    text = str(Finding("duplicates", "warning", "20 rows", np.arange(20)))
+    assert text.endswith("rows 0, 1, 2, 3, 4, 5, 6, 7, ... (20 in all)")
+
+
+def test_nothing_is_changed(tokenizer: Any) -> None:
+    rows = rows_like()
+    audit(rows, tokenizer, max_tokens=4)
+    assert rows == rows_like()
+
+
+def test_every_finding_is_on_the_page_with_its_severity() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "audit_checks.md").read_text(encoding="utf-8")
+    cells = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    listed = {name.strip("| `"): severity for name, severity, *_ in cells}
+    assert listed == {name: message.severity for name, message in MESSAGES.items()}

@@ -1,0 +1,245 @@
+"""The forms of a dataset that audit takes, and rows that no collator takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.reporting.audit_words import TEMPLATE, chat, rows_like, word_tokenizer
+from tests.vision.families import FAMILIES
+from torch_collate_kit import DataError, Ragged, TokenizedDataset, VisionLayout, audit
+from torch_collate_kit.reporting.audit import reading
+
+ROWS = [*rows_like(5), {**chat([30], [31]), "loss_mask": [0] * 6}, rows_like(2)[1]]
+EXPECTED = {"no_trained_token": [5], "duplicates": [1, 6]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return word_tokenizer()
+
+
+def serious(report: Any) -> dict[str, list[int]]:
+    return {f.name: f.rows.tolist() for f in report.findings if f.severity != "note"}
+
+
+def forms(folder: Path) -> dict[str, Any]:
+    import datasets
+    import pyarrow as pa
+
+    dataset = datasets.Dataset.from_list(ROWS)
+    dataset.to_parquet(folder / "rows.parquet")
+    return {
+        "list": ROWS,
+        "tuple": tuple(ROWS),
+        "tensors": [{k: torch.tensor(v) for k, v in row.items()} for row in ROWS],
+        "columns": {key: Ragged.from_rows([row[key] for row in ROWS]) for key in ROWS[0]},
+        "lists of columns": {key: [row[key] for row in ROWS] for key in ROWS[0]},
+        "Dataset": dataset,
+        "shuffled back": dataset.select(range(6, -1, -1)).select(range(6, -1, -1)),
+        "Table": pa.Table.from_pylist(ROWS),
+        "TokenizedDataset": TokenizedDataset(ROWS),
+        "path": str(folder / "rows.parquet"),
+        "labels": [
+            {"input_ids": ids, "labels": [t if m else -100 for t, m in zip(ids, mask, strict=True)]}
+            for ids, mask in (row.values() for row in ROWS)
+        ],
+        "assistant_masks": [{**r, "assistant_masks": r["loss_mask"]} for r in ROWS],
+        "num_actions": [
+            {"input_ids": r["input_ids"], "loss_mask": r["loss_mask"][5:], "num_actions": n - 5}
+            for r, n in ((r, len(r["input_ids"])) for r in ROWS)
+        ],
+    }
+
+
+def test_every_form_gives_the_same_report(tmp_path: Path, tokenizer: Any) -> None:
+    expected = audit(ROWS, tokenizer, max_tokens=100).to_dict()
+    for name, data in forms(tmp_path).items():
+        if name == "assistant_masks":
+            data = [{k: v for k, v in row.items() if k != "loss_mask"} for row in data]
+        report = audit(data, tokenizer, max_tokens=100)
+        assert serious(report) == EXPECTED, name
+        if name != "num_actions":
+            assert report.to_dict() == expected, name
+
+
+def test_many_rows_are_read_in_parts(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = audit(ROWS, tokenizer).to_dict()
+    monkeypatch.setattr(reading, "_ROWS_AT_A_TIME", 2)
+    assert audit(ROWS, tokenizer).to_dict() == whole
+
+
+# What the readers refuse is a finding with their message, and the other rows are looked at.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a mask that is short": ({"loss_mask": [0, 1]}, "row 2: loss_mask has 2 entries, input_ids"),
+    "a float id": ({"input_ids": [1.5] * 8}, "row 2: input_ids[0] is 1.5"),
+    "a negative id": ({"input_ids": [-5] * 8}, "row 2: input_ids is -5 at token 0"),
+    "no token": ({"input_ids": [], "loss_mask": []}, "row 2 is empty"),
+    "a negative weight": ({"loss_mask": [-1.0] * 8}, "row 2: loss_mask is -1.0 at token 0"),
+    "nan": ({"loss_mask": [float("nan")] * 8}, "row 2: loss_mask is nan at token 0"),
+    "padded": ({"attention_mask": [0] + [1] * 7}, "row 2: attention_mask contains a 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rows_that_are_refused(name: str, tokenizer: Any) -> None:
+    change, message = REFUSED[name]
+    rows = [dict(row) for row in ROWS]
+    if "attention_mask" in change:
+        rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
+    rows[2] |= change
+    report = audit(rows, tokenizer)
+    assert serious(report) == {"refused": [2], **EXPECTED}
+    assert message in report["refused"].message
+    assert "1 of 7 rows" in report["refused"].message
+    assert report["refused"].example.startswith("row 2")
+    assert report.num_rows == 7
+
+
+def test_a_row_of_another_form(tokenizer: Any) -> None:
+    rows: list[dict[str, Any]] = [dict(row) for row in ROWS]
+    rows[3] = {"input_ids": rows[3]["input_ids"], "labels": rows[3]["input_ids"]}
+    report = audit(rows, tokenizer)
+    assert serious(report) == {"refused": [3], **EXPECTED}
+    assert "row 3: it has labels, the others have loss_mask" in report["refused"].message
+
+
+def test_data_that_cannot_be_read_at_all() -> None:
+    import datasets
+
+    with pytest.raises(DataError, match=r"the dataset is empty \(0 rows\); give at least one"):
+        audit([])
+    with pytest.raises(DataError, match="row 0 has no loss_mask, but 'loss_maks' looks like it"):
+        audit([{"input_ids": [5, 6], "loss_maks": [0, 1]}])
+    with pytest.raises(DataError, match="pass train_all=True to train every token"):
+        audit([{"input_ids": [5, 6], "id": 3}])
+    assert audit([{"input_ids": [5, 6], "id": 3}], train_all=True).num_tokens == 2
+    with pytest.raises(TypeError, match="dataset is a generator; pass a list of examples"):
+        audit(row for row in ROWS)
+    with pytest.raises(TypeError, match=r"dataset is a DatasetDict; pass .*\(of a DatasetDict one"):
+        audit(datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}))
+    with pytest.raises(TypeError, match="tokenizer must be a tokenizer or a processor, got int"):
+        audit(ROWS, 0)
+    with pytest.raises(ValueError, match="only a tokenizer makes tokens of; pass the tokenizer"):
+        audit([{"messages": []}])
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        audit(ROWS, max_tokens=0)
+
+
+def record(*texts: str) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)]}
+
+
+def test_chat_records(tokenizer: Any) -> None:
+    import datasets
+
+    records = [
+        record("w7", "w20"),
+        record("w8", "w21", "w9", "w22"),
+        record("w10"),
+        record("w7", "w20"),
+        record("w7", "w23"),
+    ]
+    for data in (
+        records,
+        datasets.Dataset.from_list(records),
+        {"messages": [r["messages"] for r in records]},
+    ):
+        report = audit(data, tokenizer, max_tokens=7)
+        assert serious(report) == {
+            "no_trained_token": [2],
+            "target_truncated": [1],
+            "eos_truncated": [1],
+            "duplicates": [0, 3],
+            "contradictory_answers": [0, 3, 4],
+        }
+        assert report.num_rows == 5
+        assert "1 of 5 rows" in report["no_trained_token"].message
+
+
+def test_chat_records_that_are_refused(tokenizer: Any) -> None:
+    bad = {"messages": [{"role": "narrator", "content": "w7"}]}
+    report = audit([record("w7", "w20"), bad], tokenizer)
+    assert serious(report) == {"refused": [1]}
+    assert "row 1: " in report["refused"].message
+    only = audit([bad, record("w8")], tokenizer)
+    assert serious(only) == {"refused": [0], "no_trained_token": [1]}
+    assert only["no_trained_token"].example == "row 1: nothing in the record would be trained"
+    assert (only.num_rows, only.num_tokens) == (2, 0)
+
+
+def test_a_template_that_forgets(tokenizer: Any) -> None:
+    """Every row is refused, and the report says why."""
+    forgetful = word_tokenizer("{% set messages = messages[-2:] %}" + TEMPLATE)
+    report = audit([record("w8", "w21", "w9", "w22")] * 2, forgetful)
+    assert set(serious(report)) == {"refused", "template_not_prefix_stable"}
+    example = report["template_not_prefix_stable"].example
+    assert example.startswith("the model is asked with '")
+    assert "and trained with" in example
+    one = audit([record("w8", "w21")], forgetful)
+    assert one.ok, "nothing follows an answer"
+    assert one["template_not_prefix_stable"].severity == "note"
+    assert "template_not_prefix_stable" not in audit(ROWS, tokenizer).names
+
+
+def test_an_eos_that_ends_no_turn() -> None:
+    tokenizer = word_tokenizer(TEMPLATE.replace("<eos>", "<end>"))
+    tokenizer.add_tokens(["<end>"], special_tokens=True)
+    rows = rows_like(3)
+    for row in rows:
+        row["input_ids"] = [40 if token == 2 else token for token in row["input_ids"]]
+    report = audit(rows, tokenizer)
+    assert report.ok, "what ends a turn of the template is trained"
+    message = report["eos_does_not_end_turns"].message
+    assert "ends answers with '<end>', and the EOS of the tokenizer is '<eos>'" in message
+
+
+def image_row(layout: VisionLayout, tokens: int) -> dict[str, Any]:
+    """An image of 4 x 4 patches, which takes 4 tokens, and an answer."""
+    ids = [3, *[layout.image_token_id] * tokens, 8, 9]
+    row = {"input_ids": ids, "loss_mask": [0] * (len(ids) - 2) + [1, 1]}
+    grid = np.array([[1, 4, 4]])
+    return row | {"pixel_values": np.zeros((16, 1176), np.float32), "image_grid_thw": grid}
+
+
+def test_placeholders_that_disagree_with_the_images() -> None:
+    layout = VisionLayout("qwen3_vl", image_token_id=39, merge_size=2, patch_shape=(3, 2, 196))
+    rows = [image_row(layout, 4), image_row(layout, 3), image_row(layout, 4)]
+    rows[0]["input_ids"][-1] = 7
+    report = audit(rows, vision=layout)
+    assert serious(report) == {"placeholders_disagree_with_grids": [1]}
+    message = report["placeholders_disagree_with_grids"].message
+    assert "row 1 has 3 image placeholders (token 39)" in message
+    blind = audit(rows)
+    assert blind.ok, "equal texts with images are not compared"
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    assert audit(columns).to_dict() == blind.to_dict()
+    assert blind["images_not_checked"].severity == "note"
+
+
+def test_chat_records_with_images() -> None:
+    from PIL import Image
+
+    processor = FAMILIES["qwen2_5_vl"].processor()
+    picture = Image.new("RGB", (56, 56))
+    content = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    records = [
+        {
+            "messages": [
+                {"role": "user", "content": content},
+                {"role": "assistant", "content": f"A {what} square."},
+            ],
+            "images": [picture],
+        }
+        for what in ("black", "black", "dark")
+    ]
+    report = audit(records, processor)
+    assert report.num_rows == 3
+    assert report.ok, report
+    texts = [{"messages": [record("Who?")["messages"][0], r["messages"][1]]} for r in records]
+    assert set(serious(audit(texts, processor))) == {"duplicates", "contradictory_answers"}

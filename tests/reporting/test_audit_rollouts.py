@@ -1,0 +1,175 @@
+"""Checks of rollouts: rewards of a prompt, and log-probabilities one column off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.reporting.audit_words import EOS, word_tokenizer
+from torch_collate_kit import audit
+
+Rollout = dict[str, Any]
+
+
+def rollout(i: int, *, tool: int = 2, group: int | None = None) -> Rollout:
+    """A call, ``tool`` tokens of a tool, and an answer; logprobs are 0.0 for the tool alone."""
+    mask = [1, 1, *[0] * tool, 1, 1, 1]
+    values = [-0.1 * (1 + (i + j) % 7) for j in range(len(mask))]
+    return {
+        "prompt_ids": [3, 7 + i // 4, 2, 4],
+        "response_ids": [20 + i % 4, 9, *[30] * tool, 8 + i % 5, 21 + i % 4, EOS],
+        "rewards": float(i % 2),
+        "loss_mask": mask,
+        "logprobs": [v * m for v, m in zip(values, mask, strict=True)],
+        "uid": f"task {i // 4 if group is None else group}",
+    }
+
+
+def moved(rollout: Rollout, by: int) -> Rollout:
+    logprobs = rollout["logprobs"]
+    return rollout | {"logprobs": [0.0, *logprobs[:-1]] if by == 1 else [*logprobs[1:], 0.0]}
+
+
+def serious(rollouts: list[Rollout]) -> dict[str, list[int]]:
+    report = audit(rollouts, word_tokenizer())
+    return {f.name: f.rows.tolist() for f in report.findings if f.severity != "note"}
+
+
+@pytest.mark.parametrize("by", [1, -1])
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5, 6, 7], [1, 4, 6], [2, 5]])
+def test_zeros_of_a_tool_one_column_off(by: int, rows: list[int]) -> None:
+    rollouts = [rollout(i) for i in range(8)]
+    assert serious(rollouts) == {}
+    rollouts = [moved(r, by) if i in rows else r for i, r in enumerate(rollouts)]
+    assert serious(rollouts) == {"logprobs_shifted": rows}
+    finding = audit(rollouts, word_tokenizer())["logprobs_shifted"]
+    assert f"each value is of the token {'before' if by == 1 else 'after'} it" in finding.message
+    assert finding.example.startswith(f"row {rows[0]}: ")
+
+
+@pytest.mark.parametrize("tool", [1, 3])
+def test_any_number_of_tokens_of_a_tool(tool: int) -> None:
+    rollouts = [rollout(i, tool=tool) for i in range(4)]
+    assert serious(rollouts) == {}
+    assert serious([moved(r, 1) for r in rollouts]) == {"logprobs_shifted": [0, 1, 2, 3]}
+
+
+def test_real_values_of_a_tool_are_no_evidence() -> None:
+    rollouts = [rollout(i, tool=1 + i % 2) for i in range(8)]
+    for i, r in enumerate(rollouts):
+        r["logprobs"] = [-0.5 - 0.1 * ((i * j) % 5) for j in range(len(r["logprobs"]))]
+        r["logprobs"][-3] = 0.0 if i % 3 == 0 else -0.2
+    assert serious(rollouts) == {}
+
+
+def test_a_stop_token_that_is_not_trained_is_no_shift() -> None:
+    """Weight 0 from the EOS of the call on, whose value is real; some tokens are certain."""
+    rollouts = [rollout(i, tool=3) for i in range(12)]
+    for i, r in enumerate(rollouts):
+        r["logprobs"][2] = -0.4
+        r["logprobs"][5] = 0.0 if i % 2 else -0.3
+    assert serious(rollouts) == {}
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_the_zero_that_fills_up_where_there_is_no_tool(by: int) -> None:
+    rollouts = [rollout(i, tool=0) for i in range(8)]
+    assert serious(rollouts) == {}
+    assert serious([moved(r, by) for r in rollouts]) == {"logprobs_shifted": list(range(8))}
+    assert serious([moved(r, by) for r in rollouts[:3]]) == {}, "three rows are too few"
+
+
+def test_a_certain_first_token_is_no_shift() -> None:
+    rollouts = [rollout(i, tool=0) for i in range(8)]
+    for r in rollouts:
+        r["response_ids"][0], r["logprobs"][0] = 5, 0.0
+    assert serious(rollouts) == {}
+
+
+def test_frequent_zeros_are_no_shift() -> None:
+    rollouts = [rollout(i, tool=0) for i in range(8)]
+    for i, r in enumerate(rollouts):
+        r["logprobs"][-1], r["logprobs"][i % 4] = 0.0, 0.0
+    assert serious(rollouts) == {}
+
+
+def test_positive_logprobs() -> None:
+    rollouts = [rollout(i) for i in range(8)]
+    rollouts[3]["logprobs"] = [-value for value in rollouts[3]["logprobs"]]
+    rollouts[5]["logprobs"][0] = 1e-4  # rounding
+    assert serious(rollouts) == {"logprobs_positive": [3]}
+
+
+def test_groups_of_one_reward() -> None:
+    rollouts = [rollout(i) for i in range(40)]
+    for i in range(8):
+        rollouts[i]["rewards"] = float(i < 4)
+    report = audit(rollouts, word_tokenizer())
+    assert report.ok, "two of ten groups are no alarm"
+    finding = report["reward_without_variance"]
+    assert finding.rows.tolist() == list(range(8))
+    assert "in 2 of 10 groups (20%), which are 8 of 40 rows" in finding.message
+    assert "1 have the highest of the dataset, 1 have the lowest" in finding.message
+    for r in rollouts[8:]:
+        r["rewards"] = 0.0
+    assert serious(rollouts) == {"reward_without_variance": list(range(40))}
+
+
+def test_groups_follow_from_prompts_without_uids() -> None:
+    rollouts = [rollout(i) | {"rewards": 1.0} for i in range(12)]
+    assert len({tuple(r["prompt_ids"]) for r in rollouts}) == 3
+    with_uids = audit(rollouts)["reward_without_variance"]
+    without = audit([{k: v for k, v in r.items() if k != "uid"} for r in rollouts])
+    assert without["reward_without_variance"].message == with_uids.message
+    assert "in 3 of 3 groups" in with_uids.message
+
+
+def test_groups_of_one_rollout_have_no_variance_to_miss() -> None:
+    assert serious([rollout(i, group=i) for i in range(6)]) == {}
+
+
+def test_the_last_step_of_a_trajectory_has_its_reward() -> None:
+    steps = []
+    for i in range(8):
+        for step in range(2):
+            row = rollout(i, group=i // 4)
+            row["rewards"] = float(i % 2) if step else 0.0
+            steps.append(row | {"is_last_step": bool(step)})
+    assert "reward_without_variance" not in audit(steps).names
+    for row in steps:
+        row["rewards"] = 0.5 * row["is_last_step"]
+    finding = audit(steps)["reward_without_variance"]
+    assert finding.rows.tolist() == list(range(1, 16, 2))
+
+
+def test_tokens_of_a_tool_that_are_trained() -> None:
+    """A header within the response is the template's."""
+    rollouts = [rollout(i) for i in range(6)]
+    rollouts[2]["response_ids"][2:4] = [2, 4]
+    assert serious(rollouts) == {}, "the EOS before it may be the template's too"
+    rollouts[2]["loss_mask"] = [1] * 7
+    rollouts[2]["logprobs"][2:4] = [-0.3, -0.3]
+    assert serious(rollouts) == {"generation_prompt_trained": [2]}
+
+
+def test_an_answer_that_was_stopped_is_a_note() -> None:
+    rollouts = [rollout(i) for i in range(6)]
+    rollouts[4]["response_ids"][-1] = 9
+    report = audit(rollouts, word_tokenizer())
+    assert report.ok
+    assert report["eos_truncated"].rows.tolist() == [4]
+
+
+def test_columns_of_rollouts() -> None:
+    from torch_collate_kit import Ragged
+
+    rollouts = [moved(rollout(i), 1) for i in range(8)]
+    columns: dict[str, Any] = {
+        key: Ragged.from_rows([r[key] for r in rollouts])
+        for key in ("prompt_ids", "response_ids", "loss_mask", "logprobs")
+    }
+    columns |= {"rewards": np.array([r["rewards"] for r in rollouts])}
+    columns |= {"uid": [r["uid"] for r in rollouts]}
+    assert audit(columns, word_tokenizer()).to_dict() == audit(rollouts, word_tokenizer()).to_dict()
