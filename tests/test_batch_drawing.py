@@ -174,6 +174,18 @@ def test_on_a_device_nothing_is_read() -> None:
     assert "on meta, built from tensors" in repr(loose().to("meta"))
 
 
+def test_metadata_of_other_kinds_is_no_error() -> None:
+    batch = KINDS["packed"]()
+    indices = batch.row_metadata["example_indices"]
+    for values in (torch.from_numpy(indices.values), torch.empty(5, device="meta")):
+        batch.row_metadata["example_indices"] = Ragged(values, indices.offsets)
+        assert "5 examples, 21 tokens" in title(batch)
+        check_html(batch)
+    batch.row_metadata["example_indices"] = [[4], [0, 1], [2, 3]]
+    assert rows_of(batch) == drawn_by_loops(KINDS["packed"]())
+    check_html(batch)
+
+
 def test_no_rows() -> None:
     assert repr(KINDS["packed"]()[:0]).startswith(
         "Batch of 0 packed rows, 8 wide: 0 examples, 0 tokens, 0 trained\n  stored: "

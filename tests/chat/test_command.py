@@ -53,7 +53,7 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("no_such.jinja", "error: no_such.jinja does not exist\n"),
         (str(broken), "error: the chat template is not valid Jinja, line 1: "),
     ):
-        assert main(["template", name]) == 1
+        assert main(["template", name]) == 2
         errors = capsys.readouterr().err
         assert errors.startswith(message)
         assert errors.count("\n") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,9 +14,17 @@ from torch_collate_kit.ragged import Ragged, span_indices
 if TYPE_CHECKING:
     from torch_collate_kit.batch.batch import Batch
 
-__all__ = ["PAD", "Cells", "cells_of", "examples_per_row"]
+__all__ = ["Cells", "Kind", "cells_of", "example_numbers", "examples_per_row"]
 
-TOKEN, IMAGE, FILLER, GAP, PAD = range(5)
+
+class Kind(IntEnum):
+    """What a cell holds."""
+
+    TOKEN = 0
+    IMAGE = 1
+    FILLER = 2
+    GAP = 3
+    PAD = 4
 
 
 class Cells(NamedTuple):
@@ -24,7 +33,8 @@ class Cells(NamedTuple):
     kinds: np.ndarray
     """uint8 [R, W]: TOKEN, IMAGE (a placeholder), FILLER (a token of no example), GAP or PAD.
 
-    Fillers are the rows that fill up a batch, and dummy images."""
+    Fillers are the tokens of rows that fill up a batch, and of dummy images.
+    """
     segments: np.ndarray
     """int64 [R, W]: the segment of the row that a token belongs to; -1 where there is none."""
     trained: np.ndarray | None
@@ -44,6 +54,14 @@ def examples_per_row(batch: Batch) -> np.ndarray | None:
     lengths = batch.placement.segments["lengths"]
     before = np.append(0, np.cumsum(lengths.flat_values > 0))
     return np.diff(before[lengths.offsets - lengths.offsets[0]])
+
+
+def example_numbers(batch: Batch) -> np.ndarray | None:
+    """``row_metadata["example_indices"]`` of all rows, one after the other; None if not known."""
+    indices = batch.row_metadata.get("example_indices")
+    if not isinstance(indices, Ragged) or not _is_readable(indices.values):
+        return None
+    return np.asarray(indices.flat_values)
 
 
 def cells_of(batch: Batch) -> Cells | None:
@@ -66,19 +84,19 @@ def _of_columns(batch: Batch) -> Cells:
     placement: Any = batch.placement
     num_rows, width = len(batch), placement.width
     rows, numbers, first, lengths = _segments(batch)
-    kinds = np.full(num_rows * width, PAD, dtype=np.uint8)
+    kinds = np.full(num_rows * width, Kind.PAD, dtype=np.uint8)
     if placement.is_packed:
         ends = np.append(first[1:], num_rows * width)
         ends = np.minimum(ends, (rows + 1) * width)
-        kinds[span_indices(first + lengths, (ends - first - lengths) * (lengths > 0))] = GAP
+        kinds[span_indices(first + lengths, (ends - first - lengths) * (lengths > 0))] = Kind.GAP
     cells = span_indices(first, lengths)
     counts: Any = examples_per_row(batch)
-    kinds[cells] = np.repeat(np.where(numbers < counts[rows], TOKEN, FILLER), lengths)
+    kinds[cells] = np.repeat(np.where(numbers < counts[rows], Kind.TOKEN, Kind.FILLER), lengths)
     ids: Any = batch.column("input_ids")
     vision = placement.vision
     if vision is not None and vision.image_token_id is not None and _is_readable(ids):
         images = cells[ids.numpy() == vision.image_token_id]
-        kinds[images[kinds[images] == TOKEN]] = IMAGE
+        kinds[images[kinds[images] == Kind.TOKEN]] = Kind.IMAGE
     segments = np.full(num_rows * width, -1, dtype=np.int64)
     segments[cells] = np.repeat(numbers, lengths)
     return Cells(kinds.reshape(num_rows, width), segments.reshape(num_rows, width), None)
@@ -103,7 +121,7 @@ def _of_dense(batch: Batch) -> Cells | None:
     mask: Any = given.get("attention_mask")
     if _is_readable(mask) and mask.shape == ids.shape:
         is_token = (mask != 0).numpy()
-    kinds = np.where(is_token, TOKEN, PAD).astype(np.uint8)
+    kinds = np.where(is_token, Kind.TOKEN, Kind.PAD).astype(np.uint8)
     segments = np.zeros(ids.shape, dtype=np.int64)
     boundaries, counts = given.get("cu_seq_lens"), examples_per_row(batch)
     for row in range(len(batch)):
@@ -111,9 +129,9 @@ def _of_dense(batch: Batch) -> Cells | None:
             edges = np.asarray(boundaries[row])
             segments[row] = np.searchsorted(edges[1:], np.arange(ids.shape[1]), side="right")
             has_tokens = np.isin(segments[row], segments[row][is_token[row]])
-            kinds[row][has_tokens & ~is_token[row]] = GAP
+            kinds[row][has_tokens & ~is_token[row]] = Kind.GAP
         if counts is not None:
-            kinds[row][is_token[row] & (segments[row] >= counts[row])] = FILLER
+            kinds[row][is_token[row] & (segments[row] >= counts[row])] = Kind.FILLER
     return Cells(kinds, np.where(is_token, segments, -1), None)
 
 

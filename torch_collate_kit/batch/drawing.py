@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from torch_collate_kit.batch.cells import FILLER, GAP, IMAGE, PAD, TOKEN, cells_of, examples_per_row
+from torch_collate_kit.batch.cells import Kind, cells_of, example_numbers, examples_per_row
 from torch_collate_kit.batch.storage import tensor_of
 
 if TYPE_CHECKING:
@@ -19,19 +19,19 @@ __all__ = ["Run", "described", "field_lines", "runs_of_rows", "title"]
 MAX_ROWS = 8
 _WIDTH = 80
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_SYMBOLS = {IMAGE: "#", FILLER: "+", GAP: "-", PAD: "."}
+_SYMBOLS = {Kind.IMAGE: "#", Kind.FILLER: "+", Kind.GAP: "-", Kind.PAD: "."}
 MEANINGS = {
-    IMAGE: "# image",
-    FILLER: "+ filler, of no example",
-    GAP: "- alignment",
-    PAD: ". padding",
+    Kind.IMAGE: "# image",
+    Kind.FILLER: "+ filler, of no example",
+    Kind.GAP: "- alignment",
+    Kind.PAD: ". padding",
 }
 
 
 class Run(NamedTuple):
     """Neighbouring blocks of a row that look the same."""
 
-    kind: int
+    kind: Kind
     example: int
     """Its number among the examples that are drawn, in the order of the rows; -1 of padding."""
     trained: bool
@@ -87,10 +87,8 @@ def _counts(batch: Batch) -> list[str]:
     numbers = np.arange(len(rows)) - (lengths.offsets - lengths.offsets[0])[rows]
     num_tokens = int(lengths.flat_values[numbers < counts[rows]].sum())
     num_pieces, num_cells = int(counts.sum()), len(batch) * placement.width
-    examples = batch.row_metadata.get("example_indices")
-    num_examples = num_pieces
-    if examples is not None:
-        num_examples = len(np.unique(np.asarray(examples.flat_values)))
+    examples = example_numbers(batch)
+    num_examples = num_pieces if examples is None else len(np.unique(examples))
     found = f"{num_examples:,} example{'' if num_examples == 1 else 's'}"
     if num_pieces > num_examples:
         found += f" in {num_pieces:,} pieces"
@@ -153,7 +151,7 @@ def runs_of_rows(batch: Batch, *, max_blocks: int) -> tuple[list[list[Run]], int
     trained = np.zeros_like(cells.kinds, dtype=bool) if cells.trained is None else cells.trained
     rows, before = [], 0
     for row in range(num_rows):
-        is_own = (cells.kinds[row] == TOKEN) | (cells.kinds[row] == IMAGE)
+        is_own = (cells.kinds[row] == Kind.TOKEN) | (cells.kinds[row] == Kind.IMAGE)
         found, numbers = np.unique(cells.segments[row][is_own], return_inverse=True)
         examples = np.full(width, -1)
         examples[is_own] = numbers + before
@@ -170,7 +168,7 @@ def _runs(kinds: np.ndarray, examples: np.ndarray, trained: np.ndarray, block: i
         found, counts = np.unique(part, return_counts=True)
         code = found[counts.argmax()]
         is_trained = bool(trained[begin : begin + block][part == code].mean() >= 0.5)
-        run = Run(int(code % 8), int(code // 8) - 1, is_trained, 1, len(part))
+        run = Run(Kind(int(code % 8)), int(code // 8) - 1, is_trained, 1, len(part))
         if runs and runs[-1][:3] == run[:3]:
             last = runs.pop()
             run = run._replace(num_blocks=last.num_blocks + 1, num_cells=last[-1] + len(part))
@@ -179,7 +177,7 @@ def _runs(kinds: np.ndarray, examples: np.ndarray, trained: np.ndarray, block: i
 
 
 def _symbol(run: Run) -> str:
-    if run.kind != TOKEN:
+    if run.kind != Kind.TOKEN:
         return _SYMBOLS[run.kind]
     letter = _LETTERS[run.example % len(_LETTERS)]
     return letter.upper() if run.trained else letter
@@ -188,7 +186,7 @@ def _symbol(run: Run) -> str:
 def _legend(batch: Batch, rows: list[list[Run]], block: int, is_known: bool) -> str:
     found = {run.kind for row in rows for run in row}
     parts = []
-    if TOKEN in found:
+    if Kind.TOKEN in found:
         parts.append("letters: examples" + (", upper case where trained" if is_known else ""))
     if found and block > 1:
         parts.append(f"1 letter = {block:,} cells")

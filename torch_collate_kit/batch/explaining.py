@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from torch_collate_kit._checks import checked_optional_int
-from torch_collate_kit.batch.cells import GAP, PAD, Cells, cells_of
+from torch_collate_kit.batch.cells import Cells, Kind, cells_of
 from torch_collate_kit.batch.explanation import Explanation
 from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
 from torch_collate_kit.ragged import Ragged, span_indices
@@ -41,7 +41,7 @@ def explained(
     if cells is None:
         raise ValueError(f"the batch has no input_ids [R, W] to explain; it has {', '.join(batch)}")
     names = _examples_of_cells(one, cells)
-    picked = np.flatnonzero((cells.kinds[0] != PAD) & (cells.kinds[0] != GAP))
+    picked = np.flatnonzero((cells.kinds[0] != Kind.PAD) & (cells.kinds[0] != Kind.GAP))
     begin, end, _ = slice(start, stop).indices(cells.kinds.shape[1])
     picked = picked[(picked >= begin) & (picked < end)]
     if example is not None:

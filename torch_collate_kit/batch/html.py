@@ -10,7 +10,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from torch_collate_kit.batch.cells import FILLER, GAP, IMAGE, PAD, TOKEN
+from torch_collate_kit.batch.cells import Kind, example_numbers
 from torch_collate_kit.batch.drawing import Run, field_lines, runs_of_rows, title
 
 if TYPE_CHECKING:
@@ -21,12 +21,17 @@ __all__ = ["html_of_batch"]
 _MAX_BLOCKS = 200
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 _FILLS = {
-    IMAGE: "repeating-linear-gradient(90deg,#D55E00 0 3px,#D55E0066 3px 6px)",
-    FILLER: "repeating-linear-gradient(45deg,#999 0 2px,transparent 2px 5px)",
-    GAP: "repeating-linear-gradient(90deg,#999 0 1px,transparent 1px 4px)",
-    PAD: "transparent",
+    Kind.IMAGE: "repeating-linear-gradient(90deg,#D55E00 0 3px,#D55E0066 3px 6px)",
+    Kind.FILLER: "repeating-linear-gradient(45deg,#999 0 2px,transparent 2px 5px)",
+    Kind.GAP: "repeating-linear-gradient(90deg,#999 0 1px,transparent 1px 4px)",
+    Kind.PAD: "transparent",
 }
-_NAMES = {IMAGE: "image", FILLER: "filler, of no example", GAP: "alignment", PAD: "padding"}
+_NAMES = {
+    Kind.IMAGE: "image",
+    Kind.FILLER: "filler, of no example",
+    Kind.GAP: "alignment",
+    Kind.PAD: "padding",
+}
 
 
 def html_of_batch(batch: Batch) -> str:
@@ -35,8 +40,8 @@ def html_of_batch(batch: Batch) -> str:
     drawn = runs_of_rows(batch, max_blocks=_MAX_BLOCKS)
     if drawn is not None:
         rows, _, is_known = drawn
-        examples = batch.row_metadata.get("example_indices")
-        names = None if examples is None else [int(i) for i in examples.flat_values]
+        examples = example_numbers(batch)
+        names = None if examples is None else examples.tolist()
         parts += [_row(i, row, names, is_known) for i, row in enumerate(rows)]
         if len(batch) > len(rows):
             parts.append(f"<div>... {len(batch) - len(rows):,} more rows</div>")
@@ -64,7 +69,7 @@ def _bar(run: Run, width: int, names: list[int] | None, is_known: bool) -> str:
 
 
 def _look(run: Run, is_known: bool) -> str:
-    if run.kind != TOKEN:
+    if run.kind != Kind.TOKEN:
         return f"height:100%;background:{_FILLS[run.kind]}"
     color = _COLORS[run.example % len(_COLORS)]
     if not is_known:
@@ -75,10 +80,10 @@ def _look(run: Run, is_known: bool) -> str:
 def _told(run: Run, names: list[int] | None, is_known: bool) -> str:
     """What a bar says under the pointer."""
     cells = f"{run.num_cells:,} cell{'' if run.num_cells == 1 else 's'}"
-    if run.kind not in (TOKEN, IMAGE):
+    if run.kind not in (Kind.TOKEN, Kind.IMAGE):
         return f"{_NAMES[run.kind]}: {cells}"
     example = "an example" if names is None else f"example {names[run.example]}"
-    if run.kind == IMAGE:
+    if run.kind == Kind.IMAGE:
         return f"image of {example}: {cells}"
     trained = (", trained" if run.trained else ", not trained") if is_known else ""
     return f"{example}: {cells}{trained}"
@@ -87,10 +92,10 @@ def _told(run: Run, names: list[int] | None, is_known: bool) -> str:
 def _legend(rows: list[list[Run]], is_known: bool) -> str:
     found = {(run.kind, run.trained) for row in rows for run in row}
     looks = []
-    if is_known and any(kind == TOKEN for kind, _ in found):
+    if is_known and any(kind == Kind.TOKEN for kind, _ in found):
         looks = [
-            (Run(TOKEN, 0, True, 1, 1), "trained"),
-            (Run(TOKEN, 0, False, 1, 1), "not trained"),
+            (Run(Kind.TOKEN, 0, True, 1, 1), "trained"),
+            (Run(Kind.TOKEN, 0, False, 1, 1), "not trained"),
         ]
     kinds = {kind for kind, _ in found}
     looks += [(Run(k, -1, False, 1, 1), name) for k, name in _NAMES.items() if k in kinds]

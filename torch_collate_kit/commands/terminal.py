@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 __all__ = ["one_line", "quiet"]
 
@@ -24,6 +25,10 @@ def quiet() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in _SETTINGS}
     shown = {} if sys.stderr.isatty() else _NO_BARS
     os.environ.update({**_ERRORS_ONLY, **shown})  # read when these libraries are imported
+    datasets: Any = sys.modules.get("datasets")  # imported before, by a program
+    had_bars = bool(datasets and shown and not datasets.are_progress_bars_disabled())
+    if had_bars:
+        datasets.disable_progress_bars()
     handler = logging.StreamHandler()  # on stderr
     handler.setFormatter(logging.Formatter("note: %(message)s"))
     logger = logging.getLogger("torch_collate_kit")
@@ -34,6 +39,8 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logger.removeHandler(handler)
+        if had_bars:
+            datasets.enable_progress_bars()
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -120,7 +120,7 @@ def _read_chats(records: Any, chat: ChatSettings) -> ReadRows:
     numbers: list[int] = []
     without_answer: list[int] = []
     refused: list[Refused] = []
-    for start in range(0, len(records), _RECORDS_AT_A_TIME):
+    for start in _starts(len(records), shows_progress=is_arrow):
         stop = min(start + _RECORDS_AT_A_TIME, len(records))
         some = [records[i] for i in range(start, stop)]
         results = tokenize_records(some, options, from_arrow=is_arrow)
@@ -155,3 +155,16 @@ def _columns_of(
         numbers=np.array(numbers),
         has_image=has_image,
     )
+
+
+def _starts(num_records: int, *, shows_progress: bool) -> Iterator[int]:
+    """Where each part of the records begins; of a Dataset with progress, as its map shows it."""
+    if not shows_progress:
+        yield from range(0, num_records, _RECORDS_AT_A_TIME)
+        return
+    from datasets.utils import tqdm
+
+    with tqdm(total=num_records, desc="Tokenizing chats", unit=" examples") as bar:
+        for start in range(0, num_records, _RECORDS_AT_A_TIME):
+            yield start
+            bar.update(min(_RECORDS_AT_A_TIME, num_records - start))

@@ -8,7 +8,7 @@ import numpy as np
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.cells import FILLER, PAD, cells_of
+from torch_collate_kit.batch.cells import Kind, cells_of
 from torch_collate_kit.packing import ModelCost, PackingPlan
 from torch_collate_kit.reporting.plots.style import COLORS, axes_for, legend_below, plural, tint
 from torch_collate_kit.reporting.report import PackingReport
@@ -97,11 +97,11 @@ def _of_batch(batch: Batch, num_ranks: int, cost: ModelCost) -> dict[str, np.nda
         )
     batch.chunk(num_ranks)  # ValueError, if the rows do not divide
     num_rows, width = cells.kinds.shape
-    tokens = ((cells.segments >= 0) & (cells.kinds != FILLER)).sum(axis=1)
+    tokens = ((cells.segments >= 0) & (cells.kinds != Kind.FILLER)).sum(axis=1)
     costs = np.full(num_rows, int(cost.language(np.array([width]))[0]))
     if "cu_seq_lens" in batch:
         for row in range(num_rows):
-            used = int((cells.kinds[row] != PAD).sum())
+            used = int((cells.kinds[row] != Kind.PAD).sum())
             starts = np.unique(cells.segments[row], return_index=True)
             first = np.sort(starts[1][starts[0] >= 0])
             costs[row] = cost.language(np.diff(np.append(first, used))).sum()

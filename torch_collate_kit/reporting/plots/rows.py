@@ -8,7 +8,7 @@ import numpy as np
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.cells import FILLER, GAP, IMAGE, PAD, TOKEN, Cells, cells_of
+from torch_collate_kit.batch.cells import Cells, Kind, cells_of
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reporting.plots.style import (
     COLORS,
@@ -29,8 +29,8 @@ _HEIGHT = 0.8  # of a row, of the distance between two
 _NUMBERED_ROWS = 60
 _LABELLED = 0.025  # of the width: a block that is narrower has no number
 _BORDERED = 0.006  # and one that is narrower than this no line
-_HATCHES = {PAD: "////", GAP: "xxxx", FILLER: "++"}
-_NAMES = {PAD: "padding", GAP: "alignment gap", FILLER: "filler, of no example"}
+_HATCHES = {Kind.PAD: "////", Kind.GAP: "xxxx", Kind.FILLER: "++"}
+_NAMES = {Kind.PAD: "padding", Kind.GAP: "alignment gap", Kind.FILLER: "filler, of no example"}
 
 
 class _Runs(NamedTuple):
@@ -119,7 +119,7 @@ def _draw_blocks(ax: Any, runs: _Runs, *, is_known: bool) -> list[Any]:
     """A collection for each look; the entries of the legend."""
     patch = matplotlib_module("patches").Patch
     handles = []
-    is_token = (runs.kinds == TOKEN) | (runs.kinds == IMAGE)
+    is_token = (runs.kinds == Kind.TOKEN) | (runs.kinds == Kind.IMAGE)
     for is_trained, name in ((1, "trained"), (0, "not trained" if is_known else "tokens")):
         chosen = is_token & (runs.trained == is_trained)
         for i, color in enumerate(_CYCLE):
@@ -131,7 +131,7 @@ def _draw_blocks(ax: Any, runs: _Runs, *, is_known: bool) -> list[Any]:
             shade = "dark" if is_trained else "light"
             handles.append(patch(facecolor=face, edgecolor="black", label=f"{shade}: {name}"))
     look = {"facecolor": "none", "edgecolor": "black", "hatch": "....", "linewidth": 0}
-    if _add(ax, runs, runs.kinds == IMAGE, "image", **look):
+    if _add(ax, runs, runs.kinds == Kind.IMAGE, "image", **look):
         handles.append(patch(facecolor="white", edgecolor="black", hatch="....", label="image"))
     for kind, hatch in _HATCHES.items():
         look = {"facecolor": "white", "edgecolor": COLORS["grey"], "hatch": hatch}
@@ -167,7 +167,7 @@ def _draw_borders(ax: Any, runs: _Runs, width: int) -> None:
 def _draw_numbers(ax: Any, batch: Batch, runs: _Runs, width: int) -> None:
     """The number of each example that is wide enough, in its first block's middle."""
     indices = batch.row_metadata.get("example_indices")
-    is_token = np.flatnonzero((runs.segments >= 0) & (runs.kinds != FILLER))
+    is_token = np.flatnonzero((runs.segments >= 0) & (runs.kinds != Kind.FILLER))
     keys = np.stack([runs.rows[is_token], runs.segments[is_token]])
     _, first, of = np.unique(keys, axis=1, return_index=True, return_inverse=True)
     sizes = np.bincount(of.ravel(), weights=runs.lengths[is_token], minlength=len(first))
@@ -195,7 +195,7 @@ def _title(cells: Cells, num_rows: int) -> str:
     rows = plural(drawn, "row")
     if drawn < num_rows:
         rows = f"first {drawn:,} of {num_rows:,} rows"
-    num_tokens = int(((cells.kinds == TOKEN) | (cells.kinds == IMAGE)).sum())
+    num_tokens = int(((cells.kinds == Kind.TOKEN) | (cells.kinds == Kind.IMAGE)).sum())
     padding = 1 - num_tokens / cells.kinds.size
     trained = "" if cells.trained is None else f", {int(cells.trained.sum()):,} trained"
     return f"{rows} of {width:,} cells: {num_tokens:,} tokens, {padding:.1%} padding{trained}"

@@ -1,0 +1,366 @@
+"""python -m torch_collate_kit report, audit, explain: what they print, exit codes, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+
+from torch_collate_kit.__main__ import main
+from torch_collate_kit.chat.preview import byte_tokenizer
+from torch_collate_kit.loading import read_records
+from torch_collate_kit.reporting import packing_report
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+Run = Callable[..., tuple[int, str, str]]
+
+
+def chat(*texts: str) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)]}
+
+
+CHATS = [chat("2+2?", "4"), chat("3+3?", "6", "sure?", "yes"), chat("hello there", "good day")]
+TOKENS = [
+    {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]},
+    {"input_ids": [5, 6], "labels": [-100, 6]},
+]
+ROLLOUTS = [
+    {"prompt_ids": [5, 6], "response_ids": [7, 8], "rewards": 1.0, "loss_mask": [1, 1]},
+    {"prompt_ids": [5], "response_ids": [7, 8, 9], "rewards": 0.0, "loss_mask": [1, 0, 1]},
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with data of every kind."""
+    monkeypatch.chdir(tmp_path)
+    for name, rows in {"chats": CHATS, "tokens": TOKENS, "rollouts": ROLLOUTS}.items():
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    np.save("lengths.npy", np.array([5, 3, 9, 2]))
+    byte_tokenizer(TEMPLATE).save_pretrained("tokenizer")
+    return tmp_path
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def called(*arguments: str) -> tuple[int, str, str]:
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as error:
+            code = int(error.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return called
+
+
+# --- report --------------------------------------------------------------------------------------
+
+
+def test_a_report_of_lengths(run: Run) -> None:
+    code, out, err = run("report", "lengths.npy", "--max-tokens", "10", "12")
+    assert code == 0
+    assert err == ""
+    assert out.startswith("4 examples, 19 tokens; median 4, longest 9\n")
+    assert "recommended: max_tokens=10, best_fit_decreasing" in out
+
+
+def test_a_report_as_json_is_that_of_the_function(run: Run) -> None:
+    options = ("--max-tokens", "10", "--strategy", "sequential", "balanced", "--dp", "2")
+    code, out, err = run("report", "lengths.npy", "--json", *options, "--overflow", "split")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert [c["strategy"] for c in report["candidates"]] == ["padded", "sequential", "balanced"]
+    assert report["options"]["dp"] == 2
+    assert report["options"]["overflow"] == "split"
+    for name in ("tokens", "rollouts"):
+        code, out, _ = run("report", f"{name}.jsonl", "--json", "--max-tokens", "10")
+        rows = {"tokens": [4, 2], "rollouts": [4, 4]}[name]
+        expected = packing_report(rows, 10, show=False)
+        timeless = [{**c, "plan_seconds": 0} for c in expected["candidates"]]
+        found = [{**c, "plan_seconds": 0} for c in json.loads(out)["candidates"]]
+        assert found == timeless
+        assert json.loads(out)["data"] == expected["data"]
+
+
+def test_a_report_of_chats(run: Run) -> None:
+    code, out, err = run("report", "chats.jsonl", "--tokenizer", "tokenizer", "--json")
+    assert (code, err) == (0, "")
+    data = json.loads(out)["data"]
+    tokenizer = byte_tokenizer(TEMPLATE)
+    texts = [tokenizer.apply_chat_template(c["messages"], tokenize=False) for c in CHATS]
+    lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
+    assert (data["num_examples"], data["num_tokens"]) == (3, sum(lengths))
+    code, out, _ = run(
+        "report", "chats.jsonl", "--tokenizer", "tokenizer", "--json", "--limit", "2"
+    )
+    assert json.loads(out)["data"]["num_tokens"] == sum(lengths[:2])
+
+
+def test_every_kind_of_file(run: Run, folder: Path) -> None:
+    data = datasets.Dataset.from_list(TOKENS)
+    data.to_parquet("tokens.parquet")
+    data.to_json("all.json")
+    data.save_to_disk("saved")
+    datasets.DatasetDict({"train": data, "test": data.select([1])}).save_to_disk("splits")
+    arrow = next((folder / "saved").glob("*.arrow"))
+    for name in ("tokens.parquet", "saved", "splits", str(arrow), "tokens.jsonl"):
+        code, out, _ = run("report", name, "--max-tokens", "8", "--json")
+        assert code == 0, name
+        assert json.loads(out)["data"]["num_tokens"] == 6, name
+    code, out, _ = run("report", "splits", "--split", "test", "--json")
+    assert json.loads(out)["data"]["num_tokens"] == 2
+    code, _, err = run("report", "splits", "--split", "dev")
+    assert (code, err) == (2, "error: splits: there is no split 'dev'; it has test, train\n")
+
+
+# --- audit ---------------------------------------------------------------------------------------
+
+
+def test_an_audit_says_by_its_exit_code_whether_there_are_findings(run: Run) -> None:
+    code, out, err = run("audit", "chats.jsonl", "--tokenizer", "tokenizer", "--max-tokens", "99")
+    assert (code, err) == (0, "")
+    assert out.startswith("audit of 3 rows (")
+    code, out, _ = run("audit", "chats.jsonl", "--tokenizer", "tokenizer", "--max-tokens", "12")
+    assert code == 1
+    assert "warning: prompt_longer_than_row" in out
+    code, out, _ = run(
+        "audit", "chats.jsonl", "--tokenizer", "tokenizer", "--max-tokens", "12", "--json"
+    )
+    assert code == 1
+    report = json.loads(out)
+    assert report["ok"] is False
+    assert [finding["name"] for finding in report["findings"]] == ["prompt_longer_than_row"]
+    code, out, _ = run("audit", "tokens.jsonl", "--json")
+    assert code == 0
+    assert json.loads(out)["num_tokens"] == 6
+
+
+def test_an_audit_reports_records_that_no_collator_takes(run: Run) -> None:
+    bad = {"messages": [{"role": "alien", "content": "a"}]}
+    Path("odd.jsonl").write_text("\n".join(map(json.dumps, [*CHATS, bad])))
+    code, out, _ = run("audit", "odd.jsonl", "--tokenizer", "tokenizer")
+    assert code == 1
+    assert "row 3: messages[0] has the unknown role 'alien'" in out
+    code, _, err = run("report", "odd.jsonl", "--tokenizer", "tokenizer")
+    assert code == 2
+    assert err.startswith("error: example 3: messages[0] has the unknown role 'alien'")
+    assert err.count("\n") == 1
+
+
+# --- explain -------------------------------------------------------------------------------------
+
+
+def test_a_chat_is_explained(run: Run) -> None:
+    code, out, err = run(
+        "explain", "chats.jsonl", "--tokenizer", "tokenizer", "--row", "1", "--all"
+    )
+    assert (code, err) == (0, "")
+    title, header, *lines = out.splitlines()
+    assert title.startswith("record 1 of 3: ")
+    assert title.endswith(" trained")
+    assert header.split() == ["cell", "id", "text", "position", "label", "weight"]
+    trained = [line.split()[2] for line in lines if line.split()[-1] == "1"]
+    assert trained == ["'6'", "'<|im_end|>'", "'y'", "'e'", "'s'", "'<|im_end|>'"]
+    last = run("explain", "chats.jsonl", "--tokenizer", "tokenizer", "--row", "-1", "--show", "4")
+    assert last[1].startswith("record 2 of 3: ")
+    assert len(last[1].splitlines()) == 2 + 4 + 1
+
+
+def test_each_turn_is_an_example_of_its_own(run: Run) -> None:
+    options = ("--tokenizer", "tokenizer", "--row", "1", "--train-on")
+    assert "sure" not in run("explain", "chats.jsonl", *options, "each")[2]
+    out = run("explain", "chats.jsonl", *options, "last", "--all")[1]
+    trained = [line.split()[2] for line in out.splitlines()[2:] if line.split()[-1] == "1"]
+    assert trained == ["'y'", "'e'", "'s'", "'<|im_end|>'"]
+
+
+def test_tokens_and_rollouts_are_explained(run: Run) -> None:
+    assert run("explain", "tokens.jsonl", "--row", "1")[:2] == (
+        0,
+        "record 1 of 2: 2 tokens in 2 cells, 1 trained\n"
+        "cell  id  position  label  weight\n"
+        "   0   5         0      -       -\n"
+        "   1   6         1      6       1\n",
+    )
+    assert run("explain", "tokens.jsonl", "--max-tokens", "3")[1].startswith(
+        "record 0 of 2: 3 tokens in 3 cells, 1 trained\n"
+    )
+    assert "rewards" in run("explain", "rollouts.jsonl", "--row", "1")[1]
+    code, out, _ = run("explain", "tokens.jsonl", "--tokenizer", "tokenizer", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["record"] == 0
+    assert [token["id"] for token in found["examples"][0]["tokens"]] == [5, 6, 7, 8]
+    assert found["examples"][0]["tokens"][3]["label"] == 8
+    texts = [token["text"] for token in found["examples"][0]["tokens"]]
+    assert texts == [repr(byte_tokenizer(TEMPLATE).decode([i])) for i in (5, 6, 7, 8)]
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+CHAT_OPTIONS = ("--tokenizer", "tokenizer")
+ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
+    "no file": (("report", "no.jsonl"), "error: no.jsonl: there is no such file\n"),
+    "no lengths": (("report", "no.npy"), "error: no.npy: there is no such file\n"),
+    "no folder": (("report", "./no"), "error: ./no: there is no such file or folder\n"),
+    "an empty file": (("audit", "empty.jsonl"), "error: empty.jsonl: there is no record in it\n"),
+    "a broken line": (
+        ("report", "broken.jsonl", *CHAT_OPTIONS),
+        "error: broken.jsonl: line 2 is not JSON: ",
+    ),
+    "another kind of file": (
+        ("report", "data.csv"),
+        "error: data.csv: not a kind of file that is read (.jsonl, .json, .parquet, .arrow); ",
+    ),
+    "other columns": (
+        ("report", "text.jsonl"),
+        "error: text.jsonl: has the columns text; it must hold chats (messages, ",
+    ),
+    "no array": (
+        ("report", "junk.npy"),
+        "error: junk.npy: not a file of lengths that np.save wrote; write it with np.save(",
+    ),
+    "lengths that are not whole": (("report", "floats.npy"), "error: lengths must be integers"),
+    "no tokenizer": (
+        ("explain", "chats.jsonl"),
+        "error: chats.jsonl holds chats, which only a tokenizer makes tokens of; pass --tokenizer ",
+    ),
+    "a tokenizer that is not there": (
+        ("report", "chats.jsonl", "--tokenizer", "./none"),
+        "error: './none' is no folder and no name of the hub with a processor or tokenizer ",
+    ),
+    "no template": (("explain", "chats.jsonl", "--tokenizer", "bare"), "error: "),
+    "no such record": (
+        ("explain", "tokens.jsonl", "--row", "2"),
+        "error: --row 2: tokens.jsonl has 2 records, 0 to 1\n",
+    ),
+    "a record that is not trained": (
+        ("explain", "question.jsonl", *CHAT_OPTIONS),
+        "error: record 0: it is skipped, as nothing of it is trained: no_assistant_turn\n",
+    ),
+    "a record that is refused": (
+        ("explain", "target.jsonl"),
+        "error: record 0: has 'extra' and no loss target, so it is not clear whether every token",
+    ),
+    "images without a processor": (
+        ("audit", "chats.jsonl", *CHAT_OPTIONS, "--image-root", "."),
+        "error: --image-root is for images, and tokenizer is a tokenizer alone; ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(ERRORS))
+def test_errors_are_one_line_that_names_the_way_out(name: str, run: Run) -> None:
+    Path("empty.jsonl").touch()
+    Path("broken.jsonl").write_text(json.dumps(CHATS[0]) + '\n{"messages": [\n')
+    Path("data.csv").write_text("a,b\n")
+    Path("text.jsonl").write_text('{"text": "hi"}\n')
+    Path("junk.npy").write_text("junk")
+    Path("question.jsonl").write_text(json.dumps(chat("who?")))
+    Path("target.jsonl").write_text('{"input_ids": [5, 6], "extra": 1}')
+    np.save("floats.npy", np.array([1.5]))
+    bare = byte_tokenizer("")
+    bare.chat_template = None
+    bare.save_pretrained("bare")
+    arguments, message = ERRORS[name]
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+    if name == "no template":
+        assert "has no chat_template; use the tokenizer of the model's chat version" in err
+    if name == "a record that is refused":
+        assert "pass --train-all to train every token" in err
+        assert run("explain", "target.jsonl", "--train-all")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "required: command"),
+        (("report",), "required: DATA"),
+        (("report", "lengths.npy", "--max-tokens", "0"), "'0' is not a whole number of at least 1"),
+        (("report", "lengths.npy", "--max-tokens", "4k"), "'4k' is not a whole number"),
+        (("report", "lengths.npy", "--strategy", "best"), "invalid choice: 'best'"),
+        (("explain", "tokens.jsonl", "--all", "--show", "3"), "not allowed with"),
+        (("unknown",), "invalid choice: 'unknown'"),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...], message: str, run: Run) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_help_and_version(run: Run) -> None:
+    for command in ("report", "audit", "explain", "template"):
+        code, out, _ = run(command, "--help")
+        assert code == 0
+        assert "usage: python -m torch_collate_kit " + command in out
+    assert run("--version")[0] == 0
+
+
+def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch_collate_kit", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **options,
+    )
+
+
+def test_a_process_of_its_own_says_nothing_beside_its_result() -> None:
+    with command("report", "chats.jsonl", "--tokenizer", "tokenizer", "--json") as process:
+        out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert json.loads(out)["data"]["num_examples"] == 3
+
+
+def test_a_pipe_that_is_closed_early() -> None:
+    Path("long.jsonl").write_text(json.dumps({"input_ids": [*range(20_000)]}))
+    with command("explain", "long.jsonl", "--all") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("record 0 of 1: 20,000 tokens")
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=120) == 141
+
+
+def test_an_interrupt() -> None:
+    """A fifo without a writer: the command waits in open() until it is interrupted."""
+    os.mkfifo("lengths.fifo.npy")
+    with command("report", "lengths.fifo.npy") as process:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:  # until Python is in the command
+            try:
+                descriptor = os.open("lengths.fifo.npy", os.O_WRONLY | os.O_NONBLOCK)
+                break
+            except OSError:
+                time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        os.close(descriptor)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
+
+
+def test_records_read_by_a_program() -> None:
+    assert read_records("tokens.jsonl").column_names == ["input_ids", "labels"]
