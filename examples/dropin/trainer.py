@@ -75,6 +75,7 @@ with tempfile.TemporaryDirectory() as folder:
         logging_steps=1,
         save_strategy="no",
         report_to=[],
+        ddp_find_unused_parameters=False,
         disable_tqdm=True,
         use_cpu=True,
     )

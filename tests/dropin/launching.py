@@ -49,7 +49,7 @@ def run_script(name: str, folder: Path, *, num_ranks: int = 1) -> dict[str, Any]
             "OMP_NUM_THREADS": "1",
             "ACCELERATE_USE_CPU": "true",
             "RAY_USAGE_STATS_ENABLED": "0",
-            "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), *sys.path]),
+            "PYTHONPATH": str(FOLDER.parents[1]),
         },
         capture_output=True,
         text=True,
