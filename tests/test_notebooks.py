@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -73,3 +74,16 @@ def test_a_code_cell_follows_a_sentence(path):
         if cell.cell_type == "code" and before.cell_type == "code":
             defines = before.source.lstrip().startswith(("def ", "@", "NUM_STEPS"))
             assert defines or before.outputs == [], f"{cell.id} is not introduced"
+
+
+@pytest.mark.parametrize("path", [*PATHS, PATHS[0].with_name("README.md")], ids=[*NAMES, "README"])
+def test_links_of_notebooks_lead_somewhere(path):
+    links = re.findall(r"\]\(([^)#]+)(#[^)]*)?\)", path.read_text(encoding="utf-8"))
+    assert links
+    for target, anchor in links:
+        found = path.parent / target
+        assert found.exists(), f"{path.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.M)
+            anchors = ["#" + re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
+            assert anchor in anchors, f"{path.name} links to {target}{anchor}"
