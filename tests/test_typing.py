@@ -19,6 +19,8 @@ disallow_any_unimported = False
 [mypy-torch.*,transformers.*,datasets.*,accelerate.*,pyarrow.*,torchdata.*]
 ignore_missing_imports = True
 follow_imports = skip
+[mypy-numpy.*]
+ignore_missing_imports = True
 [mypy-torch_collate_kit.*]
 ignore_errors = True
 """
