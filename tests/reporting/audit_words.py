@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["BOS", "EOS", "PAD", "chat", "rows_like", "word_tokenizer"]
+__all__ = ["BOS", "EOS", "PAD", "TEMPLATE", "chat", "rows_like", "word_tokenizer"]
 
 PAD, BOS, EOS, USER, ASSISTANT = range(5)
 _SPECIAL = ("<pad>", "<s>", "<eos>", "<user>", "<assistant>", "<think>", "</think>")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.reporting.audit_words import BOS, EOS, PAD, chat, rows_like, word_tokenizer
+from tests.reporting.audit_words import BOS, EOS, PAD, TEMPLATE, chat, rows_like, word_tokenizer
 from torch_collate_kit import audit
 from torch_collate_kit.reporting import AuditReport, Finding
 from torch_collate_kit.reporting.audit.messages import MESSAGES
@@ -152,6 +152,17 @@ def test_eos_is_never_trained(tokenizer: Any) -> None:
     report = audit(rows, tokenizer)
     assert found(report) == {"eos_never_trained": [0, 1, 2]}
     assert "no trained token is '<eos>', in 3 of 3 rows" in report["eos_never_trained"].message
+
+
+def test_the_next_question_ends_an_answer_where_the_template_writes_nothing_else() -> None:
+    tokenizer = word_tokenizer(TEMPLATE.replace(" <eos> ", " "))
+    rows = [{"input_ids": [3, 7 + i, 4, 20 + i, 3], "loss_mask": [0, 0, 0, 1, 1]} for i in range(4)]
+    report = audit(rows, tokenizer)
+    assert report.ok, report
+    assert "eos_does_not_end_turns" in report.names
+    for row in rows:
+        row["loss_mask"][-1] = 0
+    assert found(audit(rows, tokenizer)) == {"eos_never_trained": [0, 1, 2, 3]}
 
 
 def test_eos_is_hidden_as_a_pad() -> None:

@@ -95,12 +95,16 @@ def _turn(template: ChatTemplate) -> tuple[str, str]:
     try:
         [asked], _ = template.render([question])
         [prompt], _ = template.render([question], prompt=True)
-        [whole], _ = template.render([[*question, answer]])
+        wholes = [[*question, answer], [*question, answer, *question]]
+        texts = [template.render([messages])[0][0] for messages in wholes]
     except DataError:
         return "", ""
     header = prompt[len(asked) :] if prompt.startswith(asked) else ""
-    end = template.added_token.search(whole, whole.rfind(_ANSWER) + len(_ANSWER))
-    return header, end[0] if end is not None and _ANSWER in whole else ""
+    for text in texts:  # what begins the next question ends an answer where nothing else does
+        end = template.added_token.search(text, text.rfind(_ANSWER) + len(_ANSWER))
+        if end is not None and _ANSWER in text:
+            return header, end[0]
+    return header, ""
 
 
 def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
