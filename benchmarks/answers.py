@@ -40,6 +40,14 @@ def _cell(results: Results, heading: str, row: str, column: str) -> str:
     return _MISSING
 
 
+def _duration(cell: str) -> str:
+    """A cell with milliseconds, in the unit that reads best."""
+    if cell == _MISSING:
+        return cell
+    ms = float(cell.replace(",", ""))
+    return f"{ms / 1e3:.2g} s" if ms >= 1000 else f"{ms:.3g} ms"
+
+
 def _bytes_per_token(results: Results, key: str, of: str) -> str:
     found = results.get(key)
     return f"{found[of] / found['tokens']:.0f}" if found else _MISSING
@@ -107,7 +115,8 @@ def _packing(r: Results) -> Rows:
         [
             "How long does planning take?",
             f"{_ms(r, keys[small], ours)} for 1,024 examples, {_ms(r, keys[large], ours)} for "
-            f"300,000, {_cell(r, 'Growth', '10,000,000', 'median')} ms for 10,000,000 (one core)",
+            f"300,000, {_duration(_cell(r, 'Growth', '10,000,000', 'median'))} for 10,000,000 (one "
+            "core)",
         ],
         [
             "How full are the rows?",
@@ -266,12 +275,59 @@ def _vision_plan(r: Results) -> Rows:
     ]
 
 
+def _scale(r: Results) -> Rows:
+    step, order = "Planning a step", "An order"
+    ranks = [_duration(_cell(r, step, number, "median")) for number in ("8", "512")]
+    begin = "CPU ms to the first batch"
+    firsts = [_duration(_cell(r, order, n, begin)) for n in ("1,000,000", "100,000,000")]
+    state = _cell(r, order, "100,000,000", "bytes of a state")
+    memory = _cell(r, "A TokenizedDataset", "1,000,000", "MB of memory")
+    return [
+        [
+            "How long does a rank plan a step of 512 ranks?",
+            f"{ranks[1]} (of 8 ranks: {ranks[0]})",
+        ],
+        [
+            "How even are 512 ranks?",
+            f"the busiest has {_cell(r, step, '512', 'tokens')} more tokens and "
+            f"{_cell(r, step, '512', 'cost')} more to compute than the mean, its rows are "
+            f"{_cell(r, step, '512', 'filled')} full",
+        ],
+        [
+            "What does a large dataset cost in a process?",
+            f"1,000,000 examples in an Arrow file take {memory} MB of memory",
+        ],
+        [
+            "How long does resuming in the middle of an epoch take?",
+            f"{firsts[0]} to the first batch with 1,000,000 examples, {firsts[1]} with "
+            f"100,000,000; the state has {state} bytes",
+        ],
+    ]
+
+
+def _audit(r: Results) -> Rows:
+    def speed(of: str) -> str:
+        found = _cell(r, "From columns", of, "million tokens/s")
+        return found if found == _MISSING else f"{found} million tokens per second"
+
+    return [
+        [
+            "How fast does audit read a dataset?",
+            f"{speed('examples with loss_mask')} of one core from columns, "
+            f"{speed('TokenizedDataset')} from an Arrow table",
+        ],
+        ["And of rollouts?", speed("rollouts with logprobs")],
+    ]
+
+
 ANSWERS: dict[str, Callable[[Results], Rows]] = {
+    "audit": _audit,
     "chat": _chat,
     "collate": _collate,
     "loader": _loader,
     "packing": _packing,
     "rollout": _rollout,
+    "scale": _scale,
     "stream": _stream,
     "vision": _vision,
     "vision_plan": _vision_plan,
@@ -293,6 +349,7 @@ def overview(all_results: Mapping[str, Results]) -> Rows:
         ("packing", "Against axolotl"),
         ("collate", "Against NumPy"),
         ("packing", "How long does planning"),
+        ("scale", "How long does a rank plan"),
         ("chat", "How much longer"),
     ]
     rows = []

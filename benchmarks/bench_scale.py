@@ -153,7 +153,7 @@ def resume_orders(report: Report, sizes: list[int]) -> None:
     for num_examples in sizes:
         found = in_new_process(resuming, num_examples)
         report.data.setdefault("orders", []).append(found)
-        cells = [f"{1e3 * found[name]:,.3g}" for name in ("loaded", "resumed")]
+        cells = [f"{1e3 * found[name]:.3g}" for name in ("loaded", "resumed")]
         megabytes = f"{found['memory'] / 1e6:,.0f}"
         rows.append([f"{num_examples:,}", str(found["state"]), *cells, megabytes])
         report.target(f"state of {num_examples:,} examples", found["state"], "< bytes", 1000)
@@ -173,7 +173,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with real lengths")
     parser.add_argument("--examples", type=int, nargs="+", default=_NUM_EXAMPLES)
     options = parser.parse_args()
-    report = Report("scale", "What many ranks and many examples cost.")
+    report = Report(
+        "scale",
+        "A plan over 512 ranks takes less than 200 ms; a state is less than 1 kB, whatever the "
+        "number of examples.",
+    )
     lengths, what = real_mix(options.data, 1_000_000, longest=_MAX_TOKENS)
     plan_steps(report, lengths, what, options.rounds)
     read_datasets(report)

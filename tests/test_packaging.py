@@ -117,6 +117,7 @@ def test_what_the_wheel_says_of_itself(wheel: Path) -> None:
     said = HeaderParser().parsestr(text)
     assert (said["Name"], said["Version"]) == ("torch_collate_kit", __version__)
     assert said["Requires-Python"] == ">=3.10"
+    assert said["License-Expression"] == "Apache-2.0"
     assert "Typing :: Typed" in said.get_all("Classifier", [])
     keywords = said["Keywords"].split(",")
     assert "sequence packing" in keywords

@@ -1,4 +1,4 @@
-"""Adds pages that lie outside docs/ to the site: benchmarks, examples, changelog.
+"""Adds pages that lie outside docs/ to the site: benchmarks, examples, notebooks, changelog.
 
 Links between these and docs/ are written for the repository and rewritten here. A link to a file
 that is no page of the site (a script) becomes its path in code font.
@@ -8,14 +8,40 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = ("CHANGELOG.md", "examples/README.md", "benchmarks/README.md", "benchmarks/results/*")
+OUTSIDE = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "examples/README.md",
+    "examples/dropin/README.md",
+    "notebooks/README.md",
+    "benchmarks/README.md",
+    "benchmarks/results/*",
+)
 SHOWN = {".md", ".png"}
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 _FENCE = re.compile(r"(^```.*?^```$)", re.M | re.S)
+
+
+def on_config(config: Any) -> Any:
+    """Add the pages of results to the section "Benchmarks"."""
+    for pages in _sections(config.nav, "Benchmarks"):
+        for path in sorted((ROOT / "benchmarks" / "results").glob("*.md")):
+            title = path.stem.replace("_", " ").capitalize()
+            pages.append({title: path.relative_to(ROOT).as_posix()})
+    return config
+
+
+def _sections(nav: list[Any], title: str) -> Iterator[list[Any]]:
+    """The lists of pages under a title, however deep."""
+    for entry in nav:
+        for name, inside in entry.items() if isinstance(entry, dict) else ():
+            if isinstance(inside, list):
+                yield from [inside] if name == title else _sections(inside, title)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -56,7 +82,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def _on_site(path: str, files: Any) -> str | None:
     """The page or picture that shows a file or folder of the repository, if there is one."""
-    for name in (path.removeprefix("docs/"), f"{path.removeprefix('docs/')}/README.md"):
+    path = re.sub(r"\.ipynb$", ".md", path.removeprefix("docs/"))  # as notebook_pages.py names them
+    for name in (path, f"{path}/README.md"):
         if files.get_file_from_path(name) is not None:
             return name
     return None

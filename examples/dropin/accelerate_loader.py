@@ -13,6 +13,7 @@ the accumulation is written out. `dispatch_batches=True` would cut a Batch apart
 from __future__ import annotations
 
 import contextlib
+from itertools import islice
 
 import tiny
 import torch
@@ -41,7 +42,7 @@ model, optimizer, loader = accelerator.prepare(model, tiny.make_optimizer(model)
 
 losses, numbers = [], []
 batches = iter(loader)
-while window := [batch for _, batch in zip(range(NUM_MICRO_BATCHES), batches, strict=False)]:
+while window := list(islice(batches, NUM_MICRO_BATCHES)):
     num_loss_tokens = kit.global_num_loss_tokens(window)  # of all micro-batches and ranks
     step_loss = torch.zeros(())
     for i, batch in enumerate(window):

@@ -28,7 +28,6 @@ import torch.nn.functional as F
 import torch_collate_kit as kit
 
 LAYOUT = kit.ParallelLayout(dp=2, tp=2, cp=2)
-ROW = tiny.MAX_TOKENS  # cells
 
 
 def cells_of(cu_seq_lens: torch.Tensor, cp_rank: int) -> torch.Tensor:
@@ -82,7 +81,11 @@ def worker(rank: int, shards: Any, results: Any, meeting_point: str) -> None:
 def main() -> None:
     examples = tiny.make_examples()
     collate = kit.PackedCollator(
-        tiny.PAD, max_tokens=ROW, parallel=LAYOUT, strategy="balanced", fields=tiny.NUMBER
+        tiny.PAD,
+        max_tokens=tiny.MAX_TOKENS,
+        parallel=LAYOUT,
+        strategy="balanced",
+        fields=tiny.NUMBER,
     )
     context = mp.get_context("spawn")
     queues, results = [context.Queue() for _ in range(LAYOUT.dp)], context.Queue()

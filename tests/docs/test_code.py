@@ -1,12 +1,16 @@
-"""The Python blocks of every page run, in order, and print what the comment below a print says.
+"""The code of every page runs, in order, and prints what the page says that it prints.
 
-Blocks with ``>>>`` are run by doctest instead (``--doctest-glob=*.md``).
+Python blocks with ``>>>`` are run by doctest instead (``--doctest-glob=*.md``).
 """
 
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,14 +18,17 @@ from PIL import Image
 
 import torch_collate_kit
 
-DOCS = Path(__file__).parents[2] / "docs"
-_BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```", re.M | re.S)
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+_BLOCK = re.compile(r"^```(?P<language>python|console)\n(?P<code>.*?)^```", re.M | re.S)
+_TIME = re.compile(r"\d[\d.,]* ms")
 
 
-def blocks_of(page: Path) -> list[str]:
-    """The blocks that are pasted and run, without doctests."""
-    found = [match["code"] for match in _BLOCK.finditer(page.read_text(encoding="utf-8"))]
-    return [block for block in found if not block.startswith(">>> ")]
+def blocks_of(page: Path) -> list[tuple[str, str]]:
+    """Language and code of the blocks that are pasted and run, without doctests."""
+    text = page.read_text(encoding="utf-8")
+    found = [(match["language"], match["code"]) for match in _BLOCK.finditer(text)]
+    return [(language, code) for language, code in found if not code.startswith(">>> ")]
 
 
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if blocks_of(page)]
@@ -34,7 +41,9 @@ def expected_output(block: str) -> list[str]:
     ends = sorted(
         call.end_lineno or 0
         for call in calls
-        if isinstance(call.func, ast.Name) and call.func.id == "print"
+        if isinstance(call.func, ast.Name)
+        and call.func.id == "print"
+        and not any(keyword.arg == "file" for keyword in call.keywords)
     )
     expected: list[str] = []
     for end in ends:
@@ -46,8 +55,31 @@ def expected_output(block: str) -> list[str]:
     return expected
 
 
+def commands(block: str) -> list[tuple[list[str], list[str]]]:
+    """Each command of a console block, and the lines that it prints."""
+    found: list[tuple[list[str], list[str]]] = []
+    for line in block.splitlines():
+        if line.startswith("$ "):
+            found.append((shlex.split(line.removeprefix("$ ")), []))
+        else:
+            found[-1][1].append(line)
+    return found
+
+
+def comparable(line: str) -> str:
+    """Without what differs from run to run: times, and how wide they make a column."""
+    return re.sub(r"\s+", " ", _TIME.sub("N ms", line)).rstrip()
+
+
+def check_printed(expected: list[str], printed: list[str], page: Path) -> None:
+    """All expected lines are there, in this order."""
+    lines = iter([comparable(line) for line in printed])
+    for line in expected:
+        assert comparable(line) in lines, f"{page.name} says {line!r}, but printed is {printed}"
+
+
 def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the page on images loads by name: a small processor, and a picture."""
+    """What the pages on images load by name: a small processor, and a picture."""
     processing = pytest.importorskip("transformers.models.qwen3_vl.processing_qwen3_vl")
     from tests.vision.processors import qwen
 
@@ -65,17 +97,33 @@ def test_pages_with_code_are_found():
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(DOCS)) for page in PAGES])
 def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
     stand_ins(tmp_path, monkeypatch)
     names: dict[str, object] = {}
-    for block in blocks_of(page):
-        exec(compile(block, str(page), "exec"), names)
-        printed = capsys.readouterr().out.splitlines()
-        lines = iter(printed)
-        for line in expected_output(block):
-            assert line in lines, f"{page.name} says {line!r}, but what is printed is {printed}"
+    for language, block in blocks_of(page):
+        if language == "python":
+            exec(compile(block, str(page), "exec"), names)
+            check_printed(expected_output(block), capsys.readouterr().out.splitlines(), page)
+            continue
+        for command, expected in commands(block):
+            assert command[0] == "python"
+            environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+            done = subprocess.run(
+                [sys.executable, *command[1:]], env=environment, capture_output=True, text=True
+            )
+            assert done.returncode in (0, 1), done.stderr
+            assert expected
+            check_printed(expected, done.stdout.splitlines(), page)
 
 
 def test_a_print_without_its_output_is_found():
     assert expected_output("print(1)\n# 1\nx = 2\nprint(x)\n# 2\n# 3") == ["1", "2", "3"]
     with pytest.raises(AssertionError, match=r"nothing below says what this prints: print\(2\)"):
         expected_output("print(1)\n# 1\nprint(2)\n")
+
+
+def test_output_that_differs_is_found():
+    check_printed(["a", "in 3 ms"], ["a", "b", "in 4.5 ms"], Path("page.md"))
+    for printed in (["b", "a"], ["a"], []):
+        with pytest.raises(AssertionError, match=r"page\.md says '[ab]'"):
+            check_printed(["a", "b"], printed, Path("page.md"))

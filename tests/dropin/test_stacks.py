@@ -11,7 +11,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, DataLoader
 
 import torch_collate_kit as kit
-from tests.dropin.launching import load_script, skip_without
+from tests.dropin.launching import FOLDER, load_script, skip_without
 
 tiny = load_script("tiny")
 
@@ -77,6 +77,18 @@ def test_accumulate_grad_batches_of_lightning_is_a_mean_of_means() -> None:
     expected = tiny.reference_losses([examples[i : i + 8] for i in range(0, 160, 8)])
     difference = max(abs((a + b) / 2 - c) for (a, b), c in zip(steps, expected, strict=True))
     assert difference == pytest.approx(0.274, abs=0.01)
+
+
+def test_lightning_resumes_a_stream_without_a_length_one_batch_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_without("lightning", "torchdata")
+    monkeypatch.syspath_prepend(FOLDER)
+    script = load_script("lightning_stream")
+    monkeypatch.setattr(script, "Steps", lambda loader, num_steps: loader)
+    whole = script.train(str(tmp_path))
+    rest = script.train(str(tmp_path), str(tmp_path / f"step={script.SAVE_AFTER}.ckpt"))
+    assert rest.numbers[:5] == whole.numbers[script.SAVE_AFTER + 1 :][:5]
 
 
 def prepare_in_ray(config: dict[str, Any]) -> dict[str, str]:

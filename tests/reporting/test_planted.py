@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.reporting import planted_rows, planted_tokens  # noqa: F401 (they register defects)
+from tests.reporting import planted_rows, planted_tokens, planted_turns  # noqa: F401 (defects)
 from tests.reporting.clean_data import Clean, as_form, with_target
 from tests.reporting.planted import DEFECTS, Planted
 from tests.reporting.planted_images import IMAGE_DEFECTS, clean_images, image_processor
@@ -29,6 +30,11 @@ NAMES = {
 MAY_BE_NOTES = {
     "duplicates", "contradictory_answers", "reward_without_variance", "template_not_prefix_stable"
 }  # fmt: skip
+WITH_MASKS = [
+    name
+    for name, defect in DEFECTS.items()
+    if {"loss_mask"} == defect(Clean.made()).examples[0].keys() - {"input_ids", "id"}
+]
 SILENT_WITHOUT_TOKENIZER = {"labels_shifted", "no_trained_token", "masks_all_zero", "duplicates"}
 
 
@@ -80,7 +86,9 @@ def test_damaged_rows_are_damaged(name: str) -> None:
         return
     form = next(key for key in planted.examples[0] if key not in ("input_ids", "id"))
     form = "num_actions" if "num_actions" in planted.examples[0] else form
-    before = [with_target(e, form) for e in clean.examples]
+    of_turns = DEFECTS[name].__module__ == planted_turns.__name__
+    whole = planted_turns.of_three_turns(clean) if of_turns else clean.examples
+    before = [with_target(e, form) for e in whole]
     pairs = enumerate(zip(before, planted.examples, strict=True))
     changed = {i for i, (a, b) in pairs if any(a[key] != b[key] for key in a)}
     assert planted.rows[-1] <= changed
@@ -94,6 +102,15 @@ def test_planted_in_conversations(name: str, form: str) -> None:
     planted = DEFECTS[name](Clean.made())
     data = as_form(planted.examples, form)
     check(audit(data, planted.tokenizer, max_tokens=planted.max_tokens), planted)
+
+
+@pytest.mark.parametrize("target", ["labels", "assistant_masks", "completion_mask"])
+@pytest.mark.parametrize("name", WITH_MASKS)
+def test_planted_under_every_form_of_target(name: str, target: str) -> None:
+    planted = DEFECTS[name](Clean.made())
+    examples = [with_target(e, target) for e in planted.examples]
+    report = audit(examples, planted.tokenizer, max_tokens=planted.max_tokens)
+    check(report, replace(planted, examples=examples))
 
 
 @pytest.mark.parametrize("form", ["list", "columns", "Dataset"])

@@ -184,7 +184,7 @@ def packed_with_images(
     metadata = batch["metadata"]
     for row in np.flatnonzero(plan.needs_dummy_image).tolist():
         metadata["num_tokens"] -= batch["sub_seq_lengths"][row].pop()
-        for name in ("example_indices", "example_starts", "num_actions"):
+        for name in ("example_indices", "example_starts", "num_actions", "num_trained"):
             metadata[name][row].pop()
     metadata["num_examples"] -= 1
     metadata["num_dummy_rows"] = sum(not pieces for pieces in oracle.rows_of(plan))

@@ -106,18 +106,21 @@ def assemble(
     }
     segments["num_segments"] = torch.from_numpy(placement.row_counts)
     num_loss_tokens = int(placed.num_trained.sum()) + num_loss_tokens_elsewhere
-    is_example = placed.counts.get("examples", np.ones_like(pieces.examples)) > 0
-    row_offsets = np.append(0, np.cumsum(is_example))[pieces.row_offsets]
     per_piece = {
-        "example_indices": pieces.examples[is_example],
-        "example_starts": pieces.starts[is_example],
-        "num_actions": placed.counts["responses"][is_example],
-        "num_trained": placed.num_trained[is_example],
+        "example_indices": pieces.examples,
+        "example_starts": pieces.starts,
+        "num_actions": placed.counts["responses"],
+        "num_trained": placed.num_trained,
     }
+    row_offsets = pieces.row_offsets
+    if "examples" in placed.counts:  # dummy images are none
+        is_example = placed.counts["examples"] > 0
+        per_piece = {key: values[is_example] for key, values in per_piece.items()}
+        row_offsets = np.append(0, np.cumsum(is_example))[row_offsets]
     return Batch.of_storage(
         Storage(Columns(columns, {k: specs[k] for k in columns}, names, placement, segments), {}),
         {
-            **{key: Ragged(values, row_offsets) for key, values in per_piece.items()},
+            **{key: Ragged(values.copy(), row_offsets) for key, values in per_piece.items()},
             **row_metadata,
         },
         {

@@ -1,0 +1,47 @@
+"""Conversations under the chat templates of many model families: healthy data, no false alarm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.chat.families import FAMILY_OF, Family, templates, tokenizer_for
+from torch_collate_kit import DataError, audit, tokenize_chat
+
+TEMPLATES = {name: text for name, text in templates().items() if name in FAMILY_OF}
+TRUE = {"template_not_prefix_stable", "empty_thinking_trained"}  # of some templates they are
+END_IN_THE_NEXT_TURN = {"glm4moe"}  # an answer at the end of a conversation has no end
+
+
+def record(i: int, family: Family) -> dict[str, Any]:
+    turns = [("user", f"What is {i} plus {i + 1}?"), ("assistant", f"It is {2 * i + 1}.")]
+    messages = []
+    for role, text in turns:
+        content = [{"type": "text", "text": text}] if family.only_parts else text
+        messages.append({"role": role, "content": content})
+    return {"messages": messages}
+
+
+def tokenized(name: str, tokenizer: Any) -> list[dict[str, Any]]:
+    """Eight short conversations, or none where the template has no exact mask of them."""
+    found = [record(i, FAMILY_OF[name]) for i in range(8)]
+    try:
+        examples = [tokenize_chat(r, tokenizer, train_on="last") for r in found]
+    except DataError:
+        return []
+    return [{key: e[key] for key in ("input_ids", "loss_mask")} for e in examples]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_tokenize_chat_writes_is_healthy(name: str) -> None:
+    tokenizer = tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos)
+    examples = tokenized(name, tokenizer)
+    if not examples:
+        assert name.startswith("deepseek"), "an unexpected template is refused"
+        return
+    report = audit(examples, tokenizer)
+    true = TRUE | ({"eos_never_trained"} if name in END_IN_THE_NEXT_TURN else set())
+    assert {f.name for f in report.findings if f.severity != "note"} <= true, report
+    if FAMILY_OF[name].eos in FAMILY_OF[name].ends:
+        assert "eos_does_not_end_turns" not in report.names, report
