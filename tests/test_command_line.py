@@ -18,6 +18,7 @@ import pytest
 
 from torch_collate_kit.__main__ import main
 from torch_collate_kit.chat.preview import byte_tokenizer
+from torch_collate_kit.commands import arguments
 from torch_collate_kit.loading import read_records
 from torch_collate_kit.reporting import packing_report
 
@@ -235,6 +236,10 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
         ("report", "junk.npy"),
         "error: junk.npy: not a file of lengths that np.save wrote; write it with np.save(",
     ),
+    "one number": (
+        ("report", "one.npy"),
+        "error: one.npy: lengths must be one flat array, got 0-D\n",
+    ),
     "lengths that are not whole": (("report", "floats.npy"), "error: lengths must be integers"),
     "no tokenizer": (
         ("explain", "chats.jsonl"),
@@ -274,6 +279,7 @@ def test_errors_are_one_line_that_names_the_way_out(name: str, run: Run) -> None
     Path("question.jsonl").write_text(json.dumps(chat("who?")))
     Path("target.jsonl").write_text('{"input_ids": [5, 6], "extra": 1}')
     np.save("floats.npy", np.array([1.5]))
+    np.save("one.npy", np.array(5))
     bare = byte_tokenizer("")
     bare.chat_template = None
     bare.save_pretrained("bare")
@@ -332,6 +338,36 @@ def test_a_process_of_its_own_says_nothing_beside_its_result() -> None:
         out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
     assert json.loads(out)["data"]["num_examples"] == 3
+
+
+def test_without_a_network_nothing_is_tried_for_minutes(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise OSError("no network")
+
+    for name in ("HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("socket.create_connection", refused)
+    seen = []
+    monkeypatch.setattr(
+        "torch_collate_kit.commands.arguments.read_records",
+        lambda *_, **__: seen.append(os.environ.get("HF_HUB_OFFLINE")) or CHATS,
+    )
+    monkeypatch.setattr("torch_collate_kit.commands.report._tokens", read_data_alone)
+    note = "note: huggingface.co cannot be reached; only what is in the cache is read\n"
+    assert run("report", "org/data", "--max-tokens", "9")[2] == note
+    assert run("report", "chats.jsonl", "--tokenizer", "tokenizer", "--max-tokens", "9")[2] == ""
+    assert seen == ["1", None]
+    assert "HF_HUB_OFFLINE" not in os.environ
+
+
+def read_data_alone(options: Any) -> list[int]:
+    arguments.use_cache_if_offline((options.data, options.tokenizer))
+    arguments.read_records(options.data)
+    return [5]
 
 
 def test_a_pipe_that_is_closed_early() -> None:

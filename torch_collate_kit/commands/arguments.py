@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, NamedTuple
 
+from torch_collate_kit.commands.terminal import use_cache_if_offline
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import read_records
 from torch_collate_kit.vision import load_processor
@@ -68,6 +69,7 @@ def read_data(options: argparse.Namespace) -> Records:
     Raises:
         DataError: it cannot be read, is empty, or holds another kind of records.
     """
+    use_cache_if_offline((options.data, options.tokenizer))
     rows = read_records(options.data, split=options.split)
     if not len(rows):
         raise DataError(f"{options.data}: there is no record in it")

@@ -89,6 +89,8 @@ def _lengths(options: argparse.Namespace) -> Any:
             f"{options.data}: not a file of lengths that np.save wrote; write it with "
             'np.save("lengths.npy", lengths)'
         ) from None
+    if lengths.ndim != 1:
+        raise DataError(f"{options.data}: lengths must be one flat array, got {lengths.ndim}-D")
     return lengths[: options.limit]
 
 

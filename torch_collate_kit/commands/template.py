@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_collate_kit.chat.preview import preview, verdict_table
+from torch_collate_kit.commands.terminal import use_cache_if_offline
 
 __all__ = ["add_template"]
 
@@ -34,6 +35,7 @@ def _run(options: argparse.Namespace) -> int:
         names += sorted(map(str, options.all.glob("*.jinja")))
     if not names:
         raise ValueError("no template given: name a tokenizer or a .jinja file")
+    use_cache_if_offline(names)
     one = len(names) == 1 and options.all is None
     print(preview(names[0]) if one else verdict_table(names), end="")
     return 0

@@ -14,7 +14,7 @@ from torch_collate_kit.errors import DataError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["read_records"]
+__all__ = ["is_hub_name", "read_records"]
 
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -52,7 +52,7 @@ def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Datas
         except Exception as error:  # of many types, as the file is broken
             found = _broken_line(path) if path.suffix == ".jsonl" else None
             raise DataError(f"{name}: {found or _short(error.__cause__ or error)}") from error
-    if not path.is_dir() and not _HUB_NAME.fullmatch(name):
+    if not path.is_dir() and not is_hub_name(name):
         raise DataError(f"{name}: there is no such file or folder")
     try:
         found = datasets.load_from_disk(name) if path.is_dir() else datasets.load_dataset(name)
@@ -65,6 +65,17 @@ def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Datas
     if split not in found:
         raise DataError(f"{name}: there is no split {split!r}; it has {', '.join(sorted(found))}")
     return found[split]
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether it may be a name of the hub, and is nothing here.
+
+    >>> [is_hub_name(name) for name in ("org/model", "./folder", "a/b/c", "lengths.npy")]
+    [True, False, False, False]
+    """
+    path = Path(name)
+    known = path.suffix in (*_KINDS, ".npy", ".jinja")
+    return bool(_HUB_NAME.fullmatch(name)) and not known and not path.exists()
 
 
 def _broken_line(path: Path) -> str | None:
