@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,15 @@ def add_template(commands: Any) -> None:
     parser.add_argument(
         "--all", type=Path, metavar="FOLDER", help="print a table of the .jinja files in a folder"
     )
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=partial(_run, parser))
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     names = list(options.names)
     if options.all is not None:
         names += sorted(map(str, options.all.glob("*.jinja")))
     if not names:
-        raise ValueError("no template given: name a tokenizer or a .jinja file")
+        parser.error("no template given: name a tokenizer or a .jinja file")
     use_cache_if_offline(names)
     one = len(names) == 1 and options.all is None
     print(preview(names[0]) if one else verdict_table(names), end="")
