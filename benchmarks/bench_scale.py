@@ -153,7 +153,7 @@ def resume_orders(report: Report, sizes: list[int]) -> None:
     for num_examples in sizes:
         found = in_new_process(resuming, num_examples)
         report.data.setdefault("orders", []).append(found)
-        cells = [f"{1e3 * found['loaded']:.2g}", f"{found['resumed']:.2g}"]
+        cells = [f"{1e3 * found[name]:.3g}" for name in ("loaded", "resumed")]
         megabytes = f"{found['memory'] / 1e6:,.0f}"
         rows.append([f"{num_examples:,}", str(found["state"]), *cells, megabytes])
         report.target(f"state of {num_examples:,} examples", found["state"], "< bytes", 1000)
@@ -161,7 +161,7 @@ def resume_orders(report: Report, sizes: list[int]) -> None:
         "examples",
         "bytes of a state",
         "CPU ms to load it",
-        "CPU s to the first batch",
+        "CPU ms to the first batch",
         "MB",
     ]
     note = "PrefetchingSampler, shuffled, resumed in the middle of epoch 3; a new process each."

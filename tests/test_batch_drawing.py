@@ -149,6 +149,20 @@ def test_a_wide_row_has_a_letter_for_many_cells() -> None:
     assert max(map(len, repr(collate(examples)).splitlines())) <= 80
 
 
+def test_a_letter_is_upper_case_where_half_of_its_cells_are_trained() -> None:
+    masks = [0, 1, 0, 0], [0, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 1]
+    example = {"input_ids": [1] * 16 * 17, "loss_mask": [bit for m in masks for bit in m] * 17}
+    batch = PaddedCollator(0)([example])
+    assert "1 letter = 4 cells" in repr(batch)
+    assert rows_of(batch) == ["aAAA" * 17]
+
+
+def test_neighbours_differ_in_color() -> None:
+    page = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}] * 4)._repr_html_()
+    colors = re.findall(r"height:100%;background:(#\w{6})", page)[:4]
+    assert len(set(colors)) == 4
+
+
 def test_only_the_first_rows_are_drawn() -> None:
     batch = PaddedCollator(0)([{"input_ids": [1] * (1 + i % 3)} for i in range(1200)])
     assert rows_of(batch) == ["..a", ".bB", "cCC", "..d", ".eE", "fFF", "..g", ".hH"]

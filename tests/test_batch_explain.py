@@ -115,6 +115,7 @@ def test_long_rows_show_head_and_tail() -> None:
     ]
     assert str(batch.explain(1)).splitlines()[2] == "... 3,999 cells of padding"
     assert [row["id"] for row in batch.explain(0, start=5, stop=8).records()] == [6, 7, 8]
+    assert len(str(batch.explain(0, start=5, stop=8)).splitlines()) == 2 + 3
     assert len(batch.explain(0)) == 4000
     assert batch.explain(0, start=-3).to_dict()["cell"] == [3997, 3998, 3999]
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from nbclient.exceptions import CellExecutionError
 
 from notebooks.execute import METADATA, execute, notebook_paths, outputs_as_text
 
@@ -73,3 +77,61 @@ def test_a_code_cell_follows_a_sentence(path):
         if cell.cell_type == "code" and before.cell_type == "code":
             defines = before.source.lstrip().startswith(("def ", "@", "NUM_STEPS"))
             assert defines or before.outputs == [], f"{cell.id} is not introduced"
+
+
+@pytest.mark.parametrize("path", [*PATHS, PATHS[0].with_name("README.md")], ids=[*NAMES, "README"])
+def test_links_of_notebooks_lead_somewhere(path):
+    links = re.findall(r"\]\(([^)#]+)(#[^)]*)?\)", path.read_text(encoding="utf-8"))
+    assert links
+    for target, anchor in links:
+        found = path.parent / target
+        assert found.exists(), f"{path.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.M)
+            anchors = ["#" + re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
+            assert anchor in anchors, f"{path.name} links to {target}{anchor}"
+
+
+def written(path: Path, *sources: str) -> Path:
+    """A notebook with these code cells."""
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    return path
+
+
+def test_the_kernel_is_this_python_whatever_is_installed(tmp_path, monkeypatch):
+    kernel = tmp_path / "kernels" / "python3"
+    kernel.mkdir(parents=True)
+    spec = {"argv": ["/no/such/python"], "display_name": "Another", "language": "python"}
+    (kernel / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    path = written(
+        tmp_path / "n.ipynb", "import os, sys\nprint(sys.executable)\nprint(os.getcwd())"
+    )
+    executed, cpu_seconds = execute(path)
+    executable, folder = executed.cells[0].outputs[0].text.splitlines()
+    assert executable == sys.executable
+    assert not Path(folder).exists(), "what a notebook writes is gone"
+    assert len(executed.cells) == 1
+    assert cpu_seconds > 0
+
+
+def test_a_cell_that_raises_stops_the_execution(tmp_path):
+    path = written(tmp_path / "n.ipynb", "print('before')", "1 / 0")
+    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
+        execute(path)
+
+
+def test_times_and_the_contents_of_images_are_not_compared():
+    def shown(*outputs: dict[str, Any]) -> list[dict[str, str]]:
+        cell = nbformat.v4.new_code_cell("")
+        cell.outputs = [nbformat.v4.new_output("display_data", data) for data in outputs]
+        return outputs_as_text(nbformat.v4.new_notebook(cells=[cell]))
+
+    table = "rows     plan\n   3   1.5 ms"
+    assert shown({"text/plain": table}) == [{"text/plain": "rows plan\n 3 (time)"}]
+    assert shown({"text/plain": table}) == shown({"text/plain": "rows  plan\n   3  2.0 s"})
+    assert shown({"text/plain": table}) != shown({"text/plain": "rows  plan\n   4  2.0 s"})
+    assert shown({"text/plain": "0.25"}) != shown({"text/plain": "0.26"})
+    assert shown({"image/png": "a"}) == shown({"image/png": "b"}) == [{"image/png": "(image)\n"}]
+    assert shown({"image/png": "a"}, {"image/png": "b"}) != shown({"image/png": "a"})

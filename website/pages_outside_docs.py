@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,23 @@ OUTSIDE = (
 SHOWN = {".md", ".png"}
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 _FENCE = re.compile(r"(^```.*?^```$)", re.M | re.S)
+
+
+def on_config(config: Any) -> Any:
+    """Add the pages of results to the section "Benchmarks"."""
+    for pages in _sections(config.nav, "Benchmarks"):
+        for path in sorted((ROOT / "benchmarks" / "results").glob("*.md")):
+            title = path.stem.replace("_", " ").capitalize()
+            pages.append({title: path.relative_to(ROOT).as_posix()})
+    return config
+
+
+def _sections(nav: list[Any], title: str) -> Iterator[list[Any]]:
+    """The lists of pages under a title, however deep."""
+    for entry in nav:
+        for name, inside in entry.items() if isinstance(entry, dict) else ():
+            if isinstance(inside, list):
+                yield from [inside] if name == title else _sections(inside, title)
 
 
 def on_files(files: Any, config: Any) -> Any:

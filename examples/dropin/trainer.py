@@ -46,7 +46,10 @@ def token_losses(logits: torch.Tensor, labels: tuple[torch.Tensor, ...]) -> torc
 
 
 def sums_and_counts(prediction: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Of each example in the order of the dataset: the sum of its losses, and its targets."""
+    """Of each example in the order of the dataset: the sum of its losses, and its targets.
+
+    All of them have targets: unpack leaves out an example without any, and the next moves up.
+    """
     labels, position_ids = prediction.label_ids
     inputs = {"labels": labels, "position_ids": position_ids}
     # On several ranks the last batch was filled up with examples of the beginning: cut them off.

@@ -53,7 +53,7 @@ def run_script(name: str, folder: Path, *, num_ranks: int = 1) -> dict[str, Any]
         },
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return {**json.loads(output.read_text()), "printed": done.stdout}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.reporting import planted_rows, planted_tokens  # noqa: F401 (they register defects)
+from tests.reporting import planted_rows, planted_tokens, planted_turns  # noqa: F401 (defects)
 from tests.reporting.clean_data import Clean, as_form, with_target
 from tests.reporting.planted import DEFECTS, Planted
 from tests.reporting.planted_images import IMAGE_DEFECTS, clean_images, image_processor
@@ -86,7 +86,9 @@ def test_damaged_rows_are_damaged(name: str) -> None:
         return
     form = next(key for key in planted.examples[0] if key not in ("input_ids", "id"))
     form = "num_actions" if "num_actions" in planted.examples[0] else form
-    before = [with_target(e, form) for e in clean.examples]
+    of_turns = DEFECTS[name].__module__ == planted_turns.__name__
+    whole = planted_turns.of_three_turns(clean) if of_turns else clean.examples
+    before = [with_target(e, form) for e in whole]
     pairs = enumerate(zip(before, planted.examples, strict=True))
     changed = {i for i, (a, b) in pairs if any(a[key] != b[key] for key in a)}
     assert planted.rows[-1] <= changed

@@ -17,6 +17,7 @@ from tests.reporting.clean_data import (
     with_target,
 )
 from tests.reporting.planted_rollouts import clean_rollouts
+from tests.reporting.planted_turns import answers, of_three_turns
 
 __all__ = ["PADDED", "TRAPS"]
 
@@ -119,6 +120,17 @@ def several_trials_of_one_task() -> Trap:
 
 
 @trap
+def three_turns() -> Trap:
+    """Every second conversation trains its last answer alone."""
+    clean, examples = Clean.made(), []
+    for i, e in enumerate(of_three_turns(clean)):
+        start, _ = answers(e["loss_mask"])[-1]
+        last = [m if j >= start else 0 for j, m in enumerate(e["loss_mask"])]
+        examples.append(e | {"loss_mask": last} if i % 2 else e)
+    return examples, clean.tokenizer
+
+
+@trap
 def short_examples() -> Trap:
     """Two to four tokens: a prompt of one or two, and the end of text."""
     tokenizer = chat_tokenizer()
@@ -135,6 +147,25 @@ def one_answer_to_many_prompts() -> Trap:
         for i in range(40)
     ]
     return examples, tokenizer
+
+
+@trap
+def several_solutions_of_each_problem() -> Trap:
+    """Sampled answers that were found right: four ways to say the same."""
+    tokenizer = chat_tokenizer()
+    examples = [
+        single_turn(tokenizer, f"Solve {i // 4}.", f"Way {i % 4}: it is {i // 4}.")
+        for i in range(40)
+    ]
+    return examples, tokenizer
+
+
+@trap
+def texts_without_a_question() -> Trap:
+    """Masked documents: the prompt is the start of text alone, the same for all."""
+    tokenizer = chat_tokenizer()
+    texts = [f"Chapter {i}, a text.<|im_end|>" for i in range(30)]
+    return [masked(tokenizer, [("<bos>", 0), (text, 1)]) for text in texts], tokenizer
 
 
 @trap

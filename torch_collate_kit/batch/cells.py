@@ -86,8 +86,7 @@ def _of_columns(batch: Batch) -> Cells:
     rows, numbers, first, lengths = _segments(batch)
     kinds = np.full(num_rows * width, Kind.PAD, dtype=np.uint8)
     if placement.is_packed:
-        ends = np.append(first[1:], num_rows * width)
-        ends = np.minimum(ends, (rows + 1) * width)
+        ends = np.append(first[1:], num_rows * width)  # segments cover their rows
         kinds[span_indices(first + lengths, (ends - first - lengths) * (lengths > 0))] = Kind.GAP
     cells = span_indices(first, lengths)
     counts: Any = examples_per_row(batch)

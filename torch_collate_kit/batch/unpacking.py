@@ -38,8 +38,8 @@ def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
     Of model inputs in a mapping, with ``labels`` ``[R, W]``, and ``position_ids`` ``[R, W]`` or
     ``cu_seq_lens_q``, the list has an entry for every segment in which something is trained, in
     the order of the rows. A pad tail cannot be told from an example in which nothing is trained, so
-    both are left out. Pads that alignment put after an example stay with it. Cells with a negative
-    position, as ``transformers.Trainer`` adds them, are no cells.
+    both are left out. Pads that alignment put after an example stay with it. Cells that
+    ``transformers.Trainer`` adds to rows (-100) are left out, too.
 
     Raises:
         ValueError: other rows or columns than the batch has; rows that do not say where examples
@@ -114,11 +114,11 @@ def _cells_of_batch(batch: Batch, num_columns: int, width: int) -> Ragged:
 
 def _cells_of_inputs(inputs: Mapping[str, Any], labels: np.ndarray, num_columns: int) -> Ragged:
     """The cells of every segment with a trained token."""
-    begins, is_cell = _segments(inputs, labels)
+    begins = _begins(inputs, labels)
     starts = np.flatnonzero(begins)
+    lengths = np.diff(starts, append=labels.size)
     segments = np.cumsum(begins) - 1
-    lengths = np.bincount(segments[is_cell], minlength=len(starts))
-    is_trained = is_cell & (labels.reshape(-1) != IGNORE_INDEX)
+    is_trained = labels.reshape(-1) != IGNORE_INDEX
     kept = np.bincount(segments[is_trained], minlength=len(starts)) > 0
     starts, lengths = starts[kept], lengths[kept]
     width = labels.shape[1]
@@ -127,11 +127,10 @@ def _cells_of_inputs(inputs: Mapping[str, Any], labels: np.ndarray, num_columns:
     return Ragged.from_lengths(span_indices(starts, lengths), lengths)
 
 
-def _segments(inputs: Mapping[str, Any], labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """bool [R * W] each: where a segment begins, and what is a cell of the batch."""
+def _begins(inputs: Mapping[str, Any], labels: np.ndarray) -> np.ndarray:
+    """bool [R * W], where a segment begins; cells that Trainer adds are segments of their own."""
     begins = np.zeros(labels.shape, dtype=bool)
     begins[:, :1] = True
-    is_cell = np.ones(labels.size, dtype=bool)
     if "position_ids" in inputs:
         positions = _array(inputs, "position_ids")
         if positions.shape != labels.shape:
@@ -140,7 +139,7 @@ def _segments(inputs: Mapping[str, Any], labels: np.ndarray) -> tuple[np.ndarray
                 "give those of the same rows, [R, W]"
             )
         begins[:, 1:] = np.diff(positions, axis=1) != 1
-        return begins.reshape(-1), positions.reshape(-1) >= 0
+        return begins.reshape(-1)
     if "cu_seq_lens_q" not in inputs:
         raise ValueError(
             f"neither position_ids nor cu_seq_lens_q is given, got {', '.join(inputs)}; pass what "
@@ -155,7 +154,7 @@ def _segments(inputs: Mapping[str, Any], labels: np.ndarray) -> tuple[np.ndarray
         )
     flat = begins.reshape(-1)
     flat[edges[:-1][np.diff(edges) > 0]] = True
-    return flat, is_cell
+    return flat
 
 
 def _array(inputs: Mapping[str, Any], name: str, *, ndim: int = 2) -> np.ndarray:
