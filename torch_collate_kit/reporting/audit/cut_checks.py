@@ -55,7 +55,7 @@ def target_truncated(columns: AuditColumns) -> Found | None:
 
 
 def prompt_longer_than_row(columns: AuditColumns) -> Found | None:
-    """Rows whose first trained token is behind ``max_tokens``, so that no target is left.
+    """Rows whose first trained token is beyond ``max_tokens``, so that no target is left.
 
     Needs ``max_tokens``. Silent about rows without a target.
     """
@@ -71,7 +71,7 @@ def prompt_longer_than_row(columns: AuditColumns) -> Found | None:
 def eos_truncated(columns: AuditColumns) -> Found | None:
     """Rows whose answer is there but for its EOS.
 
-    Needs a tokenizer with an EOS. Either the last trained token is an EOS behind ``max_tokens``,
+    Needs a tokenizer with an EOS. Either the last trained token is an EOS beyond ``max_tokens``,
     with a part of the target before it; or the row ends within its answer, while at least half of
     the rows end theirs with EOS, after which white space may follow, of a token or two. A rollout
     that ends without EOS was stopped by the limit of generation, which is a note and not a warning.
@@ -82,18 +82,18 @@ def eos_truncated(columns: AuditColumns) -> Found | None:
     last = columns.last_trained
     ends_well = has_target & _is_near_end(columns, last)
     limits = _limits(columns)
-    is_behind = _is_cut(columns) & ends_well & (last >= limits)
-    is_behind &= columns.first_trained < limits
+    is_beyond = _is_cut(columns) & ends_well & (last >= limits)
+    is_beyond &= columns.first_trained < limits
     stops = has_target & ~ends_well & (last == columns.ends - 1)
     if ends_well.sum() < _USUAL * has_target.sum():
         stops[:] = False
-    rows = np.flatnonzero(is_behind | stops)
+    rows = np.flatnonzero(is_beyond | stops)
     if not len(rows):
         return None
-    where = [f"which is behind max_tokens={columns.max_tokens}"] * bool(is_behind.any())
+    where = [f"which is beyond max_tokens={columns.max_tokens}"] * bool(is_beyond.any())
     where += ["as they stop without EOS"] * bool(stops.any())
     place = int(last[rows[0]])
-    is_stopped = columns.rollouts is not None and not is_behind.any()
+    is_stopped = columns.rollouts is not None and not is_beyond.any()
     severity: Severity | None = "note" if is_stopped else None
     values = {"where": " or ".join(where)}
     return Found(rows, (place, place + 1), severity, values)

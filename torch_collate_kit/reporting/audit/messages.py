@@ -45,13 +45,13 @@ MESSAGES = {
     ),
     "target_truncated": Message(
         "warning",
-        "of {rows} a part of the target is behind max_tokens={max_tokens}, {lost} of {targets} "
+        "in {rows} a part of the target is beyond max_tokens={max_tokens}, {lost} of {targets} "
         'trained tokens: overflow="truncate" loses them; raise max_tokens, split the rows, or drop '
         "them",
     ),
     "prompt_longer_than_row": Message(
         "warning",
-        "of {rows} the prompt alone fills max_tokens={max_tokens}, so a row that is cut there has "
+        "in {rows} the prompt alone fills max_tokens={max_tokens}, so a row that is cut there has "
         "no target left; raise max_tokens, or drop them",
     ),
     "eos_truncated": Message(

@@ -59,7 +59,7 @@ class Vocabulary:
         template = _template_of(tokenizer, kwargs)
         if template is None:
             return cls(tokenizer, size, bos, eos, pad, end_ids=ends)
-        prompt, end = _turn(template)
+        prompt, end = _turn(template, getattr(tokenizer, "eos_token", None))
         end_ids = _encoded(tokenizer, end)
         if len(end_ids) == 1:
             ends = tuple(dict.fromkeys((*ends, *end_ids)))
@@ -88,8 +88,11 @@ def _template_of(tokenizer: Any, kwargs: dict[str, Any]) -> ChatTemplate | None:
     return chat_template(tokenizer, kwargs, None)
 
 
-def _turn(template: ChatTemplate) -> tuple[str, str]:
-    """What the template writes before an answer, and the added token after it; "" if unknown."""
+def _turn(template: ChatTemplate, eos: str | None) -> tuple[str, str]:
+    """What the template writes before an answer, and the added token after it; "" if unknown.
+
+    Of several added tokens in a row (Cohere's templates) it is the EOS, if that is one of them.
+    """
     question = [{"role": "user", "content": _QUESTION}]
     answer = {"role": "assistant", "content": _ANSWER}
     try:
@@ -103,7 +106,10 @@ def _turn(template: ChatTemplate) -> tuple[str, str]:
     for text in texts:  # what begins the next question ends an answer where nothing else does
         end = template.added_token.search(text, text.rfind(_ANSWER) + len(_ANSWER))
         if end is not None and _ANSWER in text:
-            return header, end[0]
+            found = [end[0]]
+            while (end := template.added_token.match(text, end.end())) is not None:
+                found.append(end[0])
+            return header, eos if eos in found else found[0]
     return header, ""
 
 
