@@ -87,9 +87,18 @@ def outputs_as_text(notebook: Any) -> list[dict[str, str]]:
     return shown
 
 
+def named(name: str) -> Path:
+    """The notebook of a path, a name or the beginning of a name, such as 06."""
+    found = [path for path in notebook_paths() if path.name.startswith(Path(name).name)]
+    if len(found) != 1:
+        names = ", ".join(path.stem for path in notebook_paths())
+        raise SystemExit(f"execute.py: {name} is not one notebook; there are {names}")
+    return found[0]
+
+
 def main() -> None:
     """Execute the notebooks named as arguments, all of them by default, and write them."""
-    for path in [Path(name) for name in sys.argv[1:]] or notebook_paths():
+    for path in [named(name) for name in sys.argv[1:]] or notebook_paths():
         notebook, cpu_seconds = execute(path)
         nbformat.write(notebook, path)
         print(f"{path.name:<32}{cpu_seconds:6.1f} CPU s {path.stat().st_size / 1000:7.0f} kB")
