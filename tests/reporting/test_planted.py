@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.reporting import planted_rows, planted_tokens, planted_turns  # noqa: F401 (defects)
+from tests.reporting import planted_rows, planted_tokens, planted_turns
 from tests.reporting.clean_data import Clean, as_form, with_target
 from tests.reporting.planted import DEFECTS, Planted
 from tests.reporting.planted_images import IMAGE_DEFECTS, clean_images, image_processor
@@ -69,6 +69,8 @@ def assert_is_the_defect(finding: Any, rows: set[int], planted: Planted) -> None
 
 
 def test_every_finding_is_planted() -> None:
+    homes = {module.__name__ for module in (planted_rows, planted_tokens, planted_turns)}
+    assert {defect.__module__ for defect in DEFECTS.values()} == homes
     made = {defect(Clean.made()).name for defect in DEFECTS.values()}
     made |= {defect(clean_rollouts()).name for defect in ROLLOUT_DEFECTS.values()}
     made |= {defect(clean_images()).name for defect in IMAGE_DEFECTS.values()}
