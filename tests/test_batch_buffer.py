@@ -182,9 +182,9 @@ def test_the_pickle_of_a_slice_holds_its_rows_alone(kind: Any) -> None:
     batch["labels"], batch["loss_mask"]  # dense fields are made again where they are read
     row = 64 * 5  # an int32 and a bool per token
     whole, part = (len(pickle.dumps(b)) for b in (batch, batch[100:102]))
-    assert 200 * row < whole < 270 * row
-    # The three ragged columns of the metadata are 24 bytes per sub-sequence of all rows.
-    assert part < 2 * row + 3 * 200 * 8 + 6000
+    metadata = 4 * 200 * 8  # four ragged columns, an int64 per sub-sequence of all rows
+    assert 200 * row < whole < 260 * row + metadata
+    assert part < 2 * row + metadata + 6000
 
 
 @pytest.mark.parametrize(
