@@ -144,12 +144,20 @@ class Report:
         (folder / f"{self.name}.md").write_text(page(results))
 
 
+def _two_or_more(text: str) -> int:
+    if int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text} is too few: quartiles need 2 or more")
+    return int(text)
+
+
 def arguments(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
     """The options that every script has."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=rounds, help="rounds of alternating runs")
+    parser.add_argument(
+        "--rounds", type=_two_or_more, default=rounds, help="rounds of alternating runs, at least 2"
+    )
     parser.add_argument("--out", type=Path, default=_HERE / "results", help="folder for results")
     return parser
 
