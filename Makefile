@@ -5,7 +5,15 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: sft grpo vlm notebooks test test-bare test-oldest test-sdist dropin dist why bench docs check format clean
+.PHONY: venv sft grpo vlm notebooks test test-bare test-oldest test-sdist dropin dist why bench docs check format clean
+
+# Launched once per GPU, or once on a CPU; all options are given, or the launcher prints a page about its defaults.
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
+RANKS := $(if $(filter 0 1,$(GPUS)),1,$(GPUS) --multi_gpu)
+LAUNCH := $(BIN)/accelerate launch --quiet --num_machines 1 --mixed_precision no --dynamo_backend no --num_processes $(RANKS)
+
+# `. .venv/bin/activate` then makes `python` the one with everything.
+venv: $(VENV)/.installed
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with torch and the rest: minutes, the first time, and nothing is shown meanwhile"
@@ -16,13 +24,13 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 sft: $(VENV)/.installed
-	$(BIN)/accelerate launch --quiet examples/sft.py $(ARGS)
+	$(LAUNCH) examples/sft.py $(ARGS)
 
 grpo: $(VENV)/.installed
-	$(BIN)/accelerate launch --quiet examples/grpo.py $(ARGS)
+	$(LAUNCH) examples/grpo.py $(ARGS)
 
 vlm: $(VENV)/.installed
-	$(BIN)/accelerate launch --quiet examples/vlm_sft.py $(ARGS)
+	$(LAUNCH) examples/vlm_sft.py $(ARGS)
 
 # One of them: make notebooks ARGS=notebooks/02_packing.ipynb
 notebooks: $(VENV)/.installed
@@ -76,6 +84,7 @@ dropin: build/dropin/.installed
 
 # Peers in an environment of their own; the two with --no-deps would replace torch. axolotl packs in numba.
 build/bench/.installed: setup.cfg pyproject.toml constraints.txt
+	@echo "Setting up build/bench with TRL, axolotl and SkyRL: minutes, the first time, and nothing is shown meanwhile"
 	$(PYTHON) -m venv build/bench
 	build/bench/bin/pip install --quiet -c constraints.txt -e '.[bench]' numba
 	build/bench/bin/pip install --quiet --no-deps -c constraints.txt axolotl skyrl
@@ -91,6 +100,7 @@ bench: build/bench/.installed
 # The site: build/site/index.html. Any warning fails.
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html; with search: $(BIN)/python -m http.server -d build/site"
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .

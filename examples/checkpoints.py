@@ -27,6 +27,11 @@ def lock(folder: Path) -> None:
         fail(f"--output-dir {folder}: cannot be made and locked: {error.strerror}")
 
 
+def finish_the_step(_: int) -> None:
+    """`worker_init_fn`: a SIGTERM to the whole process group leaves DataLoader workers alive."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 class Termination:
     """Notes SIGTERM, which Slurm and Kubernetes send before they kill: the step is finished."""
 

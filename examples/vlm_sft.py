@@ -185,6 +185,7 @@ def make_loader(
         options |= {"packing": collate.collator.packing, "rank": args.rank}
         sampler = kit.PackedBatchSampler(examples.lengths, **options)
     options = {"collate_fn": collate, "num_workers": args.num_workers}
+    options |= {"worker_init_fn": checkpoints.finish_the_step}
     loader = DataLoader(examples, batch_sampler=sampler, **options)
     return kit.PrefetchLoader(loader, prefetch=args.prefetch, device=accelerator.device)
 

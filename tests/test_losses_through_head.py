@@ -113,6 +113,50 @@ def test_in_other_dtypes(dtype: torch.dtype) -> None:
     assert_same(([v.double() for v in found], expected), tolerance)
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+def test_float16_keeps_gradients_for_a_scaler(normalize: bool) -> None:
+    """Small ones, of many tokens, and sums beyond its range: as from logits, scaled by 65,536."""
+    size, vocabulary = 1024, 512
+    example = {"input_ids": [3] * size, "loss_mask": [0] + [1] * (size - 1)}
+    batch = PackedCollator(0, max_tokens=size, normalize_loss=normalize)([example])
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, vocabulary, bias=False)
+    hidden = (40 + 40 * torch.rand(1, size, 16)).requires_grad_()
+    expected = torch.autograd.grad(
+        65536 * token_loss(head(hidden), batch, num_loss_tokens=2**18), [hidden, head.weight]
+    )
+    half = hidden.detach().half().requires_grad_()
+    with torch.autocast("cpu", torch.float16):
+        loss = token_loss(half, batch, num_loss_tokens=2**18, head=head)
+    found = torch.autograd.grad(65536 * loss, [half, head.weight])
+    assert [g.dtype for g in found] == [torch.float16, torch.float32]
+    for one, other in zip(found, expected, strict=True):
+        assert (one.float() - other).norm() / other.norm() < 2e-3
+
+
+def test_without_gradients_none_are_made() -> None:
+    batch, head = PackedCollator(0, max_tokens=24)(EXAMPLES), a_head()
+    hidden = hidden_of(batch)
+    for is_on in (True, False):
+        with torch.set_grad_enabled(is_on), _Largest() as made:
+            token_loss(hidden, batch, num_loss_tokens=7, head=head)
+        assert (head.weight.shape in made.shapes) == is_on
+
+
+class _Adapted(torch.nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 2 * super().forward(hidden)
+
+
+def test_a_head_that_does_more_than_its_weight_is_refused() -> None:
+    batch = PackedCollator(0, max_tokens=24)(EXAMPLES)
+    hooked = a_head()
+    hooked.register_forward_hook(lambda module, inputs, output: 3 * output)
+    for head in (_Adapted(HIDDEN, VOCABULARY), hooked):
+        with pytest.raises(TypeError, match="with a forward or hooks of its own"):
+            token_loss(hidden_of(batch), batch, num_loss_tokens=1, head=head)
+
+
 def test_under_autocast_products_are_in_its_dtype_and_gradients_in_that_of_the_weight() -> None:
     batch, head = PackedCollator(0, max_tokens=24)(EXAMPLES), a_head(dtype=torch.float32)
     hidden, seen = hidden_of(batch, torch.float32), set()
@@ -168,17 +212,18 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 
 class _Largest(TorchDispatchMode):
-    """Counts the elements of the largest tensor that an operator returns."""
+    """The elements of the largest tensor that an operator returns, and the shapes of all."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numel = 0
+        self.numel, self.shapes = 0, set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, Tensor):
                 self.numel = max(self.numel, value.numel())
+                self.shapes.add(value.shape)
         return result
 
 
@@ -221,7 +266,13 @@ def test_gradients_add_up_over_micro_batches_under_a_tied_head() -> None:
         ({"head": lambda x: x}, TypeError, "head must be a torch.nn.Linear, got function"),
         ({"logit_softcap": 3.0}, ValueError, "logit_softcap=3.0 without head"),
         ({"head": torch.nn.Linear(4, 11)}, ValueError, "head takes 4 features"),
-        ({"head": a_head(), "logit_softcap": 0.0}, ValueError, "must be more than 0, got 0.0"),
+        (
+            {"head": a_head(), "logit_softcap": 0.0},
+            ValueError,
+            "must be a number more than 0, got 0.0",
+        ),
+        ({"head": a_head(), "logit_softcap": float("inf")}, ValueError, "more than 0, got inf"),
+        ({"head": a_head(), "logit_softcap": True}, ValueError, "more than 0, got True"),
     ],
 )
 def test_refuses(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for add in (add_report, add_audit, add_explain, add_template):
         add(commands)
     options = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with quiet():
             code: int = options.run(options)
@@ -47,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
-    except (OSError, ValueError, TypeError, ImportError) as error:
+    except (OSError, ValueError, TypeError, ImportError, OverflowError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     return code

@@ -732,7 +732,7 @@ def test_errors_name_the_example(tagged: Any, num_proc: int | None) -> None:
 
 def test_nothing_kept(tagged: Any) -> None:
     rows = [chat("user: hi"), chat("user: hi"), chat("user: " + "x" * 60, "assistant: yo")]
-    counts = "{'no_assistant_turn': 2, 'nothing_left_after_truncation': 1}"
+    counts = "2 with no_assistant_turn, 1 with nothing_left_after_truncation"
     message = f"^all 3 examples are skipped: {counts}; a record needs an assistant"
     with pytest.raises(DataError, match=message):
         tokenize_chat_dataset(Dataset.from_list(rows), tagged, max_length=60)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from tests.chat.test_chat import CALL, NO_TAGS, USER, YO, byte_tokenizer, chat, check
 from torch_collate_kit import tokenize_chat
+from torch_collate_kit.chat.records import read_record
 from torch_collate_kit.errors import DataError
 
 
@@ -120,3 +122,29 @@ def test_weights_beside_a_system_column_belong_to_their_own_turns(tokenizer: Any
     both = tokenize_chat({"messages": [system, USER, YO, USER, YO]}, tokenizer)
     assert 0 < sum(expected["loss_mask"]) < sum(both["loss_mask"])
     assert tokenize_chat({"messages": messages, "system": "be kind"}, tokenizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": "user", "contents": "hi"}, "has no content, but 'contents' looks like it"),
+        ({"role": "user", "Content": "hi"}, "has no content, but 'Content' looks like it"),
+        ({"role": "user", "text": "hi"}, "has no `content`, only 'text' and its role"),
+        (
+            {"role": "assistant", "content": "x", "tool_call": [{"name": "f"}]},
+            "has no tool_calls, but 'tool_call' looks like it",
+        ),
+    ],
+)
+def test_a_text_under_another_name_is_not_lost(message: dict[str, Any], expected: str) -> None:
+    """No template would write it, and the rest of the record would be trained as if it were all."""
+    record = {"messages": [message, {"role": "assistant", "content": "hello"}]}
+    with pytest.raises(DataError, match=re.escape(f"messages[0] {expected}")):
+        read_record(record, None, {}, False)
+
+
+def test_keys_that_are_none_are_absent() -> None:
+    """Arrow gives each message the keys of all others."""
+    message = {"role": "user", "content": "hi", "contents": None, "tool_call": None}
+    found = read_record({"messages": [message]}, None, {}, True)
+    assert found.messages[0]["content"] == "hi"

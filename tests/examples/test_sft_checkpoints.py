@@ -204,8 +204,9 @@ def test_sigterm_saves_and_the_run_goes_on(
 
 
 def test_sigterm_ends_the_command_with_0(started: tuple[subprocess.Popen[str], Path]) -> None:
+    """Also where every process of the job gets it, as from Slurm: DataLoader workers too."""
     process, folder = started
-    os.kill(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)
     _, text = process.communicate(timeout=60)
     assert process.returncode == 0, text
     assert "Traceback" not in text

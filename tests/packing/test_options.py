@@ -117,3 +117,16 @@ def test_options_are_values() -> None:
     assert PACKING == PackingOptions(**KEYWORDS) == pickle.loads(pickle.dumps(PACKING))
     assert {PACKING: 1}[PackingOptions(**KEYWORDS)] == 1
     assert PACKING.capacity == 20
+
+
+@pytest.mark.parametrize(
+    ("keyword", "message"),
+    [
+        ("max_token", "there is no option 'max_token'; did you mean max_tokens?"),
+        ("stratgy", "there is no option 'stratgy'; did you mean strategy?"),
+        ("xyz", "there is no option 'xyz'; there are max_tokens, strategy, parallel"),
+    ],
+)
+def test_an_option_that_does_not_exist_is_named(keyword: str, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        pack([1, 2], 4, **{keyword: 3})

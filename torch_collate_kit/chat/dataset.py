@@ -82,8 +82,9 @@ def tokenize_chat_dataset(
     skips = Counter(reason for reason in reasons if reason)
     if reasons and skips.total() == len(reasons):
         raise DataError(
-            f"all {len(reasons)} examples are skipped: {dict(skips)}; a record needs an assistant "
-            "turn with tokens that the chat template trains, before max_length"
+            f"all {len(reasons)} examples are skipped: "
+            f"{', '.join(f'{count} with {reason}' for reason, count in skips.items())}; a record "
+            "needs an assistant turn with tokens that the chat template trains, before max_length"
         )
     index = ["record_index"] if train_on == "each" else []
     columns = ["input_ids", "labels" if labels else "loss_mask", *fields, *index]

@@ -13,12 +13,14 @@ from typing import Any
 from torch_collate_kit.chat.images import ImageSource, num_images, read_images
 from torch_collate_kit.chat.record_forms import find_messages
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.reading.raw import is_respelt
 
 __all__ = ["Conversation", "is_text", "read_record", "text_of"]
 
 _ROLES = ("system", "developer", "user", "tool", "assistant", "function")
 _SELECTORS = ("weight", "train", "trainable")
 _LEFT_OUT = frozenset({"tool_calls", *_SELECTORS})  # of the message that a template gets
+_WRITTEN = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning", "tool_responses")
 _NO_CHAT_TEXT = ("system", "tools", "documents")
 
 
@@ -180,6 +182,7 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
             "keys (ShareGPT belongs in a `conversations` column) and roles (to system, user, "
             "assistant, tool)"
         )
+    _check_message_keys(found, where)
     message = {
         key: value if isinstance(value, str) else _drop_none(value)
         for key, value in found.items()
@@ -209,6 +212,28 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
     if calls:  # an empty list would count in templates that ask `'tool_calls' in message`
         message["tool_calls"] = [_read_call(call, where, from_arrow) for call in calls]
     return message
+
+
+def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
+    """A misspelt key would not be rendered, and the rest of the record trained as if it were all.
+
+    Raises:
+        DataError: a key in another spelling; a text under another name.
+    """
+    for key in message:
+        name = next((name for name in _WRITTEN if is_respelt(str(key), name)), None)
+        if name is not None and name not in message and message[key] is not None:
+            raise DataError(
+                f"{where} has no {name}, but {key!r} looks like it; rename it to {name}, or remove "
+                "it"
+            )
+    known = ("role", "name", "id", "tool_call_id", "function_call", *_SELECTORS)
+    others = [key for key in message if key not in known and message[key]]
+    if others and not any(name in message for name in _WRITTEN):
+        raise DataError(
+            f"{where} has no `content`, only {', '.join(map(repr, others))} and its role; "
+            "rename the key of its text to content"
+        )
 
 
 def _read_parts(content: list[Any]) -> list[Any] | str:

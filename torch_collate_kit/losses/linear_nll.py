@@ -32,8 +32,9 @@ def linear_nll(
     The logits are ``softcap * tanh((hidden @ weight.T + bias) / softcap)``, or without the cap.
     Their gradient is made with them, chunk by chunk, in the forward pass (Hsu et al., "Liger
     Kernel", 2024): the head costs as many products as with whole logits, and its memory is that
-    of one chunk and of the gradients. Under autocast products are in its dtype. The gradient of the
-    weight is summed in the weight's dtype. The second output has no gradient.
+    of one chunk and of the gradients. Under autocast products are in its dtype (float32 for
+    float16). The gradient of the weight is summed in the weight's dtype. The second output has no
+    gradient.
 
     A token whose weight is 0 has no gradient, whatever its loss. The backward pass runs once.
 
@@ -43,7 +44,9 @@ def linear_nll(
     (4.1589, [1.3863, 1.3863, 1.3863])
     """
     apply: Callable[..., tuple[Tensor, Tensor]] = _LinearNll.apply
-    return apply(hidden_KH, weight_VH, bias_V, targets_K, loss_weights_K, softcap, chunk)
+    inputs = (hidden_KH, weight_VH, bias_V)
+    wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
+    return apply(*inputs, targets_K, loss_weights_K, softcap, chunk, wanted)
 
 
 class _LinearNll(torch.autograd.Function):
@@ -59,12 +62,18 @@ class _LinearNll(torch.autograd.Function):
         loss_weights: Tensor,
         softcap: float | None,
         chunk: int,
+        wanted: list[bool],
     ) -> tuple[Tensor, Tensor]:
         dtype = _dtype_of_products(hidden)
         used_weight = weight.to(dtype)
         used_bias = None if bias is None else bias.to(dtype)
-        wanted = [x if x is not None and x.requires_grad else None for x in (hidden, weight, bias)]
-        gradients = [None if x is None else torch.zeros_like(x) for x in wanted]
+        inputs = [
+            x if want else None for x, want in zip((hidden, weight, bias), wanted, strict=True)
+        ]
+        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
+        gradients = [
+            None if x is None else torch.zeros_like(x, dtype=_wide(x.dtype)) for x in inputs
+        ]
         nll = hidden.new_empty(len(hidden), dtype=torch.promote_types(dtype, torch.float32))
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
@@ -72,9 +81,10 @@ class _LinearNll(torch.autograd.Function):
             with torch.autocast(hidden.device.type, enabled=False):
                 logits = F.linear(states, used_weight, used_bias).to(nll.dtype)
                 nll[part], slope = _nll_and_slope(
-                    logits, targets[part], loss_weights[part], softcap, any(ctx.needs_input_grad)
+                    logits, targets[part], loss_weights[part], softcap, any(wanted)
                 )
-                _add_gradients(gradients, part, slope.to(dtype), states, used_weight)
+                if any(wanted):
+                    _add_gradients(gradients, part, slope.to(dtype), states, used_weight)
         ctx.gradients = gradients
         ctx.mark_non_differentiable(nll)
         trained = loss_weights != 0  # an infinite loss that is not trained must not become 0 * inf
@@ -89,16 +99,24 @@ class _LinearNll(torch.autograd.Function):
                 "the loss through the head was already sent backward: its gradients are made once, "
                 "and scaled in place; compute the loss again"
             )
-        scaled = [None if g is None else g.mul_(grad_total.to(g.dtype)) for g in gradients]
-        return (*scaled, None, None, None, None)
+        scaled = [
+            None if g is None else g.mul_(grad_total.to(g.dtype)).to(dtype)
+            for g, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        return (*scaled, None, None, None, None, None)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """float32 for float16, which loses gradients before a GradScaler's factor reaches them."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _dtype_of_products(hidden: Tensor) -> torch.dtype:
-    """What autocast casts to, else the dtype of the hidden states."""
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return hidden.dtype
+    """What autocast casts to, else the dtype of the hidden states; float32 for float16."""
+    device, dtype = hidden.device.type, hidden.dtype
+    if dtype != torch.float64 and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return _wide(dtype)
 
 
 def _nll_and_slope(

@@ -228,12 +228,14 @@ def _check_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> Non
                 f"num_loss_tokens must be one number, got shape {list(num_loss_tokens.shape)}; "
                 "sum it over the micro-batches, or pass global_num_loss_tokens(micro_batches)"
             )
-    elif isinstance(num_loss_tokens, bool) or not isinstance(
-        num_loss_tokens, int | float | np.number
-    ):
+    elif not _is_number(num_loss_tokens):
         raise TypeError(
             f"num_loss_tokens must be a number, got {type(num_loss_tokens).__name__}; {_COUNT}"
         )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def _check_head(hidden: Tensor, head: Any, softcap: float | None) -> None:
@@ -249,13 +251,21 @@ def _check_head(hidden: Tensor, head: Any, softcap: float | None) -> None:
             f"head must be a torch.nn.Linear, got {type(head).__name__}; without head give the "
             "logits of the model"
         )
+    is_plain = type(head).forward is torch.nn.Linear.forward and "forward" not in vars(head)
+    if not is_plain or head._forward_hooks or head._forward_pre_hooks:
+        raise TypeError(
+            f"head is a {type(head).__name__} with a forward or hooks of its own (an adapter?), "
+            "which would be left out; without head give the logits of the model"
+        )
     if hidden.shape[-1] != head.in_features:
         raise ValueError(
             f"hidden states have shape {list(hidden.shape)}, and head takes {head.in_features} "
             "features; with head give model.model(...).last_hidden_state, not logits"
         )
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"logit_softcap must be more than 0, got {softcap}; None for no cap")
+    if softcap is not None and not (_is_number(softcap) and 0 < softcap < math.inf):
+        raise ValueError(
+            f"logit_softcap must be a number more than 0, got {softcap!r}; None for no cap"
+        )
 
 
 def _check_shapes(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import checked_choice, checked_int, checked_optional_int
@@ -157,6 +158,11 @@ def packing_options(
     8
     """
     given: dict[str, Any] = {**keywords}
+    names = [option.name for option in fields(PackingOptions)]
+    for key in (key for key in given if key not in names):
+        close = get_close_matches(key, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+        raise TypeError(f"there is no option {key!r}; {hint}")
     if packing is None:
         if max_tokens is None:
             raise TypeError(
@@ -169,9 +175,9 @@ def packing_options(
     if not isinstance(packing, PackingOptions):
         raise TypeError(f"packing must be a PackingOptions, got {packing!r}")
     if given or max_tokens is not None:
-        names = [*([] if max_tokens is None else ["max_tokens"]), *given]
+        both = [*([] if max_tokens is None else ["max_tokens"]), *given]
         raise TypeError(
-            f"packing= and {', '.join(names)} both say how to pack; pass one of them, such as "
+            f"packing= and {', '.join(both)} both say how to pack; pass one of them, such as "
             "packing=dataclasses.replace(packing, ...)"
         )
     return packing

@@ -22,6 +22,7 @@ __all__ = [
     "first_with",
     "flag_column",
     "id_column",
+    "is_respelt",
     "is_sequence",
     "one_value",
     "raw_columns",
@@ -202,7 +203,16 @@ def check_keys(
 def _respelt(key: str, declared: tuple[str, ...]) -> str | None:
     """The known key that this one is, but for case, "_", a plural, or one slip of the hand."""
     known = (*KNOWN, *declared)
-    return next((name for name in known if _is_one_slip(_bare(key), _bare(name))), None)
+    return next((name for name in known if is_respelt(key, name)), None)
+
+
+def is_respelt(key: str, name: str) -> bool:
+    """Whether ``key`` is ``name`` but for case, "_", a plural, or one slip of the hand.
+
+    >>> is_respelt("contents", "content"), is_respelt("tool_call_id", "tool_calls")
+    (True, False)
+    """
+    return _is_one_slip(_bare(key), _bare(name))
 
 
 def _bare(key: str) -> str:

@@ -236,7 +236,7 @@ def test_a_state_taken_without_workers_is_refused_in_a_worker() -> None:
         ({"presharded": 1}, TypeError, "presharded must be True or False, got 1"),
         ({"tokenizer": None}, TypeError, "tokenizer must be an int pad id or have .pad_token_id"),
         ({"overflow": "cut"}, ValueError, "overflow must be one of .*; got 'cut'"),
-        ({"max_length": 5}, TypeError, "unexpected keyword argument 'max_length'"),
+        ({"max_length": 5}, TypeError, "there is no option 'max_length'; did you mean max_tokens"),
         (
             {"parallel": ParallelLayout(dp=2), "rows_per_batch": 3},
             ValueError,

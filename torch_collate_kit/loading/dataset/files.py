@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -38,7 +39,7 @@ def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Datas
     """
     datasets = needed_package("datasets", "reading dataset files")
     path, name = Path(name), str(name)
-    kind = _KINDS.get(path.suffix)
+    kind = _KINDS.get(path.suffix.lower())
     if path.is_file() and kind is None:
         raise DataError(
             f"{name}: not a kind of file that is read ({', '.join(_KINDS)}); convert it, or save "
@@ -48,9 +49,9 @@ def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Datas
         if not path.is_file():
             raise DataError(f"{name}: there is no such file")
         try:
-            return datasets.load_dataset(kind, data_files=name, split="train")
+            return datasets.load_dataset(kind, data_files=glob.escape(name), split="train")
         except Exception as error:  # of many types, as the file is broken
-            found = _broken_line(path) if path.suffix == ".jsonl" else None
+            found = _broken_line(path) if path.suffix.lower() == ".jsonl" else None
             raise DataError(f"{name}: {found or _short(error.__cause__ or error)}") from error
     if not path.is_dir() and not is_hub_name(name):
         raise DataError(f"{name}: there is no such file or folder")
@@ -84,7 +85,7 @@ def _broken_line(path: Path) -> str | None:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                record = json.loads(line) if line.strip() else record
+                record = json.loads(line.decode()) if line.strip() else record
             except ValueError as error:
                 return f"line {number} is not JSON: {getattr(error, 'msg', error)}"
             if not isinstance(record, dict | None):
