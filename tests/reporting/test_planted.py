@@ -70,7 +70,7 @@ def assert_is_the_defect(finding: Any, rows: set[int], planted: Planted) -> None
 
 def test_every_finding_is_planted() -> None:
     homes = {module.__name__ for module in (planted_rows, planted_tokens, planted_turns)}
-    assert {defect.__module__ for defect in DEFECTS.values()} == homes
+    assert homes <= {defect.__module__ for defect in DEFECTS.values()}
     made = {defect(Clean.made()).name for defect in DEFECTS.values()}
     made |= {defect(clean_rollouts()).name for defect in ROLLOUT_DEFECTS.values()}
     made |= {defect(clean_images()).name for defect in IMAGE_DEFECTS.values()}
