@@ -40,7 +40,7 @@ class DataLengths(NamedTuple):
 
 
 def data_lengths(data: Any) -> DataLengths:
-    """The lengths of ``data``: integers, a dataset, examples, or columns. Reads no token, only masks.
+    """The lengths of ``data``: integers, a dataset, examples, or columns. Reads only masks.
 
     Raises:
         DataError: no example, a length below 1, examples without token ids, padded examples,
