@@ -151,6 +151,18 @@ def test_an_audit_says_by_its_exit_code_whether_there_are_findings(run: Run) -> 
     assert json.loads(out)["num_tokens"] == 6
 
 
+def test_numbers_that_are_too_large(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = run("audit", "tokens.jsonl", "--max-tokens", str(1 << 63))
+    assert (code, err) == (0, "")
+    assert out.startswith("audit of 2 rows (6 tokens)")
+
+    def overflow(*_: object, **__: object) -> None:
+        raise OverflowError("int too large")
+
+    monkeypatch.setattr("torch_collate_kit.commands.audit.audit", overflow)
+    assert run("audit", "tokens.jsonl") == (2, "", "error: int too large\n")
+
+
 def test_an_audit_reports_records_that_no_collator_takes(run: Run) -> None:
     bad = {"messages": [{"role": "alien", "content": "a"}]}
     Path("odd.jsonl").write_text("\n".join(map(json.dumps, [*CHATS, bad])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,41 @@ def test_eos_is_never_trained(tokenizer: Any) -> None:
     report = audit(rows, tokenizer)
     assert found(report) == {"eos_never_trained": [0, 1, 2]}
     assert "no trained token is '<eos>', in 3 of 3 rows" in report["eos_never_trained"].message
+
+
+def test_ends_that_may_be_missing_on_purpose_are_a_warning(tokenizer: Any) -> None:
+    texts = [{"input_ids": [7 + i, 8, 9]} for i in range(3)]
+    classes = [{"input_ids": [7 + i, 8, 30], "labels": [-100, -100, 30]} for i in range(3)]
+    for rows, words in (
+        (texts, "in 3 of 3 rows that are trained as a whole, .*unless a text goes on"),
+        (classes, "in 3 of 3 rows with a single trained token, .*right if the token is a class"),
+    ):
+        finding = audit(rows, tokenizer)["eos_never_trained"]
+        assert finding.severity == "warning"
+        assert re.search(words, finding.message)
+
+
+def test_documents_among_chats_are_trained_as_a_whole(tokenizer: Any) -> None:
+    documents = [with_mask([1] * 5, [7, 8, 9, 30 + i, EOS]) for i in range(2)]
+    rows = [*rows_like(), *documents]
+    assert audit(rows, tokenizer).ok
+    assert found(audit(rows)) == {"masks_all_one": [6, 7]}, "without a template nothing tells"
+
+
+def test_what_a_terminal_would_obey_is_escaped(tokenizer: Any) -> None:
+    tokenizer = word_tokenizer()
+    tokenizer.add_tokens(["\x1b[31mred\x07"], special_tokens=True)
+    rows = [*rows_like(2), with_mask([0] * 8, [3, 7, 8, 2, 4, 40, 9, 2])]
+    text = str(audit(rows, tokenizer))
+    assert "\\x1b[31mred\\x07" in text
+    assert "\x1b" not in text
+    odd = {"messages": [{"role": "\x1b[31m", "content": "w7"}]}
+    assert "\x1b" not in str(audit([odd], tokenizer))
+
+
+def test_any_max_tokens_is_taken(tokenizer: Any) -> None:
+    for limit in (1 << 62, 1 << 63, 1 << 100):
+        assert audit(rows_like(), tokenizer, max_tokens=limit).ok
 
 
 def test_the_next_question_ends_an_answer_where_the_template_writes_nothing_else() -> None:

@@ -108,6 +108,40 @@ def test_a_row_of_another_form(tokenizer: Any) -> None:
     assert "row 3: it has labels, the others have loss_mask" in report["refused"].message
 
 
+def test_nulls_are_refused_and_the_other_rows_are_looked_at(tokenizer: Any) -> None:
+    import datasets
+    import pyarrow as pa
+
+    rows: list[dict[str, Any]] = [dict(row) for row in ROWS]
+    rows[3] = {"input_ids": None, "loss_mask": None}
+    for data in (datasets.Dataset.from_list(rows), pa.Table.from_pylist(rows)):
+        report = audit(data, tokenizer)
+        assert serious(report) == {"refused": [3], **EXPECTED}
+        assert "row 3: input_ids is null or holds a null" in report["refused"].message
+    report = audit([None, *ROWS], tokenizer)
+    assert serious(report)["refused"] == [0]
+    assert "row 0 is a NoneType; an example is a mapping" in report["refused"].message
+    chats = audit([None, record("w7", "w20"), 5], tokenizer)
+    assert serious(chats) == {"refused": [0, 2]}
+    assert "row 0: a record is a mapping, such as one with messages, got None" in str(chats)
+
+
+def test_columns_of_different_lengths(tokenizer: Any) -> None:
+    ids = [[5, 1], [5, 2], [5, 9]]
+    with pytest.raises(DataError, match="column labels has 2 rows, input_ids has 3; give every"):
+        audit({"labels": ids[:2], "input_ids": ids})
+    with pytest.raises(DataError, match="column tools has 2 rows, messages has 1"):
+        audit({"messages": [[]], "tools": [None, None]}, tokenizer)
+
+
+def test_no_record_at_all(tokenizer: Any) -> None:
+    import datasets
+
+    for data in ({"messages": []}, datasets.Dataset.from_dict({"messages": []})):
+        with pytest.raises(DataError, match=r"the dataset is empty \(0 records\)"):
+            audit(data, tokenizer)
+
+
 def test_data_that_cannot_be_read_at_all() -> None:
     import datasets
 
@@ -137,6 +171,7 @@ def record(*texts: str) -> dict[str, Any]:
 
 def test_chat_records(tokenizer: Any) -> None:
     import datasets
+    import pyarrow as pa
 
     records = [
         record("w7", "w20"),
@@ -149,6 +184,7 @@ def test_chat_records(tokenizer: Any) -> None:
         records,
         datasets.Dataset.from_list(records),
         {"messages": [r["messages"] for r in records]},
+        pa.Table.from_pylist(records),
     ):
         report = audit(data, tokenizer, max_tokens=7)
         assert serious(report) == {
@@ -168,8 +204,10 @@ def test_chat_records_that_are_refused(tokenizer: Any) -> None:
     assert serious(report) == {"refused": [1]}
     assert "row 1: " in report["refused"].message
     only = audit([bad, record("w8")], tokenizer)
-    assert serious(only) == {"refused": [0], "no_trained_token": [1]}
-    assert only["no_trained_token"].example == "row 1: nothing in the record would be trained"
+    assert serious(only) == {"refused": [0], "masks_all_zero": [1]}
+    assert only["masks_all_zero"].severity == "error"
+    assert "none of the records, 1 of 1 row, has an answer" in only["masks_all_zero"].message
+    assert only["masks_all_zero"].example == "row 1: nothing in the record would be trained"
     assert (only.num_rows, only.num_tokens) == (2, 0)
 
 

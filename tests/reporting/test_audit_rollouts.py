@@ -76,6 +76,10 @@ def test_a_stop_token_that_is_not_trained_is_no_shift() -> None:
 @pytest.mark.parametrize("by", [1, -1])
 def test_the_zero_that_fills_up_where_there_is_no_tool(by: int) -> None:
     rollouts = [rollout(i, tool=0) for i in range(8)]
+    for i, r in enumerate(rollouts):
+        r["response_ids"].append(31 + i)  # answers that were stopped: each ends in its own way
+        r["loss_mask"].append(1)
+        r["logprobs"].append(-0.2)
     assert serious(rollouts) == {}
     assert serious([moved(r, by) for r in rollouts]) == {"logprobs_shifted": list(range(8))}
     assert serious([moved(r, by) for r in rollouts[:3]]) == {}, "three rows are too few"
@@ -85,6 +89,13 @@ def test_a_certain_first_token_is_no_shift() -> None:
     rollouts = [rollout(i, tool=0) for i in range(8)]
     for r in rollouts:
         r["response_ids"][0], r["logprobs"][0] = 5, 0.0
+    assert serious(rollouts) == {}
+
+
+def test_a_certain_eos_is_no_shift() -> None:
+    rollouts = [rollout(i, tool=0) for i in range(8)]
+    for r in rollouts:
+        r["logprobs"][-1] = 0.0
     assert serious(rollouts) == {}
 
 

@@ -8,6 +8,7 @@ import torch
 
 from torch_collate_kit import (
     DataError,
+    PaddedCollator,
     Ragged,
     TokenizedDataset,
     VisionLayout,
@@ -55,6 +56,25 @@ def test_lengths_of_a_dataset_in_its_order():
     data = datasets.Dataset.from_dict({"input_ids": IDS, "text": ["a", "b", "c"]})
     assert data_lengths(data).lengths.tolist() == [3, 1, 2]
     assert data_lengths(data.select([2, 0])).lengths.tolist() == [2, 3]
+
+
+def test_rollouts_of_a_dataset_and_of_a_table():
+    datasets, pa = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+    for data in (datasets.Dataset.from_list(ROLLOUTS), pa.Table.from_pylist(ROLLOUTS)):
+        assert data_lengths(data).lengths.tolist() == [3, 1, 2]
+
+
+def test_padded_rows_of_a_dataset_and_of_a_table():
+    datasets, pa = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+    rows = [{"input_ids": [5, 6], "attention_mask": [1, 1]}] * 3
+    padded = [*rows, {"input_ids": [5, 0], "attention_mask": [1, 0]}]
+    for made in (datasets.Dataset.from_list, pa.Table.from_pylist):
+        assert data_lengths(made(rows)).lengths.tolist() == [2, 2, 2]
+        with pytest.raises(DataError, match="example 3 is padded"):
+            data_lengths(made(padded))
+    shuffled = datasets.Dataset.from_list(padded).select([3, 0])
+    with pytest.raises(DataError, match="example 0 is padded"):
+        data_lengths(shuffled)
 
 
 def test_lengths_of_arrow_and_of_a_path(tmp_path):
@@ -127,6 +147,35 @@ def test_patches_that_are_given_replace_those_of_the_dataset(images):
         ({"input_ids": [5, 6]}, DataError, r"the tokens of one example; pass a list: \[example\]"),
         ({"input_ids": []}, DataError, "no examples"),
         ([{"input_ids": []}], DataError, "example 0 has length 0"),
+        (
+            {"input_ids": IDS, "labels": IDS[:2]},
+            DataError,
+            "column labels has 2 rows, input_ids has 3; give every column one entry per row",
+        ),
+        (
+            {"prompt_ids": IDS, "response_ids": IDS[:2]},
+            DataError,
+            "column response_ids has 2 rows, prompt_ids has 3",
+        ),
+        (
+            PaddedCollator(0)(EXAMPLES),
+            TypeError,
+            "data is a Batch, .*; pass the examples that the batch was made of",
+        ),
+        (
+            [*EXAMPLES, {"input_ids": [5, 0], "attention_mask": [1, 0]}],
+            DataError,
+            "example 3 is padded: its attention_mask has a 0.*tokenize without padding",
+        ),
+        (
+            {"input_ids": torch.ones(2, 2), "attention_mask": torch.tensor([[1, 1], [1, 0]])},
+            DataError,
+            "example 1 is padded",
+        ),
+        ({"input_ids": "hello"}, DataError, "example 0: input_ids must be token ids.*got str"),
+        ([{"input_ids": "hello"}], DataError, "got str; tokenize it first, or drop the example"),
+        ([*EXAMPLES, {"input_ids": None}], DataError, "example 3: input_ids .*got NoneType"),
+        ([{"input_ids": torch.tensor(5)}], DataError, "example 0: input_ids .*got Tensor"),
     ],
 )
 def test_bad_data(data, error, message):

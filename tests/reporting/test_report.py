@@ -185,7 +185,14 @@ def test_all_examples_may_be_too_long():
     padded, packed = report["candidates"][:2]
     assert (padded["num_rows"], padded["num_dropped"], padded["padding"]) == (0, 2, 0.0)
     assert (packed["num_tokens"], packed["num_dropped_tokens"]) == (0, 110)
-    assert "note: drops 2 examples (100.00% of the tokens lost)" in repr(report)
+    assert repr(report).endswith(
+        "no example fits into max_tokens=10\n"
+        "recommended: nothing; no example fits, so every one is dropped; give a larger max_tokens"
+    )
+    assert report["recommended"]["max_tokens"] == 10
+    some = packing_report([50, 60], [10, 50], show=False)
+    assert some["recommended"]["max_tokens"] == 50
+    assert "recommended: max_tokens=50" in repr(some)
 
 
 def test_images_are_packed_by_patches_too():

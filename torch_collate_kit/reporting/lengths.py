@@ -10,15 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int, checked_lengths
+from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.packing.images import Patches
+from torch_collate_kit.reading.evenness import check_even
 from torch_collate_kit.reading.raw import is_sequence
 
 __all__ = ["DataLengths", "checked_limits", "data_lengths"]
 
 _Ints = npt.NDArray[np.int64]
 _IDS = (("input_ids",), ("prompt_ids", "response_ids"))
+_ROWS = 4096  # read at a time
 _HINT = (
     "tokenize first (tokenize_chat_dataset), or pass lengths; data is lengths, a TokenizedDataset, "
     "a datasets.Dataset, or examples with input_ids"
@@ -37,11 +40,12 @@ class DataLengths(NamedTuple):
 
 
 def data_lengths(data: Any) -> DataLengths:
-    """The lengths of ``data``: integers, a dataset, examples, or columns. Reads no token.
+    """The lengths of ``data``: integers, a dataset, examples, or columns. Reads only masks.
 
     Raises:
-        DataError: no example, a length below 1, examples without token ids.
-        TypeError: something else, such as a tokenizer or a single number.
+        DataError: no example, a length below 1, examples without token ids, padded examples,
+            columns of different lengths.
+        TypeError: something else, such as a tokenizer, a Batch or a single number.
 
     >>> data_lengths([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]).lengths.tolist()
     [3, 1]
@@ -73,8 +77,15 @@ def _found(data: Any) -> DataLengths:
     if isinstance(data, str | Path) or type(data).__module__.startswith(("datasets.", "pyarrow.")):
         names = getattr(data, "column_names", ["input_ids"])
         if isinstance(names, list) and "input_ids" not in names:
-            raise DataError(f"no input_ids among the columns {sorted(names)}; {_HINT}")
+            return DataLengths(_of_columns({name: _column(data, name) for name in names}))
+        if isinstance(names, list) and "attention_mask" in names:
+            _check_masks(data)
         data = TokenizedDataset(data, columns=["input_ids"])
+    if isinstance(data, Batch):
+        raise TypeError(
+            "data is a Batch, whose rows are padded or packed already; pass the examples that the "
+            "batch was made of"
+        )
     if isinstance(data, TokenizedDataset) and data.vision is not None:
         return DataLengths(data.lengths, data.patches, data.vision.smallest_tokens)
     if isinstance(data, Mapping):
@@ -93,12 +104,51 @@ def _length(i: int, example: Any) -> int:
     if isinstance(example, Mapping):
         for names in _IDS:
             if all(name in example for name in names):
-                return sum(len(example[name]) for name in names)
+                _check_not_padded(i, example.get("attention_mask"))
+                return sum(_num_ids(i, name, example[name]) for name in names)
     keys = sorted(map(str, example)) if isinstance(example, Mapping) else type(example).__name__
     raise DataError(
         f"example {i} has no input_ids, got {keys}; tokenize it first (tokenize_chat), or pass "
         "lengths"
     )
+
+
+def _num_ids(i: int, name: str, ids: Any) -> int:
+    """How many there are, unless they are no token ids."""
+    if not hasattr(ids, "__len__") or isinstance(ids, str | bytes) or getattr(ids, "ndim", 1) == 0:
+        raise DataError(
+            f"example {i}: {name} must be token ids, such as [5, 6], got {type(ids).__name__}; "
+            "tokenize it first, or drop the example"
+        )
+    return len(ids)
+
+
+def _check_not_padded(i: int, attention_mask: Any) -> None:
+    if attention_mask is not None and 0 in attention_mask:
+        raise DataError(
+            f"example {i} is padded: its attention_mask has a 0, and pads would count as tokens; "
+            "tokenize without padding"
+        )
+
+
+def _check_masks(dataset: Any) -> None:
+    """The attention masks of a datasets.Dataset or of a pyarrow Table, some rows at a time."""
+    is_table = type(dataset).__module__.startswith("pyarrow.")
+    start = 0
+    batches = dataset.to_batches(_ROWS) if is_table else dataset.with_format("arrow").iter(_ROWS)
+    for batch in batches:
+        column = batch.column(batch.schema.get_field_index("attention_mask"))
+        for chunk in getattr(column, "chunks", [column]):
+            if not np.asarray(chunk.flatten()).all():
+                for i, mask in enumerate(chunk.to_pylist(), start=start):
+                    _check_not_padded(i, mask)
+            start += len(chunk)
+
+
+def _column(dataset: Any, name: str) -> Any:
+    """A column of a datasets.Dataset or of a pyarrow Table."""
+    is_table = type(dataset).__module__.startswith("pyarrow.")
+    return dataset.column(name).to_pylist() if is_table else dataset.with_format(None)[name]
 
 
 def _of_columns(columns: Mapping[str, Any]) -> _Ints:
@@ -109,6 +159,12 @@ def _of_columns(columns: Mapping[str, Any]) -> _Ints:
                     f"a mapping is taken as columns, but its {names[0]} are the tokens of one "
                     "example; pass a list: [example]"
                 )
-            counts = [[len(row) for row in columns[name]] for name in names]
+            check_even(columns, names[0])
+            masks = columns.get("attention_mask")
+            for i, mask in enumerate(() if masks is None else masks):
+                _check_not_padded(i, mask)
+            counts = [
+                [_num_ids(i, name, row) for i, row in enumerate(columns[name])] for name in names
+            ]
             return np.array(counts, dtype=np.int64).sum(axis=0)
     raise DataError(f"no input_ids among the columns {sorted(map(str, columns))}; {_HINT}")

@@ -40,6 +40,8 @@ def recommended(candidates: Sequence[Mapping[str, Any]], num_tokens: int) -> dic
     ``num_tokens`` are those of all examples.
     """
     packed = [c for c in candidates if c["strategy"] != PADDED]
+    if all(c["num_dropped_tokens"] >= num_tokens for c in packed):
+        return _nothing_fits(packed)
     fewest = min(map(_num_lost, packed))
     complete = [c for c in packed if _num_lost(c) == fewest]
     lean = [c for c in complete if c["padding"] <= _MOST_PADDING]
@@ -56,6 +58,17 @@ def recommended(candidates: Sequence[Mapping[str, Any]], num_tokens: int) -> dic
         "strategy": best["strategy"],
         "reason": reason,
         "notes": _notes(packed, best, num_tokens),
+    }
+
+
+def _nothing_fits(packed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The largest ``max_tokens`` that was tried, as there is nothing to choose by."""
+    largest = max(packed, key=lambda candidate: candidate["max_tokens"])
+    return {
+        "max_tokens": largest["max_tokens"],
+        "strategy": largest["strategy"],
+        "reason": "no example fits, so every one is dropped; give a larger max_tokens",
+        "notes": [],
     }
 
 

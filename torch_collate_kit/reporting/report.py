@@ -88,7 +88,8 @@ def packing_report(
 
     Args:
         data: lengths, a TokenizedDataset, a datasets.Dataset, the path of an Arrow or Parquet file,
-            or examples or columns with ``input_ids`` (or rollouts). No token is read.
+            or examples or columns with ``input_ids`` (or rollouts). No token is read, but of an
+            ``attention_mask`` every value is, to refuse padded examples.
         max_tokens: one or several. None tries powers of two, and a few numbers between them, from
             what holds 99 of 100 examples to twice what holds all.
         strategies: of ``pack``. None: best fit, balanced and sequential, but best fit alone if
@@ -111,7 +112,8 @@ def packing_report(
     at once, one row per rank. ``cost`` is that of ``ModelCost``, language and vision together.
 
     Raises:
-        DataError: no examples; a length below 1; an example that does not fit, as ``pack`` says.
+        DataError: no examples; a length below 1; a padded example; columns of different lengths;
+            an example that does not fit, as ``pack`` says.
         TypeError, ValueError: a wrong option.
 
     >>> report = packing_report([5, 3, 9, 2], [10, 20], show=False)

@@ -61,10 +61,16 @@ def headline(report: _Report) -> str:
     'padding 45.0% -> 2.1% at max_tokens=8'
     """
     best = report["recommended"]
+    if _fits_nothing(report):
+        return f"no example fits into max_tokens={best['max_tokens']}"
     at_best = [c for c in report["candidates"] if c["max_tokens"] == best["max_tokens"]]
     padding = {candidate["strategy"]: candidate["padding"] for candidate in at_best}
     before, after = padding[PADDED], padding[best["strategy"]]
     return f"padding {before:.1%} -> {after:.1%} at max_tokens={best['max_tokens']}"
+
+
+def _fits_nothing(report: _Report) -> bool:
+    return all(candidate.get("num_tokens") == 0 for candidate in report["candidates"])
 
 
 def _is_best(report: _Report, candidate: Mapping[str, Any]) -> bool:
@@ -139,5 +145,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def _recommendation(report: _Report) -> list[str]:
     best = report["recommended"]
+    if _fits_nothing(report):
+        return [f"recommended: nothing; {best['reason']}"]
     first = f"recommended: max_tokens={best['max_tokens']}, {best['strategy']}"
     return [first, f"  {best['reason']}", *(f"  {note}" for note in best["notes"])]

@@ -195,6 +195,7 @@ def test_a_batch_built_by_hand():
     [
         ({"input_ids": [[5]]}, {}, TypeError, "draws a Batch, got dict; pass what a collator"),
         (Batch({"x": torch.zeros(2)}), {}, ValueError, r"no input_ids \[R, W\] in host memory"),
+        (PaddedCollator(0)(examples())[:0], {}, ValueError, "has 0 rows of .*nothing to draw"),
         (PaddedCollator(0)(examples()), {"max_rows": 0}, ValueError, "max_rows must be at least 1"),
     ],
 )

@@ -20,7 +20,7 @@ from torch_collate_kit.reporting.audit import (
     template_checks,
 )
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
-from torch_collate_kit.reporting.audit.excerpts import excerpt
+from torch_collate_kit.reporting.audit.excerpts import excerpt, printable
 from torch_collate_kit.reporting.audit.findings import AuditReport, Finding
 from torch_collate_kit.reporting.audit.messages import MESSAGES
 from torch_collate_kit.reporting.audit.reading import ReadRows, Refused
@@ -89,6 +89,11 @@ _CHECKS = (
 _NOTHING = np.empty(0, dtype=np.int64)
 _NO_ROWS = AuditColumns(_NOTHING, _NOTHING, _NOTHING, np.empty(0, dtype=np.bool_), False)
 _ORDER = ("error", "warning", "note")
+_LARGEST = 1 << 62  # no row is longer, and a place in the dataset added to it is still int64
+_NO_ANSWER = (
+    "none of the records, {rows}, has an answer that would be trained, so there is nothing to "
+    "learn from; give each a turn of the assistant"
+)
 
 
 def audit(
@@ -133,6 +138,8 @@ def audit(
     (array([3]), 'row 3: \u27e65 6 8\u27e7')
     """
     max_tokens = checked_optional_int("max_tokens", max_tokens, hint="None leaves it out")
+    if max_tokens is not None:
+        max_tokens = min(max_tokens, _LARGEST)
     kwargs = dict(chat_template_kwargs or {})
     if vision is None and hasattr(tokenizer, "image_processor"):
         vision = VisionLayout.of(tokenizer)
@@ -182,19 +189,20 @@ def _finding(name: str, columns: AuditColumns, found: Found) -> Finding:
         found.severity or message.severity,
         message.text.format(rows=_of(len(numbers), total), **found.values),
         numbers,
-        excerpt(columns, found),
+        printable(excerpt(columns, found)),
     )
 
 
 def _with_records(findings: list[Finding], read: ReadRows, columns: AuditColumns) -> list[Finding]:
     """With the chat records that give no row among those without a trained token."""
-    skipped, name = read.without_answer, "no_trained_token"
+    skipped = read.without_answer
     if not len(skipped):
         return findings
+    name = "no_trained_token" if len(columns.lengths) else "masks_all_zero"
     example = f"row {skipped[0]}: nothing in the record would be trained"
     known = next((finding for finding in findings if finding.name == name), None)
     numbers = skipped if known is None else np.union1d(known.rows, skipped)
-    text = MESSAGES[name].text.format(
+    text = (MESSAGES[name].text if len(columns.lengths) else _NO_ANSWER).format(
         rows=_of(len(numbers), len(np.unique(columns.numbers)) + len(skipped))
     )
     shown = known.example if known is not None else example
@@ -223,5 +231,6 @@ def _of_reading(read: ReadRows) -> list[Finding]:
 def _of_refused(name: str, rows: list[Refused], total: int) -> Finding:
     message = MESSAGES[name]
     numbers = np.array([row.number for row in rows], dtype=np.int64)
-    text = message.text.format(rows=_of(len(rows), total), reason=rows[0].message)
-    return Finding(name, message.severity, text, numbers, rows[0].message)
+    reason = printable(rows[0].message)
+    text = message.text.format(rows=_of(len(rows), total), reason=reason)
+    return Finding(name, message.severity, text, numbers, reason)

@@ -33,14 +33,23 @@ def eos_never_trained(columns: AuditColumns) -> Found | None:
     """That no trained token of the dataset ends an answer.
 
     Needs a tokenizer with an EOS; the token with which the chat template ends an answer counts as
-    well. Silent where nothing is trained.
+    well. A warning where that may be meant: rollouts, texts without a loss target, and targets of a
+    single token. Silent where nothing is trained.
     """
     if not columns.trained_places.size or columns.trains_end:
         return None
     rows = np.flatnonzero(columns.num_trained)
     place = int(columns.last_trained[rows[0]])
     severity: Severity | None = "warning" if columns.rollouts is not None else None
-    return Found(rows, (place, place + 1), severity, {"ends": _names(columns)})
+    which, way_out = "with a target", "add it to the end of every answer, and train it"
+    if not columns.has_target:
+        severity, which = "warning", "that are trained as a whole"
+        way_out = "add it to the end of every text, unless a text goes on in the next row"
+    elif (columns.num_trained[rows] == 1).all() and columns.rollouts is None:
+        severity, which = "warning", "with a single trained token"
+        way_out = "that is right if the token is a class; else add it to the end of every answer"
+    values = {"ends": _names(columns), "which": which, "way_out": way_out}
+    return Found(rows, (place, place + 1), severity, values)
 
 
 def eos_not_trained(columns: AuditColumns) -> Found | None:

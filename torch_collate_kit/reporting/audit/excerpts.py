@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
 
-__all__ = ["excerpt"]
+__all__ = ["excerpt", "printable"]
 
 _BEFORE, _AFTER, _LONGEST = 24, 12, 40
 
@@ -28,3 +28,19 @@ def excerpt(columns: AuditColumns, found: Found) -> str:
     sides = "... " if first > begin else "", " ..." if last < end else ""
     text = f"{sides[0]}{before} \u27e6{marked}\u27e7 {after}{sides[1]}".strip()
     return f"row {columns.numbers[row]}: {' '.join(text.split())}"
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters escaped, so that data cannot steer a terminal.
+
+    >>> print(printable("a\\x1b[31mb"))
+    a\\x1b[31mb
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter
+        if letter.isprintable() or letter in "\n\t"
+        else letter.encode("unicode_escape").decode()
+        for letter in text
+    )

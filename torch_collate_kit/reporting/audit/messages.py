@@ -61,8 +61,8 @@ MESSAGES = {
     ),
     "eos_never_trained": Message(
         "error",
-        "no trained token is {ends}, in {rows} with a target, so the model never learns to stop; "
-        "add it to the end of every answer, and train it",
+        "no trained token is {ends}, in {rows} {which}, so the model never learns to stop; "
+        "{way_out}",
     ),
     "eos_not_trained": Message(
         "warning",

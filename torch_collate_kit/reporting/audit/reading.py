@@ -108,12 +108,13 @@ class _Reader:
     has_unread_images: bool = False
 
     def read(self, start: int, stop: int) -> None:
-        examples = self.rows(start, stop)
+        examples: Any = None
         has_image = None
-        if self.vision is None:
-            examples, has_image = _without_images(examples)
-            self.has_unread_images |= bool(has_image is not None and has_image.any())
         try:
+            examples = self.rows(start, stop)
+            if self.vision is None:
+                examples, has_image = _without_images(examples)
+                self.has_unread_images |= bool(has_image is not None and has_image.any())
             found = _read(examples, self.train_all, self.vision)
             columns = _flat(found, np.arange(start, stop))
         except DataError as error:
@@ -133,7 +134,7 @@ class _Reader:
 
     def _is_of_images(self, examples: Any) -> bool:
         """Whether what was refused is taken without its images."""
-        if self.vision is None:
+        if self.vision is None or examples is None:
             return False
         try:
             found = _read(_without_images(examples)[0], self.train_all, None)

@@ -91,8 +91,8 @@ def logprobs_shifted(columns: AuditColumns) -> Found | None:
     other tokens have a 0.0. Then the rows that show it are shifted.
 
     The second: the 0.0 with which a shift fills up stands at the same end of at least 95% of the
-    rows, four at least, and next to nowhere else (5%). At the beginning the tokens there must
-    differ, since of one that begins every answer the policy may well be certain.
+    rows, four at least, and next to nowhere else (5%). The tokens there must differ, since of one
+    that begins or ends every answer, such as EOS, the policy may well be certain.
 
     Silent where a tool's tokens have real values, or where exact zeros are frequent.
     """
@@ -161,7 +161,7 @@ def _shifted_ends(columns: AuditColumns, rollouts: RolloutColumns, is_zero: np.n
         if is_filled.mean() < _NEARLY_ALL or others > _HARDLY_ANY * (len(inner) - len(ends)):
             continue
         tokens = columns.ids[_tokens(columns, rollouts, ends)]
-        if neighbour == "before" and np.unique(tokens, return_counts=True)[1].max() > len(ends) / 2:
+        if np.unique(tokens, return_counts=True)[1].max() > len(ends) / 2:
             continue
         where = "first" if neighbour == "before" else "last"
         evidence = (

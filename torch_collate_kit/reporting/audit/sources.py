@@ -14,6 +14,7 @@ from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.sources import is_a
+from torch_collate_kit.reading.evenness import check_even
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.reading import ReadRows, Refused, read_rows
 from torch_collate_kit.vision import VisionLayout
@@ -68,11 +69,14 @@ def read_dataset(
         TypeError: no known form.
     """
     keys = _keys(dataset)
+    ids = next((key for key in (*_TOKEN_KEYS, *_CHAT_KEYS) if key in keys), None)
+    if isinstance(dataset, Mapping) and ids is not None:
+        check_even(dataset, ids)
     is_text = any(key in keys for key in _CHAT_KEYS) and not any(key in keys for key in _TOKEN_KEYS)
     if is_text:
         return _read_chats(dataset, chat)
     has_rows = isinstance(dataset, Mapping) or (
-        isinstance(dataset, Sequence) and all(isinstance(row, Mapping) for row in dataset)
+        isinstance(dataset, Sequence) and any(isinstance(row, Mapping) for row in dataset)
     )
     if is_a(dataset, "datasets", "Dataset") and "input_ids" not in keys:
         dataset, has_rows = dataset.with_format("numpy"), True
@@ -106,25 +110,33 @@ def _keys(dataset: Any) -> Sequence[str]:
         raise TypeError(f"dataset is a {type(dataset).__name__}; pass {_FORMS}")
     if not len(dataset):
         raise DataError("the dataset is empty (0 rows); give at least one")
-    return list(dataset[0]) if isinstance(dataset[0], Mapping) else ["input_ids"]
+    return list(next((row for row in dataset if isinstance(row, Mapping)), ["input_ids"]))
 
 
 def _read_chats(records: Any, chat: ChatSettings) -> ReadRows:
     """Tokenize chat records, whose rows are numbered as the records are."""
     options = chat.options()
     is_arrow = is_a(records, "datasets", "Dataset")
+    if is_a(records, "pyarrow", "Table"):
+        records, is_arrow = records.to_pylist(), True
     if isinstance(records, Mapping):
         by_row = zip(*records.values(), strict=True)
         records = [dict(zip(records, row, strict=True)) for row in by_row]
+    if not len(records):
+        raise DataError("the dataset is empty (0 records); give at least one")
     rows: list[dict[str, Any]] = []
     numbers: list[int] = []
     without_answer: list[int] = []
     refused: list[Refused] = []
-    for start in _starts(len(records), shows_progress=is_arrow):
+    for start in _starts(len(records), shows_progress=is_a(records, "datasets", "Dataset")):
         stop = min(start + _RECORDS_AT_A_TIME, len(records))
-        some = [records[i] for i in range(start, stop)]
-        results = tokenize_records(some, options, from_arrow=is_arrow)
-        for number, found in enumerate(results, start=start):
+        some = {i: records[i] for i in range(start, stop)}
+        for i in [i for i, record in some.items() if not isinstance(record, Mapping)]:
+            what = f"a record is a mapping, such as one with messages, got {type(some[i]).__name__}"
+            refused.append(Refused(i, f"row {i}: {what}"))
+            del some[i]
+        results = tokenize_records(some.values(), options, from_arrow=is_arrow)
+        for number, found in zip(some, results, strict=True):
             if isinstance(found, DataError):
                 refused.append(Refused(number, f"row {number}: {found}"))
                 continue
@@ -137,6 +149,7 @@ def _read_chats(records: Any, chat: ChatSettings) -> ReadRows:
     if rows:
         image_token = None if options.images is None else options.images.layout.image_token_id
         columns = _columns_of(rows, numbers, image_token)
+    refused.sort(key=lambda row: row.number)
     skipped = np.array(without_answer, dtype=np.int64)
     return ReadRows(columns, refused, without_answer=skipped)
 

@@ -46,20 +46,26 @@ def masks_all_one(columns: AuditColumns) -> Found | None:
 
     The evidence is one of two: after its first token the row has the header that the chat template
     writes before an answer; or the rows say what is trained, and most of the others leave a prompt
-    out. Silent where all rows are trained as a whole and none looks like a chat (pretraining), and
-    of rollouts, whose prompts are never trained.
+    out. Silent where all rows are trained as a whole and none looks like a chat (pretraining), of
+    documents among chats (rows without that header, where most rows with a mask have it), and of
+    rollouts, whose prompts are never trained.
     """
     is_full = columns.is_fully_trained
     if columns.rollouts is not None or not is_full.any():
         return None
     headers = columns.headers
     rows = columns.rows_of(headers)
+    has_header = np.zeros(len(is_full), dtype=np.bool_)
+    has_header[rows] = True
     headers = headers[(headers > columns.starts[rows]) & is_full[rows]]
     if len(headers):
         width = len(columns.vocabulary.header_ids)
         why = "the chat template's header before an answer shows that they have a prompt"
         return columns.found_at(headers, width, why=why)
-    others = (~is_full & (columns.num_trained > 0) & (columns.lengths > 1)).sum()
+    is_masked = ~is_full & (columns.num_trained > 0) & (columns.lengths > 1)
+    others = is_masked.sum()
+    if others and has_header[is_masked].mean() > _MIXED:
+        return None
     is_long = is_full & (columns.lengths > 2)
     if not columns.has_target or not 0 < is_long.sum() < _MIXED * (others + is_long.sum()):
         return None

@@ -61,7 +61,7 @@ def plot_rows(batch: Batch, *, max_rows: int = 40, ax: Axes | None = None) -> Ax
 
     Raises:
         TypeError: not a Batch.
-        ValueError: a batch without ``input_ids`` in host memory.
+        ValueError: a batch without rows, or without ``input_ids`` in host memory.
         ImportError: matplotlib is not installed.
 
     >>> from torch_collate_kit import PackedCollator
@@ -82,6 +82,11 @@ def plot_rows(batch: Batch, *, max_rows: int = 40, ax: Axes | None = None) -> Ax
             'memory; pass batch.to("cpu")'
         )
     num_rows, width = cells.kinds.shape
+    if not cells.kinds.size:
+        raise ValueError(
+            f"the batch has {num_rows} rows of {width} cells, so there is nothing to draw; pass a "
+            "batch with at least one token"
+        )
     ax = axes_for(ax, 9.0, min(12.0, 1.6 + 0.27 * num_rows))
     runs = _runs(cells)
     handles = _draw_blocks(ax, runs, is_known=cells.trained is not None)
