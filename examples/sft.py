@@ -42,9 +42,7 @@ from tqdm import tqdm
 
 import torch_collate_kit as kit
 
-FREE_WHEN_RESUMING = (
-    "output_dir checkpoint_every keep_checkpoints resume num_workers prefetch threads"
-)
+MAY_CHANGE = "output_dir checkpoint_every keep_checkpoints resume num_workers prefetch threads"
 COUNTS = "batch_size rows_per_micro_batch epochs max_steps max_tokens num_conversations threads"
 
 
@@ -70,9 +68,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--epochs", type=int, default=1, help="passes over the data")
     add("--max-steps", type=int, help="train no more steps than that")
     add(
-        "--learning-rate",
-        type=float,
-        help="the highest; none: with --model 2e-5, from scratch as it suits",
+        "--learning-rate", type=float, help="the highest; none: with --model 2e-5, else as it suits"
     )
     add("--schedule", default="cosine", choices=["cosine", "linear"], help="way down to 0")
     add("--warmup", type=float, default=0.05, help="fraction of the steps")
@@ -111,7 +107,7 @@ def parse_arguments(parser: argparse.ArgumentParser, from_scratch: float) -> arg
     if args.learning_rate is None:
         args.learning_rate = 2e-5 if args.model else from_scratch
     args.cpu |= parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
-    kept = {k: str(v) for k, v in vars(args).items() if k not in FREE_WHEN_RESUMING.split()}
+    kept = {k: str(v) for k, v in vars(args).items() if k not in MAY_CHANGE.split()}
     args.run = {f"--{k.replace('_', '-')}": v for k, v in kept.items()}
     args.attention = "sdpa" if args.no_packing else "torch_varlen"
     return args
@@ -331,6 +327,8 @@ def start(args: argparse.Namespace, *handlers: Any) -> Accelerator:
         datasets.disable_progress_bars()
     if args.resume == "auto" and not checkpoints(args):
         args.resume = None
+    if not args.resume and (args.output_dir / "metrics.jsonl").exists() and not checkpoints(args):
+        accelerator.print(f"{args.output_dir}: the results of an earlier run are replaced")
     if args.resume and not checkpoints(args):
         fail(f"--resume: no checkpoint in {args.output_dir}; was --checkpoint-every given?")
     if checkpoints(args) and not args.resume:
