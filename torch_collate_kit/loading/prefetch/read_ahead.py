@@ -1,0 +1,73 @@
+"""One epoch read one batch ahead of its consumer: how far it is built, and how far received."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.prefetch.async_collator import AsyncBatchCollator
+from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy
+from torch_collate_kit.loading.prefetch.resumable_loaders import ResumableLoader
+from torch_collate_kit.loading.prefetch.timeline import BuildTimes
+
+__all__ = ["END", "ReadAhead"]
+
+END: Any = object()
+
+
+class ReadAhead:
+    """One reading of an epoch: how far it is built, and how far the consumer has received it."""
+
+    def __init__(self, loader: ResumableLoader, copy: DeviceCopy | None, *, prefetch: bool) -> None:
+        # workers are forked here: in the consumer's thread, while no other one runs
+        self.epoch, self.step, self.num_steps, self._batches = loader.begin()
+        self.mark = loader.mark()
+        self._loader, self._copy, self._prefetch = loader, copy, prefetch
+        self._collator = AsyncBatchCollator(partial(_build, loader, self._batches, copy))
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_steps is not None and self.step >= self.num_steps
+
+    def take(self) -> tuple[Any, BuildTimes]:
+        """The next batch, or END, and its times; the one after it is then on its way."""
+        self._loader.check(self.epoch)
+        batch, mark, built = self._collator.get(self.step)
+        if batch is END or self.is_over:
+            if self.num_steps is None or (batch is END and self.is_over):
+                return END, built
+            raise StateError(
+                f"epoch {self.epoch} has {self.num_steps} steps, but the loader yields "
+                f"{'fewer' if batch is END else 'more'}; len(batch_sampler) must be what its "
+                "iter() yields"
+            )
+        following = self.step + 1
+        if self._prefetch and following != self.num_steps:
+            self._collator.submit(following)
+        if self._copy is not None:
+            batch = self._copy.receive(batch)
+        self.step, self.mark = following, mark
+        return batch, built
+
+    def stop(self) -> None:
+        try:
+            self._collator.shutdown()
+        finally:
+            self._loader.end(self._batches)
+
+
+def _build(
+    loader: ResumableLoader, iterator: Iterator[Any], copy: DeviceCopy | None, step: int
+) -> tuple[Any, Any, BuildTimes]:
+    """The next batch, on its way to its device, the mark of the position after it, and times."""
+    began = time.perf_counter()
+    batch = next(iterator, END)
+    collated = time.perf_counter()
+    mark = loader.mark()
+    if batch is END or copy is None:
+        return batch, mark, BuildTimes(began, collated, collated)
+    sent = copy.send(batch)
+    return sent, mark, BuildTimes(began, collated, time.perf_counter())
