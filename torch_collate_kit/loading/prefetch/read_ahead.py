@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch.async_collator import AsyncBatchCollator
 from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy
@@ -21,12 +23,15 @@ END: Any = object()
 class ReadAhead:
     """One reading of an epoch: how far it is built, and how far the consumer has received it."""
 
-    def __init__(self, loader: ResumableLoader, copy: DeviceCopy | None, *, prefetch: bool) -> None:
+    def __init__(
+        self, loader: ResumableLoader, to_device: DeviceCopy | None, *, prefetch: bool
+    ) -> None:
         # workers are forked here: in the consumer's thread, while no other one runs
         self.epoch, self.step, self.num_steps, self._batches = loader.begin()
         self.mark = loader.mark()
-        self._loader, self._copy, self._prefetch = loader, copy, prefetch
-        self._collator = AsyncBatchCollator(partial(_build, loader, self._batches, copy))
+        self._loader, self._to_device, self._prefetch = loader, to_device, prefetch
+        build = partial(_build, loader, self._batches, to_device, self.epoch)
+        self._collator = AsyncBatchCollator(build)
 
     @property
     def is_over(self) -> bool:
@@ -47,8 +52,8 @@ class ReadAhead:
         following = self.step + 1
         if self._prefetch and following != self.num_steps:
             self._collator.submit(following)
-        if self._copy is not None:
-            batch = self._copy.receive(batch)
+        if self._to_device is not None:
+            batch = self._to_device.receive(batch)
         self.step, self.mark = following, mark
         return batch, built
 
@@ -60,14 +65,30 @@ class ReadAhead:
 
 
 def _build(
-    loader: ResumableLoader, iterator: Iterator[Any], copy: DeviceCopy | None, step: int
+    loader: ResumableLoader,
+    batches: Iterator[Any],
+    to_device: DeviceCopy | None,
+    epoch: int,
+    step: int,
 ) -> tuple[Any, Any, BuildTimes]:
     """The next batch, on its way to its device, the mark of the position after it, and times."""
     began = time.perf_counter()
-    batch = next(iterator, END)
+    batch = next(batches, END)
     collated = time.perf_counter()
     mark = loader.mark()
-    if batch is END or copy is None:
+    if batch is not END:
+        batch = _named(batch, epoch, step, keep=loader.batches_may_be_named)
+    if batch is END or to_device is None:
         return batch, mark, BuildTimes(began, collated, collated)
-    sent = copy.send(batch)
+    sent = to_device.send(batch)
     return sent, mark, BuildTimes(began, collated, time.perf_counter())
+
+
+def _named(batch: Any, epoch: int, step: int, *, keep: bool) -> Any:
+    """A Batch with its epoch and step in the metadata; anything else as it is."""
+    if not isinstance(batch, Batch):
+        return batch
+    named = copy.copy(batch)  # a collate function may keep its own
+    names = {"epoch": epoch, "step": step}
+    named.metadata = {**batch.metadata, **names, **(batch.metadata if keep else {})}
+    return named
