@@ -28,6 +28,7 @@ import transformers
 from accelerate.utils import DistributedDataParallelKwargs
 from read_data import fail, images_as_files, read_dataset
 from torch.utils.data import DataLoader, Dataset
+from trained_model import with_loss
 
 import torch_collate_kit as kit
 from torch_collate_kit import DataError
@@ -235,7 +236,7 @@ def main() -> None:
     args.num_steps = min(args.epochs * len(loader), args.max_steps or args.epochs * len(loader))
     args.run |= {"ranks:": str(args.num_ranks), "tokens in the data:": str(examples.lengths.sum())}
     two = two_examples(model, examples, processor, args)
-    model = sft.with_loss(model, two, accelerator, args)
+    model = with_loss(model, two, accelerator, args)
     options = {"betas": (0.9, 0.98), "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     model, optimizer = accelerator.prepare(model, optimizer)
