@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +160,7 @@ class PackingOptions:
             "max_sequences_per_row": self.max_sequences_per_row,
             "balance": self.balance,
             "max_patches": self.max_patches,
-            "cost": list(astuple(self.cost)),
+            "cost": self.cost.as_state(),
             "dummy_image_tokens": self.dummy_image_tokens,
             "rows_multiple_of": self.rows_multiple_of,
         }
