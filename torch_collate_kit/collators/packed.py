@@ -319,7 +319,7 @@ class PackedCollator(Generic[B]):
                 "num_examples": part.num_examples or num_examples,
                 "num_tokens": int(plan.lengths.sum()),
                 "num_dummy_rows": plan.num_dummy_rows,
-                **self._dummy_images(plan),
+                **self._costs(plan),
                 "num_dropped": len(plan.dropped),
                 "num_cut": len(plan.cut),
                 "dropped": tuple(plan.dropped.tolist()),
@@ -329,11 +329,16 @@ class PackedCollator(Generic[B]):
         part.check_loss_tokens(int(placed.num_trained.sum()))
         return batch
 
-    def _dummy_images(self, plan: PackingPlan) -> dict[str, int]:
-        """Metadata of a batch for a vision-language model, over all ranks."""
+    def _costs(self, plan: PackingPlan) -> dict[str, Any]:
+        """Metadata: what every rank has to compute; with images, also in the vision tower."""
+        cost = {"cost_per_rank": tuple(plan.cost_per_rank.tolist())}
         if self.vision is None:
-            return {}
-        return {"num_dummy_images": int(np.count_nonzero(plan.needs_dummy_image))}
+            return cost
+        return {
+            **cost,
+            "vision_cost_per_rank": tuple(plan.vision_cost_per_rank.tolist()),
+            "num_dummy_images": int(np.count_nonzero(plan.needs_dummy_image)),
+        }
 
     def _check_rollouts(self, rollouts: ExampleColumns) -> None:
         if rollouts.images is not None and self.vision is None:
