@@ -319,7 +319,7 @@ class PackedCollator(Generic[B]):
                 "num_examples": part.num_examples or num_examples,
                 "num_tokens": int(plan.lengths.sum()),
                 "num_dummy_rows": plan.num_dummy_rows,
-                **self._costs(plan),
+                **self._costs(part),
                 "num_dropped": len(plan.dropped),
                 "num_cut": len(plan.cut),
                 "dropped": tuple(plan.dropped.tolist()),
@@ -329,14 +329,17 @@ class PackedCollator(Generic[B]):
         part.check_loss_tokens(int(placed.num_trained.sum()))
         return batch
 
-    def _costs(self, plan: PackingPlan) -> dict[str, Any]:
+    def _costs(self, part: RankPlan) -> dict[str, Any]:
         """Metadata: what every rank has to compute; with images, also in the vision tower."""
-        cost = {"cost_per_rank": tuple(plan.cost_per_rank.tolist())}
+        plan, num_ranks = part.plan, part.world_size or self.packing.parallel.dp
+        costs = plan.cost_per_rank.reshape(num_ranks, -1).sum(axis=1)
+        cost = {"cost_per_rank": tuple(costs.tolist())}
         if self.vision is None:
             return cost
+        images = plan.vision_cost_per_rank.reshape(num_ranks, -1).sum(axis=1)
         return {
             **cost,
-            "vision_cost_per_rank": tuple(plan.vision_cost_per_rank.tolist()),
+            "vision_cost_per_rank": tuple(images.tolist()),
             "num_dummy_images": int(np.count_nonzero(plan.needs_dummy_image)),
         }
 
