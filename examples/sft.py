@@ -28,13 +28,14 @@ from accelerate.utils import parse_flag_from_env, set_seed
 from checkpoints import (
     Termination,
     checkpoints,
+    claim,
     finish_the_step,
-    lock,
     resume,
     save_checkpoint,
 )
 from read_data import fail, read_dataset
 from run_log import TRACKERS, RunLog, check_finite, checked_tracker, is_finished, write_results
+from sharding import check_sharding, whole_model, whole_weights
 from torch.utils.data import DataLoader
 from trained_model import load_model, with_loss
 
@@ -253,24 +254,19 @@ def start(args: argparse.Namespace, *handlers: Any) -> Accelerator:
     args.num_ranks, args.rank = accelerator.num_processes, accelerator.process_index
     if args.cpu:  # `accelerate launch` and torchrun leave one thread
         torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // args.num_ranks))
-    if accelerator.is_main_process:
-        lock(args.output_dir)  # for all ranks
-    else:
+    check_sharding(accelerator)
+    args.run |= {"weights:": "in parts" if accelerator.is_fsdp2 else "whole"}
+    if not accelerator.is_main_process:
         datasets.disable_progress_bars()
+    claim(accelerator, args)
     if args.resume == "auto" and not checkpoints(args):
         args.resume = None
-    if not args.resume and (args.output_dir / "metrics.jsonl").exists() and not checkpoints(args):
-        accelerator.print(f"{args.output_dir}: the results of an earlier run are replaced")
-    if args.resume and not checkpoints(args):
-        fail(f"--resume: no checkpoint in {args.output_dir}; was --checkpoint-every given?")
-    if checkpoints(args) and not args.resume:
-        fail(f"{args.output_dir} has checkpoints of an earlier run; --resume it, or go elsewhere")
     set_seed(args.seed)
     return accelerator
 
 
-def save_results(model: Any, tokenizer: Any, summary: dict, args: argparse.Namespace) -> None:
-    model.save_pretrained(args.output_dir / "model")
+def save_results(model: Any, weights: Any, tokenizer: Any, summary: dict, args: Any) -> None:
+    model.save_pretrained(args.output_dir / "model", state_dict=weights)
     tokenizer.save_pretrained(args.output_dir / "model")
     write_results(summary, args)
 
@@ -305,16 +301,16 @@ def main() -> None:
         accelerator.print(f"{args.output_dir}: this run is already finished")
         return accelerator.end_training()
     summary = train(model, loader, optimizer, accelerator, args)
-    model_alone = accelerator.unwrap_model(model).model
     if len(tokenized[1]):
         held_out_examples = kit.TokenizedDataset(tokenized[1])
         with make_loader(held_out_examples, collate, accelerator, args, shuffle=False) as loader:
             summary["held_out_loss"] = held_out_loss(model, loader, accelerator, args)
+    weights, model_alone = whole_weights(model, accelerator), whole_model(model, accelerator)
     if not args.dataset:
         rates = synthetic_chat.exact_match(model_alone, tokenizer, held_out, accelerator)
         summary |= {f"exact match, {skill}": rate for skill, rate in rates.items()}
     if accelerator.is_main_process:
-        save_results(model_alone, tokenizer, summary, args)
+        save_results(model_alone, weights, tokenizer, summary, args)
     model, optimizer = accelerator.free_memory(model, optimizer)  # DDP holds the process group
     accelerator.wait_for_everyone()
     accelerator.end_training()

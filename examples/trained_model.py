@@ -36,6 +36,7 @@ class ModelWithLoss(torch.nn.Module):
     def __init__(self, model: Any, attention: str) -> None:
         super().__init__()
         self.model, self.attention, self.through_head = model, attention, True
+        self._no_split_modules = model._no_split_modules  # FSDP2 shards these layers one by one
 
     def forward(self, batch: kit.Batch, num_loss_tokens: int) -> torch.Tensor:
         inputs = batch.model_inputs(self.attention, labels=False)

@@ -219,6 +219,8 @@ def evaluate(
 def main() -> None:
     args = parse_arguments()
     accelerator = sft.start(args, UNUSED_ALLOWED)
+    if accelerator.is_fsdp2:  # it would wait for the vision tower of a rank that has no image
+        fail("FSDP: the weights that some rank does not use cannot be in parts; train with DDP")
     with accelerator.main_process_first():  # the others find its result in the cache of datasets
         conversations, held_out = load_conversations(args)
         processor = load_processor(args, conversations)
@@ -253,7 +255,7 @@ def main() -> None:
         if not args.dataset:
             summary |= evaluate(model_alone, processor, conversations, held_out, accelerator)
     if accelerator.is_main_process:
-        sft.save_results(model_alone, processor, summary, args)
+        sft.save_results(model_alone, None, processor, summary, args)
     model, optimizer = accelerator.free_memory(model, optimizer)  # DDP holds the process group
     accelerator.wait_for_everyone()
     accelerator.end_training()
