@@ -43,8 +43,8 @@ class RunLog:
         if self.is_main:
             for name in ("summary.json", "loss.png"):  # of an earlier run, or of fewer steps
                 (args.output_dir / name).unlink(missing_ok=True)
-            mode = "a" if args.resume else "w"
-            self.file = (args.output_dir / "metrics.jsonl").open(mode, buffering=1)  # line by line
+            if not args.resume:
+                (args.output_dir / "metrics.jsonl").write_text("")
         if args.log_with:
             self._start_tracker()
         options = {"initial": args.first_step, "total": args.num_steps, "disable": not self.is_main}
@@ -54,8 +54,6 @@ class RunLog:
 
     def __exit__(self, *_: Any) -> None:
         self.bar.close()
-        if self.is_main:
-            self.file.close()
 
     def _start_tracker(self) -> None:
         """TensorBoard then forgets the steps after the checkpoint, which are done again."""
@@ -86,9 +84,16 @@ class RunLog:
             record["mfu"] = _flops(parts, self.model) / took["seconds"] / self.peak
         if self.accelerator.device.type == "cuda":
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        self.file.write(json.dumps({"step": step, **record}) + "\n")
+        self._write({"step": step, **record})
         self.accelerator.log(record, step=step)
         self._move_bar(loss)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        try:
+            with (self.args.output_dir / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            fail(f"metrics.jsonl could not be written at step {record['step']}: {error}")
 
     def _move_bar(self, loss: float) -> None:
         rates = _rates(self.took)

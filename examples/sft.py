@@ -224,8 +224,8 @@ def train(model: Any, loader: Any, optimizer: Any, accelerator: Accelerator, arg
             loss, grad_norm, is_last = train_step(model, parts, optimizer, accelerator, args)
             check_finite(step + 1, loss, grad_norm)
             log.step(step + 1, parts, loss, rate, grad_norm)
-            is_due = args.checkpoint_every and (step + 1) % args.checkpoint_every == 0
-            if is_due or is_last:
+            is_end, every = step + 1 == args.num_steps, args.checkpoint_every
+            if (every and (is_end or (step + 1) % every == 0)) or is_last:
                 save_checkpoint(accelerator, loader, step + 1, args)
             if is_last:
                 accelerator.print(f"told to stop: step {step + 1} is saved, --resume goes on")
