@@ -22,6 +22,7 @@ import checkpoints
 import datasets
 import drawn_images
 import numpy as np
+import run_log
 import sft
 import torch
 import transformers
@@ -243,8 +244,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     model, optimizer = accelerator.prepare(model, optimizer)
     args.first_step = checkpoints.resume(accelerator, loader, args) if args.resume else 0
-    if accelerator.is_main_process and not args.resume:
-        (args.output_dir / "metrics.jsonl").write_text("")
+    if run_log.is_finished(args):
+        accelerator.print(f"{args.output_dir}: this run is already finished")
+        return accelerator.end_training()
     summary = sft.train(model, loader, optimizer, accelerator, args)
     model_alone = accelerator.unwrap_model(model).model
     if len(held_out_examples):
