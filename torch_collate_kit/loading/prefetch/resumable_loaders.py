@@ -7,7 +7,7 @@ import copy
 import hashlib
 import io
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader
@@ -16,6 +16,9 @@ from torch_collate_kit._reprs import Shown, call_repr
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.sampler.arguments import is_same
 from torch_collate_kit.loading.sampler.resumable import ResumableSampler
+
+if TYPE_CHECKING:
+    from torch_collate_kit.loading.prefetch.stream_loader import StreamLoader
 
 
 class _Loader:
@@ -232,7 +235,7 @@ class _StatefulLoader(_Loader):
         return {"length": length, **settings}
 
 
-ResumableLoader: TypeAlias = _SampledLoader | _StatefulLoader
+ResumableLoader: TypeAlias = "_SampledLoader | _StatefulLoader | StreamLoader"
 
 
 def resumable_loader(loader: Any) -> ResumableLoader:
@@ -242,6 +245,10 @@ def resumable_loader(loader: Any) -> ResumableLoader:
         return _SampledLoader(loader, sampler)
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return _StatefulLoader(loader)
+    from torch_collate_kit.loading.prefetch import stream_loader  # which builds on this file
+
+    if isinstance(loader, DataLoader) and stream_loader.is_stream_of_shards(loader.dataset):
+        return stream_loader.StreamLoader(loader)
     raise TypeError(
         f"a {type(loader).__name__} with batch_sampler={type(sampler).__name__} cannot be resumed; "
         "build it with batch_sampler=PrefetchingSampler(data, batch_size), or wrap torchdata's "
