@@ -1,4 +1,4 @@
-"""Qwen3 models with random weights on the device, and their optimizer; the sizes are in this file."""
+"""Qwen3 models with random weights on the device, and their optimizer; their sizes are in here."""
 
 from __future__ import annotations
 
