@@ -25,6 +25,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env, set_seed
+from attention_choice import NAMES
 from checkpoints import (
     Termination,
     checkpoints,
@@ -37,14 +38,15 @@ from read_data import fail, read_dataset
 from run_log import TRACKERS, RunLog, check_finite, checked_tracker, is_finished, write_results
 from sharding import check_sharding, whole_model, whole_weights
 from torch.utils.data import DataLoader
-from trained_model import load_model, with_loss
+from trained_model import check_arguments, load_model, make_optimizer, with_loss
 
 import torch_collate_kit as kit
 
 MAY_CHANGE = (
     "output_dir checkpoint_every keep_checkpoints resume num_workers prefetch threads log_with"
 )
-COUNTS = "batch_size rows_per_micro_batch epochs max_steps max_tokens num_conversations threads"
+COUNTS = "batch_size rows_per_micro_batch epochs max_steps max_tokens num_conversations threads "
+COUNTS += "lora lora_alpha"
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -62,20 +64,30 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--chat-template", type=Path, help="Jinja file, for a tokenizer that has no template")
     add = parser.add_argument_group("layout").add_argument
     add("--no-packing", action="store_true", help="one conversation a row, padded")
-    add("--max-tokens", type=int, default=1024, help="capacity of a row")
+    add(
+        "--max-tokens",
+        type=int,
+        help="capacity of a row; none: with --model 4096, else as it suits",
+    )
     add("--rows-per-micro-batch", type=int, help="rows at a time; none: 1 packed, 8 padded")
+    add("--attention", default="auto", choices=["auto", *NAMES], help="auto: the fastest that can")
     add = parser.add_argument_group("training").add_argument
     add("--batch-size", type=int, default=8, help="conversations a step, over all ranks")
     add("--epochs", type=int, default=1, help="passes over the data")
     add("--max-steps", type=int, help="train no more steps than that")
+    add("--lora", type=int, metavar="RANK", help="train adapters of this rank, not the weights")
+    add("--lora-alpha", type=int, help="alpha / rank scales adapters; none: twice the rank")
     add(
-        "--learning-rate", type=float, help="the highest; none: with --model 2e-5, else as it suits"
+        "--learning-rate",
+        type=float,
+        help="the highest; none: with --lora 2e-4, with --model 2e-5, else as it suits",
     )
     add("--schedule", default="cosine", choices=["cosine", "linear"], help="way down to 0")
     add("--warmup", type=float, default=0.05, help="fraction of the steps")
     add("--weight-decay", type=float, default=0.0, help="of AdamW")
     add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to it")
     add("--gradient-checkpointing", action="store_true", help="less memory, slower")
+    add("--compile", action="store_true", help="the layers, by torch.compile; rows of one shape")
     add("--seed", type=int, default=0, help="corpus, weights and order follow from it")
     add = parser.add_argument_group("run").add_argument
     add("--output-dir", type=Path, default=Path("outputs/sft"), help="model, metrics, checkpoints")
@@ -96,8 +108,11 @@ def argument_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_arguments(parser: argparse.ArgumentParser, from_scratch: float) -> argparse.Namespace:
-    """The arguments, checked; `from_scratch` is the learning rate of a model without --model."""
+def parse_arguments(
+    parser: argparse.ArgumentParser, from_scratch: float, max_tokens: int = 1024
+) -> argparse.Namespace:
+    """The arguments, checked; without --model the learning rate is `from_scratch`, and a row holds
+    `max_tokens`."""
     args = parser.parse_args()
     for name, value in vars(args).items():
         lowest = 1 if name in COUNTS.split() or name == "keep_checkpoints" else 0
@@ -110,11 +125,12 @@ def parse_arguments(parser: argparse.ArgumentParser, from_scratch: float) -> arg
         fail(f"--warmup {args.warmup}: must be at most 1, it is a fraction of the steps")
     args.rows_per_micro_batch = args.rows_per_micro_batch or (8 if args.no_packing else 1)
     if args.learning_rate is None:
-        args.learning_rate = 2e-5 if args.model else from_scratch
+        args.learning_rate = (2e-4 if args.lora else 2e-5) if args.model else from_scratch
+    args.max_tokens = args.max_tokens or (4096 if args.model else max_tokens)
     args.cpu |= parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     kept = {k: str(v) for k, v in vars(args).items() if k not in MAY_CHANGE.split()}
     args.run = {f"--{k.replace('_', '-')}": v for k, v in kept.items()}
-    args.attention = "sdpa" if args.no_packing else "torch_varlen"
+    check_arguments(args)
     return args
 
 
@@ -156,7 +172,7 @@ def make_collator(tokenizer: Any, model: Any, args: argparse.Namespace) -> Any:
     options = {"max_tokens": args.max_tokens, "parallel": kit.ParallelLayout(dp=args.num_ranks)}
     with contextlib.suppress(ValueError):  # sizes under other names: the cost of a usual model
         options["cost"] = kit.ModelCost.of(model.config)
-    return kit.PackedCollator(tokenizer, strategy="balanced", **options)
+    return kit.PackedCollator(tokenizer, strategy="balanced", fixed_width=args.compile, **options)
 
 
 def make_loader(
@@ -175,11 +191,12 @@ def make_loader(
 
 
 def micro_batches(batch: kit.Batch, args: argparse.Namespace) -> list[kit.Batch]:
-    """This rank's rows, a few at a time."""
+    """This rank's rows, a few at a time; all of one shape, if the model is compiled."""
     if args.no_packing:
         batch = batch.pad_rows(multiple_of=args.num_ranks).chunk(args.num_ranks)[args.rank]
     size = args.rows_per_micro_batch
-    return [batch[i : i + size] for i in range(0, len(batch), size)]
+    parts = [batch[i : i + size] for i in range(0, len(batch), size)]
+    return [part.pad_rows(multiple_of=size) for part in parts] if args.compile else parts
 
 
 def train_step(
@@ -249,7 +266,7 @@ def start(args: argparse.Namespace, *handlers: Any) -> Accelerator:
     """Ranks, threads and seeds; and the output folder is ours, and fit to begin or to resume."""
     log = {"log_with": checked_tracker(args.log_with), "project_dir": args.output_dir}
     accelerator = Accelerator(
-        cpu=args.cpu, mixed_precision="no" if args.cpu else "bf16", kwargs_handlers=handlers, **log
+        cpu=args.cpu, mixed_precision=args.precision, kwargs_handlers=handlers, **log
     )
     args.num_ranks, args.rank = accelerator.num_processes, accelerator.process_index
     if args.cpu:  # `accelerate launch` and torchrun leave one thread
@@ -293,9 +310,7 @@ def main() -> None:
     two = examples.__getitems__(np.argsort(examples.lengths, kind="stable")[:2])  # the shortest
     packed = kit.PackedCollator(tokenizer, max_tokens=2 * args.max_tokens)
     model = with_loss(model, (collate if args.no_packing else packed)(two), accelerator, args)
-    options = {"betas": (0.9, 0.98), "weight_decay": args.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, make_optimizer(model, args))
     args.first_step = resume(accelerator, loader, args) if args.resume else 0
     if is_finished(args):
         accelerator.print(f"{args.output_dir}: this run is already finished")

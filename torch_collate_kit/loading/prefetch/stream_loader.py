@@ -48,6 +48,8 @@ class StreamLoader(_Loader):
         ValueError: a DataLoader that makes batches of batches, or does not keep their order.
     """
 
+    batches_may_be_named = True  # the stream's rounds stay in their metadata
+
     def __init__(self, loader: DataLoader[Any]) -> None:
         stream: Any = loader.dataset
         if loader.batch_size is not None:

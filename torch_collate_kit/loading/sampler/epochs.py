@@ -346,12 +346,10 @@ class EpochSampler(ABC):
     def _check_fits(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
         """That a state of this position is of the same run."""
         fits = self._fits(like=state)
-        differ = [k for k in fits if not is_same(state[k], fits[k])]
-        if differ:
-            raise StateError(
-                f"state is of {', '.join(f'{k}={state[k]!r}' for k in differ)}, this sampler has "
-                f"{', '.join(f'{k}={fits[k]!r}' for k in differ)}; {NEW_RUN}"
-            )
+        state = {key: state[key] for key in fits}  # in the same order
+        was, now = _told_apart(state, fits), _told_apart(fits, state)
+        if was:
+            raise StateError(f"state is of {was}, this sampler has {now}; {NEW_RUN}")
 
     def _position(self) -> tuple[int, int]:
         """The epoch and step that the next ``iter()`` begins with."""
@@ -383,3 +381,15 @@ class EpochSampler(ABC):
                 f"step must be below {num_steps}, the steps of epoch {epoch}; got {step}"
             )
         return epoch, step
+
+
+def _told_apart(these: Mapping[str, Any], others: Mapping[str, Any]) -> str:
+    """What both have and is not the same, as these have it."""
+    told = []
+    for key in [key for key in these if key in others]:
+        mine, other = these[key], others[key]
+        if isinstance(mine, dict) and isinstance(other, dict) and mine.keys() == other.keys():
+            told += [f"{k}={v!r}" for k, v in mine.items() if not is_same(v, other[k])]
+        elif not is_same(mine, other):
+            told.append(f"{key}={mine!r}")
+    return ", ".join(told)
