@@ -324,6 +324,7 @@ def main() -> None:
     if not args.dataset:
         rates = synthetic_chat.exact_match(model_alone, tokenizer, held_out, accelerator)
         summary |= {f"exact match, {skill}": rate for skill, rate in rates.items()}
+    accelerator.log({f"summary/{name}": of for name, of in summary.items()}, args.num_steps)
     if accelerator.is_main_process:
         save_results(model_alone, weights, tokenizer, summary, args)
     model, optimizer = accelerator.free_memory(model, optimizer)  # DDP holds the process group
