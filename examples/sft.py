@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
-import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +29,22 @@ from attention_choice import NAMES
 from checkpoints import (
     Termination,
     checkpoints,
+    claim,
     finish_the_step,
-    lock,
     resume,
     save_checkpoint,
 )
 from read_data import fail, read_dataset
+from run_log import TRACKERS, RunLog, check_finite, checked_tracker, is_finished, write_results
+from sharding import check_sharding, whole_model, whole_weights
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 from trained_model import check_arguments, load_model, make_optimizer, with_loss
 
 import torch_collate_kit as kit
 
-MAY_CHANGE = "output_dir checkpoint_every keep_checkpoints resume num_workers prefetch threads"
+MAY_CHANGE = (
+    "output_dir checkpoint_every keep_checkpoints resume num_workers prefetch threads log_with"
+)
 COUNTS = "batch_size rows_per_micro_batch epochs max_steps max_tokens num_conversations threads "
 COUNTS += "lora lora_alpha"
 
@@ -100,6 +100,7 @@ def argument_parser() -> argparse.ArgumentParser:
         choices=["always", "auto"],
         help="go on from the latest checkpoint; auto: begin where there is none",
     )
+    add("--log-with", choices=TRACKERS, help="tracker of Accelerate that gets every step, too")
     add("--num-workers", type=int, default=0, help="DataLoader workers")
     add("--prefetch", action=argparse.BooleanOptionalAction, default=True, help="build ahead")
     add("--cpu", action="store_true", help="do not use a GPU")
@@ -117,6 +118,9 @@ def parse_arguments(
         lowest = 1 if name in COUNTS.split() or name == "keep_checkpoints" else 0
         if isinstance(value, (int, float)) and not value >= lowest:  # refuses nan too
             fail(f"--{name.replace('_', '-')} {value}: must be {lowest} or more")
+    for name in ("learning_rate", "weight_decay"):
+        if getattr(args, name) == math.inf:
+            fail(f"--{name.replace('_', '-')} inf: must be finite")
     if args.warmup > 1:
         fail(f"--warmup {args.warmup}: must be at most 1, it is a fraction of the steps")
     args.rows_per_micro_batch = args.rows_per_micro_batch or (8 if args.no_packing else 1)
@@ -161,19 +165,26 @@ def load_tokenizer(args: argparse.Namespace, conversations: datasets.Dataset) ->
     return tokenizer
 
 
+def make_collator(tokenizer: Any, model: Any, args: argparse.Namespace) -> Any:
+    """Rows of which every rank gets as much work, by what tokens cost this model; or padded."""
+    if args.no_packing:
+        return kit.PaddedCollator(tokenizer)
+    options = {"max_tokens": args.max_tokens, "parallel": kit.ParallelLayout(dp=args.num_ranks)}
+    with contextlib.suppress(ValueError):  # sizes under other names: the cost of a usual model
+        options["cost"] = kit.ModelCost.of(model.config)
+    return kit.PackedCollator(tokenizer, strategy="balanced", fixed_width=args.compile, **options)
+
+
 def make_loader(
-    examples: kit.TokenizedDataset, tokenizer: Any, accelerator: Any, args: Any, shuffle: bool
+    examples: kit.TokenizedDataset, collate: Any, accelerator: Any, args: Any, shuffle: bool
 ) -> kit.PrefetchLoader:
     """Batches on their device, one built ahead; their order is a function of (seed, epoch)."""
     options = {"batch_size": args.batch_size, "shuffle": shuffle, "seed": args.seed}
     if args.no_packing:  # every rank collates the whole batch
         sampler: Any = kit.PrefetchingSampler(examples, **options)
-        collate: Any = kit.PaddedCollator(tokenizer)
     else:  # every rank plans the whole batch, and reads its own rows: as narrow as can be
-        options |= {"strategy": "balanced", "num_loss_tokens": examples.num_loss_tokens}
-        layout = {"max_tokens": args.max_tokens, "parallel": kit.ParallelLayout(dp=args.num_ranks)}
-        sampler = kit.PackedBatchSampler(examples.lengths, rank=args.rank, **options, **layout)
-        collate = kit.PackedCollator(tokenizer, fixed_width=args.compile, **layout)
+        options |= {"packing": collate.packing, "num_loss_tokens": examples.num_loss_tokens}
+        sampler = kit.PackedBatchSampler(examples.lengths, rank=args.rank, **options)
     workers = {"num_workers": args.num_workers, "worker_init_fn": finish_the_step}
     loader = DataLoader(examples, batch_sampler=sampler, collate_fn=collate, **workers)
     return kit.PrefetchLoader(loader, prefetch=args.prefetch, device=accelerator.device)
@@ -218,51 +229,25 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 
 def train(model: Any, loader: Any, optimizer: Any, accelerator: Accelerator, args: Any) -> dict:
     """Train from step `args.first_step` on, where the loader stands; returns what it took."""
-    took: Counter[str] = Counter()
-    began, steps = time.perf_counter(), range(args.first_step, args.num_steps)
-    options = {"initial": args.first_step, "total": args.num_steps, "disable": args.rank > 0}
+    steps = range(args.first_step, args.num_steps)
+    log = RunLog(accelerator.unwrap_model(model), loader, accelerator, args)
     model.train()
-    with (
-        Termination() as args.termination,
-        loader,
-        tqdm(loader.steps(len(steps)), **options) as bar,
-    ):
-        for step, batch in zip(steps, bar, strict=True):
-            waited, rate = loader.wait_seconds - took["wait_seconds"], learning_rate(step, args)
+    with Termination() as args.termination, loader, log:
+        for step, batch in zip(steps, loader.steps(len(steps)), strict=True):
+            rate = learning_rate(step, args)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             parts = micro_batches(batch, args)
             loss, grad_norm, is_last = train_step(model, parts, optimizer, accelerator, args)
-            if not math.isfinite(loss) or not math.isfinite(grad_norm):
-                fail(
-                    f"step {step + 1} has loss {loss} and gradient norm {grad_norm}, and is not "
-                    "saved; begin anew with a lower --learning-rate, or look at its examples"
-                )
-            num_cells = args.num_ranks * sum(part["input_ids"].numel() for part in parts)
-            num_tokens = batch.metadata["num_tokens"]  # of all ranks, as are the cells
-            seconds = time.perf_counter() - began - took["train_seconds"]
-            took.update(
-                train_seconds=seconds, wait_seconds=waited, tokens=num_tokens, cells=num_cells
-            )
-            took["tokens_per_second"] = took["tokens"] / took["train_seconds"]
-            took["packing_efficiency"] = took["tokens"] / took["cells"]
-            bar.set_postfix_str(
-                f"loss {loss:.3f}, {took['tokens_per_second']:,.0f} tokens/s, "
-                f"{1 - took['packing_efficiency']:.0%} padding, waited {took['wait_seconds']:.1f} s"
-            )
-            record = {"step": step + 1, "loss": loss, "learning_rate": rate, "grad_norm": grad_norm}
-            record |= {"packing_efficiency": num_tokens / num_cells, "wait_seconds": waited}
-            record |= {"tokens_per_second": num_tokens / seconds}
-            if accelerator.is_main_process:
-                with open(args.output_dir / "metrics.jsonl", "a") as file:
-                    file.write(json.dumps(record) + "\n")
-            is_due = args.checkpoint_every and (step + 1) % args.checkpoint_every == 0
-            if is_due or is_last:
+            check_finite(step + 1, loss, grad_norm)
+            log.step(step + 1, parts, loss, rate, grad_norm)
+            is_end, every = step + 1 == args.num_steps, args.checkpoint_every
+            if (every and (is_end or (step + 1) % every == 0)) or is_last:
                 save_checkpoint(accelerator, loader, step + 1, args)
             if is_last:
                 accelerator.print(f"told to stop: step {step + 1} is saved, --resume goes on")
                 raise SystemExit(0)
-    return dict(took)
+    return log.summary()
 
 
 @torch.no_grad()
@@ -280,35 +265,28 @@ def held_out_loss(model: Any, loader: Any, accelerator: Accelerator, args: Any) 
 
 def start(args: argparse.Namespace, *handlers: Any) -> Accelerator:
     """Ranks, threads and seeds; and the output folder is ours, and fit to begin or to resume."""
+    log = {"log_with": checked_tracker(args.log_with), "project_dir": args.output_dir}
     accelerator = Accelerator(
-        cpu=args.cpu, mixed_precision=args.precision, kwargs_handlers=handlers
+        cpu=args.cpu, mixed_precision=args.precision, kwargs_handlers=handlers, **log
     )
     args.num_ranks, args.rank = accelerator.num_processes, accelerator.process_index
     if args.cpu:  # `accelerate launch` and torchrun leave one thread
         torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // args.num_ranks))
-    if accelerator.is_main_process:
-        lock(args.output_dir)  # for all ranks
-    else:
+    check_sharding(accelerator)
+    args.run |= {"weights:": "in parts" if accelerator.is_fsdp2 else "whole"}
+    if not accelerator.is_main_process:
         datasets.disable_progress_bars()
+    claim(accelerator, args)
     if args.resume == "auto" and not checkpoints(args):
         args.resume = None
-    if not args.resume and (args.output_dir / "metrics.jsonl").exists() and not checkpoints(args):
-        accelerator.print(f"{args.output_dir}: the results of an earlier run are replaced")
-    if args.resume and not checkpoints(args):
-        fail(f"--resume: no checkpoint in {args.output_dir}; was --checkpoint-every given?")
-    if checkpoints(args) and not args.resume:
-        fail(f"{args.output_dir} has checkpoints of an earlier run; --resume it, or go elsewhere")
     set_seed(args.seed)
     return accelerator
 
 
-def save_results(model: Any, tokenizer: Any, summary: dict, args: argparse.Namespace) -> None:
-    model.save_pretrained(args.output_dir / "model")
+def save_results(model: Any, weights: Any, tokenizer: Any, summary: dict, args: Any) -> None:
+    model.save_pretrained(args.output_dir / "model", state_dict=weights)
     tokenizer.save_pretrained(args.output_dir / "model")
-    (args.output_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-    for name, value in summary.items():
-        print(f"{name:<24}{value:>12,.0f}" if value >= 1000 else f"{name:<24}{value:>12.4g}")
-    print(f"model, metrics and summary are in {args.output_dir}")
+    write_results(summary, args)
 
 
 def main() -> None:
@@ -325,29 +303,30 @@ def main() -> None:
     if len(tokenized[0]) < 2:
         fail("too few to train on; hold out fewer (--num-held-out), or raise --max-tokens")
     examples = kit.TokenizedDataset(tokenized[0])
-    loader = make_loader(examples, tokenizer, accelerator, args, shuffle=True)
+    model = load_model(args, tokenizer).to(accelerator.device).train()  # it may be in eval mode
+    collate = make_collator(tokenizer, model, args)
+    loader = make_loader(examples, collate, accelerator, args, shuffle=True)
     args.num_steps = min(args.epochs * len(loader), args.max_steps or args.epochs * len(loader))
     args.run |= {"ranks:": str(args.num_ranks), "tokens in the data:": str(examples.lengths.sum())}
-    model = load_model(args, tokenizer).to(accelerator.device).train()  # it may be in eval mode
     two = examples.__getitems__(np.argsort(examples.lengths, kind="stable")[:2])  # the shortest
     packed = kit.PackedCollator(tokenizer, max_tokens=2 * args.max_tokens)
-    collate = kit.PaddedCollator(tokenizer) if args.no_packing else packed
-    model = with_loss(model, collate(two), accelerator, args)
+    model = with_loss(model, (collate if args.no_packing else packed)(two), accelerator, args)
     model, optimizer = accelerator.prepare(model, make_optimizer(model, args))
     args.first_step = resume(accelerator, loader, args) if args.resume else 0
-    if accelerator.is_main_process and not args.resume:
-        (args.output_dir / "metrics.jsonl").write_text("")
+    if is_finished(args):
+        accelerator.print(f"{args.output_dir}: this run is already finished")
+        return accelerator.end_training()
     summary = train(model, loader, optimizer, accelerator, args)
-    model_alone = accelerator.unwrap_model(model).model
     if len(tokenized[1]):
         held_out_examples = kit.TokenizedDataset(tokenized[1])
-        with make_loader(held_out_examples, tokenizer, accelerator, args, shuffle=False) as loader:
+        with make_loader(held_out_examples, collate, accelerator, args, shuffle=False) as loader:
             summary["held_out_loss"] = held_out_loss(model, loader, accelerator, args)
+    weights, model_alone = whole_weights(model, accelerator), whole_model(model, accelerator)
     if not args.dataset:
         rates = synthetic_chat.exact_match(model_alone, tokenizer, held_out, accelerator)
         summary |= {f"exact match, {skill}": rate for skill, rate in rates.items()}
     if accelerator.is_main_process:
-        save_results(model_alone, tokenizer, summary, args)
+        save_results(model_alone, weights, tokenizer, summary, args)
     model, optimizer = accelerator.free_memory(model, optimizer)  # DDP holds the process group
     accelerator.wait_for_everyone()
     accelerator.end_training()

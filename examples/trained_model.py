@@ -89,6 +89,7 @@ class ModelWithLoss(torch.nn.Module):
     def __init__(self, model: Any, attention: Attention) -> None:
         super().__init__()
         self.model, self.attention, self.through_head = model, attention, True
+        self._no_split_modules = model._no_split_modules  # FSDP2 shards these layers one by one
         named = self.named_parameters(remove_duplicate=False)
         self.frozen = tuple(name for name, value in named if not value.requires_grad)
         self.register_state_dict_post_hook(leave_out_frozen)

@@ -22,6 +22,7 @@ import checkpoints
 import datasets
 import drawn_images
 import numpy as np
+import run_log
 import sft
 import transformers
 from accelerate.utils import DistributedDataParallelKwargs
@@ -217,6 +218,8 @@ def evaluate(
 def main() -> None:
     args = parse_arguments()
     accelerator = sft.start(args, UNUSED_ALLOWED)
+    if accelerator.is_fsdp2:  # it would wait for the vision tower of a rank that has no image
+        fail("FSDP: the weights that some rank does not use cannot be in parts; train with DDP")
     with accelerator.main_process_first():  # the others find its result in the cache of datasets
         conversations, held_out = load_conversations(args)
         processor = load_processor(args, conversations)
@@ -238,8 +241,9 @@ def main() -> None:
     model = with_loss(model, two, accelerator, args)
     model, optimizer = accelerator.prepare(model, make_optimizer(model, args))
     args.first_step = checkpoints.resume(accelerator, loader, args) if args.resume else 0
-    if accelerator.is_main_process and not args.resume:
-        (args.output_dir / "metrics.jsonl").write_text("")
+    if run_log.is_finished(args):
+        accelerator.print(f"{args.output_dir}: this run is already finished")
+        return accelerator.end_training()
     summary = sft.train(model, loader, optimizer, accelerator, args)
     model_alone = accelerator.unwrap_model(model).model
     if len(held_out_examples):
@@ -248,7 +252,7 @@ def main() -> None:
         if not args.dataset:
             summary |= evaluate(model_alone, processor, conversations, held_out, accelerator)
     if accelerator.is_main_process:
-        sft.save_results(model_alone, processor, summary, args)
+        sft.save_results(model_alone, None, processor, summary, args)
     model, optimizer = accelerator.free_memory(model, optimizer)  # DDP holds the process group
     accelerator.wait_for_everyone()
     accelerator.end_training()

@@ -237,7 +237,7 @@ def test_refuses_wrong_lengths(lengths: Any, error: type[Exception], message: st
         (
             {"rows_multiple_of": 0},
             ValueError,
-            "rows_multiple_of must be at least 1, got 0; 1 means one rank",
+            "rows_multiple_of must be at least 1, got 0; None means dp",
         ),
         ({"rows_multiple_of": 2.0}, TypeError, "rows_multiple_of must be an int, got 2.0 of type"),
         (

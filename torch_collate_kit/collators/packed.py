@@ -240,22 +240,22 @@ class PackedCollator(Generic[B]):
 
     def _check_part(self, part: RankPlan) -> None:
         """That a sampler or a stream planned as this collator would."""
-        plan, layout = part.plan, self.packing.parallel
-        given = {"max_tokens": plan.max_tokens, "align": plan.align, "dp": plan.num_ranks}
-        mine = {"max_tokens": self.packing.max_tokens, "align": layout.align, "dp": layout.dp}
+        plan, own = part.plan, self.packing
+        given = {"max_tokens": plan.max_tokens, "align": plan.align, "ranks": plan.num_ranks}
+        mine = {"max_tokens": own.max_tokens, "align": own.parallel.align, "ranks": own.num_ranks}
         if self.vision is not None:
             for name in ("max_patches", "dummy_image_tokens"):
-                given[name], mine[name] = getattr(plan, name), getattr(self.packing, name)
+                given[name], mine[name] = getattr(plan, name), getattr(own, name)
         if given != mine:
             raise ValueError(
                 f"the batch was planned for {given}, the collator has {mine}; give "
                 "PackedBatchSampler and PackedCollator the same: packing=collator.packing"
             )
-        is_known = part.rank is None or part.num_loss_tokens is not None or plan.num_ranks == 1
+        is_known = part.rank is None or part.num_loss_tokens is not None or part.num_parts == 1
         if self.normalize_loss and not self.model_inputs and not is_known:
             raise ValueError(
                 "normalize_loss=True divides by the loss tokens of the whole batch, and this rank "
-                f"reads one of its {plan.num_ranks} parts; pass num_loss_tokens="
+                f"reads one of its {part.num_parts} parts; pass num_loss_tokens="
                 "dataset.num_loss_tokens to PackedBatchSampler, or normalize_loss=False here and "
                 "the sum over the ranks to token_loss"
             )
@@ -319,7 +319,7 @@ class PackedCollator(Generic[B]):
                 "num_examples": part.num_examples or num_examples,
                 "num_tokens": int(plan.lengths.sum()),
                 "num_dummy_rows": plan.num_dummy_rows,
-                **self._dummy_images(plan),
+                **self._costs(part),
                 "num_dropped": len(plan.dropped),
                 "num_cut": len(plan.cut),
                 "dropped": tuple(plan.dropped.tolist()),
@@ -329,11 +329,19 @@ class PackedCollator(Generic[B]):
         part.check_loss_tokens(int(placed.num_trained.sum()))
         return batch
 
-    def _dummy_images(self, plan: PackingPlan) -> dict[str, int]:
-        """Metadata of a batch for a vision-language model, over all ranks."""
+    def _costs(self, part: RankPlan) -> dict[str, Any]:
+        """Metadata: what every rank has to compute; with images, also in the vision tower."""
+        plan, num_ranks = part.plan, part.world_size or self.packing.parallel.dp
+        costs = plan.cost_per_rank.reshape(num_ranks, -1).sum(axis=1)
+        cost = {"cost_per_rank": tuple(costs.tolist())}
         if self.vision is None:
-            return {}
-        return {"num_dummy_images": int(np.count_nonzero(plan.needs_dummy_image))}
+            return cost
+        images = plan.vision_cost_per_rank.reshape(num_ranks, -1).sum(axis=1)
+        return {
+            **cost,
+            "vision_cost_per_rank": tuple(images.tolist()),
+            "num_dummy_images": int(np.count_nonzero(plan.needs_dummy_image)),
+        }
 
     def _check_rollouts(self, rollouts: ExampleColumns) -> None:
         if rollouts.images is not None and self.vision is None:

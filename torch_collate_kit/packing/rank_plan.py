@@ -53,6 +53,8 @@ class RankPlan:
     """Number of loss tokens in the batch, over all ranks; None if unknown."""
     own_num_loss_tokens: int | None = None
     """Number of loss tokens in the examples that the rank reads; None if unknown."""
+    world_size: int | None = None
+    """Number of ranks that divide the rows; None for as many as the plan was made for."""
 
     @classmethod
     def of(
@@ -62,18 +64,21 @@ class RankPlan:
         indices: _Ints,
         lengths: _Ints,
         num_loss_tokens: _Ints | None = None,
+        *,
+        world_size: int | None = None,
     ) -> RankPlan:
         """The part of ``rank`` in ``plan``, which packs the dataset's examples at ``indices``.
 
-        ``lengths`` and ``num_loss_tokens`` are int64 [N], one entry per example of the batch.
+        ``world_size`` divides the number of ranks that the plan was made for. ``lengths`` and
+        ``num_loss_tokens`` are int64 [N], one entry per example of the batch.
         """
-        examples = np.unique(plan.example_indices[_pieces(plan, rank)])
+        examples = np.unique(plan.example_indices[_pieces(plan, _rows(plan, rank, world_size))])
         total = own = None
         if num_loss_tokens is not None:
             total = int(np.delete(num_loss_tokens, plan.dropped).sum())
             own = int(num_loss_tokens[examples].sum())
         mine = indices[examples].tolist()
-        return cls(plan, rank, mine, lengths[examples], len(indices), total, own)
+        return cls(plan, rank, mine, lengths[examples], len(indices), total, own, world_size)
 
     @classmethod
     def whole(cls, plan: PackingPlan) -> RankPlan:
@@ -81,16 +86,23 @@ class RankPlan:
         return cls(plan, None, [], np.zeros(0, dtype=np.int64), 0)
 
     @property
+    def num_parts(self) -> int:
+        """Number of ranks that divide the rows."""
+        return self.world_size or self.plan.num_ranks
+
+    @property
     def rows(self) -> range:
         """The rows of the plan that are collated."""
-        return range(self.plan.num_rows) if self.rank is None else self.plan.rank_rows(self.rank)
+        if self.rank is None:
+            return range(self.plan.num_rows)
+        return _rows(self.plan, self.rank, self.world_size)
 
     @property
     def positions(self) -> _Ints:
         """[S] for each piece in these rows, the position of its example among those read."""
         if self.rank is None:
             return self.plan.example_indices
-        examples = self.plan.example_indices[_pieces(self.plan, self.rank)]
+        examples = self.plan.example_indices[_pieces(self.plan, self.rows)]
         return np.searchsorted(np.unique(examples), examples)
 
     @property
@@ -98,7 +110,7 @@ class RankPlan:
         """[len(indices)] patches of images that the plan assumes for each example that is read."""
         patches = np.zeros(len(self.indices), dtype=np.int64)
         if self.rank is not None:
-            patches[self.positions] = self.plan.patches[_pieces(self.plan, self.rank)]
+            patches[self.positions] = self.plan.patches[_pieces(self.plan, self.rows)]
         return patches
 
     @property
@@ -202,6 +214,12 @@ class PlannedExamples:
         return RankPlan.whole(self.plan) if isinstance(self.plan, PackingPlan) else self.plan
 
 
-def _pieces(plan: PackingPlan, rank: int) -> slice:
-    rows = plan.rank_rows(rank)
+def _rows(plan: PackingPlan, rank: int, world_size: int | None) -> range:
+    """The rows of one of ``world_size`` ranks: the runs of several of those planned for."""
+    each = plan.num_ranks // (world_size or plan.num_ranks)
+    first, last = plan.rank_rows(rank * each), plan.rank_rows((rank + 1) * each - 1)
+    return range(first.start, last.stop)
+
+
+def _pieces(plan: PackingPlan, rows: range) -> slice:
     return slice(int(plan.row_offsets[rows.start]), int(plan.row_offsets[rows.stop]))
