@@ -251,6 +251,7 @@ def train(model: Any, loader: Any, optimizer: Any, accelerator: Accelerator, arg
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # too short to be worth compiling for
 def held_out_loss(model: Any, loader: Any, accelerator: Accelerator, args: Any) -> float:
     """Mean loss over the trained tokens of the held-out conversations, whatever the layout."""
     model.eval()
@@ -324,6 +325,7 @@ def main() -> None:
     if not args.dataset:
         rates = synthetic_chat.exact_match(model_alone, tokenizer, held_out, accelerator)
         summary |= {f"exact match, {skill}": rate for skill, rate in rates.items()}
+    accelerator.log({f"summary/{name}": of for name, of in summary.items()}, args.num_steps)
     if accelerator.is_main_process:
         save_results(model_alone, weights, tokenizer, summary, args)
     model, optimizer = accelerator.free_memory(model, optimizer)  # DDP holds the process group

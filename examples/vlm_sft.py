@@ -251,6 +251,7 @@ def main() -> None:
             summary["held_out_loss"] = sft.held_out_loss(model, loader, accelerator, args)
         if not args.dataset:
             summary |= evaluate(model_alone, processor, conversations, held_out, accelerator)
+    accelerator.log({f"summary/{name}": of for name, of in summary.items()}, args.num_steps)
     if accelerator.is_main_process:
         sft.save_results(model_alone, None, processor, summary, args)
     model, optimizer = accelerator.free_memory(model, optimizer)  # DDP holds the process group

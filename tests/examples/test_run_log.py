@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import run_log
 import torch
+import transformers
 from run_log import RunLog, write_results
 
 import torch_collate_kit as kit
@@ -188,7 +189,6 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H100 80GB HBM3
 
 
 def a_language_model() -> Model:
-    transformers = pytest.importorskip("transformers")
     model = Model()
     model.model.config = transformers.LlamaConfig(**SIZES)
     return model

@@ -15,6 +15,7 @@ import sft
 import vlm_sft
 from PIL import Image
 from run_log import checked_tracker
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.examples.test_run_log import NAMES, records_of, summary_of
 
@@ -36,8 +37,7 @@ def run(arguments: str, folder: Path, module: Any = sft) -> list[dict[str, Any]]
 
 def scalars_of(folder: Path) -> dict[str, dict[int, float]]:
     """What TensorBoard shows: by name, the value of each step."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(folder))
+    events = EventAccumulator(str(folder))
     events.Reload()
     found = {}
     for name in events.Tags()["scalars"]:
@@ -78,11 +78,13 @@ def test_a_run(base: Path) -> None:
 
 
 def test_tensorboard_has_what_the_file_has(base: Path) -> None:
+    expected = {f"summary/{name}": {4: value} for name, value in summary_of(base).items()}
+    for name in set(NAMES) - {"step"}:
+        expected[name] = {record["step"]: record[name] for record in records_of(base)}
     scalars = scalars_of(base / "sft")
-    assert set(scalars) == set(NAMES) - {"step"}
+    assert set(scalars) == set(expected)
     for name, values in scalars.items():
-        expected = {record["step"]: record[name] for record in records_of(base)}
-        assert values == pytest.approx(expected, rel=1e-6), name
+        assert values == pytest.approx(expected[name], rel=1e-6), name
     [path] = (base / "sft").glob("*/hparams.yml")
     assert "batch_size: 6\n" in path.read_text()
 
