@@ -158,21 +158,20 @@ def test_any_collate_function_may_be_used():
 
 
 class Fails:
-    """A collate function that fails for more than one example, the first ``times`` times."""
+    """A collate function that fails for more than one example, as often as there are errors."""
 
-    def __init__(self, error: Exception, times: int = 10**9) -> None:
-        self.error, self.times = error, times
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
 
     def __call__(self, examples: Any) -> Any:
-        if len(examples) > 1 and self.times > 0:
-            self.times -= 1
-            raise self.error
+        if len(examples) > 1 and self.errors:
+            raise self.errors.pop(0)
         return PACKED(examples)
 
 
 def test_an_error_that_no_example_has_alone_is_raised():
     error = RuntimeError("only together")
-    with loader_of(EXAMPLES, Fails(error)) as loader:
+    with loader_of(EXAMPLES, Fails(error, ValueError("of the second try"))) as loader:
         with pytest.raises(RuntimeError, match="only together") as caught:
             list(loader)
         assert caught.value is error
@@ -181,7 +180,7 @@ def test_an_error_that_no_example_has_alone_is_raised():
 
 
 def test_a_fault_that_has_passed_costs_nothing(said):
-    with loader_of(EXAMPLES, Fails(OSError("timed out"), times=1)) as loader:
+    with loader_of(EXAMPLES, Fails(OSError("timed out"))) as loader:
         assert [batch_digest(batch) for batch in loader] == expected_without(set())
     assert said == []
 
