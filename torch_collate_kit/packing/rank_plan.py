@@ -154,7 +154,7 @@ class RankPlan:
 
     @property
     def needs_dummy_image(self) -> npt.NDArray[np.bool_]:
-        """bool [rows]: as planned, and rows that have lost their images if planned for several ranks.
+        """bool [rows]: as planned, and rows that have lost their images in a plan of several ranks.
 
         However many ranks there are, so that the rows do not depend on it.
         """
