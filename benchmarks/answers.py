@@ -275,6 +275,31 @@ def _vision_plan(r: Results) -> Rows:
     ]
 
 
+def _elastic(r: Results) -> Rows:
+    step, lost = "Finding a step", r.get("most lost", {})
+    most = [f"{lost[n]:.1f}%" if n in lost else _MISSING for n in ("4096", "8192")]
+    known, keyed = (
+        [_duration(_cell(r, step, row, name)) for name in ("first step of an epoch", "any other")]
+        for row in ("shuffle=True", "shuffle='keyed'")
+    )
+    return [
+        [
+            "What do the same rows on any number of ranks cost?",
+            f"at most {most[0]} of their fill (examples up to half a row; up to {most[1]} where "
+            "one fills a row)",
+        ],
+        [
+            "How long does it take to find a step of the past?",
+            f"{known[1]}, and {known[0]} for the first of an epoch, which makes its order; "
+            f"with a keyed order {keyed[0]}",
+        ],
+        [
+            "How large is a state?",
+            f"{_cell(r, step, 'shuffle=True', 'bytes')} bytes",
+        ],
+    ]
+
+
 def _scale(r: Results) -> Rows:
     step, order = "Planning a step", "An order"
     ranks = [_duration(_cell(r, step, number, "median")) for number in ("8", "512")]
@@ -343,6 +368,7 @@ ANSWERS: dict[str, Callable[[Results], Rows]] = {
     "audit": _audit,
     "chat": _chat,
     "collate": _collate,
+    "elastic": _elastic,
     "gpu": _gpu,
     "loader": _loader,
     "packing": _packing,
@@ -370,6 +396,7 @@ def overview(all_results: Mapping[str, Results]) -> Rows:
         ("collate", "Against NumPy"),
         ("packing", "How long does planning"),
         ("scale", "How long does a rank plan"),
+        ("elastic", "What do the same rows"),
         ("chat", "How much longer"),
     ]
     asked += [
