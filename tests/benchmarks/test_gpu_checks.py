@@ -259,7 +259,7 @@ def test_a_page_of_an_h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "| compiled-1.7B: graphs compiled after the warm-up | 2 | at most 0 | MISSED |",
         "| padding-8B | stopped after 270 s |",
         "| Trainer, flattened, sdpa | 20,000 | 1.80x | 40.0% | 1.0 | 11.9000 | 11.4000 |",
-        "ours over the best of transformers.Trainer | 1.2x | at least 1x, aim 1.15x | aim reached |",
+        "over the best of transformers.Trainer | 1.2x | at least 1x, aim 1.15x | aim reached |",
         "| 1.7B: last loss, Trainer, flattened, torch_varlen, apart from ours | 0.0909% |",
         "| 1.7B: last loss, Trainer, flattened, sdpa, apart from ours | 3.64% | at most 1% | MIS",
         "| 35,000 real tokens per second packed, 3.50x as many as padded |",
