@@ -330,6 +330,38 @@ def _scale(r: Results) -> Rows:
     ]
 
 
+def _balance(r: Results) -> Rows:
+    rows, few = "16 rows of 16,384 tokens per rank", "Few rows per rank"
+    over_rows = "8 ranks, differencing over ranks, then over rows"
+
+    def over(way: str) -> str:
+        tokens, cost, computed = (
+            _cell(r, rows, f"512 ranks, {way}", column) for column in ("tokens", "cost", "computed")
+        )
+        return f"{tokens} more tokens, {cost} more to compute, {computed} with pads"
+
+    return [
+        ["How even are 512 ranks with 16 rows each?", f"the busiest has {over('pack')}"],
+        ["And if full rows are dealt in turn?", over("best fit, rows in turn")],
+        [
+            "And if Karmarkar-Karp gives examples to ranks?",
+            over("differencing, then best fit per rank"),
+        ],
+        [
+            "And if it makes the rows, too?",
+            f"on 8 ranks {_cell(r, rows, over_rows, 'cost')} more to compute, but "
+            f"{_cell(r, rows, over_rows, 'over the limit')} of {_cell(r, rows, over_rows, 'rows')} "
+            "rows are over the limit",
+        ],
+        [
+            "And with few rows per rank?",
+            f"{_cell(r, few, '1, real mix', 'cost')} with one row of 8,192 tokens, where the "
+            f"longest example alone costs {_cell(r, few, '1, real mix', 'longest example')} of the "
+            f"mean; {_cell(r, few, '4, real mix', 'cost')} with four rows",
+        ],
+    ]
+
+
 def _audit(r: Results) -> Rows:
     def speed(of: str) -> str:
         found = _cell(r, "From columns", of, "million tokens/s")
@@ -366,6 +398,7 @@ def _gpu(r: Results) -> Rows:
 
 ANSWERS: dict[str, Callable[[Results], Rows]] = {
     "audit": _audit,
+    "balance": _balance,
     "chat": _chat,
     "collate": _collate,
     "elastic": _elastic,
@@ -397,6 +430,7 @@ def overview(all_results: Mapping[str, Results]) -> Rows:
         ("packing", "How long does planning"),
         ("scale", "How long does a rank plan"),
         ("elastic", "What do the same rows"),
+        ("balance", "How even are"),
         ("chat", "How much longer"),
     ]
     asked += [
