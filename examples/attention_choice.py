@@ -54,11 +54,12 @@ def choose_attention(
             why = "; ".join(reasons) or f"the first choice on {device.type}"
             asked = args.attention != "auto" and not reasons
             return attention, f"attention: {attention} ({'as asked for' if asked else why})"
-    tried = "no attention" if args.attention == "auto" else f"--attention {args.attention}"
-    way_out = "" if args.no_packing else ", use --no-packing"
-    raise kit.IsolationError(
-        f"{tried} trains {type(model).__name__}{way_out}: {'; '.join(reasons)}"
-    )
+    what = f"train {type(model).__name__}"
+    what += "" if args.no_packing else " on packed rows, use --no-packing"
+    cannot = "no attention can"
+    if args.attention != "auto":
+        cannot = f"--attention {args.attention} cannot"
+    raise kit.IsolationError(f"{cannot} {what}: {'; '.join(reasons)}")
 
 
 def ways_to_use(name: str, model: Any, args: argparse.Namespace) -> list[Attention]:

@@ -251,6 +251,7 @@ def train(model: Any, loader: Any, optimizer: Any, accelerator: Accelerator, arg
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # too short to be worth compiling for
 def held_out_loss(model: Any, loader: Any, accelerator: Accelerator, args: Any) -> float:
     """Mean loss over the trained tokens of the held-out conversations, whatever the layout."""
     model.eval()

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.errors import compared
-from gpu.families import VOCABULARY, WINDOW, small_model
+from gpu.families import FAMILIES, VOCABULARY, WINDOW, small_model
 from gpu.where import Where
 from torch_collate_kit import Batch, PackedCollator
 from torch_collate_kit.attention.kernels import Segments, attend
 
-__all__ = ["checkpointing", "compiled", "family", "kernel"]
+__all__ = ["checkpointing", "compiled", "families", "kernel"]
 
 Named = dict[str, Tensor]
 LENGTHS = [130, 1, 257, 64, 60]  # 512 tokens: below, at and above the kernel's block sizes
@@ -41,8 +41,12 @@ def kernel(where: Where) -> dict[str, Any]:
     return {"checks": checks, "kernel": _kernel_used(where)}
 
 
-def family(where: Where, *, kind: str) -> dict[str, Any]:
-    """A model of one family: logits and all gradients of packed rows."""
+def families(where: Where) -> dict[str, Any]:
+    """A small model of each family: logits and all gradients of packed rows."""
+    return {"checks": [check for kind in FAMILIES for check in _family(where, kind)]}
+
+
+def _family(where: Where, kind: str) -> list[dict[str, Any]]:
     checks = []
     layouts = {"one row": (512, False), "several rows": (260, False), "pad tails": (300, True)}
     for name, (max_tokens, fixed_width) in layouts.items():
@@ -52,7 +56,7 @@ def family(where: Where, *, kind: str) -> dict[str, Any]:
         for what, change in (("", {}), (", max_q above the maximum", {"max_length_q": 4096})):
             ours = _packed(model, batch, change)
             checks.append(compared(f"{kind}, {name}{what}", ours, usual, exact, where.low))
-    return {"checks": checks}
+    return checks
 
 
 def checkpointing(where: Where) -> dict[str, Any]:
@@ -88,8 +92,9 @@ def compiled(where: Where) -> dict[str, Any]:
             ours = _packed(model, batch, {"max_length_q": 512, "max_length_k": 512})
             name = f"{kind}, rows of {max_tokens}"
             checks.append(compared(name, ours, usual, exact, where.low))
-        breaks = sum(counters["graph_break"].values())
-        graphs[kind] = {"graphs": counters["stats"]["unique_graphs"], "breaks": breaks}
+        breaks = dict(counters["graph_break"])
+        checks.append({"name": f"{kind}: no graph break", "is_ok": not breaks, "found": breaks})
+        graphs[kind] = counters["stats"]["unique_graphs"]
     return {"checks": checks, "graphs": graphs}
 
 

@@ -21,7 +21,9 @@ from torch_collate_kit import (
     TokenizedDataset,
 )
 
-__all__ = ["Layout", "Mix", "loader_of", "mix_of"]
+__all__ = ["ROWS", "Layout", "Mix", "loader_of", "mix_of"]
+
+ROWS = 4  # packed rows of a step, on average
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,15 @@ class Layout:
     num_workers: int = 0
 
 
-def mix_of(where: Where, vocabulary: int, *, max_tokens: int = 8192, rows: int = 4) -> Mix:
-    """A step is as many examples as fill ``rows`` packed rows on average, to 97%."""
+def mix_of(where: Where, vocabulary: int, *, max_tokens: int = 8192, rows: int = ROWS) -> Mix:
+    """A step is as many examples as fill ``rows`` packed rows on average, to 97%: a multiple of
+    ``rows``, for trainers whose micro-batches are a number of examples."""
     count = 600 if where.is_tiny else 6000
-    max_tokens = 256 if where.is_tiny else max_tokens
+    max_tokens = 512 if where.is_tiny else max_tokens
     lengths, what = real_mix(DATA, count, longest=max_tokens)
     tokens = np.random.default_rng(0).integers(1, vocabulary, int(lengths.sum()), dtype=np.int32)
     source = [{"input_ids": row} for row in Ragged.from_lengths(tokens, lengths)]
-    batch_size = max(2, round(0.97 * rows * max_tokens / lengths.mean()))
+    batch_size = rows * max(1, round(0.97 * max_tokens / lengths.mean()))
     dataset = TokenizedDataset(source, train_all=True)
     return Mix(dataset, f"{what}, at most {max_tokens:,} tokens", max_tokens, batch_size)
 

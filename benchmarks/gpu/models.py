@@ -1,4 +1,4 @@
-"""Qwen3 models with random weights on the device, and their optimizer; the sizes are in this file."""
+"""Qwen3 models with random weights on the device, in four sizes, and their optimizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpu.where import Where
+from gpu.where import Where, is_out_of_memory
 from torch_collate_kit import register_torch_varlen
 
 __all__ = ["SETTINGS", "SIZES", "Setting", "built", "fitting"]
@@ -88,13 +88,8 @@ def built(size: str, where: Where, setting: Setting, attention: str = "torch_var
     config = config_of(size, where)
     config._attn_implementation = attention
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(setting.dtype)
-    try:
-        with where.device:
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=setting.dtype)
-    finally:
-        torch.set_default_dtype(before)
+    with where.device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=setting.dtype)
     if setting.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
@@ -117,7 +112,9 @@ def fitting(
             optimizer = optimizer_of(model)
             one_step(model, optimizer, setting)
             one_step(model, optimizer, setting)  # with the states of the optimizer there
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             too_large.append(str(setting))
             if model is not None:
                 model.zero_grad()

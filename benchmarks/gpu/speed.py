@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu.lengths import Layout, loader_of, mix_of
+from gpu.lengths import ROWS, Layout, loader_of, mix_of
 from gpu.models import VOCABULARY, Setting, fitting
 from gpu.training import Runner, Variant, alternated, train_step
 from gpu.where import Where
@@ -37,13 +37,14 @@ def compare(
     size: str,
     variants: list[str],
     max_tokens: int = 8192,
+    rows: int = ROWS,
     rounds: int = 2,
     steps: int = 4,
 ) -> dict[str, Any]:
     """Speed, memory and waiting of each variant, on the same examples."""
-    mix, model, optimizer, setting, too_large = prepared(where, size, max_tokens)
+    mix, model, optimizer, setting, too_large = prepared(where, size, max_tokens, rows)
     runners = [Runner(VARIANTS[name], model, optimizer, setting, mix, where) for name in variants]
-    results = alternated(runners, where, rounds=rounds, steps=steps, warm_up=3)
+    results = alternated(runners, where, rounds=rounds, steps=steps, warm_up=2)
     return {
         **about(size, mix, setting, too_large),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -63,9 +64,11 @@ def about(size: str, mix: Any, setting: Setting, too_large: list[str]) -> dict[s
     }
 
 
-def prepared(where: Where, size: str, max_tokens: int) -> tuple[Any, Any, Any, Setting, list[str]]:
+def prepared(
+    where: Where, size: str, max_tokens: int, rows: int = ROWS
+) -> tuple[Any, Any, Any, Setting, list[str]]:
     """Data, model, optimizer and the setting that fits, after two steps of packed rows."""
-    mix = mix_of(where, 512 if where.is_tiny else VOCABULARY, max_tokens=max_tokens)
+    mix = mix_of(where, 512 if where.is_tiny else VOCABULARY, max_tokens=max_tokens, rows=rows)
 
     def one_step(model: Any, optimizer: Any, setting: Setting) -> None:
         with loader_of(mix, OURS.layout, where) as loader:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpu.lengths import Layout, Mix, loader_of
 from gpu.models import Setting
-from gpu.where import Where
+from gpu.where import Where, is_out_of_memory
 from torch_collate_kit import Batch, token_loss
 
 __all__ = ["Runner", "Variant", "alternated", "train_step"]
@@ -96,15 +96,17 @@ class Runner:
         self._hidden: list[bool] = []
         self._copies = _Copies(self.loader, where)
 
-    @torch.no_grad()
     def look(self) -> None:
-        """The loss of the first step's examples, before any training: the same in every variant."""
+        """The loss of the first step's examples, before any training: the same in every variant.
+
+        With gradients, though they are not used: a compiled model would be compiled twice without.
+        """
         self._prepare()
         with contextlib.closing(self.loader.steps(1)) as steps:
             parts, num_loss_tokens, _ = parts_of(next(steps))
         with autocast_of(self._setting, self._where):
-            losses = [loss_of(self._model, p, self.variant, num_loss_tokens) for p in parts]
-        self.first_loss = float(sum(losses))
+            losses = [float(loss_of(self._model, p, self.variant, num_loss_tokens)) for p in parts]
+        self.first_loss = sum(losses)
 
     def warm_up(self, num_steps: int) -> None:
         self._prepare()
@@ -208,10 +210,9 @@ def _guarded(runner: Runner, what: Any, where: Where) -> None:
         return
     try:
         what(runner)
-    except torch.OutOfMemoryError:
-        runner.error = "out of memory"
     except Exception as error:  # of one variant: the others are measured
-        runner.error = f"{type(error).__name__}: {error}"[:300]
+        is_memory = is_out_of_memory(error)
+        runner.error = "out of memory" if is_memory else f"{type(error).__name__}: {error}"[:300]
     if runner.error:
         runner._model.zero_grad()
         if where.is_cuda:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DATA", "Where", "described"]
+__all__ = ["DATA", "Where", "described", "is_out_of_memory"]
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("TORCH_COLLATE_KIT_DATA", ROOT.parent / "shared" / "data"))
@@ -62,9 +62,10 @@ class Where:
         """Bytes of tensors at most since ``reset_peak``; 0 on the CPU."""
         return torch.cuda.max_memory_allocated() if self.is_cuda else 0
 
-    def memory(self) -> int:
-        """Bytes that the GPU has; 0 on the CPU."""
-        return torch.cuda.get_device_properties(0).total_memory if self.is_cuda else 0
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Also where a library of CUDA has found none left for its workspace."""
+    return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error)
 
 
 def described(where: Where) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def test_packed_and_padded_train_the_same_examples(run: Run, tmp_path: Path) -> 
 
 
 def test_accelerate_launch(base: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
-    config = str(EXAMPLES / "accelerate" / "cpu.yaml")
+    config = str(EXAMPLES / "configs" / "cpu.yaml")
     found = launch(["accelerate.commands.launch", "--config_file", config], tmp_path / "out")
     assert found["losses"] == pytest.approx(base[0]["losses"], rel=1e-6)
 

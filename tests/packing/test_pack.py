@@ -392,17 +392,6 @@ def _cost(plan: PackingPlan, row: int) -> int:
     return int((cells * (24576 + cells)).sum())
 
 
-def test_attention_balance_levels_the_rows_themselves(data_folder: Path) -> None:
-    """One row a rank: only what is in the rows can even out the cost of long examples."""
-    lengths = real_lengths(data_folder, 600, longest=32768)
-    by_cost = pack(lengths, 32768, rows_multiple_of=8)
-    by_tokens = pack(lengths, 32768, rows_multiple_of=8, balance="tokens")
-    assert by_cost.num_rows == by_tokens.num_rows == 8
-    assert by_cost.cost_per_rank.max() < 1.01 * by_cost.cost_per_rank.mean()
-    assert by_tokens.tokens_per_rank.max() < 1.01 * by_tokens.tokens_per_rank.mean()
-    assert by_tokens.cost_per_rank.max() > by_cost.cost_per_rank.max()
-
-
 def test_balanced_rows_are_even(data_folder: Path) -> None:
     lengths = real_lengths(data_folder, 5000, longest=2048)
     best_fit = pack(lengths, 4096)

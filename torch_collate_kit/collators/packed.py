@@ -265,10 +265,9 @@ class PackedCollator(Generic[B]):
         plan = part.plan
         if columns.images is None or (plan.max_patches is None and plan.num_ranks == 1):
             return
-        first, stop = plan.row_offsets[[part.rows.start, part.rows.stop]]
-        told, positions = plan.patches[first:stop], part.positions
+        told, positions = plan.patches[part.pieces], part.positions
         found = np.array([sum(of) for of in columns.images.patches], dtype=np.int64)
-        is_whole = plan.lengths[first:stop] == columns.lengths[positions]
+        is_whole = plan.lengths[part.pieces] == columns.lengths[positions]
         wrong = np.flatnonzero((told != found[positions]) & is_whole)
         if len(wrong):
             i = int(positions[wrong[0]])
@@ -280,19 +279,18 @@ class PackedCollator(Generic[B]):
 
     def _collate(self, columns: ExampleColumns, part: RankPlan) -> Batch:
         """The rows of the part."""
-        plan, rows, positions = part.plan, part.rows, part.positions
+        plan, positions = part.plan, part.positions
+        chosen, row_offsets = part.pieces, part.row_offsets
         width = self.packing.capacity if self.fixed_width else plan.width
-        row_offsets = plan.row_offsets[rows.start : rows.stop + 1]
-        chosen = slice(int(row_offsets[0]), int(row_offsets[-1]))
-        row_offsets = row_offsets - row_offsets[0]
         pieces = Pieces(positions, plan.starts[chosen], plan.lengths[chosen], row_offsets)
         num_examples = len(columns.lengths)
         if self.vision is not None:
-            needed = plan.needs_dummy_image[rows.start : rows.stop]
+            needed = part.needs_dummy_image
             if needed.any():
                 columns = columns.with_smallest_image()
                 pieces = _with_last(pieces, needed, num_examples, self.vision.smallest_tokens)
         placed = columns.place(pieces)
+        num_trained = int(placed.num_trained.sum())
         if self.vision is not None:
             placed.counts["examples"] = (pieces.examples < num_examples).astype(np.int64)
         segments = packed(placed.counts, pieces.row_offsets, width=width, align=plan.align)
@@ -309,7 +307,7 @@ class PackedCollator(Generic[B]):
             Placement(width, width - 1, self.pad_token_id, True, segments, self.vision),
             tuple(names),
             normalize_loss=self.normalize_loss,
-            num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere,
+            num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere(num_trained),
             row_metadata={
                 "example_indices": Ragged(plan.example_indices[chosen], row_offsets),
                 "max_segment_length": longest_segments(segments["starts"], width),
@@ -326,7 +324,7 @@ class PackedCollator(Generic[B]):
                 "cut": tuple(plan.cut.tolist()),
             },
         )
-        part.check_loss_tokens(int(placed.num_trained.sum()))
+        part.check_loss_tokens(num_trained)
         return batch
 
     def _costs(self, part: RankPlan) -> dict[str, Any]:

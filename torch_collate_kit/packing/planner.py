@@ -263,12 +263,16 @@ def _for_ranks(
         tokens, capacity, max_pieces, patches = _in_order(sizes, limits)
         rows = split_evenly(tokens, num_rows, capacity, max_pieces, patches)
     else:
+        # By tokens, not by cost: a row with less tokens than another is padded, and costs as much.
+        weights = sizes
+        if limits.patches and strategy != "balanced":
+            weights = Weights(sizes.tokens, costs.patches)
         rows = level(
             rows,
             sizes,
             num_rows,
             limits=limits,
-            weights=sizes if strategy == "balanced" else costs,
+            weights=weights,
             most=filled if strategy == "balanced" else _LEVELLED_ROWS_PER_RANK * num_ranks,
         )
     if num_ranks == 1:

@@ -234,12 +234,13 @@ def test_the_next_batch_is_built_while_this_one_trains_and_only_that():
             assert collate.num_begun == min(number + 2, 4)
 
 
-def test_without_prefetch_nothing_is_built_ahead_and_there_is_no_thread():
+@pytest.mark.parametrize(("warn_after", "threads"), [(60.0, ["watchdog"]), (None, [])])
+def test_without_prefetch_nothing_is_built_ahead_on_a_thread(warn_after, threads):
     collate = Watched()
-    with make_loader(collate, prefetch=False) as loader:
+    with make_loader(collate, prefetch=False, warn_after=warn_after) as loader:
         for number, _ in enumerate(loader):
             assert collate.num_begun == number + 1
-            assert our_threads() == []
+            assert [thread.name.split()[-1] for thread in our_threads()] == threads
 
 
 def test_the_last_batch_of_an_epoch_is_trained_with_nothing_in_flight():

@@ -30,6 +30,7 @@ def make_loader(
     num_workers: int = 0,
     persistent_workers: bool = False,
     prefetch: bool = True,
+    warn_after: float | None = 60.0,
     **sampler_options: Any,
 ) -> PrefetchLoader:
     loader = DataLoader(
@@ -39,7 +40,7 @@ def make_loader(
         num_workers=num_workers,
         persistent_workers=persistent_workers,
     )
-    return PrefetchLoader(loader, prefetch=prefetch)
+    return PrefetchLoader(loader, prefetch=prefetch, warn_after=warn_after)
 
 
 def collated(collate: Any, indices: Any, epoch: int, step: int) -> Any:

@@ -16,6 +16,7 @@ from torch_collate_kit.loading.prefetch.device_copy import device_copy
 from torch_collate_kit.loading.prefetch.read_ahead import END, ReadAhead
 from torch_collate_kit.loading.prefetch.resumable_loaders import resumable_loader
 from torch_collate_kit.loading.prefetch.timeline import StepTimes, Timeline
+from torch_collate_kit.loading.prefetch.watchdog import checked_seconds
 from torch_collate_kit.loading.sampler.arguments import is_same
 
 __all__ = ["PrefetchLoader"]
@@ -29,9 +30,12 @@ class PrefetchLoader:
     Args:
         loader: a DataLoader with a resumable ``batch_sampler``, such as a PrefetchingSampler; or
             torchdata's StatefulDataLoader. Nothing else may iterate it.
-        prefetch: False builds each batch when it is asked for, without a thread: the same batches.
+        prefetch: False builds each batch when it is asked for, in the consumer's thread: the same
+            batches.
         device: where batches go. For CUDA they are pinned, and copied on a separate stream. None
             and "cpu" leave them where they are.
+        warn_after: a wait for a batch that takes longer than so many seconds is logged once: the
+            step, the worker, the stack of the thread that collates. None: never.
 
     The loader has one position. ``for batch in loader`` yields the rest of the epoch, ``steps(n)``
     the next n batches across epochs. A loop that is left early keeps the position after the last
@@ -58,6 +62,7 @@ class PrefetchLoader:
         *,
         prefetch: bool = True,
         device: torch.device | str | int | None = None,
+        warn_after: float | None = 60.0,
     ) -> None:
         self.wait_seconds = 0.0
         self._timeline = Timeline()
@@ -66,6 +71,7 @@ class PrefetchLoader:
         self._max_tokens: int | None = getattr(packing, "max_tokens", None)
         self._prefetch = checked_bool("prefetch", prefetch)
         self._copy = device_copy(device)
+        self._warn_after = checked_seconds("warn_after", warn_after)
         self._run: ReadAhead | None = None  # the epoch that is being read
         self._pid = 0  # of the process that reads it, or that has read last
         self._loop: object = None  # the loop that may draw from it
@@ -77,6 +83,7 @@ class PrefetchLoader:
         epoch, step = self._loader.position() if run is None else (run.epoch, run.step)
         settings: dict[str, Any] = {} if self._prefetch else {"prefetch": False}
         settings |= {} if self._copy is None else {"device": str(self._copy.device)}
+        settings |= {} if self._warn_after == 60.0 else {"warn_after": self._warn_after}
         where = "closed" if self._is_closed else f"epoch {epoch}, step {step}"
         return f"{call_repr(self, self._loader.described(), **settings)} [{where}]"
 
@@ -169,7 +176,9 @@ class PrefetchLoader:
             if step == 0:
                 on_epoch(epoch)
         self._pid = os.getpid()
-        self._run = ReadAhead(self._loader, self._copy, prefetch=self._prefetch)
+        self._run = ReadAhead(
+            self._loader, self._copy, prefetch=self._prefetch, warn_after=self._warn_after
+        )
         return self._run
 
     def _take(self, run: ReadAhead) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +15,7 @@ from torch_collate_kit.loading.prefetch.async_collator import AsyncBatchCollator
 from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy
 from torch_collate_kit.loading.prefetch.resumable_loaders import ResumableLoader
 from torch_collate_kit.loading.prefetch.timeline import BuildTimes
+from torch_collate_kit.loading.prefetch.watchdog import Watchdog
 
 __all__ = ["END", "ReadAhead"]
 
@@ -24,13 +26,19 @@ class ReadAhead:
     """One reading of an epoch: how far it is built, and how far the consumer has received it."""
 
     def __init__(
-        self, loader: ResumableLoader, to_device: DeviceCopy | None, *, prefetch: bool
+        self,
+        loader: ResumableLoader,
+        to_device: DeviceCopy | None,
+        *,
+        prefetch: bool,
+        warn_after: float | None,
     ) -> None:
         # workers are forked here: in the consumer's thread, while no other one runs
         self.epoch, self.step, self.num_steps, self._batches = loader.begin()
         self.mark = loader.mark()
         self._loader, self._to_device, self._prefetch = loader, to_device, prefetch
-        build = partial(_build, loader, self._batches, to_device, self.epoch)
+        self._watchdog = Watchdog(warn_after)
+        build = partial(_build, loader, self._batches, to_device, self.epoch, self._watchdog)
         self._collator = AsyncBatchCollator(build)
 
     @property
@@ -40,7 +48,11 @@ class ReadAhead:
     def take(self) -> tuple[Any, BuildTimes]:
         """The next batch, or END, and its times; the one after it is then on its way."""
         self._loader.check(self.epoch)
-        batch, mark, built = self._collator.get(self.step)
+        self._watchdog.wait_begins(self.epoch, self.step)
+        try:
+            batch, mark, built = self._collator.get(self.step)
+        finally:
+            self._watchdog.wait_ends()
         if batch is END or self.is_over:
             if self.num_steps is None or (batch is END and self.is_over):
                 return END, built
@@ -59,6 +71,7 @@ class ReadAhead:
 
     def stop(self) -> None:
         try:
+            self._watchdog.stop()
             self._collator.shutdown()
         finally:
             self._loader.end(self._batches)
@@ -69,9 +82,11 @@ def _build(
     batches: Iterator[Any],
     to_device: DeviceCopy | None,
     epoch: int,
+    watchdog: Watchdog,
     step: int,
 ) -> tuple[Any, Any, BuildTimes]:
     """The next batch, on its way to its device, the mark of the position after it, and times."""
+    watchdog.collating = threading.get_ident()
     began = time.perf_counter()
     batch = next(batches, END)
     collated = time.perf_counter()

@@ -8,6 +8,7 @@ the P-fair schedule (worst-case fair queueing, if examples have sizes).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -60,7 +61,7 @@ class MixedSampler(EpochSampler):
         sources: Sequence[int | Sized],
         batch_size: int,
         *,
-        weights: Sequence[float] | None = None,
+        weights: Sequence[float | Fraction] | None = None,
         by: str = "examples",
         lengths: Sequence[npt.ArrayLike] | None = None,
         num_steps: int | None = None,
