@@ -93,7 +93,10 @@ class RunLog:
             with (self.args.output_dir / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
-            fail(f"metrics.jsonl could not be written at step {record['step']}: {error}")
+            fail(
+                f"metrics.jsonl could not be written at step {record['step']}: {error}; --resume "
+                "goes on from the last checkpoint, if --checkpoint-every saved one"
+            )
 
     def _move_bar(self, loss: float) -> None:
         rates = _rates(self.took)

@@ -263,7 +263,10 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP)
     monkeypatch.setattr(Path, "open", full)
     log = RunLog(Model(), Loader(), Logging(), arguments_of(tmp_path, resume="always"))
-    message = r"metrics.jsonl could not be written at step 1: \[Errno 28\] No space left on device$"
+    message = (
+        r"metrics.jsonl could not be written at step 1: \[Errno 28\] No space left on device; "
+        "--resume goes on from the last checkpoint, if --checkpoint-every saved one$"
+    )
     with log, pytest.raises(SystemExit, match=message):
         log.step(1, [batch], 3.0, 0.1, 0.5)
 
