@@ -93,7 +93,10 @@ class RunLog:
             with (self.args.output_dir / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
-            fail(f"metrics.jsonl could not be written at step {record['step']}: {error}")
+            fail(
+                f"metrics.jsonl could not be written at step {record['step']}: {error}; --resume "
+                "goes on from the last checkpoint, if --checkpoint-every saved one"
+            )
 
     def _move_bar(self, loss: float) -> None:
         rates = _rates(self.took)
@@ -190,7 +193,7 @@ def _known_peak(model: Any, device: torch.device) -> float | None:
 
 def _flops(parts: list[kit.Batch], model: Any) -> float:
     """Of the examples in these rows, forward and backward; the head sees trained tokens only."""
-    lengths = np.concatenate([part["sub_seq_lengths"].to("cpu").flat_values for part in parts])
+    lengths = torch.cat([part["sub_seq_lengths"].flat_values for part in parts]).cpu()
     trained = sum(int(part.row_metadata["num_trained"].flat_values.sum()) for part in parts)
     num_head_tokens = trained if model.through_head else None
     return flops_per_step(model.model.config, lengths, num_head_tokens=num_head_tokens)
