@@ -320,10 +320,30 @@ def _audit(r: Results) -> Rows:
     ]
 
 
+def _gpu(r: Results) -> Rows:
+    """One row per model that was measured; a page of one machine has no others."""
+    rows = []
+    for size in ("0.6B", "1.7B", "4B"):
+        found = {v["variant"]: v for v in r.get(f"padding-{size}", [])}
+        ours, padded = found.get("packed, torch_varlen", {}), found.get("padded, sdpa", {})
+        if "tokens_per_second" in ours:
+            answer = f"{ours['tokens_per_second']:,.0f} real tokens per second packed"
+            if "tokens_per_second" in padded:
+                times = ours["tokens_per_second"] / padded["tokens_per_second"]
+                answer += f", {times:.2f}x as many as padded"
+            rows.append([f"How fast is a Qwen3-{size} fine-tuned on {r['device']}?", answer])
+    checks = r.get("checks", {})
+    if checks:
+        answer = f"{checks['passed']} checks pass, {checks['failed']} fail"
+        rows.append(["Is packed attention exact on the GPU?", answer])
+    return rows
+
+
 ANSWERS: dict[str, Callable[[Results], Rows]] = {
     "audit": _audit,
     "chat": _chat,
     "collate": _collate,
+    "gpu": _gpu,
     "loader": _loader,
     "packing": _packing,
     "rollout": _rollout,
@@ -352,9 +372,14 @@ def overview(all_results: Mapping[str, Results]) -> Rows:
         ("scale", "How long does a rank plan"),
         ("chat", "How much longer"),
     ]
+    asked += [
+        (name, "How fast is a Qwen3") for name in sorted(all_results) if name.startswith("gpu-")
+    ]
     rows = []
     for name, begin in asked:
-        found = [row for row in ANSWERS[name](all_results[name]) if row[0].startswith(begin)]
-        (row,) = found
-        rows.append([*row, f"[{name}](results/{name}.md)"])
+        kind = name.partition("-")[0]
+        found = [row for row in ANSWERS[kind](all_results[name]) if row[0].startswith(begin)]
+        if kind != "gpu":
+            (_,) = found
+        rows += [[*row, f"[{name}](results/{name}.md)"] for row in found]
     return rows

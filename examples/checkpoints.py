@@ -97,7 +97,7 @@ def save_checkpoint(accelerator: Accelerator, loader: Any, step: int, args: Any)
         wait_for_disk(*unfinished.glob(f"random_states_{args.rank}.pkl"))  # maybe not of this host
 
     def finish() -> None:
-        state = {"version": 5, "step": step, "loader": loader.state_dict(), "run": args.run}
+        state = {"version": 6, "step": step, "loader": loader.state_dict(), "run": args.run}
         (unfinished / "run.json").write_text(json.dumps(state, indent=2))
         wait_for_disk(metrics, *unfinished.rglob("*"), unfinished)
         unfinished.rename(args.output_dir / f"checkpoint-{step:08d}")
@@ -143,7 +143,7 @@ def resume(accelerator: Accelerator, loader: Any, args: argparse.Namespace) -> i
     """Load the latest checkpoint, if it is of this very run; the number of its step."""
     latest = checkpoints(args)[-1]
     state = json.loads((latest / "run.json").read_text())
-    was, now = {"version": state["version"], **state["run"]}, {"version": 5, **args.run}
+    was, now = {"version": state["version"], **state["run"]}, {"version": 6, **args.run}
     if other := [f"{name} {value}" for name, value in was.items() if now.get(name) != value]:
         fail(f"--resume: {latest} is of another run, which had {', '.join(other)}")
     accelerator.load_state(str(latest))

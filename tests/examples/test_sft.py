@@ -395,5 +395,7 @@ def test_linear_attention_is_refused(
         layer_types=["conv", "full_attention"],
     )
     transformers.Lfm2ForCausalLM(config).save_pretrained(tmp_path / "model")
-    with pytest.raises(sft.kit.IsolationError, match="use PaddedCollator for this model"):
+    with pytest.raises(
+        sft.kit.IsolationError, match="no attention trains Lfm2ForCausalLM, use --no"
+    ):
         run(f"{TINY} --model {tmp_path / 'model'}", tmp_path / "out")

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sft
 import torch
+
+pytest.importorskip("datasets")
+import sft
 
 
 def run(folder: Path, patch: pytest.MonkeyPatch, *options: str) -> tuple[list[float], set[Any]]:

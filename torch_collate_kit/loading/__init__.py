@@ -10,7 +10,7 @@ from torch_collate_kit.loading.sampler import (
     PrefetchingSampler,
     ResumableSampler,
 )
-from torch_collate_kit.loading.streaming import PackedIterableDataset
+from torch_collate_kit.loading.streaming import PackedIterableDataset, merge_states
 
 __all__ = [
     "AsyncBatchCollator",
@@ -22,5 +22,6 @@ __all__ = [
     "ResumableSampler",
     "StepTimes",
     "TokenizedDataset",
+    "merge_states",
     "read_records",
 ]

@@ -164,7 +164,7 @@ def plain() -> Any:
 @pytest.mark.parametrize("name", SOURCES)
 def test_columns_are_read_as_columns(name: str) -> None:
     source = SOURCES[name](examples_of("loss_mask", [3, 5, 2, 4]))
-    found = Stream(source, 1, 2, presharded=False, collator=COLLATOR).read(Place(1))
+    found = Stream(source, 1, 2, presharded=False, collator=COLLATOR).read(Place(1), 0)
     assert isinstance(found, TokenizedShard)
     assert found.positions == range(1, 4, 2)
 
@@ -182,7 +182,7 @@ def test_columns_are_read_as_columns(name: str) -> None:
 )
 def test_what_gives_something_else_is_iterated_over(source: Any) -> None:
     stream = Stream(source, 0, 1, presharded=False, collator=COLLATOR)
-    assert not isinstance(stream.read(Place()), TokenizedShard)
+    assert not isinstance(stream.read(Place(), 0), TokenizedShard)
     expected = PackedIterableDataset([dict(example) for example in source], **SETTINGS)
     found = list(PackedIterableDataset(source, **SETTINGS))
     assert found

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torch_collate_kit.loading.streaming.shards import _has_exact_state
+from torch_collate_kit.loading.streaming.outside_streams import has_exact_state
 
 datasets = pytest.importorskip("datasets")
 split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
@@ -70,7 +70,7 @@ def read(stream: Any) -> list[str]:
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_trusted_stream_is_restored_exactly_at_every_example(name: str, make: Any) -> None:
     stream = STREAMS[name](make)
-    assert _has_exact_state(stream)
+    assert has_exact_state(stream)
     whole = read(stream)
     assert len(whole) >= 5
     for num_read in range(len(whole) + 1):
@@ -87,6 +87,6 @@ def test_a_trusted_stream_is_restored_exactly_at_every_example(name: str, make: 
 @pytest.mark.parametrize("make", [generated, from_tables])
 def test_a_shuffle_buffer_is_not_trusted(make: Any) -> None:
     shuffled = make().shuffle(seed=1, buffer_size=4)
-    assert not _has_exact_state(shuffled)
-    assert not _has_exact_state(shuffled.map(plus_one))
-    assert not _has_exact_state(datasets.concatenate_datasets([make(), shuffled]))
+    assert not has_exact_state(shuffled)
+    assert not has_exact_state(shuffled.map(plus_one))
+    assert not has_exact_state(datasets.concatenate_datasets([make(), shuffled]))

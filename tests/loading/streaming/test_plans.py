@@ -15,7 +15,7 @@ from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToke
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import PackedIterableDataset, TokenizedDataset
-from torch_collate_kit.loading.streaming.shards import _has_exact_state
+from torch_collate_kit.loading.streaming.outside_streams import has_exact_state
 from torch_collate_kit.packing import PlannedExamples, pack
 from torch_collate_kit.testing import batch_digest
 
@@ -134,8 +134,8 @@ def test_what_a_newer_datasets_calls_otherwise_is_skipped_not_restored(name: str
         renamed(stream._ex_iterable, "SomethingNew")
         return stream
 
-    assert _has_exact_state(SOURCES[name]()) == (name != "shuffled")
-    assert not _has_exact_state(make())
+    assert has_exact_state(SOURCES[name]()) == (name != "shuffled")
+    assert not has_exact_state(make())
     settings = SETTINGS | {"buffer_size": 2}
     dataset = PackedIterableDataset(make(), **settings)
     batches: Iterator[Any] = iter(dataset)
@@ -153,7 +153,7 @@ def test_a_step_whose_base_cannot_be_seen_is_not_trusted() -> None:
     stream = SOURCES["mapped"]()
     node = stream._ex_iterable.ex_iterable
     vars(node)["upstream"] = vars(node).pop("ex_iterable")
-    assert not _has_exact_state(stream)
+    assert not has_exact_state(stream)
 
 
 def test_a_part_beyond_the_end_of_its_example_is_refused() -> None:

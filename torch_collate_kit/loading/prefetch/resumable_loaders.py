@@ -7,7 +7,7 @@ import copy
 import hashlib
 import io
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader
@@ -17,6 +17,9 @@ from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.sampler.arguments import is_same
 from torch_collate_kit.loading.sampler.resumable import ResumableSampler
 
+if TYPE_CHECKING:
+    from torch_collate_kit.loading.prefetch.stream_loader import StreamLoader
+
 
 class _Loader:
     """A loader and its position. While an epoch is being read, the reader counts the steps.
@@ -24,6 +27,9 @@ class _Loader:
     ``begin()`` returns epoch, first step, number of steps from step 0 on (None if only the end
     will tell), and the batches from that step on.
     """
+
+    batches_may_be_named = False
+    """Whether an epoch and a step that a batch has in its metadata stay: those of a stream."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -143,6 +149,8 @@ class _StatefulLoader(_Loader):
     It runs ahead of the consumer, so its state is kept as a ``mark`` after every batch.
     """
 
+    batches_may_be_named = True
+
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         self._epoch, self._step = 0, 0
@@ -227,7 +235,7 @@ class _StatefulLoader(_Loader):
         return {"length": length, **settings}
 
 
-ResumableLoader: TypeAlias = _SampledLoader | _StatefulLoader
+ResumableLoader: TypeAlias = "_SampledLoader | _StatefulLoader | StreamLoader"
 
 
 def resumable_loader(loader: Any) -> ResumableLoader:
@@ -237,6 +245,10 @@ def resumable_loader(loader: Any) -> ResumableLoader:
         return _SampledLoader(loader, sampler)
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return _StatefulLoader(loader)
+    from torch_collate_kit.loading.prefetch import stream_loader  # which builds on this file
+
+    if isinstance(loader, DataLoader) and stream_loader.is_stream_of_shards(loader.dataset):
+        return stream_loader.StreamLoader(loader)
     raise TypeError(
         f"a {type(loader).__name__} with batch_sampler={type(sampler).__name__} cannot be resumed; "
         "build it with batch_sampler=PrefetchingSampler(data, batch_size), or wrap torchdata's "

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from torch_collate_kit.loading.streaming.packed import PackedIterableDataset
+from torch_collate_kit.loading.streaming.states import merge_states
 
-__all__ = ["PackedIterableDataset"]
+__all__ = ["PackedIterableDataset", "merge_states"]

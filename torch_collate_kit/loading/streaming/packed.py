@@ -10,37 +10,43 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torch_collate_kit._checks import checked_bool, checked_int
+from torch_collate_kit._checks import checked_bool, checked_int, checked_optional_int
 from torch_collate_kit._reprs import Shown, call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.collators.packed import changed_options
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading.sampler.arguments import checked_rank, is_same
+from torch_collate_kit.loading.sampler.arguments import checked_rank
+from torch_collate_kit.loading.streaming.divided import DividedStream
 from torch_collate_kit.loading.streaming.readers import Reader, at_positions, reader_of
-from torch_collate_kit.loading.streaming.shards import ExampleSource, Place, Stream
+from torch_collate_kit.loading.streaming.rounds import Position, in_rounds
+from torch_collate_kit.loading.streaming.shards import ExampleSource, Stream
+from torch_collate_kit.loading.streaming.states import (
+    position_in,
+    positions_in,
+    state_of_one,
+    state_of_shards,
+)
 from torch_collate_kit.loading.streaming.windows import PlannedEntries, Windows
 from torch_collate_kit.packing import PlannedExamples
 
 __all__ = ["PackedIterableDataset"]
 
-_VERSION = 3  # goes up with _NUM_BUFFERS and with any change to which examples make a batch
-_MAX_COUNT = 2**63 - 1
 _NUM_BUFFERS = 8  # of a window; 4 lose 0.9% on lengths spread evenly, for half the reading
 
 
 @dataclass
-class _Position:
-    """The position of a pass: where its window began, and the batches since."""
+class _Pass:
+    """How far a pass is, in each shard of this process."""
 
-    place: Place = field(default_factory=Place)
-    num_batches: int = 0
-    epoch: int | None = None
+    positions: dict[int, Position]
+    epoch: int | None  # of the source
 
 
 class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
@@ -54,6 +60,8 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         rows_per_batch: a multiple of ``parallel.dp``. The last batch of a pass may have fewer rows.
         rank, world_size: which part of the stream is read, without collectives.
         presharded: the source gives every rank and worker different examples; do not split it.
+        num_shards: divides the stream into as many shards, whatever ``world_size``, which must
+            divide it: a saved run can go on with another number of ranks and workers.
         collator_options: all other options of ``PackedCollator``: ``max_tokens``, ``packing``, ...
 
     One ``iter()`` is one pass. Batches are those that ``PackedCollator`` makes of their examples in
@@ -80,6 +88,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         rank: int = 0,
         world_size: int = 1,
         presharded: bool = False,
+        num_shards: int | None = None,
         **collator_options: Any,
     ) -> None:
         self.collator = PackedCollator(tokenizer, **collator_options)
@@ -88,15 +97,18 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         self.world_size = checked_int("world_size", world_size, hint="1 means one rank")
         self.rank = checked_rank(rank, self.world_size)
         self.presharded = checked_bool("presharded", presharded)
+        hint = "None makes every worker of every rank a shard"
+        self.num_shards = checked_optional_int("num_shards", num_shards, hint=hint)
         self._stream = Stream(
             source,
             self.rank,
             self.world_size,
             presharded=presharded,
             collator=self.collator,
+            num_shards=self.num_shards,
         )
         self._saved: Mapping[str, Any] | None = None
-        self._position: _Position | None = None
+        self._pass: _Pass | None = None
         dp = self.collator.packing.parallel.dp
         if self.rows_per_batch % dp:
             raise ValueError(
@@ -109,10 +121,9 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             )
 
     def __iter__(self) -> Iterator[Batch | dict[str, Any]]:
-        position = _Position() if self._saved is None else self._position_of(self._saved)
-        position.epoch = self._stream.epoch
-        self._saved, self._position = None, position
-        return self._batches(position)
+        positions = self._starting_positions()
+        self._saved, self._pass = None, _Pass(positions, self._stream.epoch)
+        return self._batches(self._pass)
 
     def __repr__(self) -> str:
         own = changed_settings(self)
@@ -151,29 +162,58 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         """The position of the newest pass, after the last batch that it has given out.
 
         The window began after ``num_read`` examples of the source (``source`` is its own state
-        there, or None) and ``start`` tokens of the next; ``num_batches`` is counted from there. It
-        also holds ``version`` and the settings that must be the same.
+        there, or None) and ``start`` tokens of the next; ``num_batches`` is counted from there.
+        With ``num_shards`` the state has these numbers for each shard of this rank. It also holds
+        ``version`` and the settings that must be the same.
         """
-        if self._saved is not None:
+        if self._saved is not None and self.num_shards is None:
             return copy.deepcopy(dict(self._saved))
-        position = self._position or _Position(epoch=self._stream.epoch)
-        settings = self._settings() | {"epoch": position.epoch}
-        counts = {**position.place._asdict(), "num_batches": position.num_batches}
-        return copy.deepcopy({"version": _VERSION, **settings, **counts})
+        epoch = self._stream.epoch
+        positions = self._starting_positions()
+        if self._saved is None and self._pass is not None:
+            positions, epoch = self._pass.positions, self._pass.epoch
+        settings = self._settings() | {"epoch": epoch}
+        if self.num_shards is not None:
+            return state_of_shards(settings, positions)
+        return state_of_one(settings, *positions.values())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next ``iter()`` goes on where ``state`` was taken.
 
+        With ``num_shards`` a state has all shards that this rank reads: it is that of the same
+        rank of as many, or what ``merge_states`` made of the states of all ranks.
+
         Raises:
             StateError: the state does not fit; the message says what differs, nothing has changed.
         """
-        self._position_of(state)
+        self._positions_in(state)
         self._saved = copy.deepcopy(dict(state))
+
+    def _divided(self, num_workers: int) -> DividedStream:
+        """This rank's shards over the workers of a DataLoader; for PrefetchLoader."""
+        return DividedStream(self, num_workers)
+
+    def _shards(self) -> range:
+        """The shards of this process: of a rank, or of one of its workers."""
+        worker = get_worker_info()
+        if worker is None:
+            return self._stream.shards(0)
+        return self._stream.shards(worker.num_workers)[worker.id :: worker.num_workers]
+
+    def _starting_positions(self) -> dict[int, Position]:
+        if self._saved is not None:
+            return self._positions_in(self._saved)
+        return dict.fromkeys(self._shards(), Position())
+
+    def _positions_in(self, state: Mapping[str, Any]) -> dict[int, Position]:
+        settings, packing, shards = self._settings(), self.collator.packing, self._shards()
+        if self.num_shards is not None:
+            return positions_in(state, settings, packing, shards)
+        return dict.fromkeys(shards, position_in(state, settings, packing))
 
     def _settings(self) -> dict[str, Any]:
         """All that shapes batches; a state must have the same."""
-        worker, collator = get_worker_info(), self.collator
-        rank, world_size = self._stream.node
+        collator = self.collator
         return {
             "buffer_size": self.buffer_size,
             "rows_per_batch": self.rows_per_batch,
@@ -184,55 +224,49 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             "model_inputs": collator.model_inputs,
             "train_all": collator.train_all,
             "fields": ", ".join(f"{name}: {spec}" for name, spec in collator.fields.items()),
-            "rank": rank,
-            "world_size": world_size,
-            "num_workers": 0 if worker is None else worker.num_workers,
-            "worker": 0 if worker is None else worker.id,
+            **self._division(),
             "presharded": self.presharded,
             "epoch": self._stream.epoch,
         }
 
-    def _position_of(self, state: Mapping[str, Any]) -> _Position:
-        version = state.get("version") if isinstance(state, Mapping) else None
-        if not is_same(version, _VERSION):
-            raise StateError(
-                f"the state has version {version!r}, this one reads version {_VERSION}; pass what "
-                "state_dict() of a PackedIterableDataset gave, in the same version of the library"
-            )
-        settings = self._settings()
-        if missing := sorted(settings.keys() - state.keys()):
-            raise StateError(f"the state has no {', '.join(missing)}; it is damaged")
-        for name, expected in settings.items():
-            if not is_same(state[name], expected):
-                raise StateError(
-                    f"the state is of {name}={state[name]!r}, the dataset has "
-                    f"{name}={expected!r}; resume with the settings it was saved with"
-                )
-        counts = [state.get(name) for name in ("num_read", "start", "num_batches")]
-        if not all(type(count) is int and 0 <= count <= _MAX_COUNT for count in counts):
-            raise StateError(
-                f"the state's num_read, start, num_batches are {counts}; it is damaged"
-            )
-        self._check_start(state["start"])
-        place = Place(state["num_read"], state["start"], state.get("source"))
-        return _Position(place, state["num_batches"])
+    def _division(self) -> dict[str, Any]:
+        if self.num_shards is not None:
+            return {"num_shards": self.num_shards}
+        worker = get_worker_info()
+        rank, world_size = self._stream.node
+        return {
+            "rank": rank,
+            "world_size": world_size,
+            "num_workers": 0 if worker is None else worker.num_workers,
+            "worker": 0 if worker is None else worker.id,
+        }
 
-    def _check_start(self, start: int) -> None:
-        packing = self.collator.packing
-        overflow, capacity = packing.overflow, packing.capacity - packing.reserved
-        if start and overflow != "split":
-            raise StateError(
-                f"the state's start is {start}, within an example, but with overflow={overflow!r} "
-                "none is split; it is damaged"
-            )
-        if start % capacity:
-            raise StateError(
-                f"the state's start is {start}, but pieces of examples begin every {capacity} "
-                "tokens; it is damaged"
-            )
+    def _batches(self, current: _Pass) -> Iterator[Batch | dict[str, Any]]:
+        shards = self._shards()
+        read = partial(self._shard_batches, epoch=current.epoch)
+        for turn in in_rounds(shards, current.positions, read):
+            if turn.shard is not None and turn.after is not None:
+                current.positions[turn.shard] = turn.after
+            if turn.has_batch:
+                yield turn.batch  # when the consumer gets it, the position is after it
 
-    def _batches(self, position: _Position) -> Iterator[Batch | dict[str, Any]]:
-        reader = reader_of(self._stream, position.place)
+    def _shard_batches(
+        self, shard: int, position: Position, *, epoch: int | None
+    ) -> Iterator[tuple[Batch | dict[str, Any], Position]]:
+        """The batches of a shard after ``position``, each with the position after it."""
+        reader = reader_of(self._stream, shard, position.place)
+        for planned, after in self._planned(reader, position):
+            batch = self._collate(reader, planned, shard)
+            if self.num_shards is not None and isinstance(batch, Batch):
+                batch.metadata |= {"shard": shard, "step": after.num_given - 1}
+                batch.metadata |= {} if epoch is None else {"epoch": epoch}
+            del planned  # its entries would be held beside the next buffer
+            yield batch, after
+            del batch
+
+    def _planned(
+        self, reader: Reader, position: Position
+    ) -> Iterator[tuple[PlannedEntries, Position]]:
         packing = self.collator.packing
         windows = Windows(
             reader.read,
@@ -251,17 +285,22 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
                     "follow now; the source is not what it was when the state was saved"
                 )
         for planned, next_window in batches:
-            batch = self._collate(reader, planned)
-            position.num_batches += 1
-            if next_window is not None:
-                position.place, position.num_batches = next_window, 0
-            del planned  # its entries would be held beside the next buffer
-            yield batch  # when the consumer gets it, the position is after it
+            num_given = position.num_given + 1
+            if next_window is None:
+                num_batches = position.num_batches + 1
+                position = position._replace(num_batches=num_batches, num_given=num_given)
+            else:
+                position = Position(next_window, 0, num_given)
+            yield planned, position
+            del planned
 
-    def _collate(self, reader: Reader, planned: PlannedEntries) -> Batch | dict[str, Any]:
+    def _collate(
+        self, reader: Reader, planned: PlannedEntries, shard: int
+    ) -> Batch | dict[str, Any]:
         try:
             examples = reader.examples(planned.entries)
             batch: Batch | dict[str, Any] = self.collator(PlannedExamples(planned.plan, examples))
             return batch
         except DataError as error:
-            raise at_positions(error, planned.entries["position"].tolist()) from error
+            positions, of = planned.entries["position"].tolist(), self._stream.name(shard)
+            raise at_positions(error, positions, of) from error

@@ -59,8 +59,9 @@ class _ExampleReader:
         examples: Iterator[tuple[Example, int, Place]],
         place: Place,
         collator: PackedCollator[Any],
+        of: str,
     ) -> None:
-        self._collator = collator
+        self._collator, self._of = collator, of
         self._entries = self._read(examples, place)
 
     def read(self, num_entries: int) -> np.ndarray:
@@ -93,7 +94,7 @@ class _ExampleReader:
                 if is_split := len(pieces) > 1:
                     example = self._as_arrays(example)
             except DataError as error:
-                raise at_positions(error, [position]) from error
+                raise at_positions(error, [position], self._of) from error
             _check_start(before, position, num_tokens)
             for start, length in pieces:
                 stop = start + length
@@ -242,7 +243,7 @@ def _is_too_long(collator: PackedCollator[Any], num_tokens: Any) -> Any:
     return (num_tokens > packing.capacity) & (packing.overflow == "raise")
 
 
-def at_positions(error: DataError, positions: Sequence[int]) -> DataError:
+def at_positions(error: DataError, positions: Sequence[int], of: str = "the stream") -> DataError:
     """The error of a batch, with the position in the stream of the one example that it is about.
 
     >>> at_positions(DataError("example 1 is empty"), [6, 7])
@@ -250,16 +251,16 @@ def at_positions(error: DataError, positions: Sequence[int]) -> DataError:
     """
     message, named = str(error), set(re.findall(r"(example|row) (\d+)", str(error)))
     if len(named) != 1:
-        return DataError(f"{message} (a batch of examples {positions} of the stream)")
+        return DataError(f"{message} (a batch of examples {positions} of {of})")
     ((kind, number),) = named
     position = int(number) if kind == "row" else positions[int(number)]  # a row is a position
     found = f"{kind} {number}"
-    return DataError(message.replace(found, f"example {position} of the stream", 1))
+    return DataError(message.replace(found, f"example {position} of {of}", 1))
 
 
-def reader_of(stream: Stream, place: Place) -> Reader:
-    """What comes after ``place``."""
-    found = stream.read(place)
+def reader_of(stream: Stream, shard: int, place: Place) -> Reader:
+    """What comes after ``place`` in a shard."""
+    found = stream.read(place, shard)
     if isinstance(found, TokenizedShard):
         return _RowReader(found, place, stream.collator)
-    return _ExampleReader(found, place, stream.collator)
+    return _ExampleReader(found, place, stream.collator, stream.name(shard))

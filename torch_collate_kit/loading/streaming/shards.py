@@ -13,6 +13,14 @@ from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.sources import is_a
+from torch_collate_kit.loading.streaming.outside_streams import (
+    canonical_part,
+    has_exact_state,
+    is_datasets_stream,
+    no_worker,
+    node_of,
+    outside_workers,
+)
 
 __all__ = [
     "Example",
@@ -23,7 +31,7 @@ __all__ = [
 ]
 
 Example = Mapping[str, Any]
-ExampleSource = Iterable[Example] | Callable[[], Iterable[Example]]
+ExampleSource = Iterable[Example] | Callable[..., Iterable[Example]]
 
 
 class Place(NamedTuple):
@@ -42,7 +50,11 @@ class TokenizedShard(NamedTuple):
 
 
 class Stream:
-    """This rank's and worker's examples of a source, from any place on."""
+    """The examples of each shard of a source, from any place on.
+
+    With ``num_shards`` the shards are the same for any number of ranks and workers, and a rank has
+    an equal run of them. Without, every worker of every rank is one shard.
+    """
 
     def __init__(
         self,
@@ -52,13 +64,18 @@ class Stream:
         *,
         presharded: bool,
         collator: PackedCollator[Any],
+        num_shards: int | None = None,
     ) -> None:
         _check_source(source)
         self.collator = collator
         self._source, self._rank, self._world_size = source, rank, world_size
-        self._presharded = presharded
+        self._presharded, self._num_shards = presharded, num_shards
         self._was_moved = False  # a datasets stream keeps the state it was given for every pass
-        self._check_split_once(source)
+        self._counts_by_shard = presharded
+        if num_shards is None:
+            self._check_split_once(source)
+        else:
+            _check_divisible(source, num_shards, world_size, presharded=presharded)
 
     @property
     def source(self) -> ExampleSource:
@@ -68,7 +85,7 @@ class Stream:
     @property
     def node(self) -> tuple[int, int]:
         """Rank and world size, of the source where it is split already."""
-        return _node_of(self._source) or (self._rank, self._world_size)
+        return node_of(self._source) or (self._rank, self._world_size)
 
     @property
     def epoch(self) -> int | None:
@@ -76,28 +93,71 @@ class Stream:
         epoch = getattr(self._source, "epoch", None)
         return epoch if type(epoch) is int else None
 
-    def read(self, place: Place) -> TokenizedShard | Iterator[tuple[Example, int, Place]]:
-        """What comes after ``place.num_read`` examples.
+    def shards(self, num_workers: int) -> range:
+        """The numbers of this rank's shards, of which worker w has every num_workers-th from w on.
+
+        Raises:
+            ValueError: more workers than shards.
+        """
+        rank, world_size = self.node
+        num_each = max(1, num_workers)
+        if self._num_shards is not None:
+            num_each = self._num_shards // world_size
+            if num_workers > num_each:
+                raise ValueError(
+                    f"num_workers={num_workers}, but with num_shards={self._num_shards} and "
+                    f"world_size={world_size} a rank has {num_each} shards; take at most as many "
+                    "workers"
+                )
+        return range(rank * num_each, (rank + 1) * num_each)
+
+    def name(self, shard: int) -> str:
+        """Where the positions of a shard's examples count, in the words of an error message."""
+        is_part = self._num_shards is not None and self._counts_by_shard
+        return f"shard {shard} of the stream" if is_part else "the stream"
+
+    def read(
+        self, place: Place, shard: int
+    ) -> TokenizedShard | Iterator[tuple[Example, int, Place]]:
+        """What comes after ``place.num_read`` examples, in a shard of this process.
 
         Rows of a dataset if the source has columns, otherwise tuples: an example, its position in
         the source, and the place after it.
         """
-        source = self._source
-        if not _is_iterable(source):
-            assert callable(source)
-            source = source()
-            if not _is_iterable(source):
-                raise TypeError(
-                    f"the callable source returned a {type(source).__name__}; it must return an "
-                    "iterable of examples"
-                )
-            self._check_split_once(source)
-        index, num_shards = self._shard(source)
+        source, index, num_shards = self._part(shard)
         if place.source is None and (dataset := self._as_rows(source)) is not None:
             _check_num_read(place, min(len(dataset), place.num_read))
             first = place.num_read + (index - place.num_read) % num_shards
             return TokenizedShard(dataset, range(first, len(dataset), num_shards))
         return self._examples(source, place, index, num_shards)
+
+    def _part(self, shard: int) -> tuple[Any, int, int]:
+        """A source, and the part of it that is the shard: ``index`` modulo ``num_shards``."""
+        if self._num_shards is None:
+            source = self._made()
+            self._check_split_once(source)
+            return source, *self._shard(source)
+        with no_worker():
+            source = self._made(shard) if self._presharded else self._made()
+            if self._presharded:
+                return source, 0, 1
+            _check_whole(source, self._num_shards)
+            if not is_datasets_stream(source):
+                return source, shard, self._num_shards
+            self._counts_by_shard = True
+            return canonical_part(source, shard, self._num_shards), 0, 1
+
+    def _made(self, *shard: int) -> Any:
+        if _is_iterable(self._source):
+            return self._source
+        assert callable(self._source)
+        source = self._source(*shard)
+        if not _is_iterable(source):
+            raise TypeError(
+                f"the callable source returned a {type(source).__name__}; it must return an "
+                "iterable of examples"
+            )
+        return source
 
     def _as_rows(self, source: Any) -> TokenizedDataset | None:
         """The source as rows, if these are what iterating over it gives.
@@ -124,11 +184,13 @@ class Stream:
     def _examples(
         self, source: Any, place: Place, index: int, num_shards: int
     ) -> Iterator[tuple[Example, int, Place]]:
-        has_state = _has_exact_state(source)
-        for position, example in enumerate(self._open(source, place, has_state), place.num_read):
-            if position % num_shards == index:
-                state = source.state_dict() if has_state else None
-                yield example, position, Place(position + 1, 0, state)
+        has_state = has_exact_state(source)
+        examples = self._open(source, place, has_state)
+        num_before = (index - place.num_read) % num_shards
+        for i, example in enumerate(islice(examples, num_before, None, num_shards)):
+            position = place.num_read + num_before + i * num_shards
+            state = source.state_dict() if has_state else None
+            yield example, position, Place(position + 1, 0, state)
 
     def _open(self, source: Any, place: Place, has_state: bool) -> Iterator[Example]:
         if place.source is not None:
@@ -141,26 +203,32 @@ class Stream:
                 )
             source.load_state_dict(copy.deepcopy(place.source))
             self._was_moved = True
-            return iter(source)
-        if self._was_moved and _is_datasets_stream(source):
+            return self._iterated(source)
+        if self._num_shards is None and self._was_moved and is_datasets_stream(source):
             source.load_state_dict(None)
             self._was_moved = False
-        examples = iter(source)
+        if type(source) in (list, tuple):
+            _check_num_read(place, min(len(source), place.num_read))
+            return islice(source, place.num_read, None)
+        examples = self._iterated(source)
         _check_num_read(place, sum(1 for _ in islice(examples, place.num_read)))
         return examples
+
+    def _iterated(self, source: Any) -> Iterator[Example]:
+        return iter(source) if self._num_shards is None else outside_workers(source)
 
     def _shard(self, source: Any) -> tuple[int, int]:
         """This process reads the examples at ``index`` modulo ``num_shards``."""
         if self._presharded:
             return 0, 1
-        index, num_shards = (0, 1) if _node_of(source) else (self._rank, self._world_size)
+        index, num_shards = (0, 1) if node_of(source) else (self._rank, self._world_size)
         worker = get_worker_info()
-        if worker is None or _is_datasets_stream(source):  # which looks at the worker itself
+        if worker is None or is_datasets_stream(source):  # which looks at the worker itself
             return index, num_shards
         return index * worker.num_workers + worker.id, num_shards * worker.num_workers
 
     def _check_split_once(self, source: Any) -> None:
-        node = _node_of(source)
+        node = node_of(source)
         if node is not None and self._world_size > 1:
             raise ValueError(
                 f"source is split by node already (rank {node[0]} of {node[1]}) and would be split "
@@ -181,6 +249,37 @@ def _check_source(source: Any) -> None:
         )
 
 
+def _check_divisible(source: Any, num_shards: int, world_size: int, *, presharded: bool) -> None:
+    """Refuses what cannot be divided into shards that are the same for any number of ranks."""
+    if num_shards % world_size:
+        raise ValueError(
+            f"num_shards={num_shards} does not divide by world_size={world_size}; take a number "
+            "that every number of ranks of the run divides, such as 64"
+        )
+    if presharded and _is_iterable(source):
+        raise TypeError(
+            f"with num_shards={num_shards} a presharded source must be a callable that takes the "
+            f"number of a shard, 0 to {num_shards - 1}, and makes its examples, got "
+            f"{type(source).__name__}"
+        )
+    if not presharded:
+        _check_whole(source, num_shards)
+    if _is_iterable(source) and not is_datasets_stream(source) and has_exact_state(source):
+        raise TypeError(
+            f"source is a {type(source).__name__} with a state_dict, so it has one position, but "
+            f"with num_shards={num_shards} each shard needs its own; pass a callable that makes one"
+        )
+
+
+def _check_whole(source: Any, num_shards: int) -> None:
+    if (node := node_of(source)) is not None:
+        raise ValueError(
+            f"source is split by node already (rank {node[0]} of {node[1]}), so it cannot be "
+            f"divided into num_shards={num_shards} shards; pass the stream before "
+            "split_dataset_by_node, with rank and world_size"
+        )
+
+
 def _check_num_read(place: Place, num_skipped: int) -> None:
     if num_skipped < place.num_read:
         raise StateError(
@@ -191,56 +290,3 @@ def _check_num_read(place: Place, num_skipped: int) -> None:
 
 def _is_iterable(source: Any) -> bool:
     return hasattr(source, "__iter__") or hasattr(source, "__getitem__")
-
-
-def _is_datasets_stream(source: Any) -> bool:
-    return is_a(source, "datasets", "IterableDataset")
-
-
-def _node_of(source: Any) -> tuple[int, int] | None:
-    """Rank and world size of a ``datasets`` stream made by ``split_dataset_by_node``."""
-    node = source._distributed if _is_datasets_stream(source) else None
-    return None if node is None else (node.rank, node.world_size)
-
-
-# The steps of a datasets stream that their state restores exactly: those that read data, and those
-# that take it from other steps. Any other step, such as a shuffle buffer or one that a newer
-# datasets has renamed, is not trusted: a resumed pass reads and skips.
-_EXACT_BASES = {
-    "ExamplesIterable",
-    "ArrowExamplesIterable",
-    "ShuffledDataSourcesExamplesIterable",
-    "ShuffledDataSourcesArrowExamplesIterable",
-}
-_EXACT_STEPS = {
-    "RebatchedArrowExamplesIterable",
-    "SelectColumnsIterable",
-    "StepExamplesIterable",
-    "CyclingMultiSourcesExamplesIterable",
-    "VerticallyConcatenatedMultiSourcesExamplesIterable",
-    "HorizontallyConcatenatedMultiSourcesExamplesIterable",
-    "RandomlyCyclingMultiSourcesExamplesIterable",
-    "MappedExamplesIterable",
-    "FilteredExamplesIterable",
-    "SkipExamplesIterable",
-    "RepeatExamplesIterable",
-    "TakeExamplesIterable",
-    "FormattedExamplesIterable",
-    "TypedExamplesIterable",
-}
-
-
-def _has_exact_state(source: Any) -> bool:
-    """Whether its state restores it exactly; of datasets, only if all steps are known to."""
-    if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
-        return False
-    return not _is_datasets_stream(source) or _is_exact(getattr(source, "_ex_iterable", None))
-
-
-def _is_exact(node: Any) -> bool:
-    """Whether a step of a datasets stream, and all those that it takes data from, are known."""
-    kind = type(node).__name__
-    if kind in _EXACT_BASES:
-        return True
-    below = getattr(node, "ex_iterables", None) or [getattr(node, "ex_iterable", None)]
-    return kind in _EXACT_STEPS and all(map(_is_exact, below))

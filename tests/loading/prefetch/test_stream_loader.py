@@ -1,0 +1,299 @@
+"""PrefetchLoader around a plain DataLoader of a PackedIterableDataset."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from multiprocessing import active_children
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.loading.hang_guard import fails_when_it_hangs, our_threads
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.loading import PackedIterableDataset, PrefetchingSampler, PrefetchLoader
+from torch_collate_kit.testing import assert_exact_resume, batch_digest
+
+# shard 0 has twelve examples of a row each, shard 1 two, shard 2 five
+LENGTHS = {0: 12, 1: 2, 2: 5}
+SETTINGS: dict[str, Any] = {"tokenizer": 0, "max_tokens": 4, "buffer_size": 3}
+
+
+def part(shard: int) -> list[dict[str, Any]]:
+    return [{"input_ids": [100 * shard + i] * 4} for i in range(LENGTHS[shard])]
+
+
+def make_stream(**options: Any) -> PackedIterableDataset:
+    uneven = {"num_shards": 3, "presharded": True}
+    return PackedIterableDataset(part, **SETTINGS | uneven | options)
+
+
+def make(
+    stream: Any = None, num_workers: int = 0, *, prefetch: bool = True, **options: Any
+) -> PrefetchLoader:
+    plain = DataLoader(stream or make_stream(), batch_size=None, num_workers=num_workers, **options)
+    return PrefetchLoader(plain, prefetch=prefetch)
+
+
+def ids(batches: Any) -> list[int]:
+    """The example of each batch."""
+    return [int(batch["input_ids"][0, 0]) for batch in batches]
+
+
+ORDER = [0, 100, 200, 1, 101, 201, 2, 202, 3, 203, 4, 204, 5, 6, 7, 8, 9, 10, 11]
+
+
+@pytest.fixture(autouse=True)
+def guard() -> Iterator[None]:
+    with fails_when_it_hangs():
+        yield
+    assert our_threads() == []
+    assert active_children() == []
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
+def test_the_order_is_round_by_round_for_any_number_of_workers(
+    num_workers: int, prefetch: bool
+) -> None:
+    with make(num_workers=num_workers, prefetch=prefetch) as loader:
+        batches = list(loader)
+        assert ids(batches) == ORDER
+        named = [(b.metadata["shard"], b.metadata["step"], b.metadata["epoch"]) for b in batches]
+        assert named == [(x // 100, x % 100, 0) for x in ORDER]
+        again = list(islice(loader, 2))
+        assert ids(again) == ORDER[:2]
+        assert [batch.metadata["epoch"] for batch in again] == [1, 1]
+
+
+def test_any_stop_goes_on_with_any_number_of_workers() -> None:
+    states = []
+    with make() as loader:
+        states.append(loader.state_dict())
+        for _ in loader:
+            states.append(json.loads(json.dumps(loader.state_dict())))
+    for num_workers, stops in ((0, range(20)), (1, (0, 7)), (2, (1, 7, 12, 19)), (3, (5, 13))):
+        for stop in stops:
+            with make(num_workers=num_workers) as loader:
+                loader.load_state_dict(states[stop])
+                assert json.loads(json.dumps(loader.state_dict())) == states[stop]
+                found = []
+                if stop < 17:
+                    found = ids(islice(loader, 2))
+                    assert loader.state_dict() == states[stop + 2]  # workers or not
+                assert found + ids(loader) == ORDER[stop:], (num_workers, stop)
+                assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_exact_resume(num_workers: int) -> None:
+    stops = [0, 1, 18, 19, 20] if num_workers else None
+    assert_exact_resume(lambda: make(num_workers=num_workers), num_steps=22, stops=stops)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_exact_resume_of_a_stream_without_a_number_of_shards(num_workers: int) -> None:
+    examples = [{"input_ids": [i] * (1 + i % 4)} for i in range(40)]
+
+    def make_plain() -> PrefetchLoader:
+        stream = PackedIterableDataset(examples, **SETTINGS, rank=1, world_size=2)
+        return make(stream, num_workers)
+
+    with make_plain() as loader:
+        batches = list(loader)
+        assert sum(batch.metadata["num_examples"] for batch in batches) == 20
+        state = loader.state_dict()
+    stops = [0, 3, len(batches)] if num_workers else None
+    assert_exact_resume(make_plain, num_steps=len(batches) + 2, stops=stops)
+    stream = PackedIterableDataset(examples, **SETTINGS, rank=1, world_size=2)
+    with (
+        make(stream, 1 if num_workers else 2) as other,
+        pytest.raises(StateError, match=f"num_workers={num_workers}, the dataset has num_workers="),
+    ):
+        other.load_state_dict(state)
+
+
+def test_a_loop_that_is_left_goes_on_behind_what_was_received() -> None:
+    for options in ({}, {"persistent_workers": True}):
+        with make(num_workers=2, **options) as loader:
+            found = ids(islice(loader, 4))
+            found += ids(islice(loader, 3))
+            found += ids(loader)
+            assert found == ORDER
+            assert ids(loader.steps(21)) == [*ORDER, *ORDER[:2]]
+            state = loader.state_dict()
+            assert ids(islice(loader, 1)) == [200]
+            loader.load_state_dict(state)
+            assert ids(islice(loader, 1)) == [200]
+            loader.set_epoch(7)
+            batches = list(loader)
+            assert ids(batches) == ORDER
+            assert {batch.metadata["epoch"] for batch in batches} == {7}
+            assert loader.epoch == 8
+
+
+def test_persistent_workers_read_pass_after_pass() -> None:
+    with make(num_workers=2, persistent_workers=True) as loader:
+        assert ids(loader) == ORDER
+        first = {process.pid for process in active_children()}
+        assert len(first) == 2
+        batches = list(loader)
+        assert {process.pid for process in active_children()} == first
+        assert ids(batches) == ORDER
+        assert {batch.metadata["epoch"] for batch in batches} == {1}
+        loader.set_epoch(5)
+        assert ids(islice(loader, 1)) == ORDER[:1]
+        assert {process.pid for process in active_children()}.isdisjoint(first)
+
+
+def test_spawned_workers() -> None:
+    with make(num_workers=2, multiprocessing_context="spawn") as loader:
+        found = ids(islice(loader, 5))
+        state = loader.state_dict()
+    with make() as loader:
+        loader.load_state_dict(state)
+        assert [*found, *ids(loader)] == ORDER
+
+
+class Doubled:
+    """A collate_fn of the user's; None for the first batch of shard 1."""
+
+    def __call__(self, batch: Batch) -> Any:
+        first = int(batch["input_ids"][0, 0])
+        return None if first == 100 else torch.tensor(2 * first)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_collate_function_gets_batches(num_workers: int) -> None:
+    with make(num_workers=num_workers, collate_fn=Doubled()) as loader:
+        found = [None if x is None else int(x) for x in loader]
+    assert found == [None if x == 100 else 2 * x for x in ORDER]
+
+
+def test_without_a_collate_function_a_batch_stays_what_it_is() -> None:
+    stream = make_stream()
+    with make(stream) as loader, make(stream, collate_fn=stream.as_is) as other:
+        digests = [[batch_digest(batch) for batch in one] for one in (loader, other)]
+    assert digests[0] == digests[1]
+    with make(make_stream(model_inputs=True, train_all=True), 2) as loader:
+        assert sorted(next(iter(loader)))[:2] == ["cu_seq_lens_k", "cu_seq_lens_q"]
+
+
+def test_the_dataloader_and_its_stream_are_not_moved() -> None:
+    stream = make_stream()
+    plain = DataLoader(stream, batch_size=None, collate_fn=stream.as_is)
+    before = stream.state_dict()
+    with PrefetchLoader(plain) as loader:
+        assert ids(loader) == ORDER
+    assert plain.dataset is stream
+    assert stream.state_dict() == before
+    assert ids(plain) == ORDER
+    assert repr(loader).startswith("PrefetchLoader(DataLoader(<PackedIterableDataset>))")
+
+
+def test_a_wrong_example_is_raised_at_its_batch() -> None:
+    def wrong(shard: int) -> list[dict[str, Any]]:
+        return [*part(shard)[:1], {"input_ids": [1, -5]}] if shard == 2 else part(shard)
+
+    for num_workers in (0, 2):
+        stream = PackedIterableDataset(
+            wrong, **SETTINGS | {"buffer_size": 1}, num_shards=3, presharded=True
+        )
+        with make(stream, num_workers) as loader:
+            batches = iter(loader)
+            assert ids(islice(batches, 5)) == ORDER[:5]
+            message = "example 1 of shard 2 of the stream: input_ids is -5 at token 1"
+            with pytest.raises(DataError, match=message):
+                next(batches)
+
+
+def test_the_epoch_of_the_source_must_agree() -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def shuffled(epoch: int) -> Any:
+        rows = [{"input_ids": [i] * 4} for i in range(24)]
+        stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=4)
+        stream = stream.shuffle(seed=3, buffer_size=5)
+        stream.set_epoch(epoch)
+        return stream
+
+    def stream_of(epoch: int) -> PackedIterableDataset:
+        return PackedIterableDataset(shuffled(epoch), **SETTINGS, num_shards=2)
+
+    with make(stream_of(4)) as loader:
+        assert loader.state_dict()["stream"]["epoch"] == 4
+        found = ids(islice(loader, 5))
+        state = loader.state_dict()
+        found += ids(loader)
+    assert sorted(found) == list(range(24))
+    assert found != sorted(found)
+    with make(stream_of(0)) as loader, pytest.raises(StateError, match="epoch=4, the dataset has"):
+        loader.load_state_dict(state)
+    with make(stream_of(4), 2) as loader:
+        loader.load_state_dict(state)
+        assert ids(loader) == found[5:]
+
+
+def test_on_epoch_moves_the_source_before_its_pass() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"input_ids": [i] * 4} for i in range(12)]
+    source = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=4)
+    source = source.shuffle(seed=3, buffer_size=5)
+
+    def of_epoch(epoch: int) -> list[int]:
+        source.set_epoch(epoch)
+        return ids(PackedIterableDataset(source, **SETTINGS, num_shards=2))
+
+    expected = [*of_epoch(0), *of_epoch(1), *of_epoch(2)]
+    assert expected[:12] != expected[12:24]
+    for num_workers in (0, 2):
+        with make(PackedIterableDataset(source, **SETTINGS, num_shards=2), num_workers) as loader:
+            assert ids(loader.steps(36, on_epoch=source.set_epoch)) == expected
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"batch_size": 2},
+            "the DataLoader has batch_size=2, but a PackedIterableDataset gives wh",
+        ),
+        ({"batch_size": 1}, "whole batches; build it with batch_size=None"),
+        (
+            {"batch_size": None, "num_workers": 2, "in_order": False},
+            "the DataLoader has in_order=False, so the order of batches depends on the spee",
+        ),
+    ],
+)
+def test_a_dataloader_that_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PrefetchLoader(DataLoader(make_stream(), **options))
+
+
+def test_states_of_other_loaders_are_refused() -> None:
+    data = [[1], [2], [3]]
+    with PrefetchLoader(DataLoader(data, batch_sampler=PrefetchingSampler(3, 2))) as sampled:
+        other = sampled.state_dict()
+    with make() as loader:
+        list(islice(loader, 3))
+        state = loader.state_dict()
+        with pytest.raises(StateError, match="no stream; it is of another kind of loader: wrap a"):
+            loader.load_state_dict(other)
+        for epoch in (None, -1, True, 2**40):
+            with pytest.raises(StateError, match=r"the state has epoch=.*; pass what state"):
+                loader.load_state_dict(state | {"epoch": epoch})
+        with pytest.raises(StateError, match="the state has version 3, of a stream without num_sh"):
+            loader.load_state_dict(state | {"stream": state["stream"] | {"version": 3}})
+        assert loader.state_dict() == state
+        assert ids(loader) == ORDER[3:]
+        with pytest.raises(
+            TypeError, match=r"reshuffle\(\): the order of a stream is its source's"
+        ):
+            loader.reshuffle()

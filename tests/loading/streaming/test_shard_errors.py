@@ -1,0 +1,282 @@
+"""A fixed number of shards: what cannot be divided, loaded or merged is refused."""
+
+from __future__ import annotations
+
+import copy
+from itertools import islice
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.loading.streaming.streaming_oracle import (
+    EXAMPLES,
+    SETTINGS,
+    SOURCES,
+    StatefulSource,
+    make_examples,
+)
+from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.loading import PackedIterableDataset, PrefetchLoader, merge_states
+
+split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
+
+
+def make(source: Any = EXAMPLES, **more: Any) -> PackedIterableDataset:
+    return PackedIterableDataset(source, **SETTINGS | {"num_shards": 4} | more)
+
+
+# --- arguments ---
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "kind", "message"),
+    [
+        (
+            EXAMPLES,
+            {"num_shards": 0},
+            ValueError,
+            "num_shards must be at least 1, got 0; None makes",
+        ),
+        (EXAMPLES, {"num_shards": 2.5}, TypeError, "num_shards must be an int, got 2.5"),
+        (
+            EXAMPLES,
+            {"world_size": 3},
+            ValueError,
+            "num_shards=4 does not divide by world_size=3; take a number that every number of",
+        ),
+        (
+            EXAMPLES,
+            {"presharded": True},
+            TypeError,
+            "with num_shards=4 a presharded source must be a callable that takes the number of a "
+            "shard, 0 to 3, and makes its examples, got list",
+        ),
+        (
+            StatefulSource(EXAMPLES),
+            {},
+            TypeError,
+            "source is a StatefulSource with a state_dict, so it has one position, but with "
+            "num_shards=4 each shard needs its own; pass a callable that makes one",
+        ),
+        (
+            split_dataset_by_node(SOURCES["shards"](), 1, 2),
+            {},
+            ValueError,
+            r"source is split by node already \(rank 1 of 2\), so it cannot be divided into "
+            "num_shards=4 shards; pass the stream before split_dataset_by_node, with rank and",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    source: Any, options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        make(source, **options)
+
+
+def test_what_a_callable_returns_is_checked() -> None:
+    with pytest.raises(
+        ValueError, match=r"already \(rank 1 of 2\), so it cannot be divided into num_"
+    ):
+        next(iter(make(lambda: split_dataset_by_node(SOURCES["shards"](), 1, 2))))
+    with pytest.raises(TypeError, match="the callable source returned a int; it must return an it"):
+        next(iter(make(lambda shard: shard, presharded=True)))
+
+
+def test_more_workers_than_shards_are_refused() -> None:
+    message = "num_workers=3, but with num_shards=4 and world_size=2 a rank has 2 shards; take at"
+    dataset = make(world_size=2)
+    loader = DataLoader(dataset, batch_size=None, num_workers=3, collate_fn=dataset.as_is)
+    with pytest.raises(ValueError, match=message):
+        PrefetchLoader(loader)
+    with pytest.raises(ValueError, match=message):
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        (lambda wrong: wrong, {}, "example 9 of the stream"),
+        (lambda wrong: lambda: iter(wrong), {}, "example 9 of the stream"),
+        (
+            lambda wrong: lambda shard: wrong[shard::4],
+            {"presharded": True},
+            "example 2 of shard 1 of the stream",
+        ),
+    ],
+)
+def test_a_wrong_example_is_named_by_its_position(
+    source: Any, options: dict[str, Any], message: str
+) -> None:
+    wrong = [*EXAMPLES[:9], {"input_ids": []}, *EXAMPLES[10:]]
+    with pytest.raises(DataError, match=f"{message} is empty"):
+        list(make(source(wrong), **options))
+    wrong[9] = {"input_ids": [1, -5, 2]}  # found when its batch is made
+    with pytest.raises(DataError, match=f"{message}: input_ids is -5 at token 1"):
+        list(make(source(wrong), **options))
+
+
+# --- states ---
+
+
+def saved(**more: Any) -> dict[str, Any]:
+    dataset = make(**more)
+    list(islice(dataset, 5))
+    return dataset.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_shards": 8}, "the state is of num_shards=4, the dataset has num_shards=8; resume"),
+        ({"num_shards": None}, "state is of num_shards=4, the dataset has num_shards=None; resume"),
+        ({"max_tokens": 13}, "the state is of max_tokens=12, the dataset has max_tokens=13"),
+        ({"buffer_size": 8}, "buffer_size=7, the dataset has buffer_size=8"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(change: dict[str, Any], message: str) -> None:
+    other = make(**change)
+    before = other.state_dict()
+    with pytest.raises(StateError, match=message):
+        other.load_state_dict(saved())
+    assert other.state_dict() == before
+
+
+def test_a_state_without_shards_is_refused() -> None:
+    dataset = PackedIterableDataset(EXAMPLES, **SETTINGS)
+    list(islice(dataset, 2))
+    with pytest.raises(StateError, match="the state has version 3, of a stream without num_shards"):
+        make().load_state_dict(dataset.state_dict())
+    with pytest.raises(StateError, match="has version None, this one reads version 4; pass what"):
+        make().load_state_dict({})
+
+
+def test_the_state_of_another_rank_is_refused() -> None:
+    state = saved(rank=1, world_size=4)
+    message = r"the state has 1 shards, but not \[0\], which this rank reads; it is the state of"
+    with pytest.raises(StateError, match=message):
+        make(rank=0, world_size=2).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"shards": None}, "the state has shards=None, ended=.*; it is damaged"),
+        ({"ended": 3}, "ended=3; it is damaged"),
+        ({"version": 5}, "the state has version 5, this one reads version 4"),
+        ({"shards": [[0, 0, 0, 0]] * 4}, "the state has shards=.*; it is damaged"),
+    ],
+)
+def test_a_damaged_state_is_refused(damage: dict[str, Any], message: str) -> None:
+    with pytest.raises(StateError, match=message):
+        make().load_state_dict(saved() | damage)
+    with pytest.raises(StateError, match="the state has no num_shards; it is damaged"):
+        make().load_state_dict({k: v for k, v in saved().items() if k != "num_shards"})
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([1, 0, 0], r"shard 2 is \[1, 0, 0\], not \[num_read, start, num_batches, num_given\]"),
+        ([1, 0, 0, -1], r"shard 2 is \[1, 0, 0, -1\], not"),
+        ([1, 0, True, 0], r"shard 2 is \[1, 0, True, 0\], not"),
+        ({"num_read": 1}, r"shard 2 is \{'num_read': 1\}, not"),
+        (None, "shard 2 is None, not"),
+        ([1, 0, 0, 0, None, 7], "shard 2 is .*; it is damaged"),
+        ([1, 3, 0, 0], "the state's start is 3, within an example, but with overflow='raise'"),
+    ],
+)
+def test_a_damaged_shard_is_refused(found: Any, message: str) -> None:
+    state, dataset = saved(), make()
+    state["shards"]["2"] = found
+    with pytest.raises(StateError, match=message):
+        dataset.load_state_dict(state)
+    assert dataset.state_dict() == make().state_dict()
+
+
+def test_a_state_of_a_longer_source_is_refused_when_it_is_read() -> None:
+    state = saved()
+    state["shards"]["2"] = [100, 0, 0, 7]
+    dataset = make()
+    dataset.load_state_dict(state)
+    with pytest.raises(
+        StateError, match="is after example 100 of the stream, which has 43; the so"
+    ):
+        list(dataset)
+
+
+# --- merging ---
+
+
+def states_of(world_size: int, **more: Any) -> list[dict[str, Any]]:
+    return [saved(rank=rank, world_size=world_size, **more) for rank in range(world_size)]
+
+
+def test_merged_states_are_those_of_one_rank_and_change_nothing() -> None:
+    states = states_of(4)
+    before = copy.deepcopy(states)
+    merged = merge_states(iter(reversed(states)))
+    assert states == before
+    assert list(merged["shards"]) == ["0", "1", "2", "3"]
+    assert merged == merge_states([merge_states(states[2:]), merge_states(states[:2])])
+    merged["shards"]["0"][0] = 99
+    assert states == before
+    assert merge_states([whole := saved()]) == whole
+
+
+def test_the_ended_shards_of_all_states_have_ended() -> None:
+    states = []
+    for rank in range(2):
+        dataset = make(EXAMPLES[:6], rank=rank, world_size=2, num_shards=4)
+        list(dataset)
+        states.append(dataset.state_dict())
+    merged = merge_states(states)
+    assert merged["ended"] == [0, 1, 2, 3]
+    whole = make(EXAMPLES[:6])
+    whole.load_state_dict(merged)
+    assert list(whole) == []
+    assert len(list(whole)) > 0  # the next pass
+
+
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        ([], "there is no state to merge; pass the states of all ranks"),
+        ([None], "state 0 is a NoneType, not a mapping"),
+        ([{"a": 1}], r"state 0 has \['a'\], no shards; pass the state of a PackedIterableDataset"),
+        (states_of(4) + states_of(2)[:1], "state 4 has the shards 0, 1 of a state before it; pass"),
+        (
+            [states_of(2)[0], states_of(2, buffer_size=9)[1]],
+            "state 1 is of buffer_size=9, state 0 of buffer_size=7; merge the states that all",
+        ),
+        (
+            [states_of(2)[0], saved(num_shards=8, rank=1, world_size=2)],
+            "state 1 is of num_shards=8, state 0 of num_shards=4",
+        ),
+        (
+            [PackedIterableDataset(EXAMPLES, **SETTINGS).state_dict()],
+            "state 0 has .*, no shards; pass the state of a PackedIterableDataset with num_shards=",
+        ),
+        ([saved() | {"shards": {"x": 1}}], "state 0 has .*, no shards"),
+    ],
+)
+def test_states_that_do_not_belong_together_are_refused(states: list[Any], message: str) -> None:
+    with pytest.raises(StateError, match=message):
+        merge_states(states)
+
+
+def test_states_of_loaders_in_other_passes_are_refused() -> None:
+    states = []
+    for rank, num_passes in ((0, 1), (1, 0)):
+        dataset = make(make_examples([5] * 8), rank=rank, world_size=2)
+        with PrefetchLoader(DataLoader(dataset, batch_size=None)) as loader:
+            for _ in range(num_passes):
+                list(loader)
+            states.append(loader.state_dict())
+    with pytest.raises(
+        StateError, match="state 1 is of epoch=0, state 0 of epoch=1; merge the sta"
+    ):
+        merge_states(states)
+    with pytest.raises(StateError, match=r"state 1 has .*, no shards"):
+        merge_states([saved(rank=0, world_size=2), states[1]])

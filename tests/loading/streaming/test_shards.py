@@ -1,0 +1,314 @@
+"""A fixed number of shards: the same batches of each for any number of ranks and workers."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import islice
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.batch_checks import assert_same_batch
+from tests.loading.hang_guard import fails_when_it_hangs
+from tests.loading.streaming.streaming_oracle import (
+    EXAMPLES,
+    SETTINGS,
+    SOURCES,
+    StatefulSource,
+    all_tokens,
+    datasets,
+    make_examples,
+    plain_loop,
+    tokens_of,
+)
+from torch_collate_kit.loading import (
+    PackedIterableDataset,
+    PrefetchLoader,
+    TokenizedDataset,
+    merge_states,
+)
+from torch_collate_kit.testing import assert_exact_resume, batch_digest
+
+NUM_SHARDS = 6
+
+
+def part_of_list(shard: int) -> list[dict[str, Any]]:
+    return EXAMPLES[shard::NUM_SHARDS]
+
+
+def part_of_stream(shard: int) -> Any:
+    return datasets.Dataset.from_list(EXAMPLES[shard::NUM_SHARDS]).to_iterable_dataset()
+
+
+def of_files(num_files: int) -> Any:
+    return datasets.Dataset.from_list(EXAMPLES).to_iterable_dataset(num_shards=num_files)
+
+
+WHOLE = {
+    "list": lambda: EXAMPLES,
+    "tuple": lambda: tuple(EXAMPLES),
+    "callable": lambda: lambda: iter(EXAMPLES),
+    "stateful": lambda: lambda: StatefulSource(EXAMPLES),
+    "columns": lambda: TokenizedDataset(EXAMPLES),
+    "dataset": lambda: datasets.Dataset.from_list(EXAMPLES),
+    "dataset with format": lambda: datasets.Dataset.from_list(EXAMPLES).with_format("numpy"),
+    "callable of a stream": lambda: lambda: of_files(4),
+    **{name: SOURCES[name] for name in ("one shard", "shards", "odd shards", "mapped")},
+    "generator": SOURCES["generator"],  # 6 files
+    "shuffled": SOURCES["shuffled"],
+    "every file": lambda: of_files(12),
+    "side by side": lambda: datasets.concatenate_datasets(
+        [of_files(2), of_files(2).rename_column("input_ids", "copy")], axis=1
+    ).select_columns(["input_ids"]),
+}
+PRESHARDED = {"presharded": lambda: part_of_list, "presharded streams": lambda: part_of_stream}
+BY_POSITION = [
+    "list",
+    "tuple",
+    "callable",
+    "stateful",
+    "columns",
+    "dataset",
+    "dataset with format",
+    "callable of a stream",  # 4 files do not divide by 6
+    "one shard",
+    "shards",
+    "odd shards",
+    "mapped",
+    "presharded",
+    "presharded streams",
+]
+
+
+def make(name: str, rank: int = 0, world_size: int = 1, **more: Any) -> PackedIterableDataset:
+    options: dict[str, Any] = {"num_shards": NUM_SHARDS, "presharded": name in PRESHARDED}
+    source = (WHOLE | PRESHARDED)[name]()
+    ranks = {"rank": rank, "world_size": world_size}
+    return PackedIterableDataset(source, **SETTINGS | options | ranks | more)
+
+
+def by_turn(batches: Any) -> dict[tuple[int, int], str]:
+    """The digest of each batch by its step and shard; the same turn never twice."""
+    found: dict[tuple[int, int], str] = {}
+    for batch in batches:
+        turn = batch.metadata["step"], batch.metadata["shard"]
+        assert turn not in found
+        found[turn] = batch_digest(batch)
+    return found
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *PRESHARDED])
+def test_every_example_is_in_one_shard_whatever_the_number_of_ranks(name: str) -> None:
+    whole = list(make(name))
+    assert tokens_of(whole) == all_tokens(EXAMPLES)
+    expected = by_turn(whole)
+    assert list(expected) == sorted(expected)  # round by round, and in a round by shard
+    assert {shard for _, shard in expected} == set(range(NUM_SHARDS))
+    for world_size in (2, 3, 6):
+        found: dict[tuple[int, int], str] = {}
+        for rank in range(world_size):
+            part = by_turn(make(name, rank, world_size))
+            assert list(part) == sorted(part)
+            each = NUM_SHARDS // world_size
+            assert {shard // each for _, shard in part} == {rank}
+            found |= part
+        assert found == expected
+
+
+@pytest.mark.parametrize("name", BY_POSITION)
+@pytest.mark.parametrize("settings", [{}, {"rows_per_batch": 2, "buffer_size": 4}])
+def test_a_shard_is_packed_as_the_plain_loop_packs_every_sixth_example(
+    name: str, settings: dict[str, Any]
+) -> None:
+    dataset = make(name, **settings)
+    found: list[list[Any]] = [[] for _ in range(NUM_SHARDS)]
+    for batch in dataset:
+        of_shard = found[batch.metadata.pop("shard")]
+        assert batch.metadata.pop("step") == len(of_shard)
+        of_shard.append(batch)
+    rows = dataset.rows_per_batch
+    for shard, batches in enumerate(found):
+        examples = EXAMPLES[shard::NUM_SHARDS]
+        wanted = plain_loop(examples, dataset.collator, dataset.buffer_size, rows)
+        assert len(batches) == len(wanted) > 1
+        for batch, expected in zip(batches, wanted, strict=True):
+            batch.metadata.pop("epoch", None)
+            assert_same_batch(batch, expected)
+
+
+def test_a_stream_with_a_file_for_each_shard_reads_each_file_once() -> None:
+    opened: list[int] = []
+
+    def read(files: list[int]) -> Any:
+        for file in files:
+            opened.append(file)
+            yield from EXAMPLES[file::12]
+
+    source = datasets.IterableDataset.from_generator(read, gen_kwargs={"files": list(range(12))})
+    opened.clear()  # of guessing the features
+    found = list(PackedIterableDataset(source, **SETTINGS, num_shards=6, rank=1, world_size=2))
+    assert sorted(opened) == [3, 4, 5, 9, 10, 11]
+    assert tokens_of(found) == all_tokens([e for file in opened for e in EXAMPLES[file::12]])
+
+
+def test_names_shard_and_round_and_the_epoch_of_the_source() -> None:
+    stream = SOURCES["shuffled"]()
+    stream.set_epoch(3)
+    dataset = PackedIterableDataset(stream, **SETTINGS, num_shards=2)
+    found = [batch.metadata for batch in islice(dataset, 4)]
+    assert [(m["shard"], m["step"], m["epoch"]) for m in found] == [
+        (0, 0, 3),
+        (1, 0, 3),
+        (0, 1, 3),
+        (1, 1, 3),
+    ]
+    plain = next(iter(make("list"))).metadata
+    assert (plain["shard"], plain["step"]) == (0, 0)
+    assert "epoch" not in plain
+    assert "shard" not in next(iter(PackedIterableDataset(EXAMPLES, **SETTINGS))).metadata
+    inputs = next(iter(make("list", model_inputs=True, train_all=True)))
+    assert "shard" not in inputs
+
+
+# --- resuming ---
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *PRESHARDED])
+def test_exact_resume(name: str) -> None:
+    num_batches = len(list(make(name)))
+    assert num_batches > 12
+    stops = None if name == "list" else range(0, num_batches, 5)
+    assert_exact_resume(lambda: make(name), num_steps=num_batches + 3, stops=stops)
+
+
+def served(
+    states: list[dict[str, Any]] | None,
+    world_size: int,
+    num_batches: list[int],
+    num_workers: int,
+    name: str,
+    settings: dict[str, Any],
+) -> tuple[dict[tuple[int, int], str], list[dict[str, Any]]]:
+    """What the ranks give out, each so many batches, and their states after it."""
+    found: dict[tuple[int, int], str] = {}
+    after = []
+    for rank in range(world_size):
+        dataset = make(name, rank, world_size, **settings)
+        plain = DataLoader(
+            dataset, batch_size=None, num_workers=num_workers, collate_fn=dataset.as_is
+        )
+        with PrefetchLoader(plain, prefetch=bool(rank % 2)) as loader:
+            if states is not None:
+                loader.load_state_dict(json.loads(json.dumps(merge_states(states))))
+            part = by_turn(islice(loader, num_batches[rank]))
+            assert list(part) == sorted(part)
+            assert not found.keys() & part.keys()
+            found |= part
+            after.append(loader.state_dict())
+    return found, after
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_chain_of_ranks_and_workers_gives_the_batches_of_one_run(seed: int) -> None:
+    rng = random.Random(seed)
+    name = list(WHOLE | PRESHARDED)[seed % len(WHOLE | PRESHARDED)]
+    settings = {
+        "buffer_size": rng.choice([3, 7]),
+        "rows_per_batch": rng.choice([1, 2]),
+        "overflow": rng.choice(["split", "drop"]),
+        "max_tokens": rng.choice([5, 12]),
+    }
+    with fails_when_it_hangs():
+        expected, _ = served(None, 1, [10**9], 0, name, settings)
+        found: dict[tuple[int, int], str] = {}
+        states: list[dict[str, Any]] | None = None
+        for is_last in (False, False, True):
+            world_size = rng.choice([1, 2, 3, 6])
+            num_workers = min(rng.choice([0, 0, 1, 2]), NUM_SHARDS // world_size)
+            each = NUM_SHARDS // world_size
+            left = [shard // each for _, shard in expected.keys() - found.keys()]
+            stops = [left.count(rank) for rank in range(world_size)]
+            stops = stops if is_last else [rng.randint(0, most) for most in stops]
+            part, states = served(states, world_size, stops, num_workers, name, settings)
+            assert not found.keys() & part.keys()
+            found |= part
+    assert found == expected
+
+
+def test_the_state_of_one_rank_alone_is_loaded_by_the_same_rank() -> None:
+    dataset = make("list", 1, 2)
+    expected = list(dataset)
+    state = None
+    for batch, wanted in zip(islice(dataset, 5), expected, strict=False):
+        assert_same_batch(batch, wanted)
+        state = dataset.state_dict()
+    assert state is not None
+    resumed = make("list", 1, 2)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    for batch, wanted in zip(resumed, expected[5:], strict=True):
+        assert_same_batch(batch, wanted)
+
+
+def test_of_a_merged_state_a_rank_saves_its_own_shards() -> None:
+    whole = make("list")
+    list(islice(whole, 4))
+    rank = make("list", 1, 3)
+    rank.load_state_dict(whole.state_dict())
+    assert list(rank.state_dict()["shards"]) == ["2", "3"]
+
+
+@pytest.mark.parametrize("num_buffers", [8, 1])
+def test_a_resume_reads_at_most_a_window_of_each_shard_again(num_buffers: int) -> None:
+    sources: list[StatefulSource] = []
+
+    def part(shard: int) -> StatefulSource:
+        sources.append(StatefulSource((EXAMPLES * 8)[shard::2]))
+        return sources[-1]
+
+    strategy = "best_fit_decreasing" if num_buffers == 8 else "sequential"
+    options = SETTINGS | {"num_shards": 2, "presharded": True, "strategy": strategy}
+    dataset, most = PackedIterableDataset(part, **options), 0
+    for _ in dataset:
+        resumed = PackedIterableDataset(part, **options)
+        resumed.load_state_dict(dataset.state_dict())
+        sources.clear()
+        list(islice(resumed, 2))
+        most = max(most, *(source.num_reads for source in sources))
+    assert (num_buffers - 2) * options["buffer_size"] < most
+    assert most <= num_buffers * options["buffer_size"]
+
+
+def test_a_state_takes_at_most_64_bytes_for_each_shard() -> None:
+    examples = make_examples([5] * 64 * 40)
+    dataset = PackedIterableDataset(examples, **SETTINGS, num_shards=64)
+    list(islice(dataset, 400))
+    state = dataset.state_dict()
+    state["shards"] = {str(int(shard) + 4000): at for shard, at in state["shards"].items()}
+    for at in state["shards"].values():
+        at[:] = [10**12 + at[0], 10**6, 10**5, 10**9]  # of a long run
+    state["ended"] = [int(shard) for shard in state["shards"]]
+    assert len(json.dumps({key: state.pop(key) for key in ("shards", "ended")})) <= 64 * 64
+    assert len(json.dumps(state)) < 600
+
+
+def test_a_stateful_data_loader_resumes_with_the_same_number_of_workers() -> None:
+    reason = "torchdata is not installed (pip install torchdata==0.11.0)"
+    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason=reason)
+
+    def loader() -> Any:
+        dataset = make("shards", 1, 2)  # three shards over two workers
+        return stateful.StatefulDataLoader(
+            dataset, batch_size=None, num_workers=2, collate_fn=dataset.as_is
+        )
+
+    expected, states = [], []
+    for batch in (whole := loader()):
+        expected.append(batch_digest(batch))
+        states.append(whole.state_dict())
+    assert len(set(expected)) == len(expected) == len(list(make("shards", 1, 2)))
+    resumed = loader()
+    resumed.load_state_dict(json.loads(json.dumps(states[4])))
+    assert [batch_digest(batch) for batch in resumed] == expected[5:]

@@ -1,0 +1,189 @@
+"""A plain DataLoader of a stream of shards, and the position of each shard after what was received.
+
+In the workers of a DataLoader are copies of the stream. So a batch comes with the shard that it is
+of, and the position of the shard after it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeAlias
+
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils.collate import default_convert
+
+from torch_collate_kit._reprs import Shown, call_repr
+from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.prefetch.resumable_loaders import _end_workers, _Loader
+
+__all__ = ["StreamLoader", "is_stream_of_shards"]
+
+# By shard: a position, which has num_given (batches). Only the stream knows what else is in it.
+Positions: TypeAlias = dict[int, Any]
+
+
+class _DividedStream(Protocol):
+    """A rank's part of a stream, as ``PackedIterableDataset._divided`` gives it."""
+
+    @property
+    def epoch(self) -> int | None: ...
+    def beginning(self) -> Positions: ...
+    def turns(self, positions: Positions, epoch: int) -> Iterator[Any]: ...
+    def state_at(self, positions: Positions, epoch: int | None) -> dict[str, Any]: ...
+    def positions_in(self, state: Mapping[str, Any]) -> Positions: ...
+
+
+def is_stream_of_shards(dataset: Any) -> bool:
+    """Whether a plain DataLoader of it can be resumed."""
+    return hasattr(dataset, "_divided")
+
+
+class StreamLoader(_Loader):
+    """A DataLoader of a stream that says with every batch where its shard is.
+
+    The mark after a batch is the positions of all shards of this rank, whichever worker reads them.
+
+    Raises:
+        ValueError: a DataLoader that makes batches of batches, or does not keep their order.
+    """
+
+    batches_may_be_named = True  # the stream's rounds stay in their metadata
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        stream: Any = loader.dataset
+        if loader.batch_size is not None:
+            raise ValueError(
+                f"the DataLoader has batch_size={loader.batch_size}, but a "
+                f"{type(stream).__name__} gives whole batches; build it with batch_size=None"
+            )
+        if not getattr(loader, "in_order", True):
+            raise ValueError(
+                "the DataLoader has in_order=False, so the order of batches depends on the speed "
+                "of its workers and cannot be resumed; leave it out"
+            )
+        super().__init__(copy.copy(loader))  # the caller's keeps its dataset
+        self._stream: _DividedStream = stream._divided(loader.num_workers)
+        self._name = repr(Shown(stream))
+        self._passes = _Passes(self._stream)
+        collate = _CollateTurn(loader.collate_fn)
+        # not by setattr: a DataLoader forbids it; and no persistent workers in common
+        vars(self._loader).update(dataset=self._passes, collate_fn=collate, _iterator=None)
+        self._epoch, self._positions = 0, self._stream.beginning()
+        self._received = self._positions  # of the pass that is being read
+        self._source_epoch: int | None = None
+        self._turns: Any = None
+
+    def described(self) -> str:
+        return call_repr(self._loader, self._name)
+
+    def position(self) -> tuple[int, int]:
+        return self._epoch, sum(at.num_given for at in self._positions.values())
+
+    def num_steps(self) -> None:
+        return None
+
+    def begin(self) -> tuple[int, int, int | None, Iterator[Any]]:
+        if self._positions == self._stream.beginning():
+            self._source_epoch = self._stream.epoch
+        if not self._passes.is_next(self._epoch, self._positions):
+            self.close()  # persistent workers would read on elsewhere
+        self._passes.move_to(self._epoch, self._positions)
+        self._received = dict(self._positions)
+        self._turns = iter(self._loader)
+        self._passes.move_to(self._epoch + 1, self._stream.beginning())
+        return *self.position(), None, self._batches(self._turns, self._received)
+
+    def _batches(self, turns: Iterator[Any], received: Positions) -> Iterator[Any]:
+        for turn in turns:
+            if turn.after is not None:
+                received[turn.shard] = turn.after
+            if turn.has_batch:
+                batch = turn.batch
+                del turn
+                yield batch
+
+    def mark(self) -> Positions:
+        return dict(self._received)
+
+    def end_epoch(self, epoch: int) -> None:
+        self._epoch, self._positions = epoch + 1, self._stream.beginning()
+
+    def end(self, batches: Iterator[Any]) -> None:
+        super().end(self._turns)
+        self._turns = None
+
+    def close(self) -> None:
+        _end_workers(vars(self._loader)["_iterator"])  # the persistent ones
+        vars(self._loader).update(_iterator=None)
+
+    def move_to(self, epoch: int, step: int, mark: Any) -> None:
+        self._epoch, self._positions = epoch, dict(mark)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch, self._positions = epoch, self._stream.beginning()
+
+    def reshuffle(self) -> None:
+        raise TypeError(
+            "reshuffle(): the order of a stream is its source's own; use "
+            "batch_sampler=PrefetchingSampler(...) with data that can be indexed"
+        )
+
+    def state_at(self, epoch: int, step: int, mark: Any) -> dict[str, Any]:
+        is_fresh = mark == self._stream.beginning()
+        source_epoch = self._stream.epoch if is_fresh else self._source_epoch
+        return {"epoch": epoch, "stream": self._stream.state_at(mark, source_epoch)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state_at(self._epoch, 0, self._positions)
+
+    def load_state_dict(self, state: Mapping[str, Any], stop_reading: Callable[[], None]) -> None:
+        """Checks, and calls ``stop_reading`` only when the state fits."""
+        epoch, stream = state.get("epoch"), state.get("stream")
+        if not isinstance(stream, Mapping):
+            raise StateError(
+                f"the state has {sorted(map(str, state))}, no stream; it is of another kind of "
+                "loader: wrap a DataLoader of the kind that saved it"
+            )
+        if type(epoch) is not int or not 0 <= epoch < 2**32:
+            raise StateError(f"the state has epoch={epoch!r}; pass what state_dict() gave")
+        positions = self._stream.positions_in(stream)
+        stop_reading()
+        self._epoch, self._positions, self._source_epoch = epoch, positions, self._stream.epoch
+
+
+class _Passes(IterableDataset[Any]):
+    """Stands in for the stream inside a DataLoader: each ``iter()`` is the next pass.
+
+    A persistent worker keeps its copy, and reads pass after pass.
+    """
+
+    def __init__(self, stream: _DividedStream) -> None:
+        self._stream = stream
+        self._epoch, self._positions = 0, stream.beginning()
+
+    def move_to(self, epoch: int, positions: Positions) -> None:
+        """The next ``iter()`` begins there."""
+        self._epoch, self._positions = epoch, positions
+
+    def is_next(self, epoch: int, positions: Positions) -> bool:
+        """Whether a worker that has read to the end would begin there."""
+        return (epoch, positions) == (self._epoch, self._positions)
+
+    def __iter__(self) -> Iterator[Any]:
+        turns = self._stream.turns(self._positions, self._epoch)
+        self.move_to(self._epoch + 1, self._stream.beginning())
+        return turns
+
+
+class _CollateTurn:
+    """The DataLoader's ``collate_fn``, for the batch of a turn."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        # torch's own, which is there if none was given, would rebuild a Batch without metadata
+        self._collate = None if collate is default_convert else collate
+
+    def __call__(self, turn: Any) -> Any:
+        if self._collate is None or not turn.has_batch:
+            return turn
+        return turn._replace(batch=self._collate(turn.batch))

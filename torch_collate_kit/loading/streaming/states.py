@@ -1,0 +1,222 @@
+"""States of streams: where each shard is, as small JSON, read, checked and joined."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.sampler.arguments import is_same
+from torch_collate_kit.loading.streaming.rounds import Position
+from torch_collate_kit.loading.streaming.shards import Place
+from torch_collate_kit.packing import PackingOptions
+
+__all__ = ["merge_states", "position_in", "positions_in", "state_of_one", "state_of_shards"]
+
+# They go up with the number of buffers in a window, and with any change to which examples make a
+# batch. Version 3 is the state of one shard, version 4 of any number of them.
+_VERSION, _SHARDS_VERSION = 3, 4
+_MAX_COUNT = 2**63 - 1
+
+
+def state_of_one(settings: Mapping[str, Any], position: Position) -> dict[str, Any]:
+    """The state of a process that is one shard."""
+    counts = {**position.place._asdict(), "num_batches": position.num_batches}
+    return copy.deepcopy({"version": _VERSION, **settings, **counts})
+
+
+def state_of_shards(
+    settings: Mapping[str, Any], positions: Mapping[int, Position]
+) -> dict[str, Any]:
+    """The state of some shards: num_read, start, num_batches, num_given and the source's state."""
+    shards = {}
+    for shard, (place, num_batches, num_given, _) in sorted(positions.items()):
+        counts = [place.num_read, place.start, num_batches, num_given]
+        shards[str(shard)] = counts if place.source is None else [*counts, place.source]
+    ended = sorted(shard for shard, position in positions.items() if position.has_ended)
+    state = {"version": _SHARDS_VERSION, **settings, "shards": shards, "ended": ended}
+    return copy.deepcopy(state)
+
+
+def position_in(
+    state: Mapping[str, Any], settings: Mapping[str, Any], packing: PackingOptions
+) -> Position:
+    """The position in the state of one shard.
+
+    Raises:
+        StateError: the state does not fit, or is damaged.
+    """
+    _check_version(state, _VERSION)
+    _check_settings(state, settings)
+    counts = [state.get(name) for name in ("num_read", "start", "num_batches")]
+    if not _are_counts(counts):
+        raise StateError(f"the state's num_read, start, num_batches are {counts}; it is damaged")
+    _check_start(state["start"], packing)
+    place = Place(state["num_read"], state["start"], copy.deepcopy(state.get("source")))
+    return Position(place, state["num_batches"])
+
+
+def positions_in(
+    state: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    packing: PackingOptions,
+    shards: range,
+) -> dict[int, Position]:
+    """The positions of ``shards`` in a state that has them, and may have more.
+
+    Raises:
+        StateError: the state does not fit, is damaged, or has not all of the shards.
+    """
+    _check_version(state, _SHARDS_VERSION)
+    _check_settings(state, settings)
+    found, ended = state.get("shards"), state.get("ended")
+    if not isinstance(found, Mapping) or not isinstance(ended, list):
+        raise StateError(f"the state has shards={found!r}, ended={ended!r}; it is damaged")
+    if missing := [shard for shard in shards if str(shard) not in found]:
+        raise StateError(
+            f"the state has {len(found)} shards, but not {missing}, which this rank reads; it is "
+            "the state of another rank: load merge_states([...]) of the states of all ranks"
+        )
+    return {
+        shard: _position_of(found[str(shard)], shard, shard in ended, packing) for shard in shards
+    }
+
+
+def _position_of(found: Any, shard: int, has_ended: bool, packing: PackingOptions) -> Position:
+    counts = found[:4] if isinstance(found, list) else found
+    if not isinstance(counts, list) or len(found) not in (4, 5) or not _are_counts(counts):
+        raise StateError(
+            f"the state's shard {shard} is {found!r}, not [num_read, start, num_batches, "
+            "num_given] with a state of the source or without; it is damaged"
+        )
+    num_read, start, num_batches, num_given = counts
+    _check_start(start, packing)
+    source = copy.deepcopy(found[4]) if len(found) == 5 else None
+    return Position(Place(num_read, start, source), num_batches, num_given, has_ended)
+
+
+def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The states of all ranks as one, which any number of ranks can load.
+
+    Args:
+        states: what ``state_dict()`` of a ``PackedIterableDataset`` with ``num_shards``, or of a
+            ``PrefetchLoader`` of one, gave on each rank, in any order. They are not changed.
+
+    Raises:
+        StateError: states of other settings or passes, or two states with the same shard.
+
+    >>> from torch_collate_kit import PackedIterableDataset
+    >>> examples = [{"input_ids": [7] * n} for n in (3, 2, 4, 1, 5)]
+    >>> settings = {"tokenizer": 0, "max_tokens": 6, "buffer_size": 5, "num_shards": 2}
+    >>> ranks = [PackedIterableDataset(examples, **settings, rank=r, world_size=2) for r in (0, 1)]
+    >>> whole = PackedIterableDataset(examples, **settings)
+    >>> whole.load_state_dict(merge_states([rank.state_dict() for rank in ranks]))
+    >>> list(whole.state_dict()["shards"])
+    ['0', '1']
+    """
+    all_states = list(states)
+    if not all_states:
+        raise StateError("there is no state to merge; pass the states of all ranks")
+    for number, state in enumerate(all_states):
+        if not isinstance(state, Mapping):
+            raise StateError(f"state {number} is a {type(state).__name__}, not a mapping")
+    if all(isinstance(state.get("stream"), Mapping) for state in all_states):
+        around = [{k: v for k, v in state.items() if k != "stream"} for state in all_states]
+        _check_agree(around)
+        return {**copy.deepcopy(around[0]), "stream": _merged([s["stream"] for s in all_states])}
+    return _merged(all_states)
+
+
+def _merged(states: list[Mapping[str, Any]]) -> dict[str, Any]:
+    settings = []
+    for number, state in enumerate(states):
+        if not (_are_numbered(state.get("shards")) and isinstance(state.get("ended"), list)):
+            raise StateError(
+                f"state {number} has {sorted(map(str, state))}, no shards; pass the state of a "
+                "PackedIterableDataset with num_shards=, or of a PrefetchLoader of one"
+            )
+        if state.get("num_shards") is None:
+            raise StateError(
+                f"state {number} is of a stream without num_shards, whose shards depend on the "
+                "number of ranks and workers; only that number can go on with it"
+            )
+        settings.append({k: v for k, v in state.items() if k not in ("shards", "ended")})
+    _check_agree(settings)
+    shards: dict[str, Any] = {}
+    for number, state in enumerate(states):
+        if twice := sorted(shards.keys() & state["shards"].keys(), key=int):
+            raise StateError(
+                f"state {number} has the shards {', '.join(twice)} of a state before it; pass the "
+                "state of each rank once"
+            )
+        shards |= state["shards"]
+    in_order = {shard: shards[shard] for shard in sorted(shards, key=int)}
+    ended = sorted(shard for state in states for shard in state["ended"])
+    return copy.deepcopy({**settings[0], "shards": in_order, "ended": ended})
+
+
+def _check_agree(states: list[dict[str, Any]]) -> None:
+    for number, state in enumerate(states[1:], 1):
+        for name in sorted(state.keys() | states[0].keys(), key=str):
+            mine, first = state.get(name), states[0].get(name)
+            if not is_same(mine, first):
+                raise StateError(
+                    f"state {number} is of {name}={mine!r}, state 0 of {name}={first!r}; merge "
+                    "the states that all ranks saved after the same step"
+                )
+
+
+def _check_version(state: Any, expected: int) -> None:
+    version = state.get("version") if isinstance(state, Mapping) else None
+    if is_same(version, expected):
+        return
+    if is_same(version, _SHARDS_VERSION):
+        raise StateError(
+            f"the state is of num_shards={state.get('num_shards')!r}, the dataset has "
+            "num_shards=None; resume with the num_shards it was saved with"
+        )
+    if is_same(version, _VERSION):
+        raise StateError(
+            "the state has version 3, of a stream without num_shards, whose shards depend on the "
+            "number of ranks and workers; resume without num_shards, with as many as then"
+        )
+    raise StateError(
+        f"the state has version {version!r}, this one reads version {expected}; pass what "
+        "state_dict() of a PackedIterableDataset gave, in the same version of the library"
+    )
+
+
+def _check_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    if missing := sorted(settings.keys() - state.keys()):
+        raise StateError(f"the state has no {', '.join(missing)}; it is damaged")
+    for name, expected in settings.items():
+        if not is_same(state[name], expected):
+            raise StateError(
+                f"the state is of {name}={state[name]!r}, the dataset has {name}={expected!r}; "
+                "resume with the settings it was saved with"
+            )
+
+
+def _are_numbered(shards: Any) -> bool:
+    return isinstance(shards, Mapping) and all(
+        isinstance(shard, str) and shard.isdecimal() for shard in shards
+    )
+
+
+def _are_counts(counts: list[Any]) -> bool:
+    return all(type(count) is int and 0 <= count <= _MAX_COUNT for count in counts)
+
+
+def _check_start(start: int, packing: PackingOptions) -> None:
+    overflow, capacity = packing.overflow, packing.capacity - packing.reserved
+    if start and overflow != "split":
+        raise StateError(
+            f"the state's start is {start}, within an example, but with overflow={overflow!r} "
+            "none is split; it is damaged"
+        )
+    if start % capacity:
+        raise StateError(
+            f"the state's start is {start}, but pieces of examples begin every {capacity} "
+            "tokens; it is damaged"
+        )
