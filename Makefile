@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv sft grpo vlm notebooks test test-bare test-oldest test-sdist dropin dist why bench gpu docs check format clean
+.PHONY: venv sft grpo vlm kills notebooks test test-bare test-oldest test-sdist dropin dist why bench gpu docs check format clean
 
 # Launched once per GPU, or once on a CPU; all options are given, or the launcher prints a page about its defaults.
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
@@ -31,6 +31,10 @@ grpo: $(VENV)/.installed
 
 vlm: $(VENV)/.installed
 	$(LAUNCH) examples/vlm_sft.py $(ARGS)
+
+# Two-rank runs of sft.py, killed twenty times, half of them while they save, and resumed.
+kills: $(VENV)/.installed
+	$(BIN)/python -m tests.examples.kills $(ARGS)
 
 # One of them: make notebooks ARGS=notebooks/02_packing.ipynb
 notebooks: $(VENV)/.installed
