@@ -133,12 +133,14 @@ def checked_tracker(name: str | None) -> str | None:
     return name
 
 
-def check_finite(step: int, loss: float, grad_norm: float) -> None:
+def check_finite(step: int, loss: float, grad_norm: float, batch: Any, args: Any) -> None:
     """End the run at a step that has broken the weights, before they are saved."""
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
+        at = batch.metadata["epoch"], batch.metadata["step"]
         fail(
             f"step {step} has loss {loss} and gradient norm {grad_norm}, and is not "
-            "saved; begin anew with a lower --learning-rate, or look at its examples"
+            "saved; begin anew with a lower --learning-rate, or look at its examples: "
+            f"{args.sampler.examples(*at).tolist()} (epoch {at[0]}, step {at[1]})"
         )
 
 
