@@ -13,6 +13,7 @@
 set -euo pipefail
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=8
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100  # seconds from SIGTERM to SIGKILL
 srun --kill-on-bad-exit=1 bash -c '
     exec accelerate launch --config_file examples/configs/two_nodes_fsdp2.yaml \
         --machine_rank "$SLURM_NODEID" --main_process_ip '"$first"' \

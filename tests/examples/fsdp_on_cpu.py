@@ -22,7 +22,7 @@ def shard_on_cpu() -> None:
 
     def with_plugin(self: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
         whole(self, *args, fsdp_plugin=fsdp_plugin, **options)
-        if fsdp_plugin is not None:
+        if fsdp_plugin is not None and self.use_distributed:
             if self._mixed_precision != "no":
                 fsdp_plugin.set_mixed_precision(self._mixed_precision)
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin

@@ -2,11 +2,11 @@
 
     python -m tests.examples.kills --kills 20 --seed 0
 
-Every second kill waits until a checkpoint is being written. A kill hits all processes, the launcher
-included, or one rank only, which must end the other. DDP and FSDP2 take turns, and so do packed
-rows with and without a DataLoader worker. A killed run is resumed, killed again, and so on, until
-the kills of its kind are used up; then it must finish with the losses and the weights, to the last
-bit, of the run let alone. tests/examples/test_sft_ranks.py has a short version.
+Every second kill waits until a checkpoint is being written; the others hit a random moment of a
+step, of the start or of a resume. A kill hits all processes, the launcher included, or one rank,
+which must end the other. Three runs, DDP, DDP with a DataLoader worker and FSDP2, are each killed
+and resumed again and again; then they must finish with the losses and the weights, to the last bit,
+of a run let alone. tests/examples/test_sft_ranks.py has a short version.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from tests.examples.rank_server import EXAMPLES, fsdp2
 
 OPTIONS = (
-    "--num-conversations 200 --num-held-out 0 --batch-size 5 --max-tokens 256 --cpu --threads 1 "
+    "--num-conversations 400 --num-held-out 0 --batch-size 5 --max-tokens 256 --cpu --threads 1 "
     "--epochs 1 --checkpoint-every 1 --resume auto"
-)  # 40 steps, each of them saved
+)  # 80 steps, each of them saved
 SCRIPT = Path(__file__).with_name("fsdp_on_cpu.py")
 
 
@@ -57,21 +58,18 @@ def num_lines(folder: Path) -> int:
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
-def wait_for_moment(run: Any, folder: Path, in_save: bool, rng: random.Random) -> int | None:
-    """Wait for a random step, and for a random moment in it, or in its save; the step."""
-    first = num_lines(folder)
-    target = first + rng.randint(1, 6)
+def wait_for_moment(run: Any, folder: Path, kind: str, rng: random.Random) -> None:
+    """Some moment of the start or of a resume, of a random step, or of the save after it."""
+    if kind == "starting":
+        time.sleep(rng.uniform(2, 10))
+        return
+    target = num_lines(folder) + rng.randint(1, 5)
     deadline = time.monotonic() + 120
-    while num_lines(folder) < target or num_lines(folder) > target + 30:
-        if run.poll() is not None:
-            return None
-        assert time.monotonic() < deadline, f"{folder}: no step {target}"
-        time.sleep(0.002)
-    while in_save and not (folder / "unfinished").exists():
-        if run.poll() is not None:
-            return None
-    time.sleep(rng.uniform(0, 0.03 if in_save else 0.5))
-    return target
+    while num_lines(folder) < target or (kind == "saving" and not (folder / "unfinished").exists()):
+        assert run.poll() is None, f"ended before it was killed: see {folder}.log"
+        assert time.monotonic() < deadline, f"no step {target}: see {folder}.log"
+        time.sleep(0.001)
+    time.sleep(rng.uniform(0, 0.02 if kind == "saving" else 0.3))
 
 
 def is_running(pid: int) -> bool:
@@ -84,7 +82,8 @@ def is_running(pid: int) -> bool:
 
 def kill(run: Any, rank: int | None) -> None:
     """All processes, or a rank: then the launcher and the other rank must end by themselves."""
-    ranks = ranks_of(run.pid)
+    while len(ranks := ranks_of(run.pid)) < 2:
+        time.sleep(0.01)
     if rank is None:
         for pid in (run.pid, *ranks):  # torchrun starts each rank in a session of its own
             os.kill(pid, signal.SIGKILL)
@@ -104,30 +103,21 @@ def results(folder: Path) -> tuple[list[float], bytes]:
 
 def kill_and_resume(
     folder: Path, sharded: bool, options: str, num_kills: int, rng: random.Random
-) -> dict[str, int]:
+) -> Counter[str]:
     """Kill the run that often, resume it after each, and let it finish."""
-    counts = {"kills": 0, "while saving": 0, "of one rank": 0, "left a part behind": 0}
-    while counts["kills"] < num_kills:
-        run = launch(folder, sharded, options)
-        in_save = counts["kills"] % 2 == 1
+    counts: Counter[str] = Counter()
+    for number in range(num_kills):
+        kind = ("saving", "in a step", "saving", "starting")[number % 4]
         rank = rng.choice([None, 0, 1])
-        step = wait_for_moment(run, folder, in_save, rng)
-        if step is None:
-            raise AssertionError(f"{folder}: ended before it was killed: see {folder}.log")
+        run = launch(folder, sharded, options)
+        wait_for_moment(run, folder, kind, rng)
         kill(run, rank)
-        has_part = (folder / "unfinished").exists()
-        counts["kills"] += 1
-        counts["while saving"] += in_save
-        counts["of one rank"] += rank is not None
-        counts["left a part behind"] += has_part
-        whole = sorted(path.name for path in folder.glob("checkpoint-*"))
-        print(
-            f"{folder.name}: killed {'all' if rank is None else f'rank {rank}'} at step {step}, "
-            f"{'saving' if has_part else 'not saving'}; whole: {', '.join(whole)}",
-            flush=True,
-        )
+        victim = "all ranks" if rank is None else "one rank"
+        counts += Counter(["kills", kind, victim])
+        counts["left part of a checkpoint behind"] += (folder / "unfinished").exists()
+        print(f"{folder.name}: killed {victim} after step {num_lines(folder)}, {kind}", flush=True)
     run = launch(folder, sharded, options)
-    assert run.wait(timeout=300) == 0, f"{folder}: see {folder}.log"
+    assert run.wait(timeout=300) == 0, f"see {folder}.log"
     return counts
 
 
@@ -137,7 +127,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the ranks")
     args = parser.parse_args()
     kinds = [("ddp", False, ""), ("ddp_workers", False, "--num-workers 1"), ("fsdp2", True, "")]
-    folder, totals = Path(tempfile.mkdtemp()), {}
+    folder, totals = Path(tempfile.mkdtemp()), Counter()
     for number, (name, sharded, options) in enumerate(kinds):
         num_kills = len(range(number, args.kills, len(kinds)))
         if not num_kills:
@@ -151,7 +141,7 @@ def main() -> None:
         assert found == expected, f"{name}: other losses; see {folder}"
         assert found_weights == weights, f"{name}: other weights; see {folder}"
         print(f"{name}: {len(found)} losses and all weights as in the run let alone", flush=True)
-        totals = {key: totals.get(key, 0) + value for key, value in counts.items()}
+        totals += counts
     print(", ".join(f"{key}: {value}" for key, value in totals.items()))
     shutil.rmtree(folder)
 

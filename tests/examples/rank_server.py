@@ -72,7 +72,9 @@ def become_rank(request: dict[str, Any], rank: int, port: int) -> None:
 
         shard_on_cpu()
     if request["before"]:
-        exec(request["before"], {"rank": rank})  # what the test breaks
+        exec(
+            request["before"], {"rank": rank, "folder": request["arguments"][-1]}
+        )  # what the test breaks
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

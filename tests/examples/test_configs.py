@@ -1,4 +1,4 @@
-"""The launch configurations, read by Accelerate itself: what they start, and that no key is made up."""
+"""The launch configurations, read by Accelerate: what they start, and that no key is made up."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_the_plugin_that_fsdp2_is_built_from(name: str, monkeypatch: pytest.Monk
     assert (plugin.fsdp_version, plugin.reshard_after_forward) == (2, True)
     assert plugin.auto_wrap_policy is transformer_auto_wrap_policy
     assert plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
-    assert not (plugin.cpu_ram_efficient_loading or plugin.activation_checkpointing)
+    assert not plugin.cpu_ram_efficient_loading
+    assert not plugin.activation_checkpointing
 
 
 def test_the_slurm_script_is_a_script() -> None:
