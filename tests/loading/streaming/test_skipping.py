@@ -250,6 +250,18 @@ def test_of_a_split_example_the_wrong_pieces_are_left_out() -> None:
     assert set(skipped_in(batches)) == {3}
 
 
+@pytest.mark.parametrize("source", [list, dataset_of])
+def test_a_stop_between_the_pieces_of_what_follows_a_skipped_example(source: Any) -> None:
+    def stream() -> PackedIterableDataset:
+        data = source([*GOOD[:3], {"input_ids": np.arange(0)}, {"input_ids": np.arange(900, 921)}])
+        return make(data, overflow="split", max_tokens=5, buffer_size=1)
+
+    batches = list(stream())
+    assert skipped_in(batches) == [3]
+    assert tokens_of(batches)[-21:] == list(range(900, 921))
+    assert_exact_resume(stream, num_steps=len(batches))
+
+
 def test_an_error_of_the_source_itself_raises() -> None:
     def source() -> Any:
         yield from GOOD[:3]
