@@ -36,13 +36,18 @@ def page(results: Mapping[str, Any]) -> str:
     """
     name = results["name"]
     blocks = [f"# {name}", f"`{results['command']}`"]
-    if name in ANSWERS:
-        rows = ANSWERS[name](results)
+    kind = name.partition("-")[0]  # of a GPU the name goes on with the machine
+    if kind in ANSWERS:
+        rows = ANSWERS[kind](results)
         blocks.append(markdown_table(["question", "measured"], rows))
     if results.get("targets"):
         blocks += _targets(results["claim"], results["targets"])
     blocks += [_part(part) for part in results.get("parts", [])]
-    facts = [key for key in ("command", "date", "cpu", "load", "versions") if key in results]
+    facts = [
+        key
+        for key in ("command", "date", "cpu", "load", "device", "memory", "versions")
+        if key in results
+    ]
     lines = "\n".join(f"- {key}: {_fact(results[key])}" for key in facts)
     return (
         "\n\n".join(block.strip("\n") for block in [*blocks, "## Machine and versions", lines])

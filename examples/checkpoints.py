@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed
 from read_data import fail
+from torch.distributed.checkpoint import CheckpointException
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """A rank that fails in here ends all ranks, with its message: else they would wait for it."""
+    message = None
+    try:
+        yield
+    except SystemExit as failure:  # of fail()
+        message = failure.code
+    if messages := [other for other in gather_object([message]) if other]:
+        raise SystemExit(messages[0])
+
+
+def claim(accelerator: Accelerator, args: argparse.Namespace) -> None:
+    """Make and lock the output folder, for all ranks, if it is fit to begin or to resume in."""
+    folder = args.output_dir
+    with together():
+        if not accelerator.is_main_process:
+            return
+        lock(folder)
+        if args.resume == "always" and not checkpoints(args):
+            fail(f"--resume: no checkpoint in {folder}; was --checkpoint-every given?")
+        if checkpoints(args) and not args.resume:
+            fail(f"{folder} has checkpoints of an earlier run; --resume it, or go elsewhere")
+        if (folder / "metrics.jsonl").exists() and not checkpoints(args):
+            print(f"{folder}: the results of an earlier run are replaced")
 
 
 def lock(folder: Path) -> None:
@@ -55,24 +87,48 @@ def checkpoints(args: argparse.Namespace) -> list[Path]:
 def save_checkpoint(accelerator: Accelerator, loader: Any, step: int, args: Any) -> None:
     """Write beside, then rename: a kill at any moment leaves the checkpoint before it whole."""
     unfinished, metrics = args.output_dir / "unfinished", args.output_dir / "metrics.jsonl"
-    try:
+
+    def begin() -> None:
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed while saving
+        unfinished.mkdir()
+
+    def save_part() -> None:
         accelerator.save_state(str(unfinished))
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            state = {"version": 5, "step": step, "loader": loader.state_dict(), "run": args.run}
-            (unfinished / "run.json").write_text(json.dumps(state, indent=2))
-            wait_for_disk(metrics, *unfinished.rglob("*"), unfinished)
-            unfinished.rename(args.output_dir / f"checkpoint-{step:08d}")
-            wait_for_disk(args.output_dir)
-    except (OSError, RuntimeError) as error:  # torch raises a RuntimeError when the disk is full
-        shutil.rmtree(unfinished, ignore_errors=True)
-        whole = [path.name for path in checkpoints(args)[-1:]]
-        there = f"{whole[0]} is whole, --resume goes on from it" if whole else "there is no other"
-        fail(f"checkpoint of step {step} could not be saved: {error}; {there}")
-    if accelerator.is_main_process:
+        wait_for_disk(*unfinished.glob(f"random_states_{args.rank}.pkl"))  # maybe not of this host
+
+    def finish() -> None:
+        state = {"version": 6, "step": step, "loader": loader.state_dict(), "run": args.run}
+        (unfinished / "run.json").write_text(json.dumps(state, indent=2))
+        wait_for_disk(metrics, *unfinished.rglob("*"), unfinished)
+        unfinished.rename(args.output_dir / f"checkpoint-{step:08d}")
+        wait_for_disk(args.output_dir)
         for old in checkpoints(args)[: -args.keep_checkpoints]:
-            shutil.rmtree(old)
-    accelerator.wait_for_everyone()
+            shutil.rmtree(old.rename(unfinished))  # a kill leaves no half of a checkpoint
+
+    main, everybody = [0], range(args.num_ranks)
+    try:
+        for work, ranks in ((begin, main), (save_part, everybody), (finish, main)):
+            with together():
+                try:
+                    if args.rank in ranks:
+                        work()
+                except (OSError, RuntimeError, CheckpointException) as error:
+                    fail(not_saved(error, step, args))
+    except SystemExit:
+        if accelerator.is_main_process:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def not_saved(error: BaseException, step: int, args: argparse.Namespace) -> str:
+    """Why a checkpoint is missing, and what there is; torch calls a full disk a RuntimeError."""
+    rank = args.rank
+    if isinstance(error, CheckpointException):  # every rank has the errors of all
+        rank, (error, _) = next(iter(error.failures.items()))
+    where = f" by rank {rank}" if args.num_ranks > 1 else ""
+    whole = [path.name for path in checkpoints(args)[-1:]]
+    there = f"{whole[0]} is whole, --resume goes on from it" if whole else "there is no other"
+    return f"checkpoint of step {step} could not be saved{where}: {error}; {there}"
 
 
 def wait_for_disk(*paths: Path) -> None:
@@ -87,10 +143,13 @@ def resume(accelerator: Accelerator, loader: Any, args: argparse.Namespace) -> i
     """Load the latest checkpoint, if it is of this very run; the number of its step."""
     latest = checkpoints(args)[-1]
     state = json.loads((latest / "run.json").read_text())
-    was, now = {"version": state["version"], **state["run"]}, {"version": 5, **args.run}
+    was, now = {"version": state["version"], **state["run"]}, {"version": 6, **args.run}
     if other := [f"{name} {value}" for name, value in was.items() if now.get(name) != value]:
         fail(f"--resume: {latest} is of another run, which had {', '.join(other)}")
     accelerator.load_state(str(latest))
+    if not (latest / f"random_states_{args.rank}.pkl").exists():  # there were fewer ranks
+        seeds = np.random.SeedSequence((args.seed, state["step"], args.rank))
+        set_seed(int(seeds.generate_state(1)[0]))
     loader.load_state_dict(state["loader"])  # plain JSON: Accelerate would load it as a pickle
     if accelerator.is_main_process:  # forget the steps that came after it
         metrics, shorter = args.output_dir / "metrics.jsonl", args.output_dir / "metrics.new"

@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
-import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +25,28 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env, set_seed
+from attention_choice import NAMES
 from checkpoints import (
     Termination,
     checkpoints,
+    claim,
     finish_the_step,
-    lock,
     resume,
     save_checkpoint,
 )
 from read_data import fail, read_dataset
+from run_log import TRACKERS, RunLog, check_finite, checked_tracker, is_finished, write_results
+from sharding import check_sharding, whole_model, whole_weights
 from torch.utils.data import DataLoader
-from tqdm import tqdm
+from trained_model import check_arguments, load_model, make_optimizer, with_loss
 
 import torch_collate_kit as kit
 
-MAY_CHANGE = "output_dir checkpoint_every keep_checkpoints resume num_workers prefetch threads"
-COUNTS = "batch_size rows_per_micro_batch epochs max_steps max_tokens num_conversations threads"
+MAY_CHANGE = (
+    "output_dir checkpoint_every keep_checkpoints resume num_workers prefetch threads log_with"
+)
+COUNTS = "batch_size rows_per_micro_batch epochs max_steps max_tokens num_conversations threads "
+COUNTS += "lora lora_alpha"
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -61,20 +64,30 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--chat-template", type=Path, help="Jinja file, for a tokenizer that has no template")
     add = parser.add_argument_group("layout").add_argument
     add("--no-packing", action="store_true", help="one conversation a row, padded")
-    add("--max-tokens", type=int, default=1024, help="capacity of a row")
+    add(
+        "--max-tokens",
+        type=int,
+        help="capacity of a row; none: with --model 4096, else as it suits",
+    )
     add("--rows-per-micro-batch", type=int, help="rows at a time; none: 1 packed, 8 padded")
+    add("--attention", default="auto", choices=["auto", *NAMES], help="auto: the fastest that can")
     add = parser.add_argument_group("training").add_argument
     add("--batch-size", type=int, default=8, help="conversations a step, over all ranks")
     add("--epochs", type=int, default=1, help="passes over the data")
     add("--max-steps", type=int, help="train no more steps than that")
+    add("--lora", type=int, metavar="RANK", help="train adapters of this rank, not the weights")
+    add("--lora-alpha", type=int, help="alpha / rank scales adapters; none: twice the rank")
     add(
-        "--learning-rate", type=float, help="the highest; none: with --model 2e-5, else as it suits"
+        "--learning-rate",
+        type=float,
+        help="the highest; none: with --lora 2e-4, with --model 2e-5, else as it suits",
     )
     add("--schedule", default="cosine", choices=["cosine", "linear"], help="way down to 0")
     add("--warmup", type=float, default=0.05, help="fraction of the steps")
     add("--weight-decay", type=float, default=0.0, help="of AdamW")
     add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to it")
     add("--gradient-checkpointing", action="store_true", help="less memory, slower")
+    add("--compile", action="store_true", help="the layers, by torch.compile; rows of one shape")
     add("--seed", type=int, default=0, help="corpus, weights and order follow from it")
     add = parser.add_argument_group("run").add_argument
     add("--output-dir", type=Path, default=Path("outputs/sft"), help="model, metrics, checkpoints")
@@ -87,6 +100,7 @@ def argument_parser() -> argparse.ArgumentParser:
         choices=["always", "auto"],
         help="go on from the latest checkpoint; auto: begin where there is none",
     )
+    add("--log-with", choices=TRACKERS, help="tracker of Accelerate that gets every step, too")
     add("--num-workers", type=int, default=0, help="DataLoader workers")
     add("--prefetch", action=argparse.BooleanOptionalAction, default=True, help="build ahead")
     add("--cpu", action="store_true", help="do not use a GPU")
@@ -94,22 +108,29 @@ def argument_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_arguments(parser: argparse.ArgumentParser, from_scratch: float) -> argparse.Namespace:
-    """The arguments, checked; `from_scratch` is the learning rate of a model without --model."""
+def parse_arguments(
+    parser: argparse.ArgumentParser, from_scratch: float, max_tokens: int = 1024
+) -> argparse.Namespace:
+    """The arguments, checked; without --model the learning rate is `from_scratch`, and a row holds
+    `max_tokens`."""
     args = parser.parse_args()
     for name, value in vars(args).items():
         lowest = 1 if name in COUNTS.split() or name == "keep_checkpoints" else 0
         if isinstance(value, (int, float)) and not value >= lowest:  # refuses nan too
             fail(f"--{name.replace('_', '-')} {value}: must be {lowest} or more")
+    for name in ("learning_rate", "weight_decay"):
+        if getattr(args, name) == math.inf:
+            fail(f"--{name.replace('_', '-')} inf: must be finite")
     if args.warmup > 1:
         fail(f"--warmup {args.warmup}: must be at most 1, it is a fraction of the steps")
     args.rows_per_micro_batch = args.rows_per_micro_batch or (8 if args.no_packing else 1)
     if args.learning_rate is None:
-        args.learning_rate = 2e-5 if args.model else from_scratch
+        args.learning_rate = (2e-4 if args.lora else 2e-5) if args.model else from_scratch
+    args.max_tokens = args.max_tokens or (4096 if args.model else max_tokens)
     args.cpu |= parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     kept = {k: str(v) for k, v in vars(args).items() if k not in MAY_CHANGE.split()}
     args.run = {f"--{k.replace('_', '-')}": v for k, v in kept.items()}
-    args.attention = "sdpa" if args.no_packing else "torch_varlen"
+    check_arguments(args)
     return args
 
 
@@ -144,84 +165,40 @@ def load_tokenizer(args: argparse.Namespace, conversations: datasets.Dataset) ->
     return tokenizer
 
 
-def load_model(args: argparse.Namespace, tokenizer: Any) -> Any:
-    kit.register_torch_varlen()
-    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": args.attention}
-    if args.model:
-        try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(args.model, **options)
-        except (OSError, ValueError) as error:
-            fail(f"--model {args.model}: {str(error).splitlines()[0]}")
-    else:
-        model = synthetic_chat.make_model(tokenizer, **options)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    return model
+def make_collator(tokenizer: Any, model: Any, args: argparse.Namespace) -> Any:
+    """Rows of which every rank gets as much work, by what tokens cost this model; or padded."""
+    if args.no_packing:
+        return kit.PaddedCollator(tokenizer)
+    options = {"max_tokens": args.max_tokens, "parallel": kit.ParallelLayout(dp=args.num_ranks)}
+    with contextlib.suppress(ValueError):  # sizes under other names: the cost of a usual model
+        options["cost"] = kit.ModelCost.of(model.config)
+    return kit.PackedCollator(tokenizer, strategy="balanced", fixed_width=args.compile, **options)
 
 
 def make_loader(
-    examples: kit.TokenizedDataset, tokenizer: Any, accelerator: Any, args: Any, shuffle: bool
+    examples: kit.TokenizedDataset, collate: Any, accelerator: Any, args: Any, shuffle: bool
 ) -> kit.PrefetchLoader:
     """Batches on their device, one built ahead; their order is a function of (seed, epoch)."""
     options = {"batch_size": args.batch_size, "shuffle": shuffle, "seed": args.seed}
     if args.no_packing:  # every rank collates the whole batch
         sampler: Any = kit.PrefetchingSampler(examples, **options)
-        collate: Any = kit.PaddedCollator(tokenizer)
     else:  # every rank plans the whole batch, and reads its own rows: as narrow as can be
-        options |= {"strategy": "balanced", "num_loss_tokens": examples.num_loss_tokens}
-        layout = {"max_tokens": args.max_tokens, "parallel": kit.ParallelLayout(dp=args.num_ranks)}
-        sampler = kit.PackedBatchSampler(examples.lengths, rank=args.rank, **options, **layout)
-        collate = kit.PackedCollator(tokenizer, **layout)
+        options |= {"packing": collate.packing, "num_loss_tokens": examples.num_loss_tokens}
+        sampler = kit.PackedBatchSampler(examples.lengths, rank=args.rank, **options)
+    if shuffle:
+        args.sampler = sampler  # knows the examples of every step
     workers = {"num_workers": args.num_workers, "worker_init_fn": finish_the_step}
     loader = DataLoader(examples, batch_sampler=sampler, collate_fn=collate, **workers)
     return kit.PrefetchLoader(loader, prefetch=args.prefetch, device=accelerator.device)
 
 
 def micro_batches(batch: kit.Batch, args: argparse.Namespace) -> list[kit.Batch]:
-    """This rank's rows, a few at a time."""
+    """This rank's rows, a few at a time; all of one shape, if the model is compiled."""
     if args.no_packing:
         batch = batch.pad_rows(multiple_of=args.num_ranks).chunk(args.num_ranks)[args.rank]
     size = args.rows_per_micro_batch
-    return [batch[i : i + size] for i in range(0, len(batch), size)]
-
-
-class ModelWithLoss(torch.nn.Module):
-    """What is trained: a model and its loss, with the logits of a few tokens at a time."""
-
-    def __init__(self, model: Any, attention: str) -> None:
-        super().__init__()
-        self.model, self.attention, self.through_head = model, attention, True
-
-    def forward(self, batch: kit.Batch, num_loss_tokens: int) -> torch.Tensor:
-        inputs = batch.model_inputs(self.attention, labels=False)
-        options: dict[str, Any] = {"num_loss_tokens": num_loss_tokens}
-        if not self.through_head:
-            return kit.token_loss(self.model(**inputs).logits, batch, **options)
-        config = self.model.config.get_text_config()
-        options["logit_softcap"] = getattr(config, "final_logit_softcapping", None)
-        hidden = self.model.base_model(**inputs).last_hidden_state
-        return kit.token_loss(hidden, batch, head=self.model.get_output_embeddings(), **options)
-
-    @torch.no_grad()
-    def check_head(self, batch: kit.Batch) -> None:
-        """Some models scale the logits after the head (Granite, Cohere): take these as they are."""
-        was_training, losses = self.training, []
-        self.eval()
-        for self.through_head in (False, True):
-            with contextlib.suppress(TypeError):  # a head that is not a plain Linear
-                losses.append(self(batch, batch.metadata["num_loss_tokens"]))
-        self.through_head = len(losses) == 2 and torch.allclose(*losses, rtol=1e-2)
-        self.train(was_training)
-
-
-def with_loss(model: Any, batch: kit.Batch, accelerator: Accelerator, args: Any) -> ModelWithLoss:
-    """The model to train, checked on a few examples: packed ones are apart; what its head does."""
-    trained, batch = ModelWithLoss(model, args.attention), batch.to(accelerator.device)
-    with accelerator.autocast():
-        if not args.no_packing:
-            kit.check_isolation(model, batch)
-        trained.check_head(batch)
-    return trained
+    parts = [batch[i : i + size] for i in range(0, len(batch), size)]
+    return [part.pad_rows(multiple_of=size) for part in parts] if args.compile else parts
 
 
 def train_step(
@@ -254,54 +231,29 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 
 def train(model: Any, loader: Any, optimizer: Any, accelerator: Accelerator, args: Any) -> dict:
     """Train from step `args.first_step` on, where the loader stands; returns what it took."""
-    took: Counter[str] = Counter()
-    began, steps = time.perf_counter(), range(args.first_step, args.num_steps)
-    options = {"initial": args.first_step, "total": args.num_steps, "disable": args.rank > 0}
+    steps = range(args.first_step, args.num_steps)
+    log = RunLog(accelerator.unwrap_model(model), loader, accelerator, args)
     model.train()
-    with (
-        Termination() as args.termination,
-        loader,
-        tqdm(loader.steps(len(steps)), **options) as bar,
-    ):
-        for step, batch in zip(steps, bar, strict=True):
-            waited, rate = loader.wait_seconds - took["wait_seconds"], learning_rate(step, args)
+    with Termination() as args.termination, loader, log:
+        for step, batch in zip(steps, loader.steps(len(steps)), strict=True):
+            rate = learning_rate(step, args)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             parts = micro_batches(batch, args)
             loss, grad_norm, is_last = train_step(model, parts, optimizer, accelerator, args)
-            if not math.isfinite(loss) or not math.isfinite(grad_norm):
-                fail(
-                    f"step {step + 1} has loss {loss} and gradient norm {grad_norm}, and is not "
-                    "saved; begin anew with a lower --learning-rate, or look at its examples"
-                )
-            num_cells = args.num_ranks * sum(part["input_ids"].numel() for part in parts)
-            num_tokens = batch.metadata["num_tokens"]  # of all ranks, as are the cells
-            seconds = time.perf_counter() - began - took["train_seconds"]
-            took.update(
-                train_seconds=seconds, wait_seconds=waited, tokens=num_tokens, cells=num_cells
-            )
-            took["tokens_per_second"] = took["tokens"] / took["train_seconds"]
-            took["packing_efficiency"] = took["tokens"] / took["cells"]
-            bar.set_postfix_str(
-                f"loss {loss:.3f}, {took['tokens_per_second']:,.0f} tokens/s, "
-                f"{1 - took['packing_efficiency']:.0%} padding, waited {took['wait_seconds']:.1f} s"
-            )
-            record = {"step": step + 1, "loss": loss, "learning_rate": rate, "grad_norm": grad_norm}
-            record |= {"packing_efficiency": num_tokens / num_cells, "wait_seconds": waited}
-            record |= {"tokens_per_second": num_tokens / seconds}
-            if accelerator.is_main_process:
-                with open(args.output_dir / "metrics.jsonl", "a") as file:
-                    file.write(json.dumps(record) + "\n")
-            is_due = args.checkpoint_every and (step + 1) % args.checkpoint_every == 0
-            if is_due or is_last:
+            check_finite(step + 1, loss, grad_norm, batch, args)
+            log.step(step + 1, parts, loss, rate, grad_norm)
+            is_end, every = step + 1 == args.num_steps, args.checkpoint_every
+            if (every and (is_end or (step + 1) % every == 0)) or is_last:
                 save_checkpoint(accelerator, loader, step + 1, args)
             if is_last:
                 accelerator.print(f"told to stop: step {step + 1} is saved, --resume goes on")
                 raise SystemExit(0)
-    return dict(took)
+    return log.summary()
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # too short to be worth compiling for
 def held_out_loss(model: Any, loader: Any, accelerator: Accelerator, args: Any) -> float:
     """Mean loss over the trained tokens of the held-out conversations, whatever the layout."""
     model.eval()
@@ -315,35 +267,28 @@ def held_out_loss(model: Any, loader: Any, accelerator: Accelerator, args: Any) 
 
 def start(args: argparse.Namespace, *handlers: Any) -> Accelerator:
     """Ranks, threads and seeds; and the output folder is ours, and fit to begin or to resume."""
+    log = {"log_with": checked_tracker(args.log_with), "project_dir": args.output_dir}
     accelerator = Accelerator(
-        cpu=args.cpu, mixed_precision="no" if args.cpu else "bf16", kwargs_handlers=handlers
+        cpu=args.cpu, mixed_precision=args.precision, kwargs_handlers=handlers, **log
     )
     args.num_ranks, args.rank = accelerator.num_processes, accelerator.process_index
     if args.cpu:  # `accelerate launch` and torchrun leave one thread
         torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // args.num_ranks))
-    if accelerator.is_main_process:
-        lock(args.output_dir)  # for all ranks
-    else:
+    check_sharding(accelerator)
+    args.run |= {"weights:": "in parts" if accelerator.is_fsdp2 else "whole"}
+    if not accelerator.is_main_process:
         datasets.disable_progress_bars()
+    claim(accelerator, args)
     if args.resume == "auto" and not checkpoints(args):
         args.resume = None
-    if not args.resume and (args.output_dir / "metrics.jsonl").exists() and not checkpoints(args):
-        accelerator.print(f"{args.output_dir}: the results of an earlier run are replaced")
-    if args.resume and not checkpoints(args):
-        fail(f"--resume: no checkpoint in {args.output_dir}; was --checkpoint-every given?")
-    if checkpoints(args) and not args.resume:
-        fail(f"{args.output_dir} has checkpoints of an earlier run; --resume it, or go elsewhere")
     set_seed(args.seed)
     return accelerator
 
 
-def save_results(model: Any, tokenizer: Any, summary: dict, args: argparse.Namespace) -> None:
-    model.save_pretrained(args.output_dir / "model")
+def save_results(model: Any, weights: Any, tokenizer: Any, summary: dict, args: Any) -> None:
+    model.save_pretrained(args.output_dir / "model", state_dict=weights)
     tokenizer.save_pretrained(args.output_dir / "model")
-    (args.output_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-    for name, value in summary.items():
-        print(f"{name:<24}{value:>12,.0f}" if value >= 1000 else f"{name:<24}{value:>12.4g}")
-    print(f"model, metrics and summary are in {args.output_dir}")
+    write_results(summary, args)
 
 
 def main() -> None:
@@ -360,31 +305,33 @@ def main() -> None:
     if len(tokenized[0]) < 2:
         fail("too few to train on; hold out fewer (--num-held-out), or raise --max-tokens")
     examples = kit.TokenizedDataset(tokenized[0])
-    loader = make_loader(examples, tokenizer, accelerator, args, shuffle=True)
-    args.num_steps = min(args.epochs * len(loader), args.max_steps or args.epochs * len(loader))
-    args.run |= {"ranks:": str(args.num_ranks), "tokens in the data:": str(examples.lengths.sum())}
     model = load_model(args, tokenizer).to(accelerator.device).train()  # it may be in eval mode
+    collate = make_collator(tokenizer, model, args)
+    loader = make_loader(examples, collate, accelerator, args, shuffle=True)
+    args.num_steps = min(args.epochs * len(loader), args.max_steps or args.epochs * len(loader))
+    args.run |= {"tokens in the data:": str(examples.lengths.sum())}  # and any number of ranks
+    if args.checkpoint_every and accelerator.is_main_process and not args.resume:
+        tokenized[0].save_to_disk(args.output_dir / "examples")  # which a step is made of
     two = examples.__getitems__(np.argsort(examples.lengths, kind="stable")[:2])  # the shortest
     packed = kit.PackedCollator(tokenizer, max_tokens=2 * args.max_tokens)
-    collate = kit.PaddedCollator(tokenizer) if args.no_packing else packed
-    model = with_loss(model, collate(two), accelerator, args)
-    options = {"betas": (0.9, 0.98), "weight_decay": args.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model = with_loss(model, (collate if args.no_packing else packed)(two), accelerator, args)
+    model, optimizer = accelerator.prepare(model, make_optimizer(model, args))
     args.first_step = resume(accelerator, loader, args) if args.resume else 0
-    if accelerator.is_main_process and not args.resume:
-        (args.output_dir / "metrics.jsonl").write_text("")
+    if is_finished(args):
+        accelerator.print(f"{args.output_dir}: this run is already finished")
+        return accelerator.end_training()
     summary = train(model, loader, optimizer, accelerator, args)
-    model_alone = accelerator.unwrap_model(model).model
     if len(tokenized[1]):
         held_out_examples = kit.TokenizedDataset(tokenized[1])
-        with make_loader(held_out_examples, tokenizer, accelerator, args, shuffle=False) as loader:
+        with make_loader(held_out_examples, collate, accelerator, args, shuffle=False) as loader:
             summary["held_out_loss"] = held_out_loss(model, loader, accelerator, args)
+    weights, model_alone = whole_weights(model, accelerator), whole_model(model, accelerator)
     if not args.dataset:
         rates = synthetic_chat.exact_match(model_alone, tokenizer, held_out, accelerator)
         summary |= {f"exact match, {skill}": rate for skill, rate in rates.items()}
+    accelerator.log({f"summary/{name}": of for name, of in summary.items()}, args.num_steps)
     if accelerator.is_main_process:
-        save_results(model_alone, tokenizer, summary, args)
+        save_results(model_alone, weights, tokenizer, summary, args)
     model, optimizer = accelerator.free_memory(model, optimizer)  # DDP holds the process group
     accelerator.wait_for_everyone()
     accelerator.end_training()

@@ -180,6 +180,7 @@ def make_model(tokenizer, **config) -> transformers.Qwen3ForCausalLM:
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # every length would be compiled
 def exact_match(
     model: Any, tokenizer: Any, corpus: Iterable[dict], accelerator: Accelerator
 ) -> dict[str, float]:

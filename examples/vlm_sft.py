@@ -22,12 +22,13 @@ import checkpoints
 import datasets
 import drawn_images
 import numpy as np
+import run_log
 import sft
-import torch
 import transformers
 from accelerate.utils import DistributedDataParallelKwargs
 from read_data import fail, images_as_files, read_dataset
 from torch.utils.data import DataLoader, Dataset
+from trained_model import make_optimizer, prepare, weight_dtype, with_loss
 
 import torch_collate_kit as kit
 from torch_collate_kit import DataError
@@ -41,13 +42,14 @@ UNUSED_ALLOWED = DistributedDataParallelKwargs(find_unused_parameters=True)
 def parse_arguments() -> argparse.Namespace:
     parser = sft.argument_parser()
     parser.set_defaults(output_dir=Path("outputs/vlm_sft"), num_conversations=7200)
-    parser.set_defaults(batch_size=16, max_tokens=None)
+    parser.set_defaults(batch_size=16)
     add = parser.add_argument_group("images").add_argument
     add("--image-root", type=Path, help="folder that paths of images start at and may not leave")
     add("--max-patches", type=int, help="of a row's images; none: 128, with --model no limit")
     add("--padded", dest="no_packing", action="store_true", help="as --no-packing")
-    args = sft.parse_arguments(parser, from_scratch=1.5e-3)
-    args.max_tokens = args.max_tokens or (4096 if args.model else 512)
+    args = sft.parse_arguments(parser, from_scratch=1.5e-3, max_tokens=512)
+    if args.compile:
+        fail("--compile: rows with images have no fixed shape; sft.py has it, for text")
     if args.max_patches is None and not args.model:
         args.max_patches = 128
     if args.max_patches == 0:
@@ -98,23 +100,22 @@ def load_processor(args: argparse.Namespace, conversations: datasets.Dataset) ->
 
 
 def load_model(args: argparse.Namespace, processor: Any) -> Any:
-    """Packed rows need torch_varlen in the language model; the vision tower sees whole images."""
-    kit.register_torch_varlen()
-    attention = {"text_config": args.attention, "vision_config": "sdpa"}
-    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}
+    """The vision tower sees whole images; the attention of packed rows is chosen later."""
+    options: dict[str, Any] = {"dtype": weight_dtype(args)}
+    options["attn_implementation"] = {"vision_config": "sdpa"}
     if args.model:
         auto = transformers.AutoModelForImageTextToText
         model = auto.from_pretrained(args.model, **options)
     else:
         model = drawn_images.make_model(processor, **options)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    return model
+    return prepare(model, args)
 
 
 def make_collator(processor: Any, model: Any, args: argparse.Namespace) -> Any:
     options: dict[str, Any] = {"image_root": args.image_root, "config": model.config}
-    options["pixel_dtype"] = "float32" if args.cpu else "bfloat16"  # what they are computed in
+    options["pixel_dtype"] = (
+        "bfloat16" if args.precision == "bf16" else "float32"
+    )  # what they are computed in
     if not args.no_packing:
         options |= {"max_tokens": args.max_tokens, "max_patches": args.max_patches}
         options |= {"strategy": "balanced", "cost": ModelCost.of(model.config)}
@@ -184,6 +185,8 @@ def make_loader(
         options |= {"patches": examples.patches, "num_loss_tokens": examples.num_loss_tokens}
         options |= {"packing": collate.collator.packing, "rank": args.rank}
         sampler = kit.PackedBatchSampler(examples.lengths, **options)
+    if shuffle:
+        args.sampler = sampler
     options = {"collate_fn": collate, "num_workers": args.num_workers}
     options |= {"worker_init_fn": checkpoints.finish_the_step}
     loader = DataLoader(examples, batch_sampler=sampler, **options)
@@ -217,6 +220,8 @@ def evaluate(
 def main() -> None:
     args = parse_arguments()
     accelerator = sft.start(args, UNUSED_ALLOWED)
+    if accelerator.is_fsdp2:  # it would wait for the vision tower of a rank that has no image
+        fail("FSDP: the weights that some rank does not use cannot be in parts; train with DDP")
     with accelerator.main_process_first():  # the others find its result in the cache of datasets
         conversations, held_out = load_conversations(args)
         processor = load_processor(args, conversations)
@@ -235,13 +240,12 @@ def main() -> None:
     args.num_steps = min(args.epochs * len(loader), args.max_steps or args.epochs * len(loader))
     args.run |= {"ranks:": str(args.num_ranks), "tokens in the data:": str(examples.lengths.sum())}
     two = two_examples(model, examples, processor, args)
-    model = sft.with_loss(model, two, accelerator, args)
-    options = {"betas": (0.9, 0.98), "weight_decay": args.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model = with_loss(model, two, accelerator, args)
+    model, optimizer = accelerator.prepare(model, make_optimizer(model, args))
     args.first_step = checkpoints.resume(accelerator, loader, args) if args.resume else 0
-    if accelerator.is_main_process and not args.resume:
-        (args.output_dir / "metrics.jsonl").write_text("")
+    if run_log.is_finished(args):
+        accelerator.print(f"{args.output_dir}: this run is already finished")
+        return accelerator.end_training()
     summary = sft.train(model, loader, optimizer, accelerator, args)
     model_alone = accelerator.unwrap_model(model).model
     if len(held_out_examples):
@@ -249,8 +253,9 @@ def main() -> None:
             summary["held_out_loss"] = sft.held_out_loss(model, loader, accelerator, args)
         if not args.dataset:
             summary |= evaluate(model_alone, processor, conversations, held_out, accelerator)
+    accelerator.log({f"summary/{name}": of for name, of in summary.items()}, args.num_steps)
     if accelerator.is_main_process:
-        sft.save_results(model_alone, processor, summary, args)
+        sft.save_results(model_alone, None, processor, summary, args)
     model, optimizer = accelerator.free_memory(model, optimizer)  # DDP holds the process group
     accelerator.wait_for_everyone()
     accelerator.end_training()

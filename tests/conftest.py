@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 
 from tests.batch_samples import examples
 from torch_collate_kit.batch import Batch
@@ -15,9 +14,14 @@ from torch_collate_kit.collators import PackedCollator, PaddedCollator
 
 DATA_FOLDER = Path(__file__).resolve().parents[2] / "shared" / "data"
 
-settings.register_profile("default", deadline=None, derandomize=True, max_examples=60)
-settings.register_profile("thorough", deadline=None, max_examples=2000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+try:
+    from hypothesis import settings
+except ImportError:  # tests/gpu needs none
+    pass
+else:
+    settings.register_profile("default", deadline=None, derandomize=True, max_examples=60)
+    settings.register_profile("thorough", deadline=None, max_examples=2000)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 torch.set_num_threads(1)  # two pytest workers on two cores
 
 

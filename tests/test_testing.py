@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from torch_collate_kit import PackedCollator, PaddedCollator, PrefetchLoader, TokenizedDataset
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.loading.sampler import PrefetchingSampler
+from torch_collate_kit.loading.sampler import PackedBatchSampler, PrefetchingSampler
+from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.testing import assert_exact_resume, batch_digest
 
@@ -241,3 +245,94 @@ def test_states_of_a_live_sampler_would_be_found():
     assert json.dumps(Live().state_dict())
     with pytest.raises(AssertionError, match="resumed after 1 of 5 batches"):
         assert_exact_resume(Live, num_steps=5)
+
+
+LENGTHS = np.random.default_rng(3).integers(2, 30, size=29)
+ROWS = TokenizedDataset([{"input_ids": [i + 1] * n} for i, n in enumerate(LENGTHS)], train_all=True)
+
+
+def packed_sampler(rank: int, world_size: int, **options: Any) -> PackedBatchSampler:
+    given = {"batch_size": 6, "max_tokens": 40, "parallel": ParallelLayout(dp=world_size)}
+    counts = LENGTHS - 1
+    return PackedBatchSampler(LENGTHS, rank=rank, num_loss_tokens=counts, **{**given, **options})
+
+
+def packed_loader(rank: int, world_size: int, **options: Any) -> PrefetchLoader:
+    sampler = packed_sampler(rank, world_size, **options)
+    collate = PackedCollator(0, packing=sampler._packing)
+    return PrefetchLoader(DataLoader(ROWS, batch_sampler=sampler, collate_fn=collate))
+
+
+def padded_loader(rank: int, world_size: int) -> PrefetchLoader:
+    sampler = PrefetchingSampler(ROWS, 6, tail="drop", rank=rank, world_size=world_size)
+    return PrefetchLoader(DataLoader(ROWS, batch_sampler=sampler, collate_fn=PaddedCollator(0)))
+
+
+@pytest.mark.parametrize("make", [packed_sampler, packed_loader, padded_loader])
+def test_ranks_that_change(make: Callable[..., Any]) -> None:
+    found = assert_exact_resume(make, num_steps=7, world_sizes=[2, 1, 3], stops=[0, 2, 6])
+    assert len(found) == 7
+    assert found == assert_exact_resume(make, num_steps=7, world_sizes=[1], stops=[])
+    if make is not padded_loader:
+        fixed = partial(make, rows_multiple_of=6)
+        assert_exact_resume(fixed, num_steps=7, world_sizes=[2, 3, 6], stops=[3], same_rows=True)
+        with pytest.raises(
+            AssertionError, match=r"resumed after 3 of 7 steps, 1 -> 4 ranks: batch 3"
+        ):
+            assert_exact_resume(make, num_steps=7, world_sizes=[1, 4], stops=[3], same_rows=True)
+
+
+class Faulty(PrefetchingSampler):
+    """Loses, keeps or tells something that ranks must agree on."""
+
+    def __init__(self, fault: str, rank: int, world_size: int) -> None:
+        super().__init__(20, 4, rank=rank, world_size=world_size)
+        self.fault = fault
+
+    def __iter__(self) -> Any:
+        it = super().__iter__()
+        if self.fault == "lost" and self._world_size == 2:
+            return iter([batch[:-1] for batch in it])
+        if self.fault == "uneven" and self._rank == 1:
+            return iter(list(it)[:-1])
+        return iter([set(batch) for batch in it]) if self.fault == "sets" else it
+
+    def state_at(self, epoch: int, step: int) -> dict[str, Any]:
+        own = {"rank": self._rank} if self.fault == "own states" else {}
+        return {**super().state_at(epoch, step), **own}
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ("lost", AssertionError, r"resumed after 0 of 3 steps, 1 -> 2 ranks: batch 0 differs"),
+        ("uneven", AssertionError, r"1 of 2 ranks end an epoch before the others"),
+        ("own states", AssertionError, r"after 1 steps the states of the 2 ranks differ; a state"),
+        ("sets", TypeError, r"world_sizes compares examples, which a set does not tell; let make"),
+    ],
+)
+def test_faults_that_a_change_of_ranks_shows(
+    fault: str, error: type[Exception], message: str
+) -> None:
+    num_steps = 7 if fault == "uneven" else 3
+    with pytest.raises(error, match=message):
+        assert_exact_resume(partial(Faulty, fault), num_steps=num_steps, world_sizes=[1, 2])
+
+
+def test_a_divisor_that_is_neither_the_steps_nor_the_ranks() -> None:
+    def make(rank: int, world_size: int) -> Any:
+        loader = packed_loader(rank, world_size)
+        collate = loader._loader._loader.collate_fn
+
+        def wrong(examples: Any) -> Batch:
+            batch = collate(examples)
+            batch.metadata["num_loss_tokens"] += 1
+            return batch
+
+        vars(loader._loader._loader)["collate_fn"] = wrong
+        return loader
+
+    with pytest.raises(
+        AssertionError, match=r"the ranks say num_loss_tokens=\[\d+\], and have \d+"
+    ):
+        assert_exact_resume(make, num_steps=2, world_sizes=[1])

@@ -1,4 +1,4 @@
-"""The command line: ``python -m torch_collate_kit report | audit | explain | template``."""
+"""The command line: ``python -m torch_collate_kit report | audit | explain | step | template``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch_collate_kit._version import __version__
 from torch_collate_kit.commands.audit import add_audit
 from torch_collate_kit.commands.explain import add_explain
 from torch_collate_kit.commands.report import add_report
+from torch_collate_kit.commands.step import add_step
 from torch_collate_kit.commands.template import add_template
 from torch_collate_kit.commands.terminal import one_line, quiet
+from torch_collate_kit.errors import StateError
 
 __all__ = ["main"]
 
@@ -31,11 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="python -m torch_collate_kit",
-        description="What packing saves, what a dataset hides, what a template trains.",
+        description="What packing saves, what a dataset hides, what a step and a template train.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (add_report, add_audit, add_explain, add_template):
+    for add in (add_report, add_audit, add_explain, add_step, add_template):
         add(commands)
     options = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not UTF-8
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
-    except (OSError, ValueError, TypeError, ImportError, OverflowError) as error:
+    except (OSError, ValueError, TypeError, ImportError, OverflowError, StateError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     return code

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.unpacking import unpack
+from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.ragged import Ragged
 
 __all__ = ["assert_exact_resume", "batch_digest"]
@@ -85,11 +87,13 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def assert_exact_resume(
-    make: Callable[[], Any],
+    make: Callable[..., Any],
     *,
     num_steps: int,
     stops: Iterable[int] | None = None,
     max_state_bytes: int = 16_384,
+    world_sizes: Sequence[int] | None = None,
+    same_rows: bool = False,
 ) -> list[str]:
     """Stop at every step, load the state into a new object, and compare all later batches.
 
@@ -103,18 +107,32 @@ def assert_exact_resume(
         num_steps: number of batches to compare, over as many epochs as needed.
         stops: numbers of batches after which to stop; by default 0, 1, ... ``num_steps`` - 1.
         max_state_bytes: the largest size of a state as JSON.
+        world_sizes: numbers of ranks; then ``make(rank, world_size)`` creates one rank's object.
+            The run of the first number is stopped, goes on with each of the others, and halfway
+            with the first again. All ranks live in this process, and must have the same state.
+            Compared are the examples of each step over all ranks, whatever rows they are in, and
+            their number of loss tokens.
+        same_rows: with ``world_sizes``, the rows of all ranks, one after the other, must be equal.
 
     Returns:
-        The digest of every batch, in order.
+        The digest of every batch, in order; of every step with ``world_sizes``.
 
     Raises:
         AssertionError: a batch differs, an epoch begins at another batch, there are fewer than
-            ``num_steps`` batches, or a state is too large or not JSON.
+            ``num_steps`` batches, or a state is too large, not JSON, or not that of all ranks.
+        TypeError: with ``world_sizes``, a batch that is no Batch, RankPlan or list of indices.
 
     >>> from torch_collate_kit.loading.sampler import PrefetchingSampler
     >>> len(assert_exact_resume(lambda: PrefetchingSampler(10, 4, seed=1), num_steps=7))
     7
+    >>> def make(rank, world_size):
+    ...     return PrefetchingSampler(10, 4, rank=rank, world_size=world_size, tail="wrap")
+    >>> len(assert_exact_resume(make, num_steps=7, world_sizes=[4, 2, 3]))
+    7
     """
+    if world_sizes is not None:
+        limits = _Limits(num_steps, max_state_bytes, same_rows)
+        return _compare_ranks(make, list(world_sizes), limits, stops)
     expected = _digests(make, num_steps)
     states: list[str] = []
 
@@ -126,6 +144,130 @@ def assert_exact_resume(
         found = _digests(make, num_steps - stop, state=json.loads(states[stop]))
         _compare(found, expected[stop:], f"resumed after {stop} of {num_steps} batches", stop)
     return [digest for digest, _ in expected]
+
+
+class _Limits(NamedTuple):
+    num_steps: int
+    max_state_bytes: int
+    same_rows: bool
+
+
+def _compare_ranks(
+    make: Callable[..., Any], world_sizes: list[int], limits: _Limits, stops: Iterable[int] | None
+) -> list[str]:
+    first, *others = world_sizes
+    expected, states = _steps_of_ranks(make, first, limits, 0)
+    for stop in range(limits.num_steps) if stops is None else stops:
+        for world_size in others:
+            back = stop + (limits.num_steps - stop) // 2
+            found, later = _steps_of_ranks(make, world_size, limits, stop, states[stop])
+            run = f"resumed after {stop} of {limits.num_steps} steps, {first} -> {world_size} ranks"
+            _compare(found, expected[stop:], run, stop)
+            found, _ = _steps_of_ranks(make, first, limits, back, later[back - stop])
+            _compare(found, expected[back:], f"{run} -> {first} after {back}", back)
+    return [digest for digest, _ in expected]
+
+
+def _steps_of_ranks(
+    make: Callable[..., Any], world_size: int, limits: _Limits, done: int, state: str | None = None
+) -> tuple[list[tuple[str, bool]], list[str]]:
+    """Digests of the steps after ``done``, whether each begins an epoch, and the states before."""
+    found: list[tuple[str, bool]] = []
+    states: list[str] = []
+    with ExitStack() as stack:
+        ranks = [make(rank, world_size) for rank in range(world_size)]
+        for rank in ranks:
+            stack.callback(getattr(rank, "close", lambda: None))
+            if state is not None:
+                rank.load_state_dict(json.loads(state))
+
+        def save(of_each: list[dict[str, Any]]) -> None:
+            texts = [
+                _as_json(one, after=done + len(found), max_bytes=limits.max_state_bytes)
+                for one in of_each
+            ]
+            assert len(set(texts)) == 1, (
+                f"after {done + len(found)} steps the states of the {world_size} ranks differ; a "
+                "state that every rank can load is the same on all of them"
+            )
+            states.append(texts[0])
+
+        save([rank.state_dict() for rank in ranks])
+        num_empty = 0
+        while done + len(found) < limits.num_steps and num_empty < 2:
+            before, after = len(found), [_state_after(rank) for rank in ranks]
+            for parts in _in_step([iter(rank) for rank in ranks]):
+                found.append((_digest_of_step(parts, limits.same_rows), len(found) == before))
+                save([state_after(len(found) - before) for state_after in after])
+                if done + len(found) == limits.num_steps:
+                    break
+            num_empty = num_empty + 1 if len(found) == before else 0
+    assert done + len(found) == limits.num_steps, (
+        f"asked for {limits.num_steps} steps, the source has {done + len(found)}"
+    )
+    return found, states
+
+
+def _in_step(ranks: list[Iterator[Any]]) -> Iterator[list[Any]]:
+    """The batches of all ranks, a step at a time."""
+    while True:
+        parts = [next(rank, _END) for rank in ranks]
+        num_ended = sum(part is _END for part in parts)
+        assert num_ended in (0, len(parts)), (
+            f"{num_ended} of {len(parts)} ranks end an epoch before the others"
+        )
+        if num_ended:
+            return
+        yield parts
+
+
+def _digest_of_step(parts: list[Any], same_rows: bool) -> str:
+    """Of the rows in the order of the ranks, or else of the examples in any."""
+    if same_rows and all(isinstance(part, Batch) for part in parts):
+        fields = [name for name in parts[0] if isinstance(parts[0][name], torch.Tensor)]
+        whole = [
+            torch.cat([part[name] for part in parts]) for name in _ROW_FIELDS if name in fields
+        ]
+        return batch_digest([whole, _num_loss_tokens(parts)])
+    if same_rows and all(isinstance(part, RankPlan) for part in parts):
+        plan = {f.name: getattr(parts[0].plan, f.name) for f in dataclasses.fields(parts[0].plan)}
+        return batch_digest([plan, _num_loss_tokens(parts)])
+    examples = sorted(example for part in parts for example in _examples_of(part))
+    return batch_digest([examples, _num_loss_tokens(parts)])
+
+
+_END = object()
+_ROW_FIELDS = ("input_ids", "position_ids", "labels", "loss_mask")
+
+
+def _examples_of(part: Any) -> list[Any]:
+    """What tells the examples of a batch from others; in any order."""
+    if isinstance(part, Batch):
+        ids = unpack(part["input_ids"], part)
+        labels = unpack(part["labels"], part) if "labels" in part else [None] * len(ids)
+        return [batch_digest([i, of]) for i, of in zip(ids, labels, strict=True) if len(i)]
+    if isinstance(part, RankPlan):
+        return list(part.indices)
+    if isinstance(part, (list, np.ndarray)) and all(hasattr(i, "__index__") for i in part):
+        return [int(i) for i in part]
+    raise TypeError(
+        f"world_sizes compares examples, which a {type(part).__name__} does not tell; let make() "
+        "give a loader of Batches, or a sampler of indices or plans"
+    )
+
+
+def _num_loss_tokens(parts: list[Any]) -> int | None:
+    """Of a step: what every rank says, or else the sum of what each says of its own."""
+    if isinstance(parts[0], Batch):
+        told = [part.metadata.get("num_loss_tokens") for part in parts]
+        own = sum(int(part.row_metadata["num_trained"].flat_values.sum()) for part in parts)
+        assert None in told or sum(told) == own or set(told) == {own}, (
+            f"the ranks say num_loss_tokens={told}, and have {own} in all"
+        )
+        return own
+    told = [getattr(part, "num_loss_tokens", None) for part in parts]
+    assert len(set(told)) == 1, f"the ranks say num_loss_tokens={told}"
+    return told[0]
 
 
 def _digests(

@@ -17,6 +17,7 @@ OUTSIDE = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "examples/README.md",
+    "examples/configs/README.md",
     "examples/dropin/README.md",
     "notebooks/README.md",
     "benchmarks/README.md",

@@ -112,7 +112,7 @@ def test_packed_and_padded_train_the_same_examples(run: Run, tmp_path: Path) -> 
 
 
 def test_accelerate_launch(base: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
-    config = str(EXAMPLES / "accelerate" / "cpu.yaml")
+    config = str(EXAMPLES / "configs" / "cpu.yaml")
     found = launch(["accelerate.commands.launch", "--config_file", config], tmp_path / "out")
     assert found["losses"] == pytest.approx(base[0]["losses"], rel=1e-6)
 
@@ -395,5 +395,7 @@ def test_linear_attention_is_refused(
         layer_types=["conv", "full_attention"],
     )
     transformers.Lfm2ForCausalLM(config).save_pretrained(tmp_path / "model")
-    with pytest.raises(sft.kit.IsolationError, match="use PaddedCollator for this model"):
+    with pytest.raises(
+        sft.kit.IsolationError, match="no attention trains Lfm2ForCausalLM, use --no"
+    ):
         run(f"{TINY} --model {tmp_path / 'model'}", tmp_path / "out")

@@ -167,7 +167,7 @@ def test_rows_stay_within_both_budgets(monkeypatch: pytest.MonkeyPatch, run: Run
     for batch in vlm_sft.make_loader(examples, collate, Cpu, args, shuffle=True):
         for i in range(len(batch)):
             row = batch[i : i + 1]
-            grids = row.model_inputs(args.attention).get("image_grid_thw", np.zeros((0, 3)))
+            grids = row.model_inputs().get("image_grid_thw", np.zeros((0, 3)))
             assert sum(int(np.prod(grid.tolist())) for grid in grids) <= 48
         divided += len(batch) > -(-batch.metadata["num_tokens"] // 256)
     assert divided

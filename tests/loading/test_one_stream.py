@@ -7,7 +7,7 @@ with it, by the digest of every batch, over three epochs that are reshuffled on 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import cache
 from itertools import combinations, product
@@ -101,8 +101,11 @@ def joined(case: Case, parts: Sequence[Batch]) -> Any:
     return unpadded(parts)
 
 
-def unpadded(parts: Sequence[Batch]) -> dict[str, torch.Tensor]:
-    """Tokens of every row, then the ids, labels and loss weights of all rows without their pads."""
+def unpadded(parts: Sequence[Batch]) -> dict[str, Any]:
+    """Tokens of every row, then the ids, labels and loss weights of all rows without their pads.
+
+    And the step, the same on all ranks.
+    """
     columns = {"lengths": [part["sub_seq_lengths"].values for part in parts]}
     for name in ("input_ids", "labels", "loss_mask"):
         columns[name] = []
@@ -110,20 +113,41 @@ def unpadded(parts: Sequence[Batch]) -> dict[str, torch.Tensor]:
             cells, is_real = part[name], part["attention_mask"].bool()
             missing = is_real.shape[1] - cells.shape[1]  # the mask is right-aligned
             columns[name].append(torch.nn.functional.pad(cells, (missing, 0))[is_real])
-    return {name: torch.cat(tensors) for name, tensors in columns.items()}
+    (step,) = {step_named(part) for part in parts}
+    return {"step": step, **{name: torch.cat(tensors) for name, tensors in columns.items()}}
+
+
+def step_named(batch: Batch) -> tuple[int, int]:
+    return batch.metadata["epoch"], batch.metadata["step"]
 
 
 @cache
-def steps_of(tail: str) -> list[list[int]]:
+def steps_of(tail: str) -> list[list[list[int]]]:
+    """The examples of each step of each epoch."""
     order = {"tail": tail, "seed": SEED, "reshuffles": RESHUFFLES}
-    return flat(epochs_of(NUM_EXAMPLES, BATCH_SIZE, 3, **order))
+    return epochs_of(NUM_EXAMPLES, BATCH_SIZE, 3, **order)
+
+
+def numbered(epochs: Iterable[list[Any]]) -> Iterator[tuple[tuple[int, int], Any]]:
+    """The epoch and step of everything, and itself."""
+    for epoch, steps in enumerate(epochs):
+        for step, indices in enumerate(steps):
+            yield (epoch, step), indices
+
+
+def with_step(batch: Batch, epoch: int, step: int) -> Batch:
+    batch.metadata |= {"epoch": epoch, "step": step}
+    return batch
 
 
 @cache
 def reference(collator: str, num_ranks: int, tail: str) -> list[str]:
     case = Case(collator, num_ranks, tail)
     collate = collator_of(case)
-    batches = [collate([EXAMPLES[i] for i in step]) for step in steps_of(tail)]
+    batches = [
+        with_step(collate([EXAMPLES[i] for i in indices]), *at)
+        for at, indices in numbered(steps_of(tail))
+    ]
     return [batch_digest(joined(case, [batch])) for batch in batches]
 
 
@@ -222,7 +246,7 @@ def test_the_values_of_the_axes_meet(cases, num_axes):
 def test_the_reference_has_what_is_promised(tail):
     plain = epochs_of(NUM_EXAMPLES, BATCH_SIZE, 3, tail=tail, seed=SEED)
     first, stop = len(plain[0]), len(plain[0]) + len(plain[1])  # of epoch 1
-    steps, plain = steps_of(tail), flat(plain)
+    steps, plain = flat(steps_of(tail)), flat(plain)
     assert len(steps) == len(plain) == NUM_STEPS[tail]
     same = [i for i, step in enumerate(plain) if step == steps[i]]
     # in front of the reshuffles; a tail that is carried over is one of them
@@ -235,7 +259,9 @@ def test_the_reference_has_what_is_promised(tail):
 
 def test_the_rows_of_padded_batches_are_the_examples():
     collate = PaddedCollator(0, normalize_loss=False)
-    found = unpadded([collate(EXAMPLES[:6]), collate(EXAMPLES[6:9])])
+    parts = [collate(EXAMPLES[:6]), collate(EXAMPLES[6:9])]
+    found = unpadded([with_step(part, 2, 1) for part in parts])
+    assert found["step"] == (2, 1)
     assert found["lengths"].tolist() == [len(e["input_ids"]) for e in EXAMPLES[:9]]
     assert found["input_ids"].tolist() == flat(e["input_ids"] for e in EXAMPLES[:9])
     assert found["loss_mask"].tolist() == flat([0, *e["loss_mask"][1:]] for e in EXAMPLES[:9])
@@ -360,11 +386,13 @@ def test_a_mixture(make_mixed, setting, stateful):
         return PrefetchLoader(loader, prefetch=setting != "plain")
 
     sampler = make_mixed()
-    steps = [step for _ in range(9) for step in sampler][:9]
-    expected = [batch_digest(collate([EXAMPLES[i] for i in step])) for step in steps]
+    steps = list(numbered(list(sampler) for _ in range(9)))[:9]
+    batches = (with_step(collate([EXAMPLES[i] for i in indices]), *at) for at, indices in steps)
+    expected = [batch_digest(batch) for batch in batches]
     stops = [6] if num_workers else None
     assert assert_exact_resume(make, num_steps=9, stops=stops) == expected
-    assert assert_exact_resume(make_mixed, num_steps=9) == [batch_digest(step) for step in steps]
+    order = [batch_digest(indices) for _, indices in steps]
+    assert assert_exact_resume(make_mixed, num_steps=9) == order
 
 
 @pytest.mark.parametrize(("num_workers", "prefetch"), [(0, True), (0, False), (2, True)])
@@ -379,12 +407,13 @@ def test_a_packed_stream_inside_a_stateful_loader(stateful, num_workers, prefetc
         options = {"batch_size": None, "collate_fn": stream.as_is, "num_workers": num_workers}
         return PrefetchLoader(stateful(stream, **options), prefetch=prefetch)
 
-    one_pass = [batch_digest(batch) for batch in make_stream()]
-    stops = [3, len(one_pass) + 2] if num_workers else None
-    found = assert_exact_resume(make, num_steps=2 * len(one_pass) + 1, stops=stops)
-    assert len(set(found)) >= len(one_pass) > 3
+    batches = [with_step(batch, *at) for at, batch in numbered(make_stream() for _ in range(3))]
+    one_pass = len(batches) // 3
+    stops = [3, one_pass + 2] if num_workers else None
+    found = assert_exact_resume(make, num_steps=2 * one_pass + 1, stops=stops)
+    assert len(set(found)) == len(found) >= 2 * one_pass > 6
     if not num_workers:  # two workers read a shard each
-        assert found == [*one_pass, *one_pass, one_pass[0]]
+        assert found == [batch_digest(batch) for batch in batches[: 2 * one_pass + 1]]
 
 
 def test_a_stateful_loader_alone_saves_the_packed_sampler(stateful):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_collate_kit.packing import ModelCost
+from torch_collate_kit.packing import ModelCost, PackingOptions
 
 transformers = pytest.importorskip("transformers")
 
@@ -140,7 +140,10 @@ def test_of_a_model_counts_what_its_layers_do(name: str) -> None:
     assert len(decoder) == 3
     head_dim = getattr(language, "head_dim", None) or language.hidden_size // 4
     linear = 2 * sum(parameters_passed(layer, language) for layer in decoder)
-    quadratic = 2 * len(decoder) * 4 * head_dim  # of 4 per pair of tokens, half are causal
+    each = 2 * 4 * head_dim  # of 4 FLOPs per pair of tokens, half are causal
+    types = getattr(language, "layer_types", None) or []
+    windowed = each * types.count("sliding_attention")
+    quadratic = each * len(decoder) - windowed
     blocks = layers_of(tower)
     width = getattr(vision, "embed_dim", None) or vision.hidden_size
     per_patch = 2 * sum(parameters_passed(block, vision) for block in blocks)
@@ -152,9 +155,12 @@ def test_of_a_model_counts_what_its_layers_do(name: str) -> None:
     else:
         in_tile = 8 if name == "internvl" else 16
         images = (in_tile * (per_patch + per_pair * len(blocks) * in_tile), 0)
-    flops = (linear, quadratic, *images)
-    unit = Fraction(16, min(quadratic, images[1] or quadratic))
-    assert ModelCost.of(model.config) == ModelCost(*(round(number * unit) for number in flops))
+    flops = (linear, quadratic, *images, windowed)
+    unit = Fraction(16, min(n for n in (quadratic, images[1], windowed) if n))
+    window = language.sliding_window if windowed else 0
+    numbers = [*(round(number * unit) for number in flops), window]
+    assert ModelCost.of(model.config) == ModelCost(*numbers)
+    assert (windowed > 0) == (name == "gemma3")
 
 
 def test_of_a_text_model_has_no_vision_part() -> None:
@@ -169,13 +175,36 @@ def test_of_a_text_model_has_no_vision_part() -> None:
 
 
 def test_of_real_sizes_leaves_room_for_a_million_long_examples() -> None:
-    for name in ("Qwen2_5_VL", "Qwen3VLMoe", "Glm4v", "Gemma3", "InternVL"):
+    names = ("Qwen2_5_VL", "Qwen3VLMoe", "Glm4v", "Gemma3", "InternVL")
+    for name in (*names, "Gemma2", "Mistral", "GptOss", "DeepseekV3", "Qwen3Next"):
         cost = ModelCost.of(getattr(transformers, f"{name}Config")())
-        assert min(dataclasses.astuple(cost)[:3]) > 0
+        numbers = dataclasses.astuple(cost)
+        assert numbers[0] > 0
+        assert numbers[1] + numbers[4] > 0
+        assert (numbers[2] > 0) == (name in names)
         most = max(
             int(cost.language(np.array([100_000]))[0]), int(cost.vision(np.array([4096]))[0])
         )
         assert 0 < most * 1_000_000 < 2**63
+
+
+def test_a_window_limits_the_pairs() -> None:
+    cost = ModelCost(5, 2, 0, 0, language_windowed_quadratic=3, language_window=4)
+    lengths = np.array([0, 1, 3, 4, 5, 9])
+    pairs = [sum(min(query + 1, 4) for query in range(n)) for n in lengths]
+    assert pairs == [0, 1, 6, 10, 14, 30]
+    # 2 * pairs - min(n, 4) of each, as n * n leaves out the n of n * (n + 1)
+    twice = [0, 1, 9, 16, 24, 56]
+    expected = [5 * n + 2 * n * n + 3 * t for n, t in zip(lengths, twice, strict=True)]
+    assert cost.language(lengths).tolist() == expected
+    assert lengths.tolist() == [0, 1, 3, 4, 5, 9]
+
+
+def test_a_state_without_a_window_has_four_numbers() -> None:
+    # as saved before there were windows
+    assert PackingOptions(8).as_state()["cost"] == [24576, 1, 5266, 1]
+    windowed = ModelCost(1, 2, 3, 4, 5, 6)
+    assert PackingOptions(8, cost=windowed).as_state()["cost"] == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_default_is_28_layers_of_2048_and_24_of_1024() -> None:
@@ -192,6 +221,17 @@ def test_the_default_is_28_layers_of_2048_and_24_of_1024() -> None:
     [
         ({"vision_linear": -1}, ValueError, "vision_linear must be at least 0, got -1"),
         ({"language_linear": 1.5}, TypeError, "language_linear must be an int, got 1.5 of type fl"),
+        (
+            {"language_window": 8},
+            ValueError,
+            "language_window and language_windowed_quadratic go together, got 8 and 0; both are 0 "
+            "where all layers attend to all earlier tokens$",
+        ),
+        (
+            {"language_windowed_quadratic": 3},
+            ValueError,
+            "language_window and language_windowed_quadratic go together, got 0 and 3; ",
+        ),
     ],
 )
 def test_refuses_wrong_numbers(changes: Any, error: type[Exception], message: str) -> None:

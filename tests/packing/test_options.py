@@ -81,11 +81,9 @@ def test_the_packing_is_said_once(make: Any) -> None:
 
 @pytest.mark.parametrize("given", [{"packing": PACKING}, {"max_tokens": 8, "parallel": 0}])
 def test_align_beside_a_layout_is_refused(given: dict[str, Any]) -> None:
-    message = "align and rows_multiple_of are those of the parallel layout; pass either them or p"
+    message = "align is that of the parallel layout; pass either it or pa"
     with pytest.raises(TypeError, match=f"^{message}"):
         pack(LENGTHS, align=4, **given)
-    with pytest.raises(TypeError, match=f"^{message}"):
-        pack(LENGTHS, rows_multiple_of=2, **given)
 
 
 def test_pack_of_a_layout_is_that_of_its_align_and_dp() -> None:

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch_samples import contents
-from tests.rl.rollouts import grouped_uids, rollout_batch
+from tests.rl.grouped import grouped_uids
+from tests.rl.rollouts import rollout_batch
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.losses import token_loss

@@ -240,22 +240,22 @@ class PackedCollator(Generic[B]):
 
     def _check_part(self, part: RankPlan) -> None:
         """That a sampler or a stream planned as this collator would."""
-        plan, layout = part.plan, self.packing.parallel
-        given = {"max_tokens": plan.max_tokens, "align": plan.align, "dp": plan.num_ranks}
-        mine = {"max_tokens": self.packing.max_tokens, "align": layout.align, "dp": layout.dp}
+        plan, own = part.plan, self.packing
+        given = {"max_tokens": plan.max_tokens, "align": plan.align, "ranks": plan.num_ranks}
+        mine = {"max_tokens": own.max_tokens, "align": own.parallel.align, "ranks": own.num_ranks}
         if self.vision is not None:
             for name in ("max_patches", "dummy_image_tokens"):
-                given[name], mine[name] = getattr(plan, name), getattr(self.packing, name)
+                given[name], mine[name] = getattr(plan, name), getattr(own, name)
         if given != mine:
             raise ValueError(
                 f"the batch was planned for {given}, the collator has {mine}; give "
                 "PackedBatchSampler and PackedCollator the same: packing=collator.packing"
             )
-        is_known = part.rank is None or part.num_loss_tokens is not None or plan.num_ranks == 1
+        is_known = part.rank is None or part.num_loss_tokens is not None or part.num_parts == 1
         if self.normalize_loss and not self.model_inputs and not is_known:
             raise ValueError(
                 "normalize_loss=True divides by the loss tokens of the whole batch, and this rank "
-                f"reads one of its {plan.num_ranks} parts; pass num_loss_tokens="
+                f"reads one of its {part.num_parts} parts; pass num_loss_tokens="
                 "dataset.num_loss_tokens to PackedBatchSampler, or normalize_loss=False here and "
                 "the sum over the ranks to token_loss"
             )
@@ -265,10 +265,9 @@ class PackedCollator(Generic[B]):
         plan = part.plan
         if columns.images is None or (plan.max_patches is None and plan.num_ranks == 1):
             return
-        first, stop = plan.row_offsets[[part.rows.start, part.rows.stop]]
-        told, positions = plan.patches[first:stop], part.positions
+        told, positions = plan.patches[part.pieces], part.positions
         found = np.array([sum(of) for of in columns.images.patches], dtype=np.int64)
-        is_whole = plan.lengths[first:stop] == columns.lengths[positions]
+        is_whole = plan.lengths[part.pieces] == columns.lengths[positions]
         wrong = np.flatnonzero((told != found[positions]) & is_whole)
         if len(wrong):
             i = int(positions[wrong[0]])
@@ -280,19 +279,18 @@ class PackedCollator(Generic[B]):
 
     def _collate(self, columns: ExampleColumns, part: RankPlan) -> Batch:
         """The rows of the part."""
-        plan, rows, positions = part.plan, part.rows, part.positions
+        plan, positions = part.plan, part.positions
+        chosen, row_offsets = part.pieces, part.row_offsets
         width = self.packing.capacity if self.fixed_width else plan.width
-        row_offsets = plan.row_offsets[rows.start : rows.stop + 1]
-        chosen = slice(int(row_offsets[0]), int(row_offsets[-1]))
-        row_offsets = row_offsets - row_offsets[0]
         pieces = Pieces(positions, plan.starts[chosen], plan.lengths[chosen], row_offsets)
         num_examples = len(columns.lengths)
         if self.vision is not None:
-            needed = plan.needs_dummy_image[rows.start : rows.stop]
+            needed = part.needs_dummy_image
             if needed.any():
                 columns = columns.with_smallest_image()
                 pieces = _with_last(pieces, needed, num_examples, self.vision.smallest_tokens)
         placed = columns.place(pieces)
+        num_trained = int(placed.num_trained.sum())
         if self.vision is not None:
             placed.counts["examples"] = (pieces.examples < num_examples).astype(np.int64)
         segments = packed(placed.counts, pieces.row_offsets, width=width, align=plan.align)
@@ -309,7 +307,7 @@ class PackedCollator(Generic[B]):
             Placement(width, width - 1, self.pad_token_id, True, segments, self.vision),
             tuple(names),
             normalize_loss=self.normalize_loss,
-            num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere,
+            num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere(num_trained),
             row_metadata={
                 "example_indices": Ragged(plan.example_indices[chosen], row_offsets),
                 "max_segment_length": longest_segments(segments["starts"], width),
@@ -319,21 +317,29 @@ class PackedCollator(Generic[B]):
                 "num_examples": part.num_examples or num_examples,
                 "num_tokens": int(plan.lengths.sum()),
                 "num_dummy_rows": plan.num_dummy_rows,
-                **self._dummy_images(plan),
+                **self._costs(part),
                 "num_dropped": len(plan.dropped),
                 "num_cut": len(plan.cut),
                 "dropped": tuple(plan.dropped.tolist()),
                 "cut": tuple(plan.cut.tolist()),
             },
         )
-        part.check_loss_tokens(int(placed.num_trained.sum()))
+        part.check_loss_tokens(num_trained)
         return batch
 
-    def _dummy_images(self, plan: PackingPlan) -> dict[str, int]:
-        """Metadata of a batch for a vision-language model, over all ranks."""
+    def _costs(self, part: RankPlan) -> dict[str, Any]:
+        """Metadata: what every rank has to compute; with images, also in the vision tower."""
+        plan, num_ranks = part.plan, part.world_size or self.packing.parallel.dp
+        costs = plan.cost_per_rank.reshape(num_ranks, -1).sum(axis=1)
+        cost = {"cost_per_rank": tuple(costs.tolist())}
         if self.vision is None:
-            return {}
-        return {"num_dummy_images": int(np.count_nonzero(plan.needs_dummy_image))}
+            return cost
+        images = plan.vision_cost_per_rank.reshape(num_ranks, -1).sum(axis=1)
+        return {
+            **cost,
+            "vision_cost_per_rank": tuple(images.tolist()),
+            "num_dummy_images": int(np.count_nonzero(plan.needs_dummy_image)),
+        }
 
     def _check_rollouts(self, rollouts: ExampleColumns) -> None:
         if rollouts.images is not None and self.vision is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from fractions import Fraction
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import dataclass_repr
+from torch_collate_kit.packing.model_flops import language_flops, vision_flops
 
 __all__ = ["ModelCost"]
 
@@ -25,9 +26,11 @@ _LEAST = 16
 class ModelCost:
     """Relative cost of examples, for balancing: ``n * (linear + quadratic * n)`` for n tokens.
 
-    Four ints, in one unit that is proportional to forward FLOPs. The linear part follows from the
+    Ints, in one unit that is proportional to forward FLOPs. The linear part follows from the
     parameters of the layers that a token passes. The quadratic part is attention: causal in the
-    language model, full within one image in the vision tower. Immutable and hashable.
+    language model, full within one image in the vision tower. Layers in which a token attends to a
+    window of earlier ones add ``windowed_quadratic * m * (2 * n - m)``, where m is n or the window,
+    whichever is less. Immutable and hashable.
 
     The default is 28 decoder layers of hidden size h = 2048 and 24 vision layers of hidden size
     1024. Per decoder layer n tokens take ``24 * n * h^2 + 2 * n^2 * h`` FLOPs, that is
@@ -35,10 +38,14 @@ class ModelCost:
     ``ModelCost.of(model.config)``.
 
     Raises:
-        TypeError, ValueError: a number that is not an int, or negative.
+        TypeError, ValueError: a number that is not an int, or negative; a window without
+            ``language_windowed_quadratic``, or that without a window.
 
     >>> ModelCost().language(np.array([1, 24576])).tolist()
     [24577, 1207959552]
+    >>> window = ModelCost(0, 0, language_windowed_quadratic=1, language_window=4)
+    >>> window.language(np.array([3, 4, 5, 100])).tolist()
+    [9, 16, 24, 784]
     """
 
     language_linear: int = 12 * 2048
@@ -46,18 +53,32 @@ class ModelCost:
     vision_linear: int = 5266
     """Per patch, or per tile where images are cut into tiles, which are then counted as patches."""
     vision_quadratic: int = 1
+    language_windowed_quadratic: int = 0
+    """Attention in the layers with a window."""
+    language_window: int = 0
+    """Tokens that one attends to in these layers, itself included; 0 without such layers."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = checked_int(field.name, getattr(self, field.name), minimum=0)
             object.__setattr__(self, field.name, value)
+        if bool(self.language_window) != bool(self.language_windowed_quadratic):
+            raise ValueError(
+                "language_window and language_windowed_quadratic go together, got "
+                f"{self.language_window} and {self.language_windowed_quadratic}; both are 0 where "
+                "all layers attend to all earlier tokens"
+            )
 
     def __repr__(self) -> str:
         return dataclass_repr(self)
 
     def language(self, lengths: _Ints) -> _Ints:
         """Cost of sub-sequences of these lengths in the language model: int64, their shape."""
-        return lengths * (self.language_linear + self.language_quadratic * lengths)
+        costs = lengths * (self.language_linear + self.language_quadratic * lengths)
+        if self.language_window:
+            within = np.minimum(lengths, self.language_window)
+            costs += self.language_windowed_quadratic * within * (2 * lengths - within)
+        return costs
 
     def vision(self, patches_per_image: _Ints) -> _Ints:
         """Cost of images of so many patches (or tiles) in the vision tower: int64, their shape.
@@ -71,105 +92,39 @@ class ModelCost:
     def of(cls, config: Any) -> ModelCost:
         """The cost of a transformers model, from its config. Without a vision config, images are 0.
 
-        In a mixture of experts a token passes those that it is routed to. Windowed attention is
-        linear in a vision tower, and counts as full in a language model. Images are counted in
-        patches where the tower has a ``spatial_merge_size`` (Qwen, GLM), else in tiles of its
-        ``image_size`` (InternVL, LLaVA, Idefics3, Gemma-3).
+        In a mixture of experts a token passes those that it is routed to, and the shared ones.
+        Layers with a sliding window are counted with it, and those with chunks as if a chunk were a
+        window, which is exact up to its length. Latent attention (DeepSeek) is counted with its
+        projections, the gated delta rule (Qwen3-Next, Qwen3.5) as linear. Windowed attention is
+        linear in a vision tower. Images are counted in patches where the tower has a
+        ``spatial_merge_size`` (Qwen, GLM), else in tiles of its ``image_size`` (InternVL, LLaVA,
+        Idefics3, Gemma-3).
 
         Raises:
-            ValueError: the config lacks a size that is needed; names it.
+            ValueError: the config lacks a size that is needed, or has layers of another kind or of
+                different sizes; names what.
 
         >>> from types import SimpleNamespace
         >>> sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
         >>> ModelCost.of(SimpleNamespace(intermediate_size=256, **sizes))
         ModelCost(language_linear=16384, language_quadratic=16, vision_linear=0, vision_quadratic=0)
         """
-        flops = _language_flops(getattr(config, "text_config", config))
+        if getattr(config, "text_config", None) is None:
+            language = language_flops(config)
+        else:
+            language = language_flops(config.text_config)
         vision = getattr(config, "vision_config", None)
-        flops += (0, 0) if vision is None else _vision_flops(vision)
-        unit = Fraction(_LEAST, min(n for n in flops[1::2] if n) if any(flops[1::2]) else 1)
-        return cls(*(round(n * unit) for n in flops))
+        images = (0, 0) if vision is None else vision_flops(vision)
+        squared = [n for n in (language.quadratic, language.windowed, images[1]) if n]
+        unit = Fraction(_LEAST, min(squared, default=_LEAST))
+        flops = (language.linear, language.quadratic, *images, language.windowed)
+        return cls(*[round(n * unit) for n in flops] + [language.window])
 
+    def as_state(self) -> list[int]:
+        """Its numbers for a state; those of the window only if there is one.
 
-def _language_flops(config: Any) -> tuple[int, ...]:
-    """Of all decoder layers: per token, and per token squared."""
-    hidden, num_layers = _size(config, "hidden_size"), _size(config, "num_hidden_layers")
-    heads = _size(config, "num_attention_heads")
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    attention = 2 * hidden * head_dim * (heads + key_heads)
-    sparse = _num_sparse_layers(config, num_layers)
-    mlp = 0
-    if sparse < num_layers:
-        mlp += (num_layers - sparse) * 3 * hidden * _size(config, "intermediate_size")
-    if sparse:
-        mlp += sparse * _parameters_of_experts(config, hidden)
-    return 2 * (num_layers * attention + mlp), 2 * num_layers * heads * head_dim
-
-
-_NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-
-
-def _num_sparse_layers(config: Any, num_layers: int) -> int:
-    """The layers that are mixtures of experts."""
-    if not any(getattr(config, name, None) for name in _NUM_EXPERTS):
-        return 0
-    step = getattr(config, "decoder_sparse_step", None) or 1
-    first = getattr(config, "first_k_dense_replace", None) or 0
-    dense = getattr(config, "mlp_only_layers", None) or ()
-    layers = range(first, num_layers)
-    return sum((layer + 1) % step == 0 and layer not in dense for layer in layers)
-
-
-def _parameters_of_experts(config: Any, hidden: int) -> int:
-    """What a token passes: the router, the experts that it is sent to, and the shared ones."""
-    num_experts = max(getattr(config, name, None) or 0 for name in _NUM_EXPERTS)
-    size = getattr(config, "moe_intermediate_size", None) or _size(config, "intermediate_size")
-    width = size * (
-        _size(config, "num_experts_per_tok") + (getattr(config, "n_shared_experts", None) or 0)
-    )
-    width += getattr(config, "shared_expert_intermediate_size", None) or 0
-    return hidden * (num_experts + 3 * width)
-
-
-def _vision_flops(config: Any) -> tuple[int, ...]:
-    """Of all vision layers: per patch and per patch squared, or per tile and 0."""
-    kind = getattr(config, "model_type", "")
-    hidden = getattr(config, "embed_dim", None) or _size(config, "hidden_size")
-    num_layers = getattr(config, "depth", None) or _size(config, "num_hidden_layers")
-    if hasattr(config, "mlp_ratio") and not hasattr(config, "intermediate_size"):
-        mlp = 2 * hidden * int(hidden * config.mlp_ratio)
-    elif kind.startswith("glm4v"):
-        mlp = 3 * hidden * _size(config, "out_hidden_size")
-    else:
-        is_gated = kind.startswith("qwen2_5_vl")
-        mlp = (3 if is_gated else 2) * hidden * _size(config, "intermediate_size")
-    linear, quadratic = 2 * num_layers * (4 * hidden * hidden + mlp), 4 * num_layers * hidden
-    if not hasattr(config, "spatial_merge_size"):
-        height, width = _pair(_size(config, "image_size"))
-        patch_height, patch_width = _pair(_size(config, "patch_size"))
-        tile = (height // patch_height) * (width // patch_width)
-        return tile * (linear + quadratic * tile), 0
-    window_size = getattr(config, "window_size", None)
-    if window_size:  # in pixels; outside of it only some layers attend
-        windowed = num_layers - len(config.fullatt_block_indexes)
-        window = (window_size // _pair(config.patch_size)[0]) ** 2
-        linear += 4 * windowed * hidden * window
-        quadratic -= 4 * windowed * hidden
-    return linear, quadratic
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    """Height and width of a size that is one number, or both."""
-    height, width = (size, size) if isinstance(size, int) else size
-    return int(height), int(width)
-
-
-def _size(config: Any, name: str) -> Any:
-    value = getattr(config, name, None)
-    if not value:
-        raise ValueError(
-            f"{type(config).__name__} has no {name}, so the cost of the model is not known; give "
-            "the numbers: ModelCost(language_linear=..., language_quadratic=..., ...)"
-        )
-    return value
+        >>> ModelCost().as_state()
+        [24576, 1, 5266, 1]
+        """
+        numbers = list(astuple(self))
+        return numbers if self.language_window else numbers[:4]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         max_patches: int | None
         cost: ModelCost
         dummy_image_tokens: int
+        rows_multiple_of: int | None
 
 
 __all__ = ["STRATEGIES", "PackingOptions", "capacity_of", "packing_options"]
@@ -71,6 +73,9 @@ class PackingOptions:
     """What a piece and an image cost the model, in relation to others."""
     dummy_image_tokens: int = 0
     """Tokens of the dummy image that rows without an image get on ranks that need one."""
+    rows_multiple_of: int | None = None
+    """Plan for so many ranks, of which each of ``dp`` takes an equal run, so that the rows are the
+    same for every ``dp`` that divides it; None: for ``dp``."""
 
     def __post_init__(self) -> None:
         checked_choice("strategy", self.strategy, STRATEGIES)
@@ -100,6 +105,15 @@ class PackingOptions:
         object.__setattr__(self, "max_tokens", max_tokens)
         object.__setattr__(self, "max_patches", max_patches)
         object.__setattr__(self, "dummy_image_tokens", dummy)
+        rows_multiple_of = checked_optional_int(
+            "rows_multiple_of", self.rows_multiple_of, hint="None means dp"
+        )
+        object.__setattr__(self, "rows_multiple_of", rows_multiple_of)
+        if self.num_ranks % self.parallel.dp:
+            raise ValueError(
+                f"rows_multiple_of must be a multiple of dp={self.parallel.dp}, got "
+                f"{rows_multiple_of}: every rank takes as many rows"
+            )
         if self.reserved >= self.capacity:
             raise ValueError(
                 f"dummy_image_tokens={dummy} leaves no room for text in a row of max_tokens="
@@ -116,13 +130,18 @@ class PackingOptions:
         return capacity_of(self.max_tokens, self.parallel.align)
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks that rows are planned for: ``rows_multiple_of``, or else ``dp``."""
+        return self.rows_multiple_of or self.parallel.dp
+
+    @property
     def reserved(self) -> int:
         """Cells that a row without an image keeps free for a dummy image; 0 with one rank.
 
         >>> PackingOptions(64, parallel=ParallelLayout(dp=2, tp=8), dummy_image_tokens=3).reserved
         8
         """
-        if self.parallel.dp == 1:
+        if self.num_ranks == 1:
             return 0
         return -(-self.dummy_image_tokens // self.parallel.align) * self.parallel.align
 
@@ -141,9 +160,22 @@ class PackingOptions:
             "max_sequences_per_row": self.max_sequences_per_row,
             "balance": self.balance,
             "max_patches": self.max_patches,
-            "cost": list(astuple(self.cost)),
+            "cost": self.cost.as_state(),
             "dummy_image_tokens": self.dummy_image_tokens,
+            "rows_multiple_of": self.rows_multiple_of,
         }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> PackingOptions:
+        """Options that plan as those did of which ``state`` is the ``as_state``.
+
+        >>> packing = PackingOptions(64, parallel=ParallelLayout(dp=2, tp=4, cp=2))
+        >>> PackingOptions.from_state(packing.as_state()).parallel
+        ParallelLayout(dp=2, tp=16)
+        """
+        given = {key: value for key, value in state.items() if key not in ("align", "dp", "cost")}
+        parallel = ParallelLayout(dp=state["dp"], tp=state["align"])
+        return cls(parallel=parallel, cost=ModelCost(*state["cost"]), **given)
 
 
 def packing_options(

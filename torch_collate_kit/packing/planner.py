@@ -49,7 +49,6 @@ def pack(
     patches: Patches | None = None,
     packing: PackingOptions | None = None,
     align: int = 1,
-    rows_multiple_of: int = 1,
     **options: Unpack[PackingKeywords],
 ) -> PackingPlan:
     """Plan rows of at most ``max_tokens`` tokens that hold every example exactly once.
@@ -69,9 +68,10 @@ def pack(
             rows and across them.
         parallel: the parallel layout; its ``align`` and ``dp`` are the next two.
         align: each piece occupies a multiple of this many cells.
-        rows_multiple_of: number of data-parallel ranks. The number of rows is rounded up to a
-            multiple of it. A row added by rounding takes pieces from many other rows, so that all
-            are evenly filled; with too few pieces, empty dummy rows are added.
+        rows_multiple_of: number of data-parallel ranks that rows are planned for, by default
+            ``dp``. The number of rows is rounded up to a multiple of it. A row added by rounding
+            takes pieces from many other rows, so that all are evenly filled; with too few pieces,
+            empty dummy rows are added.
         balance: what to balance over the ranks: "attention" (what pieces and images cost by
             ``cost``) or "tokens" (and patches). The i-th rows of all ranks are similar, too. With
             None, row i goes to rank ``i % rows_multiple_of``.
@@ -99,15 +99,13 @@ def pack(
     >>> plan.bins, plan.dropped.tolist(), plan.tokens_per_rank.tolist()
     ([[0, 1, 3], [2]], [4], [10, 9])
     """
-    if (align, rows_multiple_of) != (1, 1):
+    if align != 1:
         if packing is not None or options.get("parallel") is not None:
             raise TypeError(
-                "align and rows_multiple_of are those of the parallel layout; pass either them or "
+                "align is that of the parallel layout; pass either it or "
                 f"{'packing' if packing else 'parallel'}="
             )
-        align = checked_int("align", align)
-        ranks = checked_int("rows_multiple_of", rows_multiple_of, hint="1 means one rank")
-        options["parallel"] = ParallelLayout(dp=ranks, tp=align)
+        options["parallel"] = ParallelLayout(tp=checked_int("align", align))
     return plan_of(lengths, packing_options(packing, max_tokens, options), patches)
 
 
@@ -191,7 +189,7 @@ def _plan(
         row_offsets=rows.offsets,
         max_tokens=packing.max_tokens,
         align=packing.parallel.align,
-        num_ranks=packing.parallel.dp if num_ranks is None else num_ranks,
+        num_ranks=packing.num_ranks if num_ranks is None else num_ranks,
         dropped=pieces.dropped,
         cut=pieces.cut,
         num_cut_tokens=pieces.num_cut_tokens,
@@ -248,7 +246,7 @@ def _for_ranks(
     rows: Rows, sizes: Weights, images: ImageLoad, packing: PackingOptions, limits: Limits
 ) -> Rows:
     """Rows that are filled, as many as a multiple of the ranks, evened out and given to them."""
-    num_ranks, strategy = packing.parallel.dp, packing.strategy
+    num_ranks, strategy = packing.num_ranks, packing.strategy
     if not len(sizes.tokens):
         return Rows(sizes.tokens, np.zeros(num_ranks + 1, dtype=np.int64))
     if strategy != "balanced" and num_ranks == 1:
@@ -265,12 +263,16 @@ def _for_ranks(
         tokens, capacity, max_pieces, patches = _in_order(sizes, limits)
         rows = split_evenly(tokens, num_rows, capacity, max_pieces, patches)
     else:
+        # By tokens, not by cost: a row with less tokens than another is padded, and costs as much.
+        weights = sizes
+        if limits.patches and strategy != "balanced":
+            weights = Weights(sizes.tokens, costs.patches)
         rows = level(
             rows,
             sizes,
             num_rows,
             limits=limits,
-            weights=sizes if strategy == "balanced" else costs,
+            weights=weights,
             most=filled if strategy == "balanced" else _LEVELLED_ROWS_PER_RANK * num_ranks,
         )
     if num_ranks == 1:

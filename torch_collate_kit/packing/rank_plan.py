@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -53,6 +53,10 @@ class RankPlan:
     """Number of loss tokens in the batch, over all ranks; None if unknown."""
     own_num_loss_tokens: int | None = None
     """Number of loss tokens in the examples that the rank reads; None if unknown."""
+    world_size: int | None = None
+    """Number of ranks that divide the rows; None for as many as the plan was made for."""
+    left_out: tuple[int, ...] = ()
+    """Examples, as the plan numbers them, that the rank was to read and does not: see without."""
 
     @classmethod
     def of(
@@ -62,18 +66,21 @@ class RankPlan:
         indices: _Ints,
         lengths: _Ints,
         num_loss_tokens: _Ints | None = None,
+        *,
+        world_size: int | None = None,
     ) -> RankPlan:
         """The part of ``rank`` in ``plan``, which packs the dataset's examples at ``indices``.
 
-        ``lengths`` and ``num_loss_tokens`` are int64 [N], one entry per example of the batch.
+        ``world_size`` divides the number of ranks that the plan was made for. ``lengths`` and
+        ``num_loss_tokens`` are int64 [N], one entry per example of the batch.
         """
-        examples = np.unique(plan.example_indices[_pieces(plan, rank)])
+        examples = np.unique(plan.example_indices[_pieces(plan, _rows(plan, rank, world_size))])
         total = own = None
         if num_loss_tokens is not None:
             total = int(np.delete(num_loss_tokens, plan.dropped).sum())
             own = int(num_loss_tokens[examples].sum())
         mine = indices[examples].tolist()
-        return cls(plan, rank, mine, lengths[examples], len(indices), total, own)
+        return cls(plan, rank, mine, lengths[examples], len(indices), total, own, world_size)
 
     @classmethod
     def whole(cls, plan: PackingPlan) -> RankPlan:
@@ -81,30 +88,92 @@ class RankPlan:
         return cls(plan, None, [], np.zeros(0, dtype=np.int64), 0)
 
     @property
+    def num_parts(self) -> int:
+        """Number of ranks that divide the rows."""
+        return self.world_size or self.plan.num_ranks
+
+    @property
     def rows(self) -> range:
         """The rows of the plan that are collated."""
-        return range(self.plan.num_rows) if self.rank is None else self.plan.rank_rows(self.rank)
+        if self.rank is None:
+            return range(self.plan.num_rows)
+        return _rows(self.plan, self.rank, self.world_size)
+
+    def without(self, positions: Sequence[int]) -> RankPlan:
+        """The same rows, of the same width, without the examples at ``positions`` of ``indices``.
+
+        What follows in a row moves up, and the pad tail grows; a row may be left without a piece.
+        Other ranks do not know, so what is said of the whole batch stays as it was planned,
+        ``num_loss_tokens`` too.
+
+        >>> from torch_collate_kit.packing import pack
+        >>> lengths = np.array([5, 3, 9, 2])
+        >>> part = RankPlan.of(pack(lengths, 10, rows_multiple_of=2), 0, np.arange(40, 44), lengths)
+        >>> shorter = part.without([1])
+        >>> shorter.indices, shorter.row_offsets.tolist(), shorter.plan.width
+        ([40, 43], [0, 2], 10)
+        """
+        gone = [int(position) for position in positions]
+        examples = np.unique(self.plan.example_indices[self.pieces])[gone]
+        return replace(
+            self,
+            indices=np.delete(np.array(self.indices, dtype=np.int64), gone).tolist(),
+            lengths=np.delete(self.lengths, gone),
+            own_num_loss_tokens=None,
+            left_out=(*self.left_out, *examples.tolist()),
+        )
+
+    @property
+    def pieces(self) -> slice | _Ints:
+        """The pieces of the plan that are collated, row by row."""
+        all_pieces = _pieces(self.plan, self.rows)
+        if not self.left_out:
+            return all_pieces
+        return all_pieces.start + np.flatnonzero(self._is_kept)
+
+    @property
+    def row_offsets(self) -> _Ints:
+        """[rows + 1] row r of these rows holds ``row_offsets[r]:row_offsets[r + 1]`` of them."""
+        offsets = self.plan.row_offsets[self.rows.start : self.rows.stop + 1]
+        offsets = offsets - offsets[0]
+        return np.append(0, np.cumsum(self._is_kept))[offsets] if self.left_out else offsets
+
+    @property
+    def _is_kept(self) -> npt.NDArray[np.bool_]:
+        """Of each piece planned for these rows, whether its example is read."""
+        examples = self.plan.example_indices[_pieces(self.plan, self.rows)]
+        return ~np.isin(examples, self.left_out)
 
     @property
     def positions(self) -> _Ints:
         """[S] for each piece in these rows, the position of its example among those read."""
         if self.rank is None:
             return self.plan.example_indices
-        examples = self.plan.example_indices[_pieces(self.plan, self.rank)]
+        examples = self.plan.example_indices[self.pieces]
         return np.searchsorted(np.unique(examples), examples)
+
+    @property
+    def needs_dummy_image(self) -> npt.NDArray[np.bool_]:
+        """bool [rows]: as planned, and rows that have lost their images where ranks are several."""
+        rows = slice(self.rows.start, self.rows.stop)
+        needed = self.plan.needs_dummy_image[rows]
+        if not self.left_out or self.num_parts == 1:
+            return needed
+        before = np.append(0, np.cumsum(self.plan.patches[self.pieces]))
+        has_image = np.diff(before[self.row_offsets]) > 0
+        return needed | ((self.plan.row_patches[rows] > 0) & ~has_image)
 
     @property
     def patches(self) -> _Ints:
         """[len(indices)] patches of images that the plan assumes for each example that is read."""
         patches = np.zeros(len(self.indices), dtype=np.int64)
         if self.rank is not None:
-            patches[self.positions] = self.plan.patches[_pieces(self.plan, self.rank)]
+            patches[self.positions] = self.plan.patches[self.pieces]
         return patches
 
-    @property
-    def num_loss_tokens_elsewhere(self) -> int:
-        """Loss tokens in examples that other ranks read; 0 if unknown."""
-        return (self.num_loss_tokens or 0) - (self.own_num_loss_tokens or 0)
+    def num_loss_tokens_elsewhere(self, found: int) -> int:
+        """Loss tokens of the batch besides those found in the examples read; 0 if unknown."""
+        return 0 if self.num_loss_tokens is None else self.num_loss_tokens - found
 
     def check_lengths(self, lengths: _Ints) -> None:
         """That the examples read, of these lengths, are those that were planned.
@@ -202,6 +271,12 @@ class PlannedExamples:
         return RankPlan.whole(self.plan) if isinstance(self.plan, PackingPlan) else self.plan
 
 
-def _pieces(plan: PackingPlan, rank: int) -> slice:
-    rows = plan.rank_rows(rank)
+def _rows(plan: PackingPlan, rank: int, world_size: int | None) -> range:
+    """The rows of one of ``world_size`` ranks: the runs of several of those planned for."""
+    each = plan.num_ranks // (world_size or plan.num_ranks)
+    first, last = plan.rank_rows(rank * each), plan.rank_rows((rank + 1) * each - 1)
+    return range(first.start, last.stop)
+
+
+def _pieces(plan: PackingPlan, rows: range) -> slice:
     return slice(int(plan.row_offsets[rows.start]), int(plan.row_offsets[rows.stop]))

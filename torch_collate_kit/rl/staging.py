@@ -128,6 +128,8 @@ def _stage(
     whole = batch[start:stop]
     whole.row_metadata["row_indices"] = np.arange(start, stop, dtype=np.int64)
     metadata, examples = whole.metadata, whole.row_metadata.get("example_indices")
+    for name in ("cost_per_rank", "vision_cost_per_rank"):  # of the ranks of the whole batch
+        metadata.pop(name, None)
     for name, per_row in totals.items():
         metadata.pop(name, None)
         if per_row is not None:

@@ -21,6 +21,7 @@ from tests.loading.prefetch.toy_data import (
     COLLATORS,
     EXAMPLES,
     Watched,
+    digests_of,
     expected_digests,
     make_loader,
     make_sampler,
@@ -53,12 +54,10 @@ def digests(batches: Any) -> list[str]:
 def expected_with_reshuffle(collate: Any, tail: str) -> list[str]:
     """Three epochs; after the second batch of the second one, the rest in a new order."""
     sampler = make_sampler(tail=tail)
-    steps = list(sampler)
-    steps += list(sampler)[:2]
+    first, second = list(sampler), list(sampler)[:2]
     sampler.set_epoch(1, step=2)
     sampler.reshuffle()
-    steps += [*sampler, *sampler]
-    return digests(collate([EXAMPLES[i] for i in step]) for step in steps)
+    return digests_of([first, [*second, *sampler], list(sampler)], collate)
 
 
 class Reshuffled:
@@ -235,12 +234,13 @@ def test_the_next_batch_is_built_while_this_one_trains_and_only_that():
             assert collate.num_begun == min(number + 2, 4)
 
 
-def test_without_prefetch_nothing_is_built_ahead_and_there_is_no_thread():
+@pytest.mark.parametrize(("warn_after", "threads"), [(60.0, ["watchdog"]), (None, [])])
+def test_without_prefetch_nothing_is_built_ahead_on_a_thread(warn_after, threads):
     collate = Watched()
-    with make_loader(collate, prefetch=False) as loader:
+    with make_loader(collate, prefetch=False, warn_after=warn_after) as loader:
         for number, _ in enumerate(loader):
             assert collate.num_begun == number + 1
-            assert our_threads() == []
+            assert [thread.name.split()[-1] for thread in our_threads()] == threads
 
 
 def test_the_last_batch_of_an_epoch_is_trained_with_nothing_in_flight():
@@ -318,8 +318,8 @@ def test_reshuffle_drains_what_is_in_flight():
     sampler = make_sampler()
     sampler.set_epoch(0, step=2)
     sampler.reshuffle()
-    steps = [*list(make_sampler())[:2], *sampler, *sampler, *sampler, *list(sampler)[:1]]
-    assert found == digests(COLLATORS["packed"]([EXAMPLES[i] for i in step]) for step in steps)
+    epochs = [[*list(make_sampler())[:2], *sampler], [*sampler], [*sampler], list(sampler)[:1]]
+    assert found == digests_of(epochs)
     assert found[2:4] != expected_digests(1)[2:4]
 
 
@@ -328,7 +328,7 @@ def test_reshuffle_behind_the_last_batch_changes_the_next_epoch(use_steps):
     sampler = make_sampler()
     sampler.set_epoch(1)
     sampler.reshuffle()
-    steps = [*make_sampler(), *sampler]
+    epochs = [list(make_sampler()), list(sampler)]
     with make_loader() as loader:
         found = []
         for number, batch in enumerate(loader.steps(8) if use_steps else loader):
@@ -337,7 +337,7 @@ def test_reshuffle_behind_the_last_batch_changes_the_next_epoch(use_steps):
                 loader.reshuffle()
         assert len(found) == (8 if use_steps else 4)
         found += digests(loader.steps(8 - len(found)))
-    assert found == digests(COLLATORS["packed"]([EXAMPLES[i] for i in step]) for step in steps)
+    assert found == digests_of(epochs)
 
 
 def test_behind_the_last_batch_the_loader_stands_at_the_next_epoch():
@@ -445,9 +445,9 @@ def sized(length: int, batch_size: int, **options: Any) -> PrefetchLoader:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (sized(12, 4).state_dict(), "length=12"),
+        (sized(12, 4).state_dict(), "12 examples"),
         (sized(13, 2).state_dict(), "batch_size=2"),
-        (sized(13, 4, world_size=2, tail="drop").state_dict(), "world_size=2"),
+        (sized(13, 4, world_size=2, tail="drop").state_dict(), "tail='drop'"),
         (sized(13, 4).state_dict() | {"version": 2}, "version=2"),
         ({}, "version=None"),
         (sized(13, 4).state_dict() | {"version": True}, "version=True"),

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from torch_collate_kit import PrefetchingSampler, PrefetchLoader
 from torch_collate_kit.loading import StepTimes
 from torch_collate_kit.loading.prefetch import loader as loader_module
+from torch_collate_kit.loading.prefetch import read_ahead
 from torch_collate_kit.loading.prefetch.timeline import BuildTimes, Timeline
 
 
@@ -34,7 +35,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(loader_module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    for module in (loader_module, read_ahead):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     return clock
 
 

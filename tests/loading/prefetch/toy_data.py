@@ -30,6 +30,7 @@ def make_loader(
     num_workers: int = 0,
     persistent_workers: bool = False,
     prefetch: bool = True,
+    warn_after: float | None = 60.0,
     **sampler_options: Any,
 ) -> PrefetchLoader:
     loader = DataLoader(
@@ -39,14 +40,29 @@ def make_loader(
         num_workers=num_workers,
         persistent_workers=persistent_workers,
     )
-    return PrefetchLoader(loader, prefetch=prefetch)
+    return PrefetchLoader(loader, prefetch=prefetch, warn_after=warn_after)
+
+
+def collated(collate: Any, indices: Any, epoch: int, step: int) -> Any:
+    """A batch as a loader gives it out."""
+    batch = collate([EXAMPLES[i] for i in indices])
+    batch.metadata |= {"epoch": epoch, "step": step}
+    return batch
 
 
 def expected_digests(num_epochs: int, collate: Any = COLLATORS["packed"], **options: Any) -> list:
     """The stream written out: no loader, no thread."""
     sampler = make_sampler(**options)
-    steps = [step for _ in range(num_epochs) for step in sampler]
-    return [batch_digest(collate([EXAMPLES[i] for i in step])) for step in steps]
+    return digests_of([list(sampler) for _ in range(num_epochs)], collate)
+
+
+def digests_of(epochs: Any, collate: Any = COLLATORS["packed"]) -> list:
+    """Of batches of indices, a list for each epoch from 0 on."""
+    return [
+        batch_digest(collated(collate, indices, epoch, step))
+        for epoch, steps in enumerate(epochs)
+        for step, indices in enumerate(steps)
+    ]
 
 
 class Watched:

@@ -69,24 +69,27 @@ def test_patches_are_copied(form: Any) -> None:
     values[:] = kept
 
 
-def test_a_state_names_the_images_and_their_budget() -> None:
+def test_a_state_names_the_images_and_their_budget(caplog: pytest.LogCaptureFixture) -> None:
     state = sampler().state_at(0, 2)
-    assert (state["max_patches"], state["dummy_image_tokens"]) == (6000, 3)
-    assert state["cost"] == [24576, 1, 5266, 1]
+    layout = state["layouts"][0][2]
+    assert (layout["max_patches"], layout["dummy_image_tokens"]) == (6000, 3)
+    assert layout["cost"] == [24576, 1, 5266, 1]
     resumed = sampler()
     resumed.load_state_dict(state)
     expected = [part.plan.bins for part in sampler()][2:]
     assert [part.plan.bins for part in resumed] == expected
     fewer = [*IMAGES[:-2], [], []]
+    for patches in (fewer, None):
+        with pytest.raises(StateError, match=r"^state is of patches_digest="):
+            sampler(patches=patches).load_state_dict(state)
     for other, name in (
-        (sampler(max_patches=7000), "max_patches"),
-        (sampler(dummy_image_tokens=4), "dummy_image_tokens"),
-        (sampler(patches=fewer), "patches_digest"),
-        (sampler(patches=totals(IMAGES)), "patches_digest"),  # costs of one image each
-        (sampler(patches=None), "patches_digest"),
+        (sampler(max_patches=7000), "max_patches 6000 -> 7000"),
+        (sampler(dummy_image_tokens=4), "dummy_image_tokens 3 -> 4"),
+        (sampler(patches=totals(IMAGES)), "image_costs_digest "),  # costs of one image each
     ):
-        with pytest.raises(StateError, match=f"^state is of {name}="):
-            other.load_state_dict(state)
+        caplog.clear()
+        other.load_state_dict(state)
+        assert name in caplog.text
 
 
 def test_an_example_that_does_not_fit_is_named_at_once() -> None:

@@ -187,7 +187,7 @@ def test_the_protocol_has_no_batch_size():
     assert isinstance(sampler, ResumableSampler)
     assert not hasattr(sampler, "batch_size"), "Accelerate would lose batches"
     assert sampler.num_examples_per_step == 4
-    assert sampler.state_dict()["length"] == 10
+    assert sampler.state_dict()["num_examples"] == [[0, 10]]
     assert sampler.state_dict()["tail"] == "drop"
     assert len(sampler) == 2
 

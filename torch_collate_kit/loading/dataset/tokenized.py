@@ -6,6 +6,7 @@ memory-mapped file or in memory, so a batch costs one memory view per row.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, overload
@@ -14,7 +15,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torch_collate_kit._checks import checked_bool
+from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset.array_columns import ArrayColumn
 from torch_collate_kit.loading.dataset.arrow_columns import ListColumn, NumberColumn, column_of
@@ -35,6 +36,7 @@ from torch_collate_kit.vision import VisionLayout
 __all__ = ["TokenizedDataset"]
 
 _ROWS_AT_A_TIME = 1000  # when all rows are read
+_SAMPLED_ROWS = 64  # whose tokens are in a fingerprint
 _MAX_COUNTED = 10_000_000  # rows whose lengths a repr adds up
 
 
@@ -101,6 +103,33 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     def lengths(self) -> np.ndarray:
         """Tokens of every row: int64 [N], a new array each time, from offsets; reads no token."""
         return self._tokens.lengths(None if self._mapping is None else self._mapping.values)
+
+    def fingerprint(self, num_examples: int | None = None) -> dict[str, Any]:
+        """What tells these data, or their first ``num_examples``, from others: small JSON.
+
+        The number of tokens, a digest of all lengths, and one of the token ids of 64 rows. Samplers
+        put it into their states; a change of other rows that keeps their lengths is not seen.
+
+        Raises:
+            TypeError, ValueError: the dataset has no so many examples.
+
+        >>> rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4]}]
+        >>> TokenizedDataset(rows).fingerprint(2) == TokenizedDataset(rows[:2]).fingerprint()
+        True
+        """
+        count = len(self) if num_examples is None else num_examples
+        count = checked_int("num_examples", count, minimum=0)
+        if count > len(self):
+            raise ValueError(f"num_examples must be at most {len(self)}, got {count}")
+        lengths = self.lengths[:count].astype("<i8", copy=False)
+        sample = np.unique(np.linspace(0, max(count - 1, 0), min(count, _SAMPLED_ROWS), dtype=int))
+        named, rows = self._rows(sample)
+        tokens = np.asarray(self._tokens.take(rows, named).flat_values).astype("<i8", copy=False)
+        return {
+            "num_tokens": int(lengths.sum()),
+            "lengths": hashlib.sha256(np.ascontiguousarray(lengths).data).hexdigest()[:32],
+            "token_ids": hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest()[:32],
+        }
 
     def __repr__(self) -> str:
         """What it holds; tokens are counted where there are not too many rows."""

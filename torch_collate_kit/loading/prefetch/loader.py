@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,15 +12,15 @@ import torch
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit._reprs import call_repr
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.prefetch.async_collator import AsyncBatchCollator
-from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy, device_copy
-from torch_collate_kit.loading.prefetch.resumable_loaders import ResumableLoader, resumable_loader
-from torch_collate_kit.loading.prefetch.timeline import BuildTimes, StepTimes, Timeline
+from torch_collate_kit.loading.prefetch.device_copy import device_copy
+from torch_collate_kit.loading.prefetch.read_ahead import END, ReadAhead
+from torch_collate_kit.loading.prefetch.resumable_loaders import resumable_loader
+from torch_collate_kit.loading.prefetch.timeline import StepTimes, Timeline
+from torch_collate_kit.loading.prefetch.watchdog import checked_seconds
 from torch_collate_kit.loading.sampler.arguments import is_same
 
 __all__ = ["PrefetchLoader"]
 
-_END: Any = object()
 _MAX_EMPTY_EPOCHS = 100_000  # in a row, in steps(): an error instead of a loop without an end
 
 
@@ -31,9 +30,12 @@ class PrefetchLoader:
     Args:
         loader: a DataLoader with a resumable ``batch_sampler``, such as a PrefetchingSampler; or
             torchdata's StatefulDataLoader. Nothing else may iterate it.
-        prefetch: False builds each batch when it is asked for, without a thread: the same batches.
+        prefetch: False builds each batch when it is asked for, in the consumer's thread: the same
+            batches.
         device: where batches go. For CUDA they are pinned, and copied on a separate stream. None
             and "cpu" leave them where they are.
+        warn_after: a wait for a batch that takes longer than so many seconds is logged once: the
+            step, the worker, the stack of the thread that collates. None: never.
 
     The loader has one position. ``for batch in loader`` yields the rest of the epoch, ``steps(n)``
     the next n batches across epochs. A loop that is left early keeps the position after the last
@@ -60,6 +62,7 @@ class PrefetchLoader:
         *,
         prefetch: bool = True,
         device: torch.device | str | int | None = None,
+        warn_after: float | None = 60.0,
     ) -> None:
         self.wait_seconds = 0.0
         self._timeline = Timeline()
@@ -68,7 +71,8 @@ class PrefetchLoader:
         self._max_tokens: int | None = getattr(packing, "max_tokens", None)
         self._prefetch = checked_bool("prefetch", prefetch)
         self._copy = device_copy(device)
-        self._run: _ReadAhead | None = None  # the epoch that is being read
+        self._warn_after = checked_seconds("warn_after", warn_after)
+        self._run: ReadAhead | None = None  # the epoch that is being read
         self._pid = 0  # of the process that reads it, or that has read last
         self._loop: object = None  # the loop that may draw from it
         self._interrupt: BaseException | None = None  # of the thread, to be raised at the next call
@@ -79,6 +83,7 @@ class PrefetchLoader:
         epoch, step = self._loader.position() if run is None else (run.epoch, run.step)
         settings: dict[str, Any] = {} if self._prefetch else {"prefetch": False}
         settings |= {} if self._copy is None else {"device": str(self._copy.device)}
+        settings |= {} if self._warn_after == 60.0 else {"warn_after": self._warn_after}
         where = "closed" if self._is_closed else f"epoch {epoch}, step {step}"
         return f"{call_repr(self, self._loader.described(), **settings)} [{where}]"
 
@@ -145,7 +150,7 @@ class PrefetchLoader:
                 run = self._run or self._begin_epoch(on_epoch)
                 self._check_loop(loop)
                 batch = self._take(run)
-                if batch is not _END:
+                if batch is not END:
                     num_taken, num_empty = num_taken + 1, 0
                     yield batch
                     self._check_loop(loop)
@@ -165,32 +170,34 @@ class PrefetchLoader:
                 self._stop_reading(self._run)
             raise
 
-    def _begin_epoch(self, on_epoch: Callable[[int], object] | None) -> _ReadAhead:
+    def _begin_epoch(self, on_epoch: Callable[[int], object] | None) -> ReadAhead:
         if on_epoch is not None:
             epoch, step = self._loader.position()
             if step == 0:
                 on_epoch(epoch)
         self._pid = os.getpid()
-        self._run = _ReadAhead(self._loader, self._copy, prefetch=self._prefetch)
+        self._run = ReadAhead(
+            self._loader, self._copy, prefetch=self._prefetch, warn_after=self._warn_after
+        )
         return self._run
 
-    def _take(self, run: _ReadAhead) -> Any:
+    def _take(self, run: ReadAhead) -> Any:
         began, step = time.perf_counter(), run.step
         try:
             batch, built = run.take()
         finally:
             ended = time.perf_counter()
             self.wait_seconds += ended - began
-        if batch is not _END:
+        if batch is not END:
             self._timeline.received(run.epoch, step, built, began, ended)
         return batch
 
-    def _end_epoch(self, run: _ReadAhead) -> None:
+    def _end_epoch(self, run: ReadAhead) -> None:
         self._run = None
         run.stop()
         self._loader.end_epoch(run.epoch)
 
-    def _stop_reading(self, run: _ReadAhead | None, *, move_back: bool = True) -> None:
+    def _stop_reading(self, run: ReadAhead | None, *, move_back: bool = True) -> None:
         """Drops what is in flight; the position is then after what the consumer has received."""
         if run is not None and self._is_elsewhere():
             return  # in a fork: the thread and the workers are the parent's
@@ -302,58 +309,3 @@ class PrefetchLoader:
         error, self._interrupt = self._interrupt, None
         if error is not None:
             raise error
-
-
-class _ReadAhead:
-    """One reading of an epoch: how far it is built, and how far the consumer has received it."""
-
-    def __init__(self, loader: ResumableLoader, copy: DeviceCopy | None, *, prefetch: bool) -> None:
-        # workers are forked here: in the consumer's thread, while no other one runs
-        self.epoch, self.step, self.num_steps, self._batches = loader.begin()
-        self.mark = loader.mark()
-        self._loader, self._copy, self._prefetch = loader, copy, prefetch
-        self._collator = AsyncBatchCollator(partial(_build, loader, self._batches, copy))
-
-    @property
-    def is_over(self) -> bool:
-        return self.num_steps is not None and self.step >= self.num_steps
-
-    def take(self) -> tuple[Any, BuildTimes]:
-        """The next batch, or _END, and its times; the one after it is then on its way."""
-        self._loader.check(self.epoch)
-        batch, mark, built = self._collator.get(self.step)
-        if batch is _END or self.is_over:
-            if self.num_steps is None or (batch is _END and self.is_over):
-                return _END, built
-            raise StateError(
-                f"epoch {self.epoch} has {self.num_steps} steps, but the loader yields "
-                f"{'fewer' if batch is _END else 'more'}; len(batch_sampler) must be what its "
-                "iter() yields"
-            )
-        following = self.step + 1
-        if self._prefetch and following != self.num_steps:
-            self._collator.submit(following)
-        if self._copy is not None:
-            batch = self._copy.receive(batch)
-        self.step, self.mark = following, mark
-        return batch, built
-
-    def stop(self) -> None:
-        try:
-            self._collator.shutdown()
-        finally:
-            self._loader.end(self._batches)
-
-
-def _build(
-    loader: ResumableLoader, iterator: Iterator[Any], copy: DeviceCopy | None, step: int
-) -> tuple[Any, Any, BuildTimes]:
-    """The next batch, on its way to its device, the mark of the position after it, and times."""
-    began = time.perf_counter()
-    batch = next(iterator, _END)
-    collated = time.perf_counter()
-    mark = loader.mark()
-    if batch is _END or copy is None:
-        return batch, mark, BuildTimes(began, collated, collated)
-    sent = copy.send(batch)
-    return sent, mark, BuildTimes(began, collated, time.perf_counter())

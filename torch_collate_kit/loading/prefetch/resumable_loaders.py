@@ -28,6 +28,9 @@ class _Loader:
     will tell), and the batches from that step on.
     """
 
+    batches_may_be_named = False
+    """Whether an epoch and a step that a batch has in its metadata stay: those of a stream."""
+
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
@@ -145,6 +148,8 @@ class _StatefulLoader(_Loader):
 
     It runs ahead of the consumer, so its state is kept as a ``mark`` after every batch.
     """
+
+    batches_may_be_named = True
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)

@@ -9,9 +9,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._checks import checked_choice, checked_int
+from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
+from torch_collate_kit.errors import StateError
 
 Indices: TypeAlias = npt.NDArray[np.int64]
+_MAX_WORD = 2**32 - 1  # one word of a SeedSequence each, or (2**32 + 1, 0) would be (1, 1)
 
 
 def rank_slice(num_examples: int, rank: int, world_size: int) -> slice:
@@ -24,11 +26,6 @@ def rank_slice(num_examples: int, rank: int, world_size: int) -> slice:
 def seeded_generator(*words: int) -> np.random.Generator:
     """A generator that depends on (seed, epoch, ...)."""
     return np.random.default_rng(np.random.SeedSequence(words))
-
-
-def order_of(size: int, shuffle: bool, *words: int) -> Indices:
-    """Indices 0 to ``size`` - 1: int64, shuffled by the words or in sequence."""
-    return seeded_generator(*words).permutation(size) if shuffle else np.arange(size)
 
 
 def checked_length(data: int | Sized, name: str = "data") -> int:
@@ -51,15 +48,22 @@ def checked_rank(rank: int, world_size: int, name: str = "world_size") -> int:
     return rank
 
 
-def checked_batch_size(batch_size: int, world_size: int) -> int:
+def checked_batch_size(batch_size: int, least: int) -> int:
     batch_size = checked_int("batch_size", batch_size)
-    if batch_size % world_size:
+    if batch_size < least:
         raise ValueError(
-            f"batch_size counts the examples of all ranks and must be a multiple of "
-            f"world_size={world_size}, got {batch_size}; take "
-            f"{-(-batch_size // world_size) * world_size}"
+            f"batch_size counts the examples of all ranks and must be at least world_size={least}, "
+            f"got {batch_size}; with {batch_size} per rank it is {batch_size * least}"
         )
     return batch_size
+
+
+def checked_shuffle(shuffle: bool | str) -> bool | str:
+    if not isinstance(shuffle, str):
+        return checked_bool("shuffle", shuffle)
+    if shuffle != "keyed":
+        raise ValueError(f"shuffle must be True, False or 'keyed', got {shuffle!r}")
+    return shuffle
 
 
 def checked_tail(tail: str, drop_last: bool) -> str:
@@ -116,3 +120,21 @@ def is_same(found: Any, expected: Any) -> bool:
     if isinstance(expected, list):
         return len(found) == len(expected) and all(map(is_same, found, expected))
     return bool(found == expected)
+
+
+def checked_word(name: str, value: Any) -> int:
+    """``value`` as an int that fills one word of a SeedSequence: 0 .. 2**32 - 1."""
+    number = checked_int(name, value, minimum=0)
+    if number > _MAX_WORD:
+        raise ValueError(f"{name} must be at most {_MAX_WORD}, got {number}; take it modulo 2**32")
+    return number
+
+
+def state_int(name: str, value: Any) -> int:
+    """``value`` when it is an int of 0 .. 2**32 - 1, else StateError."""
+    if type(value) is not int or not 0 <= value <= _MAX_WORD:
+        raise StateError(
+            f"state has {name}={value!r}, not an int between 0 and {_MAX_WORD}; "
+            "pass what state_dict() gave"
+        )
+    return value

@@ -8,7 +8,8 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from torch_collate_kit._checks import checked_lengths
-from torch_collate_kit.loading.sampler.arguments import Indices, checked_length, order_of
+from torch_collate_kit.loading.sampler.arguments import Indices, checked_length
+from torch_collate_kit.loading.sampler.orders import EpochOrder, epoch_order
 
 
 class Mark(NamedTuple):
@@ -31,7 +32,7 @@ class Mixture:
         lengths: Sequence[Indices] | None,
         *,
         seed: int,
-        shuffle: bool,
+        shuffle: bool | str,
     ) -> None:
         self.sizes, self.lengths = list(sizes), lengths
         self.num_units = [int(n.sum()) for n in lengths] if lengths else list(sizes)
@@ -41,27 +42,44 @@ class Mixture:
         self.longest = max(int(n.max()) for n in lengths) if lengths else 1
         self._seed, self._shuffle = seed, shuffle
         self._offsets = [sum(self.sizes[:source]) for source in range(len(self.sizes))]
-        self._orders: dict[int, tuple[int, Indices]] = {}
+        self._orders: dict[int, tuple[int, EpochOrder]] = {}
 
-    def order(self, source: int, turn: int) -> Indices:
-        """The order in which a source is read for the ``turn``-th time: int64."""
+    def order(self, source: int, turn: int) -> EpochOrder:
+        """The order in which a source is read for the ``turn``-th time."""
         kept = self._orders.get(source)
         if kept is None or kept[0] != turn:
-            order = order_of(self.sizes[source], self._shuffle, self._seed, source, turn)
+            order = epoch_order(self.sizes[source], self._shuffle, (self._seed, source, turn))
             kept = self._orders[source] = turn, order
         return kept[1]
 
     def index(self, source: int, number: int) -> int:
         """The index, over all sources, of the ``number``-th example taken from a source."""
         turn, at = divmod(number, self.sizes[source])
-        return self._offsets[source] + int(self.order(source, turn)[at])
+        return self._offsets[source] + int(self.order(source, turn).take(at, at + 1)[0])
+
+    def source_of(self, example: int) -> tuple[int, int]:
+        """The source that an index over all sources is of, and the index there."""
+        if example >= sum(self.sizes):
+            raise ValueError(
+                f"example {example} does not exist: the {sum(self.sizes)} examples of all sources "
+                f"have indices 0 to {sum(self.sizes) - 1}"
+            )
+        source = next(i for i, at in reversed(list(enumerate(self._offsets))) if at <= example)
+        return source, example - self._offsets[source]
+
+    def has(self, source: int, example: int, first: int, last: int) -> bool:
+        """Whether its ``first``-th to ``last``-th example, inclusive, are once this one."""
+        size = self.sizes[source]
+        turns = range(first // size, last // size + 1)
+        places = (turn * size + self.order(source, turn).places(example)[0] for turn in turns)
+        return any(first <= place <= last for place in places)
 
     def units(self, source: int, number: int) -> int:
         """Units of the ``number``-th example taken from a source."""
         if self.lengths is None:
             return 1
         turn, at = divmod(number, self.sizes[source])
-        return int(self.lengths[source][self.order(source, turn)[at]])
+        return int(self.lengths[source][self.order(source, turn).take(at, at + 1)[0]])
 
     def used(self, taken: Sequence[int]) -> tuple[int, ...]:
         """Units in the first ``taken`` examples of each source."""
@@ -70,7 +88,7 @@ class Mixture:
         total = []
         for source, number in enumerate(taken):
             turn, at = divmod(number, self.sizes[source])
-            begun = self.lengths[source][self.order(source, turn)[:at]]
+            begun = self.lengths[source][self.order(source, turn).take(0, at)]
             total.append(turn * self.num_units[source] + int(begun.sum()))
         return tuple(total)
 

@@ -8,21 +8,23 @@ the P-fair schedule (worst-case fair queueing, if examples have sizes).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.arguments import digest_of, rank_slice
+from torch_collate_kit.loading.sampler.arguments import Indices, digest_of, rank_slice
+from torch_collate_kit.loading.sampler.epochs import EpochSampler, Plan
 from torch_collate_kit.loading.sampler.fair_schedule import (
     Cursor,
     Mark,
     Mixture,
     checked_sources,
 )
-from torch_collate_kit.loading.sampler.resumable import EpochSampler, Plan
 
 __all__ = ["MixedSampler"]
 
@@ -59,12 +61,12 @@ class MixedSampler(EpochSampler):
         sources: Sequence[int | Sized],
         batch_size: int,
         *,
-        weights: Sequence[float] | None = None,
+        weights: Sequence[float | Fraction] | None = None,
         by: str = "examples",
         lengths: Sequence[npt.ArrayLike] | None = None,
         num_steps: int | None = None,
         stop: str | None = None,
-        shuffle: bool = True,
+        shuffle: bool | str = True,
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
@@ -148,7 +150,22 @@ class MixedSampler(EpochSampler):
         first = self._first_step(epoch)
         return partial(self._batches, range(first + step, self._first_step(epoch + 1)))
 
-    def _fits(self) -> dict[str, Any]:
+    def _examples(self, epoch: int, step: int) -> Indices:
+        cursor, index = self._cursor(self._first_step(epoch) + step), self._mixture.index
+        return np.array([index(*pick) for pick in cursor.picks(self._num_global)])
+
+    def _steps_of(self, example: int, epoch: int) -> list[int]:
+        source, within = self._mixture.source_of(example)
+        first, found = self._first_step(epoch), []
+        cursor = self._cursor(first)
+        for step in range(self._num_steps(epoch)):
+            self._keep_mark(cursor, first + step)
+            numbers = [number for of, number in cursor.picks(self._num_global) if of == source]
+            if numbers and self._mixture.has(source, within, numbers[0], numbers[-1]):
+                found.append(step)
+        return found
+
+    def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return {
             "sizes": list(self._mixture.sizes),
             "weights": list(map(str, self._mixture.shares)),
@@ -157,8 +174,7 @@ class MixedSampler(EpochSampler):
             "lengths_digest": self._lengths_digest,
             "num_steps": self._steps_per_epoch,
             "stop": self._stop,
-            "world_size": self._world_size,
-            **super()._fits(),
+            **super()._fits(like),
         }
 
     def _extra(self, epoch: int, step: int) -> dict[str, Any]:

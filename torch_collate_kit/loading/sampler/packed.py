@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit._reprs import Shown, changed_fields
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading.sampler.arguments import Indices, checked_rank, digest_of
+from torch_collate_kit.loading.sampler.arguments import Indices, checked_rank, digest_of, is_same
 from torch_collate_kit.loading.sampler.shuffled import Order, OrderedSampler
 from torch_collate_kit.packing import PackingOptions, RankPlan
 from torch_collate_kit.packing.fitting import cut_to_fit
@@ -38,11 +39,13 @@ class PackedBatchSampler(OrderedSampler):
         rank: of ``parallel.dp`` ranks.
         num_loss_tokens: trained tokens of every example, ints [N]; the loss is divided by those of
             the whole batch. Without them the collator needs ``normalize_loss=False``.
-        shuffle, seed, drop_last, tail, order: as for ``PrefetchingSampler``; a kept tail may be of
-            any size, since ranks without examples get rows of pads.
+        shuffle, seed, drop_last, tail, order, allow_appended: as for ``PrefetchingSampler``; a kept
+            tail may be of any size, since ranks without examples get rows of pads.
 
     Every rank computes the same order and plan, without collectives, so all have as many rows, of
     one width. It yields a ``RankPlan``, which a ``TokenizedDataset`` passes on to the collator.
+    With ``rows_multiple_of`` a state goes on with the same rows on any number of ranks that divides
+    it; without it, with the same examples in each step, packed anew.
 
     Raises:
         TypeError, ValueError, DataError: an argument or a length is wrong. See docs/loading.md.
@@ -65,11 +68,12 @@ class PackedBatchSampler(OrderedSampler):
         packing: PackingOptions | None = None,
         rank: int = 0,
         num_loss_tokens: npt.ArrayLike | None = None,
-        shuffle: bool = True,
+        shuffle: bool | str = True,
         seed: int = 0,
         drop_last: bool = False,
         tail: str = "keep",
         order: Order | None = None,
+        allow_appended: bool = False,
         **options: Unpack[PackingKeywords],
     ) -> None:
         self._lengths = checked_lengths(lengths).copy()
@@ -88,12 +92,7 @@ class PackedBatchSampler(OrderedSampler):
             self._counts = _checked_counts(
                 num_loss_tokens, self._lengths, self._packing, self._images
             )
-        self._told = {  # states must be of the same
-            "num_tokens": int(self._lengths.sum()),
-            "lengths_digest": digest_of([self._lengths]),
-            "patches_digest": None if self._images is None else digest_of([*self._images[:2]]),
-            "loss_tokens_digest": None if self._counts is None else digest_of([self._counts]),
-        }
+        self._fingerprints: dict[int, dict[str, Any]] = {}
         super().__init__(
             len(self._lengths),
             batch_size,
@@ -104,13 +103,14 @@ class PackedBatchSampler(OrderedSampler):
             order=order,
             rank=rank,
             world_size=dp,
+            allow_appended=allow_appended,
         )
 
     def __repr__(self) -> str:
         given = {"patches": self._images and self._images.patches, "num_loss_tokens": self._counts}
         settings: dict[str, Any] = {k: Shown(of) for k, of in given.items() if of is not None}
         settings |= changed_fields(self._packing) | ({"rank": self._rank} if self._rank else {})
-        lengths = f"<{self.num_examples:,} lengths, {self._told['num_tokens']:,} tokens>"
+        lengths = f"<{self.num_examples:,} lengths, {int(self._lengths.sum()):,} tokens>"
         return self._shown(lengths, **settings)
 
     @property
@@ -118,14 +118,56 @@ class PackedBatchSampler(OrderedSampler):
         return 1  # rows are divided over the ranks, not examples
 
     def _pick(self, batch: Indices) -> RankPlan:
+        return self._part(batch, self._rank, self._packing)
+
+    def _part(self, batch: Indices, rank: int, packing: PackingOptions) -> RankPlan:
         lengths = self._lengths[batch]
         counts = None if self._counts is None else self._counts[batch]
         images = None if self._images is None else self._images.take(batch)
-        plan = plan_of(lengths, self._packing, images)
-        return RankPlan.of(plan, self._rank, batch, lengths, counts)
+        plan = plan_of(lengths, packing, images)
+        return RankPlan.of(plan, rank, batch, lengths, counts, world_size=packing.parallel.dp)
 
-    def _fits(self) -> dict[str, Any]:
-        return {**super()._fits(), **self._told, **self._packing.as_state()}
+    def _read_by(self, batch: Indices, rank: int, layout: Mapping[str, Any]) -> Indices:
+        return np.array(self._part(batch, rank, _packing_of(layout)).indices, int)
+
+    def _layout(self) -> dict[str, Any]:
+        costs = None if self._images is None else digest_of([self._images.costs])
+        return {**self._packing.as_state(), "image_costs_digest": costs}
+
+    def _use_layout(self, layout: Mapping[str, Any], rank: int) -> None:
+        self._packing = _packing_of(layout)
+        self._world_size, self._rank = self._packing.parallel.dp, rank
+
+    def _replans(self, before: Mapping[str, Any]) -> bool:
+        other = {k for k, v in self._layout().items() if not is_same(v, before.get(k))}
+        planned_for = before.get("rows_multiple_of") or before["dp"]
+        return other - {"dp", "rows_multiple_of"} != set() or planned_for != self._packing.num_ranks
+
+    def _fingerprint(self, num_examples: int) -> dict[str, Any]:
+        if num_examples not in self._fingerprints:
+            patches = None if self._images is None else self._images.patches
+            self._fingerprints[num_examples] = {
+                "num_tokens": int(self._lengths[:num_examples].sum()),
+                "lengths_digest": digest_of([self._lengths[:num_examples]]),
+                "patches_digest": None if patches is None else digest_of([patches[:num_examples]]),
+                "loss_tokens_digest": None
+                if self._counts is None
+                else digest_of([self._counts[:num_examples]]),
+            }
+        return self._fingerprints[num_examples]
+
+    def _upgraded(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        new = super()._upgraded(state)
+        images = self._images  # the digest of version 1 was of their cost, too
+        if images is not None and new.get("patches_digest") == digest_of([*images[:2]]):
+            new["patches_digest"] = digest_of([images.patches])
+            new["layouts"][0][2]["image_costs_digest"] = digest_of([images.costs])
+        return new
+
+
+def _packing_of(layout: Mapping[str, Any]) -> PackingOptions:
+    known = {key: value for key, value in layout.items() if key != "image_costs_digest"}
+    return PackingOptions.from_state(known)
 
 
 def _checked_counts(

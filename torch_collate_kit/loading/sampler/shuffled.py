@@ -22,15 +22,18 @@ from torch_collate_kit.loading.sampler.arguments import (
     checked_length,
     checked_order,
     checked_tail,
-    order_of,
     rank_slice,
     seeded_generator,
+    state_int,
 )
-from torch_collate_kit.loading.sampler.resumable import EpochSampler, Plan, state_int
+from torch_collate_kit.loading.sampler.epochs import NEW_RUN, EpochSampler, Plan
+from torch_collate_kit.loading.sampler.growth import Growth, last_of
+from torch_collate_kit.loading.sampler.orders import ArrayOrder, EpochOrder, epoch_order
 
 __all__ = ["Order", "OrderedSampler", "PrefetchingSampler"]
 
 Order: TypeAlias = Callable[[int, np.random.Generator], npt.ArrayLike]
+_MOST_RESHUFFLES = 100  # of earlier epochs, in a state
 
 
 class OrderedSampler(EpochSampler):
@@ -41,16 +44,18 @@ class OrderedSampler(EpochSampler):
         data: int | Sized,
         batch_size: int,
         *,
-        shuffle: bool = True,
+        shuffle: bool | str = True,
         seed: int = 0,
         drop_last: bool = False,
         tail: str = "keep",
         order: Order | None = None,
         rank: int = 0,
         world_size: int = 1,
+        allow_appended: bool = False,
     ) -> None:
         super().__init__(batch_size, seed=seed, shuffle=shuffle, rank=rank, world_size=world_size)
-        self._length = checked_length(data)
+        self._growth = Growth(checked_length(data))
+        self._allow_appended = checked_bool("allow_appended", allow_appended)
         self._tail = checked_tail(tail, checked_bool("drop_last", drop_last))
         if order is not None and not callable(order):
             raise TypeError(f"order must be a function of (epoch, rng), got {order!r}")
@@ -58,11 +63,17 @@ class OrderedSampler(EpochSampler):
         self._user_latest: tuple[int, Indices] | None = None
         self._user_lengths: dict[int, int] = {}
         self._reshuffles: list[tuple[int, int]] = []
+        self._known_from = 0  # the first epoch of which all reshuffles are known
+        self._latest_order: tuple[Any, EpochOrder] | None = None
         self._num_steps(0)
 
     @abstractmethod
     def _pick(self, batch: Indices) -> Any:
         """What this rank yields for a global batch of indices."""
+
+    @abstractmethod
+    def _fingerprint(self, num_examples: int) -> dict[str, Any]:
+        """What is compared of the first so many examples: JSON."""
 
     def _settings(self) -> dict[str, Any]:
         settings = super()._settings()
@@ -75,7 +86,7 @@ class OrderedSampler(EpochSampler):
     @property
     def num_examples(self) -> int:
         """The length of the dataset that the indices are of."""
-        return self._length
+        return self._growth.last
 
     def reshuffle(self) -> None:
         """Puts the rest of the epoch, from the next ``iter()``'s position on, in a new order.
@@ -94,19 +105,19 @@ class OrderedSampler(EpochSampler):
         """
         epoch, step = self._position()
         self._jump(epoch, step)
-        self._reshuffles.append((epoch, step))
+        self._reshuffles = [*self._reshuffles, (epoch, step)]
 
     def _num_examples(self, epoch: int) -> int:
         if self._user_order is None:
-            return self._length
+            return self._growth.at(epoch)
         if epoch not in self._user_lengths:
-            self._user_lengths[epoch] = len(self._order(epoch))
+            self._user_lengths[epoch] = len(self._users(epoch))
         return self._user_lengths[epoch]
 
     def _start(self, epoch: int) -> int:
         """Where an epoch starts in the endless stream of epochs."""
         if self._user_order is None:
-            return epoch * self._length
+            return self._growth.before(epoch)
         return sum(map(self._num_examples, range(epoch)))
 
     def _num_steps(self, epoch: int) -> int:
@@ -141,62 +152,148 @@ class OrderedSampler(EpochSampler):
             carried -= self._num_examples(epoch)
         return epoch
 
-    def _order(self, epoch: int) -> Indices:
-        """The indices of an epoch before any reshuffle: int64."""
-        if self._user_order is None:
-            return order_of(self._length, self._shuffle, self._seed, epoch)
+    def _users(self, epoch: int) -> Indices:
+        """The indices of an epoch that the user's function gives."""
         if self._user_latest is None or self._user_latest[0] != epoch:
+            assert self._user_order is not None
             found = self._user_order(epoch, seeded_generator(self._seed, epoch))
-            self._user_latest = epoch, checked_order(found, epoch, self._length)
+            self._user_latest = epoch, checked_order(found, epoch, self._growth.at(epoch))
         return self._user_latest[1]
 
-    def _reshuffled(self, epoch: int) -> Indices:
-        """The indices of an epoch as its reshuffles left them."""
-        order, carried = self._order(epoch), self._num_carried(epoch)
+    def _order(self, epoch: int) -> EpochOrder:
+        """The indices of an epoch as its reshuffles left them; the latest one is kept."""
+        carried, size = self._num_carried(epoch), self._num_examples(epoch)
         steps = [step for e, step in self._reshuffles if e == epoch]
-        for count, step in enumerate(steps, start=1):  # from 1: a SeedSequence drops trailing zeros
-            rng = seeded_generator(self._seed, epoch, count)
-            done = max(step * self._num_global - carried, 0)
-            order = np.concatenate([order[:done], rng.permutation(order[done:])])
+        done = [max(step * self._num_global - carried, 0) for step in steps]
+        kept, key = self._latest_order, (epoch, size, done)
+        if kept is not None and kept[0] == key:
+            return kept[1]
+        words = self._seed, epoch
+        if self._user_order is not None:
+            order: EpochOrder = ArrayOrder(self._users(epoch), words, reshuffled_after=done)
+        else:
+            order = epoch_order(size, self._shuffle, words, reshuffled_after=done)
+        self._latest_order = key, order
         return order
+
+    def _carried(self, epoch: int) -> Indices:
+        """The examples of earlier epochs in the first batch of an epoch: int64, a copy."""
+        missing, parts = self._num_carried(epoch), [np.zeros(0, dtype=np.int64)]
+        while missing:
+            epoch -= 1
+            size = self._num_examples(epoch)
+            parts.insert(0, self._order(epoch).take(max(size - missing, 0), size))
+            missing -= len(parts[0])
+        return np.concatenate(parts)
 
     def _plan(self, epoch: int, step: int) -> Plan:
         steps = range(step, self._num_steps(epoch))
-        before, missing = epoch, self._num_carried(epoch)
-        carried: list[Indices] = []
-        while missing:
-            before -= 1
-            part = self._reshuffled(before)[
-                -missing:
-            ].copy()  # not a view, which would keep the rest
-            carried.insert(0, part)
-            missing -= len(part)
-        stream = self._reshuffled(epoch)
-        stream = np.concatenate([*carried, stream]) if carried else stream
-        return partial(self._batches, stream, steps)
+        carried = self._carried(epoch)  # first: of two orders the second is kept
+        return partial(self._batches, carried, self._order(epoch), steps)
 
-    def _batches(self, stream: Indices, steps: range) -> Iterator[Any]:
+    def _batches(self, carried: Indices, order: EpochOrder, steps: range) -> Iterator[Any]:
         for step in steps:
-            yield self._pick(stream[step * self._num_global : (step + 1) * self._num_global])
+            yield self._pick(self._batch(carried, order, step))
+
+    def _batch(self, carried: Indices, order: EpochOrder, step: int) -> Indices:
+        start = step * self._num_global - len(carried)
+        batch = order.take(max(start, 0), start + self._num_global)
+        return np.concatenate([carried, batch]) if start < 0 else batch
+
+    def _examples(self, epoch: int, step: int) -> Indices:
+        self._check_known(epoch)
+        carried = self._carried(epoch) if step == 0 else np.zeros(self._num_carried(epoch), int)
+        return self._batch(carried, self._order(epoch), step)
+
+    def _steps_of(self, example: int, epoch: int) -> list[int]:
+        if example >= self.num_examples:
+            raise ValueError(
+                f"example {example} does not exist: the {self.num_examples} examples have indices "
+                f"0 to {self.num_examples - 1}"
+            )
+        self._check_known(epoch)
+        num_carried, num_steps = self._num_carried(epoch), self._num_steps(epoch)
+        found = [0] * int((self._carried(epoch) == example).any() and num_steps > 0)
+        size = self._num_examples(epoch)
+        places = (
+            []
+            if self._user_order is None and example >= size
+            else self._order(epoch).places(example)
+        )
+        found += [(place + num_carried) // self._num_global for place in places]
+        return sorted({step for step in found if step < num_steps})
+
+    def _check_known(self, epoch: int) -> None:
+        if self._carried_from(epoch) < self._known_from:
+            raise StateError(
+                f"the reshuffles of epoch {epoch} are not known any more: a state keeps the last "
+                f"{_MOST_RESHUFFLES}, back to epoch {self._known_from} (one of version 1 those "
+                "that still mattered)"
+            )
 
     def _jump(self, epoch: int, step: int) -> None:
         super()._jump(epoch, step)
-        self._reshuffles = self._reshuffles_for(epoch, step)
+        self._reshuffles, self._known_from = self._reshuffles_for(epoch, step)
+        self._known_from = min(self._known_from, epoch)
 
-    def _reshuffles_for(self, epoch: int, step: int) -> list[tuple[int, int]]:
-        """The reshuffles before a position that still shape what follows it."""
+    def _reshuffles_for(self, epoch: int, step: int) -> tuple[list[tuple[int, int]], int]:
+        """The reshuffles before a position, and the first epoch of which they are all there."""
         first = self._carried_from(epoch)
-        return [at for at in self._reshuffles if first <= at[0] and at <= (epoch, step)]
+        made = [at for at in self._reshuffles if at <= (epoch, step)]
+        over = sum(at[0] < first for at in made) - _MOST_RESHUFFLES
+        if over <= 0:
+            return made, self._known_from
+        return made[over:], max(self._known_from, made[over - 1][0] + 1)
 
-    def _fits(self) -> dict[str, Any]:
-        own = {"length": self._length, "tail": self._tail}
-        return {**own, "custom_order": self._user_order is not None, **super()._fits()}
+    def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        known = (
+            self._growth.last
+            if like is None
+            else min(self._growth.last, last_of(like["num_examples"]))
+        )
+        own = {"tail": self._tail, "custom_order": self._user_order is not None}
+        return {**own, **super()._fits(like), **self._fingerprint(known)}
 
     def _extra(self, epoch: int, step: int) -> dict[str, Any]:
-        return {"reshuffles": [list(at) for at in self._reshuffles_for(epoch, step)]}
+        reshuffles, known_from = self._reshuffles_for(epoch, step)
+        return {
+            "num_examples": self._growth.as_state(),
+            "reshuffles": [list(at) for at in reshuffles],
+            "known_from": known_from,
+        }
+
+    def _upgraded(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        new = super()._upgraded(state)
+        if "length" in new:
+            new["num_examples"] = [[0, new.pop("length")]]
+        return {**new, "known_from": None}
+
+    def _check_fits(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
+        was, now = last_of(state["num_examples"]), self._growth.last
+        if was > now or (was < now and not self._allow_appended):
+            hint = "examples were taken away; " + NEW_RUN
+            if was < now:
+                hint = (
+                    "if they were added at the end, build the sampler with allow_appended=True: "
+                    "the running epoch keeps its order, and the next one has them"
+                )
+            raise StateError(f"state is of {was} examples, the data has {now}; {hint}")
+        if was < now and self._user_order is not None:
+            raise StateError(
+                f"state is of {was} examples, the data has {now}; allow_appended=True cannot keep "
+                "the running epoch's order, which order= decides: finish the epoch with the data "
+                "of the saved run"
+            )
+        super()._check_fits(state, epoch, step)
+        from_epoch = epoch + (step > 0)  # the running one keeps its order
+        self._growth = Growth.of(state["num_examples"], now=now, from_epoch=from_epoch)
 
     def _load_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
-        records, first = state["reshuffles"], self._carried_from(epoch)
+        known_from = state["known_from"]
+        if known_from is None:  # a state of version 1 holds those that still mattered
+            known_from = self._carried_from(epoch)
+        self._known_from = state_int("known_from", known_from)
+        records = state["reshuffles"]
         pairs = isinstance(records, list) and all(isinstance(at, (list, tuple)) for at in records)
         if not pairs or any(len(at) != 2 for at in records):
             raise StateError(
@@ -205,12 +302,11 @@ class OrderedSampler(EpochSampler):
             )
         names = "a reshuffle's epoch", "a reshuffle's step"
         places = [(state_int(names[0], e), state_int(names[1], s)) for e, s in records]
-        inside = all((first, 0) <= at <= (epoch, step) for at in places)
+        inside = all(at <= (epoch, step) for at in places)
         if not inside or places != sorted(places) or any(s > self._num_steps(e) for e, s in places):
             raise StateError(
-                f"state has reshuffles at {records!r}, which cannot all lie, in order, between "
-                f"epoch {first} and its position, epoch {epoch} step {step}; "
-                "pass what state_dict() gave"
+                f"state has reshuffles at {records!r}, which cannot all lie, in order, before its "
+                f"position, epoch {epoch} step {step}; pass what state_dict() gave"
             )
         self._reshuffles = places
 
@@ -219,17 +315,22 @@ class PrefetchingSampler(OrderedSampler):
     """Batches of one dataset's indices: shuffled by (seed, epoch), sharded, resumable.
 
     Args:
-        data: the number of examples, or anything with ``len()``, which is read once.
+        data: the number of examples, or anything with ``len()``. If it has a ``fingerprint``, as a
+            TokenizedDataset has, a state is refused by other data of the same size.
         batch_size: examples of a step over all ranks. Rank r gets the r-th contiguous part.
-        shuffle, seed: an epoch is in an order that is a function of (seed, epoch), or in sequence.
+        shuffle, seed: an epoch is in an order that is a function of (seed, epoch), or in sequence
+            (False). "keyed" is a shuffled order in O(1) memory, for very many examples.
         tail: the examples after the last full batch make a short batch ("keep"), are left out
             ("drop"), or begin the next epoch's first batch ("wrap").
         drop_last: True is ``tail="drop"``.
         order: ``order(epoch, rng)`` returns the indices of an epoch, which may repeat or be left
             out. It must be a pure function; ``rng`` is seeded by (seed, epoch).
         rank, world_size: which part of each batch is yielded, as a list of Python ints.
+        allow_appended: a state of fewer examples loads, if these are the first ones here. The
+            running epoch keeps its order, and the next one has all.
 
-    The ``state_dict`` is small JSON and the same on all ranks. More in docs/loading.md.
+    The ``state_dict`` is small JSON, the same on all ranks, and loads on any number of them. More
+    in docs/loading.md.
 
     Raises:
         TypeError, ValueError: an argument is wrong, an epoch has no step to drop to, or a kept tail
@@ -240,12 +341,54 @@ class PrefetchingSampler(OrderedSampler):
     [[[0, 1], [2, 3]], [[4, 0], [1, 2], [3, 4]]]
     """
 
+    def __init__(
+        self,
+        data: int | Sized,
+        batch_size: int,
+        *,
+        shuffle: bool | str = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        tail: str = "keep",
+        order: Order | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        allow_appended: bool = False,
+    ) -> None:
+        super().__init__(
+            data,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            tail=tail,
+            order=order,
+            rank=rank,
+            world_size=world_size,
+            allow_appended=allow_appended,
+        )
+        self._fingerprint_of = getattr(data, "fingerprint", None)
+        self._fingerprints: dict[int, Any] = {}
+
     def __repr__(self) -> str:
-        return self._shown(str(self._length), **self._rank_settings())
+        return self._shown(str(self.num_examples), **self._rank_settings())
 
     def _pick(self, batch: Indices) -> list[int]:
         mine: list[int] = batch[rank_slice(len(batch), self._rank, self._world_size)].tolist()
         return mine
 
-    def _fits(self) -> dict[str, Any]:
-        return {**super()._fits(), "world_size": self._world_size}
+    def _fingerprint(self, num_examples: int) -> dict[str, Any]:
+        if not callable(self._fingerprint_of):
+            return {"fingerprint": None}
+        if num_examples not in self._fingerprints:
+            self._fingerprints[num_examples] = self._fingerprint_of(num_examples)
+        return {"fingerprint": self._fingerprints[num_examples]}
+
+    def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        fits = super()._fits(like)
+        if like is not None and None in (like["fingerprint"], fits["fingerprint"]):
+            fits["fingerprint"] = like["fingerprint"]  # one of the two does not know
+        return fits
+
+    def _upgraded(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {"fingerprint": None, **super()._upgraded(state)}

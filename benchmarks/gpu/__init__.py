@@ -1,0 +1,1 @@
+"""What can only be measured on a CUDA GPU: `python benchmarks/gpu/run.py`, or `make gpu`."""

@@ -1,0 +1,143 @@
+"""Correctness of what the device makes of a batch: fields, the loss through the head, isolation."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu.errors import compared
+from gpu.families import VOCABULARY, small_model
+from gpu.where import ROOT, Where
+from torch_collate_kit import Batch, IsolationError, PackedCollator, Ragged, check_isolation
+from torch_collate_kit import token_loss as loss_of
+
+__all__ = ["dense_fields", "gpu_tests", "head_loss", "isolation"]
+
+
+def dense_fields(where: Where) -> dict[str, Any]:
+    """Every field of every kind of batch, made on the device, against the CPU's: equal to the bit.
+
+    Among them the M-RoPE positions of packed images.
+    """
+    from tests.batch_samples import KINDS  # of a checkout; needs no pytest
+
+    checks = []
+    for kind, make in KINDS.items():
+        expected, moved = make(), make().to(where.device)
+        different = [name for name in expected if not _same(moved[name], expected[name])]
+        is_ok = list(moved) == list(expected) and len(expected) > 0 and not different
+        check = {"name": f"fields of a batch: {kind}", "is_ok": is_ok, "fields": len(expected)}
+        checks.append(check | {"different": different})
+    return {"checks": checks}
+
+
+def head_loss(where: Where) -> dict[str, Any]:
+    """``token_loss(head=)`` against the loss of whole logits: value and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [700, 1, 900, 447]  # 2048 tokens: two chunks, none of them whole
+    examples = [
+        {"input_ids": torch.randint(3, VOCABULARY, (n,), generator=generator)} for n in lengths
+    ]
+    for example in examples:
+        trained = torch.rand(len(example["input_ids"]), generator=generator) < 0.7
+        example["loss_mask"] = trained.float()
+    batch = PackedCollator(0, max_tokens=2050, fixed_width=True)(examples).to(where.device)
+    hidden = torch.randn(1, 2050, 256, generator=generator).to(where.device)
+    weight = (torch.randn(VOCABULARY, 256, generator=generator) * 0.05).to(where.device)
+    checks = []
+    for name, capped in (("plain", None), ("with a softcap", 5.0)):
+        ours, usual, exact = (
+            _losses(batch, hidden, weight, dtype, through_head=through_head, capped=capped)
+            for dtype, through_head in ((where.low, True), (where.low, False), (where.exact, False))
+        )
+        checks.append(compared(f"loss through the head, {name}", ours, usual, exact, where.low))
+    return {"checks": checks}
+
+
+def isolation(where: Where) -> dict[str, Any]:
+    """``check_isolation`` under autocast: packed rows pass, and a leak is found."""
+    generator = torch.Generator().manual_seed(0)
+    examples = [
+        {"input_ids": torch.randint(3, VOCABULARY, (n,), generator=generator)}
+        for n in (60, 1, 90, 40)
+    ]
+    batch = PackedCollator(0, max_tokens=128)(examples).to(where.device)
+    checks = []
+    for kind in ("qwen3", "gemma3"):
+        for attention in ("torch_varlen", "sdpa"):
+            model = small_model(kind, attention, torch.float32, where.device)
+            with where.autocast():
+                found = _leak(model, batch.model_inputs(attention))
+            name = f"{kind}, {attention}, autocast: isolated"
+            checks.append({"name": name, "is_ok": found is None, "message": found})
+        leaking = batch.model_inputs("sdpa") | {
+            "attention_mask": torch.ones_like(batch["input_ids"])
+        }
+        with where.autocast():
+            found = _leak(model, leaking)
+        is_ok = found is not None and "a 2-D attention_mask is passed" in found
+        name = f"{kind}, sdpa with a 2-D mask, autocast: the leak is found"
+        checks.append({"name": name, "is_ok": is_ok, "message": found})
+    return {"checks": checks}
+
+
+def gpu_tests(where: Where) -> dict[str, Any]:
+    """`pytest -m gpu tests/gpu`, where pytest is installed; the other checks need none."""
+    name = "tests/gpu"
+    if importlib.util.find_spec("pytest") is None:
+        return {"checks": [], "skipped": f"{name}: pytest is missing"}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", name]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-500:]]
+    counts = {word: int(n) for n, word in re.findall(r"(\d+) (\w+)", lines[-1])}
+    problems = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    is_ok = done.returncode == 0 and (counts.get("passed", 0) > 0 or not where.is_cuda)
+    check = {"name": f"{name}: {lines[-1].strip('= ')}", "is_ok": is_ok, "problems": problems}
+    return {"checks": [check], "counts": counts}
+
+
+def _same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, Ragged):
+        return bool(found == expected)
+    return found.dtype == expected.dtype and torch.equal(found.cpu(), expected)
+
+
+def _losses(
+    batch: Batch,
+    hidden: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype,
+    *,
+    through_head: bool,
+    capped: float | None = None,
+) -> dict[str, Tensor]:
+    hidden = hidden.detach().to(dtype).requires_grad_()
+    head = torch.nn.Linear(256, VOCABULARY, bias=False, device=hidden.device, dtype=dtype)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+    options = {"num_loss_tokens": batch.metadata["num_loss_tokens"]}
+    if through_head:
+        loss = loss_of(hidden, batch, head=head, logit_softcap=capped, **options)
+    else:
+        logits = head(hidden)
+        loss = loss_of(
+            logits if capped is None else capped * torch.tanh(logits / capped), batch, **options
+        )
+    loss.backward()
+    return {"loss": loss, "hidden": hidden.grad, "weight": head.weight.grad}
+
+
+def _leak(model: Any, inputs: dict[str, Any]) -> str | None:
+    try:
+        check_isolation(model, inputs)
+    except IsolationError as error:
+        return str(error)
+    return None

@@ -1,0 +1,228 @@
+"""The log of a run: a line per step, a tracker, the bar, and at the end a summary and a plot."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import LoggerType
+from flops import flops_per_step, peak_flops
+from read_data import fail
+from tqdm import tqdm
+
+import torch_collate_kit as kit
+
+TRACKERS = sorted({tracker.value for tracker in LoggerType} - {"all"})
+
+
+class RunLog:
+    """What every step took, recorded by the main process; the other ranks record nothing.
+
+    Entered, it begins `metrics.jsonl` or goes on with it, starts the tracker of `--log-with` and
+    shows the bar. examples/README.md explains what `step` records.
+    """
+
+    def __init__(self, model: Any, loader: Any, accelerator: Accelerator, args: Any) -> None:
+        self.model, self.loader, self.accelerator, self.args = model, loader, accelerator, args
+        self.is_main = accelerator.is_main_process
+        self.peak = _known_peak(model, accelerator.device) if self.is_main else None
+        self.took: Counter[str] = Counter()  # since this process began
+
+    def __enter__(self) -> RunLog:
+        args = self.args
+        if self.is_main:
+            for name in ("summary.json", "loss.png"):  # of an earlier run, or of fewer steps
+                (args.output_dir / name).unlink(missing_ok=True)
+            if not args.resume:
+                (args.output_dir / "metrics.jsonl").write_text("")
+        if args.log_with:
+            self._start_tracker()
+        options = {"initial": args.first_step, "total": args.num_steps, "disable": not self.is_main}
+        self.bar = tqdm(**options)
+        self.ended = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.bar.close()
+
+    def _start_tracker(self) -> None:
+        """TensorBoard then forgets the steps after the checkpoint, which are done again."""
+        kinds = (bool, int, float, str)
+        config = {name: of for name, of in vars(self.args).items() if isinstance(of, kinds)}
+        options = {"tensorboard": {"purge_step": self.args.first_step + 1}}
+        name = Path(argparse.ArgumentParser().prog).stem
+        self.accelerator.init_trackers(name, config, options)
+
+    def step(
+        self, step: int, parts: list[kit.Batch], loss: float, learning_rate: float, grad_norm: float
+    ) -> None:
+        """Record a step that is done; `parts` are the micro-batches of this rank."""
+        if not self.is_main:
+            return
+        began, self.ended = self.ended, time.perf_counter()
+        waited = self.loader.wait_seconds - self.took["wait_seconds"]
+        took: dict[str, Any] = {  # tokens and cells of all ranks
+            "tokens": parts[0].metadata["num_tokens"],
+            "cells": self.args.num_ranks * sum(part["input_ids"].numel() for part in parts),
+            "seconds": self.ended - began,
+            "wait_seconds": waited,
+        }
+        self.took.update(took)
+        record = {"loss": loss, "learning_rate": learning_rate, "grad_norm": grad_norm, **took}
+        record |= {**_rates(took), "cost_balance": _cost_balance(parts[0], self.args.num_ranks)}
+        if self.peak is not None:
+            record["mfu"] = _flops(parts, self.model) / took["seconds"] / self.peak
+        if self.accelerator.device.type == "cuda":
+            record["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        self._write({"step": step, **record})
+        self.accelerator.log(record, step=step)
+        self._move_bar(loss)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        try:
+            with (self.args.output_dir / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            fail(
+                f"metrics.jsonl could not be written at step {record['step']}: {error}; --resume "
+                "goes on from the last checkpoint, if --checkpoint-every saved one"
+            )
+
+    def _move_bar(self, loss: float) -> None:
+        rates = _rates(self.took)
+        self.bar.set_postfix_str(
+            f"loss {loss:.3f}, {rates['tokens_per_second']:,.0f} tokens/s, "
+            f"{rates['padding']:.0%} padding, waited {self.took['wait_seconds']:.1f} s",
+            refresh=False,
+        )
+        self.bar.update()
+
+    def summary(self) -> dict[str, float]:
+        """Of all steps, those before a resume too; empty on the other ranks."""
+        if not self.is_main:
+            return {}
+        lines = (self.args.output_dir / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        names = ("tokens", "cells", "seconds", "wait_seconds")
+        sums = {name: sum(record[name] for record in records) for name in names}
+        found = {"steps": len(records), "train_seconds": sums["seconds"], **sums, **_rates(sums)}
+        del found["seconds"]
+        found["cost_balance"] = sum(record["cost_balance"] for record in records) / len(records)
+        if known := [record for record in records if "mfu" in record]:
+            of_seconds = sum(record["mfu"] * record["seconds"] for record in known)
+            found["mfu"] = of_seconds / sum(record["seconds"] for record in known)
+        if peaks := [r["peak_memory_gib"] for r in records if "peak_memory_gib" in r]:
+            found["peak_memory_gib"] = max(peaks)
+        return found
+
+
+def checked_tracker(name: str | None) -> str | None:
+    """The tracker of `--log-with`, if it is installed."""
+    if name and name not in map(str, get_available_trackers()):
+        fail(f"--log-with {name}: it is not installed; pip install {name}")
+    return name
+
+
+def check_finite(step: int, loss: float, grad_norm: float, batch: Any, args: Any) -> None:
+    """End the run at a step that has broken the weights, before they are saved."""
+    if not math.isfinite(loss) or not math.isfinite(grad_norm):
+        at = batch.metadata["epoch"], batch.metadata["step"]
+        fail(
+            f"step {step} has loss {loss} and gradient norm {grad_norm}, and is not "
+            "saved; begin anew with a lower --learning-rate, or look at its examples: "
+            f"{args.sampler.examples(*at).tolist()} (epoch {at[0]}, step {at[1]})"
+        )
+
+
+def is_finished(args: argparse.Namespace) -> bool:
+    """Whether the run that is resumed has trained its last step and written its results."""
+    return args.first_step == args.num_steps and (args.output_dir / "summary.json").exists()
+
+
+def write_results(summary: Mapping[str, float], args: argparse.Namespace) -> None:
+    """`loss.png`, and last of all `summary.json`, as a whole: it says that the run is finished."""
+    try:
+        _plot_loss(summary, args.output_dir)
+    except ImportError:
+        print("no plot of the loss, loss.png: matplotlib is not installed")
+    unfinished = args.output_dir / "summary.new"
+    unfinished.write_text(json.dumps(summary, indent=2))
+    unfinished.replace(args.output_dir / "summary.json")
+    for name, value in summary.items():
+        print(f"{name:<24}{value:>12,.0f}" if value >= 1000 else f"{name:<24}{value:>12.4g}")
+    print(f"model, metrics and summary are in {args.output_dir}")
+
+
+def _rates(took: Mapping[str, float]) -> dict[str, float]:
+    """What follows from tokens, cells and seconds."""
+    efficiency = took["tokens"] / took["cells"]
+    return {
+        "tokens_per_second": took["tokens"] / took["seconds"],
+        "packing_efficiency": efficiency,
+        "padding": 1 - efficiency,
+    }
+
+
+def _cost_balance(batch: kit.Batch, num_ranks: int) -> float:
+    """The heaviest rank over the mean. Padded, every rank has as many rows of one width."""
+    costs = np.zeros(num_ranks)
+    for name in ("cost_per_rank", "vision_cost_per_rank"):
+        costs += np.reshape(batch.metadata.get(name, costs), (num_ranks, -1)).sum(axis=1)
+    return float(costs.max() / costs.mean()) if costs.any() else 1.0
+
+
+def _known_peak(model: Any, device: torch.device) -> float | None:
+    """FLOP/s of the GPU; None where they are not known, or those of the model are not."""
+    is_partial = any(not parameter.requires_grad for parameter in model.parameters())
+    if device.type != "cuda" or is_partial or hasattr(model.model.config, "vision_config"):
+        return None
+    try:
+        flops_per_step(model.model.config, [1])
+    except ValueError:
+        return None
+    return peak_flops(torch.cuda.get_device_name(device))
+
+
+def _flops(parts: list[kit.Batch], model: Any) -> float:
+    """Of the examples in these rows, forward and backward; the head sees trained tokens only."""
+    lengths = torch.cat([part["sub_seq_lengths"].flat_values for part in parts]).cpu()
+    trained = sum(int(part.row_metadata["num_trained"].flat_values.sum()) for part in parts)
+    num_head_tokens = trained if model.through_head else None
+    return flops_per_step(model.model.config, lengths, num_head_tokens=num_head_tokens)
+
+
+def _plot_loss(summary: Mapping[str, float], folder: Path) -> None:
+    """The loss of every step, thin, and its running mean; the held-out loss where it is known."""
+    from matplotlib.figure import Figure
+
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps, losses = ([record[name] for record in records] for name in ("step", "loss"))
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    marker = "o" if len(steps) == 1 else None
+    axes.plot(steps, losses, color="#56B4E9", linewidth=0.8, marker=marker, label="every step")
+    if half := len(losses) // 40:
+        sums, middle = np.append(0, np.cumsum(losses)), np.arange(len(losses))
+        first, stop = np.maximum(middle - half, 0), np.minimum(middle + half + 1, len(losses))
+        means, label = (sums[stop] - sums[first]) / (stop - first), f"mean of {2 * half + 1} steps"
+        axes.plot(steps, means, color="#0072B2", linewidth=2, label=label)
+    if "held_out_loss" in summary:
+        loss = summary["held_out_loss"]
+        label = f"held out, after the last step: {loss:.3f}"
+        axes.axhline(loss, color="#D55E00", linewidth=1.2, linestyle="--", label=label)
+    axes.set(xlabel="step", ylabel="loss (mean over trained tokens)")
+    axes.margins(x=0.01)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(folder / "loss.png", dpi=120)

@@ -1,0 +1,63 @@
+"""The launch configurations, read by Accelerate: what they start, and that no key is made up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+from tests.examples.rank_server import EXAMPLES, launch_environment, parse_launch
+
+CONFIGS = sorted((EXAMPLES / "configs").glob("*.yaml"))
+EXPECTED = {  # ranks, machines, FSDP, bf16
+    "cpu": (1, 1, False, False),
+    "eight_gpus_ddp": (8, 1, False, True),
+    "eight_gpus_fsdp2": (8, 1, True, True),
+    "one_gpu": (1, 1, False, True),
+    "two_nodes_fsdp2": (16, 2, True, True),
+}
+
+
+def test_there_is_one_for_each_case() -> None:
+    assert [path.stem for path in CONFIGS] == sorted(EXPECTED)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_what_it_starts(path: Path) -> None:
+    args = parse_launch(path)
+    found = (args.num_processes, args.num_machines, args.use_fsdp, args.mixed_precision == "bf16")
+    assert found == EXPECTED[path.stem]
+    assert args.multi_gpu == (path.stem == "eight_gpus_ddp")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_no_key_is_made_up(path: Path) -> None:
+    """The reader refuses unknown keys, but takes any below fsdp_config."""
+    known = vars(launch_command_parser().parse_args(["sft.py"]))
+    config = load_config_from_file(str(path))
+    assert set(config.fsdp_config) <= set(known)
+    assert bool(config.fsdp_config) == path.stem.endswith("fsdp2")
+
+
+@pytest.mark.parametrize("name", ["eight_gpus_fsdp2", "two_nodes_fsdp2"])
+def test_the_plugin_that_fsdp2_is_built_from(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in launch_environment(EXAMPLES / "configs" / f"{name}.yaml").items():
+        monkeypatch.setenv(key, value)
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+    plugin = FullyShardedDataParallelPlugin()
+    assert (plugin.fsdp_version, plugin.reshard_after_forward) == (2, True)
+    assert plugin.auto_wrap_policy is transformer_auto_wrap_policy
+    assert plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
+    assert not plugin.cpu_ram_efficient_loading
+    assert not plugin.activation_checkpointing
+
+
+def test_the_slurm_script_is_a_script() -> None:
+    subprocess.run(["bash", "-n", EXAMPLES / "configs" / "slurm.sh"], check=True)

@@ -1,0 +1,145 @@
+"""``batch.metadata`` says of which epoch and step a batch is; nothing else is touched."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.loading.hang_guard import fails_when_it_hangs, our_threads
+from tests.loading.prefetch.toy_data import COLLATORS, EXAMPLES, make_loader, make_sampler
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.loading.prefetch import PrefetchLoader
+from torch_collate_kit.loading.sampler import PrefetchingSampler
+
+TWO_EPOCHS = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
+
+
+@pytest.fixture(autouse=True)
+def guard() -> Iterator[None]:
+    with fails_when_it_hangs():
+        yield
+    assert our_threads() == []
+
+
+def names(batch: Any) -> tuple[int, int]:
+    return batch.metadata["epoch"], batch.metadata["step"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"prefetch": False},
+        {"prefetch": True},
+        {"num_workers": 2},
+        {"num_workers": 2, "persistent_workers": True, "prefetch": False},
+    ],
+    ids=str,
+)
+def test_every_batch_names_its_epoch_and_step(setting):
+    with make_loader(**setting) as loader:
+        found = []
+        for batch in loader.steps(8):
+            found.append(names(batch))
+            assert (loader.timeline[-1].epoch, loader.timeline[-1].step) == names(batch)
+        assert found == TWO_EPOCHS
+        assert all(type(number) is int for name in found for number in name)
+
+
+def test_steps_count_from_the_beginning_of_the_epoch_after_a_jump_a_resume_and_a_reshuffle():
+    with make_loader() as loader:
+        assert [names(batch) for batch in loader.steps(2)] == [(0, 0), (0, 1)]
+        state = json.loads(json.dumps(loader.state_dict()))
+        loader.reshuffle()
+        assert [names(batch) for batch in loader] == [(0, 2), (0, 3)]
+        loader.set_epoch(5)
+        assert names(next(loader.steps(1))) == (5, 0)
+        loader.load_state_dict(state)
+        assert names(next(loader.steps(1))) == (0, 2)
+
+
+def test_names_go_wherever_other_metadata_goes():
+    loader = DataLoader(EXAMPLES, batch_sampler=make_sampler(), collate_fn=COLLATORS["padded"])
+    with PrefetchLoader(loader, device="meta") as loader:
+        moved = list(loader)[2]
+    with make_loader(COLLATORS["padded"]) as loader:
+        batch = list(loader)[2]
+    parts = [batch[1:], batch.chunk(2)[1], batch.select([0]), batch.with_fields(), moved]
+    parts += [batch.to("meta"), pickle.loads(pickle.dumps(batch)), batch.pad_rows(multiple_of=8)]
+    assert [names(part) for part in parts] == [(0, 2)] * len(parts)
+    assert list(batch.metadata)[-2:] == ["epoch", "step"]
+
+
+def test_a_batch_that_the_collate_function_keeps_is_not_changed():
+    kept = COLLATORS["packed"](EXAMPLES[:2])
+    kept.metadata["step"] = "mine"
+    before = dict(kept.metadata)
+    with make_loader(lambda examples: kept) as loader:
+        first, second = list(loader)[:2]
+    assert (names(first), names(second)) == ((0, 0), (0, 1))  # the loader's, not the function's
+    assert kept.metadata == before
+    assert kept.column("input_ids").data_ptr() == first.column("input_ids").data_ptr()
+
+
+@pytest.mark.parametrize("batch", [{"x": torch.ones(1)}, [1], (COLLATORS["packed"](EXAMPLES),)])
+def test_what_is_not_a_batch_is_left_alone(batch):
+    with make_loader(lambda examples: batch) as loader:
+        assert next(loader.steps(1)) is batch
+
+
+def as_is(batch: Any) -> Any:
+    return batch
+
+
+class Passes(IterableDataset):
+    """Batches of one row each, which may say themselves of which step they are."""
+
+    def __init__(self, metadata: dict[str, Any]) -> None:
+        self.metadata, self.at = metadata, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self.at < 3:
+            self.at += 1
+            yield Batch({"x": torch.tensor([self.at])}, metadata=self.metadata)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def stateful(metadata: dict[str, Any]) -> PrefetchLoader:
+    kind = pytest.importorskip(
+        "torchdata.stateful_dataloader", reason="torchdata is not installed"
+    ).StatefulDataLoader
+    return PrefetchLoader(kind(Passes(metadata), batch_size=None, collate_fn=as_is))
+
+
+def test_around_a_stateful_loader_steps_are_counted_from_the_state():
+    with stateful({}) as loader:
+        assert [names(b) for b in loader.steps(5)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+        state = json.loads(json.dumps(loader.state_dict()))
+    with stateful({}) as loader:
+        loader.load_state_dict(state)
+        (batch,) = loader.steps(1)
+        assert (names(batch), batch["x"].tolist()) == ((1, 2), [3])
+
+
+def test_a_stream_that_names_its_own_steps_keeps_them():
+    with stateful({"shard": 3, "step": 40}) as loader:
+        first = next(loader.steps(1))
+    assert first.metadata == {"shard": 3, "step": 40, "epoch": 0}
+
+
+def test_a_batch_of_a_sampler_with_a_wrapped_tail_is_named_by_the_epoch_it_ends_in():
+    sampler = PrefetchingSampler(3, 2, shuffle=False, tail="wrap")  # 1, 2, 1, 2, ... steps
+    collate = COLLATORS["padded"]
+    with PrefetchLoader(DataLoader(EXAMPLES[:3], batch_sampler=sampler, collate_fn=collate)) as it:
+        assert [names(batch) for batch in it.steps(4)] == [(0, 0), (1, 0), (1, 1), (2, 0)]

@@ -1,0 +1,269 @@
+"""States on another number of ranks: the same examples in each step, the same rows with R fixed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_collate_kit import (
+    MixedSampler,
+    PackedBatchSampler,
+    PackedCollator,
+    PrefetchingSampler,
+    TokenizedDataset,
+)
+from torch_collate_kit.errors import StateError
+from torch_collate_kit.packing import ParallelLayout
+from torch_collate_kit.testing import batch_digest
+
+RNG = np.random.default_rng(5)
+LENGTHS = RNG.integers(2, 40, size=53)
+COUNTS = LENGTHS - 1
+ROWS = [{"input_ids": np.full(n, i + 1)} for i, n in enumerate(LENGTHS)]
+
+
+def prefetching(rank: int, world_size: int, **options: Any) -> PrefetchingSampler:
+    given = {"batch_size": 8, "seed": 3, "tail": "wrap", **options}
+    return PrefetchingSampler(53, rank=rank, world_size=world_size, **given)
+
+
+def mixed(rank: int, world_size: int, **options: Any) -> MixedSampler:
+    given = {"batch_size": 8, "seed": 3, "weights": [0.7, 0.3], "num_steps": 5, **options}
+    return MixedSampler([30, 23], rank=rank, world_size=world_size, **given)
+
+
+def packed(rank: int, world_size: int, **options: Any) -> PackedBatchSampler:
+    given = {"batch_size": 8, "seed": 3, "max_tokens": 64, "num_loss_tokens": COUNTS, **options}
+    given.setdefault("parallel", ParallelLayout(dp=world_size))
+    return PackedBatchSampler(LENGTHS, rank=rank, **given)
+
+
+def rows_of_24(rank: int, world_size: int, **options: Any) -> PackedBatchSampler:
+    return packed(rank, world_size, rows_multiple_of=24, **options)
+
+
+MAKERS = {"prefetching": prefetching, "mixed": mixed, "packed": packed, "rows of 24": rows_of_24}
+
+
+def examples_and_divisor(parts: list[Any]) -> tuple[list[int], set[int | None]]:
+    """Of all ranks' parts of a step."""
+    if isinstance(parts[0], list):
+        return sorted(i for part in parts for i in part), {None}
+    examples = [i for part in parts for i in part.indices]
+    return sorted(examples), {part.num_loss_tokens for part in parts}
+
+
+def served(samplers: list[Any], num_steps: int) -> list[list[Any]]:
+    """The parts of all ranks at each of the next steps, over epochs."""
+    steps: list[list[Any]] = []
+    while len(steps) < num_steps:
+        epoch = zip(*[list(sampler) for sampler in samplers], strict=True)
+        steps += [list(parts) for parts in epoch]
+    return steps[:num_steps]
+
+
+def place(samplers: list[Any], num_steps: int) -> tuple[int, int]:
+    """Epoch and step after so many steps from the start of the run."""
+    epoch = 0
+    while num_steps >= samplers[0]._num_steps(epoch):
+        num_steps -= samplers[0]._num_steps(epoch)
+        epoch += 1
+    return epoch, num_steps
+
+
+def chain(make: Any, legs: list[tuple[int, int]]) -> list[list[Any]]:
+    """Runs of (ranks, steps), each resumed from the state of the one before, as JSON."""
+    state, steps = None, []
+    for world_size, num_steps in legs:
+        samplers = [make(rank, world_size) for rank in range(world_size)]
+        for sampler in samplers if state else []:
+            sampler.load_state_dict(json.loads(state))
+        steps += served(samplers, num_steps)
+        states = {json.dumps(s.state_at(*place(samplers, len(steps)))) for s in samplers}
+        assert len(states) == 1, "the state of every rank is the same"
+        state = states.pop()
+        assert len(state) <= 4096
+    return steps
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@settings(max_examples=25, deadline=None)
+@given(
+    legs=st.lists(
+        st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(0, 9)), min_size=2, max_size=4
+    )
+)
+def test_any_chain_has_the_examples_and_the_divisor_of_one_rank(
+    name: str, legs: list[tuple[int, int]]
+) -> None:
+    found = chain(MAKERS[name], legs)
+    expected = chain(MAKERS[name], [(1, sum(num_steps for _, num_steps in legs))])
+    assert len(found) == len(expected)
+    for mine, alone in zip(found, expected, strict=True):
+        assert examples_and_divisor(mine) == examples_and_divisor(alone)
+        if name == "rows of 24":
+            assert {batch_digest(part.plan) for part in mine} == {batch_digest(alone[0].plan)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+def test_with_a_fixed_multiple_rows_are_the_same_bit_for_bit(world_size: int) -> None:
+    """Ranks' batches, one after the other, are the batch of one rank that has all rows."""
+    dataset = TokenizedDataset(ROWS)
+    collators = [
+        PackedCollator(0, max_tokens=64, parallel=ParallelLayout(dp=n), rows_multiple_of=6)
+        for n in (1, world_size)
+    ]
+    samplers = [packed(rank, n, rows_multiple_of=6) for n in (1, world_size) for rank in range(n)]
+    for step in zip(*samplers, strict=True):
+        whole = collators[0](dataset.__getitems__(step[0]))
+        parts = [collators[1](dataset.__getitems__(part)) for part in step[1:]]
+        for name in ("input_ids", "position_ids", "labels", "loss_mask"):
+            rows = np.concatenate([part[name].numpy() for part in parts])
+            assert np.array_equal(rows, whole[name].numpy()), name
+        assert {p.metadata["num_loss_tokens"] for p in parts} == {whole.metadata["num_loss_tokens"]}
+        assert len({len(p) for p in parts}) == 1
+
+
+def test_uneven_parts_differ_by_one() -> None:
+    parts = [next(iter(prefetching(rank, 3, shuffle=False))) for rank in range(3)]
+    assert parts == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+def test_what_a_change_of_ranks_logs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    prefetching(0, 2).load_state_dict(prefetching(0, 8).state_at(1, 2))
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        (
+            "INFO",
+            "resumed at epoch 1 step 2 with another layout (world_size 8 -> 2): the same examples "
+            "in each step",
+        )
+    ]
+    caplog.clear()
+    sampler = packed(0, 2, max_tokens=48)
+    sampler.load_state_dict(packed(0, 4).state_at(1, 2))
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        (
+            "WARNING",
+            "resumed at epoch 1 step 2 with another layout (max_tokens 64 -> 48, dp 4 -> 2): the "
+            "same examples in each step, other rows",
+        )
+    ]
+    caplog.clear()
+    sampler.load_state_dict(sampler.state_dict())
+    assert not caplog.records, "said once"
+    rows_of_24(0, 2).load_state_dict(rows_of_24(0, 4).state_at(1, 2))
+    assert [r.levelname for r in caplog.records] == ["INFO"], "the same rows"
+
+
+V1 = {
+    "prefetching": {
+        "version": 1,
+        "epoch": 1,
+        "step": 2,
+        "reshuffles": [[1, 1]],
+        "length": 53,
+        "tail": "wrap",
+        "custom_order": False,
+        "batch_size": 8,
+        "seed": 3,
+        "shuffle": True,
+        "world_size": 4,
+    },
+    "mixed": {
+        "version": 1,
+        "epoch": 1,
+        "step": 2,
+        "taken": [39, 17],
+        "sizes": [30, 23],
+        "weights": ["7/10", "3/10"],
+        "by": "examples",
+        "num_units": [30, 23],
+        "lengths_digest": None,
+        "num_steps": 5,
+        "stop": None,
+        "batch_size": 8,
+        "seed": 3,
+        "shuffle": True,
+        "world_size": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("name", V1)
+@pytest.mark.parametrize("world_size", [4, 2])
+def test_a_state_of_version_1_loads(name: str, world_size: int) -> None:
+    sampler, same = (MAKERS[name](1, world_size) for _ in range(2))
+    same.set_epoch(1, step=1)
+    if name == "prefetching":
+        same.reshuffle()
+    same.set_epoch(1, step=2)
+    sampler.load_state_dict(V1[name])
+    assert list(sampler) == list(same)
+    state = MAKERS[name](1, 4)
+    state.load_state_dict(V1[name])
+    assert state.state_dict()["layouts"] == [[0, 0, {"world_size": 4}]]
+
+
+def test_a_packed_state_of_version_1_loads() -> None:
+    state = packed(0, 4).state_at(1, 2)
+    ((_, _, layout),) = state.pop("layouts")
+    ((_, length),) = state.pop("num_examples")
+    for new in ("rows_multiple_of", "image_costs_digest"):
+        del layout[new]
+    del state["known_from"]
+    old = {**state, **layout, "version": 1, "length": length}
+    samplers = [packed(rank, 2) for rank in range(2)]
+    for sampler in samplers:
+        sampler.load_state_dict(old)
+    same = [packed(rank, 2) for rank in range(2)]
+    for sampler in same:
+        sampler.set_epoch(1, step=2)
+    for mine, other in zip(served(samplers, 4), served(same, 4), strict=True):
+        assert list(map(batch_digest, mine)) == list(map(batch_digest, other))
+    assert samplers[0].state_at(1, 3)["layouts"][0][2]["dp"] == 4
+    with pytest.raises(StateError, match="state is of lengths_digest='0', this sampler has"):
+        samplers[0].load_state_dict({**old, "lengths_digest": "0"})
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        None,
+        [],
+        [[0, 0]],
+        [[0, 0, {"world_size": 0}]],
+        [[0, 0, {"world_size": True}]],
+        [[0, 0, {}]],
+        [[0, 0, {"world_size": 2, "more": 1}]],
+        [[0, 1, {"world_size": 2}], [0, 0, {"world_size": 1}]],
+        [[1, 3, {"world_size": 2}]],
+        [[-1, 0, {"world_size": 2}]],
+    ],
+)
+def test_layouts_that_cannot_have_been(entries: Any) -> None:
+    state = {**prefetching(0, 2).state_at(1, 2), "layouts": entries}
+    with pytest.raises(StateError, match=r"^state has layouts=.*, not a list of \[epoch, step, "):
+        prefetching(0, 2).load_state_dict(state)
+
+
+def test_a_state_stays_small_after_a_hundred_changes() -> None:
+    sampler = rows_of_24(0, 1)
+    for i in range(100):
+        step, world_size = divmod(i, 6)[1], [1, 2, 3, 4, 6, 8][i % 6]
+        following = rows_of_24(0, world_size)
+        following.load_state_dict(sampler.state_at(i // 6, step))
+        sampler = following
+    state = json.dumps(sampler.state_dict())
+    assert len(state) <= 4096
+    with pytest.raises(
+        StateError, match="the layout of epoch 0 step 0 is not known: a state keeps"
+    ):
+        sampler.examples(0, 0, rank=0)
+    assert len(sampler.examples(0, 0)) == 8

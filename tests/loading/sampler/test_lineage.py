@@ -1,0 +1,192 @@
+"""Which examples a step has, and which steps an example: calculated, against what was served."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.loading.sampler.sampler_oracle import curriculum
+from tests.loading.sampler.test_elastic import MAKERS, packed, place, prefetching, served
+from torch_collate_kit import MixedSampler, PrefetchingSampler
+from torch_collate_kit.errors import StateError
+from torch_collate_kit.testing import batch_digest
+
+
+def read(part: Any) -> list[int]:
+    return part if isinstance(part, list) else part.indices
+
+
+def recorded_run(make: Any, legs: list[tuple[int, int]]) -> tuple[list[list[Any]], Any]:
+    """What a run of (ranks, steps) served, and a sampler that has its last state."""
+    state, steps = None, []
+    for world_size, num_steps in legs:
+        samplers = [make(rank, world_size) for rank in range(world_size)]
+        for sampler in samplers if state else []:
+            sampler.load_state_dict(json.loads(state))
+        if hasattr(samplers[0], "reshuffle") and len(steps) == 4:
+            for sampler in samplers:
+                sampler.reshuffle()
+        steps += served(samplers, num_steps)
+        state = json.dumps(samplers[0].state_at(*place(samplers, len(steps))))
+    last = make(0, 3)
+    last.load_state_dict(json.loads(state))
+    return steps, last
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("legs", [[(2, 25)], [(4, 4), (2, 6), (8, 11)], [(1, 4), (3, 4)]])
+def test_every_step_of_a_recorded_run(name: str, legs: list[tuple[int, int]]) -> None:
+    steps, last = recorded_run(MAKERS[name], legs)
+    for count, parts in enumerate(steps):
+        at = place([last], count)
+        assert sorted(last.examples(*at)) == sorted(i for part in parts for i in read(part))
+        for rank, part in enumerate(parts):
+            assert last.examples(*at, rank=rank).tolist() == read(part), (at, rank)
+        with pytest.raises(ValueError, match=rf"^rank must be below \w+={len(parts)}, got"):
+            last.examples(*at, rank=len(parts))
+    with pytest.raises(ValueError, match=r"^step must be below \d+, the steps of epoch 0;"):
+        last.examples(0, 99)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("legs", [[(2, 25)], [(4, 4), (2, 6), (8, 11)]])
+def test_a_replay_is_what_was_served(name: str, legs: list[tuple[int, int]]) -> None:
+    """From a state at any step, to the end of its epoch, as the ranks of then."""
+    make, count, state = MAKERS[name], 0, None
+    steps, last = recorded_run(make, legs)
+    before = json.dumps(last.state_dict())
+    for world_size, num_steps in legs:
+        samplers = [make(rank, world_size) for rank in range(world_size)]
+        for sampler in samplers if state else []:
+            sampler.load_state_dict(json.loads(state))
+        if hasattr(samplers[0], "reshuffle") and count == 4:
+            for sampler in samplers:
+                sampler.reshuffle()
+        stop = count + num_steps
+        for first in range(count, stop, 3):
+            at = place(samplers, first)
+            saved = json.loads(json.dumps(samplers[0].state_at(*at)))
+            for rank in range(world_size):
+                replayed = list(last.replay(saved, rank))
+                known = [steps[i][rank] for i in range(first, stop)][: len(replayed)]
+                for mine, was in zip(replayed, known, strict=False):
+                    assert batch_digest(read(mine)) == batch_digest(read(was)), (at, rank)
+        state = json.dumps(samplers[0].state_at(*place(samplers, stop)))
+        count = stop
+    assert json.dumps(last.state_dict()) == before, "a replay moves nothing"
+    with pytest.raises(ValueError, match=r"^rank must be below \w+=\d+, got 64"):
+        last.replay(last.state_dict(), 64)
+
+
+def by_hand(sampler: Any, example: int, epoch: int) -> list[tuple[int, int]]:
+    steps = range(sampler._num_steps(epoch))
+    return [(epoch, step) for step in steps if example in sampler.examples(epoch, step)]
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        prefetching(0, 1),
+        prefetching(0, 1, tail="drop"),
+        prefetching(0, 1, tail="keep", shuffle="keyed"),
+        prefetching(0, 1, batch_size=60),  # an epoch of no step
+        PrefetchingSampler(13, 5, order=curriculum, tail="wrap"),
+        packed(0, 2),
+        MixedSampler([30, 7], 8, weights=[0.5, 0.5], stop="all"),
+        MixedSampler([30, 7], 8, weights=[0.7, 0.3], shuffle="keyed", num_steps=9),
+        MixedSampler([3, 2], 2, by="tokens", lengths=[[3, 1, 2], [4, 4]], num_steps=3),
+    ],
+)
+def test_when_is_the_search_of_all_steps(sampler: Any) -> None:
+    for epoch in (0, 1, 3):
+        for example in range(sampler.num_examples):
+            assert sampler.when(example, epoch) == by_hand(sampler, example, epoch)
+    sampler.set_epoch(2)
+    assert sampler.when(1) == by_hand(sampler, 1, 2)
+    with pytest.raises(ValueError, match=rf"^example {sampler.num_examples} does not exist: the"):
+        sampler.when(sampler.num_examples)
+    with pytest.raises(TypeError, match="example must be an int"):
+        sampler.when("1")
+
+
+def test_a_reshuffle_is_in_the_lineage() -> None:
+    sampler = prefetching(0, 1, tail="keep")
+    first = [next(it) for it in [iter(sampler)] for _ in range(2)]
+    sampler.set_epoch(0, step=2)
+    sampler.reshuffle()
+    served_batches = [*first, *sampler]
+    assert [sampler.examples(0, step).tolist() for step in range(7)] == served_batches
+    later = prefetching(0, 1, tail="keep")
+    later.load_state_dict(sampler.state_at(5, 1))
+    assert [later.examples(0, step).tolist() for step in range(7)] == served_batches
+
+
+def test_reshuffles_that_were_forgotten_are_refused() -> None:
+    sampler = prefetching(0, 1, tail="keep")
+    for epoch in range(130):
+        sampler.set_epoch(epoch, step=3)
+        sampler.reshuffle()
+    sampler.set_epoch(130)
+    state = sampler.state_dict()
+    assert len(state["reshuffles"]) == 100
+    assert len(json.dumps(state)) <= 4096
+    later = prefetching(0, 1, tail="keep")
+    later.load_state_dict(state)
+    assert later.examples(30, 5).tolist() == sampler.examples(30, 5).tolist()
+    message = "the reshuffles of epoch 29 are not known any more: a state keeps the last 100, back"
+    with pytest.raises(StateError, match=f"^{message}"):
+        later.examples(29, 5)
+    with pytest.raises(StateError, match=f"^{message}"):
+        later.when(3, 29)
+
+
+@pytest.mark.parametrize("shuffle", [True, "keyed"])
+def test_asking_changes_nothing(shuffle: bool | str) -> None:
+    sampler, other = (prefetching(0, 2, shuffle=shuffle) for _ in range(2))
+    batches = []
+    for batch in sampler:
+        batches.append(batch)
+        found = sampler.examples(3, 1)
+        found[:] = 0
+        sampler.when(4, 2)
+    assert batches == list(other)
+    assert sampler.state_dict() == other.state_dict()
+    assert sampler.examples(3, 1).tolist() == other.examples(3, 1).tolist()
+
+
+def test_any_step_of_many_examples_is_found_at_once() -> None:
+    """At 1e8 examples: cold with a keyed order, and with the epoch's order at hand."""
+    sampler = PrefetchingSampler(10**8, 512, shuffle="keyed", world_size=8)
+    began = time.perf_counter()
+    batch = sampler.examples(7, 123_456, rank=3)
+    ((epoch, step),) = sampler.when(int(batch[0]), 7)
+    assert time.perf_counter() - began < 0.5, "about 2 ms on a quiet machine"
+    assert (epoch, step, len(batch)) == (7, 123_456, 64)
+    small = PrefetchingSampler(10**6, 512, seed=1)
+    small.examples(2, 0)
+    began = time.perf_counter()
+    small.examples(2, 1500)
+    assert time.perf_counter() - began < 0.05, "no new order is made"
+
+
+def test_indices_of_rows_name_the_examples_of_the_data() -> None:
+    """How a row's metadata and the lineage go together."""
+    from tests.loading.sampler.test_elastic import ROWS
+    from torch_collate_kit import PackedCollator, TokenizedDataset
+
+    sampler = packed(1, 2)
+    collate = PackedCollator(0, packing=sampler._packing)
+    dataset = TokenizedDataset(ROWS)
+    part = list(sampler)[2]
+    batch = collate(dataset.__getitems__(part))
+    everyones = sampler.examples(0, 2)
+    for row, indices in enumerate(batch.row_metadata["example_indices"]):
+        ids = batch["input_ids"][row]
+        found = [
+            i + 1 for i in everyones[np.array(indices)]
+        ]  # an example's tokens are its index + 1
+        assert found == [int(i) for i in dict.fromkeys(ids[ids > 0].tolist())]

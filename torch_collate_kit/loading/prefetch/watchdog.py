@@ -1,0 +1,147 @@
+"""Says what a loader is waiting for when the wait takes too long: the step, the worker, the stack.
+
+A second thread must look at the clock, since the one that waits may be deep in somebody's code. It
+sleeps for ``warn_after`` seconds at a time, so a step costs two assignments.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import threading
+import time
+import traceback
+import weakref
+from types import FrameType
+from typing import Any, NamedTuple
+
+__all__ = ["Watchdog", "checked_seconds"]
+
+_logger = logging.getLogger("torch_collate_kit.loading")
+_MOST_SECONDS = 1e6  # at a time: a lock cannot wait for as long as one likes
+
+
+class _Wait(NamedTuple):
+    """For which batch the consumer waits, since when, and in which thread it does."""
+
+    epoch: int
+    step: int
+    began: float
+    thread: int
+
+
+class Watchdog:
+    """Logs one warning for each wait that is longer than ``warn_after`` seconds; None: never.
+
+    ``collating`` is the identifier of the thread that collates or waits for a worker; whoever
+    builds batches sets it. The watching thread ends with ``stop``, or when nobody has the watchdog
+    any more. A forked process has none.
+    """
+
+    def __init__(self, warn_after: float | None) -> None:
+        self.collating = 0
+        self._warn_after = warn_after
+        self._wait: _Wait | None = None
+        self._told: _Wait | None = None
+        self._end = threading.Lock()  # released to end the thread; an Event might stay locked
+        self._end.acquire()
+        self._is_stopped = False
+        self._thread: threading.Thread | None = None
+        if warn_after is not None:
+            arguments = (weakref.ref(self), self._end, warn_after)
+            name = "torch_collate_kit watchdog"
+            self._thread = threading.Thread(target=_watch, args=arguments, name=name, daemon=True)
+            self._thread.start()
+
+    def wait_begins(self, epoch: int, step: int) -> None:
+        """The consumer, whose thread calls this, now waits for a batch."""
+        self._wait = _Wait(epoch, step, time.monotonic(), threading.get_ident())
+
+    def wait_ends(self) -> None:
+        """It has the batch, or an error."""
+        self._wait = None
+
+    def stop(self) -> None:
+        """Ends the thread and waits for its end."""
+        self._let_go()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __del__(self) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if not self._is_stopped:
+            self._is_stopped = True
+            self._end.release()
+
+    def look(self, warn_after: float) -> float:
+        """Says what takes too long, once. Returns the seconds until the next look."""
+        wait = self._wait
+        if wait is None or wait is self._told:
+            return warn_after
+        seconds = time.monotonic() - wait.began
+        if seconds < warn_after:
+            return warn_after - seconds
+        self._told = wait
+        _logger.warning("%s", _report(wait, seconds, self.collating))
+        return warn_after
+
+
+def _watch(watchdog: weakref.ref[Watchdog], end: Any, warn_after: float) -> None:
+    """What the thread does: it keeps nothing alive while it sleeps."""
+    seconds = warn_after
+    while not end.acquire(timeout=min(seconds, _MOST_SECONDS)):
+        seconds = _look(watchdog, warn_after)
+
+
+def _look(watchdog: weakref.ref[Watchdog], warn_after: float) -> float:
+    looking = watchdog()
+    return warn_after if looking is None else looking.look(warn_after)
+
+
+def _report(wait: _Wait, seconds: float, collating: int) -> str:
+    frame = sys._current_frames().get(collating)
+    is_own = collating == wait.thread
+    thread = "the thread of the training loop" if is_own else "the prefetch thread"
+    worker = _worker_waited_for(frame)
+    doing = f"is being collated in {thread}" if worker is None else f"is to come from {worker}"
+    stack = "".join(traceback.format_stack(frame)) if frame is not None else "  it has ended\n"
+    return (
+        f"PrefetchLoader has waited {seconds:.3g} s for step {wait.step} of epoch {wait.epoch}, "
+        f"and waits on: the batch {doing}. Stack of {thread}:\n{stack.rstrip()}"
+    )
+
+
+def _worker_waited_for(frame: FrameType | None) -> str | None:
+    """The worker that a thread waits for, if it stands in a DataLoader's wait for its workers."""
+    while frame is not None and frame.f_code.co_name != "_get_data":
+        frame = frame.f_back
+    batches = None if frame is None else frame.f_locals.get("self")
+    workers = getattr(batches, "_workers", None)
+    return _described_worker(batches, workers) if isinstance(workers, list) else None
+
+
+def _described_worker(batches: Any, workers: list[Any]) -> str:
+    """By the attributes of torch's and torchdata's iterators, which are private."""
+    task = getattr(batches, "_task_info", {}).get(getattr(batches, "_rcvd_idx", None))
+    if not isinstance(task, tuple) or task[0] not in range(len(workers)):
+        return f"one of {len(workers)} DataLoader workers"
+    worker = workers[task[0]]
+    pid = getattr(worker, "pid", None)
+    said = f"DataLoader worker {task[0]} of {len(workers)} (pid {pid}"
+    if not worker.is_alive():
+        return f"{said}, dead)"
+    return f"{said}, alive; `py-spy dump --pid {pid}` shows where it is)"
+
+
+def checked_seconds(name: str, seconds: Any) -> float | None:
+    """A positive number of seconds, or None."""
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"{name} must be a number of seconds or None, got {seconds!r}")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name} must be more than 0 seconds, got {seconds!r}; None is never")
+    return float(seconds)

@@ -1,0 +1,395 @@
+"""Epochs of batches as a function of (seed, epoch): positions, states, and lineage."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from torch_collate_kit._checks import checked_int
+from torch_collate_kit._reprs import call_repr
+from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.sampler.arguments import (
+    Indices,
+    checked_batch_size,
+    checked_rank,
+    checked_shuffle,
+    checked_word,
+    is_same,
+    rank_slice,
+    state_int,
+)
+from torch_collate_kit.loading.sampler.layouts import Layouts
+
+__all__ = ["NEW_RUN", "EpochSampler", "Plan"]
+
+_VERSION = 2
+Plan: TypeAlias = Callable[[], Iterator[Any]]
+NEW_RUN = "build the sampler with the arguments of the saved run, or start without the state"
+_logger = logging.getLogger("torch_collate_kit.loading")
+
+
+class StepIterator(Iterator[Any]):
+    """The steps of one epoch from ``first`` on; ``drawn`` once a step has been asked for.
+
+    Its state is its position, which torchdata's StatefulDataLoader saves: the sampler's is ahead by
+    the rest of the epoch.
+    """
+
+    def __init__(self, sampler: EpochSampler, plan: Plan, epoch: int, first: int) -> None:
+        self.sampler, self.plan, self.epoch, self.first = sampler, plan, epoch, first
+        self._num_drawn = 0
+        self._steps: Iterator[Any] | None = None
+
+    @property
+    def drawn(self) -> bool:
+        return self._steps is not None
+
+    def __next__(self) -> Any:
+        if self._steps is None:
+            self._steps = self.plan()
+        batch = next(self._steps)
+        self._num_drawn += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.sampler.state_at(self.epoch, self.first + self._num_drawn)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Becomes the iterator that the sampler yields after loading ``state``."""
+        self.sampler.load_state_dict(state)
+        following = iter(self.sampler)  # drawing from it here is what makes it drawn
+        self.epoch, self.first = following.epoch, following.first
+        self._steps, self._num_drawn = following, 0
+
+
+class EpochSampler(ABC):
+    """The part of a resumable batch sampler that does not depend on what is in a batch."""
+
+    def __init__(
+        self, batch_size: int, *, seed: int, shuffle: bool | str, rank: int, world_size: int
+    ) -> None:
+        self._world_size = checked_int("world_size", world_size)
+        self._rank = checked_rank(rank, self._world_size)
+        self._num_global = checked_batch_size(batch_size, self._least_examples)
+        self._seed = checked_word("seed", seed)
+        self._shuffle = checked_shuffle(shuffle)
+        self._epoch = 0
+        self._step = 0
+        self._latest: StepIterator | None = None
+        self._layouts = Layouts(self._layout())
+
+    @abstractmethod
+    def _num_steps(self, epoch: int) -> int:
+        """Steps of an epoch, from its step 0."""
+
+    @abstractmethod
+    def _plan(self, epoch: int, step: int) -> Plan:
+        """A function that yields the batches of an epoch from ``step`` on, the same each time."""
+
+    @abstractmethod
+    def _examples(self, epoch: int, step: int) -> Indices:
+        """The global batch of a step: int64."""
+
+    @abstractmethod
+    def _steps_of(self, example: int, epoch: int) -> list[int]:
+        """The steps of an epoch whose batches hold an example, ascending."""
+
+    def _read_by(self, batch: Indices, rank: int, layout: Mapping[str, Any]) -> Indices:
+        """What a rank reads of a global batch, in the order in which it reads it."""
+        return batch[rank_slice(len(batch), rank, layout["world_size"])]
+
+    @property
+    def _least_examples(self) -> int:
+        """A batch has at least so many examples."""
+        return self._world_size
+
+    def _layout(self) -> dict[str, Any]:
+        """What a state may have otherwise: how batches are divided over the ranks. JSON."""
+        return {"world_size": self._world_size}
+
+    def _use_layout(self, layout: Mapping[str, Any], rank: int) -> None:
+        """Becomes a sampler of this layout."""
+        self._world_size, self._rank = layout["world_size"], rank
+
+    def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What a state must have in common with this sampler, for as many examples as ``like``."""
+        return {"batch_size": self._num_global, "seed": self._seed, "shuffle": self._shuffle}
+
+    @abstractmethod
+    def _extra(self, epoch: int, step: int) -> dict[str, Any]:
+        """What a state holds besides its position."""
+
+    @abstractmethod
+    def _load_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
+        """Takes over the ``_extra`` of a state; StateError if it is wrong."""
+
+    def _upgraded(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state of version 1 as one of version 2."""
+        layout = {key: state[key] for key in self._layout() if key in state}
+        rest = {key: value for key, value in state.items() if key not in layout}
+        return {**rest, "version": _VERSION, "layouts": [[0, 0, layout]]}
+
+    def _settings(self) -> dict[str, Any]:
+        """What the constructor was given, by keyword, without what is the default."""
+        shared: dict[str, Any] = {"batch_size": self._num_global}
+        if self._shuffle is not True:
+            shared["shuffle"] = self._shuffle
+        shared |= {"seed": self._seed} if self._seed else {}
+        return shared
+
+    def _rank_settings(self) -> dict[str, int]:
+        if self._world_size == 1:
+            return {}
+        return {"rank": self._rank, "world_size": self._world_size}
+
+    def _shown(self, *positional: str, **settings: Any) -> str:
+        """The repr: the call that makes it, and the position of the next ``iter()``."""
+        epoch, step = self._position()
+        call = call_repr(self, *positional, **self._settings(), **settings)
+        return f"{call} [next iter(): epoch {epoch}, step {step}]"
+
+    @property
+    def epoch(self) -> int:
+        """The epoch after the one begun last: what the next ``iter()`` yields."""
+        return self._epoch
+
+    @property
+    def num_examples_per_step(self) -> int:
+        """Examples of a full step over all ranks: the ``batch_size`` argument."""
+        return self._num_global
+
+    def __len__(self) -> int:
+        """Steps of epoch ``self.epoch``, counted from its step 0."""
+        return self._num_steps(self._epoch)
+
+    def __iter__(self) -> StepIterator:
+        """Begins the next epoch, from its start step.
+
+        An iterator from which nothing was drawn does not count: a DataLoader with workers calls
+        ``iter()`` twice for its first epoch.
+        """
+        epoch, step = self._position()
+        undrawn = self._latest is not None and not self._latest.drawn
+        plan = self._latest.plan if self._latest and undrawn else self._plan(epoch, step)
+        self._latest = StepIterator(self, plan, epoch, step)
+        self._epoch, self._step = epoch + 1, 0
+        return self._latest
+
+    def set_epoch(self, epoch: int, *, step: int = 0) -> None:
+        """The next ``iter()`` yields ``epoch`` from ``step`` on.
+
+        A ``step`` equal to the epoch's number of steps is the start of the next epoch.
+
+        Raises:
+            TypeError, ValueError: the epoch or the step is not an int or out of range.
+        """
+        self._jump(*self._checked_position(epoch, step))
+
+    def may_look_ahead(self, step: int) -> bool:
+        """Whether the step after ``step`` of the epoch begun last may be prepared now.
+
+        Before the first ``iter()`` or after a jump, of the next epoch. False at an epoch's last
+        step, since the next epoch may still be changed.
+        """
+        step = checked_int("step", step, minimum=0)
+        return step + 1 < self._num_steps(self._latest.epoch if self._latest else self._epoch)
+
+    def examples(self, epoch: int, step: int, rank: int | None = None) -> Indices:
+        """The examples of any step, past or future, by calculation.
+
+        Returns:
+            int64 [N], a copy: the indices of the global batch in its order, or those that ``rank``
+            reads in the order in which it reads them. For a step of the past the ranks are those
+            that the run had then, also if it was resumed on another number of them.
+
+        Raises:
+            TypeError, ValueError: there is no such step or rank.
+            StateError: it was so long ago that the state no longer tells.
+
+        >>> from torch_collate_kit.loading import PrefetchingSampler
+        >>> sampler = PrefetchingSampler(10, batch_size=4, world_size=2, shuffle=False)
+        >>> sampler.examples(7, 1).tolist(), sampler.examples(7, 1, rank=1).tolist()
+        ([4, 5, 6, 7], [6, 7])
+        """
+        epoch, step = self._checked_step(epoch, step)
+        batch = self._examples(epoch, step)
+        if rank is None:
+            return batch.copy()
+        layout = self._layouts.at((epoch, step))
+        name = "world_size" if "world_size" in layout else "dp"
+        return self._read_by(batch, checked_rank(rank, layout[name], name), layout).copy()
+
+    def when(self, example: int, epoch: int | None = None) -> list[tuple[int, int]]:
+        """The steps of an epoch in which an example is trained on: a list of (epoch, step).
+
+        Mostly one; none if the epoch leaves it out. ``epoch`` is that of the next batch if it is
+        not given.
+
+        Raises:
+            TypeError, ValueError: there is no such example or epoch.
+
+        >>> from torch_collate_kit.loading import PrefetchingSampler
+        >>> sampler = PrefetchingSampler(10, batch_size=4, seed=1)
+        >>> [sampler.examples(*at).tolist().count(7) for at in sampler.when(7, epoch=2)]
+        [1]
+        """
+        example = checked_int("example", example, minimum=0)
+        epoch = self._position()[0] if epoch is None else checked_word("epoch", epoch)
+        return [(epoch, step) for step in self._steps_of(example, epoch)]
+
+    def replay(self, state: Mapping[str, Any], rank: int | None = None) -> StepIterator:
+        """What the run that saved ``state`` drew after it, to the end of that epoch.
+
+        It is divided over the ranks that this run had; ``rank`` is one of them, by default this
+        one's. Nothing here moves: neither the position nor an iterator.
+
+        Raises:
+            StateError: the state does not fit.
+            ValueError: the run had no such rank.
+
+        >>> from torch_collate_kit.loading import PrefetchingSampler
+        >>> sampler = PrefetchingSampler(6, batch_size=2, shuffle=False)
+        >>> list(sampler.replay(sampler.state_at(0, 1)))
+        [[2, 3], [4, 5]]
+        """
+        other = copy.copy(self)
+        layout, _ = other._load(state)
+        name = "world_size" if "world_size" in layout else "dp"
+        other._use_layout(
+            layout, checked_rank(self._rank if rank is None else rank, layout[name], name)
+        )
+        return iter(other)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the next ``iter()``; a consumer saves :meth:`state_at` instead."""
+        return self._state_at(*self._position())  # does not ask for the length of the next epoch
+
+    def state_at(self, epoch: int, step: int) -> dict[str, Any]:
+        """The state with ``step`` steps of ``epoch`` consumed; small JSON.
+
+        Raises:
+            TypeError, ValueError: the epoch or the step is not an int or out of range.
+        """
+        return self._state_at(*self._checked_position(epoch, step))
+
+    def _state_at(self, epoch: int, step: int) -> dict[str, Any]:
+        where = {"version": _VERSION, "epoch": epoch, "step": step}
+        layouts = self._layouts.until((epoch, step))
+        return {**where, "layouts": layouts, **self._extra(epoch, step), **self._fits()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next ``iter()`` goes on where the state was saved, on any number of ranks.
+
+        Every step has the examples that it would have had. How they are divided over ranks and
+        packed into rows follows from this sampler's arguments; what differs is logged.
+
+        Raises:
+            StateError: the state is of another sampler, or no state; nothing has been changed.
+        """
+        other = copy.copy(self)
+        before, position = other._load(state)
+        vars(self).update(vars(other))
+        now = self._layout()
+        changed = [f"{k} {before.get(k)} -> {v}" for k, v in now.items() if before.get(k) != v]
+        if changed:
+            level = logging.WARNING if self._replans(before) else logging.INFO
+            told = "the same examples in each step" + (", other rows" if level > 20 else "")
+            message = "resumed at epoch %d step %d with another layout (%s): %s"
+            _logger.log(level, message, *position, ", ".join(changed), told)
+
+    def _replans(self, before: Mapping[str, Any]) -> bool:
+        """Whether rows differ from those of another layout."""
+        return False
+
+    def _load(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, int]]:
+        """Takes over a state, checked on the way. Returns its layout and its position."""
+        if not isinstance(state, Mapping):
+            raise StateError(
+                f"a state must be a mapping, got {type(state).__name__}; "
+                "pass what state_dict() gave"
+            )
+        if is_same(state.get("version"), 1):
+            state = self._upgraded(state)
+        if not is_same(state.get("version"), _VERSION):
+            raise StateError(
+                f"state has version {state.get('version')!r}, this release reads versions 1 and "
+                f"{_VERSION}; load it with the release that saved it"
+            )
+        self._check_keys(state)
+        epoch, step = (state_int(key, state[key]) for key in ("epoch", "step"))
+        self._check_fits(state, epoch, step)
+        num_steps = self._num_steps(epoch)
+        if step and step >= num_steps:
+            raise StateError(
+                f"state is of step {step}, but epoch {epoch} has {num_steps} steps; {NEW_RUN}"
+            )
+        self._load_extra(state, epoch, step)
+        self._layouts = Layouts.of(state["layouts"], (epoch, step), self._layout())
+        layout = self._layouts.at((epoch, step))
+        self._epoch, self._step, self._latest = epoch, step, None
+        self._layouts.change((epoch, step), self._layout())
+        return layout, (epoch, step)
+
+    def _check_keys(self, state: Mapping[str, Any]) -> None:
+        keys = {"version", "epoch", "step", "layouts", *self._extra(0, 0), *self._fits()}
+        if state.keys() != keys:
+            missing, unknown = sorted(keys - state.keys()), sorted(map(str, state.keys() - keys))
+            raise StateError(
+                f"state of another kind: keys missing {missing}, unknown {unknown}; "
+                f"pass what state_dict() of a {type(self).__name__} gave, in the same version of "
+                "the library"
+            )
+
+    def _check_fits(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
+        """That a state of this position is of the same run."""
+        fits = self._fits(like=state)
+        state = {key: state[key] for key in fits}  # in the same order
+        was, now = _told_apart(state, fits), _told_apart(fits, state)
+        if was:
+            raise StateError(f"state is of {was}, this sampler has {now}; {NEW_RUN}")
+
+    def _position(self) -> tuple[int, int]:
+        """The epoch and step that the next ``iter()`` begins with."""
+        if self._latest is not None and not self._latest.drawn:
+            return self._latest.epoch, self._latest.first
+        return self._epoch, self._step
+
+    def _jump(self, epoch: int, step: int) -> None:
+        """Makes a checked position the next one."""
+        self._epoch, self._step, self._latest = epoch, step, None
+        self._layouts.change((epoch, step), self._layout())
+
+    def _checked_position(self, epoch: int, step: int) -> tuple[int, int]:
+        """The position as ints; the end of an epoch is the start of the next one."""
+        epoch = checked_word("epoch", epoch)
+        step = checked_int("step", step, minimum=0)
+        num_steps = self._num_steps(epoch)
+        if step > num_steps:
+            raise ValueError(
+                f"step must be at most {num_steps}, the number of steps of epoch {epoch}; "
+                f"got {step}"
+            )
+        return (epoch + 1, 0) if step and step == num_steps else (epoch, step)
+
+    def _checked_step(self, epoch: int, step: int) -> tuple[int, int]:
+        epoch, step = checked_word("epoch", epoch), checked_int("step", step, minimum=0)
+        if step >= (num_steps := self._num_steps(epoch)):
+            raise ValueError(
+                f"step must be below {num_steps}, the steps of epoch {epoch}; got {step}"
+            )
+        return epoch, step
+
+
+def _told_apart(these: Mapping[str, Any], others: Mapping[str, Any]) -> str:
+    """What both have and is not the same, as these have it."""
+    told = []
+    for key in [key for key in these if key in others]:
+        mine, other = these[key], others[key]
+        if isinstance(mine, dict) and isinstance(other, dict) and mine.keys() == other.keys():
+            told += [f"{k}={v!r}" for k, v in mine.items() if not is_same(v, other[k])]
+        elif not is_same(mine, other):
+            told.append(f"{key}={mine!r}")
+    return ", ".join(told)
