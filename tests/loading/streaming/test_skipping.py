@@ -203,15 +203,14 @@ def test_too_many_in_a_row_raise(source: Any) -> None:
     wrong = [{"input_ids": np.array([1, -1, 1])}] * 3
     options = {"max_skipped_in_a_row": 2, "buffer_size": 2, "strategy": "sequential"}
     data = source([GOOD[0], *wrong[:2], GOOD[3], wrong[0], GOOD[5], *wrong, GOOD[9]])
-    batches = iter(make(data, **options))
     message = (
         "3 examples in a row are wrong, more than max_skipped_in_a_row=2; the last one: example 8 "
         "of the stream: input_ids is -1 at token 1"
     )
-    given = []
     with pytest.raises(DataError, match=message):
-        given += [next(batches) for _ in range(9)]
-    assert tokens_of(list(make(data, **options | {"max_skipped_in_a_row": 3})))[-2:] == [900, 901]
+        list(make(data, **options))
+    batches = list(make(data, **options | {"max_skipped_in_a_row": 3}))
+    assert tokens_of(batches) == all_tokens([GOOD[0], GOOD[3], GOOD[5], GOOD[9]])
 
 
 @pytest.mark.parametrize("resumed_after", [None, 3])
@@ -223,9 +222,7 @@ def test_too_many_raise(resumed_after: int | None) -> None:
         state = dataset.state_dict()
         dataset = make(examples(), **options)
         dataset.load_state_dict(state)
-    message = (
-        r"5 examples are wrong, more than max_skipped=4; the last one: example \d+ of the stream"
-    )
+    message = r"5 examples are wrong, more than max_skipped=4; the last one: example \d+ of the s"
     with pytest.raises(DataError, match=message):
         list(dataset)
     assert dataset.state_dict().get("skipped", [0])[0] <= 4

@@ -73,7 +73,7 @@ class ShardBatches:
             outcomes = []
             yield batch, at
             del batch
-        self._policy.counted(at, outcomes + self._reader.skipped)
+        self._policy.counted(at, [*outcomes, *self._reader.skipped])
 
     def _not_given(self, at: Position) -> Iterator[tuple[PlannedEntries, Any]]:
         """The batches of the window that follow, and those of all later windows."""
