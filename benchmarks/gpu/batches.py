@@ -94,7 +94,8 @@ def gpu_tests(where: Where) -> dict[str, Any]:
     if importlib.util.find_spec("pytest") is None:
         return {"checks": [], "skipped": f"{name}: pytest is missing"}
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", name]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-500:]]
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (\w+)", lines[-1])}

@@ -89,8 +89,10 @@ def _run_all(cells: list[Cell], results: Results, given: argparse.Namespace, out
     deadline = time.monotonic() + 60 * given.minutes - _RESERVE
     for number, cell in enumerate(cells, 1):
         head = f"[{number}/{len(cells)}] {cell.name}"
-        if results.load(cell.name) is not None and not given.again:
-            print(f"{head}: measured already", flush=True)
+        found = results.load(cell.name)
+        if found is not None and not given.again:
+            error = f": {found['error']} (--again tries it anew)" if "error" in found else ""
+            print(f"{head}: measured already{error}", flush=True)
             continue
         left = deadline - time.monotonic()
         if left < (1 if given.tiny else cell.seconds):
@@ -109,9 +111,8 @@ def _in_a_process(
     """Whether there is a result now, which may be that it failed."""
     command = [sys.executable, str(Path(__file__).resolve()), "--cell", cell.name]
     command += ["--out", str(out), *["--cpu", "--tiny"] * given.cpu]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
-    environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     before, log = results.load(cell.name), results.folder / "logs" / f"{cell.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w", encoding="utf-8") as file:
