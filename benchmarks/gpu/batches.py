@@ -15,8 +15,14 @@ from torch import Tensor
 from gpu.errors import compared
 from gpu.families import VOCABULARY, small_model
 from gpu.where import ROOT, Where
-from torch_collate_kit import Batch, IsolationError, PackedCollator, Ragged, check_isolation
-from torch_collate_kit import token_loss as loss_of
+from torch_collate_kit import (
+    Batch,
+    IsolationError,
+    PackedCollator,
+    Ragged,
+    check_isolation,
+    token_loss,
+)
 
 __all__ = ["dense_fields", "gpu_tests", "head_loss", "isolation"]
 
@@ -126,12 +132,11 @@ def _losses(
         head.weight.copy_(weight)
     options = {"num_loss_tokens": batch.metadata["num_loss_tokens"]}
     if through_head:
-        loss = loss_of(hidden, batch, head=head, logit_softcap=capped, **options)
+        loss = token_loss(hidden, batch, head=head, logit_softcap=capped, **options)
     else:
         logits = head(hidden)
-        loss = loss_of(
-            logits if capped is None else capped * torch.tanh(logits / capped), batch, **options
-        )
+        logits = logits if capped is None else capped * torch.tanh(logits / capped)
+        loss = token_loss(logits, batch, **options)
     loss.backward()
     return {"loss": loss, "hidden": hidden.grad, "weight": head.weight.grad}
 

@@ -58,7 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.cell:
         return _measure(chosen(names=[given.cell], tiny=given.tiny)[0], where, results)
     if not given.table:
-        _run_all(cells, results, given, out)
+        try:
+            _run_all(cells, results, given, out)
+        except KeyboardInterrupt:
+            print("stopped; what was measured is saved, and the next run goes on", flush=True)
     page, failed = write_page(out, results, where)
     print(f"{page}: {failed} failed checks" if failed else page)
     return 1 if failed else 0
@@ -151,4 +154,5 @@ def _measure(cell: Cell, where: Where, results: Results) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cell must not outlive it
     sys.exit(main())

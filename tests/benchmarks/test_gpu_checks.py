@@ -66,6 +66,16 @@ def test_attention_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(check["is_ok"] for check in attention.kernel(WHERE)["checks"])
 
 
+def test_on_a_gpu_the_kernel_itself_must_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = importlib.import_module("gpu.attention")
+    monkeypatch.setattr(Where, "is_cuda", True)  # the CPU has no kernel, so SDPA runs
+    monkeypatch.setattr(Where, "low", torch.float32)
+    monkeypatch.setattr(Where, "exact", torch.float64)
+    checks = attention.kernel(WHERE)["checks"]
+    assert {check.get("reason") for check in checks} == {"torch's varlen kernel was not used"}
+    assert not any(check["is_ok"] for check in checks)
+
+
 def test_a_family_is_compared_one_example_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = importlib.import_module("gpu.attention")
     checks = attention._family(WHERE, "gemma3")
