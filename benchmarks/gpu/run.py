@@ -15,13 +15,14 @@ what is measured.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,24 +120,49 @@ def _in_a_process(
     before, log = results.load(cell.name), results.folder / "logs" / f"{cell.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(min(cell.limit, left))
-        except BaseException as error:  # KeyboardInterrupt too
-            os.killpg(process.pid, signal.SIGKILL)  # its DataLoader workers with it
-            process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            if left < cell.limit:
-                return False
-            results.save(cell.name, {"error": f"stopped after {cell.limit} s"})
-            return True
-    if code != 0 and results.load(cell.name) == before:
+        code = _exit_code(command, environment, file, min(cell.limit, left))
+    if code is None and left < cell.limit:
+        return False
+    if code is None:
+        results.save(cell.name, {"error": f"stopped after {cell.limit} s"})
+    elif code != 0 and results.load(cell.name) == before:
         tail = log.read_text(encoding="utf-8", errors="replace")[-1000:]
         results.save(cell.name, {"error": f"the process ended with {code}", "output": tail})
     return True
+
+
+def _exit_code(
+    command: list[str], environment: dict[str, str], log: Any, seconds: float
+) -> int | None:
+    """Of a process that is killed after ``seconds``, then None; or when this one is interrupted."""
+    process = None
+    try:
+        with _uninterrupted():
+            process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process is not None and process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)  # its DataLoader workers with it
+            process.wait()
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A signal to stop is obeyed at the end: a process that is just starting is then known."""
+    told: list[int] = []
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(s, lambda number, _: told.append(number)) for s in signals]
+    try:
+        yield
+    finally:
+        for s, handler in zip(signals, before, strict=True):
+            signal.signal(s, handler)
+    if told:
+        raise KeyboardInterrupt
 
 
 def _measure(cell: Cell, where: Where, results: Results) -> int:
