@@ -208,6 +208,23 @@ def test_less_memory_changes_nothing(server: RankServer, short: str, tmp_path: P
         assert torch.allclose(weights(tmp_path / name), weights(tmp_path / "0"), atol=1e-6)
 
 
+def test_adapters_in_parts(server: RankServer, short: str, tmp_path: Path) -> None:
+    """Beside frozen weights, which are sharded too, and not saved."""
+    pytest.importorskip("peft")
+    few = f"{short} --max-steps 3 --max-grad-norm 1000 --lora 4"
+    finish(server, few, tmp_path / "one", 1)
+    finish(server, few, tmp_path / "two", 2, sharded=True)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=0, abs=1e-6)
+    name = "model/adapter_model.safetensors"
+    expected, found = (load_file(tmp_path / folder / name) for folder in ("one", "two"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    saved = [
+        sum(p.stat().st_size for p in tmp_path.glob(f"two/checkpoint-*/{part}_0/__*"))
+        for part in ("pytorch_model_fsdp", "optimizer")
+    ]
+    assert saved[0] < saved[1]  # two moments of the adapters
+
+
 BF16 = """
 import accelerate
 whole = accelerate.Accelerator.__init__
