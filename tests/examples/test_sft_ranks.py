@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import numpy as np
 import pytest
 import synthetic_chat
 import torch
@@ -144,6 +145,16 @@ def test_every_rank_saves_its_part(server: RankServer, short: str, tmp_path: Pat
     assert "is of another run, which had weights: in parts" in said(out, 0)
 
 
+SEEDS = """
+import checkpoints
+whole = checkpoints.set_seed
+def watch(seed):
+    whole(seed)
+    open(f"{folder}.seed.{rank}", "w").write(str(seed))
+checkpoints.set_seed = watch
+"""
+
+
 def test_parts_go_to_another_number_of_ranks(
     server: RankServer, short: str, tmp_path: Path
 ) -> None:
@@ -156,15 +167,20 @@ def test_parts_go_to_another_number_of_ranks(
     run = json.loads(state.read_text())
     run["run"]["ranks:"] = "3"
     state.write_text(json.dumps(run))
-    finish(server, f"{padded} --resume", out, 3, sharded=True)
+    finish(server, f"{padded} --resume", out, 3, sharded=True, before=SEEDS)
     assert losses(out)[:8] == expected[:8]
     assert losses(out)[8:] == pytest.approx(expected[8:], rel=0, abs=2e-6)
+    seeds = {path.name: path.read_text() for path in tmp_path.glob("out.seed.*")}
+    expected_seed = np.random.SeedSequence((0, 8, 2)).generate_state(1)[0]  # run, step, rank
+    assert seeds == {"out.seed.2": str(expected_seed)}
 
 
 WATCH = """
 import synthetic_chat, torch
 whole = synthetic_chat.exact_match
 def watch(model, *others):
+    sharded = {type(part).__name__ for part in model.modules() if hasattr(part, "unshard")}
+    assert sharded == {"FSDPQwen3DecoderLayer"}, sharded
     with torch.no_grad():
         torch.save(model(torch.arange(20)[None]).logits, f"{folder}.logits.{rank}")
     return whole(model, *others)
