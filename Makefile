@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv sft grpo vlm kills notebooks test test-bare test-oldest test-sdist dropin dist why bench docs check format clean
+.PHONY: venv sft grpo vlm kills notebooks test test-bare test-oldest test-sdist dropin dist why bench gpu docs check format clean
 
 # Launched once per GPU, or once on a CPU; all options are given, or the launcher prints a page about its defaults.
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
@@ -98,8 +98,13 @@ why: build/bench/.installed
 	build/bench/bin/python benchmarks/why.py $(ARGS)
 
 bench: build/bench/.installed
-	for name in packing vision_plan collate loader rollout stream chat vision scale audit; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
+	for name in packing balance vision_plan collate loader rollout stream chat vision scale elastic audit; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
 	build/bench/bin/python benchmarks/pages.py
+
+# On a machine with a CUDA GPU, in .venv if it is there, else with its own Python: it installs nothing.
+# Nine minutes at a time; what is measured already is skipped. One part: make gpu ARGS="--parts correctness"
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu/run.py $(ARGS)
 
 # The site: build/site/index.html. Any warning fails.
 docs: $(VENV)/.installed

@@ -275,6 +275,31 @@ def _vision_plan(r: Results) -> Rows:
     ]
 
 
+def _elastic(r: Results) -> Rows:
+    step, lost = "Finding a step", r.get("most lost", {})
+    most = [f"{lost[n]:.1f}%" if n in lost else _MISSING for n in ("4096", "8192")]
+    known, keyed = (
+        [_duration(_cell(r, step, row, name)) for name in ("first step of an epoch", "any other")]
+        for row in ("shuffle=True", "shuffle='keyed'")
+    )
+    return [
+        [
+            "What do the same rows on any number of ranks cost?",
+            f"at most {most[0]} of their fill (examples up to half a row; up to {most[1]} where "
+            "one fills a row)",
+        ],
+        [
+            "How long does it take to find a step of the past?",
+            f"{known[1]}, and {known[0]} for the first of an epoch, which makes its order; "
+            f"with a keyed order {keyed[0]}",
+        ],
+        [
+            "How large is a state?",
+            f"{_cell(r, step, 'shuffle=True', 'bytes')} bytes",
+        ],
+    ]
+
+
 def _scale(r: Results) -> Rows:
     step, order = "Planning a step", "An order"
     ranks = [_duration(_cell(r, step, number, "median")) for number in ("8", "512")]
@@ -301,6 +326,38 @@ def _scale(r: Results) -> Rows:
             "How long does resuming in the middle of an epoch take?",
             f"{firsts[0]} to the first batch with 1,000,000 examples, {firsts[1]} with "
             f"100,000,000; the state has {state} bytes",
+        ],
+    ]
+
+
+def _balance(r: Results) -> Rows:
+    rows, few = "16 rows of 16,384 tokens per rank", "Few rows per rank"
+    over_rows = "8 ranks, differencing over ranks, then over rows"
+
+    def over(way: str) -> str:
+        tokens, cost, computed = (
+            _cell(r, rows, f"512 ranks, {way}", column) for column in ("tokens", "cost", "computed")
+        )
+        return f"{tokens} more tokens, {cost} more to compute, {computed} with pads"
+
+    return [
+        ["How even are 512 ranks with 16 rows each?", f"the busiest has {over('pack')}"],
+        ["And if full rows are dealt in turn?", over("best fit, rows in turn")],
+        [
+            "And if Karmarkar-Karp gives examples to ranks?",
+            over("differencing, then best fit per rank"),
+        ],
+        [
+            "And if it makes the rows, too?",
+            f"on 8 ranks {_cell(r, rows, over_rows, 'cost')} more to compute, but "
+            f"{_cell(r, rows, over_rows, 'over the limit')} of {_cell(r, rows, over_rows, 'rows')} "
+            "rows are over the limit",
+        ],
+        [
+            "And with few rows per rank?",
+            f"{_cell(r, few, '1, real mix', 'cost')} with one row of 8,192 tokens, where the "
+            f"longest example alone costs {_cell(r, few, '1, real mix', 'longest example')} of the "
+            f"mean; {_cell(r, few, '4, real mix', 'cost')} with four rows",
         ],
     ]
 
@@ -341,8 +398,10 @@ def _gpu(r: Results) -> Rows:
 
 ANSWERS: dict[str, Callable[[Results], Rows]] = {
     "audit": _audit,
+    "balance": _balance,
     "chat": _chat,
     "collate": _collate,
+    "elastic": _elastic,
     "gpu": _gpu,
     "loader": _loader,
     "packing": _packing,
@@ -370,6 +429,8 @@ def overview(all_results: Mapping[str, Results]) -> Rows:
         ("collate", "Against NumPy"),
         ("packing", "How long does planning"),
         ("scale", "How long does a rank plan"),
+        ("elastic", "What do the same rows"),
+        ("balance", "How even are"),
         ("chat", "How much longer"),
     ]
     asked += [

@@ -84,7 +84,9 @@ def why_not(name: str, model: Any, device: torch.device, args: argparse.Namespac
             return "needs a CUDA GPU"
         if not is_installed[name]():
             return "is not installed"
-        if not model._supports_flash_attn:
+        # gpt-oss and others have sinks, which most flash attention leaves out in silence
+        known = getattr(model, "_compatible_flash_implementations", None) or [name]
+        if not model._supports_flash_attn or name not in known:
             return f"is not supported by {type(model).__name__}"
     elif name != "torch_varlen" or device.type != "cuda":
         return None

@@ -93,7 +93,10 @@ class RunLog:
             with (self.args.output_dir / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
-            fail(f"metrics.jsonl could not be written at step {record['step']}: {error}")
+            fail(
+                f"metrics.jsonl could not be written at step {record['step']}: {error}; --resume "
+                "goes on from the last checkpoint, if --checkpoint-every saved one"
+            )
 
     def _move_bar(self, loss: float) -> None:
         rates = _rates(self.took)
@@ -130,12 +133,14 @@ def checked_tracker(name: str | None) -> str | None:
     return name
 
 
-def check_finite(step: int, loss: float, grad_norm: float) -> None:
+def check_finite(step: int, loss: float, grad_norm: float, batch: Any, args: Any) -> None:
     """End the run at a step that has broken the weights, before they are saved."""
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
+        at = batch.metadata["epoch"], batch.metadata["step"]
         fail(
             f"step {step} has loss {loss} and gradient norm {grad_norm}, and is not "
-            "saved; begin anew with a lower --learning-rate, or look at its examples"
+            "saved; begin anew with a lower --learning-rate, or look at its examples: "
+            f"{args.sampler.examples(*at).tolist()} (epoch {at[0]}, step {at[1]})"
         )
 
 
@@ -190,7 +195,7 @@ def _known_peak(model: Any, device: torch.device) -> float | None:
 
 def _flops(parts: list[kit.Batch], model: Any) -> float:
     """Of the examples in these rows, forward and backward; the head sees trained tokens only."""
-    lengths = np.concatenate([part["sub_seq_lengths"].to("cpu").flat_values for part in parts])
+    lengths = torch.cat([part["sub_seq_lengths"].flat_values for part in parts]).cpu()
     trained = sum(int(part.row_metadata["num_trained"].flat_values.sum()) for part in parts)
     num_head_tokens = trained if model.through_head else None
     return flops_per_step(model.model.config, lengths, num_head_tokens=num_head_tokens)

@@ -185,6 +185,8 @@ def make_loader(
     else:  # every rank plans the whole batch, and reads its own rows: as narrow as can be
         options |= {"packing": collate.packing, "num_loss_tokens": examples.num_loss_tokens}
         sampler = kit.PackedBatchSampler(examples.lengths, rank=args.rank, **options)
+    if shuffle:
+        args.sampler = sampler  # knows the examples of every step
     workers = {"num_workers": args.num_workers, "worker_init_fn": finish_the_step}
     loader = DataLoader(examples, batch_sampler=sampler, collate_fn=collate, **workers)
     return kit.PrefetchLoader(loader, prefetch=args.prefetch, device=accelerator.device)
@@ -239,7 +241,7 @@ def train(model: Any, loader: Any, optimizer: Any, accelerator: Accelerator, arg
                 group["lr"] = rate
             parts = micro_batches(batch, args)
             loss, grad_norm, is_last = train_step(model, parts, optimizer, accelerator, args)
-            check_finite(step + 1, loss, grad_norm)
+            check_finite(step + 1, loss, grad_norm, batch, args)
             log.step(step + 1, parts, loss, rate, grad_norm)
             is_end, every = step + 1 == args.num_steps, args.checkpoint_every
             if (every and (is_end or (step + 1) % every == 0)) or is_last:
@@ -307,7 +309,9 @@ def main() -> None:
     collate = make_collator(tokenizer, model, args)
     loader = make_loader(examples, collate, accelerator, args, shuffle=True)
     args.num_steps = min(args.epochs * len(loader), args.max_steps or args.epochs * len(loader))
-    args.run |= {"ranks:": str(args.num_ranks), "tokens in the data:": str(examples.lengths.sum())}
+    args.run |= {"tokens in the data:": str(examples.lengths.sum())}  # and any number of ranks
+    if args.checkpoint_every and accelerator.is_main_process and not args.resume:
+        tokenized[0].save_to_disk(args.output_dir / "examples")  # which a step is made of
     two = examples.__getitems__(np.argsort(examples.lengths, kind="stable")[:2])  # the shortest
     packed = kit.PackedCollator(tokenizer, max_tokens=2 * args.max_tokens)
     model = with_loss(model, (collate if args.no_packing else packed)(two), accelerator, args)

@@ -185,6 +185,8 @@ def make_loader(
         options |= {"patches": examples.patches, "num_loss_tokens": examples.num_loss_tokens}
         options |= {"packing": collate.collator.packing, "rank": args.rank}
         sampler = kit.PackedBatchSampler(examples.lengths, **options)
+    if shuffle:
+        args.sampler = sampler
     options = {"collate_fn": collate, "num_workers": args.num_workers}
     options |= {"worker_init_fn": checkpoints.finish_the_step}
     loader = DataLoader(examples, batch_sampler=sampler, **options)

@@ -88,7 +88,7 @@ CELLS = (
     Cell("launches", "launch", "launches:launch_delay", seconds=35),
     _peers("trainers-0.6B", "0.6B", _PEERS, 80, in_tiny=True),
     _speed("compiled-1.7B", "1.7B", [_FIXED, _COMPILED], 90, in_tiny=True, **_WIDE),
-    _speed("padding-4B", "4B", [_OURS, _PADDED], 110, steps=3),
+    _speed("padding-4B", "4B", [_OURS, _PADDED], 130, steps=3),
     Cell("checkpointing", "correctness", "attention:checkpointing", seconds=20),
     _speed("attention-1.7B", "1.7B", _MASKS, 100),
     _profile("profile-1.7B", "1.7B", _COMPILED, 60, in_tiny=False),

@@ -62,8 +62,8 @@ def _is_range(event: Any) -> bool:
 def idle_share(spans: list[tuple[float, float]]) -> float:
     """Of the time from the first begin to the last end, what no span covers.
 
-    >>> idle_share([(0, 4), (2, 5), (8, 10)])
-    0.3
+    >>> idle_share([(0, 4), (2, 5), (7, 8)])
+    0.25
     """
     covered, last = 0.0, min(begin for begin, _ in spans)
     first = last

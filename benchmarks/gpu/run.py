@@ -25,17 +25,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "examples"))
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
 from gpu.cells import PARTS, Cell, chosen
 from gpu.saved import Results
 from gpu.tables import summary, write_page
-from gpu.where import Where, is_out_of_memory
+from gpu.where import ROOT, Where, is_out_of_memory
 
 _RESERVE = 5  # seconds of the budget for the page
 

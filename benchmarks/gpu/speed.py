@@ -44,7 +44,8 @@ def compare(
     """Speed, memory and waiting of each variant, on the same examples."""
     mix, model, optimizer, setting, too_large = prepared(where, size, max_tokens, rows)
     runners = [Runner(VARIANTS[name], model, optimizer, setting, mix, where) for name in variants]
-    results = alternated(runners, where, rounds=rounds, steps=steps, warm_up=2)
+    rounds, steps, warm_up = (1, 2, 1) if where.is_tiny else (rounds, steps, 2)
+    results = alternated(runners, where, rounds=rounds, steps=steps, warm_up=warm_up)
     return {
         **about(size, mix, setting, too_large),
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -11,7 +11,7 @@ from typing import Any
 from harness import Report
 from pages import page
 
-from gpu.cells import CELLS
+from gpu.cells import chosen
 from gpu.saved import Results, machine_name
 from gpu.targets import add_targets
 from gpu.where import Where, described
@@ -47,7 +47,7 @@ _LAUNCH_NOTE = (
 
 def write_page(folder: Path, results: Results, where: Where) -> tuple[Path, int]:
     """Write ``gpu-<machine>.json`` and ``.md``; the page, and how many checks failed."""
-    cells = {cell.name: results.any(cell.name) for cell in CELLS}
+    cells = {cell.name: results.any(cell.name) for cell in chosen(tiny=where.is_tiny)}
     found = {name: result for name, result in cells.items() if result is not None}
     report = Report(f"gpu-{machine_name(where)}", _CLAIM)
     failed = _correctness(report, found)
@@ -55,8 +55,8 @@ def write_page(folder: Path, results: Results, where: Where) -> tuple[Path, int]
     _trainers(report, found)
     _launches(report, found)
     _profiles(report, found)
-    _not_measured(report, found)
-    add_targets(report, found, described(where)["device"])
+    _not_measured(report, found, list(cells))
+    add_targets(report, {} if where.is_tiny else found, described(where)["device"])
     keys = {json.dumps(result["key"], sort_keys=True) for result in found.values()}
     if len(keys) > 1:
         report.text(f"The cells were measured with {len(keys)} versions of code or libraries.")
@@ -213,9 +213,9 @@ def _profiles(report: Report, found: Mapping[str, Found]) -> None:
         report.table(f"Where the time goes: {name}", header, rows, note)
 
 
-def _not_measured(report: Report, found: Mapping[str, Found]) -> None:
+def _not_measured(report: Report, found: Mapping[str, Found], names: list[str]) -> None:
     rows = [[name, str(r["error"])] for name, r in found.items() if r.get("error")]
-    rows += [[cell.name, "not measured yet"] for cell in CELLS if cell.name not in found]
+    rows += [[name, "left for a later run"] for name in names if name not in found]
     if rows:
         report.table("Not measured", ["cell", "why"], rows)
 

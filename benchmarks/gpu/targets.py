@@ -16,7 +16,7 @@ _MFU_FROM = ("1.7B", "4B")
 
 
 def add_targets(report: Report, found: Mapping[str, Found], device: str) -> None:
-    """Targets of all that was measured; what was not has none."""
+    """Targets of all that was measured; what was not has none, nor has the speed of a tiny run."""
     checks = report.data["checks"]
     if checks["passed"] + checks["failed"]:
         report.target("checks of correctness that fail", checks["failed"], "<", 0)
@@ -50,6 +50,11 @@ def _of_trainers(report: Report, result: Found, by_name: Mapping[str, Found]) ->
         if rates:
             what = f"{result['model']}: tokens per second, ours over the best of {name}"
             report.target(what, ours["tokens_per_second"] / max(rates), "x", 1, aim=1.15)
+    for other in others:  # TRL has other examples in its steps
+        if other["variant"].startswith("Trainer"):
+            apart = abs(other["last_loss"] / ours["last_loss"] - 1)
+            what = f"{result['model']}: last loss, {other['variant']}, apart from ours"
+            report.target(what, 100 * apart, "<%", 1)
 
 
 def _best(found: Mapping[str, Found], size: str) -> Found | None:

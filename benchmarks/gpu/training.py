@@ -105,8 +105,9 @@ class Runner:
         with contextlib.closing(self.loader.steps(1)) as steps:
             parts, num_loss_tokens, _ = parts_of(next(steps))
         with autocast_of(self._setting, self._where):
-            losses = [float(loss_of(self._model, p, self.variant, num_loss_tokens)) for p in parts]
-        self.first_loss = sum(losses)
+            self.first_loss = sum(
+                loss_of(self._model, part, self.variant, num_loss_tokens).item() for part in parts
+            )
 
     def warm_up(self, num_steps: int) -> None:
         self._prepare()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DATA", "Where", "described", "is_out_of_memory"]
+__all__ = ["DATA", "ROOT", "Where", "described", "is_out_of_memory"]
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("TORCH_COLLATE_KIT_DATA", ROOT.parent / "shared" / "data"))

@@ -164,6 +164,16 @@ def test_the_balance_of_padded_rows_and_of_images(tmp_path: Path) -> None:
     assert records_of(tmp_path)[0]["cost_balance"] == pytest.approx(93 / 80)
 
 
+def test_what_an_earlier_run_left_is_gone(tmp_path: Path) -> None:
+    """From the start: `summary.json` says that a run is finished. Lines stay if it is resumed."""
+    for resume, expected in (("always", "a line\n"), (None, "")):
+        for name in ("summary.json", "loss.png", "metrics.jsonl"):
+            (tmp_path / name).write_text("a line\n")
+        with RunLog(Model(), Loader(), Logging(), arguments_of(tmp_path, resume=resume)):
+            assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+            assert (tmp_path / "metrics.jsonl").read_text() == expected
+
+
 def test_the_other_ranks_record_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     batch = kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP)
     log = two_steps(tmp_path, accelerator := Logging(is_main=False), batch)
@@ -171,6 +181,7 @@ def test_the_other_ranks_record_nothing(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr() == ("", "")
 
 
+PEAK = 989.4e12  # of an H100
 SIZES: dict[str, Any] = {
     "vocab_size": 10,
     "hidden_size": 8,
@@ -206,12 +217,12 @@ def test_mfu_and_memory_of_a_known_gpu(tmp_path: Path, monkeypatch: pytest.Monke
     log = two_steps(tmp_path, accelerator, batch, a_language_model())
     flops = 5 * 3840 + 3 * 480 + 96 * 11
     more = 10 * 3840 + 6 * 480 + 96 * (11 + 6 + 3)
-    mfu = [flops / 2 / 989.4e12, more / 4 / 989.4e12]
     records = records_of(tmp_path)
-    assert [record["mfu"] for record in records] == pytest.approx(mfu)
+    per_second = [record["mfu"] * PEAK for record in records]
+    assert per_second == pytest.approx([flops / 2, more / 4])
     assert [record["peak_memory_gib"] for record in records] == [1.5, 1.5]
     assert list(records[0]) == [*NAMES, "mfu", "peak_memory_gib"]
-    assert log.summary()["mfu"] == pytest.approx((flops + more) / 6 / 989.4e12)
+    assert log.summary()["mfu"] * PEAK == pytest.approx((flops + more) / 6)
     assert log.summary()["peak_memory_gib"] == 1.5
 
 
@@ -221,7 +232,7 @@ def test_a_head_that_sees_all_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyP
     model.through_head = False
     two_steps(tmp_path, accelerator, kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP), model)
     flops = 5 * (3840 + 480) + 96 * 11
-    assert records_of(tmp_path)[0]["mfu"] == pytest.approx(flops / 2 / 989.4e12)
+    assert records_of(tmp_path)[0]["mfu"] * PEAK == pytest.approx(flops / 2)
 
 
 @pytest.mark.parametrize("unknown", ["gpu", "frozen", "images", "layers"])
@@ -252,7 +263,10 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP)
     monkeypatch.setattr(Path, "open", full)
     log = RunLog(Model(), Loader(), Logging(), arguments_of(tmp_path, resume="always"))
-    message = r"metrics.jsonl could not be written at step 1: \[Errno 28\] No space left on device$"
+    message = (
+        r"metrics.jsonl could not be written at step 1: \[Errno 28\] No space left on device; "
+        "--resume goes on from the last checkpoint, if --checkpoint-every saved one$"
+    )
     with log, pytest.raises(SystemExit, match=message):
         log.step(1, [batch], 3.0, 0.1, 0.5)
 

@@ -262,6 +262,10 @@ def test_a_loss_that_is_not_finite_ends_the_run(
 ) -> None:
     whole = sft.kit.token_loss
     monkeypatch.setattr(sft.kit, "token_loss", lambda *a, **k: whole(*a, **k) * float("nan"))
-    with pytest.raises(SystemExit, match=r"step 1 has loss nan and gradient norm nan, and is not"):
+    message = (
+        r"step 1 has loss nan and gradient norm nan, and is not saved; begin anew with a lower "
+        r"--learning-rate, or look at its examples: \[(\d+, ){5}\d+\] \(epoch 0, step 0\)"
+    )
+    with pytest.raises(SystemExit, match=message):
         run(f"{TINY} --max-steps 4 --checkpoint-every 1", tmp_path / "out")
     assert not list((tmp_path / "out").glob("checkpoint-*"))

@@ -26,6 +26,8 @@ from attention_choice import Attention
 from datasets import Dataset
 from torch._dynamo.exc import RecompileError
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from trained_model import ModelWithLoss, compile_layers
 
 import torch_collate_kit as kit
@@ -64,7 +66,8 @@ def micro_batches(examples: kit.TokenizedDataset, count: int) -> list[kit.Batch]
     """As sft.py makes them, of the first epochs."""
     accelerator: Any = Namespace(device=torch.device("cpu"))
     found: list[kit.Batch] = []
-    with sft.make_loader(examples, 0, accelerator, ARGS, shuffle=True) as loader:
+    collate = sft.make_collator(0, tiny_model("qwen3"), ARGS)
+    with sft.make_loader(examples, collate, accelerator, ARGS, shuffle=True) as loader:
         while len(found) < count:
             for batch in loader:
                 found += sft.micro_batches(batch, ARGS)
@@ -177,6 +180,27 @@ def test_without_varying_lengths_it_is_compiled_again(monkeypatch: pytest.Monkey
     monkeypatch.setattr(trained_model, "VARYING", "")
     with pytest.raises(RecompileError, match=r"cu_seq_lens_q|max_length_q"):
         assert_compiled_once_and_equal(tiny_model("qwen3"), micro_batches(seeded_mix(80), 6))
+
+
+def test_with_sharded_weights(tmp_path: Path) -> None:
+    """FSDP2 shards layers that are compiled already, and its hooks break no graph."""
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        plain = ModelWithLoss(tiny_model("qwen3").train(), Attention("torch_varlen"))
+        compiled = copy.deepcopy(plain)
+        compile_layers(compiled.model, backend="aot_eager")
+        for part in (*compiled.model.model.layers, compiled):
+            fully_shard(part, mesh=mesh)
+        batches = micro_batches(seeded_mix(80), 4)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            losses = [compiled(batch, 100).item() for batch in batches]
+        assert losses == pytest.approx([plain(batch, 100).item() for batch in batches], rel=1e-5)
+        assert counters["stats"]["unique_graphs"] == 1
+        assert sum(counters["graph_break"].values()) == 0, counters["graph_break"]
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_model_without_known_layers() -> None:

@@ -24,7 +24,7 @@ from tests.tiny_models import tiny_model
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 EXAMPLES = [{"input_ids": list(range(3, 9))}, {"input_ids": list(range(20, 32))}]
 TWO = kit.PackedCollator(0, max_tokens=64)(EXAMPLES)
-AUTO = Namespace(attention="auto", no_packing=False, precision="no")
+AUTO = Namespace(attention="auto", no_packing=False, precision="no", lora=None)
 
 
 def with_changes(args: Namespace, **changes: Any) -> Namespace:
@@ -210,6 +210,14 @@ def test_attention_on_cuda(
     options: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert chosen_on_cuda(monkeypatch, **options) == expected
+
+
+def test_sinks_that_flash_attention_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers names the kernels that have them; the usual packages are none of these."""
+    line = chosen_on_cuda(monkeypatch, kind="gpt_oss", installed=(2, 3), failing=("torch_varlen",))
+    reason = "is not supported by GptOssForCausalLM"
+    flash = f"flash_attention_3 {reason}; flash_attention_2 {reason}"
+    assert line == f"sdpa ({flash}; torch_varlen fails: examples leak)"  # sdpa: as made up here
 
 
 def test_a_model_without_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:

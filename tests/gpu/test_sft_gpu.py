@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("datasets")
 import sft
+from flops import peak_flops
 
 
 def run(folder: Path, patch: pytest.MonkeyPatch, *options: str) -> tuple[list[float], set[Any]]:
@@ -46,3 +47,9 @@ def test_twenty_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(packed) == len(padded) == 20
     assert packed[-1] < 0.7 * packed[0]
     assert packed[0] == pytest.approx(padded[0], rel=1e-2)  # bf16
+    is_known = peak_flops(torch.cuda.get_device_name()) is not None
+    for line in (tmp_path / "packed" / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        assert record["peak_memory_gib"] > 0
+        assert ("mfu" in record) == is_known
+        assert 0 < record.get("mfu", 0.5) < 1

@@ -95,13 +95,14 @@ class ModelCost:
         In a mixture of experts a token passes those that it is routed to, and the shared ones.
         Layers with a sliding window are counted with it, and those with chunks as if a chunk were a
         window, which is exact up to its length. Latent attention (DeepSeek) is counted with its
-        projections. Windowed attention is linear in a vision tower. Images are counted in patches
-        where the tower has a ``spatial_merge_size`` (Qwen, GLM), else in tiles of its
-        ``image_size`` (InternVL, LLaVA, Idefics3, Gemma-3).
+        projections, the gated delta rule (Qwen3-Next, Qwen3.5) as linear. Windowed attention is
+        linear in a vision tower. Images are counted in patches where the tower has a
+        ``spatial_merge_size`` (Qwen, GLM), else in tiles of its ``image_size`` (InternVL, LLaVA,
+        Idefics3, Gemma-3).
 
         Raises:
-            ValueError: the config lacks a size that is needed, or has layers that are not
-                attention to all or to a window; names what.
+            ValueError: the config lacks a size that is needed, or has layers of another kind or of
+                different sizes; names what.
 
         >>> from types import SimpleNamespace
         >>> sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

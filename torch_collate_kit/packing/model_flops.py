@@ -92,8 +92,10 @@ def _latent_attention(config: Any, hidden: int, heads: int) -> tuple[int, int]:
 
 
 def _parameters_of_recurrence(config: Any, hidden: int) -> int:
-    """Of one gated delta-rule layer (Qwen3-Next, Qwen3.5): its projections, and as many FLOPs as
-    parameters that each token spends on the state: to decay, to correct and to read it.
+    """Of one layer with the gated delta rule (Qwen3-Next, Qwen3.5), its state included.
+
+    Each token passes the state, key_dim x value_dim per head, three times: it decays and corrects
+    it, and reads from it.
     """
     heads = _size(config, "linear_num_value_heads")
     key_dim, value_dim = (_size(config, f"linear_{name}_head_dim") for name in ("key", "value"))

@@ -445,9 +445,9 @@ def sized(length: int, batch_size: int, **options: Any) -> PrefetchLoader:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (sized(12, 4).state_dict(), "length=12"),
+        (sized(12, 4).state_dict(), "12 examples"),
         (sized(13, 2).state_dict(), "batch_size=2"),
-        (sized(13, 4, world_size=2, tail="drop").state_dict(), "world_size=2"),
+        (sized(13, 4, world_size=2, tail="drop").state_dict(), "tail='drop'"),
         (sized(13, 4).state_dict() | {"version": 2}, "version=2"),
         ({}, "version=None"),
         (sized(13, 4).state_dict() | {"version": True}, "version=True"),

@@ -18,7 +18,7 @@ REFUSED = (
     "accelerator.prepare of a DataLoader of a PackedIterableDataset would divide its batches over "
     "the ranks by itself, and cut what belongs together; give the dataset rank=accelerator."
     "process_index, world_size=accelerator.num_processes, and wrap the loader in a PrefetchLoader, "
-    "which prepare leaves as it is: PrefetchLoader(StatefulDataLoader(dataset, batch_size=None, "
+    "which prepare leaves as it is: PrefetchLoader(DataLoader(dataset, batch_size=None, "
     "collate_fn=dataset.as_is), device=accelerator.device)"
 )
 

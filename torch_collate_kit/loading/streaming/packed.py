@@ -21,24 +21,20 @@ from torch_collate_kit._reprs import Shown, call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.collators.packed import changed_options
-from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.sampler.arguments import checked_rank
 from torch_collate_kit.loading.streaming.divided import DividedStream
-from torch_collate_kit.loading.streaming.readers import Reader, at_positions, reader_of
 from torch_collate_kit.loading.streaming.rounds import Position, in_rounds
+from torch_collate_kit.loading.streaming.shard_batches import ShardBatches
 from torch_collate_kit.loading.streaming.shards import ExampleSource, Stream
+from torch_collate_kit.loading.streaming.skipping import ErrorPolicy
 from torch_collate_kit.loading.streaming.states import (
     position_in,
     positions_in,
     state_of_one,
     state_of_shards,
 )
-from torch_collate_kit.loading.streaming.windows import PlannedEntries, Windows
-from torch_collate_kit.packing import PlannedExamples
 
 __all__ = ["PackedIterableDataset"]
-
-_NUM_BUFFERS = 8  # of a window; 4 lose 0.9% on lengths spread evenly, for half the reading
 
 
 @dataclass
@@ -62,6 +58,8 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         presharded: the source gives every rank and worker different examples; do not split it.
         num_shards: divides the stream into as many shards, whatever ``world_size``, which must
             divide it: a saved run can go on with another number of ranks and workers.
+        on_error: "raise", or "skip" to leave out examples that raise a DataError alone. Of a shard
+            at most ``max_skipped``, and in at most ``max_skipped_in_a_row`` batches in a row.
         collator_options: all other options of ``PackedCollator``: ``max_tokens``, ``packing``, ...
 
     One ``iter()`` is one pass. Batches are those that ``PackedCollator`` makes of their examples in
@@ -89,6 +87,9 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         world_size: int = 1,
         presharded: bool = False,
         num_shards: int | None = None,
+        on_error: str = "raise",
+        max_skipped: int = 100,
+        max_skipped_in_a_row: int = 10,
         **collator_options: Any,
     ) -> None:
         self.collator = PackedCollator(tokenizer, **collator_options)
@@ -97,6 +98,9 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         self.world_size = checked_int("world_size", world_size, hint="1 means one rank")
         self.rank = checked_rank(rank, self.world_size)
         self.presharded = checked_bool("presharded", presharded)
+        self.on_error, self.max_skipped = on_error, max_skipped
+        self.max_skipped_in_a_row = max_skipped_in_a_row
+        self._policy = ErrorPolicy(on_error, max_skipped, max_skipped_in_a_row)
         hint = "None makes every worker of every rank a shard"
         self.num_shards = checked_optional_int("num_shards", num_shards, hint=hint)
         self._stream = Stream(
@@ -150,7 +154,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
                 "batches over the ranks by itself, and cut what belongs together; give the dataset "
                 "rank=accelerator.process_index, world_size=accelerator.num_processes, and wrap "
                 "the loader in a PrefetchLoader, which prepare leaves as it is: PrefetchLoader("
-                "StatefulDataLoader(dataset, batch_size=None, collate_fn=dataset.as_is), "
+                "DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is), "
                 "device=accelerator.device)"
             )
         raise AttributeError(
@@ -254,53 +258,16 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         self, shard: int, position: Position, *, epoch: int | None
     ) -> Iterator[tuple[Batch | dict[str, Any], Position]]:
         """The batches of a shard after ``position``, each with the position after it."""
-        reader = reader_of(self._stream, shard, position.place)
-        for planned, after in self._planned(reader, position):
-            batch = self._collate(reader, planned, shard)
+        for batch, after in ShardBatches(
+            self._stream,
+            shard,
+            position,
+            rows_per_batch=self.rows_per_batch,
+            buffer_size=self.buffer_size,
+            policy=self._policy,
+        ):
             if self.num_shards is not None and isinstance(batch, Batch):
                 batch.metadata |= {"shard": shard, "step": after.num_given - 1}
                 batch.metadata |= {} if epoch is None else {"epoch": epoch}
-            del planned  # its entries would be held beside the next buffer
             yield batch, after
             del batch
-
-    def _planned(
-        self, reader: Reader, position: Position
-    ) -> Iterator[tuple[PlannedEntries, Position]]:
-        packing = self.collator.packing
-        windows = Windows(
-            reader.read,
-            packing,
-            rows_per_batch=self.rows_per_batch,
-            buffer_size=self.buffer_size,
-            # sequential rows stay in order, so none of them can wait
-            num_buffers=1 if packing.strategy == "sequential" else _NUM_BUFFERS,
-        )
-        batches = iter(windows)
-        for num_skipped in range(position.num_batches):
-            if next(batches, (None, position.place))[1] is not None:  # the window ends
-                raise StateError(
-                    f"the state is {position.num_batches} batches after example "
-                    f"{position.place.num_read} of the stream, where at most {num_skipped + 1} "
-                    "follow now; the source is not what it was when the state was saved"
-                )
-        for planned, next_window in batches:
-            num_given = position.num_given + 1
-            if next_window is None:
-                num_batches = position.num_batches + 1
-                position = position._replace(num_batches=num_batches, num_given=num_given)
-            else:
-                position = Position(next_window, 0, num_given)
-            yield planned, position
-            del planned
-
-    def _collate(
-        self, reader: Reader, planned: PlannedEntries, shard: int
-    ) -> Batch | dict[str, Any]:
-        try:
-            examples = reader.examples(planned.entries)
-            batch: Batch | dict[str, Any] = self.collator(PlannedExamples(planned.plan, examples))
-            return batch
-        except DataError as error:
-            positions, of = planned.entries["position"].tolist(), self._stream.name(shard)
-            raise at_positions(error, positions, of) from error

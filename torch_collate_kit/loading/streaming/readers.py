@@ -23,6 +23,7 @@ from torch_collate_kit.loading.streaming.shards import (
     Stream,
     TokenizedShard,
 )
+from torch_collate_kit.loading.streaming.skipping import ErrorPolicy, Skipped
 from torch_collate_kit.packing.fitting import cut_to_fit, num_pieces
 from torch_collate_kit.packing.images import ImageLoad, image_load
 from torch_collate_kit.reading.raw import KNOWN, Examples
@@ -42,6 +43,7 @@ ENTRY = np.dtype(
         ("next_start", np.int64),  # ...
         ("source", np.object_),
         ("example", np.object_),  # the whole of it; None where rows are read by position
+        ("skipped", np.object_),  # a tuple of the wrong examples before it; None without any
     ]
 )
 
@@ -60,8 +62,10 @@ class _ExampleReader:
         place: Place,
         collator: PackedCollator[Any],
         of: str,
+        policy: ErrorPolicy,
     ) -> None:
-        self._collator, self._of = collator, of
+        self._collator, self._of, self._policy = collator, of, policy
+        self.skipped: list[Skipped] = []  # since the last entry
         self._entries = self._read(examples, place)
 
     def read(self, num_entries: int) -> np.ndarray:
@@ -94,13 +98,21 @@ class _ExampleReader:
                 if is_split := len(pieces) > 1:
                     example = self._as_arrays(example)
             except DataError as error:
-                raise at_positions(error, [position], self._of) from error
+                named = at_positions(error, [position], self._of)
+                if not self._policy.skips:
+                    raise named from error
+                self.skipped.append(Skipped(position, str(named)))
+                self._policy.check_unread(self.skipped)
+                before = after
+                continue
             _check_start(before, position, num_tokens)
             for start, length in pieces:
                 stop = start + length
                 following = after if stop == num_tokens else before._replace(start=stop)
                 if start >= before.start:
-                    yield position, start, length, is_split, patches, cost, *following, example
+                    of = position, start, length, is_split, patches, cost
+                    skipped, self.skipped = tuple(self.skipped) or None, []
+                    yield *of, *following, example, skipped
             before = after
         _check_start(before)
 
@@ -145,9 +157,16 @@ class _ExampleReader:
 class _RowReader:
     """No Python object per example: lengths come from offsets, rows when their batch is made."""
 
-    def __init__(self, shard: TokenizedShard, place: Place, collator: PackedCollator[Any]) -> None:
+    def __init__(
+        self,
+        shard: TokenizedShard,
+        place: Place,
+        collator: PackedCollator[Any],
+        policy: ErrorPolicy,
+    ) -> None:
         self._dataset, self._positions = shard
-        self._collator = collator
+        self._collator, self._policy = collator, policy
+        self.skipped: list[Skipped] = []  # since the last entry
         self._before = place  # of the first of the positions
         if not self._positions:
             _check_start(place)
@@ -156,6 +175,8 @@ class _RowReader:
     def read(self, num_entries: int) -> np.ndarray:
         while len(self._ready) < num_entries and self._positions:
             more = self._read(num_entries - len(self._ready))
+            if len(more) and self.skipped:
+                more["skipped"][0], self.skipped = tuple(self.skipped), []
             self._ready = np.concatenate([self._ready, more])
         entries, self._ready = np.split(self._ready, [num_entries])
         return entries
@@ -166,7 +187,10 @@ class _RowReader:
         return self._dataset.__getitems__(entries["position"])
 
     def _read(self, num_entries: int) -> np.ndarray:
-        """Entries of at least one example, and of no more than make ``num_entries``."""
+        """Entries of at least one example, and of no more than make ``num_entries``.
+
+        None of an example that is wrong, and left out.
+        """
         span = self._positions[:num_entries]
         positions = np.arange(span.start, span.stop, span.step)
         try:
@@ -179,8 +203,14 @@ class _RowReader:
             self._check(positions, lengths)
         except DataError as error:
             if len(span) > 1:
-                return self._read(1)  # those before the wrong one are given out
-            raise at_positions(error, [span[0]]) from error
+                return self._read(len(span) // 2)  # those before the wrong one are given out
+            named = at_positions(error, [span[0]])
+            if not self._policy.skips:
+                raise named from error
+            self.skipped.append(Skipped(span[0], str(named)))
+            self._policy.check_unread(self.skipped)
+            self._positions, self._before = self._positions[1:], Place(span[0] + 1)
+            return np.empty(0, dtype=ENTRY)
         entries = self._entries_of(positions, lengths)
         self._positions = self._positions[len(positions) :]
         self._before = Place(int(positions[-1]) + 1)
@@ -211,7 +241,7 @@ class _RowReader:
         is_last = starts + num_tokens == lengths[rows]
         num_read_before = np.append(self._before.num_read, positions[:-1] + 1)
         entries = np.zeros(len(rows), dtype=ENTRY)
-        entries["source"] = entries["example"] = None
+        entries["source"] = entries["example"] = entries["skipped"] = None
         entries["position"], entries["start"] = positions[rows], starts
         entries["num_tokens"], entries["is_piece"] = num_tokens, num_tokens < lengths[rows]
         entries["num_read"] = np.where(is_last, positions[rows] + 1, num_read_before[rows])
@@ -258,9 +288,9 @@ def at_positions(error: DataError, positions: Sequence[int], of: str = "the stre
     return DataError(message.replace(found, f"example {position} of {of}", 1))
 
 
-def reader_of(stream: Stream, shard: int, place: Place) -> Reader:
+def reader_of(stream: Stream, shard: int, place: Place, policy: ErrorPolicy) -> Reader:
     """What comes after ``place`` in a shard."""
     found = stream.read(place, shard)
     if isinstance(found, TokenizedShard):
-        return _RowReader(found, place, stream.collator)
-    return _ExampleReader(found, place, stream.collator, stream.name(shard))
+        return _RowReader(found, place, stream.collator, policy)
+    return _ExampleReader(found, place, stream.collator, stream.name(shard), policy)

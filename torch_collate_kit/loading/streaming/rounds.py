@@ -22,6 +22,8 @@ class Position(NamedTuple):
     num_batches: int = 0  # since then
     num_given: int = 0  # batches since the pass began
     has_ended: bool = False  # known only after the turn that follows the last batch
+    num_skipped: int = 0  # examples that were left out of what was given
+    num_lacking: int = 0  # the last batches, as far back as each lacks an example
 
 
 class Turn(NamedTuple):

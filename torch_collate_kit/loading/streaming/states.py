@@ -23,20 +23,28 @@ _MAX_COUNT = 2**63 - 1
 def state_of_one(settings: Mapping[str, Any], position: Position) -> dict[str, Any]:
     """The state of a process that is one shard."""
     counts = {**position.place._asdict(), "num_batches": position.num_batches}
-    return copy.deepcopy({"version": _VERSION, **settings, **counts})
+    skipped = {"skipped": _skipped_of(position)} if position.num_skipped else {}
+    return copy.deepcopy({"version": _VERSION, **settings, **counts, **skipped})
 
 
 def state_of_shards(
     settings: Mapping[str, Any], positions: Mapping[int, Position]
 ) -> dict[str, Any]:
     """The state of some shards: num_read, start, num_batches, num_given and the source's state."""
-    shards = {}
-    for shard, (place, num_batches, num_given, _) in sorted(positions.items()):
-        counts = [place.num_read, place.start, num_batches, num_given]
+    shards, skipped = {}, {}
+    for shard, at in sorted(positions.items()):
+        place = at.place
+        counts = [place.num_read, place.start, at.num_batches, at.num_given]
         shards[str(shard)] = counts if place.source is None else [*counts, place.source]
+        if at.num_skipped:
+            skipped[str(shard)] = _skipped_of(at)
     ended = sorted(shard for shard, position in positions.items() if position.has_ended)
     state = {"version": _SHARDS_VERSION, **settings, "shards": shards, "ended": ended}
-    return copy.deepcopy(state)
+    return copy.deepcopy(state | ({"skipped": skipped} if skipped else {}))
+
+
+def _skipped_of(position: Position) -> list[int]:
+    return [position.num_skipped, position.num_lacking]
 
 
 def position_in(
@@ -54,7 +62,7 @@ def position_in(
         raise StateError(f"the state's num_read, start, num_batches are {counts}; it is damaged")
     _check_start(state["start"], packing)
     place = Place(state["num_read"], state["start"], copy.deepcopy(state.get("source")))
-    return Position(place, state["num_batches"])
+    return _with_skipped(Position(place, state["num_batches"]), state.get("skipped"))
 
 
 def positions_in(
@@ -78,9 +86,26 @@ def positions_in(
             f"the state has {len(found)} shards, but not {missing}, which this rank reads; it is "
             "the state of another rank: load merge_states([...]) of the states of all ranks"
         )
-    return {
+    skipped = state.get("skipped", {})
+    if not isinstance(skipped, Mapping):
+        raise StateError(f"the state has skipped={skipped!r}; it is damaged")
+    positions = {
         shard: _position_of(found[str(shard)], shard, shard in ended, packing) for shard in shards
     }
+    return {
+        shard: _with_skipped(position, skipped.get(str(shard)))
+        for shard, position in positions.items()
+    }
+
+
+def _with_skipped(position: Position, found: Any) -> Position:
+    if found is None:
+        return position
+    if not isinstance(found, list) or len(found) != 2 or not _are_counts(found):
+        raise StateError(
+            f"the state has skipped={found!r}, not [num_skipped, num_lacking]; it is damaged"
+        )
+    return position._replace(num_skipped=found[0], num_lacking=found[1])
 
 
 def _position_of(found: Any, shard: int, has_ended: bool, packing: PackingOptions) -> Position:
@@ -141,7 +166,8 @@ def _merged(states: list[Mapping[str, Any]]) -> dict[str, Any]:
                 f"state {number} is of a stream without num_shards, whose shards depend on the "
                 "number of ranks and workers; only that number can go on with it"
             )
-        settings.append({k: v for k, v in state.items() if k not in ("shards", "ended")})
+        of_shards = ("shards", "ended", "skipped")
+        settings.append({k: v for k, v in state.items() if k not in of_shards})
     _check_agree(settings)
     shards: dict[str, Any] = {}
     for number, state in enumerate(states):
@@ -153,7 +179,9 @@ def _merged(states: list[Mapping[str, Any]]) -> dict[str, Any]:
         shards |= state["shards"]
     in_order = {shard: shards[shard] for shard in sorted(shards, key=int)}
     ended = sorted(shard for state in states for shard in state["ended"])
-    return copy.deepcopy({**settings[0], "shards": in_order, "ended": ended})
+    merged = {**settings[0], "shards": in_order, "ended": ended}
+    skipped = {k: v for state in states for k, v in state.get("skipped", {}).items()}
+    return copy.deepcopy(merged | ({"skipped": skipped} if skipped else {}))
 
 
 def _check_agree(states: list[dict[str, Any]]) -> None:

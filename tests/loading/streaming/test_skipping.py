@@ -1,0 +1,306 @@
+"""Wrong examples of a stream are left out: which, from which batch, how many at most."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.batch_checks import assert_same_batch
+from tests.loading.streaming.column_sources import dataset_of
+from tests.loading.streaming.streaming_oracle import SETTINGS, StatefulSource, all_tokens, tokens_of
+from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.loading import PackedIterableDataset, PrefetchLoader, merge_states
+from torch_collate_kit.loading.streaming.rounds import Position
+from torch_collate_kit.loading.streaming.skipping import ErrorPolicy, Skipped, plan_without
+from torch_collate_kit.packing import pack
+from torch_collate_kit.testing import assert_exact_resume, batch_digest
+
+LENGTHS = np.random.default_rng(3).integers(1, 9, size=60).tolist()
+GOOD = [{"input_ids": np.arange(100 * i, 100 * i + n)} for i, n in enumerate(LENGTHS)]
+UNREADABLE = (7, 8, 30, 58, 59)  # without a length, or longer than a row
+WRONG = (3, 20, 21, 41)  # found when their batch is made
+
+
+def examples() -> list[dict[str, Any]]:
+    made = list(GOOD)
+    for i in UNREADABLE:
+        made[i] = {"input_ids": np.arange(13 if i == 30 else 0)}
+    for i in WRONG:
+        made[i] = {"input_ids": np.array([5, -9])}
+    return made
+
+
+LEFT = [e for i, e in enumerate(GOOD) if i not in UNREADABLE + WRONG]
+SOURCES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
+    "list": list,
+    "stateful": StatefulSource,
+    "columns": dataset_of,
+    "stream": lambda made: dataset_of(made).to_iterable_dataset(),
+}
+# all but the last two, after which there is no batch
+NAMED = sorted(UNREADABLE[:-2] + WRONG)
+
+
+def make(source: Any, **more: Any) -> PackedIterableDataset:
+    return PackedIterableDataset(source, **SETTINGS | {"on_error": "skip"} | more)
+
+
+def skipped_in(batches: list[Any]) -> list[int]:
+    return [i for batch in batches for i in batch.metadata.get("skipped", [])]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("more", [{}, {"rows_per_batch": 2}, {"strategy": "sequential"}])
+def test_all_other_examples_are_given_out_and_what_is_not_is_named(
+    name: str, more: dict[str, Any]
+) -> None:
+    batches = list(make(SOURCES[name](examples()), **more))
+    assert tokens_of(batches) == all_tokens(LEFT)
+    assert sorted(skipped_in(batches)) == NAMED
+    assert sum(batch.metadata["num_examples"] for batch in batches) == len(LEFT)
+    assert all(batch.metadata.get("skipped") != [] for batch in batches)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_until_the_first_wrong_example_nothing_changes(name: str) -> None:
+    """Then the row of the wrong example lacks it, and all others are what they were."""
+    found, expected = list(make(SOURCES[name](examples()))), []
+    good = [{"input_ids": [6, 7]} if i in WRONG else e for i, e in enumerate(examples())]
+    good = [e for i, e in enumerate(good) if i not in UNREADABLE]
+    planned = list(PackedIterableDataset(good, **SETTINGS))
+    assert len(found) == len(planned)
+    for batch, whole in zip(found, planned, strict=True):
+        wanted = [e for e in rows_of(whole) if e != [6, 7]]
+        assert rows_of(batch) == wanted
+        expected.append(whole.metadata["num_examples"] - len(wanted))
+    assert sum(expected) == len(WRONG)
+
+
+def rows_of(batch: Any) -> list[list[int]]:
+    """The tokens of each example of a batch of one row."""
+    lengths = batch["sub_seq_lengths"].tolist()[0]
+    bounds = np.cumsum([0, *lengths])
+    return [batch["input_ids"][0, a:b].tolist() for a, b in pairwise(bounds)]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("more", [{}, {"num_shards": 2}, {"buffer_size": 1}])
+def test_exact_resume(name: str, more: dict[str, Any]) -> None:
+    def stream() -> PackedIterableDataset:
+        source = SOURCES[name](examples())
+        one_for_each = more.get("num_shards") and name == "stateful"
+        return make((lambda: StatefulSource(examples())) if one_for_each else source, **more)
+
+    num_batches = len(list(stream()))
+    assert_exact_resume(stream, num_steps=num_batches + 2, stops=range(0, num_batches + 2, 5))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("first", [0, 5, 22, 31])
+def test_a_run_that_an_example_has_ended_goes_on_without_it(name: str, first: int) -> None:
+    source = SOURCES[name](examples()[first:])
+    expected = list(make(source))
+    found, state = given_before_the_error(make(source, on_error="raise"))
+    assert len(found) < len(expected)
+    resumed = make(source)
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    for batch, wanted in zip([*found, *resumed], expected, strict=True):
+        assert_same_batch(batch, wanted)
+
+
+def given_before_the_error(dataset: PackedIterableDataset) -> tuple[list[Any], dict[str, Any]]:
+    found: list[Any] = []
+    batches = iter(dataset)
+    while True:
+        try:
+            found.append(next(batches))
+        except DataError:
+            return found, dataset.state_dict()
+
+
+def test_skipped_examples_are_counted_once_and_logged_once(caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, logger="torch_collate_kit"):
+        whole = list(make(examples()))
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == len(UNREADABLE + WRONG)
+    assert (
+        "skipped: example 3 of the stream: input_ids is -9 at token 1; token ids are 0 or more "
+        "(-100 belongs into labels) (1 of at most 100)" in texts
+    )
+    assert texts[-1].startswith("skipped: example 59 of the stream is empty")
+    assert texts[-1].endswith("(9 of at most 100)")
+    caplog.clear()
+    num_given, texts_again = 0, []
+    state = make(examples()).state_dict()
+    for batch in whole:  # a new process for each
+        dataset = make(examples())
+        dataset.load_state_dict(json.loads(json.dumps(state)))
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="torch_collate_kit"):
+            assert_same_batch(next(iter(dataset)), batch)
+        texts_again += [record.getMessage() for record in caplog.records]
+        num_given += len(batch.metadata.get("skipped", []))
+        state = dataset.state_dict()
+        assert state.get("skipped", [0])[0] == num_given
+    assert texts_again == texts[:-2]
+    assert num_given == len(NAMED)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_shards_count_for_themselves_with_any_ranks_and_workers(num_workers: int) -> None:
+    def loader(rank: int, world_size: int) -> PrefetchLoader:
+        dataset = make(examples(), num_shards=4, rank=rank, world_size=world_size)
+        return PrefetchLoader(
+            DataLoader(dataset, batch_size=None, num_workers=num_workers, collate_fn=dataset.as_is)
+        )
+
+    with loader(0, 1) as whole:
+        expected = [batch_digest(batch) for batch in whole]
+    states, found = [], []
+    for rank in range(2):
+        with loader(rank, 2) as part:
+            found += [batch_digest(batch) for batch in islice(part, 8)]
+            states.append(part.state_dict())
+    merged = json.loads(json.dumps(merge_states(states)))
+    skipped = merged["stream"]["skipped"]
+    assert sum(num_skipped for num_skipped, _ in skipped.values()) >= 4
+    with loader(0, 1) as rest:
+        rest.load_state_dict(merged)
+        assert rest.state_dict()["stream"]["skipped"] == skipped
+        found += [batch_digest(batch) for batch in rest]
+    assert sorted(found) == sorted(expected)
+
+
+def test_the_whole_of_a_batch_may_be_wrong() -> None:
+    wrong = {"input_ids": [1, -1, 2]}
+    source = [GOOD[0], wrong, wrong, {"input_ids": []}, GOOD[4], wrong]
+    batches = list(make(source, buffer_size=1, max_tokens=8))
+    assert tokens_of(batches) == all_tokens([GOOD[0], GOOD[4]])
+    assert [batch.metadata.get("skipped") for batch in batches] == [None, [1, 2, 3]]
+    assert list(make([wrong, wrong])) == []
+    assert_exact_resume(lambda: make(source, buffer_size=1, max_tokens=8), num_steps=4)
+
+
+@pytest.mark.parametrize("source", [list, dataset_of])
+def test_too_many_in_a_row_raise(source: Any) -> None:
+    some = GOOD[:6]
+    empty = [{"input_ids": np.arange(0)}] * 4
+    data = source([*some, *empty, *GOOD[10:20]])
+    assert len(tokens_of(list(make(data, max_skipped_in_a_row=4)))) > 0
+    message = (
+        "4 examples in a row cannot be packed, more than max_skipped_in_a_row=3; the last one: "
+        "example 9 of the stream is empty"
+    )
+    with pytest.raises(DataError, match=message):
+        list(make(data, max_skipped_in_a_row=3))
+    wrong = [[e, {"input_ids": np.array([1, -1, 1])}] for e in GOOD[:12]]
+    data = source([e for pair in wrong for e in pair])
+    message = (
+        "3 batches in a row lack a skipped example, more than max_skipped_in_a_row=2; the last one"
+        ": example 5 of the stream: input_ids is -1 at token 1"
+    )
+    batches = iter(make(data, max_skipped_in_a_row=2, buffer_size=2, strategy="sequential"))
+    assert skipped_in(list(islice(batches, 2))) == [1, 3]
+    with pytest.raises(DataError, match=message):
+        next(batches)
+
+
+@pytest.mark.parametrize("resumed_after", [None, 3])
+def test_too_many_raise(resumed_after: int | None) -> None:
+    options = {"max_skipped": 4, "max_skipped_in_a_row": 100}
+    dataset = make(examples(), **options)
+    if resumed_after is not None:
+        list(islice(dataset, resumed_after))
+        state = dataset.state_dict()
+        dataset = make(examples(), **options)
+        dataset.load_state_dict(state)
+    message = r"\d examples were skipped, more than max_skipped=4; the last one: example \d+ of the"
+    with pytest.raises(DataError, match=message):
+        list(dataset)
+    assert dataset.state_dict().get("skipped", [0])[0] <= 4
+
+
+def test_what_is_wrong_with_no_single_example_raises() -> None:
+    mixed = [{"input_ids": [1, 2], "loss_mask": [0, 1]}, {"input_ids": [3], "labels": [3]}]
+    with pytest.raises(DataError, match="differ in labels"):
+        list(make(mixed))
+
+
+def test_nothing_changes_where_nothing_is_wrong() -> None:
+    for more in ({}, {"rows_per_batch": 2}, {"overflow": "split", "max_tokens": 5}):
+        settings = {"buffer_size": 9} | more
+        expected = list(make(GOOD, **settings, on_error="raise"))
+        for batch, wanted in zip(make(GOOD, **settings), expected, strict=True):
+            assert batch_digest(batch) == batch_digest(wanted)
+
+
+def test_of_a_split_example_the_wrong_pieces_are_left_out() -> None:
+    long = {"input_ids": [*range(9000, 9018), -1, 9019, 9020, -2]}
+    options = {"overflow": "split", "max_tokens": 5, "rows_per_batch": 2}
+    batches = list(make([*GOOD[:3], long, *GOOD[4:9]], **options))
+    pieces = {"input_ids": range(9000, 9015)}
+    assert tokens_of(batches) == all_tokens([*GOOD[:3], pieces, *GOOD[4:9]])
+    assert set(skipped_in(batches)) == {3}
+
+
+def test_an_error_of_the_source_itself_raises() -> None:
+    def source() -> Any:
+        yield from GOOD[:3]
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(make(source))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_error": "drop"}, "on_error must be one of 'raise', 'skip'; got 'drop'"),
+        ({"max_skipped": 0}, "max_skipped must be at least 1, got 0"),
+        ({"max_skipped_in_a_row": 0}, "max_skipped_in_a_row must be at least 1, got 0"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(GOOD, **options)
+
+
+@pytest.mark.parametrize("damaged", [3, [1], [1, -1], ["a", 1]])
+def test_damaged_counts_are_refused(damaged: Any) -> None:
+    for more in ({}, {"num_shards": 2}):
+        dataset = make(GOOD, **more)
+        state = dataset.state_dict() | {"skipped": {"0": damaged} if more else damaged}
+        with pytest.raises(StateError, match=r"the state has skipped=.*; it is damaged"):
+            dataset.load_state_dict(state)
+    with pytest.raises(StateError, match=r"the state has skipped=3; it is damaged"):
+        dataset.load_state_dict(state | {"skipped": 3})
+
+
+def test_a_plan_without_examples_keeps_its_rows() -> None:
+    plan = pack([4, 2, 6, 9, 3], 6, overflow="drop")
+    assert plan.bins == [[2], [0, 1], [4]]
+    is_wrong = np.array([False, True, True, False, False])
+    left = plan_without(plan, is_wrong)
+    assert left.bins == [[], [0], [2]]
+    assert left.dropped.tolist() == [1]
+    assert (left.lengths.tolist(), left.num_dummy_rows) == ([4, 3], 1)
+    assert plan.bins == [[2], [0, 1], [4]]
+
+
+def test_batches_without_a_skip_begin_the_count_in_a_row_anew() -> None:
+    policy = ErrorPolicy("skip", 100, 2)
+    at = policy.counted(Position(), [Skipped(1, "a"), Skipped(2, "b")])
+    assert (at.num_skipped, at.num_lacking) == (2, 1)
+    at = policy.counted(at, [])
+    assert (at.num_skipped, at.num_lacking) == (2, 0)
+    at = policy.counted(policy.counted(at, [Skipped(7, "c")]), [Skipped(9, "d")])
+    assert (at.num_skipped, at.num_lacking) == (4, 2)
+    with pytest.raises(DataError, match=r"3 batches in a row lack .*; the last one: e"):
+        policy.counted(at, [Skipped(11, "e")])

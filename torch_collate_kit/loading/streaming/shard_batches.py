@@ -1,0 +1,124 @@
+"""The batches of one shard: read, planned in windows, collated, and without wrong examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.loading.streaming.readers import at_positions, reader_of
+from torch_collate_kit.loading.streaming.rounds import Position
+from torch_collate_kit.loading.streaming.shards import Stream
+from torch_collate_kit.loading.streaming.skipping import ErrorPolicy, Skipped, plan_without
+from torch_collate_kit.loading.streaming.windows import PlannedEntries, Windows
+from torch_collate_kit.packing import PackingPlan, PlannedExamples
+
+__all__ = ["ShardBatches"]
+
+_NUM_BUFFERS = 8  # of a window; 4 lose 0.9% on lengths spread evenly, for half the reading
+
+
+class ShardBatches:
+    """Iterates once over the batches of a shard after ``position``, each with the one after it.
+
+    Raises:
+        DataError: an example is wrong, or too many are; the message names its position.
+        StateError: the position is not one of this source.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        shard: int,
+        position: Position,
+        *,
+        rows_per_batch: int,
+        buffer_size: int,
+        policy: ErrorPolicy,
+    ) -> None:
+        self._collator, self._name = stream.collator, stream.name(shard)
+        self._position, self._policy = position, policy
+        self._reader = reader_of(stream, shard, position.place, policy)
+        packing = self._collator.packing
+        self._windows = Windows(
+            self._reader.read,
+            packing,
+            rows_per_batch=rows_per_batch,
+            buffer_size=buffer_size,
+            # sequential rows stay in order, so none of them can wait
+            num_buffers=1 if packing.strategy == "sequential" else _NUM_BUFFERS,
+        )
+
+    def __iter__(self) -> Iterator[tuple[Batch | dict[str, Any], Position]]:
+        at = self._position
+        skipped: list[Skipped] = []
+        for planned, next_window in self._not_given(at):
+            batch, wrong = self._collated(planned)
+            skipped += [one for some in planned.entries["skipped"] if some for one in some] + wrong
+            del planned  # its entries would be held beside the next buffer
+            at = at._replace(num_batches=at.num_batches + 1)
+            if next_window is not None:
+                at = at._replace(place=next_window, num_batches=0)
+            if batch is None:
+                continue
+            at = self._policy.counted(at._replace(num_given=at.num_given + 1), skipped)
+            if skipped and isinstance(batch, Batch):
+                batch.metadata["skipped"] = sorted({one.position for one in skipped})
+            skipped = []
+            yield batch, at
+            del batch
+        self._policy.counted(at, skipped + self._reader.skipped)
+
+    def _not_given(self, at: Position) -> Iterator[tuple[PlannedEntries, Any]]:
+        """The batches of the window that follow, and those of all later windows."""
+        batches = iter(self._windows)
+        for num_skipped in range(at.num_batches):
+            if next(batches, (None, at.place))[1] is not None:  # the window ends
+                raise StateError(
+                    f"the state is {at.num_batches} batches after example {at.place.num_read} of "
+                    f"the stream, where at most {num_skipped + 1} follow now; the source is not "
+                    "what it was when the state was saved"
+                )
+        yield from batches
+
+    def _collated(
+        self, planned: PlannedEntries
+    ) -> tuple[Batch | dict[str, Any] | None, list[Skipped]]:
+        """The batch, or None if nothing is left of it, and which examples were left out."""
+        try:
+            return self._collate(planned.entries, planned.plan), []
+        except DataError as error:
+            wrong = self._wrong_alone(planned) if self._policy.skips else {}
+            if not wrong:
+                positions = planned.entries["position"].tolist()
+                raise at_positions(error, positions, self._name) from error
+        is_wrong = np.zeros(len(planned.entries), dtype=bool)
+        is_wrong[list(wrong)] = True
+        plan = plan_without(planned.plan, is_wrong)
+        if not len(plan.example_indices):
+            return None, list(wrong.values())
+        rest, _ = self._collated(PlannedEntries(planned.entries[~is_wrong], plan))
+        return rest, list(wrong.values())
+
+    def _wrong_alone(self, planned: PlannedEntries) -> dict[int, Skipped]:
+        """The examples of a batch that cannot be collated alone, by their number in it."""
+        wrong = {}
+        for number in np.unique(planned.plan.example_indices).tolist():
+            others = np.arange(len(planned.entries)) != number
+            entry = planned.entries[~others]
+            try:
+                self._collate(entry, plan_without(planned.plan, others))
+            except DataError as error:
+                position = int(entry["position"][0])
+                reason = str(at_positions(error, [position], self._name))
+                wrong[number] = Skipped(position, reason)
+        return wrong
+
+    def _collate(self, entries: npt.NDArray[np.void], plan: PackingPlan) -> Batch | dict[str, Any]:
+        examples = self._reader.examples(entries)
+        batch: Batch | dict[str, Any] = self._collator(PlannedExamples(plan, examples))
+        return batch

@@ -1,0 +1,97 @@
+"""What a stream does with an example that is wrong: raise, or leave it out, up to a limit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_collate_kit._checks import checked_choice, checked_int
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading.streaming.rounds import Position
+from torch_collate_kit.packing import PackingPlan
+
+__all__ = ["ErrorPolicy", "Skipped", "plan_without"]
+
+_logger = logging.getLogger("torch_collate_kit")
+
+
+class Skipped(NamedTuple):
+    """An example that was left out."""
+
+    position: int
+    reason: str  # the message of its error, which names it
+
+
+class ErrorPolicy:
+    """Whether wrong examples are left out, and how many of a shard at most."""
+
+    def __init__(self, on_error: str, max_skipped: int, max_skipped_in_a_row: int) -> None:
+        checked_choice("on_error", on_error, ("raise", "skip"))
+        self.skips = on_error == "skip"
+        self.max_skipped = checked_int("max_skipped", max_skipped)
+        self.max_in_a_row = checked_int("max_skipped_in_a_row", max_skipped_in_a_row)
+
+    def check_unread(self, skipped: Sequence[Skipped]) -> None:
+        """DataError if too many examples in a row could not be read."""
+        if len(skipped) > self.max_in_a_row:
+            raise DataError(
+                f"{len(skipped)} examples in a row cannot be packed, more than "
+                f"max_skipped_in_a_row={self.max_in_a_row}; the last one: {skipped[-1].reason}"
+            )
+
+    def counted(self, position: Position, skipped: Sequence[Skipped]) -> Position:
+        """``position`` after a batch without these examples, each of which is logged.
+
+        Raises:
+            DataError: more than the limits allow.
+        """
+        if not skipped:
+            return position._replace(num_lacking=0)
+        for number, (_, reason) in enumerate(skipped, position.num_skipped + 1):
+            _logger.warning("skipped: %s (%d of at most %d)", reason, number, self.max_skipped)
+        num_skipped, num_lacking = position.num_skipped + len(skipped), position.num_lacking + 1
+        last = f"the last one: {skipped[-1].reason}"
+        if num_skipped > self.max_skipped:
+            raise DataError(
+                f"{num_skipped} examples were skipped, more than max_skipped={self.max_skipped}; "
+                f"{last}"
+            )
+        if num_lacking > self.max_in_a_row:
+            raise DataError(
+                f"{num_lacking} batches in a row lack a skipped example, more than "
+                f"max_skipped_in_a_row={self.max_in_a_row}; {last}"
+            )
+        return position._replace(num_skipped=num_skipped, num_lacking=num_lacking)
+
+
+def plan_without(plan: PackingPlan, is_wrong: npt.NDArray[np.bool_]) -> PackingPlan:
+    """The same rows without some examples, bool [N]; the others are numbered anew.
+
+    >>> from torch_collate_kit.packing import pack
+    >>> plan = pack([4, 2, 6], 6)
+    >>> plan.bins, plan_without(plan, np.array([True, False, True])).bins
+    ([[2], [0, 1]], [[], [0]])
+    """
+    numbers = np.cumsum(~is_wrong) - 1
+    left = ~is_wrong[plan.example_indices]
+
+    def renumbered(examples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return numbers[examples[~is_wrong[examples]]]
+
+    num_before = np.concatenate([[0], np.cumsum(left)])
+    return replace(
+        plan,
+        example_indices=renumbered(plan.example_indices),
+        starts=plan.starts[left],
+        lengths=plan.lengths[left],
+        row_offsets=num_before[plan.row_offsets],
+        dropped=renumbered(plan.dropped),
+        cut=renumbered(plan.cut),
+        patches=plan.patches[left],
+        vision_costs=plan.vision_costs[left],
+    )
