@@ -15,8 +15,14 @@ from torch import Tensor
 from gpu.errors import compared
 from gpu.families import VOCABULARY, small_model
 from gpu.where import ROOT, Where
-from torch_collate_kit import Batch, IsolationError, PackedCollator, Ragged, check_isolation
-from torch_collate_kit import token_loss as loss_of
+from torch_collate_kit import (
+    Batch,
+    IsolationError,
+    PackedCollator,
+    Ragged,
+    check_isolation,
+    token_loss,
+)
 
 __all__ = ["dense_fields", "gpu_tests", "head_loss", "isolation"]
 
@@ -94,7 +100,8 @@ def gpu_tests(where: Where) -> dict[str, Any]:
     if importlib.util.find_spec("pytest") is None:
         return {"checks": [], "skipped": f"{name}: pytest is missing"}
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", name]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-500:]]
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (\w+)", lines[-1])}
@@ -125,12 +132,11 @@ def _losses(
         head.weight.copy_(weight)
     options = {"num_loss_tokens": batch.metadata["num_loss_tokens"]}
     if through_head:
-        loss = loss_of(hidden, batch, head=head, logit_softcap=capped, **options)
+        loss = token_loss(hidden, batch, head=head, logit_softcap=capped, **options)
     else:
         logits = head(hidden)
-        loss = loss_of(
-            logits if capped is None else capped * torch.tanh(logits / capped), batch, **options
-        )
+        logits = logits if capped is None else capped * torch.tanh(logits / capped)
+        loss = token_loss(logits, batch, **options)
     loss.backward()
     return {"loss": loss, "hidden": hidden.grad, "weight": head.weight.grad}
 

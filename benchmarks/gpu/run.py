@@ -15,13 +15,14 @@ what is measured.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.cell:
         return _measure(chosen(names=[given.cell], tiny=given.tiny)[0], where, results)
     if not given.table:
-        _run_all(cells, results, given, out)
+        try:
+            _run_all(cells, results, given, out)
+        except KeyboardInterrupt:
+            print("stopped; what was measured is saved, and the next run goes on", flush=True)
     page, failed = write_page(out, results, where)
     print(f"{page}: {failed} failed checks" if failed else page)
     return 1 if failed else 0
@@ -89,8 +93,10 @@ def _run_all(cells: list[Cell], results: Results, given: argparse.Namespace, out
     deadline = time.monotonic() + 60 * given.minutes - _RESERVE
     for number, cell in enumerate(cells, 1):
         head = f"[{number}/{len(cells)}] {cell.name}"
-        if results.load(cell.name) is not None and not given.again:
-            print(f"{head}: measured already", flush=True)
+        found = results.load(cell.name)
+        if found is not None and not given.again:
+            error = f": {found['error']} (--again tries it anew)" if "error" in found else ""
+            print(f"{head}: measured already{error}", flush=True)
             continue
         left = deadline - time.monotonic()
         if left < (1 if given.tiny else cell.seconds):
@@ -109,30 +115,54 @@ def _in_a_process(
     """Whether there is a result now, which may be that it failed."""
     command = [sys.executable, str(Path(__file__).resolve()), "--cell", cell.name]
     command += ["--out", str(out), *["--cpu", "--tiny"] * given.cpu]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
-    environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     before, log = results.load(cell.name), results.folder / "logs" / f"{cell.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(min(cell.limit, left))
-        except BaseException as error:  # KeyboardInterrupt too
-            os.killpg(process.pid, signal.SIGKILL)  # its DataLoader workers with it
-            process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            if left < cell.limit:
-                return False
-            results.save(cell.name, {"error": f"stopped after {cell.limit} s"})
-            return True
-    if code != 0 and results.load(cell.name) == before:
+        code = _exit_code(command, environment, file, min(cell.limit, left))
+    if code is None and left < cell.limit:
+        return False
+    if code is None:
+        results.save(cell.name, {"error": f"stopped after {cell.limit} s"})
+    elif code != 0 and results.load(cell.name) == before:
         tail = log.read_text(encoding="utf-8", errors="replace")[-1000:]
         results.save(cell.name, {"error": f"the process ended with {code}", "output": tail})
     return True
+
+
+def _exit_code(
+    command: list[str], environment: dict[str, str], log: Any, seconds: float
+) -> int | None:
+    """Of a process that is killed after ``seconds``, then None; or when this one is interrupted."""
+    process = None
+    try:
+        with _uninterrupted():
+            process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process is not None and process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)  # its DataLoader workers with it
+            process.wait()
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A signal to stop is obeyed at the end: a process that is just starting is then known."""
+    told: list[int] = []
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(s, lambda number, _: told.append(number)) for s in signals]
+    try:
+        yield
+    finally:
+        for s, handler in zip(signals, before, strict=True):
+            signal.signal(s, handler)
+    if told:
+        raise KeyboardInterrupt
 
 
 def _measure(cell: Cell, where: Where, results: Results) -> int:
@@ -150,4 +180,5 @@ def _measure(cell: Cell, where: Where, results: Results) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cell must not outlive it
     sys.exit(main())

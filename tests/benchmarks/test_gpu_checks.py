@@ -6,6 +6,7 @@ import doctest
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,6 +64,16 @@ def test_attention_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kernels, "_sdpa_by_segment", leaking)
     assert not any(check["is_ok"] for check in attention.kernel(WHERE)["checks"])
+
+
+def test_on_a_gpu_the_kernel_itself_must_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = importlib.import_module("gpu.attention")
+    monkeypatch.setattr(Where, "is_cuda", True)  # the CPU has no kernel, so SDPA runs
+    monkeypatch.setattr(Where, "low", torch.float32)
+    monkeypatch.setattr(Where, "exact", torch.float64)
+    checks = attention.kernel(WHERE)["checks"]
+    assert {check.get("reason") for check in checks} == {"torch's varlen kernel was not used"}
+    assert not any(check["is_ok"] for check in checks)
 
 
 def test_a_family_is_compared_one_example_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +141,42 @@ def test_trainer_has_our_losses() -> None:
     assert len({round(loss, 6) for loss in ours["losses"][0]}) == 4
     ratio = ours["tokens_per_second"] * ours["seconds"][0]
     assert ratio == pytest.approx(trainer["tokens_per_second"] * trainer["seconds"][0])
+
+
+class _Event:
+    """An event on a device whose clock is a list: the time is when it was recorded."""
+
+    clock = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object = None) -> None:
+        self.time = _Event.clock
+
+    def elapsed_time(self, end: _Event) -> float:
+        return end.time - self.time
+
+
+def test_a_copy_is_hidden_if_it_ended_before_the_step_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = importlib.import_module("gpu.training")
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    batches = [object() for _ in range(4)]
+    copy = SimpleNamespace(send=lambda batch: SimpleNamespace(batch=batch), _stream="copies")
+    where = Where(torch.device("cuda"), is_tiny=True)
+    copies = training._Copies(SimpleNamespace(_copy=copy), where)
+    # when each copy ends, and each step: copies 1 and 3 end within the step before, copy 2 after it
+    times = [(0, 5), (4, 10), (11, 20), (12, 30)]
+    for batch, (copied, _) in zip(batches, times, strict=True):
+        _Event.clock = copied
+        assert copy.send(batch).batch is batch
+    for batch, (_, trained) in zip(batches, times, strict=True):
+        _Event.clock = trained
+        copies.step_ended(batch)
+    assert copies.block_ended() == [True, False, True]
+    assert copies.block_ended() == []
 
 
 def test_a_profile_has_the_longest_operations() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -195,6 +198,25 @@ def test_a_cell_that_the_budget_stops_is_not_saved(
 ) -> None:
     assert not process("sleep 60", limit=20, left=0.5)
     assert results.load("fields") is None
+
+
+def test_a_stopped_run_stops_its_cell_and_writes_the_page(tmp_path: Path) -> None:
+    cell = tmp_path / "python"
+    cell.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
+    cell.chmod(0o755)
+    code = f"import sys, runpy; sys.executable = {str(cell)!r}; sys.argv[1:] = "
+    code += f"['--cpu', '--tiny', '--cells', 'fields', '--out', {str(tmp_path)!r}]; "
+    code += f"runpy.run_path({run.__file__!r}, run_name='__main__')"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    assert "stopped; what was measured is saved" in process.communicate(timeout=30)[0]
+    assert process.returncode == 0
+    assert "| fields | left for a later run |" in (tmp_path / "gpu-cpu-tiny.md").read_text()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 @pytest.mark.parametrize(

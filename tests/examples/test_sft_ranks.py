@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import numpy as np
 import pytest
 import synthetic_chat
 import torch
@@ -108,7 +109,7 @@ def test_four_ranks_train_as_one(
     finish(server, options, tmp_path / "out", 4, sharded=sharded, before=SGD)
     expected, found = losses(alone / "sgd"), losses(tmp_path / "out")
     assert len(expected) == 20
-    assert found == pytest.approx(expected, rel=0, abs=2e-6)
+    assert found == pytest.approx(expected, rel=0, abs=1e-6)
     expected, found = weights(alone / "sgd"), weights(tmp_path / "out")
     assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
 
@@ -144,6 +145,16 @@ def test_every_rank_saves_its_part(server: RankServer, short: str, tmp_path: Pat
     assert "is of another run, which had weights: in parts" in said(out, 0)
 
 
+SEEDS = """
+import checkpoints
+whole = checkpoints.set_seed
+def watch(seed):
+    whole(seed)
+    open(f"{folder}.seed.{rank}", "w").write(str(seed))
+checkpoints.set_seed = watch
+"""
+
+
 def test_parts_go_to_another_number_of_ranks(
     server: RankServer, short: str, tmp_path: Path
 ) -> None:
@@ -156,15 +167,20 @@ def test_parts_go_to_another_number_of_ranks(
     run = json.loads(state.read_text())
     run["run"]["ranks:"] = "3"
     state.write_text(json.dumps(run))
-    finish(server, f"{padded} --resume", out, 3, sharded=True)
+    finish(server, f"{padded} --resume", out, 3, sharded=True, before=SEEDS)
     assert losses(out)[:8] == expected[:8]
     assert losses(out)[8:] == pytest.approx(expected[8:], rel=0, abs=2e-6)
+    seeds = {path.name: path.read_text() for path in tmp_path.glob("out.seed.*")}
+    expected_seed = np.random.SeedSequence((0, 8, 2)).generate_state(1)[0]  # run, step, rank
+    assert seeds == {"out.seed.2": str(expected_seed)}
 
 
 WATCH = """
 import synthetic_chat, torch
 whole = synthetic_chat.exact_match
 def watch(model, *others):
+    sharded = {type(part).__name__ for part in model.modules() if hasattr(part, "unshard")}
+    assert sharded == {"FSDPQwen3DecoderLayer"}, sharded
     with torch.no_grad():
         torch.save(model(torch.arange(20)[None]).logits, f"{folder}.logits.{rank}")
     return whole(model, *others)
@@ -206,6 +222,23 @@ def test_less_memory_changes_nothing(server: RankServer, short: str, tmp_path: P
     for name in "12":
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "0"), rel=0, abs=1e-6)
         assert torch.allclose(weights(tmp_path / name), weights(tmp_path / "0"), atol=1e-6)
+
+
+def test_adapters_in_parts(server: RankServer, short: str, tmp_path: Path) -> None:
+    """Beside frozen weights, which are sharded too, and not saved."""
+    pytest.importorskip("peft")
+    few = f"{short} --max-steps 3 --max-grad-norm 1000 --lora 4"
+    finish(server, few, tmp_path / "one", 1)
+    finish(server, few, tmp_path / "two", 2, sharded=True)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=0, abs=1e-6)
+    name = "model/adapter_model.safetensors"
+    expected, found = (load_file(tmp_path / folder / name) for folder in ("one", "two"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    saved = [
+        sum(p.stat().st_size for p in tmp_path.glob(f"two/checkpoint-*/{part}_0/__*"))
+        for part in ("pytorch_model_fsdp", "optimizer")
+    ]
+    assert saved[0] < saved[1]  # two moments of the adapters
 
 
 BF16 = """

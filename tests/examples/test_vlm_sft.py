@@ -278,3 +278,9 @@ def test_the_most_frequent_answer_is_that_of_training() -> None:
 
     trained, held_out = records("one", "two", "two"), records("one", "two", "one", "one")
     assert drawn_images.majority(trained, held_out) == {"number": 0.25}
+
+
+def test_fsdp_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vlm_sft.sft.Accelerator, "is_fsdp2", True)
+    with pytest.raises(SystemExit, match=r"FSDP: the weights that some rank does not use cannot"):
+        run(f"{TINY} --max-steps 1", tmp_path)
