@@ -85,11 +85,11 @@ ROWS: dict[str, list[str]] = {
     "left": ["..aAaAA", "....bBB", "...ccCC", ".....dD", "eEEeEEe"],
     "right": ["aAaAA..", "bBB....", "ccCC...", "dD.....", "eEEeEEe"],
     "labels": ["...aAaAA", ".....bBB", "....ccCC", "......dD", ".eEEeEEe"],
-    "aligned": ["aAaAA---bBB-cC--", "dDDdDDd-eeEE...."],
+    "aligned": ["aAaAA---bBBbBBb-", "cCC-ddDDeE--...."],
     "rollouts": ["..aaaAa", "..bbbbB", "....ccC", "dddDdDd"],
     "packed rollouts": ["aaaAaAa.", "bbbBbccC", "ddddD..."],
     "images": ["a######AA", "......bBB", "...c###CC", "......dDD"],
-    "packed images": ["a######AA-....", "b###BBcCC-dDD-"],
+    "packed images": ["a######AA-bBB-", "c###CCdDD-...."],
 }
 
 
@@ -109,7 +109,7 @@ def test_rows_are_drawn(kind: str) -> None:
 
 def test_added_rows_and_dummy_images_are_told_from_examples() -> None:
     batch = KINDS["aligned"]().pad_rows(multiple_of=3)
-    assert rows_of(batch)[2] == "+++++---+++-++--"
+    assert rows_of(batch)[2] == "+++++---+++++++-"
     assert "+ filler, of no example" in repr(batch)
     assert "5 examples, 21 tokens (44% of the cells)" in repr(batch)
     pads = PackedCollator(0, max_tokens=4, parallel=ParallelLayout(dp=3))([{"input_ids": [1, 2]}])

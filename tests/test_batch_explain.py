@@ -23,7 +23,7 @@ TOKENIZER = byte_tokenizer("<|im_end|>")
 def test_a_packed_row() -> None:
     batch = PackedCollator(9, max_tokens=16, parallel=ParallelLayout(dp=2, tp=4))(masked_examples())
     assert str(batch.explain(0)) == (
-        "row 0 of 2: 10 tokens in 16 cells, 6 trained\n"
+        "row 0 of 2: 12 tokens in 16 cells, 7 trained\n"
         "cell  example  segment   id  position  label  weight\n"
         "   0        0        0    1         0      -       -\n"
         "   1        0        0    2         1      2     0.5\n"
@@ -31,13 +31,14 @@ def test_a_packed_row() -> None:
         "   3        0        0    4         3      4       1\n"
         "   4        0        0    5         4      5     0.5\n"
         "... 3 cells of padding\n"
-        "   8        1        1  101         0      -       -\n"
-        "   9        1        1  102         1    102       1\n"
-        "  10        1        1  103         2    103     0.5\n"
-        "... 1 cell of padding\n"
-        "  12        3        2  301         0      -       -\n"
-        "  13        3        2  302         1    302     0.5\n"
-        "... 2 cells of padding"
+        "   8        4        1  401         0      -       -\n"
+        "   9        4        1  402         1    402       1\n"
+        "  10        4        1  403         2    403     0.5\n"
+        "  11        4        1  404         3      -       -\n"
+        "  12        4        1  405         4    405       1\n"
+        "  13        4        1  406         5    406     0.5\n"
+        "  14        4        1  407         6      -       -\n"
+        "... 1 cell of padding"
     )
     assert repr(batch.explain(0)) == str(batch.explain(0))
 
