@@ -113,16 +113,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         )
         self._saved: Mapping[str, Any] | None = None
         self._pass: _Pass | None = None
-        dp = self.collator.packing.parallel.dp
-        if self.rows_per_batch % dp:
-            raise ValueError(
-                f"rows_per_batch must be a multiple of dp={dp}, got {self.rows_per_batch}"
-            )
-        if self.buffer_size < self.rows_per_batch:
-            raise ValueError(
-                f"buffer_size must be at least rows_per_batch={self.rows_per_batch}, got "
-                f"{self.buffer_size}; a row holds one example or more"
-            )
+        self._check_rows()
 
     def __iter__(self) -> Iterator[Batch | dict[str, Any]]:
         positions = self._starting_positions()
@@ -192,6 +183,18 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         """
         self._positions_in(state)
         self._saved = copy.deepcopy(dict(state))
+
+    def _check_rows(self) -> None:
+        dp = self.collator.packing.parallel.dp
+        if self.rows_per_batch % dp:
+            raise ValueError(
+                f"rows_per_batch must be a multiple of dp={dp}, got {self.rows_per_batch}"
+            )
+        if self.buffer_size < self.rows_per_batch:
+            raise ValueError(
+                f"buffer_size must be at least rows_per_batch={self.rows_per_batch}, got "
+                f"{self.buffer_size}; a row holds one example or more"
+            )
 
     def _divided(self, num_workers: int) -> DividedStream:
         """This rank's shards over the workers of a DataLoader; for PrefetchLoader."""
