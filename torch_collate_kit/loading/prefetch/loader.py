@@ -32,8 +32,9 @@ class PrefetchLoader:
     """Batches of a DataLoader, the next one built on a thread while the consumer trains.
 
     Args:
-        loader: a DataLoader with a resumable ``batch_sampler``, such as a PrefetchingSampler; or
-            torchdata's StatefulDataLoader. Nothing else may iterate it.
+        loader: a DataLoader with a resumable ``batch_sampler``, such as a PrefetchingSampler, or of
+            a PackedIterableDataset (``batch_size=None``); or torchdata's StatefulDataLoader.
+            Nothing else may iterate it.
         prefetch: False builds each batch when it is asked for, in the consumer's thread: the same
             batches.
         device: where batches go. For CUDA they are pinned, and copied on a separate stream. None
