@@ -7,77 +7,46 @@ installed, is shown as "not measured".
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+
+from figures import (
+    MISSING,
+    Results,
+    Rows,
+    bytes_per_token,
+    cell,
+    duration,
+    ms,
+    times,
+)
 
 __all__ = ["ANSWERS", "overview"]
-
-Results = Mapping[str, Any]
-Rows = list[list[str]]
-_MISSING = "not measured"
-
-
-def _ms(results: Results, key: str, name: str) -> str:
-    """The median of one candidate, such as "3.7 ms"."""
-    found = results.get(key, {}).get(name)
-    return f"{1e3 * found['median']:,.3g} ms" if found else _MISSING
-
-
-def _times(results: Results, key: str, other: str, ours: str) -> str:
-    """How many times as long as ours another one takes."""
-    table = results.get(key, {})
-    if other not in table or ours not in table:
-        return _MISSING
-    return f"{table[other]['median'] / table[ours]['median']:,.3g}x"
-
-
-def _cell(results: Results, heading: str, row: str, column: str) -> str:
-    """A cell of a table of the page, by its heading and the first cell of its row."""
-    for part in results.get("parts", []):
-        if part.get("heading") == heading:
-            for cells in part["rows"]:
-                if cells[0] == row and column in part["header"]:
-                    return str(cells[part["header"].index(column)])
-    return _MISSING
-
-
-def _duration(cell: str) -> str:
-    """A cell with milliseconds, in the unit that reads best."""
-    if cell == _MISSING:
-        return cell
-    ms = float(cell.replace(",", ""))
-    return f"{ms / 1e3:.2g} s" if ms >= 1000 else f"{ms:.3g} ms"
-
-
-def _bytes_per_token(results: Results, key: str, of: str) -> str:
-    found = results.get(key)
-    return f"{found[of] / found['tokens']:.0f}" if found else _MISSING
 
 
 def _collate(r: Results) -> Rows:
     packed, padded = "packed, real mix", "padded, real mix"
     others = {"packed": "packed, other collators", "padded": "padded, other collators"}
     stored, cells = (
-        [_bytes_per_token(r, f"{mix}, bytes", of) for mix in (padded, packed)]
+        [bytes_per_token(r, f"{mix}, bytes", of) for mix in (padded, packed)]
         for of in ("stored", "fields")
     )
     return [
         [
             "How long does packing a batch of 1,024 examples take?",
-            f"{_ms(r, packed, 'collate, columns')} from columns, "
-            f"{_ms(r, packed, 'collate, lists')} from Python lists; with every field made that a "
-            f"step reads {_ms(r, packed, 'ready, columns')} and {_ms(r, packed, 'ready, lists')}",
+            f"{ms(r, packed, 'collate, columns')} from columns, "
+            f"{ms(r, packed, 'collate, lists')} from Python lists; with every field made that a "
+            f"step reads {ms(r, packed, 'ready, columns')} and {ms(r, packed, 'ready, lists')}",
         ],
         [
             "And padding one?",
-            f"{_ms(r, padded, 'collate, columns')} and {_ms(r, padded, 'collate, lists')}; with "
-            f"every field {_ms(r, padded, 'ready, columns')} and {_ms(r, padded, 'ready, lists')}",
+            f"{ms(r, padded, 'collate, columns')} and {ms(r, padded, 'collate, lists')}; with "
+            f"every field {ms(r, padded, 'ready, columns')} and {ms(r, padded, 'ready, lists')}",
         ],
         [
             "How often does a DataLoader worker deliver one?",
-            f"every {_ms(r, packed, 'delivered, columns')} packed, every "
-            f"{_ms(r, padded, 'delivered, columns')} padded (plain NumPy: "
-            f"{_ms(r, packed, 'delivered, row by row, ndarrays')} and "
-            f"{_ms(r, padded, 'delivered, row by row, ndarrays')})",
+            f"every {ms(r, packed, 'delivered, columns')} packed, every "
+            f"{ms(r, padded, 'delivered, columns')} padded (plain NumPy: "
+            f"{ms(r, packed, 'delivered, row by row, ndarrays')} and "
+            f"{ms(r, padded, 'delivered, row by row, ndarrays')})",
         ],
         [
             "How large is a batch?",
@@ -86,22 +55,22 @@ def _collate(r: Results) -> Rows:
         ],
         [
             "Against TRL, from lists and from arrays?",
-            f"packed, TRL takes {_times(r, others['packed'], 'TRL padding-free, lists', 'lists')} "
-            f"and {_times(r, others['packed'], 'TRL padding-free, ndarrays', 'ndarrays')} as long; "
-            f"padded {_times(r, others['padded'], 'TRL padded, lists', 'lists')} and "
-            f"{_times(r, others['padded'], 'TRL padded, ndarrays', 'ndarrays')}",
+            f"packed, TRL takes {times(r, others['packed'], 'TRL padding-free, lists', 'lists')} "
+            f"and {times(r, others['packed'], 'TRL padding-free, ndarrays', 'ndarrays')} as long; "
+            f"padded {times(r, others['padded'], 'TRL padded, lists', 'lists')} and "
+            f"{times(r, others['padded'], 'TRL padded, ndarrays', 'ndarrays')}",
         ],
         [
             "Against SkyRL, from lists?",
-            f"packed it takes {_times(r, others['packed'], 'SkyRL packed, lists', 'lists')}, "
-            f"padded {_times(r, others['padded'], 'SkyRL padded, lists', 'lists')} as long",
+            f"packed it takes {times(r, others['packed'], 'SkyRL packed, lists', 'lists')}, "
+            f"padded {times(r, others['padded'], 'SkyRL padded, lists', 'lists')} as long",
         ],
         [
             "Against NumPy code written for the purpose, from arrays?",
-            f"packed it takes {_times(r, packed, 'row by row, ndarrays', 'collate, ndarrays')}, "
-            f"padded {_times(r, padded, 'row by row, ndarrays', 'collate, ndarrays')} as long as "
-            f"the call, {_times(r, packed, 'row by row, ndarrays', 'ready, ndarrays')} and "
-            f"{_times(r, padded, 'row by row, ndarrays', 'ready, ndarrays')} as long as the call "
+            f"packed it takes {times(r, packed, 'row by row, ndarrays', 'collate, ndarrays')}, "
+            f"padded {times(r, padded, 'row by row, ndarrays', 'collate, ndarrays')} as long as "
+            f"the call, {times(r, packed, 'row by row, ndarrays', 'ready, ndarrays')} and "
+            f"{times(r, padded, 'row by row, ndarrays', 'ready, ndarrays')} as long as the call "
             "with every field made",
         ],
     ]
@@ -114,30 +83,29 @@ def _packing(r: Results) -> Rows:
     return [
         [
             "How long does planning take?",
-            f"{_ms(r, keys[small], ours)} for 1,024 examples, {_ms(r, keys[large], ours)} for "
-            f"300,000, {_duration(_cell(r, 'Growth', '10,000,000', 'median'))} for 10,000,000 (one "
+            f"{ms(r, keys[small], ours)} for 1,024 examples, {ms(r, keys[large], ours)} for "
+            f"300,000, {duration(cell(r, 'Growth', '10,000,000', 'median'))} for 10,000,000 (one "
             "core)",
         ],
         [
             "How full are the rows?",
-            f"{_cell(r, small, ours, 'filled')} with 1,024 examples, "
-            f"{_cell(r, large, ours, 'filled')} with 300,000",
+            f"{cell(r, small, ours, 'filled')} with 1,024 examples, "
+            f"{cell(r, large, ours, 'filled')} with 300,000",
         ],
         [
             "Against TRL's best fit?",
-            f"for 1,024 examples it takes {_times(r, keys[small], 'TRL best fit', ours)} as long, "
-            f"for 300,000 {_times(r, keys[large], 'TRL best fit', ours)}; as many rows",
+            f"for 1,024 examples it takes {times(r, keys[small], 'TRL best fit', ours)} as long, "
+            f"for 300,000 {times(r, keys[large], 'TRL best fit', ours)}; as many rows",
         ],
         [
             "Against axolotl's first fit (numba)?",
-            f"for 1,024 examples it takes {_times(r, keys[small], axolotl, ours)} as long, for "
-            f"300,000 {_times(r, keys[large], axolotl, ours)}; its rows are "
-            f"{_cell(r, large, axolotl, 'filled')} full",
+            f"for 1,024 examples it takes {times(r, keys[small], axolotl, ours)} as long, for "
+            f"300,000 {times(r, keys[large], axolotl, ours)}; its rows are "
+            f"{cell(r, large, axolotl, 'filled')} full",
         ],
         [
             "Against SkyRL's first fit?",
-            "for 1,024 examples it takes "
-            f"{_times(r, keys[small], 'SkyRL first fit', ours)} as long",
+            f"for 1,024 examples it takes {times(r, keys[small], 'SkyRL first fit', ours)} as long",
         ],
     ]
 
@@ -147,28 +115,28 @@ def _rollout(r: Results) -> Rows:
     return [
         [
             "How long does collating 1,024 rollouts take?",
-            f"{_ms(r, mix, 'collate, columns')} from columns, {_ms(r, mix, 'collate, lists')} from "
-            f"lists; with every field made {_ms(r, mix, 'ready, columns')} and "
-            f"{_ms(r, mix, 'ready, lists')}",
+            f"{ms(r, mix, 'collate, columns')} from columns, {ms(r, mix, 'collate, lists')} from "
+            f"lists; with every field made {ms(r, mix, 'ready, columns')} and "
+            f"{ms(r, mix, 'ready, lists')}",
         ],
         [
             "How often does a DataLoader worker deliver a batch?",
-            f"every {_ms(r, mix, 'delivered, columns')} (plain NumPy: "
-            f"{_ms(r, mix, 'delivered, row by row, ndarrays')})",
+            f"every {ms(r, mix, 'delivered, columns')} (plain NumPy: "
+            f"{ms(r, mix, 'delivered, row by row, ndarrays')})",
         ],
         [
             "How large is a batch sent to another process?",
-            f"{_bytes_per_token(r, f'{mix}, bytes', 'stored')} bytes per token; its dense fields "
-            f"would be {_bytes_per_token(r, f'{mix}, bytes', 'fields')}",
+            f"{bytes_per_token(r, f'{mix}, bytes', 'stored')} bytes per token; its dense fields "
+            f"would be {bytes_per_token(r, f'{mix}, bytes', 'fields')}",
         ],
         [
             "Against SkyRL, from lists?",
-            f"it takes {_times(r, 'other collators', 'SkyRL, lists', 'lists')} as long",
+            f"it takes {times(r, 'other collators', 'SkyRL, lists', 'lists')} as long",
         ],
         [
             "What do prompt and response side by side save?",
             "with a long prompt and a long response in one batch, padding them apart takes "
-            f"{_cell(r, 'Width', 'prompts and responses padded apart', 'of one block')} the memory",
+            f"{cell(r, 'Width', 'prompts and responses padded apart', 'of one block')} the memory",
         ],
     ]
 
@@ -176,7 +144,7 @@ def _rollout(r: Results) -> Rows:
 def _loader(r: Results) -> Rows:
     def step(name: str) -> str:
         way = f"PackedCollator under {name}"
-        off, on, alone = (_ms(r, way, w) for w in ("prefetch off", "prefetch on", "step alone"))
+        off, on, alone = (ms(r, way, w) for w in ("prefetch off", "prefetch on", "step alone"))
         return f"{off} per step without prefetch, {on} with it; the step alone takes {alone}"
 
     busy = "PackedCollator under small ops"
@@ -188,12 +156,12 @@ def _loader(r: Results) -> Rows:
         ["And if the step computes on the CPU?", step("matmul")],
         [
             "And if the step is Python code, which holds the GIL?",
-            f"{step('small ops')}; with one worker process {_ms(r, busy, '1 worker')}",
+            f"{step('small ops')}; with one worker process {ms(r, busy, '1 worker')}",
         ],
         [
             "What does the loader cost per step?",
-            f"{_ms(r, 'overhead, an empty step', 'prefetch on')} (a bare DataLoader: "
-            f"{_ms(r, 'overhead, an empty step', 'DataLoader')})",
+            f"{ms(r, 'overhead, an empty step', 'prefetch on')} (a bare DataLoader: "
+            f"{ms(r, 'overhead, an empty step', 'DataLoader')})",
         ],
     ]
 
@@ -202,22 +170,22 @@ def _stream(r: Results) -> Rows:
     return [
         [
             "What does packing on the fly cost, against a plan of the whole dataset?",
-            f"a pass takes {_times(r, 'pass', 'TokenizedDataset', 'offline')} as long over a "
-            f"TokenizedDataset, {_times(r, 'pass', 'datasets.Dataset', 'offline')} over a "
+            f"a pass takes {times(r, 'pass', 'TokenizedDataset', 'offline')} as long over a "
+            f"TokenizedDataset, {times(r, 'pass', 'datasets.Dataset', 'offline')} over a "
             "datasets.Dataset, "
-            f"{_times(r, 'pass', 'datasets.IterableDataset', 'offline')} over an IterableDataset",
+            f"{times(r, 'pass', 'datasets.IterableDataset', 'offline')} over an IterableDataset",
         ],
         [
             "How much time is that per example?",
-            f"{_cell(r, 'A pass', 'TokenizedDataset', 'median')} us, against "
-            f"{_cell(r, 'A pass', 'offline', 'median')} us",
+            f"{cell(r, 'A pass', 'TokenizedDataset', 'median')} us, against "
+            f"{cell(r, 'A pass', 'offline', 'median')} us",
         ],
     ]
 
 
 def _chat(r: Results) -> Rows:
     def more(data: str) -> str:
-        ways = [_times(r, f"{data}.jsonl, {kind}", "tokenize_chat_dataset", "apply_chat_template")
+        ways = [times(r, f"{data}.jsonl, {kind}", "tokenize_chat_dataset", "apply_chat_template")
                 for kind in ("tags", "no tags")]  # fmt: skip
         return f"{ways[0]} as long with generation tags in the template, {ways[1]} without"
 
@@ -236,32 +204,32 @@ def _vision(r: Results) -> Rows:
     return [
         [
             "How long does a batch of 32 examples with 144 MB of pixels take?",
-            f"{_ms(r, images, 'packed, collate')}; torch.cat of the pixels alone takes "
-            f"{_ms(r, images, 'torch.cat of the pixels')}",
+            f"{ms(r, images, 'packed, collate')}; torch.cat of the pixels alone takes "
+            f"{ms(r, images, 'torch.cat of the pixels')}",
         ],
         [
             "What does a training step gain over padding?",
-            f"{_cell(r, 'Training step', 'packed, torch_varlen', 'times padded')} the tokens per "
+            f"{cell(r, 'Training step', 'packed, torch_varlen', 'times padded')} the tokens per "
             "second of padding with torch_varlen, "
-            f"{_cell(r, 'Training step', 'packed, sdpa', 'times padded')} with sdpa (a small "
+            f"{cell(r, 'Training step', 'packed, sdpa', 'times padded')} with sdpa (a small "
             "Qwen3-VL on a CPU)",
         ],
         [
             "Against TRL, conversations with images that the collator processes?",
-            f"TRL {_ms(r, records, 'TRL vision')}, ours {_ms(r, records, 'padded, ready')} padded "
-            f"and {_ms(r, records, 'packed, ready')} packed for 32 (TRL makes no positions and "
+            f"TRL {ms(r, records, 'TRL vision')}, ours {ms(r, records, 'padded, ready')} padded "
+            f"and {ms(r, records, 'packed, ready')} packed for 32 (TRL makes no positions and "
             "masks nothing)",
         ],
         [
             "How long does a plan of 1,000,000 examples with two budgets take?",
-            _ms(r, "planning, 1000000", "tokens and patches"),
+            ms(r, "planning, 1000000", "tokens and patches"),
         ],
     ]
 
 
 def _vision_plan(r: Results) -> Rows:
     heading, patches = "1,024 examples, half images", "16,384"
-    cells = {c: _cell(r, heading, patches, c) for c in
+    cells = {c: cell(r, heading, patches, c) for c in
              ("language max/mean", "vision max/mean", "by tokens alone", "fill", "ms")}  # fmt: skip
     return [
         [
@@ -277,9 +245,9 @@ def _vision_plan(r: Results) -> Rows:
 
 def _elastic(r: Results) -> Rows:
     step, lost = "Finding a step", r.get("most lost", {})
-    most = [f"{lost[n]:.1f}%" if n in lost else _MISSING for n in ("4096", "8192")]
+    most = [f"{lost[n]:.1f}%" if n in lost else MISSING for n in ("4096", "8192")]
     known, keyed = (
-        [_duration(_cell(r, step, row, name)) for name in ("first step of an epoch", "any other")]
+        [duration(cell(r, step, row, name)) for name in ("first step of an epoch", "any other")]
         for row in ("shuffle=True", "shuffle='keyed'")
     )
     return [
@@ -295,18 +263,18 @@ def _elastic(r: Results) -> Rows:
         ],
         [
             "How large is a state?",
-            f"{_cell(r, step, 'shuffle=True', 'bytes')} bytes",
+            f"{cell(r, step, 'shuffle=True', 'bytes')} bytes",
         ],
     ]
 
 
 def _scale(r: Results) -> Rows:
     step, order = "Planning a step", "An order"
-    ranks = [_duration(_cell(r, step, number, "median")) for number in ("8", "512")]
+    ranks = [duration(cell(r, step, number, "median")) for number in ("8", "512")]
     begin = "CPU ms to the first batch"
-    firsts = [_duration(_cell(r, order, n, begin)) for n in ("1,000,000", "100,000,000")]
-    state = _cell(r, order, "100,000,000", "bytes of a state")
-    memory = _cell(r, "A TokenizedDataset", "1,000,000", "MB of memory")
+    firsts = [duration(cell(r, order, n, begin)) for n in ("1,000,000", "100,000,000")]
+    state = cell(r, order, "100,000,000", "bytes of a state")
+    memory = cell(r, "A TokenizedDataset", "1,000,000", "MB of memory")
     return [
         [
             "How long does a rank plan a step of 512 ranks?",
@@ -314,9 +282,9 @@ def _scale(r: Results) -> Rows:
         ],
         [
             "How even are 512 ranks?",
-            f"the busiest has {_cell(r, step, '512', 'tokens')} more tokens and "
-            f"{_cell(r, step, '512', 'cost')} more to compute than the mean, its rows are "
-            f"{_cell(r, step, '512', 'filled')} full",
+            f"the busiest has {cell(r, step, '512', 'tokens')} more tokens and "
+            f"{cell(r, step, '512', 'cost')} more to compute than the mean, its rows are "
+            f"{cell(r, step, '512', 'filled')} full",
         ],
         [
             "What does a large dataset cost in a process?",
@@ -336,7 +304,7 @@ def _balance(r: Results) -> Rows:
 
     def over(way: str) -> str:
         tokens, cost, computed = (
-            _cell(r, rows, f"512 ranks, {way}", column) for column in ("tokens", "cost", "computed")
+            cell(r, rows, f"512 ranks, {way}", column) for column in ("tokens", "cost", "computed")
         )
         return f"{tokens} more tokens, {cost} more to compute, {computed} with pads"
 
@@ -349,23 +317,23 @@ def _balance(r: Results) -> Rows:
         ],
         [
             "And if it makes the rows, too?",
-            f"on 8 ranks {_cell(r, rows, over_rows, 'cost')} more to compute, but "
-            f"{_cell(r, rows, over_rows, 'over the limit')} of {_cell(r, rows, over_rows, 'rows')} "
+            f"on 8 ranks {cell(r, rows, over_rows, 'cost')} more to compute, but "
+            f"{cell(r, rows, over_rows, 'over the limit')} of {cell(r, rows, over_rows, 'rows')} "
             "rows are over the limit",
         ],
         [
             "And with few rows per rank?",
-            f"{_cell(r, few, '1, real mix', 'cost')} with one row of 8,192 tokens, where the "
-            f"longest example alone costs {_cell(r, few, '1, real mix', 'longest example')} of the "
-            f"mean; {_cell(r, few, '4, real mix', 'cost')} with four rows",
+            f"{cell(r, few, '1, real mix', 'cost')} with one row of 8,192 tokens, where the "
+            f"longest example alone costs {cell(r, few, '1, real mix', 'longest example')} of the "
+            f"mean; {cell(r, few, '4, real mix', 'cost')} with four rows",
         ],
     ]
 
 
 def _audit(r: Results) -> Rows:
     def speed(of: str) -> str:
-        found = _cell(r, "From columns", of, "million tokens/s")
-        return found if found == _MISSING else f"{found} million tokens per second"
+        found = cell(r, "From columns", of, "million tokens/s")
+        return found if found == MISSING else f"{found} million tokens per second"
 
     return [
         [

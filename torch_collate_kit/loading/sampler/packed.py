@@ -92,7 +92,6 @@ class PackedBatchSampler(OrderedSampler):
             self._counts = _checked_counts(
                 num_loss_tokens, self._lengths, self._packing, self._images
             )
-        self._fingerprints: dict[int, dict[str, Any]] = {}
         super().__init__(
             len(self._lengths),
             batch_size,

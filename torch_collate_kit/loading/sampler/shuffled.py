@@ -55,6 +55,8 @@ class OrderedSampler(EpochSampler):
     ) -> None:
         super().__init__(batch_size, seed=seed, shuffle=shuffle, rank=rank, world_size=world_size)
         self._growth = Growth(checked_length(data))
+        self._fingerprint_of = getattr(data, "fingerprint", None)
+        self._fingerprints: dict[int, Any] = {}  # by the number of examples
         self._allow_appended = checked_bool("allow_appended", allow_appended)
         self._tail = checked_tail(tail, checked_bool("drop_last", drop_last))
         if order is not None and not callable(order):
@@ -340,35 +342,6 @@ class PrefetchingSampler(OrderedSampler):
     >>> [list(sampler), list(sampler)]
     [[[0, 1], [2, 3]], [[4, 0], [1, 2], [3, 4]]]
     """
-
-    def __init__(
-        self,
-        data: int | Sized,
-        batch_size: int,
-        *,
-        shuffle: bool | str = True,
-        seed: int = 0,
-        drop_last: bool = False,
-        tail: str = "keep",
-        order: Order | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-        allow_appended: bool = False,
-    ) -> None:
-        super().__init__(
-            data,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            tail=tail,
-            order=order,
-            rank=rank,
-            world_size=world_size,
-            allow_appended=allow_appended,
-        )
-        self._fingerprint_of = getattr(data, "fingerprint", None)
-        self._fingerprints: dict[int, Any] = {}
 
     def __repr__(self) -> str:
         return self._shown(str(self.num_examples), **self._rank_settings())
