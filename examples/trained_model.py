@@ -129,8 +129,6 @@ def do_not_miss_frozen(model: ModelWithLoss, keys: Any) -> None:
 
 def with_loss(model: Any, batch: kit.Batch, accelerator: Accelerator, args: Any) -> ModelWithLoss:
     """The model to train: its attention chosen, and checked on a few examples; and its head."""
-    if args.lora and accelerator.is_fsdp2:  # one dtype for all weights that are sharded together
-        fail(f"--lora {args.lora}: frozen weights are not sharded; use DDP")
     batch = batch.to(accelerator.device)
     with accelerator.autocast():
         attention, line = choose_attention(model, batch, accelerator.device, args)

@@ -237,9 +237,3 @@ def test_without_peft(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         run(f"{TINY} --model somewhere --lora 4", tmp_path / "out")
     message = 'sft.py: --lora 4: needs peft; pip install "torch_collate_kit[lora]"'
     assert str(caught.value) == message
-
-
-def test_adapters_and_sharded_weights() -> None:
-    accelerator: Any = Namespace(is_fsdp2=True)
-    with pytest.raises(SystemExit, match="--lora 4: frozen weights are not sharded; use DDP"):
-        trained_model.with_loss(None, COLLATE(EXAMPLES), accelerator, ARGS)
