@@ -6,7 +6,7 @@ installed, is shown as "not measured".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from figures import (
     MISSING,
@@ -19,7 +19,7 @@ from figures import (
     times,
 )
 
-__all__ = ["ANSWERS", "overview"]
+__all__ = ["ANSWERS"]
 
 
 def _collate(r: Results) -> Rows:
@@ -379,36 +379,3 @@ ANSWERS: dict[str, Callable[[Results], Rows]] = {
     "vision": _vision,
     "vision_plan": _vision_plan,
 }
-
-
-def overview(all_results: Mapping[str, Results]) -> Rows:
-    """The questions of README.md, each with its page."""
-    asked = [
-        ("collate", "How long does packing"),
-        ("rollout", "How long does collating"),
-        ("loader", "How much of a step"),
-        ("vision", "What does a training step gain"),
-        ("packing", "How full are the rows?"),
-        ("collate", "How large is a batch?"),
-        ("collate", "Against TRL"),
-        ("collate", "Against SkyRL"),
-        ("rollout", "Against SkyRL"),
-        ("packing", "Against axolotl"),
-        ("collate", "Against NumPy"),
-        ("packing", "How long does planning"),
-        ("scale", "How long does a rank plan"),
-        ("elastic", "What do the same rows"),
-        ("balance", "How even are"),
-        ("chat", "How much longer"),
-    ]
-    asked += [
-        (name, "How fast is a Qwen3") for name in sorted(all_results) if name.startswith("gpu-")
-    ]
-    rows = []
-    for name, begin in asked:
-        kind = name.partition("-")[0]
-        found = [row for row in ANSWERS[kind](all_results[name]) if row[0].startswith(begin)]
-        if kind != "gpu":
-            (_,) = found
-        rows += [[*row, f"[{name}](results/{name}.md)"] for row in found]
-    return rows

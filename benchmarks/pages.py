@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from answers import ANSWERS, overview
+from answers import ANSWERS
+from figures import Results, Rows
 
 __all__ = ["markdown_table", "page", "readme"]
 
@@ -61,7 +62,7 @@ def readme(text: str, all_results: Mapping[str, Mapping[str, Any]]) -> str:
     _, mark, after = rest.partition(_END)
     if not mark:
         raise ValueError(f"README.md has no {_BEGIN} and {_END} to write between")
-    asked = markdown_table(["question", "measured", "page"], overview(all_results))
+    asked = markdown_table(["question", "measured", "page"], _overview(all_results))
     missed = [
         [_link(name), *_row(target)[:3]]
         for name, results in all_results.items()
@@ -113,6 +114,39 @@ def _fact(value: Any) -> str:
 
 def _link(name: str) -> str:
     return f"[{name}](results/{name}.md)"
+
+
+def _overview(all_results: Mapping[str, Results]) -> Rows:
+    """The questions of README.md, each with its page."""
+    asked = [
+        ("collate", "How long does packing"),
+        ("rollout", "How long does collating"),
+        ("loader", "How much of a step"),
+        ("vision", "What does a training step gain"),
+        ("packing", "How full are the rows?"),
+        ("collate", "How large is a batch?"),
+        ("collate", "Against TRL"),
+        ("collate", "Against SkyRL"),
+        ("rollout", "Against SkyRL"),
+        ("packing", "Against axolotl"),
+        ("collate", "Against NumPy"),
+        ("packing", "How long does planning"),
+        ("scale", "How long does a rank plan"),
+        ("elastic", "What do the same rows"),
+        ("balance", "How even are"),
+        ("chat", "How much longer"),
+    ]
+    asked += [
+        (name, "How fast is a Qwen3") for name in sorted(all_results) if name.startswith("gpu-")
+    ]
+    rows = []
+    for name, begin in asked:
+        kind = name.partition("-")[0]
+        found = [row for row in ANSWERS[kind](all_results[name]) if row[0].startswith(begin)]
+        if kind != "gpu":
+            (_,) = found
+        rows += [[*row, f"[{name}](results/{name}.md)"] for row in found]
+    return rows
 
 
 def main(folder: Path = HERE / "results") -> int:

@@ -46,7 +46,7 @@ MAY_CHANGE = (
     "output_dir checkpoint_every keep_checkpoints resume num_workers prefetch threads log_with"
 )
 COUNTS = "batch_size rows_per_micro_batch epochs max_steps max_tokens num_conversations threads "
-COUNTS += "lora lora_alpha"
+COUNTS += "lora lora_alpha rows_multiple_of"
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -70,6 +70,12 @@ def argument_parser() -> argparse.ArgumentParser:
         help="capacity of a row; none: with --model 4096, else as it suits",
     )
     add("--rows-per-micro-batch", type=int, help="rows at a time; none: 1 packed, 8 padded")
+    add(
+        "--rows-multiple-of",
+        type=int,
+        metavar="R",
+        help="plan for R ranks: any number that divides it resumes with the same rows",
+    )
     add("--attention", default="auto", choices=["auto", *NAMES], help="auto: the fastest that can")
     add = parser.add_argument_group("training").add_argument
     add("--batch-size", type=int, default=8, help="conversations a step, over all ranks")
@@ -170,9 +176,10 @@ def make_collator(tokenizer: Any, model: Any, args: argparse.Namespace) -> Any:
     if args.no_packing:
         return kit.PaddedCollator(tokenizer)
     options = {"max_tokens": args.max_tokens, "parallel": kit.ParallelLayout(dp=args.num_ranks)}
+    options |= {"strategy": "balanced", "rows_multiple_of": args.rows_multiple_of}
     with contextlib.suppress(ValueError):  # sizes under other names: the cost of a usual model
         options["cost"] = kit.ModelCost.of(model.config)
-    return kit.PackedCollator(tokenizer, strategy="balanced", fixed_width=args.compile, **options)
+    return kit.PackedCollator(tokenizer, fixed_width=args.compile, **options)
 
 
 def make_loader(
@@ -272,6 +279,8 @@ def start(args: argparse.Namespace, *handlers: Any) -> Accelerator:
         cpu=args.cpu, mixed_precision=args.precision, kwargs_handlers=handlers, **log
     )
     args.num_ranks, args.rank = accelerator.num_processes, accelerator.process_index
+    if (rows := args.rows_multiple_of) and rows % args.num_ranks:
+        fail(f"--rows-multiple-of {rows}: must be a multiple of the {args.num_ranks} ranks")
     if args.cpu:  # `accelerate launch` and torchrun leave one thread
         torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // args.num_ranks))
     check_sharding(accelerator)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sft
 
 from tests.examples.test_sft import BASE, TWO_RANKS, Run, launch, run
 from torch_collate_kit.__main__ import main
@@ -64,3 +65,27 @@ def test_the_examples_of_a_step_are_printed(
         assert len(found) == 6
         assert sum(one["num_tokens"] for one in found) == record["tokens"]
         assert all(one["text"].strip() for one in found)
+
+
+def test_rows_planned_for_more_ranks(run: Run, tmp_path: Path) -> None:
+    """On two ranks the rows, and so the padding of every step, that one rank has."""
+    options = ("--max-steps", "3", "--rows-multiple-of", "4")
+    alone = run(f"{BASE} {' '.join(options)}", tmp_path / "alone")
+    on_two = launch(TWO_RANKS, tmp_path / "two", *options)
+    assert [s["cells"] for s in on_two["steps"]] == [s["cells"] for s in alone["steps"]]
+    assert np.abs(np.array(on_two["losses"]) - alone["losses"]).max() < 1e-6
+    with pytest.raises(SystemExit, match=r"--rows-multiple-of 0: must be 1 or more"):
+        run(f"{BASE} --rows-multiple-of 0", tmp_path / "none")
+
+
+def test_ranks_that_do_not_divide_the_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class TwoRanks(sft.Accelerator):
+        num_processes = 2
+
+    monkeypatch.setattr(sft, "Accelerator", TwoRanks)
+    arguments = ["sft.py", *BASE.split(), "--rows-multiple-of", "3", "--output-dir", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(
+        SystemExit, match=r"--rows-multiple-of 3: must be a multiple of the 2 ranks"
+    ):
+        sft.main()
