@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import json
 import os
 import runpy
@@ -115,9 +116,8 @@ def wait_for(pids: list[int]) -> list[int]:
 
 
 def serve() -> None:
-    import sft  # noqa: F401
-    import torch.distributed.checkpoint.state_dict  # noqa: F401
-
+    for name in ("sft", "torch.distributed.checkpoint.state_dict"):  # once, for all ranks
+        importlib.import_module(name)
     for line in sys.stdin:
         request = json.loads(line)
         port = free_port()
