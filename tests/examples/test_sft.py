@@ -396,6 +396,6 @@ def test_linear_attention_is_refused(
     )
     transformers.Lfm2ForCausalLM(config).save_pretrained(tmp_path / "model")
     with pytest.raises(
-        sft.kit.IsolationError, match="no attention trains Lfm2ForCausalLM, use --no"
+        sft.kit.IsolationError, match="Lfm2ForCausalLM on packed rows, use --no-packing"
     ):
         run(f"{TINY} --model {tmp_path / 'model'}", tmp_path / "out")

@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace) -> int:
     for one in found:
         counts = f"{one['num_tokens']:,} tokens, {one['num_trained']:,} trained"
         print(f"\nexample {one['index']:,}, {counts}")
-        print("    " + one["text"].replace("\n", "\n    "))
+        print("    " + one["text"].rstrip().replace("\n", "\n    "))
     return 0
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from torch_collate_kit.loading.dataset import TokenizedDataset, read_records
-from torch_collate_kit.loading.prefetch import AsyncBatchCollator, PrefetchLoader, StepTimes
+from torch_collate_kit.loading.prefetch import (
+    AsyncBatchCollator,
+    PrefetchLoader,
+    SkippedExample,
+    StepTimes,
+)
 from torch_collate_kit.loading.sampler import (
     MixedSampler,
     PackedBatchSampler,
@@ -20,6 +25,7 @@ __all__ = [
     "PrefetchLoader",
     "PrefetchingSampler",
     "ResumableSampler",
+    "SkippedExample",
     "StepTimes",
     "TokenizedDataset",
     "merge_states",

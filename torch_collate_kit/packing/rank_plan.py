@@ -154,10 +154,13 @@ class RankPlan:
 
     @property
     def needs_dummy_image(self) -> npt.NDArray[np.bool_]:
-        """bool [rows]: as planned, and rows that have lost their images where ranks are several."""
+        """bool [rows]: as planned, and rows that have lost their images in a plan of several ranks.
+
+        However many ranks there are, so that the rows do not depend on it.
+        """
         rows = slice(self.rows.start, self.rows.stop)
         needed = self.plan.needs_dummy_image[rows]
-        if not self.left_out or self.num_parts == 1:
+        if not self.left_out or self.plan.num_ranks == 1:
             return needed
         before = np.append(0, np.cumsum(self.plan.patches[self.pieces]))
         has_image = np.diff(before[self.row_offsets]) > 0

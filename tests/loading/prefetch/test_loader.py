@@ -26,8 +26,9 @@ from tests.loading.prefetch.toy_data import (
     make_loader,
     make_sampler,
 )
-from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.prefetch import AsyncBatchCollator, PrefetchLoader
 from torch_collate_kit.loading.prefetch.device_copy import check_recordable
 from torch_collate_kit.loading.sampler import MixedSampler, PackedBatchSampler, PrefetchingSampler
@@ -454,7 +455,9 @@ def sized(length: int, batch_size: int, **options: Any) -> PrefetchLoader:
         (None, "a state must be a mapping, got NoneType; pass what state_dict\\(\\) gave"),
         ([], "a state must be a mapping, got list; pass"),
         ("state", "a state must be a mapping, got str; pass"),
-        (saved_by(collate=PackedCollator(0, max_tokens=16)), "max_tokens=16.* has None"),
+        (sized(13, 4).state_dict() | {"max_tokens": "16"}, "max_tokens='16', this .* has None"),
+        (sized(13, 4).state_dict() | {"max_tokens": 0}, "max_tokens=0, this loader has None"),
+        (sized(13, 4).state_dict() | {"max_tokens": True}, "max_tokens=True, this loader has None"),
         ({"version": 1, "max_tokens": None}, "no sampler"),
         (
             {"version": 1, "max_tokens": None, "loader": "", "position": {}, "fits": {}},
@@ -483,6 +486,47 @@ def check_refused(state: Any, message: str) -> None:
         assert loader.state_dict() == before
         found += [batch.tolist() for batch in batches]  # the loop that was live still is
         assert found == stream
+
+
+@pytest.mark.parametrize(("saved", "mine"), [(8, 16), (16, 8), (8, None), (None, 8)])
+def test_other_max_tokens_are_the_same_examples_in_other_rows_and_that_is_said(caplog, saved, mine):
+    def collator(max_tokens: int | None) -> Any:
+        return PaddedCollator(0) if max_tokens is None else PackedCollator(0, max_tokens=max_tokens)
+
+    with make_loader(collator(saved)) as loader:
+        next(loader.steps(1))
+        state = json.loads(json.dumps(loader.state_dict()))
+    assert state["max_tokens"] == saved
+    with make_loader(collator(mine)) as loader:
+        loader.load_state_dict(state)
+        assert digests(loader.steps(7)) == expected_digests(2, collator(mine))[1:]
+        assert loader.state_dict()["max_tokens"] == mine
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the state is of a run with max_tokens={saved}, this collator has {mine}: the same "
+        "examples per step, in other rows"
+    ]
+
+
+def test_the_same_max_tokens_are_not_worth_a_word(caplog):
+    with make_loader() as loader:
+        loader.load_state_dict(loader.state_dict())
+    assert caplog.records == []
+
+
+def test_a_sampler_that_plans_rows_says_itself_that_they_are_others(caplog):
+    def make(max_tokens: int) -> PrefetchLoader:
+        lengths = [len(example["input_ids"]) for example in EXAMPLES]
+        collate = PackedCollator(0, max_tokens=max_tokens)
+        sampler = PackedBatchSampler(lengths, batch_size=4, packing=collate.packing)
+        data = TokenizedDataset(EXAMPLES)
+        return PrefetchLoader(DataLoader(data, batch_sampler=sampler, collate_fn=collate))
+
+    with make(8) as loader, make(16) as other:
+        other.load_state_dict(loader.state_dict())
+        assert next(other.steps(1)).metadata["num_examples"] == 4
+    (record,) = caplog.records
+    assert "max_tokens" in record.getMessage()
+    assert "this collator" not in record.getMessage()
 
 
 # ---- faults ----

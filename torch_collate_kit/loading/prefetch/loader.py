@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from torch_collate_kit._checks import checked_bool, checked_int
+from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
 from torch_collate_kit._reprs import call_repr
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch.device_copy import device_copy
 from torch_collate_kit.loading.prefetch.read_ahead import END, ReadAhead
 from torch_collate_kit.loading.prefetch.resumable_loaders import resumable_loader
+from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExample, SkippedExamples
 from torch_collate_kit.loading.prefetch.timeline import StepTimes, Timeline
 from torch_collate_kit.loading.prefetch.watchdog import checked_seconds
 from torch_collate_kit.loading.sampler.arguments import is_same
 
 __all__ = ["PrefetchLoader"]
+
+_logger = logging.getLogger("torch_collate_kit.loading")
 
 _MAX_EMPTY_EPOCHS = 100_000  # in a row, in steps(): an error instead of a loop without an end
 
@@ -36,16 +40,20 @@ class PrefetchLoader:
             and "cpu" leave them where they are.
         warn_after: a wait for a batch that takes longer than so many seconds is logged once: the
             step, the worker, the stack of the thread that collates. None: never.
+        on_error: "skip" leaves an example out of its batch that cannot be read or collated, and
+            logs it; at most ``max_skipped`` of them, and ``max_skipped_in_a_row`` one after the
+            other. "raise" raises at its step.
 
     The loader has one position. ``for batch in loader`` yields the rest of the epoch, ``steps(n)``
     the next n batches across epochs. A loop that is left early keeps the position after the last
     batch received. ``wait_seconds`` is how long the consumer has waited for batches so far, and
-    ``timeline`` has the times of the last 1,000 steps.
+    ``timeline`` has the times of the last 1,000 steps, ``skipped`` what was left out.
     What ends a loop, forks, devices and states: docs/loading.md.
 
     Raises:
         TypeError: a loader that cannot be resumed.
         ValueError: a sampler for another number of examples than the dataset has.
+        DataError: more examples fail than may be skipped, or all of a batch.
         StateError: a loop that is over, a loader that is closed or in use by another process.
 
     >>> from torch.utils.data import DataLoader
@@ -63,6 +71,9 @@ class PrefetchLoader:
         prefetch: bool = True,
         device: torch.device | str | int | None = None,
         warn_after: float | None = 60.0,
+        on_error: Literal["raise", "skip"] = "raise",
+        max_skipped: int = 100,
+        max_skipped_in_a_row: int = 10,
     ) -> None:
         self.wait_seconds = 0.0
         self._timeline = Timeline()
@@ -72,6 +83,12 @@ class PrefetchLoader:
         self._prefetch = checked_bool("prefetch", prefetch)
         self._copy = device_copy(device)
         self._warn_after = checked_seconds("warn_after", warn_after)
+        checked_choice("on_error", on_error, ("raise", "skip"))
+        limits = {"max_skipped": max_skipped, "max_skipped_in_a_row": max_skipped_in_a_row}
+        self._skipped = SkippedExamples(*(checked_int(*limit) for limit in limits.items()))
+        self._on_error = on_error
+        if on_error == "skip":
+            self._loader.skip_failing_examples()
         self._run: ReadAhead | None = None  # the epoch that is being read
         self._pid = 0  # of the process that reads it, or that has read last
         self._loop: object = None  # the loop that may draw from it
@@ -84,6 +101,8 @@ class PrefetchLoader:
         settings: dict[str, Any] = {} if self._prefetch else {"prefetch": False}
         settings |= {} if self._copy is None else {"device": str(self._copy.device)}
         settings |= {} if self._warn_after == 60.0 else {"warn_after": self._warn_after}
+        if self._on_error == "skip":
+            settings |= {"on_error": "skip", **self._skipped.limits}
         where = "closed" if self._is_closed else f"epoch {epoch}, step {step}"
         return f"{call_repr(self, self._loader.described(), **settings)} [{where}]"
 
@@ -109,6 +128,26 @@ class PrefetchLoader:
         [(0, 0, False), (0, 1, True)]
         """
         return self._timeline.steps()
+
+    @property
+    def skipped(self) -> list[SkippedExample]:
+        """What was left out of the batches received so far, and before the state that was loaded.
+
+        A new list, oldest first. Each time counts that an example is left out.
+
+        >>> from torch.utils.data import DataLoader
+        >>> from torch_collate_kit import PrefetchingSampler
+        >>> data = [4, 2, 0, 5]
+        >>> divided = DataLoader(
+        ...     data,
+        ...     batch_sampler=PrefetchingSampler(data, 2, shuffle=False),
+        ...     collate_fn=lambda numbers: [20 // number for number in numbers],
+        ... )
+        >>> with PrefetchLoader(divided, on_error="skip") as loader:
+        ...     list(loader), loader.skipped[0][:3], loader.skipped[0].error.partition(":")[0]
+        ([[5, 10], [4]], (0, 1, 2), 'ZeroDivisionError')
+        """
+        return list(self._skipped.examples)
 
     def __len__(self) -> int:
         """Steps of the current epoch, counted from its step 0."""
@@ -177,7 +216,11 @@ class PrefetchLoader:
                 on_epoch(epoch)
         self._pid = os.getpid()
         self._run = ReadAhead(
-            self._loader, self._copy, prefetch=self._prefetch, warn_after=self._warn_after
+            self._loader,
+            self._copy,
+            prefetch=self._prefetch,
+            warn_after=self._warn_after,
+            skipped=self._skipped,
         )
         return self._run
 
@@ -236,17 +279,20 @@ class PrefetchLoader:
         self._loop = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batches received so far."""
+        """The position after the batches received so far, and what was left out of them."""
         run, loader = self._run, self._loader
         at = loader.state_at(run.epoch, run.step, run.mark) if run else loader.state_dict()
-        return {"version": 1, "max_tokens": self._max_tokens, **at}
+        return {"version": 1, "max_tokens": self._max_tokens, **at, **self._skipped.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues exactly from a saved position.
 
+        Another ``max_tokens`` of the collator puts the same examples into other rows, which is
+        logged; around a stream it is refused.
+
         Raises:
-            StateError: another version, ``max_tokens``, dataset length, batch size, world size, or
-                kind of loader. The loader is then as it was.
+            StateError: another version, dataset length, batch size, or kind of loader. The loader
+                is then as it was.
         """
         self._check_open()
         if not isinstance(state, Mapping):
@@ -254,17 +300,29 @@ class PrefetchLoader:
                 f"a state must be a mapping, got {type(state).__name__}; pass what state_dict() "
                 "gave"
             )
-        mine = {"version": 1, "max_tokens": self._max_tokens}
-        for name, value in mine.items():
-            if not is_same(state.get(name), value):
-                raise StateError(
-                    f"the state has {name}={state.get(name)!r}, this loader has {value!r}; resume "
-                    "with the settings of the run that saved it"
-                )
+        self._check_same(state, "version", 1)
+        saved, mine = state.get("max_tokens"), self._max_tokens
+        if not self._loader.max_tokens_may_change or not _is_max_tokens(saved):
+            self._check_same(state, "max_tokens", mine)
+        skipped = self._skipped.after(state)
         run = self._run
         self._loader.load_state_dict(state, lambda: self._stop_reading(run, move_back=False))
+        self._skipped = skipped
         self._loop = None
+        if saved != mine and not self._loader.plans_rows:  # else the sampler says so
+            _logger.warning(
+                "the state is of a run with max_tokens=%s, this collator has %s: the same examples "
+                "per step, in other rows",
+                *(saved, mine),
+            )
         self._raise_interrupt()
+
+    def _check_same(self, state: Mapping[str, Any], name: str, mine: Any) -> None:
+        if not is_same(state.get(name), mine):
+            raise StateError(
+                f"the state has {name}={state.get(name)!r}, this loader has {mine!r}; resume "
+                "with the settings of the run that saved it"
+            )
 
     def close(self) -> None:
         """Waits for what is in flight, then ends thread and workers. May be called again."""
@@ -309,3 +367,7 @@ class PrefetchLoader:
         error, self._interrupt = self._interrupt, None
         if error is not None:
             raise error
+
+
+def _is_max_tokens(value: Any) -> bool:
+    return value is None or (type(value) is int and value > 0)

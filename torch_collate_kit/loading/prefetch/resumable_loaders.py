@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 
 from torch_collate_kit._reprs import Shown, call_repr
 from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.prefetch.skipping import skip_failing_examples
+from torch_collate_kit.loading.sampler import PackedBatchSampler
 from torch_collate_kit.loading.sampler.arguments import is_same
 from torch_collate_kit.loading.sampler.resumable import ResumableSampler
 
@@ -31,12 +33,25 @@ class _Loader:
     batches_may_be_named = False
     """Whether an epoch and a step that a batch has in its metadata stay: those of a stream."""
 
+    max_tokens_may_change = False
+    """Whether the same examples follow a state whatever rows they are collated into."""
+    plans_rows = False
+    """Whether a state says into which rows, so that the sampler tells when these are others."""
+
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def described(self) -> str:
         """The loader in a few words."""
         return call_repr(self._loader, repr(Shown(self._loader.dataset)))
+
+    def skip_failing_examples(self) -> None:
+        """From now on batches come as ``Collated``, without the examples that fail."""
+        raise TypeError(
+            f"on_error='skip' leaves out the examples that a sampler names, and this "
+            f"{type(self._loader).__name__} has no such sampler; a stream takes it itself: "
+            "PackedIterableDataset(..., on_error='skip')"
+        )
 
     def check(self, epoch: int) -> None:
         """StateError if something other than the reader has moved the position meanwhile."""
@@ -76,10 +91,14 @@ class _Steps:
 class _SampledLoader(_Loader):
     """A DataLoader whose batch_sampler knows the state of any position."""
 
+    max_tokens_may_change = True
+
     def __init__(self, loader: DataLoader[Any], sampler: ResumableSampler) -> None:
         _check_lengths(loader, sampler)
         super().__init__(copy.copy(loader))  # the caller's keeps its sampler
         self._sampler = sampler
+        self._dataset = loader.dataset
+        self.plans_rows = isinstance(sampler, PackedBatchSampler)
         self._steps = _Steps()
         # not by setattr: a DataLoader forbids it; and no persistent workers in common
         vars(self._loader).update(batch_sampler=self._steps, _iterator=None)
@@ -93,7 +112,10 @@ class _SampledLoader(_Loader):
 
     def described(self) -> str:
         sampler = repr(self._sampler).partition(" [next iter(): ")[0]  # the reader knows better
-        return f"{super().described()[:-1]}, batch_sampler={sampler})"
+        return call_repr(self._loader, repr(Shown(self._dataset)), f"batch_sampler={sampler}")
+
+    def skip_failing_examples(self) -> None:
+        skip_failing_examples(self._loader)
 
     def begin(self) -> tuple[int, int, int | None, Iterator[Any]]:
         epoch, step = self.position()

@@ -1,0 +1,614 @@
+"""on_error="skip": what fails is left out and counted, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from tests.loading.hang_guard import fails_when_it_hangs, our_threads
+from tests.loading.prefetch.toy_data import COLLATORS, EXAMPLES, collated, make_sampler
+from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.loading import (
+    PackedBatchSampler,
+    PrefetchLoader,
+    SkippedExample,
+    TokenizedDataset,
+)
+from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExamples
+from torch_collate_kit.loading.prefetch.skipping import Collated, Failed
+from torch_collate_kit.packing import ParallelLayout
+from torch_collate_kit.testing import assert_exact_resume, batch_digest
+
+ORDER = list(make_sampler())  # the steps of epoch 0: 4, 4, 4 and 1 examples
+PACKED = COLLATORS["packed"]
+
+
+@pytest.fixture(autouse=True)
+def guard() -> Iterator[None]:
+    with fails_when_it_hangs():
+        yield
+    assert our_threads() == []
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("torch_collate_kit.loading")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+class Broken(Dataset):
+    """Reading an example of ``errors`` raises; one of ``bad`` has an id that no collator takes."""
+
+    def __init__(self, errors: dict[int, Any] | None = None, bad: Any = ()) -> None:
+        self.errors, self.bad = errors or {}, bad
+
+    def __len__(self) -> int:
+        return len(EXAMPLES)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index in self.errors:
+            raise self.errors[index]
+        return {"input_ids": [-5]} if index in self.bad else EXAMPLES[index]
+
+
+def loader_of(dataset: Any, collate: Any = PACKED, **options: Any) -> PrefetchLoader:
+    names = ("num_workers", "persistent_workers", "worker_init_fn", "multiprocessing_context")
+    workers = {name: options.pop(name) for name in names if name in options}
+    loader = DataLoader(dataset, batch_sampler=make_sampler(), collate_fn=collate, **workers)
+    return PrefetchLoader(loader, **{"on_error": "skip", **options})
+
+
+def expected_without(gone: set[int], collate: Any = PACKED) -> list[str]:
+    """Epoch 0 written out: each batch collated without what is gone, which its metadata names."""
+    found = []
+    for step, indices in enumerate(ORDER):
+        batch = collated(collate, [i for i in indices if i not in gone], 0, step)
+        skipped = [i for i in indices if i in gone]
+        batch.metadata |= {"skipped": skipped} if skipped else {}
+        found.append(batch_digest(batch))
+    return found
+
+
+SETTINGS = [{"prefetch": False}, {}, {"num_workers": 2}, {"num_workers": 1, "prefetch": False}]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("name", COLLATORS)
+def test_nothing_changes_where_nothing_fails(name, setting):
+    runs = []
+    for on_error in ("raise", "skip"):
+        states, batches = [], []
+        with loader_of(EXAMPLES, COLLATORS[name], on_error=on_error, **setting) as loader:
+            for batch in loader.steps(6):
+                batches.append(batch_digest(batch))
+                states.append(loader.state_dict())
+            assert loader.skipped == []
+        runs.append((batches, states))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("name", COLLATORS)
+def test_what_cannot_be_read_or_collated_is_left_out(said, name, setting):
+    first, second, third = ORDER[0][1], ORDER[2][0], ORDER[2][3]
+    dataset = Broken({first: OSError("no such shard"), third: KeyError("text")}, bad={second})
+    with loader_of(dataset, COLLATORS[name], **setting) as loader:
+        found = [batch_digest(batch) for batch in loader]
+        skipped = loader.skipped
+    assert found == expected_without({first, second, third}, COLLATORS[name])
+    minus = "DataError: example 0: input_ids is -5 at token 0; token ids are 0 or more"
+    errors = ["OSError: no such shard", minus, "KeyError: 'text'"]
+    places = [(0, 0, first), (0, 2, second), (0, 2, third)]
+    expected = [SkippedExample(*at, error) for at, error in zip(places, errors, strict=True)]
+    assert [one[:3] for one in skipped] == places
+    assert [one.error.partition(";")[0] for one in skipped] == [
+        one.error.partition(";")[0] for one in expected
+    ]
+    assert said == [
+        f"left example {one.example} out of step {one.step} of epoch 0, {number} of at most 100 so "
+        f"far: {one.error}"
+        for number, one in enumerate(skipped, start=1)
+    ]
+
+
+def test_a_dataset_of_columns_is_read_without_the_rows_that_fail():
+    bad = ORDER[1][2]
+    rows = [{"input_ids": [-5]} if i == bad else e for i, e in enumerate(EXAMPLES)]
+    with loader_of(TokenizedDataset(rows)) as loader:
+        assert [batch_digest(batch) for batch in loader] == expected_without({bad})
+
+
+def test_every_time_counts():
+    bad = ORDER[0][0]
+    with loader_of(Broken(bad={bad})) as loader:
+        assert len(list(loader.steps(8))) == 8
+        assert [(one.epoch, one.example) for one in loader.skipped] == [(0, bad), (1, bad)]
+
+
+class NotABatch(list):
+    """What a collate function of one's own may return."""
+
+
+def test_any_collate_function_may_be_used():
+    bad = ORDER[0][0]
+    with loader_of(Broken({bad: ValueError("odd")}), NotABatch) as loader:
+        batch = next(loader.steps(1))
+    assert type(batch) is NotABatch
+    assert batch == [EXAMPLES[i] for i in ORDER[0][1:]]
+    assert loader.skipped == [SkippedExample(0, 0, bad, "ValueError: odd")]
+
+
+# ---- what is not an example's fault ----
+
+
+class Fails:
+    """A collate function that fails for more than one example, as often as there are errors."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+
+    def __call__(self, examples: Any) -> Any:
+        if len(examples) > 1 and self.errors:
+            raise self.errors.pop(0)
+        return PACKED(examples)
+
+
+def test_an_error_that_no_example_has_alone_is_raised():
+    error = RuntimeError("only together")
+    with loader_of(EXAMPLES, Fails(error, ValueError("of the second try"))) as loader:
+        with pytest.raises(RuntimeError, match="only together") as caught:
+            list(loader)
+        assert caught.value is error
+        assert loader.skipped == []
+        assert loader.state_dict()["sampler"]["step"] == 0
+
+
+def test_a_fault_that_has_passed_costs_nothing(said):
+    with loader_of(EXAMPLES, Fails(OSError("timed out"))) as loader:
+        assert [batch_digest(batch) for batch in loader] == expected_without(set())
+    assert said == []
+
+
+@pytest.mark.parametrize("name", COLLATORS)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_step_without_any_example_is_raised_at_its_step(name, num_workers):
+    gone = set(ORDER[1])
+    with loader_of(Broken(bad=gone), COLLATORS[name], num_workers=num_workers) as loader:
+        batches = loader.steps(4)
+        next(batches)
+        with pytest.raises(DataError) as caught:
+            next(batches)
+        assert loader.state_dict()["sampler"]["step"] == 1
+        assert loader.skipped == []
+    assert (
+        "nothing is left to collate: all examples of a batch of 4 could not be read or collated; "
+        f"the first is example {ORDER[1][0]} of the dataset: DataError: example 0: input_ids is -5"
+    ) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), StateError("moved"), torch.OutOfMemoryError("cuda"), KeyboardInterrupt()],
+    ids=repr,
+)
+@pytest.mark.parametrize("where", ["reading", "alone"])
+def test_what_is_never_skipped(error, where):
+    odd = ORDER[1][1]
+    errors = {odd: error} if where == "reading" else {ORDER[1][0]: ValueError(), odd: error}
+    with loader_of(Broken(errors)) as loader:
+        batches = loader.steps(4)
+        next(batches)
+        with pytest.raises(type(error)):
+            next(batches)
+        assert loader.skipped == []
+
+
+class Killed(Dataset):
+    def __len__(self) -> int:
+        return len(EXAMPLES)
+
+    def __getitem__(self, index: int) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_is_an_error():
+    with (
+        loader_of(Killed(), num_workers=1) as loader,
+        pytest.raises(RuntimeError, match=r"DataLoader worker .* (exited|is killed)"),
+    ):
+        list(loader)
+
+
+def test_raise_is_the_default():
+    loader = DataLoader(Broken(bad={ORDER[0][1]}), batch_sampler=make_sampler(), collate_fn=PACKED)
+    with PrefetchLoader(loader) as loader, pytest.raises(DataError, match="input_ids is -5"):
+        list(loader)
+
+
+# ---- budgets ----
+
+
+def test_more_than_max_skipped_in_all():
+    bad = [ORDER[step][1] for step in range(3)]
+    with loader_of(Broken(bad=set(bad)), max_skipped=2) as loader:
+        batches = loader.steps(4)
+        for _ in range(2):
+            next(batches)
+        for attempt in (batches, loader.steps(1)):  # it can be tried again, and fails again
+            with pytest.raises(DataError) as caught:
+                next(attempt)
+            first, last, _, *trace = str(caught.value).splitlines()
+            assert first == (
+                f"3 examples fail, more than max_skipped=2: {', '.join(map(str, bad))}; repair or "
+                "leave out these, or raise the limit if so many may be lost. The last, example "
+                f"{bad[-1]}:"
+            )
+            assert last == "Traceback (most recent call last):"
+            assert "input_ids is -5 at token 0" in trace[-1]
+        assert [one.example for one in loader.skipped] == bad[:2]
+        assert loader.state_dict()["sampler"]["step"] == 2
+    with loader_of(Broken(bad=set(bad)), max_skipped=3) as loader:
+        assert len(list(loader)) == 4
+
+
+def test_more_than_max_skipped_in_a_row():
+    """In the order in which they are read, across steps."""
+    bad = [*ORDER[0][2:], *ORDER[1][:2]]
+    for limit, is_enough in ((4, True), (3, False)):
+        with loader_of(Broken(bad=set(bad)), max_skipped_in_a_row=limit) as loader:
+            if is_enough:
+                assert len(list(loader)) == 4
+                continue
+            batches = loader.steps(4)
+            next(batches)
+            with pytest.raises(DataError) as caught:
+                next(batches)
+    assert str(caught.value).startswith(
+        f"4 examples fail, more than max_skipped_in_a_row=3, in a row: {', '.join(map(str, bad))};"
+    )
+
+
+@pytest.mark.parametrize("apart", [ORDER[0][::2], [ORDER[0][3], ORDER[1][1]]])
+def test_examples_that_are_not_in_a_row(apart):
+    with loader_of(Broken(bad=set(apart)), max_skipped_in_a_row=1) as loader:
+        assert len(list(loader)) == 4
+
+
+def test_a_message_names_the_last_twenty():
+    skipped = SkippedExamples(24, 100)
+    for step in range(8):
+        failed = tuple(Failed(i, 10 * step + i, "", "") for i in (1, 4, 6))
+        skipped.add(0, step, Collated(None, 9, failed))
+    with pytest.raises(DataError) as caught:
+        skipped.add(0, 8, Collated(None, 9, (Failed(0, 80, "", ""),)))
+    first = str(caught.value).partition(";")[0]
+    names = [10 * step + i for step in range(8) for i in (1, 4, 6)][-19:]
+    assert first == (
+        "25 examples fail, more than max_skipped=24: the last 20 of them "
+        f"{', '.join(map(str, [*names, 80]))}"
+    )
+
+
+# ---- states ----
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resumes_exactly_and_goes_on_counting(num_workers):
+    gone = {ORDER[0][3], ORDER[1][0], ORDER[2][2]}
+
+    def make() -> PrefetchLoader:
+        return loader_of(Broken(bad=gone), num_workers=num_workers)
+
+    stops = [1, 2] if num_workers else None
+    found = assert_exact_resume(make, num_steps=8, stops=stops)
+    assert found[:4] == expected_without(gone)
+    with make() as loader, make() as resumed:
+        batches = loader.steps(8)
+        for _ in range(6):
+            next(batches)
+        state = json.loads(json.dumps(loader.state_dict()))
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
+        assert [one[:3] for one in resumed.skipped] == [one[:3] for one in loader.skipped]
+        assert {one.error for one in resumed.skipped} == {None}
+        list(batches), list(resumed.steps(2))
+        assert resumed.state_dict() == loader.state_dict()
+        assert len(loader.skipped) == 6
+
+
+def test_runs_in_a_row_go_on_after_a_resume():
+    bad = {*ORDER[0][2:], *ORDER[1][:2]}
+    with loader_of(Broken(bad=bad)) as loader:
+        next(loader.steps(1))
+        state = loader.state_dict()
+    assert state["skipped_in_a_row"] == 2
+    with loader_of(Broken(bad=bad), max_skipped_in_a_row=3) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(DataError, match="4 examples fail, more than max_skipped_in_a_row=3"):
+            next(loader.steps(1))
+
+
+def test_what_is_in_flight_does_not_count(said):
+    with loader_of(Broken(bad={ORDER[1][0]})) as loader:
+        batches = loader.steps(4)
+        next(batches)
+        loader._run._collator._slot.future.result()  # the second batch is built, not received
+        assert loader.skipped == said == []
+        batches.close()
+        next(loader.steps(1))
+        assert len(loader.skipped) == len(said) == 1
+
+
+def test_a_state_of_a_hundred_is_small():
+    with loader_of(Broken()) as loader:
+        state = loader.state_dict()
+        state["skipped"] = [[999, 9_999_999, 9_999_999_999]] * 100
+        state["skipped_in_a_row"] = 10
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+        assert len(json.dumps(state)) < 4096
+
+
+def test_a_loader_that_raises_keeps_what_was_skipped_before():
+    with loader_of(Broken(bad={ORDER[0][0]})) as loader:
+        next(loader.steps(1))
+        state = loader.state_dict()
+    with loader_of(EXAMPLES, on_error="raise") as loader:
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+        assert loader.skipped == [SkippedExample(0, 0, ORDER[0][0], None)]
+        loader.load_state_dict({k: v for k, v in state.items() if "skipped" not in k})
+        assert loader.skipped == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"skipped": 3}, "skipped that is not a list of [epoch, step, example]"),
+        ({"skipped": [[0, 1]]}, "skipped that is not a list of [epoch, step, example]"),
+        ({"skipped": [[0, -1, 3]]}, "skipped that is not a list of [epoch, step, example]"),
+        ({"skipped": [[True, 1, 3]]}, "skipped that is not a list of [epoch, step, example]"),
+        ({"skipped": [[0, "1", 3]]}, "skipped that is not a list of [epoch, step, example]"),
+        ({"skipped_in_a_row": 1}, "skipped_in_a_row=1 of 0 that were skipped"),
+        ({"skipped_in_a_row": -1}, "skipped_in_a_row=-1 of 0 that were skipped"),
+        ({"skipped_in_a_row": "0"}, "skipped_in_a_row='0' of 0 that were skipped"),
+    ],
+    ids=str,
+)
+def test_a_damaged_state_is_refused_and_nothing_is_changed(change, message):
+    with loader_of(Broken(bad={ORDER[0][0]})) as loader:
+        batches = loader.steps(4)
+        first = next(batches)
+        before = loader.state_dict()
+        other = {"version": 1, "max_tokens": 8, "sampler": before["sampler"], **change}
+        with pytest.raises(StateError) as caught:
+            loader.load_state_dict(other)
+        assert message in str(caught.value)
+        assert "pass what state_dict() gave" in str(caught.value)
+        assert loader.state_dict() == before
+        found = [batch_digest(batch) for batch in (first, *batches)]
+    assert found == expected_without({ORDER[0][0]})
+
+
+# ---- plans over ranks ----
+
+
+LAYOUT = ParallelLayout(dp=2, tp=2)
+COLUMNS = TokenizedDataset([{"input_ids": [7 + i] * (1 + i % 5)} for i in range(13)])
+TRAINED = COLUMNS.num_loss_tokens
+
+
+class Reading(Dataset):
+    """Columns of which some cannot be read."""
+
+    def __init__(self, gone: Any) -> None:
+        self.gone = gone
+
+    def __len__(self) -> int:
+        return len(COLUMNS)
+
+    def __getitems__(self, part: Any) -> Any:
+        for index in part.indices:
+            if index in self.gone:
+                raise OSError(f"row {index}")
+        return COLUMNS.__getitems__(part)
+
+
+def ranks(gone: Any, *, on_error: str = "skip", **workers: Any) -> list[PrefetchLoader]:
+    collate = PackedCollator(0, max_tokens=12, parallel=LAYOUT)
+    made = []
+    for rank in range(2):
+        sampler = PackedBatchSampler(
+            COLUMNS.lengths,
+            batch_size=6,
+            rank=rank,
+            num_loss_tokens=TRAINED,
+            packing=collate.packing,
+        )
+        data = DataLoader(Reading(gone), batch_sampler=sampler, collate_fn=collate, **workers)
+        made.append(PrefetchLoader(data, on_error=on_error))
+    return made
+
+
+def batches_of(loaders: list[PrefetchLoader]) -> list[list[Any]]:
+    """Of each rank, those of one epoch."""
+    found = []
+    for loader in loaders:
+        with loader:
+            found.append(list(loader))
+    return found
+
+
+def row_written_out(batch: Any, row: int, gone: Any) -> list[int]:
+    """The cells of a planned row without some examples, by a loop."""
+    cells: list[int] = []
+    for example, length in zip(named(batch, row), batch["sub_seq_lengths"][row], strict=True):
+        if example not in gone:
+            cells += [7 + example] * int(length) + [0] * (int(length) % 2)  # tp=2: even
+    return cells + [0] * (batch["input_ids"].shape[1] - len(cells))
+
+
+def named(batch: Any, row: int) -> list[int]:
+    """The dataset's examples in a row: their ids say which they are."""
+    cells = batch["input_ids"][row]
+    starts = batch["cu_seq_lens"][row][:-1] - batch["cu_seq_lens"][row][0]
+    return [int(cells[i]) - 7 for i in starts.tolist() if cells[i]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_of_a_plan_the_rows_stay_without_the_pieces_that_fail(num_workers):
+    plain = batches_of(ranks((), on_error="raise"))
+    gone = {named(plain[0][0], 0)[0], named(plain[1][1], -1)[-1]}
+    found = batches_of(ranks(gone, num_workers=num_workers))
+    assert [len(of) for of in found] == [len(of) for of in plain] == [3, 3]
+    num_changed = 0
+    for mine, planned in zip(chain(*found), chain(*plain), strict=True):
+        lost = [i for row in range(len(planned)) for i in named(planned, row) if i in gone]
+        assert mine.metadata.get("skipped", []) == sorted(lost)
+        if not lost:
+            assert batch_digest(mine) == batch_digest(planned)
+            continue
+        num_changed += 1
+        rows = [row_written_out(planned, row, gone) for row in range(len(planned))]
+        assert mine["input_ids"].tolist() == rows
+        told = {k: v for k, v in mine.metadata.items() if k != "skipped"}
+        assert told == planned.metadata  # what is said of the whole batch, the divisor too
+        is_lost = torch.isin(planned["input_ids"], torch.tensor([7 + i for i in lost]))
+        remaining = (planned["labels"] != -100) & ~is_lost
+        assert int((mine["labels"] != -100).sum()) == int(remaining.sum())
+        weight = 1 / planned.metadata["num_loss_tokens"]
+        assert np.allclose(mine["loss_mask"].sum().item(), int(remaining.sum()) * weight)
+    assert num_changed == 2
+
+
+def test_of_a_plan_nothing_may_be_left():
+    plain = batches_of(ranks((), on_error="raise"))
+    gone = {i for row in range(len(plain[0][1])) for i in named(plain[0][1], row)}
+    mine, others = batches_of(ranks(gone))
+    assert [batch_digest(batch) for batch in others] == [batch_digest(batch) for batch in plain[1]]
+    batch, planned = mine[1], plain[0][1]
+    assert batch["input_ids"].shape == planned["input_ids"].shape
+    assert not batch["input_ids"].any()
+    assert not batch["loss_mask"].any()
+    assert (batch["labels"] == -100).all()
+    assert batch["sub_seq_lengths"].tolist() == [[]] * len(planned)
+    assert batch.metadata["num_loss_tokens"] == planned.metadata["num_loss_tokens"] > 0
+
+
+def test_a_plan_that_no_collator_follows_is_raised():
+    sampler = PackedBatchSampler(COLUMNS.lengths, batch_size=6, max_tokens=12)
+    data = DataLoader(COLUMNS, batch_sampler=sampler, collate_fn=PackedCollator(0, max_tokens=9))
+    with (
+        PrefetchLoader(data, on_error="skip") as loader,
+        pytest.raises(ValueError, match="the batch was planned for"),
+    ):
+        list(loader)
+
+
+# ---- workers ----
+
+
+class Opened(Dataset):
+    """Opened by worker_init_fn, which finds it in worker_info."""
+
+    handle: Any = None
+
+    def __len__(self) -> int:
+        return len(EXAMPLES)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        assert get_worker_info().dataset is self
+        return self.handle[index]
+
+
+def open_it(worker: int) -> None:
+    get_worker_info().dataset.handle = EXAMPLES
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_find_the_dataset_where_it_was(context):
+    options = {"num_workers": 1, "worker_init_fn": open_it, "multiprocessing_context": context}
+    with loader_of(Opened(), **options) as loader:
+        assert [batch_digest(batch) for batch in loader] == expected_without(set())
+        assert loader.skipped == []
+
+
+class Unpicklable(Exception):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+def test_an_error_that_cannot_be_sent_is_told():
+    bad = ORDER[0][1]
+    with loader_of(Broken({bad: Unpicklable(1, 2)}), num_workers=1) as loader:
+        assert [batch_digest(batch) for batch in loader] == expected_without({bad})
+        assert loader.skipped == [SkippedExample(0, 0, bad, "Unpicklable: 1 and 2")]
+
+
+# ---- settings ----
+
+
+def stateful_loader(**options: Any) -> Any:
+    kind = pytest.importorskip(
+        "torchdata.stateful_dataloader", reason="torchdata is not installed"
+    ).StatefulDataLoader
+    return kind(Broken(bad={ORDER[0][1]}), collate_fn=PACKED, **options)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stateful_loader_with_a_sampler_skips(num_workers):
+    data = stateful_loader(batch_sampler=make_sampler(), num_workers=num_workers)
+    with PrefetchLoader(data, on_error="skip") as loader:
+        assert [batch_digest(batch) for batch in loader] == expected_without({ORDER[0][1]})
+
+
+def test_a_loader_without_a_sampler_is_refused():
+    with pytest.raises(TypeError) as caught:
+        PrefetchLoader(stateful_loader(batch_size=4), on_error="skip")
+    assert str(caught.value) == (
+        "on_error='skip' leaves out the examples that a sampler names, and this StatefulDataLoader "
+        "has no such sampler; a stream takes it itself: PackedIterableDataset(..., "
+        "on_error='skip')"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"on_error": "ignore"}, ValueError, "on_error must be one of 'raise', 'skip'; got"),
+        ({"on_error": None}, ValueError, "on_error must be one of 'raise', 'skip'; got None"),
+        ({"max_skipped": 0}, ValueError, "max_skipped must be at least 1, got 0"),
+        ({"max_skipped": 2.0}, TypeError, "max_skipped must be an int, got 2.0"),
+        ({"max_skipped_in_a_row": -1}, ValueError, "max_skipped_in_a_row must be at least 1"),
+    ],
+)
+def test_wrong_settings(options, error, message):
+    with pytest.raises(error, match=message):
+        loader_of(EXAMPLES, **options)
+
+
+def test_the_loader_of_the_caller_is_not_changed_and_the_repr_names_its_dataset():
+    data = DataLoader(EXAMPLES, batch_sampler=make_sampler(), collate_fn=PACKED)
+    plain = repr(PrefetchLoader(data))
+    loader = PrefetchLoader(data, on_error="skip", max_skipped=7)
+    assert repr(loader) == plain.replace(") [", ", on_error='skip', max_skipped=7) [")
+    assert data.dataset is EXAMPLES
+    assert data.collate_fn is PACKED
+    assert data.worker_init_fn is None
+    assert len(loader) == 4
