@@ -195,6 +195,26 @@ def test_the_dataloader_and_its_stream_are_not_moved() -> None:
     assert repr(loader).startswith("PrefetchLoader(DataLoader(<PackedIterableDataset>))")
 
 
+def test_a_state_that_the_stream_has_loaded_is_where_the_loader_begins() -> None:
+    whole = make_stream()
+    list(islice(whole, 4))
+    for num_workers in (0, 2):
+        stream = make_stream()
+        stream.load_state_dict(whole.state_dict())
+        with make(stream, num_workers) as loader:
+            assert ids(loader) == ORDER[4:]
+            assert ids(islice(loader, 3)) == ORDER[:3]
+    plain = PackedIterableDataset(part(0), **SETTINGS)
+    list(islice(plain, 4))
+    stream = PackedIterableDataset(part(0), **SETTINGS)
+    stream.load_state_dict(plain.state_dict())
+    with make(stream) as loader:
+        assert ids(loader) == list(range(4, 12))
+    stream.load_state_dict(plain.state_dict())
+    with pytest.raises(StateError, match="the state has version 3, of a stream without num_shards"):
+        make(stream, 2)
+
+
 def test_a_wrong_example_is_raised_at_its_batch() -> None:
     def wrong(shard: int) -> list[dict[str, Any]]:
         return [*part(shard)[:1], {"input_ids": [1, -5]}] if shard == 2 else part(shard)

@@ -235,6 +235,7 @@ def test_the_ended_shards_of_all_states_have_ended() -> None:
     assert merged["ended"] == [0, 1, 2, 3]
     whole = make(EXAMPLES[:6])
     whole.load_state_dict(merged)
+    assert whole.state_dict() == merged
     assert list(whole) == []
     assert len(list(whole)) > 0  # the next pass
 

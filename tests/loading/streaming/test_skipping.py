@@ -126,7 +126,7 @@ def given_before_the_error(dataset: PackedIterableDataset) -> tuple[list[Any], d
 
 
 def test_skipped_examples_are_counted_once_and_logged_once(caplog: Any) -> None:
-    with caplog.at_level(logging.WARNING, logger="torch_collate_kit"):
+    with caplog.at_level(logging.WARNING, logger="torch_collate_kit.loading"):
         whole = list(make(examples()))
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == len(UNREADABLE + WRONG)
@@ -143,7 +143,7 @@ def test_skipped_examples_are_counted_once_and_logged_once(caplog: Any) -> None:
         dataset = make(examples())
         dataset.load_state_dict(json.loads(json.dumps(state)))
         caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="torch_collate_kit"):
+        with caplog.at_level(logging.WARNING, logger="torch_collate_kit.loading"):
             assert_same_batch(next(iter(dataset)), batch)
         texts_again += [record.getMessage() for record in caplog.records]
         num_given += len(batch.metadata.get("skipped", []))
@@ -195,21 +195,22 @@ def test_too_many_in_a_row_raise(source: Any) -> None:
     data = source([*some, *empty, *GOOD[10:20]])
     assert len(tokens_of(list(make(data, max_skipped_in_a_row=4)))) > 0
     message = (
-        "4 examples in a row cannot be packed, more than max_skipped_in_a_row=3; the last one: "
-        "example 9 of the stream is empty"
+        "4 examples in a row are wrong, more than max_skipped_in_a_row=3; the last one: example 9 "
+        "of the stream is empty"
     )
     with pytest.raises(DataError, match=message):
         list(make(data, max_skipped_in_a_row=3))
-    wrong = [[e, {"input_ids": np.array([1, -1, 1])}] for e in GOOD[:12]]
-    data = source([e for pair in wrong for e in pair])
+    wrong = [{"input_ids": np.array([1, -1, 1])}] * 3
+    options = {"max_skipped_in_a_row": 2, "buffer_size": 2, "strategy": "sequential"}
+    data = source([GOOD[0], *wrong[:2], GOOD[3], wrong[0], GOOD[5], *wrong, GOOD[9]])
     message = (
-        "3 batches in a row lack a skipped example, more than max_skipped_in_a_row=2; the last one"
-        ": example 5 of the stream: input_ids is -1 at token 1"
+        "3 examples in a row are wrong, more than max_skipped_in_a_row=2; the last one: example 8 "
+        "of the stream: input_ids is -1 at token 1"
     )
-    batches = iter(make(data, max_skipped_in_a_row=2, buffer_size=2, strategy="sequential"))
-    assert skipped_in(list(islice(batches, 2))) == [1, 3]
     with pytest.raises(DataError, match=message):
-        next(batches)
+        list(make(data, **options))
+    batches = list(make(data, **options | {"max_skipped_in_a_row": 3}))
+    assert tokens_of(batches) == all_tokens([GOOD[0], GOOD[3], GOOD[5], GOOD[9]])
 
 
 @pytest.mark.parametrize("resumed_after", [None, 3])
@@ -221,7 +222,7 @@ def test_too_many_raise(resumed_after: int | None) -> None:
         state = dataset.state_dict()
         dataset = make(examples(), **options)
         dataset.load_state_dict(state)
-    message = r"\d examples were skipped, more than max_skipped=4; the last one: example \d+ of the"
+    message = r"5 examples are wrong, more than max_skipped=4; the last one: example \d+ of the s"
     with pytest.raises(DataError, match=message):
         list(dataset)
     assert dataset.state_dict().get("skipped", [0])[0] <= 4
@@ -248,6 +249,18 @@ def test_of_a_split_example_the_wrong_pieces_are_left_out() -> None:
     pieces = {"input_ids": range(9000, 9015)}
     assert tokens_of(batches) == all_tokens([*GOOD[:3], pieces, *GOOD[4:9]])
     assert set(skipped_in(batches)) == {3}
+
+
+@pytest.mark.parametrize("source", [list, dataset_of])
+def test_a_stop_between_the_pieces_of_what_follows_a_skipped_example(source: Any) -> None:
+    def stream() -> PackedIterableDataset:
+        data = source([*GOOD[:3], {"input_ids": np.arange(0)}, {"input_ids": np.arange(900, 921)}])
+        return make(data, overflow="split", max_tokens=5, buffer_size=1)
+
+    batches = list(stream())
+    assert skipped_in(batches) == [3]
+    assert tokens_of(batches)[-21:] == list(range(900, 921))
+    assert_exact_resume(stream, num_steps=len(batches))
 
 
 def test_an_error_of_the_source_itself_raises() -> None:
@@ -294,13 +307,18 @@ def test_a_plan_without_examples_keeps_its_rows() -> None:
     assert plan.bins == [[2], [0, 1], [4]]
 
 
-def test_batches_without_a_skip_begin_the_count_in_a_row_anew() -> None:
-    policy = ErrorPolicy("skip", 100, 2)
-    at = policy.counted(Position(), [Skipped(1, "a"), Skipped(2, "b")])
-    assert (at.num_skipped, at.num_lacking) == (2, 1)
-    at = policy.counted(at, [])
-    assert (at.num_skipped, at.num_lacking) == (2, 0)
-    at = policy.counted(policy.counted(at, [Skipped(7, "c")]), [Skipped(9, "d")])
-    assert (at.num_skipped, at.num_lacking) == (4, 2)
-    with pytest.raises(DataError, match=r"3 batches in a row lack .*; the last one: e"):
-        policy.counted(at, [Skipped(11, "e")])
+def test_an_example_that_is_given_out_begins_the_count_in_a_row_anew() -> None:
+    policy = ErrorPolicy("skip", 5, 2)
+    wrong = [Skipped(i, f"example {i} is empty") for i in range(9)]
+    at = policy.counted(Position(), [None, wrong[1], None, wrong[2]])
+    assert (at.num_skipped, at.num_in_a_row) == (2, 1)
+    assert policy.counted(at, []) == at
+    assert policy.counted(at, [None]).num_in_a_row == 0
+    at = policy.counted(at, [wrong[3]])
+    assert (at.num_skipped, at.num_in_a_row) == (3, 2)
+    with pytest.raises(DataError, match="3 examples in a row are wrong, more than max_skipped_in_"):
+        policy.counted(at, [wrong[4]])
+    with pytest.raises(
+        DataError, match="6 examples are wrong, more than max_skipped=5; the last o"
+    ):
+        policy.counted(at, [None, wrong[4], None, wrong[5], None, wrong[6]])

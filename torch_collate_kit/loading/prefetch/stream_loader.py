@@ -29,6 +29,7 @@ class _DividedStream(Protocol):
     @property
     def epoch(self) -> int | None: ...
     def beginning(self) -> Positions: ...
+    def start(self) -> Positions: ...
     def turns(self, positions: Positions, epoch: int) -> Iterator[Any]: ...
     def state_at(self, positions: Positions, epoch: int | None) -> dict[str, Any]: ...
     def positions_in(self, state: Mapping[str, Any]) -> Positions: ...
@@ -69,9 +70,9 @@ class StreamLoader(_Loader):
         collate = _CollateTurn(loader.collate_fn)
         # not by setattr: a DataLoader forbids it; and no persistent workers in common
         vars(self._loader).update(dataset=self._passes, collate_fn=collate, _iterator=None)
-        self._epoch, self._positions = 0, self._stream.beginning()
+        self._epoch, self._positions = 0, self._stream.start()
         self._received = self._positions  # of the pass that is being read
-        self._source_epoch: int | None = None
+        self._source_epoch = self._stream.epoch
         self._turns: Any = None
 
     def described(self) -> str:

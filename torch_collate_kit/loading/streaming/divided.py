@@ -40,6 +40,19 @@ class DividedStream:
         """The positions at the beginning of a pass."""
         return dict.fromkeys(self._shards, Position())
 
+    def start(self) -> dict[int, Position]:
+        """The positions where the dataset itself would begin: those of a state that it has loaded.
+
+        Raises:
+            StateError: a state without shards, which workers cannot divide.
+        """
+        saved = self._dataset._saved
+        if saved is None:
+            return self.beginning()
+        if self._dataset.num_shards is None and not self._num_workers:
+            return self._dataset._starting_positions()
+        return self.positions_in(saved)
+
     def turns(self, positions: Mapping[int, Position], epoch: int) -> Iterator[Turn]:
         """The turns of this process's shards in pass ``epoch``, in a worker or outside one."""
         worker = get_worker_info()

@@ -59,7 +59,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         num_shards: divides the stream into as many shards, whatever ``world_size``, which must
             divide it: a saved run can go on with another number of ranks and workers.
         on_error: "raise", or "skip" to leave out examples that raise a DataError alone. Of a shard
-            at most ``max_skipped``, and in at most ``max_skipped_in_a_row`` batches in a row.
+            at most ``max_skipped``, and ``max_skipped_in_a_row`` one after the other.
         collator_options: all other options of ``PackedCollator``: ``max_tokens``, ``packing``, ...
 
     One ``iter()`` is one pass. Batches are those that ``PackedCollator`` makes of their examples in

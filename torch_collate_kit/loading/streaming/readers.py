@@ -102,7 +102,7 @@ class _ExampleReader:
                 if not self._policy.skips:
                     raise named from error
                 self.skipped.append(Skipped(position, str(named)))
-                self._policy.check_unread(self.skipped)
+                self._policy.check_in_a_row(len(self.skipped), self.skipped[-1])
                 before = after
                 continue
             _check_start(before, position, num_tokens)
@@ -208,7 +208,7 @@ class _RowReader:
             if not self._policy.skips:
                 raise named from error
             self.skipped.append(Skipped(span[0], str(named)))
-            self._policy.check_unread(self.skipped)
+            self._policy.check_in_a_row(len(self.skipped), self.skipped[-1])
             self._positions, self._before = self._positions[1:], Place(span[0] + 1)
             return np.empty(0, dtype=ENTRY)
         entries = self._entries_of(positions, lengths)

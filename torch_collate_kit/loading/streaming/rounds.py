@@ -23,7 +23,7 @@ class Position(NamedTuple):
     num_given: int = 0  # batches since the pass began
     has_ended: bool = False  # known only after the turn that follows the last batch
     num_skipped: int = 0  # examples that were left out of what was given
-    num_lacking: int = 0  # the last batches, as far back as each lacks an example
+    num_in_a_row: int = 0  # of the last examples, as many as were left out
 
 
 class Turn(NamedTuple):

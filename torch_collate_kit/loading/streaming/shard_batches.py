@@ -55,23 +55,25 @@ class ShardBatches:
 
     def __iter__(self) -> Iterator[tuple[Batch | dict[str, Any], Position]]:
         at = self._position
-        skipped: list[Skipped] = []
+        outcomes: list[Skipped | None] = []
         for planned, next_window in self._not_given(at):
             batch, wrong = self._collated(planned)
-            skipped += [one for some in planned.entries["skipped"] if some for one in some] + wrong
+            if self._policy.skips:
+                outcomes += _outcomes(planned.entries, wrong)
             del planned  # its entries would be held beside the next buffer
             at = at._replace(num_batches=at.num_batches + 1)
             if next_window is not None:
                 at = at._replace(place=next_window, num_batches=0)
             if batch is None:
                 continue
-            at = self._policy.counted(at._replace(num_given=at.num_given + 1), skipped)
+            at = self._policy.counted(at._replace(num_given=at.num_given + 1), outcomes)
+            skipped = {one.position for one in outcomes if one is not None}
             if skipped and isinstance(batch, Batch):
-                batch.metadata["skipped"] = sorted({one.position for one in skipped})
-            skipped = []
+                batch.metadata["skipped"] = sorted(skipped)
+            outcomes = []
             yield batch, at
             del batch
-        self._policy.counted(at, skipped + self._reader.skipped)
+        self._policy.counted(at, [*outcomes, *self._reader.skipped])
 
     def _not_given(self, at: Position) -> Iterator[tuple[PlannedEntries, Any]]:
         """The batches of the window that follow, and those of all later windows."""
@@ -87,22 +89,25 @@ class ShardBatches:
 
     def _collated(
         self, planned: PlannedEntries
-    ) -> tuple[Batch | dict[str, Any] | None, list[Skipped]]:
-        """The batch, or None if nothing is left of it, and which examples were left out."""
+    ) -> tuple[Batch | dict[str, Any] | None, dict[int, Skipped]]:
+        """The batch, or None if nothing is left of it, and what was left out, by its number."""
+        entries, wrong = planned.entries, dict[int, Skipped]()
         try:
-            return self._collate(planned.entries, planned.plan), []
+            return self._collate(entries, planned.plan), wrong
         except DataError as error:
-            wrong = self._wrong_alone(planned) if self._policy.skips else {}
+            if self._policy.skips:
+                wrong = self._wrong_alone(planned)
             if not wrong:
-                positions = planned.entries["position"].tolist()
-                raise at_positions(error, positions, self._name) from error
-        is_wrong = np.zeros(len(planned.entries), dtype=bool)
+                raise self._named(error, entries) from error
+        is_wrong = np.zeros(len(entries), dtype=bool)
         is_wrong[list(wrong)] = True
         plan = plan_without(planned.plan, is_wrong)
         if not len(plan.example_indices):
-            return None, list(wrong.values())
-        rest, _ = self._collated(PlannedEntries(planned.entries[~is_wrong], plan))
-        return rest, list(wrong.values())
+            return None, wrong
+        try:
+            return self._collate(entries[~is_wrong], plan), wrong
+        except DataError as error:
+            raise self._named(error, entries[~is_wrong]) from error
 
     def _wrong_alone(self, planned: PlannedEntries) -> dict[int, Skipped]:
         """The examples of a batch that cannot be collated alone, by their number in it."""
@@ -114,11 +119,21 @@ class ShardBatches:
                 self._collate(entry, plan_without(planned.plan, others))
             except DataError as error:
                 position = int(entry["position"][0])
-                reason = str(at_positions(error, [position], self._name))
-                wrong[number] = Skipped(position, reason)
+                wrong[number] = Skipped(position, str(self._named(error, entry)))
         return wrong
+
+    def _named(self, error: DataError, entries: npt.NDArray[np.void]) -> DataError:
+        return at_positions(error, entries["position"].tolist(), self._name)
 
     def _collate(self, entries: npt.NDArray[np.void], plan: PackingPlan) -> Batch | dict[str, Any]:
         examples = self._reader.examples(entries)
         batch: Batch | dict[str, Any] = self._collator(PlannedExamples(plan, examples))
         return batch
+
+
+def _outcomes(entries: npt.NDArray[np.void], wrong: dict[int, Skipped]) -> list[Skipped | None]:
+    """What became of the examples of a batch, and of those before them that could not be packed."""
+    outcomes: list[Skipped | None] = []
+    for number, before in enumerate(entries["skipped"]):
+        outcomes += [*(before or ()), wrong.get(number)]
+    return outcomes

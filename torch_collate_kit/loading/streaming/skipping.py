@@ -17,7 +17,7 @@ from torch_collate_kit.packing import PackingPlan
 
 __all__ = ["ErrorPolicy", "Skipped", "plan_without"]
 
-_logger = logging.getLogger("torch_collate_kit")
+_logger = logging.getLogger("torch_collate_kit.loading")
 
 
 class Skipped(NamedTuple):
@@ -36,37 +36,35 @@ class ErrorPolicy:
         self.max_skipped = checked_int("max_skipped", max_skipped)
         self.max_in_a_row = checked_int("max_skipped_in_a_row", max_skipped_in_a_row)
 
-    def check_unread(self, skipped: Sequence[Skipped]) -> None:
-        """DataError if too many examples in a row could not be read."""
-        if len(skipped) > self.max_in_a_row:
+    def check_in_a_row(self, num_in_a_row: int, last: Skipped) -> None:
+        """DataError if so many examples one after the other are too many."""
+        if num_in_a_row > self.max_in_a_row:
             raise DataError(
-                f"{len(skipped)} examples in a row cannot be packed, more than "
-                f"max_skipped_in_a_row={self.max_in_a_row}; the last one: {skipped[-1].reason}"
+                f"{num_in_a_row} examples in a row are wrong, more than "
+                f"max_skipped_in_a_row={self.max_in_a_row}; the last one: {last.reason}"
             )
 
-    def counted(self, position: Position, skipped: Sequence[Skipped]) -> Position:
-        """``position`` after a batch without these examples, each of which is logged.
+    def counted(self, position: Position, outcomes: Sequence[Skipped | None]) -> Position:
+        """``position`` after these examples, None for each that was given out. Logs the others.
 
         Raises:
             DataError: more than the limits allow.
         """
-        if not skipped:
-            return position._replace(num_lacking=0)
-        for number, (_, reason) in enumerate(skipped, position.num_skipped + 1):
-            _logger.warning("skipped: %s (%d of at most %d)", reason, number, self.max_skipped)
-        num_skipped, num_lacking = position.num_skipped + len(skipped), position.num_lacking + 1
-        last = f"the last one: {skipped[-1].reason}"
-        if num_skipped > self.max_skipped:
-            raise DataError(
-                f"{num_skipped} examples were skipped, more than max_skipped={self.max_skipped}; "
-                f"{last}"
-            )
-        if num_lacking > self.max_in_a_row:
-            raise DataError(
-                f"{num_lacking} batches in a row lack a skipped example, more than "
-                f"max_skipped_in_a_row={self.max_in_a_row}; {last}"
-            )
-        return position._replace(num_skipped=num_skipped, num_lacking=num_lacking)
+        num_skipped, in_a_row = position.num_skipped, position.num_in_a_row
+        for skipped in outcomes:
+            if skipped is None:
+                in_a_row = 0
+                continue
+            num_skipped, in_a_row = num_skipped + 1, in_a_row + 1
+            if num_skipped > self.max_skipped:
+                raise DataError(
+                    f"{num_skipped} examples are wrong, more than max_skipped={self.max_skipped}; "
+                    f"the last one: {skipped.reason}"
+                )
+            self.check_in_a_row(in_a_row, skipped)
+            most = self.max_skipped
+            _logger.warning("skipped: %s (%d of at most %d)", skipped.reason, num_skipped, most)
+        return position._replace(num_skipped=num_skipped, num_in_a_row=in_a_row)
 
 
 def plan_without(plan: PackingPlan, is_wrong: npt.NDArray[np.bool_]) -> PackingPlan:

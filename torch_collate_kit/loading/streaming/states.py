@@ -44,7 +44,7 @@ def state_of_shards(
 
 
 def _skipped_of(position: Position) -> list[int]:
-    return [position.num_skipped, position.num_lacking]
+    return [position.num_skipped, position.num_in_a_row]
 
 
 def position_in(
@@ -104,9 +104,9 @@ def _with_skipped(position: Position, found: Any) -> Position:
         return position
     if not isinstance(found, list) or len(found) != 2 or not _are_counts(found):
         raise StateError(
-            f"the state has skipped={found!r}, not [num_skipped, num_lacking]; it is damaged"
+            f"the state has skipped={found!r}, not [num_skipped, num_in_a_row]; it is damaged"
         )
-    return position._replace(num_skipped=found[0], num_lacking=found[1])
+    return position._replace(num_skipped=found[0], num_in_a_row=found[1])
 
 
 def _position_of(found: Any, shard: int, has_ended: bool, packing: PackingOptions) -> Position:
