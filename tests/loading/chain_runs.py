@@ -58,9 +58,7 @@ class Chain:
     def is_packed(self) -> bool:
         return self.kind in ("packed", "rows")
 
-    def sampler(self, rank: int, leg: Leg, world_size: int | None = None) -> Any:
-        if world_size is None:
-            world_size = leg.world_size
+    def sampler(self, rank: int, leg: Leg, world_size: int) -> Any:
         if self.kind == "prefetching":
             num_examples = len(self.examples)
             return PrefetchingSampler(num_examples, rank=rank, world_size=world_size, **self.order)
@@ -90,10 +88,10 @@ class Chain:
 def random_chain(rng: np.random.Generator, kind: str, *, with_workers: bool) -> Chain:
     """Settings and runs drawn by ``rng``."""
     multiple = truth.multiple_of(rng) if kind == "rows" else None
-    wrap_or_not = str(rng.choice(["keep", "drop", "wrap"]))
+    tail = str(rng.choice(["keep", "drop", "wrap"]))
     num_examples, batch_size = int(rng.integers(20, 400)), truth.log_uniform(rng, 90)
-    num_examples = max(num_examples, batch_size) if wrap_or_not == "drop" else num_examples
-    sizes = _sizes(rng, kind, multiple, num_examples, batch_size, wrap_or_not)
+    num_examples = max(num_examples, batch_size) if tail == "drop" else num_examples
+    sizes = _sizes(rng, kind, multiple, num_examples, batch_size, tail)
     if with_workers:
         sizes = [size for size in sizes if size <= 3]
     changes = kind != "mixed" and rng.random() < 0.4
@@ -108,13 +106,14 @@ def random_chain(rng: np.random.Generator, kind: str, *, with_workers: bool) -> 
     ]
     patched = kind in ("packed", "rows") and rng.random() < 0.2
     patches = rng.integers(0, 20, size=num_examples).tolist() if patched else None
-    for leg, packing in zip(legs, _packings(rng, patches is not None), strict=False):
-        leg.packing = packing
+    packings = _packings(rng, patches is not None)
+    for leg in legs:
+        leg.packing = next(packings)
     cut = int(rng.integers(1, num_examples)) if num_examples > 1 else 1
     return Chain(
         kind=kind,
         behind_loader=patches is None and (with_workers or rng.random() < 0.5),
-        order=_order(rng, kind, batch_size, wrap_or_not),
+        order=_order(rng, kind, batch_size, tail),
         legs=legs,
         examples=truth.examples_of(rng, num_examples, 30),
         sources=[cut, num_examples - cut],
@@ -221,9 +220,8 @@ class Runner:
             packed_as = self.chain.legs[0] if self.unbroken else leg
             world_size = 1 if self.unbroken else leg.world_size
             if not (self.unbroken and samplers):
-                samplers = [self.chain.sampler(rank, leg) for rank in range(world_size)]
-                if self.unbroken:
-                    samplers = [self.chain.sampler(0, leg, 1)]
+                ranks = range(world_size)
+                samplers = [self.chain.sampler(rank, leg, world_size) for rank in ranks]
             with ExitStack() as stack:
                 sources = self._sources(stack, samplers, leg, world_size)
                 for source in sources if state and not self.unbroken else []:

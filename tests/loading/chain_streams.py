@@ -100,7 +100,9 @@ class Run:
         if take is not None:
             self.state = json.dumps(merge_states(states))
             shards = json.loads(self.state)["stream"]["shards"]
-            self.found["wrong: over 64 bytes per shard"] += len(json.dumps(shards)) > 64 * len(shards)
+            self.found["wrong: over 64 bytes per shard"] += len(json.dumps(shards)) > 64 * len(
+                shards
+            )
 
     def _read(self, batches: Iterable[Any]) -> None:
         before = None

@@ -32,8 +32,7 @@ def num_trained(example: dict[str, Any]) -> int:
 class PlainOrder:
     """The batches of a run by PrefetchingSampler or PackedBatchSampler, as the documents have it.
 
-    ``reshuffles``: (epoch, step) in the order in which they happened. A keyed order is given by
-    ``read``, which yields a permutation of an epoch; reshuffles of it are not known here.
+    ``reshuffles``: (epoch, step) in the order in which they happened.
     """
 
     def __init__(

@@ -2,9 +2,9 @@
 
     python -m tests.loading.chains --chains 1000 --seed 0
 
-All ranks live in this process. Of every chain W1 -> W2 -> W3, stopped anywhere and resumed from JSON:
-the examples and the number of loss tokens of every step, with ``rows_multiple_of`` all cells of
-every row, and what ``examples``, ``when`` and ``replay`` say of every step.
+All ranks live in this process. Compared of every chain W1 -> W2 -> W3, stopped anywhere and resumed
+from JSON: the examples and the number of loss tokens of every step, with ``rows_multiple_of`` all
+cells of every row, and what ``examples``, ``when`` and ``replay`` say of every step.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def check_chain(chain: Chain) -> Counter[str]:
     alone.run()
     broken.run()
     found: Counter[str] = Counter({"steps": len(broken.steps), "chains": 1})
+    found["runs"], found["ranks"] = len(chain.legs), sum(leg.world_size for leg in chain.legs)
+    found["behind a PrefetchLoader"] = int(chain.behind_loader)
     expected = _expected(chain, alone)
     found["wrong: number of steps"] += len(broken.steps) != len(expected)
     for step, by_one, (position, examples) in zip(broken.steps, alone.steps, expected, strict=True):
@@ -47,7 +49,9 @@ def _expected(chain: Chain, alone: Runner) -> list[tuple[tuple[int, int], list[i
     """Position and examples of every step: by plain Python, or by the unbroken run."""
     order = chain.order
     if chain.kind == "mixed" or order["shuffle"] == "keyed":
-        return [(step.position, alone.last.examples(*step.position).tolist()) for step in alone.steps]
+        return [
+            (step.position, alone.last.examples(*step.position).tolist()) for step in alone.steps
+        ]
     plain = truth.PlainOrder(
         len(chain.examples),
         order["batch_size"],
@@ -63,7 +67,7 @@ def _expected(chain: Chain, alone: Runner) -> list[tuple[tuple[int, int], list[i
 def _step_faults(
     chain: Chain, step: Step, by_one: Step, position: tuple[int, int], examples: list[int]
 ) -> list[tuple[str, bool]]:
-    read = sorted(i for part in step.parts for i in part)
+    read, read_by_one = (sorted(i for part in of.parts for i in part) for of in (step, by_one))
     trained = sum(truth.num_trained(chain.examples[i]) for i in examples)
     same_packing = all(leg.packing == chain.legs[0].packing for leg in chain.legs)
     parts = step.parts
@@ -72,7 +76,7 @@ def _step_faults(
     return [
         ("position", step.position != position),
         ("examples", read != sorted(examples)),
-        ("examples of the unbroken run", sorted(sum(by_one.parts, [])) != sorted(examples)),
+        ("examples of the unbroken run", read_by_one != sorted(examples)),
         ("num_loss_tokens", step.num_loss_tokens != trained),
         ("the parts of the ranks", step.parts != parts),
         ("metadata", step.named != {position}),
@@ -88,8 +92,7 @@ def _check_lineage(
 ) -> None:
     """``examples``, ``when`` and ``replay`` of the last run's sampler, for every step served."""
     sampler = broken.last
-    served = zip(broken.steps, expected, strict=True)
-    for step, (position, examples) in served:
+    for step, (position, examples) in zip(broken.steps, expected, strict=True):
         said = sampler.examples(*position).tolist()
         found["wrong: examples()"] += said != examples
         for rank in {0, len(step.parts) - 1, len(step.parts) // 2}:

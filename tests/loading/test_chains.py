@@ -1,4 +1,4 @@
-"""Some of the random chains of ``python -m tests.loading.chains``: each must be without a mismatch."""
+"""Some of the random chains of ``python -m tests.loading.chains``, all without a mismatch."""
 
 from __future__ import annotations
 

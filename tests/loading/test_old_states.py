@@ -86,7 +86,8 @@ def test_a_stream_goes_on_from_version_3(case: dict[str, Any]) -> None:
     stream = PackedIterableDataset(ROWS, tokenizer=0, **ranks, **case["options"])
     stream.load_state_dict(case["state"])
     found = [sorted(set(batch["input_ids"].flatten().tolist()) - {0}) for batch in stream]
-    assert case["next"] and found == case["next"]
+    assert found
+    assert found == case["next"]
 
 
 @pytest.mark.parametrize(
