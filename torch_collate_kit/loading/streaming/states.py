@@ -56,6 +56,7 @@ def position_in(
         StateError: the state does not fit, or is damaged.
     """
     _check_version(state, _VERSION)
+    state = {"rows_multiple_of": None, **state}  # the first states of version 3 do not have it
     _check_settings(state, settings)
     counts = [state.get(name) for name in ("num_read", "start", "num_batches")]
     if not _are_counts(counts):

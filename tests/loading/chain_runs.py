@@ -1,0 +1,321 @@
+"""One random chain of runs of a sampler: settings, the runs, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+from tests.loading import chain_truth as truth
+from torch_collate_kit import (
+    MixedSampler,
+    PackedBatchSampler,
+    PackedCollator,
+    PaddedCollator,
+    ParallelLayout,
+    PrefetchingSampler,
+    PrefetchLoader,
+    TokenizedDataset,
+)
+
+KINDS = ("prefetching", "mixed", "packed", "rows")
+_MOST_STATE = 4096 + 100  # of a sampler; a loader adds its version and max_tokens
+Position = tuple[int, int]
+
+
+@dataclass
+class Leg:
+    """A run on some ranks, up to where it is stopped."""
+
+    world_size: int
+    num_steps: int
+    num_workers: int
+    reshuffles: bool
+    packing: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Chain:
+    """What is the same in all its runs, and the runs."""
+
+    kind: str
+    behind_loader: bool
+    order: dict[str, Any]
+    legs: list[Leg]
+    examples: truth.Examples
+    sources: list[int]
+    multiple: int | None
+    patches: list[int] | None
+    counted: bool
+
+    @property
+    def is_packed(self) -> bool:
+        return self.kind in ("packed", "rows")
+
+    def sampler(self, rank: int, leg: Leg, world_size: int) -> Any:
+        if self.kind == "prefetching":
+            num_examples = len(self.examples)
+            return PrefetchingSampler(num_examples, rank=rank, world_size=world_size, **self.order)
+        if self.kind == "mixed":
+            return MixedSampler(self.sources, rank=rank, world_size=world_size, **self.order)
+        counts = [truth.num_trained(example) for example in self.examples]
+        return PackedBatchSampler(
+            [len(example["input_ids"]) for example in self.examples],
+            rank=rank,
+            patches=self.patches,
+            num_loss_tokens=counts if self.counted else None,
+            **self.packing(leg, world_size),
+            **self.order,
+        )
+
+    def packing(self, leg: Leg, world_size: int) -> dict[str, Any]:
+        options = {**leg.packing, "rows_multiple_of": self.multiple}
+        options["parallel"] = ParallelLayout(dp=world_size, tp=options.pop("tp"))
+        return options
+
+    def collator(self, leg: Leg, world_size: int) -> Any:
+        if not self.is_packed:
+            return PaddedCollator(0)
+        return PackedCollator(0, normalize_loss=self.counted, **self.packing(leg, world_size))
+
+
+def random_chain(rng: np.random.Generator, kind: str, *, with_workers: bool) -> Chain:
+    """Settings and runs drawn by ``rng``."""
+    multiple = truth.multiple_of(rng) if kind == "rows" else None
+    tail = str(rng.choice(["keep", "drop", "wrap"]))
+    num_examples, batch_size = int(rng.integers(20, 400)), truth.log_uniform(rng, 90)
+    num_examples = max(num_examples, batch_size) if tail == "drop" else num_examples
+    sizes = _sizes(rng, kind, multiple, num_examples, batch_size, tail)
+    if with_workers:
+        sizes = [size for size in sizes if size <= 3]
+    changes = kind != "mixed" and rng.random() < 0.4
+    legs = [
+        Leg(
+            world_size=int(rng.choice(sizes)),
+            num_steps=int(rng.integers(0, 6)),
+            num_workers=int(rng.integers(1, 3)) if with_workers else 0,
+            reshuffles=bool(changes and rng.random() < 0.5),
+        )
+        for _ in range(3)
+    ]
+    patched = kind in ("packed", "rows") and rng.random() < 0.2
+    patches = rng.integers(0, 20, size=num_examples).tolist() if patched else None
+    packings = _packings(rng, patches is not None)
+    for leg in legs:
+        leg.packing = next(packings)
+    cut = int(rng.integers(1, num_examples)) if num_examples > 1 else 1
+    return Chain(
+        kind=kind,
+        behind_loader=patches is None and (with_workers or rng.random() < 0.5),
+        order=_order(rng, kind, batch_size, tail),
+        legs=legs,
+        examples=truth.examples_of(rng, num_examples, 30),
+        sources=[cut, num_examples - cut],
+        multiple=multiple,
+        patches=patches,
+        counted=bool(rng.random() < 0.7),
+    )
+
+
+def _sizes(
+    rng: np.random.Generator,
+    kind: str,
+    multiple: int | None,
+    num_examples: int,
+    batch_size: int,
+    tail: str,
+) -> list[int]:
+    if multiple is not None:
+        return truth.divisors_up_to(multiple, 64)
+    most = 64
+    if kind == "prefetching":
+        rest = truth.smallest_tail(num_examples, batch_size) if tail == "keep" else batch_size
+        most = min(64, rest)
+    if kind == "mixed":
+        most = min(64, batch_size)
+    return [truth.log_uniform(rng, most) for _ in range(3)] + [most]
+
+
+def _order(rng: np.random.Generator, kind: str, batch_size: int, tail: str) -> dict[str, Any]:
+    shuffle = [True, True, False, "keyed"][int(rng.integers(4))]
+    order: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle}
+    order["seed"] = int(rng.integers(2**32))
+    if kind == "mixed":
+        weights = rng.choice([None, "given"])
+        order["weights"] = None if weights is None else rng.integers(1, 9, size=2).tolist()
+        order["num_steps"] = int(rng.integers(1, 9))
+        return order
+    order["tail"] = tail
+    if tail == "wrap" and rng.random() < 0.2:
+        order["order"], order["shuffle"] = _curriculum, True
+    return order
+
+
+def _curriculum(epoch: int, rng: np.random.Generator) -> Any:
+    """Repeats, leaves out, and has another length each epoch."""
+    return rng.integers(0, 20, size=[31, 4, 19, 6, 23][epoch % 5])
+
+
+def _packings(rng: np.random.Generator, patched: bool) -> Iterator[dict[str, Any]]:
+    """Options of every run: the same ones, or one after the other."""
+    changes = rng.random() < 0.3
+    packing: dict[str, Any] = {}
+    while True:
+        if changes or not packing:
+            packing = {
+                "max_tokens": int(rng.choice([32, 48, 64, 128])),
+                "tp": int(rng.choice([1, 1, 2, 4])),
+                "strategy": str(rng.choice(["best_fit_decreasing", "sequential", "balanced"])),
+                "balance": [None, "attention", "tokens"][int(rng.integers(3))],
+                "max_sequences_per_row": [None, 3][int(rng.integers(2))],
+            }
+            packing |= {"max_patches": int(rng.integers(20, 60))} if patched else {}
+        yield packing
+
+
+@dataclass
+class Step:
+    """What all ranks were given in a step; row by row if it was packed."""
+
+    position: Position
+    parts: list[list[int]]
+    num_loss_tokens: int
+    rows: list[Any]
+    raw: list[Any]
+    named: set[Any]
+
+
+def position_after(at: Position | None, lengths: Callable[[int], int]) -> Position:
+    """Where a run is after the step at ``at``."""
+    if at is None:
+        return 0, 0
+    epoch, step = at
+    return (epoch + 1, 0) if step + 1 == lengths(epoch) else (epoch, step + 1)
+
+
+class Runner:
+    """Runs the legs of a chain, or all of them unbroken on one rank."""
+
+    def __init__(self, chain: Chain, *, unbroken: bool) -> None:
+        self.chain, self.unbroken = chain, unbroken
+        self.dataset = TokenizedDataset(chain.examples)
+        self.lengths = chain.sampler(0, chain.legs[0], 1)._num_steps
+        self.steps: list[Step] = []
+        self.reshuffles: list[Position] = []
+        self.states: list[str] = []
+        self.last: Any = None  # a sampler of the last run
+        self.running: Any = None
+        self.wrong: Counter[str] = Counter()
+
+    def run(self) -> None:
+        state: str | None = None
+        samplers: list[Any] = []
+        for leg in self.chain.legs:
+            packed_as = self.chain.legs[0] if self.unbroken else leg
+            world_size = 1 if self.unbroken else leg.world_size
+            if not (self.unbroken and samplers):
+                ranks = range(world_size)
+                samplers = [self.chain.sampler(rank, leg, world_size) for rank in ranks]
+            with ExitStack() as stack:
+                sources = self._sources(stack, samplers, leg, world_size)
+                for source in sources if state and not self.unbroken else []:
+                    source.load_state_dict(json.loads(state))
+                self._serve(sources, samplers, leg, packed_as, world_size)
+                at = position_after(self.steps[-1].position if self.steps else None, self.lengths)
+                if leg.reshuffles:
+                    self._reshuffle(sources, at)
+                state = self._state(sources, at, moved=bool(leg.num_steps))
+            self.last = samplers[0]
+
+    def _sources(
+        self, stack: ExitStack, samplers: list[Any], leg: Leg, world_size: int
+    ) -> list[Any]:
+        if not self.chain.behind_loader or self.unbroken:
+            return samplers
+        collate = self.chain.collator(leg, world_size)
+        options: dict[str, Any] = {"collate_fn": collate, "num_workers": leg.num_workers}
+        loaders = [DataLoader(self.dataset, batch_sampler=s, **options) for s in samplers]
+        return [stack.enter_context(PrefetchLoader(loader)) for loader in loaders]
+
+    def _serve(
+        self, sources: list[Any], samplers: list[Any], leg: Leg, packed_as: Leg, world_size: int
+    ) -> None:
+        if not leg.num_steps:
+            return
+        if sources is not samplers:
+            raw = [list(loader.steps(leg.num_steps)) for loader in sources]
+        else:
+            raw = [self._drawn(sampler, leg.num_steps) for sampler in samplers]
+        for parts in zip(*raw, strict=True):
+            before = self.steps[-1].position if self.steps else None
+            epoch, step = position_after(before, self.lengths)
+            while step >= self.lengths(epoch):
+                epoch, step = epoch + 1, 0
+            self.steps.append(self._step((epoch, step), list(parts), packed_as, world_size))
+
+    def _step(self, at: Position, parts: list[Any], leg: Leg, world_size: int) -> Step:
+        if isinstance(parts[0], list):
+            trained = [truth.num_trained(self.chain.examples[i]) for part in parts for i in part]
+            return Step(at, parts, sum(trained), [], parts, {at})
+        if self.chain.patches is not None:
+            rows = [tuple(row) for row in parts[0].plan.bins]
+            trained = [truth.num_trained(self.chain.examples[i]) for p in parts for i in p.indices]
+            total = {part.num_loss_tokens for part in parts} - {None} or {sum(trained)}
+            read = [list(part.indices) for part in parts]
+            return Step(at, read, total.pop() if len(total) == 1 else -1, rows, parts, {at})
+        batches, named = parts, {at}
+        if hasattr(parts[0], "indices"):
+            collate = self.chain.collator(leg, world_size)
+            batches = [collate(self.dataset.__getitems__(part)) for part in parts]
+        else:
+            named = {(b.metadata.get("epoch"), b.metadata.get("step")) for b in parts}
+        counts = [batch.metadata["num_loss_tokens"] for batch in batches]
+        total = sum(counts)
+        if self.chain.is_packed and self.chain.counted:
+            total = counts[0] if len(set(counts)) == 1 else -1
+        rows = [row for batch in batches for row in truth.rows_of(batch)]
+        read = [truth.decoded(batch) for batch in batches]
+        return Step(at, read, total, rows if self.chain.is_packed else [], parts, named)
+
+    def _reshuffle(self, sources: list[Any], at: Position) -> None:
+        self.reshuffles.append(at)
+        self.running = None
+        for source in sources:
+            if hasattr(source, "set_epoch") and not isinstance(source, PrefetchLoader):
+                source.set_epoch(at[0], step=at[1])
+            source.reshuffle()
+
+    def _state(self, sources: list[Any], at: Position, *, moved: bool) -> str:
+        states = {
+            json.dumps(
+                source.state_at(*at)
+                if moved and hasattr(source, "state_at")
+                else source.state_dict()
+            )
+            for source in sources
+        }
+        self.wrong["states of ranks differ"] += len(states) > 1
+        state = states.pop()
+        self.wrong["a state over 4 KB"] += len(state) > _MOST_STATE
+        self.states.append(state)
+        return state
+
+    def _drawn(self, sampler: Any, num_steps: int) -> list[Any]:
+        """The next batches. An unbroken run goes on with the iterator that it has."""
+        found: list[Any] = []
+        batches = self.running if self.running is not None else iter(sampler)
+        while len(found) < num_steps:
+            batch = next(batches, None)
+            if batch is None:
+                batches = iter(sampler)
+            else:
+                found.append(batch)
+        if self.unbroken:
+            self.running = batches
+        return found
