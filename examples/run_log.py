@@ -204,6 +204,7 @@ def _flops(parts: list[kit.Batch], model: Any) -> float:
 def _plot_loss(summary: Mapping[str, float], folder: Path) -> None:
     """The loss of every step, thin, and its running mean; the held-out loss where it is known."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps, losses = ([record[name] for record in records] for name in ("step", "loss"))
@@ -222,6 +223,7 @@ def _plot_loss(summary: Mapping[str, float], folder: Path) -> None:
         axes.axhline(loss, color="#D55E00", linewidth=1.2, linestyle="--", label=label)
     axes.set(xlabel="step", ylabel="loss (mean over trained tokens)")
     axes.margins(x=0.01)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
