@@ -93,7 +93,7 @@ def random_chain(rng: np.random.Generator, kind: str, *, with_workers: bool) -> 
     num_examples = max(num_examples, batch_size) if tail == "drop" else num_examples
     sizes = _sizes(rng, kind, multiple, num_examples, batch_size, tail)
     if with_workers:
-        sizes = [size for size in sizes if size <= 3]
+        sizes = [size for size in sizes if size <= 3] or [1]
     changes = kind != "mixed" and rng.random() < 0.4
     legs = [
         Leg(

@@ -293,7 +293,9 @@ class EpochSampler(ABC):
         before, position = other._load(state)
         vars(self).update(vars(other))
         now = self._layout()
-        changed = [f"{k} {before.get(k)} -> {v}" for k, v in now.items() if before.get(k) != v]
+        changed = [
+            f"{k} {before.get(k)} -> {v}" for k, v in now.items() if not is_same(v, before.get(k))
+        ]
         if changed:
             level = logging.WARNING if self._replans(before) else logging.INFO
             told = "the same examples in each step" + (", other rows" if level > 20 else "")

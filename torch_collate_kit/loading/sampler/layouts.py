@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch_collate_kit.errors import StateError
@@ -71,6 +71,17 @@ class Layouts:
             )
         return next(e.settings for e in reversed(self._entries) if e.position <= position)
 
+    def check(self, make: Callable[[dict[str, Any]], object]) -> None:
+        """StateError for settings that ``make`` refuses."""
+        for entry in self._entries:
+            try:
+                make(entry.settings)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise StateError(
+                    f"state has a layout of epoch {entry.epoch} step {entry.step} that no run can "
+                    f"have had: {error}; pass what state_dict() gave"
+                ) from error
+
     def change(self, position: tuple[int, int], settings: Mapping[str, Any]) -> dict[str, Any]:
         """These settings from ``position`` on, and nothing after; what other values were there."""
         before = self._entries[0].settings
@@ -107,6 +118,8 @@ def _check_entries(entries: Any, position: tuple[int, int], like: Mapping[str, A
         if not all(type(n) is int and 0 <= n <= _MAX_COUNT for n in at):
             raise _damaged(entries)
         if not isinstance(changed, dict) or not changed.keys() <= like.keys():
+            raise _damaged(entries)
+        if not positions and changed.keys() != like.keys():  # the first entry has all settings
             raise _damaged(entries)
         num_ranks = changed.get("world_size", changed.get("dp", num_ranks))
         if type(num_ranks) is not int or not 1 <= num_ranks <= _MAX_COUNT:

@@ -137,6 +137,11 @@ class PackedBatchSampler(OrderedSampler):
         self._packing = _packing_of(layout)
         self._world_size, self._rank = self._packing.parallel.dp, rank
 
+    def _load(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, int]]:
+        found = super()._load(state)
+        self._layouts.check(_packing_of)
+        return found
+
     def _replans(self, before: Mapping[str, Any]) -> bool:
         other = {k for k, v in self._layout().items() if not is_same(v, before.get(k))}
         planned_for = before.get("rows_multiple_of") or before["dp"]
@@ -157,16 +162,22 @@ class PackedBatchSampler(OrderedSampler):
 
     def _upgraded(self, state: Mapping[str, Any]) -> dict[str, Any]:
         new = super()._upgraded(state)
+        (layout,) = (settings for _, _, settings in new["layouts"])
+        layout.setdefault("rows_multiple_of", None)
+        layout.setdefault("image_costs_digest", None)
         images = self._images  # the digest of version 1 was of their cost, too
         if images is not None and new.get("patches_digest") == digest_of([*images[:2]]):
             new["patches_digest"] = digest_of([images.patches])
-            new["layouts"][0][2]["image_costs_digest"] = digest_of([images.costs])
+            layout["image_costs_digest"] = digest_of([images.costs])
         return new
 
 
 def _packing_of(layout: Mapping[str, Any]) -> PackingOptions:
     known = {key: value for key, value in layout.items() if key != "image_costs_digest"}
-    return PackingOptions.from_state(known)
+    packing = PackingOptions.from_state(known)
+    if not is_same(packing.as_state(), known):
+        raise ValueError(f"{known} is {packing.as_state()}")
+    return packing
 
 
 def _checked_counts(

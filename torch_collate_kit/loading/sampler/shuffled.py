@@ -359,7 +359,7 @@ class PrefetchingSampler(OrderedSampler):
 
     def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
         fits = super()._fits(like)
-        if like is not None and None in (like["fingerprint"], fits["fingerprint"]):
+        if like is not None and (like["fingerprint"] is None or fits["fingerprint"] is None):
             fits["fingerprint"] = like["fingerprint"]  # one of the two does not know
         return fits
 

@@ -1,0 +1,77 @@
+"""Layouts in a state that no run can have had: refused, and nothing is changed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torch_collate_kit import PackedBatchSampler, ParallelLayout, PrefetchingSampler
+from torch_collate_kit.errors import StateError
+
+
+def packed() -> PackedBatchSampler:
+    return PackedBatchSampler(
+        [3, 1, 4, 2, 5, 3], batch_size=2, max_tokens=8, parallel=ParallelLayout(dp=2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_tokens", None),
+        ("max_tokens", 0),
+        ("max_tokens", "8"),
+        ("max_tokens", np.arange(2)),
+        ("strategy", "x"),
+        ("strategy", [1]),
+        ("align", -1),
+        ("align", 1.5),
+        ("overflow", None),
+        ("balance", 3),
+        ("max_sequences_per_row", -1),
+        ("max_patches", "x"),
+        ("cost", None),
+        ("cost", [1]),
+        ("cost", ["a", "b", "c", "d"]),
+        ("cost", np.int64(3)),
+        ("dummy_image_tokens", -1),
+        ("rows_multiple_of", 3),  # 2 ranks do not divide it
+        ("rows_multiple_of", True),
+    ],
+    ids=str,
+)
+def test_a_packing_that_cannot_have_been_is_refused(key: str, value: Any) -> None:
+    sampler = packed()
+    state = copy.deepcopy(sampler.state_at(0, 1))
+    state["layouts"][0][2][key] = value
+    before = sampler.state_dict()
+    with pytest.raises(StateError, match="a layout of epoch 0 step 0 that no run can have had"):
+        sampler.load_state_dict(state)
+    assert sampler.state_dict() == before
+    with pytest.raises(StateError, match="that no run can have had"):
+        sampler.replay(state)
+
+
+@pytest.mark.parametrize("key", sorted(packed().state_at(0, 1)["layouts"][0][2]))
+def test_a_packing_without_one_of_its_options_is_refused(key: str) -> None:
+    sampler = packed()
+    state = copy.deepcopy(sampler.state_at(0, 1))
+    del state["layouts"][0][2][key]
+    with pytest.raises(StateError, match=r"state has layouts=.*, not a list of"):
+        sampler.load_state_dict(state)
+
+
+def test_a_fingerprint_that_is_an_array_is_refused() -> None:
+    class Data:
+        def __len__(self) -> int:
+            return 4
+
+        def fingerprint(self, num_examples: int) -> str:
+            return f"of {num_examples}"
+
+    sampler = PrefetchingSampler(Data(), 2)
+    with pytest.raises(StateError, match="fingerprint=array"):
+        sampler.load_state_dict(sampler.state_dict() | {"fingerprint": np.arange(2)})
