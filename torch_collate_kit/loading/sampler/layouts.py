@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch_collate_kit.loading.sampler.arguments import is_same
 __all__ = ["Layouts"]
 
 _MOST = 50  # entries; about 30 bytes each in a state
+_MOST_BYTES = 2000  # of them in a state, where many settings change as well
 _MAX_COUNT = 2**32 - 1
 
 
@@ -66,7 +68,7 @@ class Layouts:
         if position < self.first:
             raise StateError(
                 f"the layout of epoch {position[0]} step {position[1]} is not known: a state keeps "
-                f"the last {_MOST} changes of it, back to epoch {self.first[0]} step "
+                f"the last {_MOST} changes of it at most, back to epoch {self.first[0]} step "
                 f"{self.first[1]}; its examples are known without a rank"
             )
         return next(e.settings for e in reversed(self._entries) if e.position <= position)
@@ -95,22 +97,28 @@ class Layouts:
     def until(self, position: tuple[int, int]) -> list[list[Any]]:
         """The entries up to a position, for a state of it: JSON."""
         self.at(position)  # that it is known
+        known = [entry for entry in self._entries if entry.position <= position]
+        while len(json.dumps(found := self._as_changes(known))) > _MOST_BYTES and len(known) > 1:
+            known = known[1:]
+        return found
+
+    def _as_changes(self, known: list[_Entry]) -> list[list[Any]]:
         entries: list[list[Any]] = []
         before: dict[str, Any] = {}
-        for entry in self._entries:
-            if entry.position <= position:
-                changed = {
-                    k: v
-                    for k, v in entry.settings.items()
-                    if k not in before or not is_same(v, before[k])
-                }
-                entries.append([entry.epoch, entry.step, changed])
-                before = entry.settings
+        for entry in known:
+            changed = {
+                k: v
+                for k, v in entry.settings.items()
+                if k not in before or not is_same(v, before[k])
+            }
+            entries.append([entry.epoch, entry.step, changed])
+            before = entry.settings
         return entries
 
 
 def _check_entries(entries: Any, position: tuple[int, int], like: Mapping[str, Any]) -> None:
-    positions, num_ranks = [], None
+    positions: list[tuple[int, ...]] = []
+    num_ranks = None
     for entry in entries if isinstance(entries, list) else [None]:
         if not isinstance(entry, (list, tuple)) or len(entry) != 3:
             raise _damaged(entries)
