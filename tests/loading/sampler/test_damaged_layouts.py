@@ -88,6 +88,23 @@ def test_a_state_stays_small_when_all_options_of_packing_change_all_the_time() -
     assert len(sampler.examples(1, 0)) == 4
 
 
+@pytest.mark.parametrize("overflow", ["drop", "truncate"])
+def test_another_capacity_is_refused_where_it_would_drop_or_cut_other_examples(
+    overflow: str,
+) -> None:
+    def make(max_tokens: int) -> PackedBatchSampler:
+        options = {"batch_size": 3, "overflow": overflow, "shuffle": False}
+        return PackedBatchSampler([3, 9, 4, 2, 12, 3], max_tokens=max_tokens, **options)
+
+    state = make(16).state_at(0, 1)
+    other, loaded = make(8), make(12)
+    with pytest.raises(StateError, match=r"max_tokens=16, .*has max_tokens=8, .* cuts other"):
+        other.load_state_dict(state)
+    assert other.state_dict() == make(8).state_dict()
+    loaded.load_state_dict(state)
+    assert sorted(next(iter(loaded)).indices) == [3, 4, 5]
+
+
 def test_a_fingerprint_that_is_an_array_is_refused() -> None:
     class Data:
         def __len__(self) -> int:

@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit._reprs import Shown, changed_fields
-from torch_collate_kit.errors import DataError
+from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.sampler.arguments import Indices, checked_rank, digest_of, is_same
+from torch_collate_kit.loading.sampler.epochs import NEW_RUN
 from torch_collate_kit.loading.sampler.shuffled import Order, OrderedSampler
 from torch_collate_kit.packing import PackingOptions, RankPlan
 from torch_collate_kit.packing.fitting import cut_to_fit
@@ -140,7 +141,30 @@ class PackedBatchSampler(OrderedSampler):
     def _load(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, int]]:
         found = super()._load(state)
         self._layouts.check(_packing_of)
+        self._check_same_tokens(_packing_of(found[0]))
         return found
+
+    def _check_same_tokens(self, before: PackingOptions) -> None:
+        """That examples which were too long then, and lost tokens, lose the same ones now."""
+        now, keeps = self._packing, ("raise", "split")
+        if before == now or (before.overflow in keeps and now.overflow in keeps):
+            return
+        if self._lost(before) != self._lost(now):
+            raise StateError(
+                f"state is of max_tokens={before.max_tokens}, overflow={before.overflow!r}, this "
+                f"sampler has max_tokens={now.max_tokens}, overflow={now.overflow!r}, which drops "
+                f"or cuts other examples, so steps would not have what they had; {NEW_RUN}"
+            )
+
+    def _lost(self, packing: PackingOptions) -> tuple[int, list[int]]:
+        """Tokens cut off, and the examples dropped."""
+        if packing.overflow in ("raise", "split"):
+            return 0, []
+        try:
+            pieces = cut_to_fit(self._lengths, packing, self._images)
+        except DataError as error:
+            raise StateError(f"state is of a packing that no run can have had: {error}") from error
+        return pieces.num_cut_tokens, pieces.dropped.tolist()
 
     def _replans(self, before: Mapping[str, Any]) -> bool:
         other = {k for k, v in self._layout().items() if not is_same(v, before.get(k))}
