@@ -35,6 +35,7 @@ from tests.tiny_models import VOCAB, tiny_model
 from torch_collate_kit.loading import read_records
 
 ARGS = Namespace(
+    rows_multiple_of=None,
     batch_size=8,
     seed=0,
     no_packing=False,

@@ -32,7 +32,7 @@ def check_chain(chain: Chain) -> Counter[str]:
     broken.run()
     found: Counter[str] = Counter({"steps": len(broken.steps), "chains": 1})
     found["runs"], found["ranks"] = len(chain.legs), sum(leg.world_size for leg in chain.legs)
-    found["behind a PrefetchLoader"] = int(chain.behind_loader)
+    found["by a PrefetchLoader"] = int(chain.behind_loader)
     expected = _expected(chain, alone)
     found["wrong: number of steps"] += len(broken.steps) != len(expected)
     for step, by_one, (position, examples) in zip(broken.steps, alone.steps, expected, strict=True):
