@@ -267,3 +267,20 @@ def test_a_state_stays_small_after_a_hundred_changes() -> None:
     ):
         sampler.examples(0, 0, rank=0)
     assert len(sampler.examples(0, 0)) == 8
+
+
+@pytest.mark.parametrize("key", ["length", "dp", "max_tokens", "lengths_digest", "reshuffles"])
+@pytest.mark.parametrize("value", ["absent", None, "1", 1.5])
+def test_a_damaged_state_of_version_1_is_refused(key: str, value: Any) -> None:
+    sampler = packed(0, 2)
+    state = sampler.state_at(1, 2)
+    ((_, _, layout),) = state.pop("layouts")
+    ((_, length),) = state.pop("num_examples")
+    del layout["rows_multiple_of"], layout["image_costs_digest"], state["known_from"]
+    old = {**state, **layout, "version": 1, "length": length, key: value}
+    if value == "absent":
+        del old[key]
+    before = sampler.state_dict()
+    with pytest.raises(StateError):
+        sampler.load_state_dict(old)
+    assert sampler.state_dict() == before

@@ -11,7 +11,13 @@ import numpy.typing as npt
 from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit._reprs import Shown, changed_fields
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading.sampler.arguments import Indices, checked_rank, digest_of, is_same
+from torch_collate_kit.loading.sampler.arguments import (
+    Indices,
+    checked_rank,
+    digest_in_blocks,
+    digest_of,
+    is_same,
+)
 from torch_collate_kit.loading.sampler.epochs import NEW_RUN
 from torch_collate_kit.loading.sampler.shuffled import Order, OrderedSampler
 from torch_collate_kit.packing import PackingOptions, RankPlan
@@ -131,7 +137,7 @@ class PackedBatchSampler(OrderedSampler):
         return np.array(self._part(batch, rank, _packing_of(layout)).indices, int)
 
     def _layout(self) -> dict[str, Any]:
-        costs = None if self._images is None else digest_of([self._images.costs])
+        costs = None if self._images is None else digest_in_blocks(self._images.costs)
         return {**self._packing.as_state(), "image_costs_digest": costs}
 
     def _use_layout(self, layout: Mapping[str, Any], rank: int) -> None:
@@ -171,17 +177,21 @@ class PackedBatchSampler(OrderedSampler):
         planned_for = before.get("rows_multiple_of") or before["dp"]
         return other - {"dp", "rows_multiple_of"} != set() or planned_for != self._packing.num_ranks
 
+    def _counted(self) -> dict[str, Indices | None]:
+        """By their names in a state, the counts that must be the same."""
+        patches = None if self._images is None else self._images.patches
+        return {
+            "lengths_digest": self._lengths,
+            "patches_digest": patches,
+            "loss_tokens_digest": self._counts,
+        }
+
     def _fingerprint(self, num_examples: int) -> dict[str, Any]:
         if num_examples not in self._fingerprints:
-            patches = None if self._images is None else self._images.patches
-            self._fingerprints[num_examples] = {
-                "num_tokens": int(self._lengths[:num_examples].sum()),
-                "lengths_digest": digest_of([self._lengths[:num_examples]]),
-                "patches_digest": None if patches is None else digest_of([patches[:num_examples]]),
-                "loss_tokens_digest": None
-                if self._counts is None
-                else digest_of([self._counts[:num_examples]]),
-            }
+            found: dict[str, Any] = {"num_tokens": int(self._lengths[:num_examples].sum())}
+            for name, counts in self._counted().items():
+                found[name] = None if counts is None else digest_in_blocks(counts[:num_examples])
+            self._fingerprints[num_examples] = found
         return self._fingerprints[num_examples]
 
     def _upgraded(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,10 +199,16 @@ class PackedBatchSampler(OrderedSampler):
         (layout,) = (settings for _, _, settings in new["layouts"])
         layout.setdefault("rows_multiple_of", None)
         layout.setdefault("image_costs_digest", None)
-        images = self._images  # the digest of version 1 was of their cost, too
-        if images is not None and new.get("patches_digest") == digest_of([*images[:2]]):
-            new["patches_digest"] = digest_of([images.patches])
-            layout["image_costs_digest"] = digest_of([images.costs])
+        num_examples = state.get("length")
+        if type(num_examples) is not int:
+            return new  # is refused
+        for name, counts in self._counted().items():  # another digest of the same counts
+            known = [] if counts is None else [counts[:num_examples]]
+            if counts is not None and name == "patches_digest" and self._images is not None:
+                known.append(self._images.costs[:num_examples])  # and of their cost
+                layout["image_costs_digest"] = digest_in_blocks(self._images.costs)
+            if counts is not None and new.get(name) == digest_of(known):
+                new[name] = digest_in_blocks(counts[:num_examples])
         return new
 
 
