@@ -1,7 +1,7 @@
 """The order of one dataset's examples: shuffled by (seed, epoch), cut into batches, reshuffled.
 
 An order is a pure function of (seed, epoch), so that only a position has to be stored. It is held
-as one int64 array.
+as one int64 array, or computed where it is read.
 """
 
 from __future__ import annotations
