@@ -64,14 +64,14 @@ class Watchdog:
 
     def stop(self) -> None:
         """Ends the thread and waits for its end."""
-        self._let_go()
+        self._release()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def __del__(self) -> None:
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if not self._is_stopped:
             self._is_stopped = True
             self._end.release()
