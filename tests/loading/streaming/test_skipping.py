@@ -302,15 +302,16 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
         make(GOOD, **options)
 
 
-@pytest.mark.parametrize("damaged", [3, [1], [1, -1], ["a", 1]])
+@pytest.mark.parametrize("damaged", [3, None, [1], [1, -1], ["a", 1]])
 def test_damaged_counts_are_refused(damaged: Any) -> None:
     for more in ({}, {"num_shards": 2}):
         dataset = make(GOOD, **more)
         state = dataset.state_dict() | {"skipped": {"0": damaged} if more else damaged}
         with pytest.raises(StateError, match=r"the state has skipped=.*; it is damaged"):
             dataset.load_state_dict(state)
-    with pytest.raises(StateError, match=r"the state has skipped=3; it is damaged"):
-        dataset.load_state_dict(state | {"skipped": 3})
+    for of_shards in (3, {"2": [1, 0]}, {"a": [1, 0]}):  # there are the shards 0 and 1
+        with pytest.raises(StateError, match=r"the state has skipped=.*; it is damaged"):
+            dataset.load_state_dict(state | {"skipped": of_shards})
 
 
 def test_a_plan_without_examples_keeps_its_rows() -> None:
