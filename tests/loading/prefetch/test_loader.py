@@ -458,6 +458,10 @@ def sized(length: int, batch_size: int, **options: Any) -> PrefetchLoader:
         (sized(13, 4).state_dict() | {"max_tokens": "16"}, "max_tokens='16', this .* has None"),
         (sized(13, 4).state_dict() | {"max_tokens": 0}, "max_tokens=0, this loader has None"),
         (sized(13, 4).state_dict() | {"max_tokens": True}, "max_tokens=True, this loader has None"),
+        (
+            {k: v for k, v in sized(13, 4).state_dict().items() if k != "max_tokens"},
+            "the state has no max_tokens",
+        ),
         ({"version": 1, "max_tokens": None}, "no sampler"),
         (
             {"version": 1, "max_tokens": None, "loader": "", "position": {}, "fits": {}},

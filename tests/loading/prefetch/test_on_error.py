@@ -388,6 +388,8 @@ def test_a_loader_that_raises_keeps_what_was_skipped_before():
         ({"skipped_in_a_row": 1}, "skipped_in_a_row=1 of 0 that were skipped"),
         ({"skipped_in_a_row": -1}, "skipped_in_a_row=-1 of 0 that were skipped"),
         ({"skipped_in_a_row": "0"}, "skipped_in_a_row='0' of 0 that were skipped"),
+        ({"skipped_in_a_row": 0}, "only one of skipped and skipped_in_a_row"),
+        ({"skipped": [[0, 0, 3]]}, "only one of skipped and skipped_in_a_row"),
     ],
     ids=str,
 )

@@ -41,6 +41,8 @@ def packed() -> PackedBatchSampler:
         ("dummy_image_tokens", -1),
         ("rows_multiple_of", 3),  # 2 ranks do not divide it
         ("rows_multiple_of", True),
+        ("image_costs_digest", 3),
+        ("image_costs_digest", ["a"]),
     ],
     ids=str,
 )

@@ -164,6 +164,9 @@ def test_the_state_of_another_rank_is_refused() -> None:
     [
         ({"shards": None}, "the state has shards=None, ended=.*; it is damaged"),
         ({"ended": 3}, "ended=3; it is damaged"),
+        ({"ended": [[]]}, r"ended=\[\[\]\]; it is damaged"),
+        ({"ended": [99]}, r"ended=\[99\]; it is damaged"),
+        ({"ended": [True]}, r"ended=\[True\]; it is damaged"),
         ({"version": 5}, "the state has version 5, this one reads version 4"),
         ({"shards": [[0, 0, 0, 0]] * 4}, "the state has shards=.*; it is damaged"),
     ],
@@ -260,6 +263,9 @@ def test_the_ended_shards_of_all_states_have_ended() -> None:
             "state 0 has .*, no shards; pass the state of a PackedIterableDataset with num_shards=",
         ),
         ([saved() | {"shards": {"x": 1}}], "state 0 has .*, no shards"),
+        ([saved() | {"ended": [[]]}], "state 0 has .*, no shards"),
+        ([saved() | {"skipped": 3}], "the state has skipped=3; it is damaged"),
+        ([saved() | {"skipped": {"9": [1, 0]}}], "the state has skipped=.*; it is damaged"),
     ],
 )
 def test_states_that_do_not_belong_together_are_refused(states: list[Any], message: str) -> None:

@@ -251,6 +251,23 @@ def test_of_a_split_example_the_wrong_pieces_are_left_out() -> None:
     assert set(skipped_in(batches)) == {3}
 
 
+@pytest.mark.parametrize("more", [{}, {"num_shards": 2}, {"rows_per_batch": 2}])
+def test_an_example_that_overflow_drops_may_be_wrong_too(more: dict[str, Any]) -> None:
+    """Nothing of it is given out, but its ids are read with those of its batch."""
+    long = [{"input_ids": ["a"] * 13}, {"input_ids": [1.5] * 13}, {"input_ids": [7] * 13}]
+
+    def stream(examples: Any = (*GOOD[:6], *long, *GOOD[9:20])) -> PackedIterableDataset:
+        return make(list(examples), overflow="drop", **more)
+
+    batches = list(stream())
+    assert tokens_of(batches) == all_tokens([*GOOD[:6], *GOOD[9:20]])
+    assert sorted(skipped_in(batches)) == [6, 7]
+    assert sum(batch.metadata["num_dropped"] for batch in batches) == 1  # the one of sevens
+    assert_exact_resume(stream, num_steps=len(batches))
+    first = list(stream(long[:1] + GOOD[:3]))
+    assert (skipped_in(first), tokens_of(first)) == ([0], all_tokens(GOOD[:3]))
+
+
 @pytest.mark.parametrize("source", [list, dataset_of])
 def test_a_stop_between_the_pieces_of_what_follows_a_skipped_example(source: Any) -> None:
     def stream() -> PackedIterableDataset:
@@ -285,15 +302,16 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
         make(GOOD, **options)
 
 
-@pytest.mark.parametrize("damaged", [3, [1], [1, -1], ["a", 1]])
+@pytest.mark.parametrize("damaged", [3, None, [1], [1, -1], ["a", 1]])
 def test_damaged_counts_are_refused(damaged: Any) -> None:
     for more in ({}, {"num_shards": 2}):
         dataset = make(GOOD, **more)
         state = dataset.state_dict() | {"skipped": {"0": damaged} if more else damaged}
         with pytest.raises(StateError, match=r"the state has skipped=.*; it is damaged"):
             dataset.load_state_dict(state)
-    with pytest.raises(StateError, match=r"the state has skipped=3; it is damaged"):
-        dataset.load_state_dict(state | {"skipped": 3})
+    for of_shards in (3, {"2": [1, 0]}, {"a": [1, 0]}):  # there are the shards 0 and 1
+        with pytest.raises(StateError, match=r"the state has skipped=.*; it is damaged"):
+            dataset.load_state_dict(state | {"skipped": of_shards})
 
 
 def test_a_plan_without_examples_keeps_its_rows() -> None:

@@ -302,7 +302,9 @@ class PrefetchLoader:
                 "gave"
             )
         self._check_same(state, "version", 1)
-        saved, mine = state.get("max_tokens"), self._max_tokens
+        if "max_tokens" not in state:
+            raise StateError("the state has no max_tokens; pass what state_dict() gave")
+        saved, mine = state["max_tokens"], self._max_tokens
         if not self._loader.max_tokens_may_change or not _is_max_tokens(saved):
             self._check_same(state, "max_tokens", mine)
         skipped = self._skipped.after(state)

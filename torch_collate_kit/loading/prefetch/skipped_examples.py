@@ -87,6 +87,11 @@ class SkippedExamples:
                 f"the state has skipped_in_a_row={in_a_row!r} of {len(named)} that were skipped; "
                 "pass what state_dict() gave"
             )
+        if ("skipped" in state) != ("skipped_in_a_row" in state):
+            raise StateError(
+                "the state has only one of skipped and skipped_in_a_row, which are saved together; "
+                "pass what state_dict() gave"
+            )
         loaded = SkippedExamples(self.max_skipped, self.max_in_a_row)
         loaded.examples = [
             SkippedExample(epoch, step, example, None) for epoch, step, example in named

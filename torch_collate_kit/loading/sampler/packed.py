@@ -217,6 +217,9 @@ def _packing_of(layout: Mapping[str, Any]) -> PackingOptions:
     packing = PackingOptions.from_state(known)
     if not is_same(packing.as_state(), known):
         raise ValueError(f"{known} is {packing.as_state()}")
+    costs = layout["image_costs_digest"]
+    if costs is not None and not isinstance(costs, str):
+        raise ValueError(f"image_costs_digest={costs!r} is no digest")
     return packing
 
 

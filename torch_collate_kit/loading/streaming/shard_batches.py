@@ -112,11 +112,13 @@ class ShardBatches:
     def _wrong_alone(self, planned: PlannedEntries) -> dict[int, Skipped]:
         """The examples of a batch that cannot be collated alone, by their number in it."""
         wrong = {}
-        for number in np.unique(planned.plan.example_indices).tolist():
+        plan = planned.plan
+        # those that overflow drops are read, too
+        for number in np.union1d(plan.example_indices, plan.dropped).tolist():
             others = np.arange(len(planned.entries)) != number
             entry = planned.entries[~others]
             try:
-                self._collate(entry, plan_without(planned.plan, others))
+                self._collate(entry, plan_without(plan, others))
             except DataError as error:
                 position = int(entry["position"][0])
                 wrong[number] = Skipped(position, str(self._named(error, entry)))

@@ -63,7 +63,8 @@ def position_in(
         raise StateError(f"the state's num_read, start, num_batches are {counts}; it is damaged")
     _check_start(state["start"], packing)
     place = Place(state["num_read"], state["start"], copy.deepcopy(state.get("source")))
-    return _with_skipped(Position(place, state["num_batches"]), state.get("skipped"))
+    position = Position(place, state["num_batches"])
+    return _with_skipped(position, state["skipped"]) if "skipped" in state else position
 
 
 def positions_in(
@@ -79,29 +80,33 @@ def positions_in(
     """
     _check_version(state, _SHARDS_VERSION)
     _check_settings(state, settings)
-    found, ended = state.get("shards"), state.get("ended")
-    if not isinstance(found, Mapping) or not isinstance(ended, list):
+    found: Any = state.get("shards")
+    ended: Any = state.get("ended")
+    if not isinstance(found, Mapping) or not _are_of(found, ended):
         raise StateError(f"the state has shards={found!r}, ended={ended!r}; it is damaged")
     if missing := [shard for shard in shards if str(shard) not in found]:
         raise StateError(
             f"the state has {len(found)} shards, but not {missing}, which this rank reads; it is "
             "the state of another rank: load merge_states([...]) of the states of all ranks"
         )
-    skipped = state.get("skipped", {})
-    if not isinstance(skipped, Mapping):
-        raise StateError(f"the state has skipped={skipped!r}; it is damaged")
+    skipped = _skipped_in(state, found)
     positions = {
         shard: _position_of(found[str(shard)], shard, shard in ended, packing) for shard in shards
     }
     return {
-        shard: _with_skipped(position, skipped.get(str(shard)))
+        shard: _with_skipped(position, skipped[str(shard)]) if str(shard) in skipped else position
         for shard, position in positions.items()
     }
 
 
+def _skipped_in(state: Mapping[str, Any], shards: Mapping[str, Any]) -> Mapping[str, Any]:
+    skipped = state.get("skipped", {})
+    if not isinstance(skipped, Mapping) or not skipped.keys() <= shards.keys():
+        raise StateError(f"the state has skipped={skipped!r}; it is damaged")
+    return skipped
+
+
 def _with_skipped(position: Position, found: Any) -> Position:
-    if found is None:
-        return position
     if not isinstance(found, list) or len(found) != 2 or not _are_counts(found):
         raise StateError(
             f"the state has skipped={found!r}, not [num_skipped, num_in_a_row]; it is damaged"
@@ -157,7 +162,8 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def _merged(states: list[Mapping[str, Any]]) -> dict[str, Any]:
     settings = []
     for number, state in enumerate(states):
-        if not (_are_numbered(state.get("shards")) and isinstance(state.get("ended"), list)):
+        found: Any = state.get("shards")
+        if not _are_numbered(found) or not _are_of(found, state.get("ended")):
             raise StateError(
                 f"state {number} has {sorted(map(str, state))}, no shards; pass the state of a "
                 "PackedIterableDataset with num_shards=, or of a PrefetchLoader of one"
@@ -181,7 +187,7 @@ def _merged(states: list[Mapping[str, Any]]) -> dict[str, Any]:
     in_order = {shard: shards[shard] for shard in sorted(shards, key=int)}
     ended = sorted(shard for state in states for shard in state["ended"])
     merged = {**settings[0], "shards": in_order, "ended": ended}
-    skipped = {k: v for state in states for k, v in state.get("skipped", {}).items()}
+    skipped = {k: v for state in states for k, v in _skipped_in(state, state["shards"]).items()}
     return copy.deepcopy(merged | ({"skipped": skipped} if skipped else {}))
 
 
@@ -225,6 +231,12 @@ def _check_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> No
                 f"the state is of {name}={state[name]!r}, the dataset has {name}={expected!r}; "
                 "resume with the settings it was saved with"
             )
+
+
+def _are_of(shards: Mapping[str, Any], ended: Any) -> bool:
+    """Whether those that have ended are among the shards, each an int."""
+    is_list = isinstance(ended, list)
+    return is_list and all(type(shard) is int and str(shard) in shards for shard in ended)
 
 
 def _are_numbered(shards: Any) -> bool:
