@@ -142,6 +142,22 @@ def test_reshuffles_that_were_forgotten_are_refused() -> None:
         later.examples(29, 5)
     with pytest.raises(StateError, match=f"^{message}"):
         later.when(3, 29)
+    with pytest.raises(StateError, match=f"^{message}"):
+        later.state_at(29, 5)
+    assert later.state_at(30, 5)["reshuffles"] == [[30, 3]]
+
+
+@pytest.mark.parametrize("tail", ["keep", "wrap"])
+def test_a_jump_to_where_reshuffles_are_forgotten_begins_anew(tail: str) -> None:
+    sampler = prefetching(0, 1, tail=tail)
+    for epoch in range(130):
+        sampler.set_epoch(epoch, step=3)
+        sampler.reshuffle()
+    sampler.set_epoch(20, step=2)
+    state = sampler.state_at(20, 4)
+    read = list(sampler)
+    assert read[2:] == list(sampler.replay(state))
+    assert [sampler.examples(20, step).tolist() for step in range(2, 2 + len(read))] == read
 
 
 @pytest.mark.parametrize("shuffle", [True, "keyed"])

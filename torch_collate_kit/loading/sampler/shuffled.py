@@ -225,6 +225,11 @@ class OrderedSampler(EpochSampler):
         found += [(place + num_carried) // self._num_global for place in places]
         return sorted({step for step in found if step < num_steps})
 
+    def state_at(self, epoch: int, step: int) -> dict[str, Any]:
+        state = super().state_at(epoch, step)
+        self._check_known(state["epoch"])
+        return state
+
     def _check_known(self, epoch: int) -> None:
         if self._carried_from(epoch) < self._known_from:
             raise StateError(
@@ -236,7 +241,7 @@ class OrderedSampler(EpochSampler):
     def _jump(self, epoch: int, step: int) -> None:
         super()._jump(epoch, step)
         self._reshuffles, self._known_from = self._reshuffles_for(epoch, step)
-        self._known_from = min(self._known_from, epoch)
+        self._known_from = min(self._known_from, self._carried_from(epoch))  # as it is read now
 
     def _reshuffles_for(self, epoch: int, step: int) -> tuple[list[tuple[int, int]], int]:
         """The reshuffles before a position, and the first epoch of which they are all there."""
