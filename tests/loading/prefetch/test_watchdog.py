@@ -322,7 +322,7 @@ def test_two_hundred_forks_while_the_watchdog_looks():
         for _ in range(200):
             watchdog.wait_begins(0, 0)
             watchdog.wait_ends()
-            assert in_a_fork(watchdog._let_go) == ""
+            assert in_a_fork(watchdog._release) == ""
     finally:
         watchdog.stop()
 
