@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from itertools import islice
 from multiprocessing import active_children
+from multiprocessing.util import Finalize
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tests.loading.hang_guard import fails_when_it_hangs, our_threads
 from torch_collate_kit.batch import Batch
@@ -317,3 +321,54 @@ def test_states_of_other_loaders_are_refused() -> None:
             TypeError, match=r"reshuffle\(\): the order of a stream is its source's"
         ):
             loader.reshuffle()
+
+
+class KilledAtItsEnd:
+    """Its worker process dies by a signal when it is told to end, as spawned ones may."""
+
+    def __init__(self) -> None:
+        self.is_registered = False
+
+    def __call__(self, batch: Batch) -> Batch:
+        if not self.is_registered:
+            Finalize(None, os.kill, (os.getpid(), signal.SIGKILL), exitpriority=100)
+            self.is_registered = True
+        return batch
+
+
+def test_a_worker_that_dies_while_it_is_ended_is_no_error() -> None:
+    stream = PackedIterableDataset(
+        lambda shard: [{"input_ids": [100 * shard + i] * 4} for i in range(50)],
+        **SETTINGS,
+        num_shards=2,
+        presharded=True,
+    )
+    for _ in range(5):  # the signal comes before, in, or after the call that waits for the worker
+        with make(stream, num_workers=2, collate_fn=KilledAtItsEnd()) as loader:
+            assert ids(islice(loader, 3)) == [0, 100, 1]
+            state = loader.state_dict()
+        with make(stream) as loader:
+            loader.load_state_dict(state)
+            assert ids(islice(loader, 3)) == [101, 2, 102]
+
+
+class Fails(RuntimeError):
+    def __init__(self) -> None:
+        super().__init__("the ending failed")
+
+
+def test_another_error_while_workers_are_ended_is_raised(monkeypatch) -> None:
+    shut_down = _MultiProcessingDataLoaderIter._shutdown_workers
+
+    def fails(batches: Any) -> None:
+        if not batches._shutdown:
+            shut_down(batches)
+            raise Fails
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_shutdown_workers", fails)
+    loader = make(num_workers=1)
+    assert ids(islice(loader, 2)) == ORDER[:2]
+    with pytest.raises(Fails):
+        loader.close()
+    monkeypatch.undo()
+    loader.close()

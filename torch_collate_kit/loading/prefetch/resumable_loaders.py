@@ -294,10 +294,20 @@ def _end_workers(batches: Any) -> None:
     """Ends the worker processes of a DataLoader's iterator now.
 
     The garbage collector closes its queues before it stops the workers, and then waits five seconds
-    for each of them.
+    for each of them. A worker that dies while it ends is no error: nobody wants its batches, and a
+    spawned one that is still sending often aborts (its interpreter ends below the thread that
+    sends), which torch's handler of SIGCHLD then raises here.
     """
-    if hasattr(batches, "_shutdown_workers"):
+    if not hasattr(batches, "_shutdown_workers"):
+        return
+    try:
         batches._shutdown_workers()
+    except RuntimeError as error:
+        if not any(f"(pid {worker.pid})" in str(error) for worker in batches._workers):
+            raise
+        for queue in batches._index_queues:  # where torch was interrupted; it has ended the workers
+            queue.cancel_join_thread()
+            queue.close()
 
 
 def _is_position(value: Any) -> bool:
