@@ -117,8 +117,9 @@ def assemble(
         is_example = placed.counts["examples"] > 0
         per_piece = {key: values[is_example] for key, values in per_piece.items()}
         row_offsets = np.append(0, np.cumsum(is_example))[row_offsets]
-    return Batch.of_storage(
-        Storage(Columns(columns, {k: specs[k] for k in columns}, names, placement, segments), {}),
+    storage = Storage(
+        Columns(columns, {k: specs[k] for k in columns}, names, placement, segments),
+        {},
         {
             **{key: Ragged(values.copy(), row_offsets) for key, values in per_piece.items()},
             **row_metadata,
@@ -131,6 +132,7 @@ def assemble(
             **metadata,
         },
     )
+    return Batch.of_storage(storage)
 
 
 def _row_offsets(lengths: np.ndarray, pieces: Pieces) -> np.ndarray:
