@@ -61,18 +61,18 @@ class _Maker:
         self.device = columns.segments["num_segments"].device
 
     def flat(self, column: str) -> Tensor:
-        values: Tensor = self._columns.values[column].flat_values
+        values: Tensor = self._columns.values[column].values
         return values
 
     def per_segment(self, count: str) -> Tensor:
         """int32 [Q], as the placement has it."""
-        counts: Tensor = self._columns.segments[count].flat_values
+        counts: Tensor = self._columns.segments[count].values
         return counts
 
     def row_of_segment(self) -> Tensor:
         """int64 [Q]."""
         rows = torch.arange(self.num_rows, device=self.device)
-        total = len(self._columns.placement.segments["starts"].flat_values)
+        total = len(self._columns.placement.segments["starts"].values)
         num_segments = self._columns.segments["num_segments"]
         return torch.repeat_interleave(rows, num_segments, output_size=total)
 
@@ -102,7 +102,7 @@ class _Maker:
             number, starts = self.per_segment(count), self.starts()
             if count == "responses":
                 starts = starts + self.per_segment("lengths") - number
-            total = int(self._columns.placement.segments[count].flat_values.sum())
+            total = int(self._columns.placement.segments[count].values.sum())
             before = torch.cumsum(number, 0) - number
             self._made[key] = _counted_up(moved(starts) - before, before, total)
         return self._made[key]
@@ -165,10 +165,10 @@ def _own(name: str, spec: FieldSpec, maker: _Maker, columns: Columns) -> Field:
     if isinstance(spec, PerExample | PerImage):
         column: Any = columns.values[name]
         # a copy of grids: positions follow from them, so a change must not reach the column
-        flat = column.flat_values.to(spec.dtype, copy=name == "image_grid_thw")
+        flat = column.values.to(spec.dtype, copy=name == "image_grid_thw")
         if isinstance(spec, PerImage) and spec.patch_shape is not None:
             flat = _with_frames(flat, *spec.patch_shape)
-        return Ragged(flat, column.offsets - column.offsets[0])
+        return Ragged(flat, column.offsets)
     values = _as(maker.flat(name), spec.dtype)
     if isinstance(spec, PerToken):
         return maker.in_cells(values, "lengths", spec.pad, spec.dtype)
@@ -191,7 +191,7 @@ def _with_frames(patches: Tensor, channels: int, frames: int, size: int) -> Tens
 def _mrope_position_ids(maker: _Maker, columns: Columns, _: Any) -> Field:
     restarting: Any = _position_ids(maker)
     positions = restarting[:, None].repeat(1, 4, 1)
-    grids, lengths = columns.values["image_grid_thw"].flat_values, maker.per_segment("lengths")
+    grids, lengths = columns.values["image_grid_thw"].values, maker.per_segment("lengths")
     if not len(grids):
         return positions
     layout: Any = columns.placement.vision
@@ -263,22 +263,21 @@ def _router_padding_mask(maker: _Maker, *_: Any) -> Field:
 
 def _sub_seq_lengths(maker: _Maker, columns: Columns, _: Any) -> Field:
     per_row = columns.placement.segments["lengths"]
-    lengths = per_row.flat_values
+    lengths = per_row.values
     if "examples" in columns.placement.segments:  # a dummy image is no sub-sequence
-        lengths = lengths * columns.placement.segments["examples"].flat_values
+        lengths = lengths * columns.placement.segments["examples"].values
     before = np.append(0, np.cumsum(lengths > 0))
     device = columns.segments["num_segments"].device
     values = torch.from_numpy(lengths[lengths > 0].astype(np.int64))
     values = values.to(device, non_blocking=True)
-    return Ragged(values, before[per_row.offsets - per_row.offsets[0]])
+    return Ragged(values, before[per_row.offsets])
 
 
 def _cu_seq_lens(maker: _Maker, columns: Columns, _: Any) -> Field:
-    starts: Any = columns.segments["starts"].flat_values
+    starts: Any = columns.segments["starts"].values
     values = starts.new_full((len(starts) + maker.num_rows,), maker.width)
     places = maker.row_of_segment() + torch.arange(len(starts), device=starts.device)
-    per_row = columns.placement.segments["starts"].offsets
-    offsets = per_row - per_row[0] + np.arange(maker.num_rows + 1)
+    offsets = columns.placement.segments["starts"].offsets + np.arange(maker.num_rows + 1)
     return Ragged(values.scatter_(0, places, starts), offsets)
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
-from torch_collate_kit.batch.model_inputs import response_cells
-from torch_collate_kit.batch.response_spans import cells_by_example
+from torch_collate_kit.batch.response_spans import cells_by_example, response_cells
 from torch_collate_kit.losses.linear_nll import linear_nll
 from torch_collate_kit.ragged import Ragged
 

@@ -15,7 +15,7 @@ __all__ = ["rows_with_images", "warn_if_uneven"]
 
 def rows_with_images(batch: Batch) -> np.ndarray | None:
     """bool [R], which rows have images; None where no row has."""
-    columns = batch._stored().columns
+    columns = batch.stored().columns
     if columns is None or columns.placement.vision is None:
         return None
     names = columns.placement.vision.fields.keys() & columns.values.keys()

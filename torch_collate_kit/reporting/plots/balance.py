@@ -8,7 +8,7 @@ import numpy as np
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.cells import Kind, cells_of
+from torch_collate_kit.batch.showing import Kind, cells_of
 from torch_collate_kit.packing import ModelCost, PackingPlan
 from torch_collate_kit.reporting.plots.style import COLORS, axes_for, legend_below, plural, tint
 from torch_collate_kit.reporting.report import PackingReport
@@ -89,7 +89,7 @@ def _of_batch(batch: Batch, num_ranks: int, cost: ModelCost) -> dict[str, np.nda
 
     A row that fills up the batch has no tokens, but it is run, so it costs as much as another.
     """
-    cells = cells_of(batch)
+    cells = cells_of(batch.stored())
     if cells is None:
         raise ValueError(
             "the batch does not say what its cells hold: it has no input_ids [R, W] in host "

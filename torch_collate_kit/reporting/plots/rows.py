@@ -8,7 +8,7 @@ import numpy as np
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.cells import Cells, Kind, cells_of
+from torch_collate_kit.batch.showing import Cells, Kind, cells_of
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reporting.plots.style import (
     COLORS,
@@ -75,7 +75,7 @@ def plot_rows(batch: Batch, *, max_rows: int = 40, ax: Axes | None = None) -> Ax
             "(with model_inputs=True it returns a dict, which does not say where examples begin)"
         )
     drawn = batch[: checked_int("max_rows", max_rows)]
-    cells = cells_of(drawn)
+    cells = cells_of(drawn.stored())
     if cells is None:
         raise ValueError(
             "the batch does not say what its cells hold: it has no input_ids [R, W] in host "
