@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from torch_collate_kit.batch.fields import IGNORE_INDEX, FieldSpec
@@ -113,6 +114,8 @@ class Columns:
     def is_trained(self) -> Tensor:
         """bool, one for each entry of the target."""
         values: Tensor = self.values[self.target].values
+        if values.dtype == torch.bool:
+            return values
         return values != (IGNORE_INDEX if self.target == "labels" else 0)
 
     def num_trained(self) -> np.ndarray:
