@@ -96,10 +96,7 @@ def assemble(
         "loss_weights": weights(torch.float32),
         **examples.specs,
     }
-    columns = {
-        name: Ragged(torch.as_tensor(values), _row_offsets(placed.entries[name], pieces))
-        for name, values in placed.columns.items()
-    }
+    columns = placed.columns
     segments: dict[str, Any] = {
         name: Ragged(torch.from_numpy(of.values), of.offsets)
         for name, of in placement.segments.items()
@@ -131,8 +128,3 @@ def assemble(
             **metadata,
         },
     )
-
-
-def _row_offsets(lengths: np.ndarray, pieces: Pieces) -> np.ndarray:
-    """int64 [R + 1], where the entries of each row begin, from those that each piece has."""
-    return np.append(0, np.cumsum(lengths))[pieces.row_offsets]

@@ -211,9 +211,9 @@ class PackedCollator(Generic[B]):
     def _images(self, columns: ExampleColumns) -> ImageLoad | None:
         """What their images take; None without any."""
         images, packing = columns.images, self.packing
-        if images is None or not len(images):
+        if images is None or not images.units:
             return None
-        load = image_load(images.patches, len(columns.lengths), packing.cost)
+        load = image_load(images.patches, len(columns.input_ids), packing.cost)
         if packing.overflow != "truncate" or columns.are_rollouts:
             return load
         return load.with_cuts(*images.cuts(packing.capacity, packing.max_patches), packing.cost)
@@ -343,7 +343,7 @@ class PackedCollator(Generic[B]):
 
     def _check_rollouts(self, rollouts: ExampleColumns) -> None:
         if rollouts.images is not None and self.vision is None:
-            first = next(i for i, unit in enumerate(rollouts.images.units) if unit is not None)
+            first = min(rollouts.images.units)
             raise DataError(
                 f"example {first} has pixel_values, and the collator does not know the images of "
                 "the model; give it the processor in place of the tokenizer"
