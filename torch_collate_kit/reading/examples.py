@@ -75,8 +75,11 @@ class ExampleColumns:
         names = (*fields, *(() if vision is None else vision.fields))
         return cls(empty, None, None, None, columns, names, images)
 
-    def with_smallest_image(self) -> ExampleColumns:
-        """The same with one more example, the smallest image of the model, which trains nothing."""
+    def with_dummy_images(self, pieces: Pieces, rows: np.ndarray) -> tuple[ExampleColumns, Pieces]:
+        """With one more example, and a piece of it at the end of these rows: bool [R].
+
+        It is the smallest image of the model, and trains nothing.
+        """
         assert self.images is not None
         layout = self.images.layout
         num_tokens, target, num_actions = layout.smallest_tokens, self.target, self.num_actions
@@ -84,13 +87,20 @@ class ExampleColumns:
             number = num_tokens if num_actions is None else 0
             target = with_row(target, np.full(number, self._untrained))
         input_ids = with_row(self.input_ids, np.full(num_tokens, layout.image_token_id))
-        return replace(
+        columns = replace(
             self,
             input_ids=input_ids,
             target=target,
             num_actions=None if num_actions is None else np.append(num_actions, 0),
             fields=[column.with_row(num_tokens) for column in self.fields],
             images=self.images.with_smallest(input_ids),
+        )
+        ends = pieces.row_offsets[1:][rows]
+        return columns, Pieces(
+            np.insert(pieces.examples, ends, len(self.input_ids)),
+            np.insert(pieces.starts, ends, 0),
+            np.insert(pieces.lengths, ends, num_tokens),
+            pieces.row_offsets + np.append(0, np.cumsum(rows)),
         )
 
     @cached_property
