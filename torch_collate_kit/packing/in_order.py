@@ -64,7 +64,7 @@ def split_evenly(sizes: Sizes, num_rows: int, limits: Limits) -> Rows:
 
 
 def _latest_ends(sizes: Sizes, limits: Limits) -> _Ints:
-    """Where a row that begins at each place, or at the end, must end at the latest: int64 [S + 1]."""
+    """Where a row that begins at each place, or at the end, must end at last: int64 [S + 1]."""
     ends = np.full(len(sizes.tokens) + 1, len(sizes.tokens))
     budgets = [(np.minimum(sizes.tokens, limits.text), limits.text)]
     if limits.patches:
