@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -115,9 +115,7 @@ class ImageProcessing(NamedTuple):
     def smallest(self) -> _Fields:
         """The fields of a small image."""
         fields = self.layout.smallest()
-        if self.pixels:
-            return fields
-        found = {name: value for name, value in fields.items() if name not in _BIG}
+        found = {name: fields[name] for name in self._wanted(fields)}
         return found or {"num_tiles": np.ones(1, dtype=np.int64)}
 
     def _image(self, source: Any, where: str, from_sizes: bool) -> Any:
@@ -167,16 +165,13 @@ class ImageProcessing(NamedTuple):
 
     def _flat_fields(self, output: Any, tokens: np.ndarray) -> tuple[_Fields, _Fields]:
         """The fields, tiles laid flat, and how many rows of them each image has."""
-        layout, kinds = self.layout, self.layout.family.fields
-        found = {name: np.asarray(output[name]) for name in kinds if name in output}
-        is_counted = bool({"image_grid_thw", "image_sizes"} & set(kinds))
+        layout, family, kinds = self.layout, self.layout.family, self.layout.family.fields
+        found = {name: np.asarray(output[name]) for name in self._wanted(kinds) if name in output}
+        is_counted = family.has_grids or family.has_sizes
         if is_counted:
-            units = layout.units(found)
-            expected, tiles, patches = units.tokens, units.tiles, units.patches
-            ones = np.ones_like(tiles)
+            expected, patches, tiles = layout.units(found)
         else:  # Gemma-3 may cut crops out of an image, so that it has several, too
             tiles = patches = tokens // layout.tile_tokens
-            ones = np.ones_like(tiles)
             expected = tiles * layout.tile_tokens
         if (expected != tokens).any():
             raise ValueError(
@@ -184,19 +179,20 @@ class ImageProcessing(NamedTuple):
                 f"images, but {expected.tolist()} are expected of {layout.family_name}; check its "
                 "settings against the model's"
             )
+        ones = np.ones_like(tiles)
         per = {"patch": patches, "tile": tiles, "image": ones if is_counted else tiles}
         rows = {name: per[kinds[name].per] for name in found if kinds[name].per in per}
-        if not self.pixels:
-            if not is_counted:
-                found["num_tiles"], rows["num_tiles"] = tiles, ones
-            found = {name: value for name, value in found.items() if name not in _BIG}
-            return found, {name: value for name, value in rows.items() if name in found}
         for name, parts in found.items():
             if parts.ndim > kinds[name].num_dims:  # [images, most tiles, ...], or [1, tiles, ...]
-                counts = [int(tiles.sum())] if layout.family.joins_tiles else tiles.tolist()
+                counts = [int(tiles.sum())] if family.joins_tiles else tiles.tolist()
                 flat = [part[:count] for part, count in zip(parts, counts, strict=True)]
                 found[name] = flat[0] if len(flat) == 1 else np.concatenate(flat)
+        if not self.pixels and not is_counted:
+            found["num_tiles"], rows["num_tiles"] = tiles, ones
         return found, rows
+
+    def _wanted(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if self.pixels or name not in _BIG]
 
 
 def image_processing(processor: Any, files: ImageFiles, pixels: bool) -> ImageProcessing:
