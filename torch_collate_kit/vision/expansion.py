@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -97,14 +98,9 @@ class ImageProcessing(NamedTuple):
             return Expansion(text, [], [], [], {}, {})
         from_sizes = not self.pixels and not _option(self.processor, "do_pan_and_scan")
         images = [self._image(source, where, from_sizes) for where, source in sources]
-        marked, output = self._process(text, places, images, from_sizes)
-        pieces = _MARKS.split(marked)
-        self._check_text(text, places, "".join(_MARKS.findall(marked)), pieces[::2])
-        spans, end = [], 0
-        for outside, inside in zip(pieces[:-1:2], pieces[1::2], strict=True):
-            start, end = end + len(outside), end + len(outside) + len(inside)
-            spans.append((start, end))
-        expanded = "".join(pieces)
+        pieces, output = self._process(text, images, from_sizes)
+        expanded, edges = "".join(pieces), [0, *itertools.accumulate(map(len, pieces))]
+        spans = list(zip(edges[1:-1:2], edges[2::2], strict=True))
         for outside in pieces[::2]:
             _check_no_token(outside, token)
         tokens = np.array([expanded.count(token, *span) for span in spans])
@@ -124,21 +120,19 @@ class ImageProcessing(NamedTuple):
             return np.broadcast_to(np.uint8(0), (*self.files.size(source, where), 3))
         return self.files.load(source, where)
 
-    def _process(
-        self, text: str, places: _Places, images: list[Any], from_sizes: bool
-    ) -> tuple[str, Any]:
-        """The text with marks as it reaches the tokenizer, and the processor's output."""
+    def _process(self, text: str, images: list[Any], from_sizes: bool) -> tuple[list[str], Any]:
+        """The text as it reaches the tokenizer, and the processor's output.
+
+        Of the text every other piece is what the processor writes for an image.
+        """
         processor = copy.copy(self.processor)
         processor.tokenizer = recorder = _Recorder(self.processor.tokenizer)
         if from_sizes:
             processor.image_processor = SizesOnly(self.processor.image_processor, self.layout)
-        marked, last = [], 0
-        for start, end in places:
-            marked += [text[last:start], _BEGIN, text[start:end], _END]
-            last = end
+        marked = text.replace(self.placeholder, _BEGIN + self.placeholder + _END)
         try:
             output = processor(
-                text=["".join([*marked, text[last:]])],
+                text=[marked],
                 images=[images],
                 add_special_tokens=False,
                 return_tensors=None if from_sizes else "pt",
@@ -150,18 +144,14 @@ class ImageProcessing(NamedTuple):
                 f"{type(self.processor).__name__} refuses the images of {sizes} pixels: {error}; "
                 "resize or remove them"
             ) from error
-        return recorder.text, output
-
-    def _check_text(self, text: str, places: _Places, marks: str, outside: list[str]) -> None:
-        ends = [0, *(end for _, end in places)]
-        starts = [*(start for start, _ in places), len(text)]
-        before = [text[end:start] for end, start in zip(ends, starts, strict=True)]
-        if marks != (_BEGIN + _END) * len(places) or outside != before:
+        marks, pieces = "".join(_MARKS.findall(recorder.text)), _MARKS.split(recorder.text)
+        if marks != (_BEGIN + _END) * len(images) or pieces[::2] != text.split(self.placeholder):
             raise ValueError(
                 f"{type(self.processor).__name__} changes the text around images, so it is not "
                 "known which tokens are trained; call it yourself, and give its output to a "
                 "collator"
             )
+        return pieces, output
 
     def _flat_fields(self, output: Any, tokens: np.ndarray) -> tuple[_Fields, _Fields]:
         """The fields, tiles laid flat, and how many rows of them each image has."""
