@@ -17,12 +17,12 @@ from torch import Tensor
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.segments import check_boundaries
 
 __all__ = ["block_mask", "model_inputs", "needs_image_blocks"]
 
 _MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
 _TAKES_4D_MASK = ("sdpa", "eager")
+_MAX_CELLS = 2**31 - 1  # of all rows: boundaries are int32
 
 
 def model_inputs(
@@ -185,11 +185,16 @@ def _refuse_unknown_mask(attention: str, mask: Any, sliding_window: Any) -> None
 
 def _flat_cu_seq_lens(per_row: Ragged, width: int) -> Tensor:
     """Boundaries [0, ..., R * W] over all rows, int32, without waiting for the device."""
-    check_boundaries(len(per_row) * width)
+    num_cells = len(per_row) * width
+    if num_cells > _MAX_CELLS:
+        raise ValueError(
+            f"{num_cells} tokens are more than int32 boundaries can count, {_MAX_CELLS}; "
+            "pass them to the model in parts, such as batch.chunk(num_chunks)"
+        )
     values = torch.as_tensor(per_row.values)
     rows = np.repeat(np.arange(len(per_row)), per_row.lengths)
     entries = np.arange(len(rows))
-    is_first = entries == (per_row.offsets - per_row.offsets[0])[rows]  # where the last row ended
+    is_first = entries == per_row.offsets[rows]  # where the last row ended
     picked = np.stack([entries, rows * width])[:, ~is_first]
     on_device = torch.from_numpy(picked).to(values.device, non_blocking=True)
     return torch.cat([values.new_zeros(1), values[on_device[0]] + on_device[1].int()])
