@@ -53,6 +53,15 @@ def test_a_row_number_is_refused(index: Any) -> None:
         loose()[index]
 
 
+def test_a_field_is_no_attribute(packed: Batch) -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'labels'; .* batch\[\"labels\"\]$"):
+        _ = packed.labels
+    with pytest.raises(AttributeError, match=r"no attribute 'label'$"):
+        _ = packed.label
+    assert not hasattr(packed, "labels")
+    assert not hasattr(Batch.__new__(Batch), "labels")  # as while it is unpickled
+
+
 def test_fields_and_row_metadata_must_agree_in_rows() -> None:
     x = torch.arange(3)
     with pytest.raises(ValueError, match="at least one field, got none"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from inspect import signature
 from typing import Any
 
@@ -36,7 +36,8 @@ def changed_settings(owner: Any) -> dict[str, Any]:
     ({'y': 2}, {'sides': 3})
     """
     if is_dataclass(owner):
-        made = {f.name: f.default_factory() for f in fields(owner) if callable(f.default_factory)}
+        factories = {f.name: f.default_factory for f in fields(owner)}
+        made = {name: make() for name, make in factories.items() if make is not MISSING}
         defaults = {f.name: f.default for f in fields(owner)} | made
     else:
         parameters = signature(type(owner).__init__).parameters.values()

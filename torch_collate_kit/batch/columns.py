@@ -35,6 +35,23 @@ class Columns:
     placement: Placement
     segments: dict[str, Any]
 
+    @classmethod
+    def of(
+        cls,
+        values: dict[str, Ragged],
+        specs: dict[str, FieldSpec],
+        names: tuple[str, ...],
+        placement: Placement,
+    ) -> Columns:
+        """Columns in host memory, whose segments are those of the placement."""
+        host = placement.segments
+        segments: dict[str, Any] = {
+            name: Ragged(torch.from_numpy(of.values), of.offsets) for name, of in host.items()
+        }
+        num_segments = host["starts"].lengths.astype(np.int32)
+        segments["num_segments"] = torch.from_numpy(num_segments)
+        return cls(values, specs, names, placement, segments)
+
     @property
     def num_rows(self) -> int:
         return len(self.segments["num_segments"])

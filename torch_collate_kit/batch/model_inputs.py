@@ -147,18 +147,16 @@ def _of_text(attention: str | Mapping[str, str]) -> str:
 
 def _is_varlen(attention: Any) -> bool:
     """Whether this attention reads boundaries; an unknown one is refused."""
-    if attention == "torch_varlen" or _is_flash_attention(attention):
+    name = str(
+        attention
+    )  # transformers' own, or a kernel of the hub: kernels-community/flash-attn2
+    is_flash = name.startswith("flash_attention_") or ("/" in name and "flash" in name)
+    if is_flash or attention == "torch_varlen":
         return True
     if attention not in _MASK_ATTENTION:
         known = ", ".join(("torch_varlen", "flash_attention_2", *_MASK_ATTENTION))
         raise ValueError(f"attention={attention!r} is unknown; use one of {known}")
     return False
-
-
-def _is_flash_attention(name: Any) -> bool:
-    """transformers' own names, and kernels of the hub such as "kernels-community/flash-attn2"."""
-    text = str(name)
-    return text.startswith("flash_attention_") or ("/" in text and "flash" in text)
 
 
 def _refuse_unknown_mask(attention: str, mask: Any, sliding_window: Any) -> None:
@@ -237,10 +235,6 @@ def block_mask(
         same_image = (rows == columns) & (rows >= 0)
         masks = {name: seen | same_image for name, seen in masks.items()}
     if attention != "sdpa":
-        masks = {name: _additive(seen) for name, seen in masks.items()}
+        zeros = torch.zeros(causal.shape, dtype=torch.bfloat16, device=causal.device)
+        masks = {name: zeros.masked_fill(~seen, -math.inf) for name, seen in masks.items()}
     return masks["full_attention"] if window is None else masks
-
-
-def _additive(seen: Tensor) -> Tensor:
-    zeros = torch.zeros(seen.shape, dtype=torch.bfloat16, device=seen.device)
-    return zeros.masked_fill_(~seen, -math.inf)
