@@ -39,8 +39,7 @@ def model_inputs(
     attention = _of_text(attention)
     varlen = _is_varlen(attention)
     _refuse_unknown_mask(attention, mask, sliding_window)
-    inputs: dict[str, Any] = {"input_ids": batch["input_ids"]}
-    inputs |= _positions_and_images(batch, stored)
+    inputs = {"input_ids": batch["input_ids"], **_positions_and_images(batch, stored)}
     if labels and "labels" in batch:
         inputs["labels"] = batch["labels"]
     inputs["use_cache"] = False
