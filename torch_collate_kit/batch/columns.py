@@ -48,8 +48,7 @@ class Columns:
         segments: dict[str, Any] = {
             name: Ragged(torch.from_numpy(of.values), of.offsets) for name, of in host.items()
         }
-        num_segments = host["starts"].lengths.astype(np.int32)
-        segments["num_segments"] = torch.from_numpy(num_segments)
+        segments["num_segments"] = torch.from_numpy(host["starts"].lengths.astype(np.int32))
         return cls(values, specs, names, placement, segments)
 
     @property
@@ -116,12 +115,8 @@ class Columns:
             name: Ragged(column.values.to(self.specs[name].dtype), column.offsets)
             for name, column in self.values.items()
         }
-        placement = self.placement
-        scalars = {
-            name: getattr(placement, name)
-            for name in ("width", "response_length", "pad_token_id", "is_packed", "vision")
-        }
-        return columns | {"placement": {**placement.segments, **scalars}}
+        sizes = {k: value for k, value in vars(self.placement).items() if k != "segments"}
+        return columns | {"placement": {**self.placement.segments, **sizes}}
 
     @property
     def target(self) -> str:
