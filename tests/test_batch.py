@@ -358,6 +358,19 @@ def test_to_takes_a_device(packed: Batch) -> None:
         packed.to(torch.float16)
 
 
+def test_batches_that_differ_in_metadata_alone_are_not_equal(collated: Batch) -> None:
+    assert copy.copy(collated) == collated
+    for kind in ("row_metadata", "metadata"):
+        other = copy.copy(collated)
+        getattr(other, kind)["more"] = [0] * len(other)
+        assert other != collated, kind
+        same = copy.copy(collated)
+        getattr(same, kind)["more"] = [1] * len(same)
+        assert other != same, kind
+        getattr(same, kind)["more"] = [0] * len(same)
+        assert other == same, kind
+
+
 def test_with_fields_adds_and_replaces_without_a_copy() -> None:
     batch = Batch(
         {"a": torch.zeros(3, 2), "b": torch.ones(3)}, row_metadata={"uids": ["x", "y", "z"]}
