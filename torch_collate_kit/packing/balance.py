@@ -44,19 +44,14 @@ def level(
     """
     old_rows = len(rows.offsets) - 1
     added = np.arange(old_rows, num_rows)
-    row_of, num_chosen = rows.labels(), min(most, old_rows)
+    row_of = np.empty_like(rows.order)
+    row_of[rows.order] = rows.labels()
+    longest, num_chosen = int(sizes.tokens.max()), min(most, old_rows)
     while num_chosen:
-        chosen = np.arange(old_rows)
-        if num_chosen < old_rows:
-            chosen = np.sort(_by_pieces(rows, sizes.tokens)[:num_chosen])
-        is_chosen = np.zeros(old_rows, dtype=bool)
-        is_chosen[chosen] = True
-        places = np.flatnonzero(is_chosen[row_of])
-        longest = int(sizes.tokens.max())
-        places = places[stable_argsort(longest - sizes.tokens[rows.order[places]], longest)]
-        pieces = rows.order[places]
+        chosen, pieces = _taken_apart(rows, sizes.tokens, num_chosen)
         if len(pieces) < num_chosen + len(added) and num_chosen < old_rows:
             break  # a row would stay empty, and others can be split
+        pieces = pieces[stable_argsort(longest - sizes.tokens[pieces], longest)]
         taken = sizes.take(pieces)
         weighed = taken if weights is sizes else weights.take(pieces)
         for weigh in (taken,) if weights is sizes else (weighed, taken):
@@ -64,19 +59,24 @@ def level(
             if bins is None:
                 continue
             if len(added) or _is_evener(bins, weighed, rows, weights, chosen):
-                row_of[places] = np.concatenate([chosen, added])[bins]
-                return Rows.from_labels(rows.order, row_of, num_rows)
+                row_of[pieces] = np.concatenate([chosen, added])[bins]
+                return Rows.from_labels(rows.order, row_of[rows.order], num_rows)
         num_chosen //= 2
     for _ in added:
         rows = _with_a_row_split(rows, sizes, limits)
     return rows
 
 
-def _by_pieces(rows: Rows, sizes: _Ints) -> _Ints:
-    """Row numbers: the emptiest row, then the others by descending number of pieces: int64 [R]."""
-    by_pieces = np.argsort(-rows.counts(), kind="stable")
-    emptiest = rows.totals(sizes)[by_pieces].argmin()
-    return np.concatenate([by_pieces[[emptiest]], np.delete(by_pieces, emptiest)])
+def _taken_apart(rows: Rows, sizes: _Ints, number: int) -> tuple[_Ints, _Ints]:
+    """The emptiest row and those with the most pieces, ascending: int64 [number]; their pieces."""
+    counts = rows.counts()
+    if number == len(counts):
+        return np.arange(number), rows.order
+    by_pieces = np.argsort(-counts, kind="stable")
+    emptiest = by_pieces[rows.totals(sizes)[by_pieces].argmin()]
+    others = by_pieces[by_pieces != emptiest]
+    chosen = np.sort(np.append(others[: number - 1], emptiest))
+    return chosen, rows.take(chosen).order
 
 
 def _is_evener(bins: _Ints, taken: Sizes, rows: Rows, weights: Sizes, chosen: _Ints) -> bool:
@@ -120,22 +120,23 @@ def _added(values: _Ints, bins: _Ints, num_rows: int) -> _Ints:
     return totals
 
 
-def _lightest(weights: list[int], loads: list[int], slots: list[int] | None) -> list[int]:
+def _lightest(weights: list[int], loads: list[int], slots: list[int] | None) -> _Ints:
     """The row of each piece: the lightest so far that has a free slot. Counts ``slots`` down."""
     num_rows = len(loads)
     heap = [load * num_rows + row for row, load in enumerate(loads)]  # cheap to compare
     if slots is None:
         heapify(heap)
-        return [heapreplace(heap, heap[0] + weight * num_rows) % num_rows for weight in weights]
+        bins = [heapreplace(heap, heap[0] + weight * num_rows) % num_rows for weight in weights]
+        return np.fromiter(bins, np.int64, len(bins))
     heap = [key if slots[row] else key + _CLOSED * num_rows for row, key in enumerate(heap)]
     heapify(heap)
-    bins: list[int] = []
+    bins = []
     for weight in weights:
         row = heap[0] % num_rows
         bins.append(row)
         slots[row] -= 1
         heapreplace(heap, heap[0] + (weight if slots[row] else _CLOSED) * num_rows)
-    return bins
+    return np.fromiter(bins, np.int64, len(bins))
 
 
 def _with_a_row_split(rows: Rows, sizes: Sizes, limits: Limits) -> Rows:

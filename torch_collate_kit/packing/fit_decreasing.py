@@ -115,6 +115,7 @@ def _fill_best(
             place = with_room[-1]
             run = place % unit
             rows = runs[run]
+            number = rows % unit
             each = used = 1
             if count > 1:
                 each = -place // room
@@ -123,11 +124,10 @@ def _fill_best(
                 if count < each:  # one row takes the rest, and has room for more
                     each = count
                 else:
-                    used = min(count // each, rows % unit)
-            unused = rows % unit - used
-            if unused:
+                    used = min(count // each, number)
+            if used < number:
                 runs[run] = rows + used * unit - used
-                rows -= unused
+                rows += used - number
             else:
                 del with_room[-1]
             place += len(runs) - run + each * (room + slot_unit)

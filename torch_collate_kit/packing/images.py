@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.cost import ModelCost
+from torch_collate_kit.packing.rows import row_sums
 
 __all__ = ["ImageLoad", "Patches", "image_load"]
 
@@ -81,7 +82,7 @@ def image_load(patches: Patches | ImageLoad, num_examples: int, cost: ModelCost)
     costs = cost.vision(values)
     if offsets is None:
         return ImageLoad(values, costs)
-    return ImageLoad(_sums(values, offsets), _sums(costs, offsets))
+    return ImageLoad(row_sums(values, offsets), row_sums(costs, offsets))
 
 
 def _joined(patches: Any) -> tuple[npt.NDArray[Any], _Ints | None]:
@@ -130,8 +131,3 @@ def _checked(values: npt.NDArray[Any], offsets: _Ints | None) -> _Ints:
             f"{_MOST_PATCHES}; {_HINT}"
         )
     return values.astype(np.int64, copy=False)
-
-
-def _sums(values: _Ints, offsets: _Ints) -> _Ints:
-    sums = np.concatenate([[0], np.cumsum(values)])
-    return np.diff(sums[offsets])

@@ -19,7 +19,7 @@ def fewest_micro_batches(widths: _Ints, max_cells: int) -> int:
     >>> fewest_micro_batches(np.array([2, 8, 3, 2]), 8)
     3
     """
-    return len(_sizes(_descending(widths), max_cells))
+    return len(_sizes(np.sort(widths)[::-1].tolist(), max_cells))
 
 
 def micro_batch_rows(widths: _Ints, max_cells: int, num_micro_batches: int) -> list[_Ints]:
@@ -46,11 +46,6 @@ def micro_batch_rows(widths: _Ints, max_cells: int, num_micro_batches: int) -> l
         i = int(np.argmax(cells))
         parts[i : i + 1] = np.array_split(parts[i], 2)
     return parts
-
-
-def _descending(widths: _Ints) -> list[int]:
-    descending: list[int] = np.sort(widths)[::-1].tolist()
-    return descending
 
 
 def _sizes(descending: list[int], max_cells: int) -> list[int]:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.packing.cost import ModelCost
 from torch_collate_kit.packing.options import capacity_of
+from torch_collate_kit.packing.rows import row_sums
 
 __all__ = ["PackingPlan"]
 
@@ -88,17 +89,17 @@ class PackingPlan:
     @property
     def row_tokens(self) -> _Ints:
         """[R] tokens in each row, padding not counted."""
-        return self._row_sums(self.lengths)
+        return row_sums(self.lengths, self.row_offsets)
 
     @property
     def row_cells(self) -> _Ints:
         """[R] cells used in each row, including alignment gaps; at most ``max_tokens``."""
-        return self._row_sums(self.aligned_lengths)
+        return row_sums(self.aligned_lengths, self.row_offsets)
 
     @property
     def row_patches(self) -> _Ints:
         """[R] patches of the images in each row, dummy images not counted."""
-        return self._row_sums(self.patches)
+        return row_sums(self.patches, self.row_offsets)
 
     @property
     def needs_dummy_image(self) -> npt.NDArray[np.bool_]:
@@ -147,12 +148,13 @@ class PackingPlan:
     @property
     def cost_per_rank(self) -> _Ints:
         """[num_ranks] cost in the language model: ``cost.language`` of the aligned pieces."""
-        return self._rank_sums(self._row_sums(self.cost.language(self.aligned_lengths)))
+        costs = self.cost.language(self.aligned_lengths)
+        return self._rank_sums(row_sums(costs, self.row_offsets))
 
     @property
     def vision_cost_per_rank(self) -> _Ints:
         """[num_ranks] cost in the vision tower, in the same unit: ``cost.vision`` of the images."""
-        return self._rank_sums(self._row_sums(self.vision_costs))
+        return self._rank_sums(row_sums(self.vision_costs, self.row_offsets))
 
     def __repr__(self) -> str:
         """What it is of and what it costs, in one line."""
@@ -186,10 +188,6 @@ class PackingPlan:
             raise ValueError(f"rank must be less than {self.num_ranks}, got {rank}; {hint}")
         rows_per_rank = self.num_rows // self.num_ranks
         return range(rank * rows_per_rank, (rank + 1) * rows_per_rank)
-
-    def _row_sums(self, values: _Ints) -> _Ints:
-        sums = np.concatenate([[0], np.cumsum(values)])
-        return np.diff(sums[self.row_offsets])
 
     def _rank_sums(self, values: _Ints) -> _Ints:
         sums: _Ints = values.reshape(self.num_ranks, -1).sum(axis=1)

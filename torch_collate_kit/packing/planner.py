@@ -196,9 +196,9 @@ def _filled(sizes: Sizes, packing: PackingOptions, limits: Limits) -> Rows:
         return sequential(sizes, limits)
     first_fit = packing.strategy == "first_fit_decreasing"
     fill = first_fit_decreasing if first_fit else best_fit_decreasing
-    if limits.patches >= int(sizes.patches.sum()) and not (limits.reserved and limits.patches):
-        return fill(sizes.tokens, limits.text, limits.pieces)
-    return fill_two_budgets(fill, sizes, limits)
+    if limits.patches and (limits.reserved or limits.patches < int(sizes.patches.sum())):
+        return fill_two_budgets(fill, sizes, limits)
+    return fill(sizes.tokens, limits.text, limits.pieces)
 
 
 def _for_ranks(filled: PackingPlan, packing: PackingOptions, *, has_images: bool) -> PackingPlan:

@@ -37,24 +37,23 @@ def over_ranks(
     >>> over_ranks(np.array([1, 2, 3, 9]), 4, 2, keep_order=False).tolist()
     [3, 0, 2, 1]
     """
-    order = np.arange(num_rows)
+    places = order = np.arange(num_rows)
     if costs is None or num_ranks == 1:
         return order.reshape(-1, num_ranks).T.ravel()
-    image_costs = np.zeros_like(costs) if image_costs is None else image_costs
-    both, has_images = costs, bool(image_costs.any())
-    if has_images:
+    if image_costs is not None and not image_costs.any():
+        image_costs = None
+    both = costs
+    if image_costs is not None:
         costs, image_costs = _comparable(costs, image_costs)
         both = costs + image_costs
     if not keep_order:
-        order = np.lexsort((-costs, -image_costs) if has_images else (-costs,))
-    groups = order.reshape(-1, num_ranks)
-    ranked = np.argsort(-both[groups], axis=1, kind="stable")
-    order = np.take_along_axis(groups, ranked, axis=1).ravel()
+        order = np.lexsort((-costs,) if image_costs is None else (-costs, -image_costs))
+    order = order[np.lexsort((-both[order], places // num_ranks))]
     order = order[np.argsort(_lightest_first(both[order], num_ranks), kind="stable")]
-    if has_images:
-        rows = _swapped(order.reshape(num_ranks, -1), costs, image_costs)
-        order = (rows if keep_order else rows[:, ::-1]).ravel()
-    return order
+    if image_costs is None:
+        return order
+    rows = _swapped(order.reshape(num_ranks, -1), costs, image_costs)
+    return (rows if keep_order else rows[:, ::-1]).ravel()
 
 
 def _lightest_first(costs: _Ints, num_ranks: int) -> _Ints:
