@@ -5,13 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 
 import numpy as np
-import numpy.typing as npt
 
-from torch_collate_kit.packing.rows import Limits, Rows, Sizes, running_sum
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, running_sum
 
 __all__ = ["sequential", "split_evenly"]
-
-_Ints = npt.NDArray[np.int64]
 
 
 def sequential(sizes: Sizes, limits: Limits) -> Rows:
@@ -63,7 +60,7 @@ def split_evenly(sizes: Sizes, num_rows: int, limits: Limits) -> Rows:
     return Rows(np.arange(num_pieces), np.array(offsets, dtype=np.int64))
 
 
-def _latest_ends(sizes: Sizes, limits: Limits) -> _Ints:
+def _latest_ends(sizes: Sizes, limits: Limits) -> Ints:
     """Where a row that begins at each place, or at the end, must end at last: int64 [S + 1]."""
     ends = np.full(len(sizes.tokens) + 1, len(sizes.tokens))
     budgets = [(np.minimum(sizes.tokens, limits.text), limits.text)]

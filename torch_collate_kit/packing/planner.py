@@ -18,7 +18,7 @@ from torch_collate_kit.packing.layout import ParallelLayout
 from torch_collate_kit.packing.options import PackingOptions, packing_options
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.ranks import over_ranks
-from torch_collate_kit.packing.rows import Limits, Rows, Sizes
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
 from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["fill_rows", "pack", "plan_of", "rows_alone"]
 
-_Ints = npt.NDArray[np.int64]
 # Levelling takes apart at most this many rows per rank: a few hundred rows have enough pieces for
 # the few rows that rounding adds, and redistributing a million pieces one by one would be slow.
 _LEVELLED_ROWS_PER_RANK = 32
@@ -112,7 +111,7 @@ def plan_of(
 
 
 def fill_rows(
-    lengths: _Ints, packing: PackingOptions, images: ImageLoad | None = None
+    lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None
 ) -> PackingPlan:
     """Rows as the strategy opens them: not evened out, and for no ranks yet.
 
@@ -124,11 +123,11 @@ def fill_rows(
     cells = -(-pieces.lengths // align) * align if align > 1 else pieces.lengths
     sizes = Sizes(cells, pieces.images.patches)
     rows = _filled(sizes, packing, _limits(sizes, packing, has_images=images is not None))
-    left = pieces.images.take(rows.order)
+    placed = pieces.take(rows.order)
     return PackingPlan(
-        example_indices=pieces.example_indices[rows.order],
-        starts=pieces.starts[rows.order],
-        lengths=pieces.lengths[rows.order],
+        example_indices=placed.example_indices,
+        starts=placed.starts,
+        lengths=placed.lengths,
         row_offsets=rows.offsets,
         max_tokens=packing.max_tokens,
         align=align,
@@ -137,8 +136,8 @@ def fill_rows(
         cut=pieces.cut,
         num_cut_tokens=pieces.num_cut_tokens,
         num_dropped_tokens=pieces.num_dropped_tokens,
-        patches=left.patches,
-        vision_costs=left.costs,
+        patches=placed.images.patches,
+        vision_costs=placed.images.costs,
         max_patches=packing.max_patches,
         dummy_image_tokens=packing.dummy_image_tokens,
         cost=packing.cost,
@@ -146,8 +145,8 @@ def fill_rows(
 
 
 def rows_alone(
-    filled: PackingPlan, rows: _Ints, dropped: _Ints, packing: PackingOptions
-) -> tuple[_Ints, PackingPlan]:
+    filled: PackingPlan, rows: Ints, dropped: Ints, packing: PackingOptions
+) -> tuple[Ints, PackingPlan]:
     """Rows that ``fill_rows`` has filled, as a batch of their own for all ranks of ``packing``.
 
     Returns its examples, int64 [N] ascending, and a plan in which they are numbered 0 to N - 1;
@@ -212,20 +211,19 @@ def _for_ranks(filled: PackingPlan, packing: PackingOptions, *, has_images: bool
         return replace(filled, row_offsets=offsets, num_ranks=num_ranks)
     sizes = Sizes(filled.aligned_lengths, filled.patches)
     limits = _limits(sizes, packing, has_images=has_images)
-    costs = sizes
-    if packing.balance == "attention" and num_ranks > 1:
-        has_cost = filled.vision_costs.any()  # a model without a vision part has none
-        images = filled.vision_costs if has_cost else filled.patches
-        costs = Sizes(packing.cost.language(sizes.tokens), images)
+    costs = _costs(filled, sizes, packing)
     if strategy == "sequential":
         rows = split_evenly(sizes, num_rows, limits)
     else:
-        # By tokens, not by cost: a row with less tokens than another is padded, and costs as much.
-        weights = sizes
-        if limits.patches and strategy != "balanced":
-            weights = Sizes(sizes.tokens, costs.patches)
-        most = _LEVELLED_ROWS_PER_RANK * num_ranks if strategy != "balanced" else filled.num_rows
-        rows = level(_rows_of(filled), sizes, num_rows, limits=limits, weights=weights, most=most)
+        is_balanced = strategy == "balanced"
+        rows = level(
+            _rows_of(filled),
+            sizes,
+            num_rows,
+            limits=limits,
+            image_weights=sizes.patches if is_balanced else costs.patches,
+            most=filled.num_rows if is_balanced else _LEVELLED_ROWS_PER_RANK * num_ranks,
+        )
     if num_ranks > 1:
         given = over_ranks(
             None if packing.balance is None else rows.totals(costs.tokens),
@@ -236,6 +234,15 @@ def _for_ranks(filled: PackingPlan, packing: PackingOptions, *, has_images: bool
         )
         rows = rows.take(given)
     return replace(_rearranged(filled, rows), num_ranks=num_ranks)
+
+
+def _costs(plan: PackingPlan, sizes: Sizes, packing: PackingOptions) -> Sizes:
+    """What is made even over ranks, of each piece: cost in the model and its vision tower."""
+    if packing.balance != "attention" or packing.num_ranks == 1:
+        return sizes
+    has_cost = plan.vision_costs.any()  # a model without a vision part has none
+    images = plan.vision_costs if has_cost else plan.patches
+    return Sizes(plan.cost.language(sizes.tokens), images)
 
 
 def _rows_of(plan: PackingPlan) -> Rows:

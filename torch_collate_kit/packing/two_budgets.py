@@ -12,14 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from torch_collate_kit.packing.fit_decreasing import Fill, OpenRows
-from torch_collate_kit.packing.rows import Limits, Rows, Sizes
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
 
 __all__ = ["fill_two_budgets"]
 
-_Ints = npt.NDArray[np.int64]
 
 # Classes of images: the larger share, of tokens or of patches, is at least num / den times the
 # smaller. Finer classes leave less of what is free unused, but large images no longer all come
@@ -27,6 +25,7 @@ _Ints = npt.NDArray[np.int64]
 _TOKEN_SLOPES = ((1, 1), (4, 3), (2, 1), (3, 1), (4, 1), (8, 1), (16, 1))
 _PATCH_SLOPES = ((1, 1), (2, 1))
 _STEEPEST = 16
+_TOKENS, _PATCHES, _SLOTS = range(3)  # what is free in a row, and what a piece takes of it
 _KEPT = 8  # of the images that are dealt, the smallest are kept to fill rows up: this part of all
 
 
@@ -77,7 +76,6 @@ class _Pieces:
     def __init__(self, sizes: Sizes, limits: Limits) -> None:
         num_pieces = len(sizes.tokens)
         self.limits = limits
-        # What a row has of everything, and what a piece takes: tokens, patches, a slot.
         self.most = (limits.tokens, limits.patches, limits.pieces or num_pieces)
         self.takes = (*sizes, np.ones(num_pieces, dtype=np.int64))
         # A product of both budgets, a slope and the number of rows must fit.
@@ -102,10 +100,10 @@ class _Opened:
     def __init__(self, fill: Fill, pieces: _Pieces) -> None:
         self._fill, self._pieces = fill, pieces
         self._free = [np.zeros(0, dtype=np.int64)] * len(pieces.takes)
-        self._order: list[_Ints] = []
-        self._labels: list[_Ints] = []
+        self._order: list[Ints] = []
+        self._labels: list[Ints] = []
 
-    def deal(self, pieces: _Ints, num_rows: int) -> _Ints:
+    def deal(self, pieces: Ints, num_rows: int) -> Ints:
         """Deals the pieces, at least as many as rows, and returns those that did not fit.
 
         In rounds of a piece for each row: the largest goes to the emptiest row.
@@ -115,8 +113,8 @@ class _Opened:
         left = [pieces[:0]]
         for first in range(num_rows, len(pieces), num_rows):
             dealt = pieces[first : first + num_rows]
-            free: Any = self._free[0].astype(known.integer) * limits.patches
-            free += self._free[1].astype(known.integer) * limits.tokens
+            free: Any = self._free[_TOKENS].astype(known.integer) * limits.patches
+            free += self._free[_PATCHES].astype(known.integer) * limits.tokens
             rows = np.argsort(-free, kind="stable")[: len(dealt)]
             fits = np.ones(len(dealt), dtype=bool)
             for takes, has in zip(known.takes, self._free, strict=True):
@@ -125,37 +123,37 @@ class _Opened:
             left.append(dealt[~fits])
         return np.concatenate(left)
 
-    def filled(self, images: _Ints) -> Rows:
+    def filled(self, images: Ints) -> Rows:
         """The rows with these images, and all pieces without one, in the order of placing."""
         known = self._pieces
         classes = known.classes[images]
         if not self._order:  # new rows have room for all with a larger share of patches
             classes = np.where(classes < 0, -1, classes)
         for number, slope in enumerate(_PATCH_SLOPES, 1):
-            self._place(images[classes == -number], slope, larger=1)
+            self._place(images[classes == -number], slope, larger=_PATCHES, smaller=_TOKENS)
         for number, slope in enumerate(_TOKEN_SLOPES, 1):
-            self._place(images[classes == number], slope, larger=0)
+            self._place(images[classes == number], slope, larger=_TOKENS, smaller=_PATCHES)
         texts = np.flatnonzero(known.classes == 0)
-        self._fill_in(texts, known.takes[0], known.limits.text, self._free[0])
+        self._fill_in(texts, known.takes[_TOKENS], known.limits.text, self._free[_TOKENS])
         order, labels = np.concatenate(self._order), np.concatenate(self._labels)
-        return Rows.from_labels(order, labels, len(self._free[0]))
+        return Rows.from_labels(order, labels, len(self._free[_TOKENS]))
 
-    def _place(self, images: _Ints, slope: tuple[int, int], *, larger: int) -> None:
-        """Places images of at least this slope by their larger share: 0 of tokens, 1 of patches."""
-        (num, den), known, smaller = slope, self._pieces, 1 - larger
+    def _place(self, images: Ints, slope: tuple[int, int], *, larger: int, smaller: int) -> None:
+        """Places images of at least this slope, by the larger share."""
+        (num, den), known = slope, self._pieces
         most, free = known.most[larger], self._free[larger]
         room: Any = self._free[smaller].astype(known.integer) * (most * num)
         room = np.minimum(room // (known.most[smaller] * den), free).astype(np.int64)
         self._fill_in(images, known.takes[larger], most, room)
 
-    def _fill_in(self, pieces: _Ints, sizes: _Ints, capacity: int, room: _Ints) -> None:
+    def _fill_in(self, pieces: Ints, sizes: Ints, capacity: int, room: Ints) -> None:
         """Fills pieces of these sizes into rows with so much room, or into new rows."""
         if len(pieces):
-            opened = OpenRows(room, self._free[2]) if len(room) else None
+            opened = OpenRows(room, self._free[_SLOTS]) if len(room) else None
             rows = self._fill(sizes[pieces], capacity, self._pieces.limits.pieces, opened)
             self._add(pieces[rows.order], rows.labels(), len(rows.offsets) - 1 - len(room))
 
-    def _add(self, pieces: _Ints, labels: _Ints, num_new: int) -> None:
+    def _add(self, pieces: Ints, labels: Ints, num_new: int) -> None:
         """Notes that the pieces are in these rows, of which ``num_new`` are new."""
         known = self._pieces
         for i, (most, takes) in enumerate(zip(known.most, known.takes, strict=True)):
