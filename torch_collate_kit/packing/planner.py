@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch_collate_kit.packing.options import PackingKeywords
 
-__all__ = ["fill_rows", "pack", "plan_of", "rows_alone"]
+__all__ = ["fill_rows", "pack", "part_of", "plan_of", "rows_alone"]
 
 # Levelling takes apart at most this many rows per rank: a few hundred rows have enough pieces for
 # the few rows that rounding adds, and redistributing a million pieces one by one would be slow.
@@ -163,17 +163,31 @@ def rows_alone(
     >>> examples.tolist(), plan.bins
     ([0, 1, 3], [[0, 1], [2]])
     """
-    taken = _rearranged(filled, _rows_of(filled).take(np.sort(rows)))
-    examples = np.unique(np.append(taken.example_indices, dropped))
-    alone = replace(
-        taken,
-        example_indices=np.searchsorted(examples, taken.example_indices),
-        dropped=np.searchsorted(examples, dropped),
-        cut=np.searchsorted(examples, np.intersect1d(filled.cut, examples)),
-        num_cut_tokens=0,
-        num_dropped_tokens=0,
-    )
+    chosen = _rows_of(filled).take(np.sort(rows))
+    examples = np.unique(np.append(filled.example_indices[chosen.order], dropped))
+    alone = part_of(filled, chosen, examples)
+    alone = replace(alone, num_cut_tokens=0, num_dropped_tokens=0)
     return examples, _for_ranks(alone, packing, has_images=True)
+
+
+def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
+    """Rows of some of a plan's pieces, with the ``examples``, ascending, numbered anew from 0.
+
+    >>> plan = pack([4, 2, 6], 6)
+    >>> part_of(plan, Rows(np.array([1]), np.array([0, 0, 1])), np.array([0])).bins
+    [[], [0]]
+    """
+
+    def renumbered(numbers: Ints) -> Ints:
+        return np.searchsorted(examples, numbers[np.isin(numbers, examples)])
+
+    part = _rearranged(plan, rows)
+    return replace(
+        part,
+        example_indices=np.searchsorted(examples, part.example_indices),
+        dropped=renumbered(plan.dropped),
+        cut=renumbered(plan.cut),
+    )
 
 
 def _limits(sizes: Sizes, packing: PackingOptions, *, has_images: bool) -> Limits:
