@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +13,8 @@ from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.streaming.rounds import Position
 from torch_collate_kit.packing import PackingPlan
+from torch_collate_kit.packing.planner import part_of
+from torch_collate_kit.packing.rows import Rows, running_sum
 
 __all__ = ["ErrorPolicy", "Skipped", "plan_without"]
 
@@ -75,21 +76,6 @@ def plan_without(plan: PackingPlan, is_wrong: npt.NDArray[np.bool_]) -> PackingP
     >>> plan.bins, plan_without(plan, np.array([True, False, True])).bins
     ([[2], [0, 1]], [[], [0]])
     """
-    numbers = np.cumsum(~is_wrong) - 1
-    left = ~is_wrong[plan.example_indices]
-
-    def renumbered(examples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return numbers[examples[~is_wrong[examples]]]
-
-    num_before = np.concatenate([[0], np.cumsum(left)])
-    return replace(
-        plan,
-        example_indices=renumbered(plan.example_indices),
-        starts=plan.starts[left],
-        lengths=plan.lengths[left],
-        row_offsets=num_before[plan.row_offsets],
-        dropped=renumbered(plan.dropped),
-        cut=renumbered(plan.cut),
-        patches=plan.patches[left],
-        vision_costs=plan.vision_costs[left],
-    )
+    is_left = ~is_wrong[plan.example_indices]
+    rows = Rows(np.flatnonzero(is_left), running_sum(is_left)[plan.row_offsets])
+    return part_of(plan, rows, np.flatnonzero(~is_wrong))
