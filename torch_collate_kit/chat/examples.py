@@ -74,21 +74,16 @@ def _examples(
 ) -> list[TextExample]:
     turns = conversation.trained if train_on != "last" else conversation.trained[-1:]
     try:
-        return [_example(template, conversation, turns)]
+        rendering = render_conversation(template, conversation, turns)
+        return [_text_example(rendering, turn_spans(rendering, turns))]
     except Refusal as refusal:
         if train_on != "each" or len(turns) == 1 or not refusal.rendered:
             raise
     return _example_per_turn(template, conversation, turns)
 
 
-def _example(template: ChatTemplate, conversation: Conversation, turns: list[int]) -> TextExample:
-    rendering = render_conversation(template, conversation, turns[-1] + 1, turns)
-    spans = turn_spans(rendering, turns)  # may append the token that ends the last turn
-    return _text_example(rendering, spans)
-
-
 def _text_example(rendering: Rendering, spans: Spans) -> TextExample:
-    """Images after the last message that was rendered are left out."""
+    """The text with the ends of its turns, and the images of the messages that are in it."""
     images = rendering.conversation.images
     return TextExample(rendering.text, spans, images and images[: num_images(rendering.messages)])
 
@@ -105,7 +100,7 @@ def _example_per_turn(
             if earlier is not None:
                 found[-1] = rendering, earlier + spans
                 continue
-        rendering = render_conversation(template, conversation, turn + 1, [turn])
+        rendering = render_conversation(template, conversation, [turn])
         found.append((rendering, turn_spans(rendering, [turn])))
     return [_text_example(rendering, spans) for rendering, spans in reversed(found)]
 

@@ -59,7 +59,7 @@ def _key(
     That is the template's text around the turn, and the shapes of the messages around it. None if
     the template drops parts of the record, since what it drops may depend on anything.
     """
-    if rendering.drops:
+    if rendering.missing:
         return None
     before, after = rendering.region(turn)
     asked = next((i for i in range(turn - 1, -1, -1) if shapes[i][0] == "user"), 0)
