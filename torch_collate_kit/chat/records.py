@@ -72,7 +72,7 @@ def read_record(example: Mapping[str, Any], options: ChatOptions, from_arrow: bo
         documents=read_dicts(example.get("documents"), "`documents`") or None,
         kwargs=kwargs if template is None else {**kwargs, "chat_template": template},
         images=images,
-        placeholder=options.placeholder,
+        placeholder="" if options.images is None else options.images.placeholder,
     )
 
 
