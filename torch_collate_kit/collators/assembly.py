@@ -8,10 +8,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from torch_collate_kit.batch import IGNORE_INDEX, Batch
+from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.columns import Columns
-from torch_collate_kit.batch.fields import FieldSpec, PerResponseToken, PerToken
-from torch_collate_kit.batch.placement import Pieces, Placement, padded, whole_examples
+from torch_collate_kit.batch.fields import PerToken
+from torch_collate_kit.batch.placement import Placement, padded, whole_examples
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
@@ -84,16 +84,14 @@ def padded_batch(
     normalize_loss: bool,
 ) -> Batch:
     """The Batch with one example per row. ``names`` are its fields."""
-    lengths, pieces = examples.lengths, whole_examples(examples.lengths)
-    placed = examples.place(pieces)
+    lengths = examples.lengths
+    placed = examples.place(whole_examples(lengths))
     # the widest run of cells from a row's first response token to its end
     pads = 0 if padding_side == "left" else width - lengths
     num_actions = placed.counts["responses"]
     response_cells = np.where(num_actions > 0, num_actions + pads, 0)
     segments = padded(placed.counts, width, padding_side=padding_side)
     return assemble(
-        examples,
-        pieces,
         placed,
         Placement(width, int(response_cells.max()), pad_token_id, False, segments, vision),
         names,
@@ -104,8 +102,6 @@ def padded_batch(
 
 
 def assemble(
-    examples: ExampleColumns,
-    pieces: Pieces,
     placed: PlacedColumns,
     placement: Placement,
     names: tuple[str, ...],
@@ -115,18 +111,12 @@ def assemble(
     metadata: Mapping[str, Any],
     num_loss_tokens_elsewhere: int = 0,
 ) -> Batch:
-    """The Batch of pieces of the examples that are placed. ``names`` are its fields.
+    """The Batch of examples that are placed. ``names`` are its fields.
 
     ``num_loss_tokens_elsewhere``: of rows that other ranks collate. Metadata given goes last.
     """
-    weights = PerResponseToken if examples.are_rollouts else PerToken
-    specs: dict[str, FieldSpec] = {
-        "input_ids": PerToken(torch.int64, placement.pad_token_id),
-        "labels": PerToken(torch.int64, IGNORE_INDEX),
-        "loss_weights": weights(torch.float32),
-        **examples.specs,
-    }
-    columns = placed.columns
+    pieces = placed.pieces
+    specs = {**placed.specs, "input_ids": PerToken(torch.int64, placement.pad_token_id)}
     segments: dict[str, Any] = {
         name: Ragged(torch.from_numpy(of.values), of.offsets)
         for name, of in placement.segments.items()
@@ -145,7 +135,7 @@ def assemble(
         per_piece = {key: values[is_example] for key, values in per_piece.items()}
         row_offsets = np.append(0, np.cumsum(is_example))[row_offsets]
     storage = Storage(
-        Columns(columns, {k: specs[k] for k in columns}, names, placement, segments),
+        Columns(placed.columns, specs, names, placement, segments),
         {},
         {
             **{key: Ragged(values.copy(), row_offsets) for key, values in per_piece.items()},

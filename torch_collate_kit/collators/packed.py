@@ -193,9 +193,8 @@ class PackedCollator(Generic[B]):
             part = examples.part
             columns = self._read_part(part, examples.examples)
         else:
-            columns = (
-                self._read_rollouts(examples) if are_rollouts(examples) else self._read(examples)
-            )
+            read = self._read_rollouts if are_rollouts(examples) else self._read
+            columns = read(examples)
             part = RankPlan.whole(self.plan(columns.lengths, self._images(columns)))
         batch = self._place(columns, part)
         if not self.model_inputs:
@@ -306,8 +305,6 @@ class PackedCollator(Generic[B]):
         made = made_of_images(self.vision)
         names = dict.fromkeys((*_FIELDS, *made, *columns.names, "sub_seq_lengths", "cu_seq_lens"))
         return assemble(
-            columns,
-            pieces,
             placed,
             Placement(width, width - 1, self.pad_token_id, True, segments, self.vision),
             tuple(names),
