@@ -15,9 +15,17 @@ from torch_collate_kit.batch.placement import Placement, padded, whole_examples
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
+from torch_collate_kit.reading.fields import DeclaredFields, checked_fields
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["assemble", "made_of_images", "pad_token_id_of", "padded_batch", "vision_of"]
+__all__ = [
+    "assemble",
+    "made_of_images",
+    "own_fields",
+    "pad_token_id_of",
+    "padded_batch",
+    "vision_of",
+]
 
 _NOTHING_LOST: dict[str, Any] = {  # metadata of a layout that has a row for every example
     "num_dummy_rows": 0,
@@ -46,6 +54,18 @@ def made_of_images(vision: VisionLayout | None) -> tuple[str, ...]:
         return ()
     types = vision.family.token_types if vision.family.positions != "model" else ""
     return (*(("mrope_position_ids",) if vision.has_mrope else ()), *((types,) if types else ()))
+
+
+def own_fields(
+    fields: DeclaredFields | None, names: tuple[str, ...], vision: VisionLayout | None
+) -> DeclaredFields:
+    """What a user declares, as a dict; ``names`` are the keys and fields of the collator.
+
+    Raises:
+        TypeError, ValueError: a wrong declaration, or a name that a batch has already.
+    """
+    images = () if vision is None else tuple(vision.fields)
+    return checked_fields(fields, (*names, "loss_weights", *made_of_images(vision), *images))
 
 
 def pad_token_id_of(tokenizer: Any) -> int:

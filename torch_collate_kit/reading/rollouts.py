@@ -211,7 +211,7 @@ def _response_field(name: str, column: Any, lengths: np.ndarray) -> Ragged:
             f"example {i}: {name} is {given[i][token]} at response token {token}; it must be "
             f"finite in float32: {hint}filter such rollouts out"
         )
-    if name == "loss_mask" and (is_bad := is_bad_weight(values)).any():
+    if name == "loss_mask" and (is_bad := is_bad_weight(given.values)).any():
         i, token = _where(given, is_bad)
         weight = given[i][token]
         raise weight_error(f"example {i}: {name}", weight, token, f"response token {token}")
