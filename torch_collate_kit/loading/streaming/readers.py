@@ -8,28 +8,23 @@ tokens of an example that the plan names.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading.streaming.shards import (
-    Example,
-    Place,
-    Stream,
-    TokenizedShard,
-)
-from torch_collate_kit.loading.streaming.skipping import ErrorPolicy, Skipped
+from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading.streaming.shards import Example, Part, Place, Stream
+from torch_collate_kit.loading.streaming.skipping import WrongExamples
 from torch_collate_kit.packing.fitting import cut_to_fit, num_pieces
 from torch_collate_kit.packing.images import ImageLoad, image_load
 from torch_collate_kit.reading.raw import KNOWN, Examples
 from torch_collate_kit.reading.sft import read_columns
 
-__all__ = ["ENTRY", "Reader", "at_positions", "place_after", "reader_of"]
+__all__ = ["ENTRY", "place_after", "reader_of"]
 
 ENTRY = np.dtype(
     [
@@ -43,7 +38,7 @@ ENTRY = np.dtype(
         ("next_start", np.int64),  # ...
         ("source", np.object_),
         ("example", np.object_),  # the whole of it; None where rows are read by position
-        ("skipped", np.object_),  # a tuple of the wrong examples before it; None without any
+        ("skipped", np.object_),  # a tuple of the wrong examples that were left out before it
     ]
 )
 
@@ -61,11 +56,9 @@ class _ExampleReader:
         examples: Iterator[tuple[Example, int, Place]],
         place: Place,
         collator: PackedCollator[Any],
-        of: str,
-        policy: ErrorPolicy,
+        wrong: WrongExamples,
     ) -> None:
-        self._collator, self._of, self._policy = collator, of, policy
-        self.skipped: list[Skipped] = []  # since the last entry
+        self._collator, self._wrong = collator, wrong
         self._entries = self._read(examples, place)
 
     def read(self, num_entries: int) -> np.ndarray:
@@ -98,11 +91,7 @@ class _ExampleReader:
                 if is_split := len(pieces) > 1:
                     example = self._as_arrays(example)
             except DataError as error:
-                named = at_positions(error, [position], self._of)
-                if not self._policy.skips:
-                    raise named from error
-                self.skipped.append(Skipped(position, str(named)))
-                self._policy.check_in_a_row(len(self.skipped), self.skipped[-1])
+                self._wrong.leave_out(error, position)
                 before = after
                 continue
             _check_start(before, position, num_tokens)
@@ -111,8 +100,7 @@ class _ExampleReader:
                 following = after if stop == num_tokens else before._replace(start=stop)
                 if start >= before.start:
                     of = position, start, length, is_split, patches, cost
-                    skipped, self.skipped = tuple(self.skipped) or None, []
-                    yield *of, *following, example, skipped
+                    yield *of, *following, example, self._wrong.taken()
             before = after
         _check_start(before)
 
@@ -159,24 +147,24 @@ class _RowReader:
 
     def __init__(
         self,
-        shard: TokenizedShard,
+        dataset: TokenizedDataset,
+        positions: range,
         place: Place,
         collator: PackedCollator[Any],
-        policy: ErrorPolicy,
+        wrong: WrongExamples,
     ) -> None:
-        self._dataset, self._positions = shard
-        self._collator, self._policy = collator, policy
-        self.skipped: list[Skipped] = []  # since the last entry
+        self._dataset, self._positions = dataset, positions
+        self._collator, self._wrong = collator, wrong
         self._before = place  # of the first of the positions
-        if not self._positions:
+        if not positions:
             _check_start(place)
         self._ready = np.empty(0, dtype=ENTRY)  # pieces of the last example before them
 
     def read(self, num_entries: int) -> np.ndarray:
         while len(self._ready) < num_entries and self._positions:
             more = self._read(num_entries - len(self._ready))
-            if len(more) and self.skipped:
-                more["skipped"][0], self.skipped = tuple(self.skipped), []
+            if len(more):
+                more["skipped"][0] = self._wrong.taken()
             self._ready = np.concatenate([self._ready, more])
         entries, self._ready = np.split(self._ready, [num_entries])
         return entries
@@ -204,11 +192,7 @@ class _RowReader:
         except DataError as error:
             if len(span) > 1:
                 return self._read(len(span) // 2)  # those before the wrong one are given out
-            named = at_positions(error, [span[0]])
-            if not self._policy.skips:
-                raise named from error
-            self.skipped.append(Skipped(span[0], str(named)))
-            self._policy.check_in_a_row(len(self.skipped), self.skipped[-1])
+            self._wrong.leave_out(error, span[0])
             self._positions, self._before = self._positions[1:], Place(span[0] + 1)
             return np.empty(0, dtype=ENTRY)
         entries = self._entries_of(positions, lengths)
@@ -241,7 +225,8 @@ class _RowReader:
         is_last = starts + num_tokens == lengths[rows]
         num_read_before = np.append(self._before.num_read, positions[:-1] + 1)
         entries = np.zeros(len(rows), dtype=ENTRY)
-        entries["source"] = entries["example"] = entries["skipped"] = None
+        entries["source"] = entries["example"] = None
+        entries["skipped"].fill(())
         entries["position"], entries["start"] = positions[rows], starts
         entries["num_tokens"], entries["is_piece"] = num_tokens, num_tokens < lengths[rows]
         entries["num_read"] = np.where(is_last, positions[rows] + 1, num_read_before[rows])
@@ -250,9 +235,6 @@ class _RowReader:
 
 
 _NO_IMAGE = ImageLoad.none(1)
-
-
-Reader: TypeAlias = _RowReader | _ExampleReader
 
 
 def _check_start(place: Place, position: int = -1, num_tokens: int = 0) -> None:
@@ -273,24 +255,11 @@ def _is_too_long(collator: PackedCollator[Any], num_tokens: Any) -> Any:
     return (num_tokens > packing.capacity) & (packing.overflow == "raise")
 
 
-def at_positions(error: DataError, positions: Sequence[int], of: str = "the stream") -> DataError:
-    """The error of a batch, with the position in the stream of the one example that it is about.
-
-    >>> at_positions(DataError("example 1 is empty"), [6, 7])
-    DataError('example 7 of the stream is empty')
-    """
-    message, named = str(error), set(re.findall(r"(example|row) (\d+)", str(error)))
-    if len(named) != 1:
-        return DataError(f"{message} (a batch of examples {positions} of {of})")
-    ((kind, number),) = named
-    position = int(number) if kind == "row" else positions[int(number)]  # a row is a position
-    found = f"{kind} {number}"
-    return DataError(message.replace(found, f"example {position} of {of}", 1))
-
-
-def reader_of(stream: Stream, shard: int, place: Place, policy: ErrorPolicy) -> Reader:
-    """What comes after ``place`` in a shard."""
-    found = stream.read(place, shard)
-    if isinstance(found, TokenizedShard):
-        return _RowReader(found, place, stream.collator, policy)
-    return _ExampleReader(found, place, stream.collator, stream.name(shard), policy)
+def reader_of(
+    stream: Stream, part: Part, place: Place, wrong: WrongExamples
+) -> _RowReader | _ExampleReader:
+    """Reads what comes after ``place`` in a shard."""
+    dataset = stream.columns(part, place)
+    if dataset is None:
+        return _ExampleReader(stream.examples(part, place), place, stream.collator, wrong)
+    return _RowReader(dataset, part.after(place, len(dataset)), place, stream.collator, wrong)
