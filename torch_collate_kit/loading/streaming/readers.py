@@ -80,9 +80,9 @@ class _ExampleReader:
         packing = self._collator.packing
         for example, position, after in examples:
             try:
-                num_tokens = self._checked_length(example)
-                pieces, images = [(0, num_tokens)], self._images(example)
+                num_tokens, images = self._length(example), self._images(example)
                 patches, cost = int(images.patches[0]), int(images.costs[0])
+                pieces = [(0, num_tokens)]
                 if patches or num_tokens > packing.capacity - packing.reserved:
                     fitted = cut_to_fit(np.array([num_tokens]), packing, images)
                     if packing.overflow == "split":
@@ -113,32 +113,26 @@ class _ExampleReader:
             patches = vision.patches(example)
             return image_load([patches], 1, self._collator.packing.cost) if patches else _NO_IMAGE
         except (TypeError, ValueError, LookupError, AttributeError):
-            self._check(example)  # raises what is wrong with its images
+            _check(self._collator, [example])  # raises what is wrong with its images
             raise
-
-    def _check(self, example: Example) -> None:
-        of = self._collator
-        read_columns([example], train_all=of.train_all, fields=of.fields, vision=of.vision)
 
     def _as_arrays(self, example: Example) -> Example:
         """A checked example without unknown keys, its lists converted once for all pieces."""
-        self._check(example)
-        fields = self._collator.fields
-        known = {key: example[key] for key in (*KNOWN, *fields) if key in example}
+        _check(self._collator, [example])
+        known = {key: example[key] for key in (*KNOWN, *self._collator.fields) if key in example}
         return {
             key: np.asarray(value) if isinstance(value, list | tuple) else value
             for key, value in known.items()
         }
 
-    def _checked_length(self, example: Example) -> int:
+    def _length(self, example: Example) -> int:
         try:
             num_tokens = len(example["input_ids"])
         except (TypeError, KeyError, IndexError):
             num_tokens = 0
-        if not num_tokens:  # raises what is wrong with it
-            self._check(example)
-        if _is_too_long(self._collator, num_tokens):
-            self._collator([example])
+        packing = self._collator.packing
+        if not num_tokens or (packing.overflow == "raise" and num_tokens > packing.capacity):
+            _check(self._collator, [example])  # raises what is wrong with it besides its length
         return num_tokens
 
 
@@ -201,14 +195,13 @@ class _RowReader:
         return entries
 
     def _check(self, positions: np.ndarray, lengths: np.ndarray) -> None:
-        is_wrong = (lengths == 0) | _is_too_long(self._collator, lengths)
-        if is_wrong.any():  # the collator says what is
-            self._collator(self._dataset.__getitems__(positions[is_wrong][:1]))
+        is_empty = lengths == 0
+        if is_empty.any():
+            _check(self._collator, self._dataset.__getitems__(positions[is_empty][:1]))
         cut_to_fit(lengths, self._collator.packing, ImageLoad.none(len(lengths)))
         is_split = self._num_pieces(lengths) > 1
         if is_split.any():  # before any of its pieces is given out
-            whole = self._dataset.__getitems__(positions[is_split])
-            read_columns(whole, train_all=self._collator.train_all, fields=self._collator.fields)
+            _check(self._collator, self._dataset.__getitems__(positions[is_split]))
 
     def _num_pieces(self, lengths: np.ndarray) -> np.ndarray:
         return num_pieces(lengths, self._collator.packing, ImageLoad.none(len(lengths)))
@@ -250,9 +243,10 @@ def _check_start(place: Place, position: int = -1, num_tokens: int = 0) -> None:
         )
 
 
-def _is_too_long(collator: PackedCollator[Any], num_tokens: Any) -> Any:
-    packing = collator.packing
-    return (num_tokens > packing.capacity) & (packing.overflow == "raise")
+def _check(collator: PackedCollator[Any], examples: Examples) -> None:
+    """DataError if one of them is wrong, however long."""
+    of = collator
+    read_columns(examples, train_all=of.train_all, fields=of.fields, vision=of.vision)
 
 
 def reader_of(

@@ -73,10 +73,9 @@ class Stream:
         self.source, self._rank, self._world_size = source, rank, world_size
         self.presharded, self.num_shards = presharded, num_shards
         self._was_moved = False  # a datasets stream keeps the state it was given for every pass
-        if num_shards is None:
-            self._check_split_once(source)
-        else:
+        if num_shards is not None:
             _check_divisible(source, num_shards, world_size, presharded=presharded)
+        self._check_not_split(source)
 
     @property
     def node(self) -> tuple[int, int]:
@@ -111,14 +110,14 @@ class Stream:
         """A shard of this process."""
         if self.num_shards is None:
             source = self._made()
-            self._check_split_once(source)
+            self._check_not_split(source)
             return Part(source, *self._index(source))
         name = f"shard {shard} of the stream"
         with no_worker():
             if self.presharded:
                 return Part(self._made(shard), name=name)
             source = self._made()
-            _check_whole(source, self.num_shards)
+            self._check_not_split(source)
             if is_datasets_stream(source):
                 return Part(canonical_part(source, shard, self.num_shards), name=name)
             return Part(source, shard, self.num_shards)
@@ -204,12 +203,20 @@ class Stream:
             return index, num_shards
         return index * worker.num_workers + worker.id, num_shards * worker.num_workers
 
-    def _check_split_once(self, source: Any) -> None:
+    def _check_not_split(self, source: Any) -> None:
         node = node_of(source)
-        if node is not None and self._world_size > 1:
+        if node is None:
+            return
+        found = f"source is split by node already (rank {node[0]} of {node[1]})"
+        if self.num_shards is not None:
             raise ValueError(
-                f"source is split by node already (rank {node[0]} of {node[1]}) and would be split "
-                f"again by world_size={self._world_size}; leave rank and world_size out"
+                f"{found}, so it cannot be divided into num_shards={self.num_shards} shards; pass "
+                "the stream before split_dataset_by_node, with rank and world_size"
+            )
+        if self._world_size > 1:
+            raise ValueError(
+                f"{found} and would be split again by world_size={self._world_size}; leave rank "
+                "and world_size out"
             )
 
 
@@ -239,21 +246,10 @@ def _check_divisible(source: Any, num_shards: int, world_size: int, *, presharde
             f"number of a shard, 0 to {num_shards - 1}, and makes its examples, got "
             f"{type(source).__name__}"
         )
-    if not presharded:
-        _check_whole(source, num_shards)
     if _is_iterable(source) and not is_datasets_stream(source) and has_exact_state(source):
         raise TypeError(
             f"source is a {type(source).__name__} with a state_dict, so it has one position, but "
             f"with num_shards={num_shards} each shard needs its own; pass a callable that makes one"
-        )
-
-
-def _check_whole(source: Any, num_shards: int) -> None:
-    if (node := node_of(source)) is not None:
-        raise ValueError(
-            f"source is split by node already (rank {node[0]} of {node[1]}), so it cannot be "
-            f"divided into num_shards={num_shards} shards; pass the stream before "
-            "split_dataset_by_node, with rank and world_size"
         )
 
 
