@@ -23,7 +23,8 @@ from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.loading.dataset.arrow_columns import ListColumn
 from torch_collate_kit.loading.streaming import PackedIterableDataset
-from torch_collate_kit.loading.streaming.shards import Place, Stream
+from torch_collate_kit.loading.streaming.shards import Stream
+from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
 

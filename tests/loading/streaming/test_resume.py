@@ -20,7 +20,7 @@ from tests.loading.streaming.streaming_oracle import (
 )
 from torch_collate_kit.loading.streaming import PackedIterableDataset
 from torch_collate_kit.loading.streaming.readers import ENTRY
-from torch_collate_kit.loading.streaming.shards import Place
+from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.loading.streaming.windows import Windows
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.testing import assert_exact_resume

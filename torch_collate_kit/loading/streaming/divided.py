@@ -9,14 +9,9 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from torch_collate_kit.loading.streaming.rounds import Position, Turn, in_rounds
+from torch_collate_kit.loading.streaming.rounds import Turn, in_rounds
 from torch_collate_kit.loading.streaming.shards import Stream
-from torch_collate_kit.loading.streaming.states import (
-    position_in,
-    positions_in,
-    state_of_one,
-    state_of_shards,
-)
+from torch_collate_kit.loading.streaming.states import Position, positions_in, state_of
 
 __all__ = ["DividedStream"]
 
@@ -27,9 +22,6 @@ class DividedStream:
 
     It does not move. Who reads keeps the position of each shard: the dataset, or a loader whose
     workers have copies, which are told where to begin and return where a shard is with every batch.
-
-    Raises:
-        ValueError: more workers than shards.
     """
 
     stream: Stream
@@ -53,12 +45,12 @@ class DividedStream:
         shards = self.stream.shards(self.num_workers)
         return shards if self.worker is None else shards[self.worker :: max(1, self.num_workers)]
 
-    @property
-    def _is_one_shard(self) -> bool:
-        return self.stream.num_shards is None and self.worker is not None
-
     def beginning(self) -> dict[int, Position]:
-        """The positions at the beginning of a pass."""
+        """The positions at the beginning of a pass.
+
+        Raises:
+            ValueError: more workers than shards.
+        """
         return dict.fromkeys(self._shards, Position())
 
     def start(self) -> dict[int, Position]:
@@ -83,10 +75,7 @@ class DividedStream:
 
     def state_at(self, positions: Mapping[int, Position], epoch: int | None) -> dict[str, Any]:
         """The state of these shards; ``epoch`` is the source's."""
-        settings = self._all_settings() | {"epoch": epoch}
-        if self._is_one_shard:
-            return state_of_one(settings, *positions.values())
-        return state_of_shards(settings, positions)
+        return state_of(self._all_settings() | {"epoch": epoch}, positions)
 
     def positions_in(self, state: Mapping[str, Any]) -> dict[int, Position]:
         """The positions of these shards.
@@ -94,10 +83,8 @@ class DividedStream:
         Raises:
             StateError: the state does not fit, or is damaged.
         """
-        settings, packing = self._all_settings(), self.stream.collator.packing
-        if self._is_one_shard:
-            return dict.fromkeys(self._shards, position_in(state, settings, packing))
-        return positions_in(state, settings, packing, self._shards)
+        packing = self.stream.collator.packing
+        return positions_in(state, self._all_settings(), packing, self._shards)
 
     def _all_settings(self) -> dict[str, Any]:
         stream = self.stream

@@ -10,20 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any, NamedTuple
 
-from torch_collate_kit.loading.streaming.shards import Place
+from torch_collate_kit.loading.streaming.states import Position
 
-__all__ = ["Position", "Turn", "in_rounds"]
-
-
-class Position(NamedTuple):
-    """How much of a shard has been given out."""
-
-    place: Place = Place()  # where its window began
-    num_batches: int = 0  # since then
-    num_given: int = 0  # batches since the pass began
-    has_ended: bool = False  # known only after the turn that follows the last batch
-    num_skipped: int = 0  # examples that were left out of what was given
-    num_in_a_row: int = 0  # of the last examples, as many as were left out
+__all__ = ["Turn", "in_rounds"]
 
 
 class Turn(NamedTuple):

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.streaming.readers import reader_of
-from torch_collate_kit.loading.streaming.rounds import Position
 from torch_collate_kit.loading.streaming.shards import Stream
 from torch_collate_kit.loading.streaming.skipping import (
     ErrorPolicy,
@@ -19,6 +18,7 @@ from torch_collate_kit.loading.streaming.skipping import (
     WrongExamples,
     plan_without,
 )
+from torch_collate_kit.loading.streaming.states import Position
 from torch_collate_kit.loading.streaming.windows import PlannedEntries, Windows
 from torch_collate_kit.packing import PackingPlan, PlannedExamples
 

@@ -21,19 +21,12 @@ from torch_collate_kit.loading.streaming.outside_streams import (
     node_of,
     outside_workers,
 )
+from torch_collate_kit.loading.streaming.states import Place
 
-__all__ = ["Example", "ExampleSource", "Part", "Place", "Stream"]
+__all__ = ["Example", "ExampleSource", "Part", "Stream"]
 
 Example = Mapping[str, Any]
 ExampleSource = Iterable[Example] | Callable[..., Iterable[Example]]
-
-
-class Place(NamedTuple):
-    """A place between two examples of the source, or between two pieces of one."""
-
-    num_read: int = 0  # examples of the source before it, those of other shards included
-    start: int = 0  # tokens of the next example before it
-    source: Any = None  # the source's own state after num_read examples, if it has one
 
 
 class Part(NamedTuple):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading.streaming.rounds import Position
+from torch_collate_kit.loading.streaming.states import Position
 from torch_collate_kit.packing import PackingPlan
 
 __all__ = ["ErrorPolicy", "Skipped", "WrongExamples", "plan_without"]

@@ -1,18 +1,16 @@
-"""States of streams: where each shard is, as small JSON, read, checked and joined."""
+"""Positions in a stream, and its states: where each shard is, as small JSON, checked and joined."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.sampler.arguments import is_same
-from torch_collate_kit.loading.streaming.rounds import Position
-from torch_collate_kit.loading.streaming.shards import Place
 from torch_collate_kit.packing import PackingOptions
 
-__all__ = ["merge_states", "position_in", "positions_in", "state_of_one", "state_of_shards"]
+__all__ = ["Place", "Position", "merge_states", "positions_in", "state_of"]
 
 # They go up with the number of buffers in a window, and with any change to which examples make a
 # batch. Version 3 is the state of one shard, version 4 of any number of them.
@@ -21,19 +19,35 @@ _MAX_COUNT = 2**63 - 1
 _NONE = [0, 0]  # num_skipped and num_in_a_row of a shard that has left out nothing
 
 
-def state_of_one(settings: Mapping[str, Any], position: Position) -> dict[str, Any]:
-    """The state of a process that is one shard."""
-    state = {"version": _VERSION, **settings, **position.place._asdict()}
-    state["num_batches"] = position.num_batches
-    if position.num_skipped:
-        state["skipped"] = _skipped_of(position)
-    return copy.deepcopy(state)
+class Place(NamedTuple):
+    """A place between two examples of the source, or between two pieces of one."""
+
+    num_read: int = 0  # examples of the source before it, those of other shards included
+    start: int = 0  # tokens of the next example before it
+    source: Any = None  # the source's own state after num_read examples, if it has one
 
 
-def state_of_shards(
-    settings: Mapping[str, Any], positions: Mapping[int, Position]
-) -> dict[str, Any]:
-    """The state of some shards: num_read, start, num_batches, num_given and the source's state."""
+class Position(NamedTuple):
+    """How much of a shard has been given out."""
+
+    place: Place = Place()  # where its window began
+    num_batches: int = 0  # since then
+    num_given: int = 0  # batches since the pass began
+    has_ended: bool = False  # known only after the turn that follows the last batch
+    num_skipped: int = 0  # examples that were left out of what was given
+    num_in_a_row: int = 0  # of the last examples, as many as were left out
+
+
+def state_of(settings: Mapping[str, Any], positions: Mapping[int, Position]) -> dict[str, Any]:
+    """The state of some shards, or of a process that is one shard: then settings name its worker.
+
+    Of shards it has num_read, start, num_batches, num_given and the source's own state.
+    """
+    if "worker" in settings:
+        (at,) = positions.values()
+        state = {"version": _VERSION, **settings, **at.place._asdict()}
+        state["num_batches"] = at.num_batches
+        return copy.deepcopy(state | ({"skipped": _skipped_of(at)} if at.num_skipped else {}))
     shards = {str(shard): _entry_of(at) for shard, at in positions.items()}
     ended = [shard for shard, at in positions.items() if at.has_ended]
     skipped = {str(shard): _skipped_of(at) for shard, at in positions.items() if at.num_skipped}
@@ -59,24 +73,6 @@ def _with_shards(
     return copy.deepcopy(state)
 
 
-def position_in(
-    state: Mapping[str, Any], settings: Mapping[str, Any], packing: PackingOptions
-) -> Position:
-    """The position in the state of one shard.
-
-    Raises:
-        StateError: the state does not fit, or is damaged.
-    """
-    _check_version(state, _VERSION)
-    state = {"rows_multiple_of": None, **state}  # the first states of version 3 do not have it
-    _check_settings(state, settings)
-    counts = [state.get(name) for name in ("num_read", "start", "num_batches")]
-    if not _are_counts(counts):
-        raise StateError(f"the state's num_read, start, num_batches are {counts}; it is damaged")
-    entry = [*counts, 0, state.get("source")]
-    return _position(entry, state.get("skipped", _NONE), packing)
-
-
 def positions_in(
     state: Mapping[str, Any],
     settings: Mapping[str, Any],
@@ -88,6 +84,8 @@ def positions_in(
     Raises:
         StateError: the state does not fit, is damaged, or has not all of the shards.
     """
+    if "worker" in settings:
+        return dict.fromkeys(shards, _position_of_one(state, settings, packing))
     _check_version(state, _SHARDS_VERSION)
     _check_settings(state, settings)
     if not _has_shards(state):
@@ -111,6 +109,19 @@ def positions_in(
         position = _position(entry, skipped.get(str(shard), _NONE), packing)
         positions[shard] = position._replace(has_ended=shard in state["ended"])
     return positions
+
+
+def _position_of_one(
+    state: Mapping[str, Any], settings: Mapping[str, Any], packing: PackingOptions
+) -> Position:
+    _check_version(state, _VERSION)
+    state = {"rows_multiple_of": None, **state}  # the first states of version 3 do not have it
+    _check_settings(state, settings)
+    counts = [state.get(name) for name in ("num_read", "start", "num_batches")]
+    if not _are_counts(counts):
+        raise StateError(f"the state's num_read, start, num_batches are {counts}; it is damaged")
+    entry = [*counts, 0, state.get("source")]
+    return _position(entry, state.get("skipped", _NONE), packing)
 
 
 def _position(entry: list[Any], skipped: Any, packing: PackingOptions) -> Position:
