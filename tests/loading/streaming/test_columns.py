@@ -21,7 +21,7 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.loading.dataset.arrow_columns import ListColumn
+from torch_collate_kit.loading.dataset.columns import ListColumn
 from torch_collate_kit.loading.streaming import PackedIterableDataset
 from torch_collate_kit.loading.streaming.shards import Stream
 from torch_collate_kit.loading.streaming.states import Place
