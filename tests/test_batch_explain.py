@@ -60,6 +60,8 @@ def test_a_replaced_field_without_a_value_per_token_is_left_out() -> None:
     batch = KINDS["rollouts"]()
     shown = batch.with_fields(rewards=torch.zeros(4, 1), advantages=torch.ones(4, 9)).explain(0)
     assert list(shown.columns)[-2:] == ["weight", "rollout_logprobs"]
+    fields = {"input_ids": torch.tensor([[5, 6]]), "wide": torch.zeros(1, 9)}
+    assert list(Batch(fields, metadata={"response_length": 9}).explain(0).columns) == ["cell", "id"]
 
 
 def test_text_shows_what_is_invisible_and_parts_of_characters() -> None:
