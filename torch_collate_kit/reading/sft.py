@@ -88,28 +88,24 @@ def _num_actions(raw: Mapping[str, Any], lengths: np.ndarray) -> np.ndarray:
             "example 0 has num_actions but no loss_mask; give the mask of its last num_actions "
             "tokens, or remove num_actions"
         )
-    values = _int_per_example(raw["num_actions"])
-    bad = np.flatnonzero((values < 0) | (values > lengths))
+    given = raw["num_actions"]
+    if not isinstance(given, np.ndarray) or given.ndim != 1 or given.dtype.kind not in "iu":
+        given = [one_value(value) for value in given]
+        for i, count in enumerate(given):
+            if not isinstance(count, int) or isinstance(count, bool):
+                raise DataError(
+                    f"example {i}: num_actions is {count!r:.40}; it must be an integer, the number "
+                    "of tokens at the end that loss_mask covers"
+                )
+    counts = np.asarray(given)  # no integers if one is beyond 64 bits
+    bad = np.flatnonzero((counts < 0) | (counts > lengths))
     if len(bad):
         i = int(bad[0])
         raise DataError(
-            f"example {i} has num_actions={values[i]}, but {lengths[i]} tokens; it counts the "
+            f"example {i} has num_actions={given[i]}, but {lengths[i]} tokens; it counts the "
             "tokens at the end, 0 to all of them"
         )
-    return values
-
-
-def _int_per_example(column: Any) -> np.ndarray:
-    if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in "iu":
-        return column.astype(np.int64, copy=False)
-    counts = [one_value(value) for value in column]
-    for i, count in enumerate(counts):
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise DataError(
-                f"example {i}: num_actions is {count!r:.40}; it must be an integer, the number of "
-                "tokens at the end that loss_mask covers"
-            )
-    return np.array(counts, dtype=np.int64)
+    return counts.astype(np.int64, copy=False)
 
 
 def _check_target_lengths(
