@@ -41,19 +41,17 @@ def read_columns(
     of a model with ``vision`` the images.
     """
     fields = fields or {}
-    of_images = () if vision is None else tuple(vision.fields)
-    media = () if vision is None else tuple(dict.fromkeys((*MEDIA, *of_images, *TOKEN_TYPES)))
+    of_images = () if vision is None else (*vision.fields, *TOKEN_TYPES)
+    media = () if vision is None else tuple(dict.fromkeys((*MEDIA, *of_images)))
     hint = "tokenize the text first"
     raw = raw_columns(examples, (*KNOWN, *fields), "input_ids", hint, sometimes=media)
-    fields = {**fields, **token_type_fields(raw, vision)}
     owners = {key: f"example {i}" for key, i in first_with(examples).items()}
     if vision is None and "pixel_values" in owners and "pixel_values" not in fields:
         raise DataError(
             f"{owners['pixel_values']} has pixel_values, and the collator does not know the images "
             "of the model; give it the processor in place of the tokenizer"
         )
-    of_text = TOKEN_TYPES if vision is not None else ()
-    check_keys(owners, train_all=train_all, declared=(*fields, *of_images, *of_text))
+    check_keys(owners, train_all=train_all, declared=(*fields, *of_images))
     input_ids = number_column("input_ids", raw["input_ids"], "ids")
     lengths = input_ids.lengths
     if not lengths.all():
@@ -63,13 +61,16 @@ def read_columns(
         _check_attention_mask(raw["attention_mask"], lengths)
     name = _target_name(raw)
     num_actions = _num_actions(raw, lengths) if "num_actions" in raw else None
-    declared = read_declared(raw, fields, lengths, num_actions)
     target = None
     if name is not None:
         target = number_column(name, raw[name], "labels" if name == "labels" else "weights")
         _check_target_lengths(name, target, lengths, num_actions)
-    images = None if vision is None else read_images(raw, vision, input_ids)
-    names = (*fields, *of_images)
+    images = None
+    if vision is not None:
+        fields = {**fields, **token_type_fields(raw, vision)}
+        images = read_images(raw, vision, input_ids)
+    declared = read_declared(raw, fields, lengths, num_actions)
+    names = (*fields, *(() if images is None else images.arrays))
     return ExampleColumns(input_ids, name, target, num_actions, declared, names, images)
 
 
