@@ -101,13 +101,15 @@ def _deal(sizes: Sizes, image_weights: Ints, num_rows: int, limits: Limits) -> I
     if limits.pieces is not None and len(sizes.tokens) > num_rows * limits.pieces:
         return None
     slots = None if limits.pieces is None else [limits.pieces] * num_rows
-    bins = np.zeros(len(sizes.tokens), dtype=np.int64)
     loads = [0] * num_rows
     images = np.flatnonzero(sizes.patches)
-    if len(images):
-        images = images[np.argsort(-image_weights[images], kind="stable")]
-        bins[images] = _lightest(image_weights[images].tolist(), loads, slots)
-        loads = _added(sizes.tokens[images], bins[images], num_rows).tolist()
+    if not len(images):
+        bins = _lightest(sizes.tokens.tolist(), loads, slots)
+        return bins if (_added(sizes.tokens, bins, num_rows) <= limits.text).all() else None
+    bins = np.zeros(len(sizes.tokens), dtype=np.int64)
+    images = images[np.argsort(-image_weights[images], kind="stable")]
+    bins[images] = _lightest(image_weights[images].tolist(), loads, slots)
+    loads = _added(sizes.tokens[images], bins[images], num_rows).tolist()
     texts = np.flatnonzero(sizes.patches == 0)
     bins[texts] = _lightest(sizes.tokens[texts].tolist(), loads, slots)
     tokens, patches = (_added(values, bins, num_rows) for values in sizes)
