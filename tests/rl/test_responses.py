@@ -59,10 +59,15 @@ def test_against_the_oracle(lengths: list[int], extra: int, more: int) -> None:
 @pytest.mark.parametrize(
     ("values", "mask", "error", "message"),
     [
-        ([[1.0]], MASK, TypeError, "values must be a tensor, got list"),
-        (torch.zeros(3, 3), MASK.numpy(), TypeError, "response_mask must be a tensor, got ndarray"),
-        (torch.zeros(3), MASK, ValueError, r"values must be two-dimensional, .* got shape \[3\]"),
-        (torch.zeros(3, 3), MASK[0], ValueError, r"response_mask must be two-dimensional"),
+        ([[1.0]], MASK, TypeError, r"values must be a tensor \[B, A\], got list"),
+        (
+            torch.zeros(3, 3),
+            MASK.numpy(),
+            TypeError,
+            "response_mask must be a tensor .* got ndarray",
+        ),
+        (torch.zeros(3), MASK, ValueError, r"values must be \[B, A\], one value per .* got \[3\]"),
+        (torch.zeros(3, 3), MASK[0], ValueError, r"response_mask must be \[B, A\]"),
         (torch.zeros(2, 3), MASK, ValueError, "values has 2 rows, response_mask has 3"),
         (
             torch.zeros(3, 2),
@@ -248,5 +253,5 @@ def test_errors_of_a_batch() -> None:
     dense = Batch(dict(batch.items()), row_metadata=batch.row_metadata)
     with pytest.raises(ValueError, match=r"built from dense tensors, .*pass its response_mask"):
         response_values(torch.zeros(len(batch), a), dense)
-    with pytest.raises(TypeError, match="response_mask must be a tensor, got list"):
+    with pytest.raises(TypeError, match=r"response_mask must be a tensor .* got list"):
         from_response_values([[1.0]], [[1]])

@@ -37,32 +37,40 @@ class Columns:
     def num_rows(self) -> int:
         return len(self.segments["num_segments"])
 
-    def change(self, rows: Callable[[Any], Any]) -> Columns:
-        """The same with other rows: ``rows`` takes a Ragged or a tensor with one entry per row."""
+    def change(
+        self,
+        column: Callable[[str, Ragged], Ragged],
+        counts: Callable[[str, Any], Any],
+        **placement: Any,
+    ) -> Columns:
+        """The same with every column changed, and all that is counted of the segments.
+
+        Both functions take a name and a Ragged, ``counts`` also the tensor ``"num_segments"``.
+        """
+        on_host = {name: counts(name, of) for name, of in self.placement.segments.items()}
         return replace(
             self,
-            values={name: rows(column) for name, column in self.values.items()},
-            segments={name: rows(counts) for name, counts in self.segments.items()},
-            placement=self.placement.change(rows),
+            values={name: column(name, values) for name, values in self.values.items()},
+            segments={name: counts(name, of) for name, of in self.segments.items()},
+            placement=replace(self.placement, segments=on_host, **placement),
         )
 
     @classmethod
-    def cat(cls, parts: Sequence[Columns]) -> Columns | None:
+    def cat(cls, parts: Sequence[Columns | None]) -> Columns | None:
         """The rows of all parts; None where they are not columns of the same kinds."""
-        first = parts[0]
-        if any(part.values.keys() != first.values.keys() for part in parts):
+        columns = [part for part in parts if part is not None]
+        if len(columns) < len(parts):
             return None
+        first = columns[0]
+        if any(part.values.keys() != first.values.keys() for part in columns):
+            return None
+        hosts = [part.placement.segments for part in columns]
+        on_host = {k: cat([segments[k] for segments in hosts]) for k in hosts[0]}
         return replace(
             first,
-            values={k: cat([part.values[k] for part in parts]) for k in first.values},
-            segments={k: cat([part.segments[k] for part in parts]) for k in first.segments},
-            placement=replace(
-                first.placement,
-                segments={
-                    k: Ragged.cat([part.placement.segments[k] for part in parts])
-                    for k in first.placement.segments
-                },
-            ),
+            values={k: cat([part.values[k] for part in columns]) for k in first.values},
+            segments={k: cat([part.segments[k] for part in columns]) for k in first.segments},
+            placement=replace(first.placement, segments=on_host),
         )
 
     def emptied(self) -> Columns:
@@ -71,14 +79,15 @@ class Columns:
 
     def filled(self, values: dict[str, Any], segments: dict[str, Any]) -> Columns:
         """The same, held by these tensors; in host memory the placement shares them."""
-        on_host = segments["num_segments"].device.type == "cpu"
-        placement = self.placement.change(_copied)
-        if on_host:
-            per_segment = {k: v for k, v in segments.items() if k != "num_segments"}
-            placement = replace(
-                placement,
-                segments={k: Ragged(v.values.numpy(), v.offsets) for k, v in per_segment.items()},
-            )
+        if segments["num_segments"].device.type == "cpu":
+            per_segment = {k: of for k, of in segments.items() if k != "num_segments"}
+            on_host = {k: Ragged(of.values.numpy(), of.offsets) for k, of in per_segment.items()}
+        else:  # copies, or they would keep the memory alive that the batch was moved out of
+            on_host = {
+                k: Ragged(of.flat_values.copy(), of.offsets - of.offsets[0])
+                for k, of in self.placement.segments.items()
+            }
+        placement = replace(self.placement, segments=on_host)
         return replace(self, values=values, segments=segments, placement=placement)
 
     def in_full(self) -> dict[str, Any]:
@@ -109,8 +118,3 @@ class Columns:
             is_trained = column.flat_values != 0
         before = np.append(0, np.cumsum(is_trained.cpu().numpy()))
         return np.diff(before[column.offsets - column.offsets[0]])
-
-
-def _copied(ragged: Ragged) -> Ragged:
-    """It would keep the memory alive that the batch was moved out of."""
-    return Ragged(ragged.flat_values.copy(), ragged.offsets - ragged.offsets[0])

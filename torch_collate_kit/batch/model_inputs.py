@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool, checked_int
-from torch_collate_kit.batch.dense import cells_of_responses
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.segments import check_boundaries
 
 if TYPE_CHECKING:
     from torch_collate_kit.batch.batch import Batch
 
-__all__ = ["block_mask", "model_inputs", "needs_image_blocks", "response_cells"]
+__all__ = ["block_mask", "model_inputs", "needs_image_blocks"]
 
 _MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
 _TAKES_4D_MASK = ("sdpa", "eager")
@@ -128,18 +127,6 @@ def _images_of_cells(batch: Batch) -> Tensor | None:
     is_image = batch["token_type_ids"].flatten()
     number = (torch.cumsum(is_image, 0) - 1) // vision.tile_tokens
     return torch.where(is_image == 1, number, -1).view(batch["token_type_ids"].shape)
-
-
-def response_cells(batch: Batch) -> Tensor | None:
-    """Where ``[R, A]`` holds response tokens: int64 [n], flat cells in their order, on the device.
-
-    All cells that ``loss_mask`` trains are among them. None where the batch does not say, since it
-    was built of dense fields or its ``loss_mask`` was replaced or changed. Waits for no device.
-    """
-    stored = batch._stored()
-    if stored.columns is None or "loss_mask" in stored.given:
-        return None
-    return cells_of_responses(stored.columns, batch._shared)
 
 
 def _of_text(attention: str | Mapping[str, str]) -> str:

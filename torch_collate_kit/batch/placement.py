@@ -8,8 +8,7 @@ without tokens for the pads at the end, if there are any.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -59,10 +58,6 @@ class Placement:
     segments: dict[str, Ragged]
     vision: VisionLayout | None = None
     """Of a vision-language model: how its images become tokens."""
-
-    def change(self, rows: Callable[[Ragged], Ragged]) -> Placement:
-        """The same with other rows, each count by itself."""
-        return replace(self, segments={name: rows(of) for name, of in self.segments.items()})
 
     @property
     def row_counts(self) -> np.ndarray:

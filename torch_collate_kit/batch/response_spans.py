@@ -5,11 +5,38 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from torch_collate_kit.batch.batch import Batch
+from torch_collate_kit.batch.dense import cells_of_responses
 from torch_collate_kit.ragged import Ragged, span_indices
 
-__all__ = ["cells_by_example", "cells_of_spans"]
+__all__ = ["cells_by_example", "cells_of_spans", "response_cells", "values_of_cells"]
+
+
+def values_of_cells(values: Tensor, cells: Ragged, dtype: torch.dtype) -> Ragged:
+    """The values ``[R, A]`` in these cells, in host memory: a copy without a graph.
+
+    >>> cells = Ragged.from_lengths(np.array([1, 2, 5]), np.array([2, 1]))
+    >>> values_of_cells(torch.arange(6).view(2, 3), cells, torch.float32).tolist()
+    [[1.0, 2.0], [5.0]]
+    """
+    places = torch.from_numpy(cells.values).to(values.device)
+    picked = values.detach().reshape(-1)[places].cpu().to(dtype)
+    return Ragged(picked.numpy(), cells.offsets)
+
+
+def response_cells(batch: Batch) -> Tensor | None:
+    """Where ``[R, A]`` holds response tokens: int64 [n], flat cells in their order, on the device.
+
+    All cells that ``loss_mask`` trains are among them. None where the batch does not say, since it
+    was built of dense fields or its ``loss_mask`` was replaced or changed. Waits for no device.
+    """
+    stored = batch._stored()
+    if stored.columns is None or "loss_mask" in stored.given:
+        return None
+    return cells_of_responses(stored.columns, batch._shared)
 
 
 def cells_by_example(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from torch import Tensor
 
 from torch_collate_kit.batch.batch import Batch
-from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.fields import Field
 from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.storage import Storage
@@ -56,16 +53,21 @@ def trimmed(batch: Batch, *, multiple_of: int = 1) -> Batch:
         response_length = max(0, min(kept, width - 1))
     return Batch.of_storage(
         Storage(
-            _moved(columns, first, width, response_length),
+            columns.change(
+                lambda _, column: column,
+                lambda name, of: _begun_at(first, of) if name == "starts" else of,
+                width=width,
+                response_length=response_length,
+            ),
             {
                 name: field[..., first : first + width]  # [R, 4, W]
                 if name == "mrope_position_ids" and isinstance(field, Tensor)
                 else _cut(field, before, first, width, response_length)
                 for name, field in storage.given.items()
             },
-        ),
-        batch.row_metadata,
-        {**batch.metadata, "response_length": response_length},
+            storage.row_metadata,
+            {**storage.metadata, "response_length": response_length},
+        )
     )
 
 
@@ -83,20 +85,8 @@ def _response_length(placement: Placement, first: int, stop: int) -> int:
     return max(0, min(longest, kept, stop - first - 1))
 
 
-def _moved(columns: Columns, first: int, width: int, response_length: int) -> Columns:
-    starts = columns.segments["starts"]
-    on_host = columns.placement.segments["starts"]
-    placement = replace(
-        columns.placement,
-        width=width,
-        response_length=response_length,
-        segments={
-            **columns.placement.segments,
-            "starts": Ragged(on_host.flat_values - first, on_host.offsets - on_host.offsets[0]),
-        },
-    )
-    moved = Ragged(starts.flat_values - first, starts.offsets - starts.offsets[0])
-    return replace(columns, placement=placement, segments={**columns.segments, "starts": moved})
+def _begun_at(first: int, starts: Ragged) -> Ragged:
+    return Ragged(starts.flat_values - first, starts.offsets - starts.offsets[0])
 
 
 def _cut(field: Field, before: Placement, first: int, width: int, response_length: int) -> Field:

@@ -1,18 +1,21 @@
-"""Which texts a conversation is trained as, and which characters of them."""
+"""Which texts a record is trained as, and which characters of them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch_collate_kit.chat.images import ImageSource, num_images
-from torch_collate_kit.chat.records import Conversation
+from torch_collate_kit.chat.images import ImageSource, num_images, read_images
+from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.record_forms import find_texts
+from torch_collate_kit.chat.records import Conversation, read_record
 from torch_collate_kit.chat.rendering import Rendering, render_conversation
 from torch_collate_kit.chat.template import ChatTemplate, Refusal, Spans, chat_template
 from torch_collate_kit.chat.turns import turn_spans
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.vision.expansion import Expansion
 
 __all__ = ["TextExample", "text_examples"]
 
@@ -32,18 +35,32 @@ _CURES: list[dict[str, Any]] = [
 
 
 class TextExample(NamedTuple):
-    """A text, the spans of characters in it that are trained, and the images it has places for."""
+    """A text, the spans of characters in it that are trained, and the images it has places for.
+
+    ``expansion`` has these images once their placeholders are written out.
+    """
 
     text: str
     spans: Spans
     images: Sequence[ImageSource] = ()
+    expansion: Expansion | None = None
 
 
-def text_examples(tokenizer: Any, conversation: Conversation, train_on: str) -> list[TextExample]:
-    """The examples of a conversation with at least one turn to train."""
-    if conversation.texts is not None:
-        prompt, completion = conversation.texts
-        return [TextExample(prompt + completion, [(len(prompt), len(prompt + completion))])]
+def text_examples(
+    record: Mapping[str, Any], options: ChatOptions, from_arrow: bool
+) -> list[TextExample] | str:
+    """The examples of a record, or the reason why it has none."""
+    texts = find_texts(record)
+    if texts is not None:
+        if options.images is not None:
+            read_images([], record)  # no part for an image: refused if there is one
+        prompt, completion = texts
+        example = TextExample(prompt + completion, [(len(prompt), len(prompt + completion))])
+        return [example] if completion else "no_assistant_turn"
+    conversation = read_record(record, options, from_arrow)
+    if not conversation.trained:
+        return "no_trained_tokens" if conversation.has_assistant else "no_assistant_turn"
+    tokenizer, train_on = options.tokenizer, options.train_on
     template = chat_template(tokenizer, conversation.kwargs, conversation.tools)
     try:
         return _examples(template, conversation, train_on)

@@ -59,7 +59,7 @@ def _by_marks(
     documents = conversation.documents
     if documents is not None:
         documents = marker.copy(documents, -1, "documents", "document")
-    [copy], _ = template.render([marked], conversation.tools, documents)
+    copy, _ = template.render(marked, conversation.tools, documents)
     occurrences: list[Occurrence] = []
     for place in locate(text, copy, marker.parts):
         if isinstance(place, int):

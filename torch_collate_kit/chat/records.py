@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_collate_kit.chat.images import ImageSource, num_images, read_images
+from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.chat.record_forms import find_messages
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.raw import is_respelt
@@ -21,58 +22,34 @@ _ROLES = ("system", "developer", "user", "tool", "assistant", "function")
 _SELECTORS = ("weight", "train", "trainable")
 _LEFT_OUT = frozenset({"tool_calls", *_SELECTORS})  # of the message that a template gets
 _WRITTEN = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning", "tool_responses")
-_NO_CHAT_TEXT = ("system", "tools", "documents")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in one form, which of them to train, and what else the template gets.
+    """Messages in one form, which of them to train, and what else the template gets."""
 
-    ``texts`` is set instead of ``messages`` for a prompt and completion that are strings.
-    """
-
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[dict[str, Any]]
     has_assistant: bool = False
     trained: list[int] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
-    texts: tuple[str, str] | None = None
     images: list[ImageSource] = field(default_factory=list)
     """One for each image part of ``messages``, in order."""
     placeholder: str = ""
     """What the template writes for an image part; "" if it is not known."""
 
 
-def read_record(
-    example: Mapping[str, Any],
-    tools: Any,
-    kwargs: Mapping[str, Any],
-    from_arrow: bool,
-    placeholder: str = "",
-) -> Conversation:
+def read_record(example: Mapping[str, Any], options: ChatOptions, from_arrow: bool) -> Conversation:
     """The conversation of ``example``, which is not changed.
 
-    ``tools`` and ``kwargs`` are those of the call; columns of the record override them. Arrow gives
-    each struct the keys of all others, so ``from_arrow`` removes None from arguments, too. Images
-    are read where there is a ``placeholder`` for them, and refused elsewhere.
+    Columns of the record override ``options``. Arrow gives each struct the keys of all others, so
+    ``from_arrow`` removes None from arguments, too. Images need a processor.
     """
     listed, first = find_messages(example)
-    if isinstance(listed, str) or isinstance(first, str):
-        extra = next((name for name in _NO_CHAT_TEXT if example.get(name)), None)
-        if extra is not None:
-            raise DataError(
-                f"`prompt` and `completion` are strings, which no template renders, so `{extra}` "
-                f"would be lost; write it into the prompt, or give lists of messages"
-            )
-        if placeholder:
-            read_images([], example)  # no part for an image: refused if there is one
-        return Conversation(
-            has_assistant=bool(first), texts=(str(listed), str(first)), placeholder=placeholder
-        )
     messages = [_read_message(m, f"messages[{i}]", from_arrow) for i, m in enumerate(listed)]
     images: list[ImageSource] = []
-    if placeholder:
+    if options.images is not None:
         messages, images = read_images(messages, example)
     elif num_images(messages):
         raise DataError(
@@ -83,16 +60,19 @@ def read_record(
     first += shift
     turns = _assistant_turns(messages)
     selected = [i for i in turns if i >= first and _is_selected(listed[i - shift], i)]
+    tools = read_dicts(example.get("tools"), "`tools`") or read_dicts(options.tools, "`tools`")
     own_kwargs = read_dicts([example.get("chat_template_kwargs") or {}], "`chat_template_kwargs`")
+    kwargs = {**options.chat_template_kwargs, **own_kwargs[0]}
+    template = options.chat_template(kwargs.get("chat_template"), tools)
     return Conversation(
         messages=messages,
         has_assistant=bool(turns) and turns[-1] >= first,
         trained=selected,
-        tools=read_dicts(example.get("tools"), "`tools`") or read_dicts(tools, "`tools`") or None,
+        tools=tools or None,
         documents=read_dicts(example.get("documents"), "`documents`") or None,
-        kwargs={**kwargs, **own_kwargs[0]},
+        kwargs=kwargs if template is None else {**kwargs, "chat_template": template},
         images=images,
-        placeholder=placeholder,
+        placeholder=options.placeholder,
     )
 
 

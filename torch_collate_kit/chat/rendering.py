@@ -87,8 +87,8 @@ class Rendering:
         """The text of the first ``count`` messages, and of what is asked for after them."""
         if count == len(self.messages) and not prompt and not then:
             return self.text
-        [text], _ = self.template.render(
-            [self.messages[:count] + (then or [])],
+        text, _ = self.template.render(
+            self.messages[:count] + (then or []),
             self.conversation.tools,
             self.conversation.documents,
             prompt=prompt,
@@ -250,7 +250,7 @@ def _render(
     style: _Style,
 ) -> Rendering:
     messages = [_styled(message, style) for message in conversation.messages[:count]]
-    [text], tagged = template.render([messages], conversation.tools, conversation.documents)
+    text, tagged = template.render(messages, conversation.tools, conversation.documents)
     if has_marks(text):
         raise Refusal(
             "a message has one of the private-use characters U+100000 to U+10FFFD",

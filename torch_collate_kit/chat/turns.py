@@ -143,8 +143,8 @@ def _compose(rendering: Rendering, turn: int, prompt: str, first: int | None) ->
 def _header(rendering: Rendering) -> str:
     """What the generation prompt adds after a message of the user."""
     template, question = rendering.template, rendering.question()
-    [alone], _ = template.render([question])
-    [asked], _ = template.render([question], prompt=True)
+    alone, _ = template.render(question)
+    asked, _ = template.render(question, prompt=True)
     return asked[len(alone) :] if asked.startswith(alone) else ""
 
 
@@ -202,8 +202,8 @@ def _find_usual_end(rendering: Rendering) -> str | None:
     template, question = rendering.template, rendering.question()
     answer = rendering.styled({"role": "assistant", "content": "an answer"})
     try:
-        [text], _ = template.render([[*question, answer]])
-        [asked], _ = template.render([question])
+        text, _ = template.render([*question, answer])
+        asked, _ = template.render(question)
     except Refusal:
         return template.eos_token
     where = text.rfind("an answer")
@@ -248,7 +248,7 @@ def _after_answer(rendering: Rendering) -> str:
     """The template's text after an answer that is only text, and a next question."""
     answer = rendering.styled({"role": "assistant", "content": "an answer"})
     question = rendering.question()
-    [text], _ = rendering.template.render([[*question, answer, *question]])
+    text, _ = rendering.template.render([*question, answer, *question])
     return text.partition("an answer")[2]
 
 

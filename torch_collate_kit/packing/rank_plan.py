@@ -216,10 +216,9 @@ class RankPlan:
             DataError: another number of patches, whole or of what the plan reads; a row might then
                 hold more than it may, and ranks would not run the vision tower equally often.
         """
-        planned = self.patches
+        planned = np.zeros_like(patches)
+        np.add.at(planned, self.positions, self.plan.patches[self.pieces])
         if self.rank is None:
-            planned = np.zeros_like(patches)
-            np.add.at(planned, self.plan.example_indices, self.plan.patches)
             cut = np.isin(np.arange(len(patches)), [*self.plan.cut, *self.plan.dropped])
             planned = np.where(cut, patches, planned)
         wrong = np.flatnonzero(patches != planned)

@@ -8,18 +8,18 @@ pass is the packing of one number, by histogram.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit.packing.strategies import OpenRows, Rows
+from torch_collate_kit.packing.fit_decreasing import Fill, OpenRows
+from torch_collate_kit.packing.rows import Limits, Rows, Sizes
 
-__all__ = ["Fill", "Limits", "fill_two_budgets"]
+__all__ = ["fill_two_budgets"]
 
 _Ints = npt.NDArray[np.int64]
-Fill = Callable[[_Ints, int, int | None, OpenRows | None], Rows]
 
 # Classes of images: the larger share, of tokens or of patches, is at least num / den times the
 # smaller. Finer classes leave less of what is free unused, but large images no longer all come
@@ -30,29 +30,10 @@ _STEEPEST = 16
 _KEPT = 8  # of the images that are dealt, the smallest are kept to fill rows up: this part of all
 
 
-class Limits(NamedTuple):
-    """What a row may hold at most."""
-
-    tokens: int
-    """Cells."""
-    patches: int
-    pieces: int | None = None
-    """None for no limit."""
-    reserved: int = 0
-    """Cells that a row without an image keeps free, for a dummy image."""
-
-    def fit(self, tokens: _Ints, patches: _Ints, counts: _Ints) -> bool:
-        """Whether rows with so many of each, int64 [R], are within the limits."""
-        cells = self.tokens - np.where(patches > 0, 0, self.reserved)
-        few = self.pieces is None or int(counts.max(initial=0)) <= self.pieces
-        return few and bool(((tokens <= cells) & (patches <= self.patches)).all())
-
-
-def fill_two_budgets(fill: Fill, tokens: _Ints, patches: _Ints, limits: Limits) -> Rows:
+def fill_two_budgets(fill: Fill, sizes: Sizes, limits: Limits) -> Rows:
     """Rows of the pieces, within the limits, by ``fill``: best fit or first fit.
 
-    ``tokens`` int64 [S] are cells, at least 1; ``patches`` int64 [S] are 0 without an image. Each
-    piece must fit in a row of its own.
+    Each piece must fit in a row of its own.
 
     Pieces with a larger share of the patches come first, by patches; then those with a larger
     share of the tokens, by tokens, those with the most patches per token first; then those without
@@ -60,16 +41,16 @@ def fill_two_budgets(fill: Fill, tokens: _Ints, patches: _Ints, limits: Limits) 
     rows must hold a mixture, so in two more plans most images are first dealt out over as many rows
     as are needed at least, or 1% more. The plan with the fewest rows is taken.
 
-    >>> from torch_collate_kit.packing.strategies import best_fit_decreasing
-    >>> tokens, patches = np.array([4, 3, 5, 2]), np.array([8, 6, 0, 0])
-    >>> rows = fill_two_budgets(best_fit_decreasing, tokens, patches, Limits(9, 9))
+    >>> from torch_collate_kit.packing.fit_decreasing import best_fit_decreasing
+    >>> sizes = Sizes(np.array([4, 3, 5, 2]), np.array([8, 6, 0, 0]))
+    >>> rows = fill_two_budgets(best_fit_decreasing, sizes, Limits(9, 9))
     >>> rows.order.tolist(), rows.offsets.tolist()
     ([0, 2, 1, 3], [0, 2, 4])
     """
-    total, total_patches = int(tokens.sum()), int(patches.sum())
-    least = max(-(-total // limits.tokens), -(-total_patches // limits.patches))
+    by_tokens = -(-int(sizes.tokens.sum()) // limits.tokens)
+    least = max(by_tokens, -(-int(sizes.patches.sum()) // limits.patches))
     best: Rows | None = None
-    for rows in _plans(fill, tokens, patches, limits, least):
+    for rows in _plans(fill, _Pieces(sizes, limits), least):
         if best is None or len(rows.offsets) < len(best.offsets):
             best = rows
         if len(best.offsets) - 1 <= least:
@@ -78,45 +59,52 @@ def fill_two_budgets(fill: Fill, tokens: _Ints, patches: _Ints, limits: Limits) 
     return best
 
 
-def _plans(fill: Fill, tokens: _Ints, patches: _Ints, limits: Limits, least: int) -> Iterator[Rows]:
-    pieces = _Pieces(tokens, patches, limits)
-    images = np.flatnonzero(patches)
-    yield _Opened(fill, pieces, limits).filled(images)
+def _plans(fill: Fill, pieces: _Pieces, least: int) -> Iterator[Rows]:
+    images = np.flatnonzero(pieces.patches)
+    yield _Opened(fill, pieces).filled(images)
     order = images[np.argsort(-pieces.shares[images], kind="stable")]
     shares = np.cumsum(pieces.shares[order])
     dealt = int(np.searchsorted(shares, shares[-1] - shares[-1] // _KEPT)) + 1
     for num_rows in (least, least + -(-least // 100)):
-        rows = _Opened(fill, pieces, limits)
+        rows = _Opened(fill, pieces)
         left = rows.deal(order[:dealt], min(num_rows, dealt))
         yield rows.filled(np.concatenate([left, order[dealt:]]))
 
 
 class _Pieces:
-    """What is known of the pieces, each array [S]."""
+    """What is known of the pieces, each array [S], and of the rows that they are for."""
 
-    def __init__(self, tokens: _Ints, patches: _Ints, limits: Limits) -> None:
+    def __init__(self, sizes: Sizes, limits: Limits) -> None:
         # A product of both budgets, a slope and the number of rows must fit.
         is_small = limits.tokens * limits.patches * _STEEPEST < 2**62
         self.integer: type = np.int64 if is_small else object
-        self.tokens, self.patches = tokens, patches
-        by_tokens = tokens.astype(self.integer) * limits.patches
-        by_patches = patches.astype(self.integer) * limits.tokens
+        self.tokens, self.patches = sizes
+        self.limits = limits
+        by_tokens, by_patches = self.in_one_unit(*sizes)
         self.shares = by_tokens + by_patches
-        self.classes = np.zeros(len(tokens), dtype=np.int64)
+        self.classes = np.zeros(len(self.tokens), dtype=np.int64)
         for number, (num, den) in enumerate(_TOKEN_SLOPES, 1):
             self.classes[(by_patches * num <= by_tokens * den).astype(bool)] = number
         for number, (num, den) in enumerate(_PATCH_SLOPES, 1):
             self.classes[(by_tokens * num <= by_patches * den).astype(bool)] = -number
-        if limits.patches >= int(patches.sum()):  # no limit: images are packed by tokens
+        if limits.patches >= int(self.patches.sum()):  # no limit: images are packed by tokens
             self.classes[:] = len(_TOKEN_SLOPES)
-        self.classes[patches == 0] = 0
+        self.classes[self.patches == 0] = 0
+
+    def in_one_unit(self, tokens: _Ints, patches: _Ints) -> tuple[Any, Any]:
+        """Both as shares of their budget."""
+        limits = self.limits
+        return (
+            tokens.astype(self.integer) * limits.patches,
+            patches.astype(self.integer) * limits.tokens,
+        )
 
 
 class _Opened:
     """Rows that are being filled: their pieces, and what is free in each."""
 
-    def __init__(self, fill: Fill, pieces: _Pieces, limits: Limits) -> None:
-        self._fill, self._pieces, self._limits = fill, pieces, limits
+    def __init__(self, fill: Fill, pieces: _Pieces) -> None:
+        self._fill, self._pieces, self._limits = fill, pieces, pieces.limits
         self._tokens = self._patches = self._slots = np.zeros(0, dtype=np.int64)
         self._order: list[_Ints] = []
         self._labels: list[_Ints] = []
@@ -126,13 +114,12 @@ class _Opened:
 
         In rounds of a piece for each row: the largest goes to the emptiest row.
         """
-        limits, known = self._limits, self._pieces
+        known = self._pieces
         self._add(pieces[:num_rows], np.arange(num_rows), num_rows)
         left = [pieces[:0]]
         for first in range(num_rows, len(pieces), num_rows):
             dealt = pieces[first : first + num_rows]
-            free: Any = self._tokens.astype(known.integer) * limits.patches
-            free += self._patches.astype(known.integer) * limits.tokens
+            free = sum(known.in_one_unit(self._tokens, self._patches))
             rows = np.argsort(-free, kind="stable")[: len(dealt)]
             fits = (known.tokens[dealt] <= self._tokens[rows]) & (self._slots[rows] > 0)
             fits &= known.patches[dealt] <= self._patches[rows]
@@ -142,7 +129,7 @@ class _Opened:
 
     def filled(self, images: _Ints) -> Rows:
         """The rows with these images, and all pieces without one, in the order of placing."""
-        limits, known = self._limits, self._pieces
+        known = self._pieces
         classes = known.classes[images]
         if not len(self._tokens):  # new rows have room for all with a larger share of patches
             classes = np.where(classes < 0, -1, classes)
@@ -151,7 +138,7 @@ class _Opened:
         for number, slope in enumerate(_TOKEN_SLOPES, 1):
             self._place(images[classes == number], slope, by_tokens=True)
         texts = np.flatnonzero(known.classes == 0)
-        self._fill_in(texts, known.tokens, limits.tokens - limits.reserved, self._tokens)
+        self._fill_in(texts, known.tokens, self._limits.text, self._tokens)
         order, labels = np.concatenate(self._order), np.concatenate(self._labels)
         return Rows.from_labels(order, labels, len(self._tokens))
 

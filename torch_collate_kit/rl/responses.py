@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,15 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.response_spans import cells_by_example, cells_of_spans
+from torch_collate_kit.batch.response_spans import (
+    cells_by_example,
+    cells_of_spans,
+    values_of_cells,
+)
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.numbers import number_column
-from torch_collate_kit.reading.spans import joined
-from torch_collate_kit.rl.response_tensors import checked_mask
+from torch_collate_kit.reading.numbers import joined, number_column
+from torch_collate_kit.rl.response_tensors import checked_mask, checked_tensors
 
 __all__ = ["from_response_values", "response_values"]
 
@@ -45,7 +47,7 @@ def response_values(values: Tensor, responses: Tensor | Batch) -> list[list[floa
     >>> response_values(values, torch.tensor([[0, 1, 1], [0, 0, 1]]))
     [[1.0, 2.0], [3.0]]
     """
-    _check_2d("values", values)
+    checked_tensors(values=values)
     name, _, _ = _checked(responses)
     if len(values) != len(responses):
         raise ValueError(
@@ -53,9 +55,8 @@ def response_values(values: Tensor, responses: Tensor | Batch) -> list[list[floa
             "same rows"
         )
     cells = _cells(responses, values.shape[1])
-    picked = values.detach().reshape(-1)[torch.from_numpy(cells.values).to(values.device)]
-    numbers = picked.cpu().double().tolist()
-    return [numbers[a:b] for a, b in pairwise(cells.offsets.tolist())]
+    found: list[list[float]] = values_of_cells(values, cells, torch.float64).tolist()
+    return found
 
 
 def from_response_values(
@@ -110,7 +111,7 @@ def from_response_values(
 def _checked(responses: Any) -> tuple[str, int, torch.device]:
     """What messages call it, the columns ``A`` of its rows, and its device."""
     if not isinstance(responses, Batch):
-        _check_2d("response_mask", responses)
+        checked_tensors(response_mask=responses)
         return "response_mask", responses.shape[1], responses.device
     placement, ids = responses.placement, responses.column("input_ids")
     if placement is None or ids is None:
@@ -139,12 +140,3 @@ def _cells(responses: Batch | Tensor, num_columns: int) -> Ragged:
     lengths = counts.numpy()
     cells = cells_of_spans(np.arange(len(mask)), lengths, lengths, num_columns)
     return Ragged.from_lengths(cells, lengths)
-
-
-def _check_2d(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.ndim != 2:
-        raise ValueError(
-            f"{name} must be two-dimensional, rows first, got shape {list(tensor.shape)}"
-        )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NoReturn, overload
 
 import numpy as np
@@ -194,14 +193,13 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         text = {k: of for k, of in self._columns.items() if not isinstance(of, ArrayColumn)}
         taken = {name: column.take(rows, named) for name, column in text.items()}
         columns = read_columns(taken, train_all=self._train_all)
-        if self._vision is not None:
-            columns = replace(columns, image_token_id=self._vision.image_token_id)
-        elif len(text) < len(self._columns):
+        if self._vision is None and len(text) < len(self._columns):
             raise ValueError(
                 "the source has images, whose tokens are not trained; pass vision=processor, which "
                 "says which tokens these are"
             )
-        return columns.num_loss_tokens()
+        vision = self._vision
+        return columns.num_loss_tokens(None if vision is None else vision.image_token_id)
 
     @property
     def vision(self) -> VisionLayout | None:

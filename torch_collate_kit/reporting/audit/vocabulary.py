@@ -96,10 +96,10 @@ def _turn(template: ChatTemplate, eos: str | None) -> tuple[str, str]:
     question = [{"role": "user", "content": _QUESTION}]
     answer = {"role": "assistant", "content": _ANSWER}
     try:
-        [asked], _ = template.render([question])
-        [prompt], _ = template.render([question], prompt=True)
+        asked, _ = template.render(question)
+        prompt, _ = template.render(question, prompt=True)
         wholes = [[*question, answer], [*question, answer, *question]]
-        texts = [template.render([messages])[0][0] for messages in wholes]
+        texts = [template.render(messages)[0] for messages in wholes]
     except DataError:
         return "", ""
     header = prompt[len(asked) :] if prompt.startswith(asked) else ""
