@@ -229,3 +229,4 @@ def _given_out(turns: Iterator[Turn], current: _Pass) -> Iterator[Batch | dict[s
             current.positions[turn.shard] = turn.after
         if turn.has_batch:
             yield turn.batch  # when the consumer gets it, the position is after it
+        del turn  # its batch would be held beside the next
