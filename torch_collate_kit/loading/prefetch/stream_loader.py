@@ -7,6 +7,7 @@ of, and the position of the shard after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -70,7 +71,7 @@ class StreamLoader(PositionedLoader):
         self._stream: _DividedStream = stream._divided(loader.num_workers)
         self._name = repr(Shown(stream))
         self._passes = _Passes(self._stream)
-        collate = _CollateTurn(loader.collate_fn)
+        collate = partial(_collate_turn, loader.collate_fn)
         super().__init__(changed_copy(loader, dataset=self._passes, collate_fn=collate))
         self._epoch, self._positions = 0, self._stream.start()
         self._received = self._positions  # of the pass that is being read
@@ -108,7 +109,7 @@ class StreamLoader(PositionedLoader):
         return dict(self._received)
 
     def end_epoch(self, epoch: int) -> None:
-        self._epoch, self._positions = epoch + 1, self._stream.beginning()
+        self.set_epoch(epoch + 1)
 
     def move_to(self, position: LoaderPosition) -> None:
         self._epoch, self._positions = position.epoch, dict(position.mark)
@@ -161,14 +162,9 @@ class _Passes(IterableDataset[Any]):
         return turns
 
 
-class _CollateTurn:
+def _collate_turn(collate: Callable[[Any], Any], turn: Any) -> Any:
     """The DataLoader's ``collate_fn``, for the batch of a turn."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        # torch's own, which is there if none was given, would rebuild a Batch without metadata
-        self._collate = None if collate is default_convert else collate
-
-    def __call__(self, turn: Any) -> Any:
-        if self._collate is None or not turn.has_batch:
-            return turn
-        return turn._replace(batch=self._collate(turn.batch))
+    # torch's own, which is there if none was given, would rebuild a Batch without metadata
+    if collate is default_convert or not turn.has_batch:
+        return turn
+    return turn._replace(batch=collate(turn.batch))
