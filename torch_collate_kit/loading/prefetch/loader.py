@@ -303,7 +303,7 @@ class PrefetchLoader:
         if "max_tokens" not in state:
             raise StateError("the state has no max_tokens; pass what state_dict() gave")
         saved, mine = state["max_tokens"], self._max_tokens
-        if not self._loader.max_tokens_may_change or not _is_max_tokens(saved):
+        if not self._loader.has_sampler or not _is_max_tokens(saved):
             self._check_same(state, "max_tokens", mine)
         skipped = self._skipped.after(state)
         self._loader.load_state_dict(state, lambda: self._stop_reading(move_back=False))

@@ -21,6 +21,7 @@ from torch_collate_kit.loading.prefetch.positioned import (
     changed_copy,
     part_of_state,
 )
+from torch_collate_kit.loading.sampler.arguments import checked_word
 
 __all__ = ["StreamLoader", "is_stream_of_shards"]
 
@@ -53,8 +54,6 @@ class StreamLoader(PositionedLoader):
     Raises:
         ValueError: a DataLoader that makes batches of batches, or does not keep their order.
     """
-
-    batches_may_be_named = True  # the stream's rounds stay in their metadata
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         stream: Any = loader.dataset
@@ -115,7 +114,7 @@ class StreamLoader(PositionedLoader):
         self._epoch, self._positions = position.epoch, dict(position.mark)
 
     def set_epoch(self, epoch: int) -> None:
-        self._epoch, self._positions = epoch, self._stream.beginning()
+        self._epoch, self._positions = checked_word("epoch", epoch), self._stream.beginning()
 
     def reshuffle(self) -> None:
         raise TypeError(
