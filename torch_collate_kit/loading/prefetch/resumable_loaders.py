@@ -117,7 +117,6 @@ class _StatefulLoader(PositionedLoader):
         return self._position
 
     def begin(self) -> tuple[int | None, Iterator[Any]]:
-        self._position = self._position._replace(mark=None)
         return None, self._begun()
 
     def mark(self) -> dict[str, Any]:
