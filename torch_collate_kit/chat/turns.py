@@ -10,12 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_collate_kit.chat.locating import shape_of
-from torch_collate_kit.chat.rendering import Rendering
-from torch_collate_kit.chat.template import Refusal, Spans
+from torch_collate_kit.chat.rendering import Rendering, preferred_style
+from torch_collate_kit.chat.styles import Style, styled
+from torch_collate_kit.chat.template import ChatTemplate, Messages, Refusal, Spans
+from torch_collate_kit.errors import DataError
 
-__all__ = ["turn_spans"]
+__all__ = ["plain_turn", "turn_spans"]
 
 _MAX_KNOWN_TURNS = 10_000
+_ANSWER = "an answer"
 _OPENING, _CLOSING = {"begin", "start", "open"}, {"end", "close"}
 
 
@@ -26,6 +29,23 @@ def turn_spans(rendering: Rendering, turns: list[int]) -> Spans:
     if rendering.tagged is None:
         return spans
     return _confirmed(rendering, turns, spans)
+
+
+def plain_turn(template: ChatTemplate) -> tuple[str, str]:
+    """What the template writes before an answer that is only text, and the added token after it.
+
+    Where nothing else ends an answer, it is the token that begins the next question; "" if there is
+    none, or the template cannot render these messages.
+    """
+    style = preferred_style(template, None)
+    try:
+        header, end = _header(template, style), _usual_end(template, style)
+        if end is None:
+            token = template.added_token.search(_after_answer(template, style))
+            end = "" if token is None else token[0]
+    except DataError:
+        return "", ""
+    return header, end
 
 
 def _turn_span(rendering: Rendering, turn: int, shapes: list[Any]) -> tuple[int, int]:
@@ -104,7 +124,7 @@ def _start(rendering: Rendering, turn: int, first: int | None) -> int:
     if first is not None and not rendering.region(turn)[0] <= start <= first:
         raise Refusal(f"messages[{turn}]: the prompt before it ends inside another text")
     previous = messages[turn - 1]["role"]
-    usual = _usual_end(rendering)
+    usual = _usual_end(rendering.template, rendering.style)
     bare = previous == "tool" or not text[start:first].strip()
     if (usual and prompt.rstrip().endswith(usual)) or not (
         (bare and previous != "assistant") or rendering.render(turn) != prompt
@@ -140,14 +160,6 @@ def _compose(rendering: Rendering, turn: int, prompt: str, first: int | None) ->
     return len(prompt)
 
 
-def _header(rendering: Rendering) -> str:
-    """What the generation prompt adds after a message of the user."""
-    template, question = rendering.template, rendering.question()
-    alone, _ = template.render(question)
-    asked, _ = template.render(question, prompt=True)
-    return asked[len(alone) :] if asked.startswith(alone) else ""
-
-
 def _other_prompt(rendering: Rendering, turn: int, prompt: str) -> Refusal:
     text = rendering.text
     same = next(
@@ -178,7 +190,7 @@ def _end(rendering: Rendering, turn: int, start: int, last: int) -> int:
 def _end_of_turn(rendering: Rendering, turn: int, alone: str, start: int, last: int) -> int | None:
     """The end of the token that ends the turn in ``alone``, a text that ends with this turn."""
     template = rendering.template
-    usual = _usual_end(rendering)
+    usual = _usual_end(template, rendering.style)
     tail = list(template.added_token.finditer(alone, last))
     for token in tail:
         if token[0] == usual:
@@ -193,44 +205,21 @@ def _end_of_turn(rendering: Rendering, turn: int, alone: str, start: int, last: 
     return None if closes or alone[token.end() :].strip() else token.end()
 
 
-def _usual_end(rendering: Rendering) -> str | None:
-    """The first added token after an answer that is only text; None if there is none."""
-    template = rendering.template
-    if template.usual_end == "":
-        template.usual_end = _find_usual_end(rendering)
-    return template.usual_end
-
-
-def _find_usual_end(rendering: Rendering) -> str | None:
-    template, question = rendering.template, rendering.question()
-    answer = rendering.styled({"role": "assistant", "content": "an answer"})
-    try:
-        text, _ = template.render([*question, answer])
-        asked, _ = template.render(question)
-    except Refusal:
-        return template.eos_token
-    where = text.rfind("an answer")
-    # The first tag of the header is closed by the end of the turn, the others before it.
-    inside = template.added_token.findall(text, len(asked), where)[1:]
-    opened = {name for name, side in map(_pair, inside) if side == "open"}
-    for token in template.added_token.findall(text, where):
-        name, side = _pair(token)
-        if token == template.eos_token or side == "open" or name not in opened:
-            return token
-    return None
-
-
 def _end_after(rendering: Rendering, turn: int, known: str) -> int:
     """The end of the token that follows ``known``: in the text, or before a next question."""
     template, messages = rendering.template, rendering.messages
     is_last = turn + 1 == len(messages)
     if is_last:
-        follows, text = "user", rendering.render(turn + 1, then=rendering.reply(turn))
-        rest = text[len(known) :] if text.startswith(known) else _after_answer(rendering)
+        follows, text = "user", rendering.render(turn + 1, then=_reply(rendering, turn))
+        rest = (
+            text[len(known) :]
+            if text.startswith(known)
+            else _after_answer(template, rendering.style)
+        )
     else:
         follows, rest = messages[turn + 1]["role"], rendering.text[len(known) :]
     token = template.added_token.match(rest, len(rest) - len(rest.lstrip()))
-    header = _header(rendering)
+    header = _header(template, rendering.style)
     # What begins every message does not end one; nor is there a stop token before a system message.
     if token is None or not header or token[0] in header or follows not in ("user", "tool"):
         raise Refusal(
@@ -243,12 +232,64 @@ def _end_after(rendering: Rendering, turn: int, known: str) -> int:
     return len(known) + token.end()
 
 
-def _after_answer(rendering: Rendering) -> str:
+def _reply(rendering: Rendering, turn: int) -> Messages:
+    """What may follow a turn: results of its calls, or else a question."""
+    results = [
+        {
+            "role": "tool",
+            "content": "Q",
+            "name": call["function"]["name"],
+            "tool_call_id": call.get("id", ""),
+        }
+        for call in rendering.messages[turn].get("tool_calls", ())
+    ]
+    if not results:
+        return _small_talk(rendering.style, "user")
+    return [styled(result, rendering.style) for result in results]
+
+
+def _small_talk(style: Style, *roles: str) -> Messages:
+    """Questions and answers that are only text."""
+    texts = {"user": "Q", "assistant": _ANSWER}
+    return [styled({"role": role, "content": texts[role]}, style) for role in roles]
+
+
+def _header(template: ChatTemplate, style: Style) -> str:
+    """What the generation prompt adds after a message of the user."""
+    question = _small_talk(style, "user")
+    alone, _ = template.render(question)
+    asked, _ = template.render(question, prompt=True)
+    return asked[len(alone) :] if asked.startswith(alone) else ""
+
+
+def _after_answer(template: ChatTemplate, style: Style) -> str:
     """The template's text after an answer that is only text, and a next question."""
-    answer = rendering.styled({"role": "assistant", "content": "an answer"})
-    question = rendering.question()
-    text, _ = rendering.template.render([*question, answer, *question])
-    return text.partition("an answer")[2]
+    text, _ = template.render(_small_talk(style, "user", "assistant", "user"))
+    return text.partition(_ANSWER)[2]
+
+
+def _usual_end(template: ChatTemplate, style: Style) -> str | None:
+    """The first added token after an answer that is only text; None if there is none."""
+    if template.usual_end == "":
+        template.usual_end = _find_usual_end(template, style)
+    return template.usual_end
+
+
+def _find_usual_end(template: ChatTemplate, style: Style) -> str | None:
+    try:
+        text, _ = template.render(_small_talk(style, "user", "assistant"))
+        asked, _ = template.render(_small_talk(style, "user"))
+    except Refusal:
+        return template.eos_token
+    where = text.rfind(_ANSWER)
+    # The first tag of the header is closed by the end of the turn, the others before it.
+    inside = template.added_token.findall(text, len(asked), where)[1:]
+    opened = {name for name, side in map(_pair, inside) if side == "open"}
+    for token in template.added_token.findall(text, where):
+        name, side = _pair(token)
+        if token == template.eos_token or side == "open" or name not in opened:
+            return token
+    return None
 
 
 def _pair(token: str) -> tuple[str, str]:
