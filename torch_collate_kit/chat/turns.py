@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
 from torch_collate_kit.chat.locating import shape_of
-from torch_collate_kit.chat.rendering import Rendering, preferred_style
-from torch_collate_kit.chat.styles import Style, styled
-from torch_collate_kit.chat.template import ChatTemplate, Messages, Refusal, Spans
-from torch_collate_kit.errors import DataError
+from torch_collate_kit.chat.plain_turn import plain_turn, tag_of
+from torch_collate_kit.chat.rendering import Rendering
+from torch_collate_kit.chat.styles import styled
+from torch_collate_kit.chat.template import Messages, Refusal, Spans
 
-__all__ = ["plain_turn", "turn_spans"]
+__all__ = ["turn_spans"]
 
 _MAX_KNOWN_TURNS = 10_000
-_ANSWER = "an answer"
-_OPENING, _CLOSING = {"begin", "start", "open"}, {"end", "close"}
 
 
 def turn_spans(rendering: Rendering, turns: list[int]) -> Spans:
@@ -29,23 +26,6 @@ def turn_spans(rendering: Rendering, turns: list[int]) -> Spans:
     if rendering.tagged is None:
         return spans
     return _confirmed(rendering, turns, spans)
-
-
-def plain_turn(template: ChatTemplate) -> tuple[str, str]:
-    """What the template writes before an answer that is only text, and the added token after it.
-
-    Where nothing else ends an answer, it is the token that begins the next question; "" if there is
-    none, or the template cannot render these messages.
-    """
-    style = preferred_style(template, None)
-    try:
-        header, end = _header(template, style), _usual_end(template, style)
-        if end is None:
-            token = template.added_token.search(_after_answer(template, style))
-            end = "" if token is None else token[0]
-    except DataError:
-        return "", ""
-    return header, end
 
 
 def _turn_span(rendering: Rendering, turn: int, shapes: list[Any]) -> tuple[int, int]:
@@ -124,7 +104,7 @@ def _start(rendering: Rendering, turn: int, first: int | None) -> int:
     if first is not None and not rendering.region(turn)[0] <= start <= first:
         raise Refusal(f"messages[{turn}]: the prompt before it ends inside another text")
     previous = messages[turn - 1]["role"]
-    usual = _usual_end(rendering.template, rendering.style)
+    usual = plain_turn(rendering.template).end
     bare = previous == "tool" or not text[start:first].strip()
     if (usual and prompt.rstrip().endswith(usual)) or not (
         (bare and previous != "assistant") or rendering.render(turn) != prompt
@@ -190,7 +170,7 @@ def _end(rendering: Rendering, turn: int, start: int, last: int) -> int:
 def _end_of_turn(rendering: Rendering, turn: int, alone: str, start: int, last: int) -> int | None:
     """The end of the token that ends the turn in ``alone``, a text that ends with this turn."""
     template = rendering.template
-    usual = _usual_end(template, rendering.style)
+    usual = plain_turn(template).end
     tail = list(template.added_token.finditer(alone, last))
     for token in tail:
         if token[0] == usual:
@@ -199,8 +179,8 @@ def _end_of_turn(rendering: Rendering, turn: int, alone: str, start: int, last: 
     if not tail or "tool_calls" not in rendering.messages[turn]:
         return None
     token = tail[-1]
-    opened = {_pair(tag) for tag in template.added_token.findall(alone, start, token.start())}
-    name, side = _pair(token[0])
+    opened = {tag_of(tag) for tag in template.added_token.findall(alone, start, token.start())}
+    name, side = tag_of(token[0])
     closes = side == "close" and ((name, "open") in opened or token[0][1] == "/")
     return None if closes or alone[token.end() :].strip() else token.end()
 
@@ -211,15 +191,11 @@ def _end_after(rendering: Rendering, turn: int, known: str) -> int:
     is_last = turn + 1 == len(messages)
     if is_last:
         follows, text = "user", rendering.render(turn + 1, then=_reply(rendering, turn))
-        rest = (
-            text[len(known) :]
-            if text.startswith(known)
-            else _after_answer(template, rendering.style)
-        )
+        rest = text[len(known) :] if text.startswith(known) else plain_turn(template).after
     else:
         follows, rest = messages[turn + 1]["role"], rendering.text[len(known) :]
     token = template.added_token.match(rest, len(rest) - len(rest.lstrip()))
-    header = _header(template, rendering.style)
+    header = plain_turn(template).header
     # What begins every message does not end one; nor is there a stop token before a system message.
     if token is None or not header or token[0] in header or follows not in ("user", "tool"):
         raise Refusal(
@@ -243,68 +219,8 @@ def _reply(rendering: Rendering, turn: int) -> Messages:
         }
         for call in rendering.messages[turn].get("tool_calls", ())
     ]
-    if not results:
-        return _small_talk(rendering.style, "user")
-    return [styled(result, rendering.style) for result in results]
-
-
-def _small_talk(style: Style, *roles: str) -> Messages:
-    """Questions and answers that are only text."""
-    texts = {"user": "Q", "assistant": _ANSWER}
-    return [styled({"role": role, "content": texts[role]}, style) for role in roles]
-
-
-def _header(template: ChatTemplate, style: Style) -> str:
-    """What the generation prompt adds after a message of the user."""
-    question = _small_talk(style, "user")
-    alone, _ = template.render(question)
-    asked, _ = template.render(question, prompt=True)
-    return asked[len(alone) :] if asked.startswith(alone) else ""
-
-
-def _after_answer(template: ChatTemplate, style: Style) -> str:
-    """The template's text after an answer that is only text, and a next question."""
-    text, _ = template.render(_small_talk(style, "user", "assistant", "user"))
-    return text.partition(_ANSWER)[2]
-
-
-def _usual_end(template: ChatTemplate, style: Style) -> str | None:
-    """The first added token after an answer that is only text; None if there is none."""
-    if template.usual_end == "":
-        template.usual_end = _find_usual_end(template, style)
-    return template.usual_end
-
-
-def _find_usual_end(template: ChatTemplate, style: Style) -> str | None:
-    try:
-        text, _ = template.render(_small_talk(style, "user", "assistant"))
-        asked, _ = template.render(_small_talk(style, "user"))
-    except Refusal:
-        return template.eos_token
-    where = text.rfind(_ANSWER)
-    # The first tag of the header is closed by the end of the turn, the others before it.
-    inside = template.added_token.findall(text, len(asked), where)[1:]
-    opened = {name for name, side in map(_pair, inside) if side == "open"}
-    for token in template.added_token.findall(text, where):
-        name, side = _pair(token)
-        if token == template.eos_token or side == "open" or name not in opened:
-            return token
-    return None
-
-
-def _pair(token: str) -> tuple[str, str]:
-    """The name of a tag, and whether it opens or closes.
-
-    >>> _pair("<|tool_call_end|>"), _pair("</think>"), _pair("<tool_call|>"), _pair("<|eot_id|>")
-    (('tool_call', 'close'), ('think', 'close'), ('tool_call', 'close'), ('eot_id', 'open'))
-    """
-    words = re.split(r"[_▁ -]+", token.strip("<>[]|\uff5c/").lower())
-    side = "open"
-    ends_like_gemma = token.endswith("|>") and not token.startswith("<|")
-    if token[1:2] == "/" or ends_like_gemma or _CLOSING & set(words):
-        side = "close"
-    name = "_".join(word for word in words if word not in _OPENING | _CLOSING)
-    return name, side if name else "open"
+    question = {"role": "user", "content": "Q"}
+    return [styled(message, rendering.style) for message in results or [question]]
 
 
 def _inside(spans: Spans) -> Callable[[int, int], bool]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch_collate_kit.chat.plain_turn import plain_turn
 from torch_collate_kit.chat.template import ChatTemplate, chat_template
-from torch_collate_kit.chat.turns import plain_turn
 from torch_collate_kit.errors import DataError
 
 __all__ = ["Vocabulary"]
@@ -62,7 +62,7 @@ class Vocabulary:
         template = _template_of(tokenizer, kwargs)
         if template is None:
             return cls(tokenizer, size, bos, eos, pad, end_ids=ends)
-        prompt, end = plain_turn(template)
+        prompt, end = _plain_turn(template)
         end_ids = _encoded(tokenizer, end)
         if len(end_ids) == 1:
             ends = tuple(dict.fromkeys((*ends, *end_ids)))
@@ -90,6 +90,18 @@ def _template_of(tokenizer: Any, kwargs: dict[str, Any]) -> ChatTemplate | None:
     if not getattr(tokenizer, "chat_template", None) and not kwargs.get("chat_template"):
         return None
     return chat_template(tokenizer, kwargs, None)
+
+
+def _plain_turn(template: ChatTemplate) -> tuple[str, str]:
+    """What is before an answer, and the added token after it; "" if unknown.
+
+    What begins the next question ends an answer where nothing else does.
+    """
+    turn = plain_turn(template)
+    try:
+        return turn.header, turn.end or next(iter(template.added_token.findall(turn.after)), "")
+    except DataError:
+        return "", ""
 
 
 def _repeats(template: ChatTemplate, header: str) -> bool:
