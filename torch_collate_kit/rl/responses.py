@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch import Batch, PerResponseToken
+from torch_collate_kit.batch.placement import whole_examples
 from torch_collate_kit.batch.response_spans import (
     cells_by_example,
     cells_of_spans,
@@ -17,7 +18,8 @@ from torch_collate_kit.batch.response_spans import (
 )
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.numbers import joined, number_column
+from torch_collate_kit.reading.fields import FieldColumn
+from torch_collate_kit.reading.numbers import number_column
 from torch_collate_kit.rl.response_tensors import checked_mask, checked_tensors
 
 __all__ = ["from_response_values", "response_values"]
@@ -77,7 +79,8 @@ def from_response_values(
         dtype: of the result.
 
     Raises:
-        DataError: another number of values than a response has tokens, or no numbers.
+        DataError: another number of values than a response has tokens, no numbers, or one that
+            ``dtype`` does not hold.
         ValueError: another number of responses; a Batch that was built from dense tensors.
         TypeError: neither a Batch nor a tensor.
 
@@ -95,7 +98,7 @@ def from_response_values(
         )
     dense = torch.zeros(len(responses) * num_columns, dtype=dtype, device=device)
     if len(cells):
-        given = joined(number_column("values", values, "numbers"))
+        given = number_column("values", values, "numbers")
         wrong = np.flatnonzero(given.lengths != cells.lengths)
         if len(wrong):
             i = int(wrong[0])
@@ -103,8 +106,9 @@ def from_response_values(
                 f"example {i}: values has {given.lengths[i]} entries for {cells.lengths[i]} "
                 "response tokens; give one entry per response token"
             )
-        flat = torch.from_numpy(given.flat_values.copy()).to(device, dtype)
-        dense[torch.from_numpy(cells.values).to(device)] = flat
+        every = whole_examples(cells.lengths)
+        flat, _ = FieldColumn("values", PerResponseToken(dtype), given).place(every, every)
+        dense[torch.from_numpy(cells.values).to(device)] = flat.to(device)
     return dense.view(len(responses), num_columns)
 
 
