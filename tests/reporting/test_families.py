@@ -72,9 +72,10 @@ def test_a_text_about_empty_thinking_is_none() -> None:
 @pytest.mark.parametrize(
     "start", ["", "<|im_start|>user\nWhat is 1 plus 2?<|im_end|>\n<|im_start|>assistant\n"]
 )
-def test_empty_thinking_of_rows_that_are_trained_as_a_whole(start: str) -> None:
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])  # tags of several tokens, and of one
+def test_empty_thinking_of_rows_that_are_trained_as_a_whole(name: str, start: str) -> None:
     """It begins a row, or comes after a header."""
-    tokenizer = tokenizer_for(TEMPLATES["qwen2_5"], FAMILY_OF["qwen2_5"].eos)
+    tokenizer = tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos)
     texts = [f"{start}<think>\n</think>It is {i}.<|im_end|>" for i in range(8)]
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     report = audit([{"input_ids": i, "loss_mask": [1] * len(i)} for i in ids], tokenizer)
