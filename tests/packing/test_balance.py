@@ -28,10 +28,9 @@ def levelled(sizes: list[int], capacity: int, num_rows: int, **options: Any) -> 
     array = np.array(sizes)
     most_pieces = options.pop("max_pieces", None)
     rows = best_fit_decreasing(array, capacity, most_pieces)
-    weights = of_text(options.pop("weights", array))
-    most = options.pop("most", 1000)
-    limits = Limits(capacity, 0, most_pieces)
-    result = level(rows, of_text(array), num_rows, limits=limits, weights=weights, most=most)
+    sizes, limits = of_text(array), Limits(capacity, 0, most_pieces)
+    options = {"most": 1000, **options}
+    result = level(rows, sizes, num_rows, limits=limits, image_weights=sizes.patches, **options)
     return bins_of(result, array)
 
 
@@ -74,13 +73,19 @@ def test_level_touches_no_more_rows_than_told() -> None:
     assert sorted(map(sum, after)) == [5, 5, 10, 10, 10, 10, 10]
 
 
-def test_level_weighs_by_cost_and_falls_back_to_tokens() -> None:
-    # one piece of 8 costs as much as four of 4 (n * n): the 8 stays alone, the capacity allows it
-    sizes = [8, 4, 4, 4, 4]
-    squares = np.array(sizes) ** 2
-    assert levelled(sizes, 16, 2, weights=squares) == [[8], [4, 4, 4, 4]]
-    # capacity 14 does not: least tokens instead, 12 and 12
-    assert levelled(sizes, 14, 2, weights=squares) == [[8, 4], [4, 4, 4]]
+def test_level_weighs_images_by_cost_and_falls_back_to_patches() -> None:
+    # one image of 8 costs as much as four of 4 (n * n): the 8 stays alone, the capacity allows it
+    patches = np.array([8, 4, 4, 4, 4])
+    sizes, rows = Sizes(np.ones(5, dtype=np.int64), patches), Rows(np.arange(5), np.array([0, 5]))
+
+    def dealt(capacity: int) -> list[list[int]]:
+        limits = Limits(9, capacity)
+        result = level(rows, sizes, 2, limits=limits, image_weights=patches**2, most=1)
+        return bins_of(result, patches)
+
+    assert dealt(24) == [[8], [4, 4, 4, 4]]
+    # a row of 14 patches does not: least patches instead, 12 and 12
+    assert dealt(14) == [[8, 4], [4, 4, 4]]
 
 
 @given(
@@ -101,7 +106,7 @@ def test_level_is_a_partition_within_the_limits(
         of_text(array),
         num_rows,
         limits=Limits(capacity, 0, max_pieces),
-        weights=of_text(array * array),
+        image_weights=np.zeros_like(array),
         most=most,
     )
     assert sorted(after.order.tolist()) == list(range(len(sizes)))

@@ -29,8 +29,8 @@ def test_level_always_makes_the_rows_within_the_limits(
     before = fill_two_budgets(best_fit_decreasing, Sizes(tokens, patches), limits)
     num_rows = len(before.offsets) - 1 + added
     sizes = Sizes(tokens, patches)
-    weights = Sizes(tokens * (50 + tokens), patches * (9 + patches))
-    after = level(before, sizes, num_rows, limits=limits, weights=weights, most=most)
+    costs = patches * (9 + patches)
+    after = level(before, sizes, num_rows, limits=limits, image_weights=costs, most=most)
     filled = [row for row in members(after) if row]
     assert len(after.offsets) - 1 == num_rows
     assert len(filled) == min(num_rows, len(tokens))
@@ -43,12 +43,12 @@ def test_level_deals_images_then_texts() -> None:
     tokens, patches = np.array([1, 4, 2, 6, 3, 2]), np.array([9, 5, 4, 0, 0, 0])
     rows = Rows(np.arange(6), np.array([0, 1, 5, 6]))
     sizes = Sizes(tokens, patches)
-    after = level(rows, sizes, 3, limits=Limits(20, 20), weights=sizes, most=3)
+    after = level(rows, sizes, 3, limits=Limits(20, 20), image_weights=sizes.patches, most=3)
     assert sorted(map(sorted, members(after))) == [[0, 3], [1, 5], [2, 4]]
     # two rows: 9 | 5 4 by patches, where tokens would make it 9 4 | 5
     sizes = Sizes(tokens[:3], patches[:3])
     rows = Rows(np.arange(3), np.array([0, 3]))
-    after = level(rows, sizes, 2, limits=Limits(20, 20), weights=sizes, most=1)
+    after = level(rows, sizes, 2, limits=Limits(20, 20), image_weights=sizes.patches, most=1)
     assert sorted(map(sorted, members(after))) == [[0], [1, 2]]
 
 
@@ -57,13 +57,12 @@ def test_level_splits_a_row_where_no_deal_fits() -> None:
     tokens, patches = np.array([1, 5, 4]), np.array([3, 0, 0])
     limits, sizes = Limits(10, 3, None, 3), Sizes(tokens, patches)
     rows = Rows(np.arange(3), np.array([0, 3]))
-    far = Sizes(np.array([100, 1, 1]), patches)  # both texts would go to the row without image
-    after = level(rows, sizes, 2, limits=limits, weights=far, most=1)
+    after = level(rows, sizes, 2, limits=limits, image_weights=patches, most=0)
     assert_lawful(after, tokens, patches, limits)
     assert len(members(after)) == 2
     full = Sizes(np.array([5, 5, 5, 5]), np.array([5, 5, 0, 0]))
     rows = Rows(np.arange(4), np.array([0, 2, 4]))
-    after = level(rows, full, 3, limits=Limits(10, 10, 2), weights=full, most=0)
+    after = level(rows, full, 3, limits=Limits(10, 10, 2), image_weights=full.patches, most=0)
     assert_lawful(after, full.tokens, full.patches, Limits(10, 10, 2))
     assert len(members(after)) == 3
 

@@ -70,7 +70,7 @@ def _model_inputs(
         )
     if isinstance(batch, Batch):
         attention, options = attention_name(model) or "sdpa", dict[str, Any]()
-        if needs_image_blocks(batch) and attention in ("sdpa", "eager"):
+        if needs_image_blocks(batch, batch.stored()) and attention in ("sdpa", "eager"):
             options = {"mask": "block", "sliding_window": sliding_window(model)[0]}
         inputs = batch.model_inputs(attention, labels=False, **options)
         vision = batch.placement.vision if vision is None and batch.placement else vision

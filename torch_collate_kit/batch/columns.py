@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from torch_collate_kit.batch.fields import IGNORE_INDEX, FieldSpec
 from torch_collate_kit.batch.placement import Placement
@@ -83,10 +85,8 @@ class Columns:
             per_segment = {k: of for k, of in segments.items() if k != "num_segments"}
             on_host = {k: Ragged(of.values.numpy(), of.offsets) for k, of in per_segment.items()}
         else:  # copies, or they would keep the memory alive that the batch was moved out of
-            on_host = {
-                k: Ragged(of.flat_values.copy(), of.offsets - of.offsets[0])
-                for k, of in self.placement.segments.items()
-            }
+            host = self.placement.segments
+            on_host = {k: Ragged(of.values.copy(), of.offsets) for k, of in host.items()}
         placement = replace(self.placement, segments=on_host)
         return replace(self, values=values, segments=segments, placement=placement)
 
@@ -96,9 +96,7 @@ class Columns:
         Two batches with equal dense fields have equal ones, whatever dtypes they are stored in.
         """
         columns = {
-            name: Ragged(
-                column.flat_values.to(self.specs[name].dtype), column.offsets - column.offsets[0]
-            )
+            name: Ragged(column.values.to(self.specs[name].dtype), column.offsets)
             for name, column in self.values.items()
         }
         placement = self.placement
@@ -108,13 +106,19 @@ class Columns:
         }
         return columns | {"placement": {**placement.segments, **scalars}}
 
-    def trained(self) -> np.ndarray:
+    @property
+    def target(self) -> str:
+        """The column that the loss fields follow from."""
+        return "labels" if "labels" in self.values else "loss_weights"
+
+    def is_trained(self) -> Tensor:
+        """bool, one for each entry of the target."""
+        values: Tensor = self.values[self.target].values
+        if values.dtype == torch.bool:
+            return values
+        return values != (IGNORE_INDEX if self.target == "labels" else 0)
+
+    def num_trained(self) -> np.ndarray:
         """int64 [R], loss tokens of each row; read from the device."""
-        if "labels" in self.values:
-            column = self.values["labels"]
-            is_trained = column.flat_values != IGNORE_INDEX
-        else:
-            column = self.values["loss_weights"]
-            is_trained = column.flat_values != 0
-        before = np.append(0, np.cumsum(is_trained.cpu().numpy()))
-        return np.diff(before[column.offsets - column.offsets[0]])
+        before = np.append(0, np.cumsum(self.is_trained().cpu().numpy()))
+        return np.diff(before[self.values[self.target].offsets])

@@ -96,7 +96,7 @@ def _check_one_collation(parts: Sequence[Storage]) -> None:
         ]
         if not all(isinstance(column, Ragged) for column in columns):
             return
-        for piece in zip(*(column.flat_values.tolist() for column in columns), strict=True):
+        for piece in zip(*(column.values.tolist() for column in columns), strict=True):
             if owner.setdefault(piece, i) != i:
                 raise ValueError(
                     f"batches {owner[piece]} and {i} both have an example {piece[0]}: they were "

@@ -33,7 +33,7 @@ def response_cells(batch: Batch) -> Tensor | None:
     All cells that ``loss_mask`` trains are among them. None where the batch does not say, since it
     was built of dense fields or its ``loss_mask`` was replaced or changed. Waits for no device.
     """
-    stored = batch._stored()
+    stored = batch.stored()
     if stored.columns is None or "loss_mask" in stored.given:
         return None
     return cells_of_responses(stored.columns, batch._shared)
@@ -51,7 +51,7 @@ def cells_by_example(
     """
     per_row = batch.row_metadata["example_indices"].lengths  # 0 in an added row
     owners, firsts, responses = (
-        np.asarray(batch.row_metadata[name].flat_values)
+        np.asarray(batch.row_metadata[name].values)
         for name in ("example_indices", "example_starts", "num_actions")
     )
     rows = np.repeat(np.arange(len(batch)), per_row)
@@ -86,9 +86,7 @@ def _pieces(batch: Batch, num_pieces: np.ndarray) -> tuple[np.ndarray, np.ndarra
         else:
             starts = Ragged(batch["attention_mask"].argmax(1).cpu(), np.arange(len(batch) + 1))
     first, length = (
-        np.asarray(of.flat_values, dtype=np.int64)[
-            span_indices(of.offsets[:-1] - of.offsets[0], num_pieces)
-        ]
+        np.asarray(of.values, dtype=np.int64)[span_indices(of.offsets[:-1], num_pieces)]
         for of in (starts, lengths)
     )
     return width - first - length, length

@@ -14,6 +14,7 @@ from torch_collate_kit.batch import rows
 from torch_collate_kit.batch.buffer import Slot, carve, gather
 from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.fields import Field
+from torch_collate_kit.batch.placement import Placement
 
 __all__ = ["Storage", "tensor_of"]
 
@@ -36,6 +37,11 @@ class Storage:
         if self.columns is not None:
             return self.columns.num_rows
         return len(next(iter(self.given.values())))
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where the tokens lie; None without columns."""
+        return None if self.columns is None else self.columns.placement
 
     @property
     def names(self) -> dict[str, None]:
@@ -114,6 +120,11 @@ class Storage:
         columns = {} if self.columns is None else {"columns": self.columns.in_full()}
         return {"given": self.given, **columns}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is stored on the device."""
+        return sum(tensor_of(value).nbytes for value in self.items().values())
+
     def row_shapes(self) -> dict[str, list[int]]:
         """Shapes of the rows of the fields whose shape is not the same for every batch."""
         shapes: dict[str, list[int]] = {}
@@ -132,7 +143,7 @@ class Storage:
     def num_loss_tokens(self) -> np.ndarray | None:
         """int64 [R], cells of ``loss_mask`` that are not 0, read from the device."""
         if self.columns is not None and "loss_mask" not in self.given:
-            return self.columns.trained()
+            return self.columns.num_trained()
         mask: Any = self.given.get("loss_mask")
         return None if mask is None else (mask != 0).flatten(1).sum(dim=1).cpu().numpy()
 
@@ -192,4 +203,4 @@ def _rebuilt(
 
 def tensor_of(value: Field) -> Tensor:
     """The tensor of a field, or of the values of a ragged one."""
-    return value if isinstance(value, Tensor) else torch.as_tensor(value.flat_values)
+    return value if isinstance(value, Tensor) else torch.as_tensor(value.values)

@@ -23,9 +23,9 @@ def cells_per_row(batch: Batch) -> np.ndarray | None:
     >>> cells_per_row(Batch({"input_ids": torch.zeros(2, 5, dtype=torch.int64)}))
     array([5, 5])
     """
-    storage = batch._stored()
+    storage = batch.stored()
     if storage.columns is not None and not storage.columns.placement.is_packed:
-        return storage.columns.placement.segments["lengths"].flat_values.astype(np.int64)
+        return storage.columns.placement.segments["lengths"].values.astype(np.int64)
     shape = storage.row_shapes().get("input_ids")
     return None if shape is None else np.full(len(batch), shape[0], dtype=np.int64)
 
@@ -38,12 +38,12 @@ def trimmed(batch: Batch, *, multiple_of: int = 1) -> Batch:
     shared, integers say where they lie now. Fields that are stored as they are (given, or changed
     in place) are cut where their rows are as wide as the rows or as the responses: views.
     """
-    storage = batch._stored()
+    storage = batch.stored()
     columns = storage.columns
     if columns is None or columns.placement.is_packed:
         return batch
     before = columns.placement
-    starts, lengths = (before.segments[k].flat_values for k in ("starts", "lengths"))
+    starts, lengths = (before.segments[k].values for k in ("starts", "lengths"))
     width = -(-int(lengths.max()) // multiple_of) * multiple_of
     is_left_padded = bool((starts + lengths == before.width).all())
     first = before.width - width if is_left_padded else 0
@@ -77,7 +77,7 @@ def _response_length(placement: Placement, first: int, stop: int) -> int:
     At most what remains of the old one, and one cell fewer than there are, as nothing predicts the
     first.
     """
-    segments = {name: of.flat_values for name, of in placement.segments.items()}
+    segments = {name: of.values for name, of in placement.segments.items()}
     responds = segments["responses"] > 0
     begins = (segments["starts"] + segments["lengths"] - segments["responses"])[responds]
     longest = stop - int(begins.min(initial=stop - 1))
@@ -86,7 +86,7 @@ def _response_length(placement: Placement, first: int, stop: int) -> int:
 
 
 def _begun_at(first: int, starts: Ragged) -> Ragged:
-    return Ragged(starts.flat_values - first, starts.offsets - starts.offsets[0])
+    return Ragged(starts.values - first, starts.offsets)
 
 
 def _cut(field: Field, before: Placement, first: int, width: int, response_length: int) -> Field:

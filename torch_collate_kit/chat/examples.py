@@ -74,21 +74,16 @@ def _examples(
 ) -> list[TextExample]:
     turns = conversation.trained if train_on != "last" else conversation.trained[-1:]
     try:
-        return [_example(template, conversation, turns)]
+        rendering = render_conversation(template, conversation, turns)
+        return [_text_example(rendering, turn_spans(rendering, turns))]
     except Refusal as refusal:
         if train_on != "each" or len(turns) == 1 or not refusal.rendered:
             raise
     return _example_per_turn(template, conversation, turns)
 
 
-def _example(template: ChatTemplate, conversation: Conversation, turns: list[int]) -> TextExample:
-    rendering = render_conversation(template, conversation, turns[-1] + 1, turns)
-    spans = turn_spans(rendering, turns)  # may append the token that ends the last turn
-    return _text_example(rendering, spans)
-
-
 def _text_example(rendering: Rendering, spans: Spans) -> TextExample:
-    """Images after the last message that was rendered are left out."""
+    """The text with the ends of its turns, and the images of the messages that are in it."""
     images = rendering.conversation.images
     return TextExample(rendering.text, spans, images and images[: num_images(rendering.messages)])
 
@@ -99,24 +94,24 @@ def _example_per_turn(
     """One example per turn, as at inference; a turn that a later one continues is part of it."""
     found: list[tuple[Rendering, Spans]] = []
     for turn in reversed(turns):
-        if found:
+        earlier = _merged(found[-1][0], turn) if found else []
+        if earlier:
             rendering, spans = found[-1]
-            earlier = _merged(rendering, turn)
-            if earlier is not None:
-                found[-1] = rendering, earlier + spans
-                continue
-        rendering = render_conversation(template, conversation, turn + 1, [turn])
-        found.append((rendering, turn_spans(rendering, [turn])))
+            found[-1] = rendering, earlier + spans
+        else:
+            rendering = render_conversation(template, conversation, [turn])
+            found.append((rendering, turn_spans(rendering, [turn])))
     return [_text_example(rendering, spans) for rendering, spans in reversed(found)]
 
 
-def _merged(rendering: Rendering, turn: int) -> Spans | None:
+def _merged(rendering: Rendering, turn: int) -> Spans:
+    """The span of an earlier turn, if it is in this rendering as at inference."""
     if rendering.is_composed or rendering.problem(turn):
-        return None
+        return []
     try:
-        return turn_spans(rendering, [turn]) or None
+        return turn_spans(rendering, [turn])
     except Refusal:
-        return None
+        return []
 
 
 def _cure(tokenizer: Any, conversation: Conversation, train_on: str) -> str | None:

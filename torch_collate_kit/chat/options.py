@@ -65,11 +65,6 @@ class ChatOptions:
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.labels = checked_bool("labels", labels)
 
-    @property
-    def placeholder(self) -> str:
-        """What the template writes for an image; "" without a processor."""
-        return "" if self.images is None else self.images.placeholder
-
     def chat_template(self, asked: str | None, tools: Any) -> str | None:
         """The template, or the name of one, that a record's ``asked`` and ``tools`` select.
 

@@ -78,9 +78,9 @@ def _read_sharegpt(found: Any, where: str) -> Any:
     return {**rest, "role": role, "content": None, "tool_calls": _sharegpt_calls(value, where)}
 
 
-def _sharegpt_calls(value: str | None, where: str) -> list[dict[str, Any]]:
+def _sharegpt_calls(value: str, where: str) -> list[dict[str, Any]]:
     try:
-        found = json.loads(value or "")
+        found = json.loads(value)
     except ValueError as error:
         raise DataError(
             f"{where} is a function_call, but its value {value!r:.60} is no JSON ({error}); "

@@ -16,7 +16,7 @@ from torch_collate_kit.chat.record_forms import find_messages
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.raw import is_respelt
 
-__all__ = ["Conversation", "is_text", "read_record", "text_of"]
+__all__ = ["Conversation", "read_record", "text_of"]
 
 _ROLES = ("system", "developer", "user", "tool", "assistant", "function")
 _SELECTORS = ("weight", "train", "trainable")
@@ -72,19 +72,18 @@ def read_record(example: Mapping[str, Any], options: ChatOptions, from_arrow: bo
         documents=read_dicts(example.get("documents"), "`documents`") or None,
         kwargs=kwargs if template is None else {**kwargs, "chat_template": template},
         images=images,
-        placeholder=options.placeholder,
+        placeholder="" if options.images is None else options.images.placeholder,
     )
 
 
 def text_of(content: Any) -> Any:
     """Parts that are only text as one string; anything else as it is."""
-    if isinstance(content, list) and all(is_text(part) for part in content):
+    if isinstance(content, list) and all(map(_is_text, content)):
         return "".join(part["text"] for part in content)
     return content
 
 
-def is_text(part: Any) -> bool:
-    """Whether a part of a content is text."""
+def _is_text(part: Any) -> bool:
     kind = part.get("type", "text") if isinstance(part, Mapping) else None
     return kind == "text" and isinstance(part.get("text"), str)
 
@@ -170,7 +169,7 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
     }
     content = message.get("content")
     if isinstance(content, list):
-        content = _read_parts(content)
+        content = [{"type": "text", "text": p} if isinstance(p, str) else p for p in content] or ""
     elif not isinstance(content, (str, type(None))):
         raise DataError(f"{where} `content` must be text, parts or None, got {content!r:.60}")
     if message.get("function_call"):
@@ -214,12 +213,6 @@ def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
             f"{where} has no `content`, only {', '.join(map(repr, others))} and its role; "
             "rename the key of its text to content"
         )
-
-
-def _read_parts(content: list[Any]) -> list[Any] | str:
-    """Parts that are dicts, or an empty text."""
-    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    return parts or ""
 
 
 def _read_call(call: Mapping[str, Any], where: str, from_arrow: bool) -> dict[str, Any]:

@@ -211,7 +211,7 @@ def _tokenized(
         if encoding is not None:
             first, stop = _tokens_of(encoding, start, end)
             straddles = first < stop and encoding.token_to_chars(first)[0] < start
-            if straddles and _is_added(options.tokenizer, input_ids[first]):
+            if straddles and input_ids[first] in options.tokenizer.added_tokens_decoder:
                 first += 1  # a tag of the header that takes the white space after it
         else:
             heads = _encode(options.tokenizer, [example.text[:start], example.text[:end]])
@@ -245,10 +245,6 @@ def _tokens_of(encoding: Any, start: int, end: int) -> tuple[int, int]:
         bisect_right(places, start, key=lambda i: encoding.token_to_chars(i)[1]),
         bisect_left(places, end, key=lambda i: encoding.token_to_chars(i)[0]),
     )
-
-
-def _is_added(tokenizer: Any, token: int) -> bool:
-    return token in tokenizer.added_tokens_decoder
 
 
 def _num_shared(input_ids: list[int], head: list[int]) -> int:

@@ -17,6 +17,7 @@ from torch_collate_kit.batch.rows import PackedValues
 from torch_collate_kit.collators.assembly import (
     assemble,
     made_of_images,
+    own_fields,
     pad_token_id_of,
     vision_of,
 )
@@ -27,7 +28,7 @@ from torch_collate_kit.packing.options import packing_options
 from torch_collate_kit.packing.planner import plan_of
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.fields import DeclaredFields, checked_fields
+from torch_collate_kit.reading.fields import DeclaredFields
 from torch_collate_kit.reading.raw import KNOWN, Examples
 from torch_collate_kit.reading.rollouts import ROLLOUT_KEYS, are_rollouts, read_rollouts
 from torch_collate_kit.reading.sft import read_columns
@@ -168,7 +169,8 @@ class PackedCollator(Generic[B]):
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
         self.train_all = checked_bool("train_all", train_all)
         self.model_inputs = checked_bool("model_inputs", model_inputs)
-        self.fields = checked_fields(fields, (*KNOWN, *ROLLOUT_KEYS, *_FIELDS, *_MADE))
+        names = (*KNOWN, *ROLLOUT_KEYS, *_FIELDS, *_MADE)
+        self.fields = own_fields(fields, names, self.vision)
         if self.fields and self.model_inputs:
             raise ValueError(
                 "model_inputs=True passes on what a model reads, so "
@@ -193,9 +195,8 @@ class PackedCollator(Generic[B]):
             part = examples.part
             columns = self._read_part(part, examples.examples)
         else:
-            columns = (
-                self._read_rollouts(examples) if are_rollouts(examples) else self._read(examples)
-            )
+            read = self._read_rollouts if are_rollouts(examples) else self._read
+            columns = read(examples)
             part = RankPlan.whole(self.plan(columns.lengths, self._images(columns)))
         batch = self._place(columns, part)
         if not self.model_inputs:
@@ -306,8 +307,6 @@ class PackedCollator(Generic[B]):
         made = made_of_images(self.vision)
         names = dict.fromkeys((*_FIELDS, *made, *columns.names, "sub_seq_lengths", "cu_seq_lens"))
         return assemble(
-            columns,
-            pieces,
             placed,
             Placement(width, width - 1, self.pad_token_id, True, segments, self.vision),
             tuple(names),

@@ -11,12 +11,13 @@ from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators.assembly import (
     made_of_images,
+    own_fields,
     pad_token_id_of,
     padded_batch,
     vision_of,
 )
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.reading.fields import DeclaredFields, checked_fields
+from torch_collate_kit.reading.fields import DeclaredFields
 from torch_collate_kit.reading.raw import KNOWN, Examples
 from torch_collate_kit.reading.sft import read_columns
 from torch_collate_kit.vision import VisionLayout
@@ -86,7 +87,7 @@ class PaddedCollator:
         )
         self.train_all = checked_bool("train_all", train_all)
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
-        self.fields = checked_fields(fields, (*KNOWN, *_FIELDS))
+        self.fields = own_fields(fields, (*KNOWN, *_FIELDS), self.vision)
 
     def __repr__(self) -> str:
         return call_repr(self, str(self.pad_token_id), **changed_settings(self))

@@ -12,11 +12,12 @@ from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators.assembly import (
     made_of_images,
+    own_fields,
     pad_token_id_of,
     padded_batch,
     vision_of,
 )
-from torch_collate_kit.reading.fields import DeclaredFields, checked_fields
+from torch_collate_kit.reading.fields import DeclaredFields
 from torch_collate_kit.reading.raw import Examples
 from torch_collate_kit.reading.rollouts import ROLLOUT_KEYS, read_rollouts
 from torch_collate_kit.vision import VisionLayout
@@ -75,7 +76,7 @@ class RolloutCollator:
             "pad_to_multiple_of", pad_to_multiple_of, hint="None switches it off"
         )
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
-        self.fields = checked_fields(fields, (*ROLLOUT_KEYS, *_FIELDS, *_MADE))
+        self.fields = own_fields(fields, (*ROLLOUT_KEYS, *_FIELDS, *_MADE), self.vision)
 
     def __repr__(self) -> str:
         return call_repr(self, str(self.pad_token_id), **changed_settings(self))

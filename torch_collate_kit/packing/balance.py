@@ -1,33 +1,34 @@
-"""Balancing: pieces over a given number of rows."""
+"""Balancing: pieces over a given number of rows.
+
+By tokens, not by cost: a row with fewer tokens than another is padded, and costs as much.
+"""
 
 from __future__ import annotations
 
 from heapq import heapify, heapreplace
 
 import numpy as np
-import numpy.typing as npt
 
-from torch_collate_kit.packing.rows import Limits, Rows, Sizes, stable_argsort
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, stable_argsort
 
 __all__ = ["level"]
 
-_Ints = npt.NDArray[np.int64]
 
 _CLOSED = 1 << 96  # the weight of a row without a free slot: more than any int64 weights together
 
 
 def level(
-    rows: Rows, sizes: Sizes, num_rows: int, *, limits: Limits, weights: Sizes, most: int
+    rows: Rows, sizes: Sizes, num_rows: int, *, limits: Limits, image_weights: Ints, most: int
 ) -> Rows:
     """Redistribute pieces over ``num_rows`` rows, as evenly as their sizes allow.
 
     ``num_rows`` is at least the present number of rows. The emptiest row and those with the most
     pieces, ``most`` rows in all, are taken apart. Their pieces are redistributed over these rows
     and the added ones, longest piece first, each to the row with the least weight so far (LPT:
-    R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969): those with images by their
-    weight in the vision tower, then the others by their weight in the language model. If that
-    overfills a row, ``sizes`` (tokens and patches) are the weights instead; if that fails too, half
-    as many rows are taken apart. At last rows are split in two, so there are always ``num_rows``.
+    R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969): those with images by
+    ``image_weights``, int64 [S], then the others by their tokens. If that overfills a row, images
+    are dealt by their patches instead; if that fails too, half as many rows are taken apart. At
+    last rows are split in two, so there are always ``num_rows``.
 
     Without images and ``limits.pieces`` no row is split. Dealing succeeds at the latest when as
     many rows are taken apart as are added. For a piece of size n to fit nowhere, each of the new
@@ -39,47 +40,48 @@ def level(
 
     >>> sizes = Sizes(np.array([4, 3, 2, 1]), np.zeros(4, dtype=np.int64))
     >>> rows = Rows(np.arange(4), np.array([0, 4]))
-    >>> level(rows, sizes, 2, limits=Limits(10, 0), weights=sizes, most=1)
+    >>> options = {"limits": Limits(10, 0), "image_weights": sizes.patches, "most": 1}
+    >>> level(rows, sizes, 2, **options)
     Rows(order=array([0, 3, 1, 2]), offsets=array([0, 2, 4]))
     """
     old_rows = len(rows.offsets) - 1
     added = np.arange(old_rows, num_rows)
-    row_of, num_chosen = rows.labels(), min(most, old_rows)
+    row_of = np.empty_like(rows.order)
+    row_of[rows.order] = rows.labels()
+    longest, num_chosen = int(sizes.tokens.max()), min(most, old_rows)
+    weights = Sizes(sizes.tokens, image_weights)
     while num_chosen:
-        chosen = np.arange(old_rows)
-        if num_chosen < old_rows:
-            chosen = np.sort(_by_pieces(rows, sizes.tokens)[:num_chosen])
-        is_chosen = np.zeros(old_rows, dtype=bool)
-        is_chosen[chosen] = True
-        places = np.flatnonzero(is_chosen[row_of])
-        longest = int(sizes.tokens.max())
-        places = places[stable_argsort(longest - sizes.tokens[rows.order[places]], longest)]
-        pieces = rows.order[places]
+        chosen, pieces = _taken_apart(rows, sizes.tokens, num_chosen)
         if len(pieces) < num_chosen + len(added) and num_chosen < old_rows:
             break  # a row would stay empty, and others can be split
+        pieces = pieces[stable_argsort(longest - sizes.tokens[pieces], longest)]
         taken = sizes.take(pieces)
-        weighed = taken if weights is sizes else weights.take(pieces)
-        for weigh in (taken,) if weights is sizes else (weighed, taken):
-            bins = _deal(taken, weigh, num_chosen + len(added), limits)
+        for weigh in (weights, sizes) if limits.patches else (sizes,):
+            bins = _deal(taken, weigh.patches[pieces], num_chosen + len(added), limits)
             if bins is None:
                 continue
-            if len(added) or _is_evener(bins, weighed, rows, weights, chosen):
-                row_of[places] = np.concatenate([chosen, added])[bins]
-                return Rows.from_labels(rows.order, row_of, num_rows)
+            if len(added) or _is_evener(bins, weights.take(pieces), rows, weights, chosen):
+                row_of[pieces] = np.concatenate([chosen, added])[bins]
+                return Rows.from_labels(rows.order, row_of[rows.order], num_rows)
         num_chosen //= 2
     for _ in added:
         rows = _with_a_row_split(rows, sizes, limits)
     return rows
 
 
-def _by_pieces(rows: Rows, sizes: _Ints) -> _Ints:
-    """Row numbers: the emptiest row, then the others by descending number of pieces: int64 [R]."""
-    by_pieces = np.argsort(-rows.counts(), kind="stable")
-    emptiest = rows.totals(sizes)[by_pieces].argmin()
-    return np.concatenate([by_pieces[[emptiest]], np.delete(by_pieces, emptiest)])
+def _taken_apart(rows: Rows, sizes: Ints, number: int) -> tuple[Ints, Ints]:
+    """The emptiest row and those with the most pieces, ascending: int64 [number]; their pieces."""
+    counts = rows.counts()
+    if number == len(counts):
+        return np.arange(number), rows.order
+    by_pieces = np.argsort(-counts, kind="stable")
+    emptiest = by_pieces[rows.totals(sizes)[by_pieces].argmin()]
+    others = by_pieces[by_pieces != emptiest]
+    chosen = np.sort(np.append(others[: number - 1], emptiest))
+    return chosen, rows.take(chosen).order
 
 
-def _is_evener(bins: _Ints, taken: Sizes, rows: Rows, weights: Sizes, chosen: _Ints) -> bool:
+def _is_evener(bins: Ints, taken: Sizes, rows: Rows, weights: Sizes, chosen: Ints) -> bool:
     """Whether the rows ``bins`` of the pieces differ less in weight than the rows ``chosen``.
 
     Of two weights, the one that differs more in relation to its sum decides.
@@ -94,7 +96,7 @@ def _is_evener(bins: _Ints, taken: Sizes, rows: Rows, weights: Sizes, chosen: _I
     return after < now
 
 
-def _deal(sizes: Sizes, weights: Sizes, num_rows: int, limits: Limits) -> _Ints | None:
+def _deal(sizes: Sizes, image_weights: Ints, num_rows: int, limits: Limits) -> Ints | None:
     """The row of each piece: the lightest row so far. None if a row overflows."""
     if limits.pieces is not None and len(sizes.tokens) > num_rows * limits.pieces:
         return None
@@ -103,39 +105,40 @@ def _deal(sizes: Sizes, weights: Sizes, num_rows: int, limits: Limits) -> _Ints 
     loads = [0] * num_rows
     images = np.flatnonzero(sizes.patches)
     if len(images):
-        images = images[np.argsort(-weights.patches[images], kind="stable")]
-        bins[images] = _lightest(weights.patches[images].tolist(), loads, slots)
-        loads = _added(weights.tokens[images], bins[images], num_rows).tolist()
+        images = images[np.argsort(-image_weights[images], kind="stable")]
+        bins[images] = _lightest(image_weights[images].tolist(), loads, slots)
+        loads = _added(sizes.tokens[images], bins[images], num_rows).tolist()
     texts = np.flatnonzero(sizes.patches == 0)
-    bins[texts] = _lightest(weights.tokens[texts].tolist(), loads, slots)
+    bins[texts] = _lightest(sizes.tokens[texts].tolist(), loads, slots)
     tokens, patches = (_added(values, bins, num_rows) for values in sizes)
     cells = np.where(patches > 0, limits.tokens, limits.text)
     return bins if ((tokens <= cells) & (patches <= limits.patches)).all() else None
 
 
-def _added(values: _Ints, bins: _Ints, num_rows: int) -> _Ints:
+def _added(values: Ints, bins: Ints, num_rows: int) -> Ints:
     """The sum of the values of each row, exactly: int64 [num_rows]."""
     totals = np.zeros(num_rows, dtype=np.int64)
     np.add.at(totals, bins, values)
     return totals
 
 
-def _lightest(weights: list[int], loads: list[int], slots: list[int] | None) -> list[int]:
+def _lightest(weights: list[int], loads: list[int], slots: list[int] | None) -> Ints:
     """The row of each piece: the lightest so far that has a free slot. Counts ``slots`` down."""
     num_rows = len(loads)
     heap = [load * num_rows + row for row, load in enumerate(loads)]  # cheap to compare
     if slots is None:
         heapify(heap)
-        return [heapreplace(heap, heap[0] + weight * num_rows) % num_rows for weight in weights]
+        bins = [heapreplace(heap, heap[0] + weight * num_rows) % num_rows for weight in weights]
+        return np.fromiter(bins, np.int64, len(bins))
     heap = [key if slots[row] else key + _CLOSED * num_rows for row, key in enumerate(heap)]
     heapify(heap)
-    bins: list[int] = []
+    bins = []
     for weight in weights:
         row = heap[0] % num_rows
         bins.append(row)
         slots[row] -= 1
         heapreplace(heap, heap[0] + (weight if slots[row] else _CLOSED) * num_rows)
-    return bins
+    return np.fromiter(bins, np.int64, len(bins))
 
 
 def _with_a_row_split(rows: Rows, sizes: Sizes, limits: Limits) -> Rows:

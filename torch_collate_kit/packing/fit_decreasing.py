@@ -15,27 +15,25 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit.packing.rows import Rows, stable_argsort
+from torch_collate_kit.packing.rows import Ints, Rows, stable_argsort
 
 __all__ = ["Fill", "OpenRows", "best_fit_decreasing", "first_fit_decreasing"]
-
-_Ints = npt.NDArray[np.int64]
 
 
 class OpenRows(NamedTuple):
     """Rows that hold pieces already: the free space of each, and its free slots for pieces."""
 
-    space: _Ints
+    space: Ints
     """int64 [R]"""
-    slots: _Ints
+    slots: Ints
     """int64 [R]"""
 
 
-Fill = Callable[[_Ints, int, int | None, OpenRows | None], Rows]
+Fill = Callable[[Ints, int, int | None, OpenRows | None], Rows]
 
 
 def best_fit_decreasing(
-    sizes: _Ints, capacity: int, max_pieces: int | None, opened: OpenRows | None = None
+    sizes: Ints, capacity: int, max_pieces: int | None, opened: OpenRows | None = None
 ) -> Rows:
     """Longest piece first, each into the fullest row that still has room for it.
 
@@ -71,7 +69,7 @@ def _fill_best(
     capacity: int,
     max_pieces: int | None,
     opened: OpenRows | None = None,
-) -> tuple[_Ints, _Ints, _Ints, int]:
+) -> tuple[Ints, Ints, Ints, int]:
     """The fills in turn, and the number of rows.
 
     A fill is a run of rows, numbered as they are opened, that take ``each`` pieces of one size:
@@ -115,6 +113,7 @@ def _fill_best(
             place = with_room[-1]
             run = place % unit
             rows = runs[run]
+            number = rows % unit
             each = used = 1
             if count > 1:
                 each = -place // room
@@ -123,11 +122,10 @@ def _fill_best(
                 if count < each:  # one row takes the rest, and has room for more
                     each = count
                 else:
-                    used = min(count // each, rows % unit)
-            unused = rows % unit - used
-            if unused:
+                    used = min(count // each, number)
+            if used < number:
                 runs[run] = rows + used * unit - used
-                rows -= unused
+                rows += used - number
             else:
                 del with_room[-1]
             place += len(runs) - run + each * (room + slot_unit)
@@ -143,7 +141,7 @@ def _fill_best(
 
 
 def first_fit_decreasing(
-    sizes: _Ints, capacity: int, max_pieces: int | None, opened: OpenRows | None = None
+    sizes: Ints, capacity: int, max_pieces: int | None, opened: OpenRows | None = None
 ) -> Rows:
     """Longest piece first, each into the earliest opened row that has room for it.
 
@@ -194,7 +192,7 @@ def first_fit_decreasing(
     return Rows.from_labels(order, labels, max(num_opened, int(rows.max()) + 1))
 
 
-def _histogram(sizes: _Ints) -> tuple[_Ints, list[int], list[int]]:
+def _histogram(sizes: Ints) -> tuple[Ints, list[int], list[int]]:
     """Piece numbers by size, longest first, ties by number; the distinct sizes; their counts."""
     longest = int(sizes.max())
     order = stable_argsort(longest - sizes, longest)
@@ -204,12 +202,12 @@ def _histogram(sizes: _Ints) -> tuple[_Ints, list[int], list[int]]:
     return order, ordered[starts[:-1]].tolist(), (starts[1:] - starts[:-1]).tolist()
 
 
-def _expand(firsts: _Ints, num_rows: _Ints, each: _Ints) -> npt.NDArray[np.integer]:
+def _expand(firsts: Ints, num_rows: Ints, each: Ints) -> npt.NDArray[np.integer]:
     """The row of every piece, in the order in which they were placed: int [S]."""
     ends = np.cumsum(num_rows)
     rows = np.repeat(firsts - ends + num_rows, num_rows) + np.arange(ends[-1])
     return np.repeat(rows.astype(np.uint32), np.repeat(each, num_rows))
 
 
-def _int_array(values: list[int]) -> _Ints:
+def _int_array(values: list[int]) -> Ints:
     return np.fromiter(values, np.int64, len(values))  # np.array takes twice as long

@@ -5,13 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 
 import numpy as np
-import numpy.typing as npt
 
-from torch_collate_kit.packing.rows import Limits, Rows, Sizes, running_sum
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, running_sum
 
 __all__ = ["sequential", "split_evenly"]
-
-_Ints = npt.NDArray[np.int64]
 
 
 def sequential(sizes: Sizes, limits: Limits) -> Rows:
@@ -24,10 +21,10 @@ def sequential(sizes: Sizes, limits: Limits) -> Rows:
     >>> sequential(sizes, Limits(10, 0)).offsets.tolist()
     [0, 2, 4, 5]
     """
-    next_start: list[int] = _latest_ends(sizes, limits).tolist()
+    next_start = _latest_ends(sizes, limits)
     offsets = [0]
     while offsets[-1] < len(sizes.tokens):
-        offsets.append(next_start[offsets[-1]])
+        offsets.append(int(next_start[offsets[-1]]))
     return Rows(np.arange(len(sizes.tokens)), np.array(offsets, dtype=np.int64))
 
 
@@ -44,13 +41,13 @@ def split_evenly(sizes: Sizes, num_rows: int, limits: Limits) -> Rows:
     [0, 1, 3, 5]
     """
     num_pieces = len(sizes.tokens)
-    latest_end = _latest_ends(sizes, limits).tolist()
+    latest_end = _latest_ends(sizes, limits)
     backwards = Sizes(sizes.tokens[::-1], sizes.patches[::-1])
-    earliest_start = (num_pieces - _latest_ends(backwards, limits)[::-1]).tolist()
+    earliest_start = num_pieces - _latest_ends(backwards, limits)[::-1]
     boundaries = running_sum(np.minimum(sizes.tokens, limits.text)).tolist()
     least = [num_pieces]  # filled backwards: the earliest end of row r
     for _ in range(num_rows):
-        least.append(earliest_start[least[-1]])
+        least.append(int(earliest_start[least[-1]]))
     offsets = [0]
     for row in range(1, num_rows + 1):
         start, rest = offsets[-1], num_rows - row
@@ -59,11 +56,11 @@ def split_evenly(sizes: Sizes, num_rows: int, limits: Limits) -> Rows:
         if end > 0 and target - boundaries[end - 1] <= boundaries[end] - target:
             end -= 1
         end = max(min(end, num_pieces - rest), start + 1, least[rest])
-        offsets.append(min(end, latest_end[start], num_pieces))
+        offsets.append(min(end, int(latest_end[start]), num_pieces))
     return Rows(np.arange(num_pieces), np.array(offsets, dtype=np.int64))
 
 
-def _latest_ends(sizes: Sizes, limits: Limits) -> _Ints:
+def _latest_ends(sizes: Sizes, limits: Limits) -> Ints:
     """Where a row that begins at each place, or at the end, must end at last: int64 [S + 1]."""
     ends = np.full(len(sizes.tokens) + 1, len(sizes.tokens))
     budgets = [(np.minimum(sizes.tokens, limits.text), limits.text)]

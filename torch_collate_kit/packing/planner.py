@@ -18,7 +18,7 @@ from torch_collate_kit.packing.layout import ParallelLayout
 from torch_collate_kit.packing.options import PackingOptions, packing_options
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.ranks import over_ranks
-from torch_collate_kit.packing.rows import Limits, Rows, Sizes
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
 from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
 if TYPE_CHECKING:
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
     from torch_collate_kit.packing.options import PackingKeywords
 
-__all__ = ["fill_rows", "pack", "plan_of", "rows_alone"]
+__all__ = ["fill_rows", "pack", "part_of", "plan_of", "rows_alone"]
 
-_Ints = npt.NDArray[np.int64]
 # Levelling takes apart at most this many rows per rank: a few hundred rows have enough pieces for
 # the few rows that rounding adds, and redistributing a million pieces one by one would be slow.
 _LEVELLED_ROWS_PER_RANK = 32
@@ -112,7 +111,7 @@ def plan_of(
 
 
 def fill_rows(
-    lengths: _Ints, packing: PackingOptions, images: ImageLoad | None = None
+    lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None
 ) -> PackingPlan:
     """Rows as the strategy opens them: not evened out, and for no ranks yet.
 
@@ -124,11 +123,11 @@ def fill_rows(
     cells = -(-pieces.lengths // align) * align if align > 1 else pieces.lengths
     sizes = Sizes(cells, pieces.images.patches)
     rows = _filled(sizes, packing, _limits(sizes, packing, has_images=images is not None))
-    left = pieces.images.take(rows.order)
+    placed = pieces.take(rows.order)
     return PackingPlan(
-        example_indices=pieces.example_indices[rows.order],
-        starts=pieces.starts[rows.order],
-        lengths=pieces.lengths[rows.order],
+        example_indices=placed.example_indices,
+        starts=placed.starts,
+        lengths=placed.lengths,
         row_offsets=rows.offsets,
         max_tokens=packing.max_tokens,
         align=align,
@@ -137,8 +136,8 @@ def fill_rows(
         cut=pieces.cut,
         num_cut_tokens=pieces.num_cut_tokens,
         num_dropped_tokens=pieces.num_dropped_tokens,
-        patches=left.patches,
-        vision_costs=left.costs,
+        patches=placed.images.patches,
+        vision_costs=placed.images.costs,
         max_patches=packing.max_patches,
         dummy_image_tokens=packing.dummy_image_tokens,
         cost=packing.cost,
@@ -146,8 +145,8 @@ def fill_rows(
 
 
 def rows_alone(
-    filled: PackingPlan, rows: _Ints, dropped: _Ints, packing: PackingOptions
-) -> tuple[_Ints, PackingPlan]:
+    filled: PackingPlan, rows: Ints, dropped: Ints, packing: PackingOptions
+) -> tuple[Ints, PackingPlan]:
     """Rows that ``fill_rows`` has filled, as a batch of their own for all ranks of ``packing``.
 
     Returns its examples, int64 [N] ascending, and a plan in which they are numbered 0 to N - 1;
@@ -164,17 +163,31 @@ def rows_alone(
     >>> examples.tolist(), plan.bins
     ([0, 1, 3], [[0, 1], [2]])
     """
-    taken = _rearranged(filled, _rows_of(filled).take(np.sort(rows)))
-    examples = np.unique(np.append(taken.example_indices, dropped))
-    alone = replace(
-        taken,
-        example_indices=np.searchsorted(examples, taken.example_indices),
-        dropped=np.searchsorted(examples, dropped),
-        cut=np.searchsorted(examples, np.intersect1d(filled.cut, examples)),
-        num_cut_tokens=0,
-        num_dropped_tokens=0,
-    )
+    chosen = _rows_of(filled).take(np.sort(rows))
+    examples = np.unique(np.append(filled.example_indices[chosen.order], dropped))
+    alone = part_of(filled, chosen, examples)
+    alone = replace(alone, num_cut_tokens=0, num_dropped_tokens=0)
     return examples, _for_ranks(alone, packing, has_images=True)
+
+
+def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
+    """Rows of some of a plan's pieces, with the ``examples``, ascending, numbered anew from 0.
+
+    >>> plan = pack([4, 2, 6], 6)
+    >>> part_of(plan, Rows(np.array([1]), np.array([0, 0, 1])), np.array([0])).bins
+    [[], [0]]
+    """
+
+    def renumbered(numbers: Ints) -> Ints:
+        return np.searchsorted(examples, numbers[np.isin(numbers, examples)])
+
+    part = _rearranged(plan, rows)
+    return replace(
+        part,
+        example_indices=np.searchsorted(examples, part.example_indices),
+        dropped=renumbered(plan.dropped),
+        cut=renumbered(plan.cut),
+    )
 
 
 def _limits(sizes: Sizes, packing: PackingOptions, *, has_images: bool) -> Limits:
@@ -196,9 +209,9 @@ def _filled(sizes: Sizes, packing: PackingOptions, limits: Limits) -> Rows:
         return sequential(sizes, limits)
     first_fit = packing.strategy == "first_fit_decreasing"
     fill = first_fit_decreasing if first_fit else best_fit_decreasing
-    if limits.patches >= int(sizes.patches.sum()) and not (limits.reserved and limits.patches):
-        return fill(sizes.tokens, limits.text, limits.pieces)
-    return fill_two_budgets(fill, sizes, limits)
+    if limits.patches and (limits.reserved or limits.patches < int(sizes.patches.sum())):
+        return fill_two_budgets(fill, sizes, limits)
+    return fill(sizes.tokens, limits.text, limits.pieces)
 
 
 def _for_ranks(filled: PackingPlan, packing: PackingOptions, *, has_images: bool) -> PackingPlan:
@@ -212,20 +225,19 @@ def _for_ranks(filled: PackingPlan, packing: PackingOptions, *, has_images: bool
         return replace(filled, row_offsets=offsets, num_ranks=num_ranks)
     sizes = Sizes(filled.aligned_lengths, filled.patches)
     limits = _limits(sizes, packing, has_images=has_images)
-    costs = sizes
-    if packing.balance == "attention" and num_ranks > 1:
-        has_cost = filled.vision_costs.any()  # a model without a vision part has none
-        images = filled.vision_costs if has_cost else filled.patches
-        costs = Sizes(packing.cost.language(sizes.tokens), images)
+    costs = _costs(filled, sizes, packing)
     if strategy == "sequential":
         rows = split_evenly(sizes, num_rows, limits)
     else:
-        # By tokens, not by cost: a row with less tokens than another is padded, and costs as much.
-        weights = sizes
-        if limits.patches and strategy != "balanced":
-            weights = Sizes(sizes.tokens, costs.patches)
-        most = _LEVELLED_ROWS_PER_RANK * num_ranks if strategy != "balanced" else filled.num_rows
-        rows = level(_rows_of(filled), sizes, num_rows, limits=limits, weights=weights, most=most)
+        is_balanced = strategy == "balanced"
+        rows = level(
+            _rows_of(filled),
+            sizes,
+            num_rows,
+            limits=limits,
+            image_weights=sizes.patches if is_balanced else costs.patches,
+            most=filled.num_rows if is_balanced else _LEVELLED_ROWS_PER_RANK * num_ranks,
+        )
     if num_ranks > 1:
         given = over_ranks(
             None if packing.balance is None else rows.totals(costs.tokens),
@@ -236,6 +248,15 @@ def _for_ranks(filled: PackingPlan, packing: PackingOptions, *, has_images: bool
         )
         rows = rows.take(given)
     return replace(_rearranged(filled, rows), num_ranks=num_ranks)
+
+
+def _costs(plan: PackingPlan, sizes: Sizes, packing: PackingOptions) -> Sizes:
+    """What is made even over ranks, of each piece: cost in the model and its vision tower."""
+    if packing.balance != "attention" or packing.num_ranks == 1:
+        return sizes
+    has_cost = plan.vision_costs.any()  # a model without a vision part has none
+    images = plan.vision_costs if has_cost else plan.patches
+    return Sizes(plan.cost.language(sizes.tokens), images)
 
 
 def _rows_of(plan: PackingPlan) -> Rows:

@@ -12,14 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from torch_collate_kit.packing.fit_decreasing import Fill, OpenRows
-from torch_collate_kit.packing.rows import Limits, Rows, Sizes
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
 
 __all__ = ["fill_two_budgets"]
 
-_Ints = npt.NDArray[np.int64]
 
 # Classes of images: the larger share, of tokens or of patches, is at least num / den times the
 # smaller. Finer classes leave less of what is free unused, but large images no longer all come
@@ -27,6 +25,7 @@ _Ints = npt.NDArray[np.int64]
 _TOKEN_SLOPES = ((1, 1), (4, 3), (2, 1), (3, 1), (4, 1), (8, 1), (16, 1))
 _PATCH_SLOPES = ((1, 1), (2, 1))
 _STEEPEST = 16
+_TOKENS, _PATCHES, _SLOTS = range(3)  # what is free in a row, and what a piece takes of it
 _KEPT = 8  # of the images that are dealt, the smallest are kept to fill rows up: this part of all
 
 
@@ -60,7 +59,7 @@ def fill_two_budgets(fill: Fill, sizes: Sizes, limits: Limits) -> Rows:
 
 
 def _plans(fill: Fill, pieces: _Pieces, least: int) -> Iterator[Rows]:
-    images = np.flatnonzero(pieces.patches)
+    images = np.flatnonzero(pieces.classes)
     yield _Opened(fill, pieces).filled(images)
     order = images[np.argsort(-pieces.shares[images], kind="stable")]
     shares = np.cumsum(pieces.shares[order])
@@ -75,104 +74,90 @@ class _Pieces:
     """What is known of the pieces, each array [S], and of the rows that they are for."""
 
     def __init__(self, sizes: Sizes, limits: Limits) -> None:
+        num_pieces = len(sizes.tokens)
+        self.limits = limits
+        self.most = (limits.tokens, limits.patches, limits.pieces or num_pieces)
+        self.takes = (*sizes, np.ones(num_pieces, dtype=np.int64))
         # A product of both budgets, a slope and the number of rows must fit.
         is_small = limits.tokens * limits.patches * _STEEPEST < 2**62
         self.integer: type = np.int64 if is_small else object
-        self.tokens, self.patches = sizes
-        self.limits = limits
-        by_tokens, by_patches = self.in_one_unit(*sizes)
+        by_tokens = sizes.tokens.astype(self.integer) * limits.patches
+        by_patches = sizes.patches.astype(self.integer) * limits.tokens
         self.shares = by_tokens + by_patches
-        self.classes = np.zeros(len(self.tokens), dtype=np.int64)
+        self.classes = np.zeros(num_pieces, dtype=np.int64)
         for number, (num, den) in enumerate(_TOKEN_SLOPES, 1):
             self.classes[(by_patches * num <= by_tokens * den).astype(bool)] = number
         for number, (num, den) in enumerate(_PATCH_SLOPES, 1):
             self.classes[(by_tokens * num <= by_patches * den).astype(bool)] = -number
-        if limits.patches >= int(self.patches.sum()):  # no limit: images are packed by tokens
+        if limits.patches >= int(sizes.patches.sum()):  # no limit: images are packed by tokens
             self.classes[:] = len(_TOKEN_SLOPES)
-        self.classes[self.patches == 0] = 0
-
-    def in_one_unit(self, tokens: _Ints, patches: _Ints) -> tuple[Any, Any]:
-        """Both as shares of their budget."""
-        limits = self.limits
-        return (
-            tokens.astype(self.integer) * limits.patches,
-            patches.astype(self.integer) * limits.tokens,
-        )
+        self.classes[sizes.patches == 0] = 0
 
 
 class _Opened:
     """Rows that are being filled: their pieces, and what is free in each."""
 
     def __init__(self, fill: Fill, pieces: _Pieces) -> None:
-        self._fill, self._pieces, self._limits = fill, pieces, pieces.limits
-        self._tokens = self._patches = self._slots = np.zeros(0, dtype=np.int64)
-        self._order: list[_Ints] = []
-        self._labels: list[_Ints] = []
+        self._fill, self._pieces = fill, pieces
+        self._free = [np.zeros(0, dtype=np.int64)] * len(pieces.takes)
+        self._order: list[Ints] = []
+        self._labels: list[Ints] = []
 
-    def deal(self, pieces: _Ints, num_rows: int) -> _Ints:
+    def deal(self, pieces: Ints, num_rows: int) -> Ints:
         """Deals the pieces, at least as many as rows, and returns those that did not fit.
 
         In rounds of a piece for each row: the largest goes to the emptiest row.
         """
-        known = self._pieces
+        known, limits = self._pieces, self._pieces.limits
         self._add(pieces[:num_rows], np.arange(num_rows), num_rows)
         left = [pieces[:0]]
         for first in range(num_rows, len(pieces), num_rows):
             dealt = pieces[first : first + num_rows]
-            free = sum(known.in_one_unit(self._tokens, self._patches))
+            free: Any = self._free[_TOKENS].astype(known.integer) * limits.patches
+            free += self._free[_PATCHES].astype(known.integer) * limits.tokens
             rows = np.argsort(-free, kind="stable")[: len(dealt)]
-            fits = (known.tokens[dealt] <= self._tokens[rows]) & (self._slots[rows] > 0)
-            fits &= known.patches[dealt] <= self._patches[rows]
+            fits = np.ones(len(dealt), dtype=bool)
+            for takes, has in zip(known.takes, self._free, strict=True):
+                fits &= takes[dealt] <= has[rows]
             self._add(dealt[fits], rows[fits], 0)
             left.append(dealt[~fits])
         return np.concatenate(left)
 
-    def filled(self, images: _Ints) -> Rows:
+    def filled(self, images: Ints) -> Rows:
         """The rows with these images, and all pieces without one, in the order of placing."""
         known = self._pieces
         classes = known.classes[images]
-        if not len(self._tokens):  # new rows have room for all with a larger share of patches
+        if not self._order:  # new rows have room for all with a larger share of patches
             classes = np.where(classes < 0, -1, classes)
         for number, slope in enumerate(_PATCH_SLOPES, 1):
-            self._place(images[classes == -number], slope, by_tokens=False)
+            self._place(images[classes == -number], slope, larger=_PATCHES, smaller=_TOKENS)
         for number, slope in enumerate(_TOKEN_SLOPES, 1):
-            self._place(images[classes == number], slope, by_tokens=True)
+            self._place(images[classes == number], slope, larger=_TOKENS, smaller=_PATCHES)
         texts = np.flatnonzero(known.classes == 0)
-        self._fill_in(texts, known.tokens, self._limits.text, self._tokens)
+        self._fill_in(texts, known.takes[_TOKENS], known.limits.text, self._free[_TOKENS])
         order, labels = np.concatenate(self._order), np.concatenate(self._labels)
-        return Rows.from_labels(order, labels, len(self._tokens))
+        return Rows.from_labels(order, labels, len(self._free[_TOKENS]))
 
-    def _place(self, images: _Ints, slope: tuple[int, int], *, by_tokens: bool) -> None:
-        """Places images of at least this slope, by their larger share."""
+    def _place(self, images: Ints, slope: tuple[int, int], *, larger: int, smaller: int) -> None:
+        """Places images of at least this slope, by the larger share."""
         (num, den), known = slope, self._pieces
-        larger = (known.tokens, self._limits.tokens, self._tokens)
-        smaller = (known.patches, self._limits.patches, self._patches)
-        if not by_tokens:
-            larger, smaller = smaller, larger
-        sizes, most, free = larger
-        room: Any = smaller[2].astype(known.integer) * (most * num) // (smaller[1] * den)
-        self._fill_in(images, sizes, most, np.minimum(room, free).astype(np.int64))
+        most, free = known.most[larger], self._free[larger]
+        room: Any = self._free[smaller].astype(known.integer) * (most * num)
+        room = np.minimum(room // (known.most[smaller] * den), free).astype(np.int64)
+        self._fill_in(images, known.takes[larger], most, room)
 
-    def _fill_in(self, pieces: _Ints, sizes: _Ints, capacity: int, room: _Ints) -> None:
+    def _fill_in(self, pieces: Ints, sizes: Ints, capacity: int, room: Ints) -> None:
         """Fills pieces of these sizes into rows with so much room, or into new rows."""
         if len(pieces):
-            opened = OpenRows(room, self._slots) if len(room) else None
-            rows = self._fill(sizes[pieces], capacity, self._limits.pieces, opened)
+            opened = OpenRows(room, self._free[_SLOTS]) if len(room) else None
+            rows = self._fill(sizes[pieces], capacity, self._pieces.limits.pieces, opened)
             self._add(pieces[rows.order], rows.labels(), len(rows.offsets) - 1 - len(room))
 
-    def _add(self, pieces: _Ints, labels: _Ints, num_new: int) -> None:
+    def _add(self, pieces: Ints, labels: Ints, num_new: int) -> None:
         """Notes that the pieces are in these rows, of which ``num_new`` are new."""
-        limits, known = self._limits, self._pieces
-        most = len(known.tokens) if limits.pieces is None else limits.pieces
-        self._tokens = _extended(self._tokens, num_new, limits.tokens)
-        self._patches = _extended(self._patches, num_new, limits.patches)
-        self._slots = _extended(self._slots, num_new, most)
-        np.subtract.at(self._tokens, labels, known.tokens[pieces])
-        np.subtract.at(self._patches, labels, known.patches[pieces])
-        np.subtract.at(self._slots, labels, 1)
+        known = self._pieces
+        for i, (most, takes) in enumerate(zip(known.most, known.takes, strict=True)):
+            self._free[i] = np.append(self._free[i], np.full(num_new, most, dtype=np.int64))
+            np.subtract.at(self._free[i], labels, takes[pieces])
         self._order.append(pieces)
         self._labels.append(labels)
-
-
-def _extended(values: _Ints, number: int, value: int) -> _Ints:
-    return np.concatenate([values, np.full(number, value, dtype=np.int64)])

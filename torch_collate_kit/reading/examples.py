@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.batch import IGNORE_INDEX
-from torch_collate_kit.batch.fields import FieldSpec
+from torch_collate_kit.batch.fields import FieldSpec, PerResponseToken, PerToken
 from torch_collate_kit.batch.placement import Pieces, whole_examples
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged, span_indices
@@ -31,13 +31,18 @@ from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["ExampleColumns", "PlacedColumns"]
 
+_Placed = tuple[FieldSpec, np.ndarray | Tensor, Pieces]  # values, and which entries they are
+
 
 @dataclass(frozen=True)
 class PlacedColumns:
     """What the pieces of a batch hold, in the order of its rows."""
 
+    pieces: Pieces
     columns: dict[str, Ragged]
     """Tensors, of every row its entries."""
+    specs: dict[str, FieldSpec]
+    """What the columns are; ids have no pad yet."""
     counts: dict[str, np.ndarray]
     """int64 [S] each: the "lengths" of the pieces, their "responses", and the "routed" tokens."""
     num_trained: np.ndarray
@@ -109,12 +114,6 @@ class ExampleColumns:
         return self.input_ids.lengths
 
     @property
-    def specs(self) -> dict[str, FieldSpec]:
-        """What the columns of the fields are."""
-        specs = {column.name: column.spec for column in self.fields}
-        return specs if self.images is None else {**specs, **self.images.specs}
-
-    @property
     def columns(self) -> dict[str, Numbers]:
         """The columns of the fields, and that of the loss target in the form in which it came."""
         target = {} if self.target is None else {str(self.target_name): self.target}
@@ -130,20 +129,27 @@ class ExampleColumns:
         image_token_id = None if self.images is None else self.images.layout.image_token_id
         is_image = None if image_token_id is None else ids == image_token_id
         target, responses, num_trained = self._target(pieces, is_image)
-        name = "labels" if self.target_name == "labels" else "loss_weights"
-        placed: dict[str, tuple[np.ndarray | Tensor, Pieces]] = {
-            "input_ids": (ids, pieces),
-            name: (target, responses if self.are_rollouts else pieces),
-        }
+        placed: dict[str, _Placed] = {"input_ids": (PerToken(torch.int64), ids, pieces)}
+        if self.target_name == "labels":
+            placed["labels"] = PerToken(torch.int64, IGNORE_INDEX), target, pieces
+        elif self.are_rollouts:
+            placed["loss_weights"] = PerResponseToken(torch.float32), target, responses
+        else:
+            placed["loss_weights"] = PerToken(torch.float32), target, pieces
         counts = {"lengths": pieces.lengths, "responses": responses.lengths}
         for column in self.fields:
-            placed[column.name] = column.place(pieces, responses)
+            values, entries = column.place(pieces, responses)
+            placed[column.name] = column.spec, values, entries
             if column.spec.count == "routed":
-                counts["routed"] = placed[column.name][1].lengths
+                counts["routed"] = entries.lengths
         if self.images is not None:
             placed |= self.images.place(pieces)
         return PlacedColumns(
-            {name: _by_rows(*column) for name, column in placed.items()}, counts, num_trained
+            pieces,
+            {name: _by_rows(values, entries) for name, (_, values, entries) in placed.items()},
+            {name: spec for name, (spec, _, _) in placed.items()},
+            counts,
+            num_trained,
         )
 
     def num_loss_tokens(self, image_token_id: int | None) -> np.ndarray:

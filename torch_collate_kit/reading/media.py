@@ -134,11 +134,6 @@ class Images:
             kept[piece] = np.count_nonzero(self._ends(i) <= stop)
         return kept
 
-    @property
-    def specs(self) -> dict[str, PerImage]:
-        """What the columns are."""
-        return {name: self._spec(name) for name in self.arrays}
-
     def _spec(self, name: str) -> PerImage:
         layout, field = self.layout, self.layout.fields[name]
         if name == "pixel_values":
@@ -149,7 +144,7 @@ class Images:
         is_float = first is not None and first.dtype.kind == "f"
         return PerImage(torch.float32 if is_float else torch.int64)
 
-    def place(self, pieces: Pieces) -> dict[str, tuple[Tensor, Pieces]]:
+    def place(self, pieces: Pieces) -> dict[str, tuple[PerImage, Tensor, Pieces]]:
         """By field the entries that these pieces have, a copy in one pass; and which they are.
 
         Raises:
@@ -164,7 +159,7 @@ class Images:
                 lengths[piece] = len(part)
             owners = [(int(pieces.examples[piece]), part) for piece, part in parts.items()]
             entries = pieces._replace(starts=np.zeros_like(kept), lengths=lengths)
-            placed[name] = (self._column(name, owners), entries)
+            placed[name] = (self._spec(name), self._column(name, owners), entries)
         return placed
 
     def _parts(self, name: str, pieces: Pieces, kept: np.ndarray) -> dict[int, np.ndarray]:

@@ -178,13 +178,17 @@ def row_array(name: str, index: int, row: Any, typecode: str = "q") -> np.ndarra
 
 
 def tensor_to_numpy(name: str, index: int | None, tensor: Tensor) -> np.ndarray:
-    """A tensor of any dtype and device; floats as float32. No ``index``: it is the whole column."""
+    """A tensor of any dtype and device, shorter floats as float32; as a view if it can be one.
+
+    No ``index``: it is the whole column.
+    """
     where = f"column {name}" if index is None else f"example {index}: {name}"
     if tensor.is_nested:
         raise DataError(f"{where} is a nested tensor; give each example its own, as of .unbind()")
     if tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized):
         values = tensor.detach().cpu().resolve_conj().resolve_neg()
-        return (values.float() if values.is_floating_point() else values).numpy()
+        is_short = values.is_floating_point() and values.dtype != torch.float64
+        return (values.float() if is_short else values).numpy()
     kind = "quantized tensor" if tensor.is_quantized else f"tensor of layout {tensor.layout}"
     raise DataError(
         f"{where} is a {kind} on device {tensor.device}; give a dense one that holds its values"

@@ -12,6 +12,7 @@ from torch_collate_kit.batch.fields import OWN_FIELDS
 from torch_collate_kit.batch.placement import whole_examples
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.arrays import route_column
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.fields import DeclaredFields, FieldColumn, read_declared
 from torch_collate_kit.reading.media import IMAGES, MEDIA, read_images
@@ -25,6 +26,7 @@ from torch_collate_kit.reading.numbers import (
 )
 from torch_collate_kit.reading.raw import (
     Examples,
+    bare_key,
     first_keys,
     flag_column,
     id_column,
@@ -32,7 +34,6 @@ from torch_collate_kit.reading.raw import (
     one_value,
     raw_columns,
 )
-from torch_collate_kit.reading.routes import route_column
 from torch_collate_kit.reading.targets import as_flags, is_bad_weight, weight_error
 from torch_collate_kit.vision import VisionLayout
 
@@ -145,19 +146,15 @@ def _check_keys(raw: Mapping[str, Any], given: list[str]) -> None:
         )
     for name in (name for name in (*ROLLOUT_KEYS, *IMAGES) if name not in raw):
         for key in (key for key in given if key not in (*ROLLOUT_KEYS, *IMAGES)):
-            if _bare(key) == _bare(name) or (name == "logprobs" and _is_logprobs(key)):
+            if bare_key(key) == bare_key(name) or (name == "logprobs" and _is_logprobs(key)):
                 raise DataError(
                     f"example 0 has no {name}, but {key!r} looks like it; rename it to {name}, or "
                     "remove it"
                 )
 
 
-def _bare(key: str) -> str:
-    return key.lower().replace("_", "").rstrip("s")
-
-
 def _is_logprobs(key: str) -> bool:
-    return "logprob" in _bare(key) or _bare(key).endswith("logp")
+    return "logprob" in bare_key(key) or bare_key(key).endswith("logp")
 
 
 def _ids(name: str, column: Any) -> Numbers:
@@ -214,7 +211,7 @@ def _response_field(name: str, column: Any, lengths: np.ndarray) -> Ragged:
             f"example {i}: {name} is {given[i][token]} at response token {token}; it must be "
             f"finite in float32: {hint}filter such rollouts out"
         )
-    if name == "loss_mask" and (is_bad := is_bad_weight(values)).any():
+    if name == "loss_mask" and (is_bad := is_bad_weight(given.values)).any():
         i, token = _where(given, is_bad)
         weight = given[i][token]
         raise weight_error(f"example {i}: {name}", weight, token, f"response token {token}")

@@ -30,7 +30,9 @@ def placed_labels(column: Numbers, pieces: Pieces) -> np.ndarray:
         DataError: a label that is negative, but not -100.
     """
     labels = taken(column, pieces)
-    is_bad = (labels < 0) & (labels != IGNORE_INDEX)
+    # beyond int64 they would become negative numbers
+    signed = labels.view(np.int64) if labels.dtype == np.uint64 else labels
+    is_bad = (signed < 0) & (signed != IGNORE_INDEX)
     if is_bad.any():
         i, token = first_bad(is_bad, pieces)
         raise DataError(

@@ -171,7 +171,7 @@ def _stage(
 def _rows_with_images(batch: Batch) -> np.ndarray:
     """bool [R]."""
     has_image = np.zeros(len(batch), dtype=bool)
-    columns = batch._stored().columns
+    columns = batch.stored().columns
     if columns is not None and columns.placement.vision is not None:
         for name in columns.placement.vision.fields.keys() & columns.values.keys():
             has_image |= columns.values[name].lengths > 0

@@ -103,7 +103,7 @@ class VisionLayout:
         _check_config(processor, images, config)
         settings: dict[str, Any] = {
             "family_name": family.name,
-            "image_token_id": image_token_id(processor),
+            "image_token_id": _image_token_id(processor),
             "pixel_dtype": str(pixel_dtype).removeprefix("torch."),
         }
         if family.has_grids:
@@ -117,9 +117,8 @@ class VisionLayout:
         elif family.fields:
             settings["tile_size"] = _side(images)
             names = ("image_seq_length", "image_seq_len")
-            of = next((o for o in (processor, images) if any(hasattr(o, n) for n in names)), None)
-            tokens = next((getattr(of, n) for n in names if hasattr(of, n)), 0)
-            settings["tile_tokens"] = int(tokens)
+            found = (getattr(of, name, None) for of in (processor, images) for name in names)
+            settings["tile_tokens"] = next((int(n) for n in found if n is not None), 0)
         return cls(**settings)
 
     @property
@@ -191,7 +190,7 @@ class VisionLayout:
             if mask is not None and np.ndim(mask) == 4:  # tiles that are padding are masked
                 count = int(np.asarray(mask).any(axis=(2, 3)).sum())
             fields["num_tiles"] = np.array([count])
-        patches: list[int] = self.units(fields).patches.tolist() if fields else []
+        patches: list[int] = self.units(fields).patches.tolist()
         return patches
 
     def of_size(self, height: int, width: int, *, is_cut: bool = True) -> tuple[int, int]:
@@ -252,7 +251,7 @@ def _check_config(processor: Any, images: Any, config: Any) -> None:
             )
 
 
-def image_token_id(processor: Any) -> int | None:
+def _image_token_id(processor: Any) -> int | None:
     """The id of the placeholder, if the processor or its tokenizer says it."""
     tokenizer = getattr(processor, "tokenizer", None)
     for owner in (tokenizer, processor):  # Gemma-3's processor says the token that opens an image

@@ -80,7 +80,7 @@ def eos_does_not_end_turns(columns: AuditColumns) -> Found | None:
 
 def _rows_of_several_turns(columns: AuditColumns) -> np.ndarray:
     """int64, rows with the header of an answer twice."""
-    counts = np.bincount(columns.rows_of(columns.headers), minlength=len(columns.lengths))
+    counts = np.bincount(columns.rows_of(columns.headers_of_turns), minlength=len(columns.lengths))
     return np.flatnonzero(counts > 1)
 
 

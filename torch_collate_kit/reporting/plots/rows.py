@@ -8,7 +8,7 @@ import numpy as np
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.cells import Cells, Kind
+from torch_collate_kit.batch.showing import Cells, Kind
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reporting.plots.style import (
     COLORS,

@@ -9,7 +9,7 @@ import numpy as np
 
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.cells import Cells, cells_of
+from torch_collate_kit.batch.showing import Cells, cells_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,7 +69,7 @@ def tint(color: str, share: float = 0.28) -> tuple[float, float, float]:
 
 def cells_to_draw(batch: Batch) -> Cells:
     """What the cells of a batch hold; ValueError if it does not say."""
-    cells = cells_of(batch)
+    cells = cells_of(batch.stored())
     if cells is None:
         raise ValueError(
             "the batch does not say what its cells hold: it has no input_ids [R, W] in host "
