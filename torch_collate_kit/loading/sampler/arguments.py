@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import zlib
 from collections.abc import Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
@@ -153,3 +155,26 @@ def state_int(name: str, value: Any) -> int:
             "pass what state_dict() gave"
         )
     return value
+
+
+def text_of_ints(numbers: npt.ArrayLike) -> str:
+    """Many ints of 64 bits as a short text: about a byte each where they are small.
+
+    >>> text = text_of_ints([[0, n] for n in range(-500, 500)])
+    >>> len(text) < 2000, ints_of_text("numbers", text, shape=(-1, 2))[1]
+    (True, [0, -499])
+    """
+    planes = np.array(numbers, dtype="<i8").view(np.uint8).reshape(-1, 8).T
+    return base64.b85encode(zlib.compress(planes.tobytes(), 9)).decode()
+
+
+def ints_of_text(name: str, text: str, *, shape: tuple[int, ...]) -> list[Any]:
+    """The numbers of ``text_of_ints``, else StateError."""
+    try:
+        planes = np.frombuffer(zlib.decompress(base64.b85decode(text)), np.uint8).reshape(8, -1)
+        numbers: list[Any] = np.array(planes.T, order="C").view("<i8").reshape(shape).tolist()
+    except (ValueError, zlib.error) as error:
+        raise StateError(
+            f"state has {name}={text!r}, which cannot be read; pass what state_dict() gave"
+        ) from error
+    return numbers
