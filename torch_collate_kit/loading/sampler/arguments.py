@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import zlib
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -137,6 +137,18 @@ def is_same(found: Any, expected: Any) -> bool:
     if isinstance(expected, list):
         return len(found) == len(expected) and all(map(is_same, found, expected))
     return bool(found == expected)
+
+
+def told_apart(these: Mapping[str, Any], others: Mapping[str, Any]) -> str:
+    """What both have and is not the same, as these have it."""
+    told = []
+    for key in [key for key in these if key in others]:
+        mine, other = these[key], others[key]
+        if isinstance(mine, dict) and isinstance(other, dict) and mine.keys() == other.keys():
+            told += [f"{k}={v!r}" for k, v in mine.items() if not is_same(v, other[k])]
+        elif not is_same(mine, other):
+            told.append(f"{key}={mine!r}")
+    return ", ".join(told)
 
 
 def checked_word(name: str, value: Any) -> int:

@@ -23,6 +23,7 @@ from torch_collate_kit.loading.sampler.arguments import (
     is_same,
     rank_slice,
     state_int,
+    told_apart,
 )
 from torch_collate_kit.loading.sampler.layouts import Layouts
 
@@ -78,8 +79,7 @@ class EpochSampler(ABC):
         self._num_global = checked_batch_size(batch_size, self._least_examples)
         self._seed = checked_word("seed", seed)
         self._shuffle = checked_shuffle(shuffle)
-        self._epoch = 0
-        self._step = 0
+        self._epoch, self._step = 0, 0  # of the next iter()
         self._latest: StepIterator | None = None
         self._layouts = Layouts(self._layout())
 
@@ -148,21 +148,20 @@ class EpochSampler(ABC):
 
     def _settings(self) -> dict[str, Any]:
         """What the constructor was given, by keyword, without what is the default."""
-        shared: dict[str, Any] = {"batch_size": self._num_global}
-        if self._shuffle is not True:
-            shared["shuffle"] = self._shuffle
-        shared |= {"seed": self._seed} if self._seed else {}
-        return shared
+        changed = {} if self._shuffle is True else {"shuffle": self._shuffle}
+        changed |= {"seed": self._seed} if self._seed else {}
+        return {"batch_size": self._num_global, **changed}
 
     def _rank_settings(self) -> dict[str, int]:
         if self._world_size == 1:
             return {}
         return {"rank": self._rank, "world_size": self._world_size}
 
-    def _shown(self, *positional: str, **settings: Any) -> str:
+    def _shown(self, positional: str, **settings: Any) -> str:
         """The repr: the call that makes it, and the position of the next ``iter()``."""
         epoch, step = self._position()
-        call = call_repr(self, *positional, **self._settings(), **settings)
+        settings = {**self._settings(), **settings, **self._rank_settings()}
+        call = call_repr(self, positional, **settings)
         return f"{call} [next iter(): epoch {epoch}, step {step}]"
 
     @property
@@ -311,10 +310,8 @@ class EpochSampler(ABC):
         other = copy.copy(self)
         before = other._load(state)
         vars(self).update(vars(other))
-        now = self._layout()
-        changed = [
-            f"{k} {before.get(k)} -> {v}" for k, v in now.items() if not is_same(v, before.get(k))
-        ]
+        now = self._layout().items()
+        changed = [f"{k} {before.get(k)} -> {v}" for k, v in now if not is_same(v, before.get(k))]
         if changed:
             level = logging.WARNING if self._replans(before) else logging.INFO
             told = "the same examples in each step" + (", other rows" if level > 20 else "")
@@ -329,8 +326,7 @@ class EpochSampler(ABC):
         """Takes over a state, checked on the way. Returns the layout of its run."""
         if not isinstance(state, Mapping):
             raise StateError(
-                f"a state must be a mapping, got {type(state).__name__}; "
-                "pass what state_dict() gave"
+                f"a state must be a mapping, got {type(state).__name__}; pass what state_dict() gave"
             )
         if is_same(state.get("version"), 1):
             state = self._upgraded(state)
@@ -367,7 +363,7 @@ class EpochSampler(ABC):
         """That a state of this position is of the same run."""
         fits = self._fits(like=state)
         state = {key: state[key] for key in fits}  # in the same order
-        was, now = _told_apart(state, fits), _told_apart(fits, state)
+        was, now = told_apart(state, fits), told_apart(fits, state)
         if was:
             raise StateError(f"state is of {was}, this sampler has {now}; {NEW_RUN}")
 
@@ -401,15 +397,3 @@ class EpochSampler(ABC):
                 f"step must be below {num_steps}, the steps of epoch {epoch}; got {step}"
             )
         return epoch, step
-
-
-def _told_apart(these: Mapping[str, Any], others: Mapping[str, Any]) -> str:
-    """What both have and is not the same, as these have it."""
-    told = []
-    for key in [key for key in these if key in others]:
-        mine, other = these[key], others[key]
-        if isinstance(mine, dict) and isinstance(other, dict) and mine.keys() == other.keys():
-            told += [f"{k}={v!r}" for k, v in mine.items() if not is_same(v, other[k])]
-        elif not is_same(mine, other):
-            told.append(f"{key}={mine!r}")
-    return ", ".join(told)

@@ -108,7 +108,7 @@ class MixedSampler(EpochSampler):
         if self._steps_per_epoch is not None:
             settings["num_steps"] = self._steps_per_epoch
         settings |= {"stop": self._stop} if self._stop == "all" else {}
-        return self._shown(str(self._mixture.sizes), **settings, **self._rank_settings())
+        return self._shown(str(self._mixture.sizes), **settings)
 
     @property
     def num_examples(self) -> int:

@@ -118,7 +118,7 @@ class PackedBatchSampler(OrderedSampler):
     def __repr__(self) -> str:
         given = {"patches": self._images and self._images.patches, "num_loss_tokens": self._counts}
         settings: dict[str, Any] = {k: Shown(of) for k, of in given.items() if of is not None}
-        settings |= changed_fields(self._packing) | ({"rank": self._rank} if self._rank else {})
+        settings |= changed_fields(self._packing)
         lengths = f"<{self.num_examples:,} lengths, {int(self._lengths.sum()):,} tokens>"
         return self._shown(lengths, **settings)
 
@@ -180,6 +180,9 @@ class PackedBatchSampler(OrderedSampler):
             "patches_digest": patches,
             "loss_tokens_digest": self._counts,
         }
+
+    def _rank_settings(self) -> dict[str, int]:
+        return {"rank": self._rank} if self._rank else {}
 
     def _fingerprint(self, num_examples: int) -> dict[str, Any]:
         digests = {

@@ -326,7 +326,7 @@ class PrefetchingSampler(OrderedSampler):
     """
 
     def __repr__(self) -> str:
-        return self._shown(str(self.num_examples), **self._rank_settings())
+        return self._shown(str(self.num_examples))
 
     def _fingerprint(self, num_examples: int) -> dict[str, Any]:
         make = self._data_fingerprint
