@@ -63,7 +63,7 @@ def assert_contract_dtypes(batch: Batch) -> None:
 def assert_one_buffer(batch: Batch) -> None:
     """What is stored are views of one allocation, and no byte belongs to two of them."""
     pointers, spans = set(), []
-    for field in batch._stored().items().values():
+    for field in batch.stored().items().values():
         values = field.values if isinstance(field, Ragged) else field
         pointers.add(values.untyped_storage().data_ptr())
         assert values.is_contiguous()

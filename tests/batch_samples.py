@@ -162,7 +162,7 @@ def contents(batch: Batch) -> dict[str, Any]:
 
 def tensors_of(batch: Batch) -> list[torch.Tensor]:
     """All that is stored."""
-    stored = batch._stored().items().values()
+    stored = batch.stored().items().values()
     return [field.values if isinstance(field, Ragged) else field for field in stored]
 
 

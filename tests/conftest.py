@@ -15,12 +15,13 @@ from torch_collate_kit.collators import PackedCollator, PaddedCollator
 DATA_FOLDER = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 try:
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 except ImportError:  # tests/gpu needs none
     pass
 else:
-    settings.register_profile("default", deadline=None, derandomize=True, max_examples=60)
-    settings.register_profile("thorough", deadline=None, max_examples=2000)
+    PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("default", PATIENT, derandomize=True, max_examples=60)
+    settings.register_profile("thorough", PATIENT, max_examples=2000)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 torch.set_num_threads(1)  # two pytest workers on two cores
 

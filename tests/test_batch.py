@@ -151,6 +151,16 @@ def test_a_slice_keeps_the_divisor_of_the_whole_batch(packed: Batch) -> None:
     assert part["sub_seq_lengths"].tolist() == [[5, 3], [4, 2]]
 
 
+def test_values_per_example_of_a_slice_are_of_its_rows_alone(packed: Batch) -> None:
+    """Whether they are stored for all rows or made for these; the contract compares the two."""
+    part = packed[1:]
+    for values in (*part.row_metadata.values(), *part.values()):
+        if isinstance(values, Ragged):
+            assert len(values.values) == values.lengths.sum()
+    assert part.row_metadata["num_trained"].values.tolist() == [4, 2, 3, 1]
+    assert part["sub_seq_lengths"].values.tolist() == [5, 3, 4, 2]
+
+
 def test_metadata_of_a_slice_is_its_own(packed: Batch) -> None:
     packed[1:].metadata["num_loss_tokens"] = 0
     assert packed.metadata["num_loss_tokens"] == 16

@@ -235,11 +235,11 @@ def test_a_slice_crosses_a_process_queue(packed: Batch) -> None:
 
     process = context.Process(target=_put_rows, args=(Ends, packed))
     process.start()
-    part = queue.get(timeout=30)
+    part = queue.get(timeout=300)
     assert contents(part) == contents(packed[1:])
     assert len(storages_of(part)) == 1
     done.put(None)
-    process.join(30)
+    process.join(300)
     assert process.exitcode == 0
 
 

@@ -158,7 +158,7 @@ def test_a_loader_makes_none(
     for batch in loader:  # what a worker made would be here, since it is stored
         batches.append(batch)
         assert batch._made == {}
-        assert batch._stored().given == {}
+        assert batch.stored().given == {}
     assert len(batches) > 3
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.batch_samples import KINDS, loose, masked_examples
 from tests.strategies import FUZZ, batches, packed_options
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.token_text import token_texts
+from torch_collate_kit.batch.showing.token_text import token_texts
 from torch_collate_kit.chat.preview import byte_tokenizer
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.packing import ParallelLayout
@@ -54,6 +54,12 @@ def test_a_rollout() -> None:
         "   5        0   2         3       1        0             -0.25       0.125\n"
         "   6        0   3         4       -        0              -0.5        0.25"
     )
+
+
+def test_a_replaced_field_without_a_value_per_token_is_left_out() -> None:
+    batch = KINDS["rollouts"]()
+    shown = batch.with_fields(rewards=torch.zeros(4, 1), advantages=torch.ones(4, 9)).explain(0)
+    assert list(shown.columns)[-2:] == ["weight", "rollout_logprobs"]
 
 
 def test_text_shows_what_is_invisible_and_parts_of_characters() -> None:

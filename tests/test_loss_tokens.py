@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections import UserDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,7 @@ def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"labels": LABELS}, r"got dict; pass the Batch .*, or inputs\[\"labels\"\]"),
         ([{"labels": LABELS}], r"got dict; pass the Batch .*, or inputs\[\"labels\"\]"),
+        (UserDict(labels=LABELS), r"got UserDict; pass the Batch"),
         (17, r"got int; pass the Batch"),
         (["labels"], r"got str; pass the Batch"),
     ],
@@ -179,7 +181,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         env={**environment, "PYTHONPATH": str(Path(__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -54,7 +54,7 @@ def assert_same(pairs: tuple[list[Tensor], list[Tensor]], tolerance: float) -> N
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tokens at a time, so that small batches have several chunks and a short last one."""
-    monkeypatch.setattr(module.linear_nll, "__kwdefaults__", {"softcap": None, "chunk": 3})
+    monkeypatch.setattr(module, "_CHUNK", 3)
 
 
 @given(
@@ -228,7 +228,7 @@ class _Largest(TorchDispatchMode):
 
 
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.linear_nll, "__kwdefaults__", {"softcap": None, "chunk": 16})
+    monkeypatch.setattr(module, "_CHUNK", 16)
     vocabulary, tokens = 400, 256
     head = torch.nn.Linear(8, vocabulary, bias=False)
     example = {"input_ids": list(range(tokens)), "loss_mask": [0] + [1] * (tokens - 1)}
@@ -266,6 +266,11 @@ def test_gradients_add_up_over_micro_batches_under_a_tied_head() -> None:
         ({"head": lambda x: x}, TypeError, "head must be a torch.nn.Linear, got function"),
         ({"logit_softcap": 3.0}, ValueError, "logit_softcap=3.0 without head"),
         ({"head": torch.nn.Linear(4, 11)}, ValueError, "head takes 4 features"),
+        (
+            {"head": a_head().to("meta")},
+            ValueError,
+            r"head is on meta, the hidden states are on cpu; move one .*load its weights first",
+        ),
         (
             {"head": a_head(), "logit_softcap": 0.0},
             ValueError,

@@ -173,7 +173,7 @@ def test_two_ranks_equal_one(tmp_path: Path):
         env={**environment, "PYTHONPATH": str(Path(__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -26,7 +26,7 @@ def of_torch(rows: list[list[int]]) -> Ragged:
 
 
 def in_the_middle(rows: list[list[int]]) -> Ragged:
-    """The same rows, but values lie before and behind them, and offsets start at 2."""
+    """The same rows, but values lie before and behind them in memory."""
     return of_numpy([[77, 88], *rows, [99]])[1:-1]
 
 
@@ -51,6 +51,16 @@ def test_by_hand() -> None:
     assert ragged.lengths.tolist() == [1, 0, 3]
     assert ragged.tolist() == [[7], [], [8, 9, 10]]
     assert repr(ragged) == "Ragged(3 rows, 4 values, int64)"
+
+
+def test_values_that_no_row_holds_are_left_out(ragged: Ragged) -> None:
+    assert np.asarray(ragged.values).tolist() == [1, 2, 3, 4, 5, 6]
+    assert ragged.offsets.tolist() == [0, 3, 3, 4, 6]
+    part = ragged[2:]
+    assert np.asarray(part.values).tolist() == [4, 5, 6]
+    assert part.offsets.tolist() == [0, 1, 3]
+    part.values[0] = 9
+    assert ragged[2].tolist() == [9], "a view"
 
 
 def test_every_way_to_read_gives_the_same_rows(ragged: Ragged) -> None:

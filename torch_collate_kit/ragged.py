@@ -42,7 +42,8 @@ class Ragged:
 
     ``values`` is an ndarray or tensor ``[T, ...]``, which is not copied. ``offsets`` is always a
     NumPy int64 array ``[N + 1]`` in host memory: it holds the shape of the data, and reading a
-    shape must never wait for a device. Treat both as read-only.
+    shape must never wait for a device. Values that no row holds are left out, so offsets begin at
+    0 and end at ``T``, also in a slice. Treat both as read-only.
 
     Rows and row slices are views; :meth:`take`, :meth:`cat` and :meth:`from_rows` copy.
 
@@ -79,18 +80,16 @@ class Ragged:
                 f"offsets must be one-dimensional integers with one entry more than there are "
                 f"rows, got {given.dtype} of shape {given.shape}; for one row pass [0, len(values)]"
             )
-        self.values: Any = values
-        self.offsets = given.astype(np.int64, copy=False)
-        if (
-            self.offsets[0] < 0
-            or self.offsets[-1] > len(values)
-            or (self.offsets[1:] < self.offsets[:-1]).any()
-        ):
+        checked = given.astype(np.int64, copy=False)
+        first, last, size = int(checked[0]), int(checked[-1]), len(values)
+        if first < 0 or last > size or (checked[1:] < checked[:-1]).any():
             raise ValueError(
-                f"offsets must not decrease and must lie within 0..{len(values)} (the values), got "
-                f"{self.offsets[:8].tolist()}{'...' if len(given) > 8 else ''}; they are the "
+                f"offsets must not decrease and must lie within 0..{size} (the values), got "
+                f"{checked[:8].tolist()}{'...' if len(given) > 8 else ''}; they are the "
                 "cumulative lengths with a leading 0"
             )
+        self.values: Any = values if last - first == size else values[first:last]
+        self.offsets = checked - first if first else checked
 
     @classmethod
     def from_rows(cls, rows: Iterable[Any], dtype: Any = None) -> Ragged:
@@ -122,7 +121,7 @@ class Ragged:
         """The rows of all parts, one after the other; values are copied."""
         if not parts:
             raise ValueError("Ragged.cat needs at least one part, got none; pass a Ragged or more")
-        flat = [part.flat_values for part in parts]
+        flat = [part.values for part in parts]
         if len({values.shape[1:] for values in flat}) > 1:  # no entry, no shape
             flat = [values for values in flat if len(values)]
         values = torch.cat(flat) if isinstance(flat[0], Tensor) else np.concatenate(flat)
@@ -135,8 +134,8 @@ class Ragged:
 
     @property
     def flat_values(self) -> Any:
-        """The values of these rows, a view; of a slice only a part of ``values``."""
-        return self.values[self.offsets[0] : self.offsets[-1]]
+        """The values of these rows and of no others, as ``values`` is."""
+        return self.values
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -169,14 +168,14 @@ class Ragged:
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Ragged:
         """The same rows with tensor values on ``device``; offsets stay in host memory."""
-        values = torch.as_tensor(self.flat_values).to(device, non_blocking=non_blocking)
-        return Ragged(values, self.offsets - self.offsets[0])
+        values = torch.as_tensor(self.values).to(device, non_blocking=non_blocking)
+        return Ragged(values, self.offsets)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = self.flat_values  # a slice must not pickle the values of other rows
+        values = self.values  # a slice must not pickle the values of other rows
         if isinstance(values, Tensor) and values.nbytes < values.untyped_storage().nbytes():
             values = values.clone()
-        return Ragged, (values, self.offsets - self.offsets[0])
+        return Ragged, (values, self.offsets)
 
     def tolist(self) -> list[list[Any]]:
         """Every row as a Python list."""
@@ -188,10 +187,10 @@ class Ragged:
             return NotImplemented
         if not np.array_equal(self.lengths, other.lengths):
             return False
-        mine, theirs = torch.as_tensor(self.flat_values), torch.as_tensor(other.flat_values)
+        mine, theirs = torch.as_tensor(self.values), torch.as_tensor(other.values)
         return torch.equal(mine.cpu(), theirs.cpu())
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"Ragged({len(self)} rows, {len(self.flat_values)} values, {self.values.dtype})"
+        return f"Ragged({len(self)} rows, {len(self.values)} values, {self.values.dtype})"

@@ -6,8 +6,9 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +19,12 @@ from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.ragged import Ragged
 
 __all__ = ["assert_exact_resume", "batch_digest"]
+
+_END = object()
+_ROW_FIELDS = ("input_ids", "position_ids", "labels", "loss_mask")
+
+# The digest of each step, and whether it begins an epoch; states as JSON
+_Found: TypeAlias = tuple[list[tuple[str, bool]], list[str]]
 
 
 def batch_digest(batch: Any) -> str:
@@ -130,80 +137,82 @@ def assert_exact_resume(
     >>> len(assert_exact_resume(make, num_steps=7, world_sizes=[4, 2, 3]))
     7
     """
+    stops = range(num_steps) if stops is None else stops
+    run = partial(_run, num_steps=num_steps, max_state_bytes=max_state_bytes)
     if world_sizes is not None:
-        limits = _Limits(num_steps, max_state_bytes, same_rows)
-        return _compare_ranks(make, list(world_sizes), limits, stops)
-    expected = _digests(make, num_steps)
-    states: list[str] = []
+        digest = partial(_digest_of_step, same_rows=same_rows)
 
-    def save(state: dict[str, Any]) -> None:
-        states.append(_as_json(state, after=len(states), max_bytes=max_state_bytes))
+        def run_ranks(world_size: int, done: int = 0, state: str | None = None) -> _Found:
+            return run([make(rank, world_size) for rank in range(world_size)], digest, done, state)
 
-    _compare(_digests(make, num_steps, save=save), expected, "the run that saves at every step")
-    for stop in range(num_steps) if stops is None else stops:
-        found = _digests(make, num_steps - stop, state=json.loads(states[stop]))
+        return _compare_ranks(run_ranks, list(world_sizes), num_steps, stops)
+    expected, _ = run([make()], _digest_of_batch, saves=False)
+    found, states = run([make()], _digest_of_batch)
+    _compare(found, expected, "the run that saves at every step")
+    for stop in stops:
+        found, _ = run([make()], _digest_of_batch, stop, states[stop], saves=False)
         _compare(found, expected[stop:], f"resumed after {stop} of {num_steps} batches", stop)
     return [digest for digest, _ in expected]
 
 
-class _Limits(NamedTuple):
-    num_steps: int
-    max_state_bytes: int
-    same_rows: bool
-
-
 def _compare_ranks(
-    make: Callable[..., Any], world_sizes: list[int], limits: _Limits, stops: Iterable[int] | None
+    run: Callable[..., _Found], world_sizes: list[int], num_steps: int, stops: Iterable[int]
 ) -> list[str]:
     first, *others = world_sizes
-    expected, states = _steps_of_ranks(make, first, limits, 0)
-    for stop in range(limits.num_steps) if stops is None else stops:
+    expected, states = run(first)
+    for stop in stops:
         for world_size in others:
-            back = stop + (limits.num_steps - stop) // 2
-            found, later = _steps_of_ranks(make, world_size, limits, stop, states[stop])
-            run = f"resumed after {stop} of {limits.num_steps} steps, {first} -> {world_size} ranks"
-            _compare(found, expected[stop:], run, stop)
-            found, _ = _steps_of_ranks(make, first, limits, back, later[back - stop])
-            _compare(found, expected[back:], f"{run} -> {first} after {back}", back)
+            back = stop + (num_steps - stop) // 2
+            found, later = run(world_size, stop, states[stop])
+            name = f"resumed after {stop} of {num_steps} steps, {first} -> {world_size} ranks"
+            _compare(found, expected[stop:], name, stop)
+            found, _ = run(first, back, later[back - stop])
+            _compare(found, expected[back:], f"{name} -> {first} after {back}", back)
     return [digest for digest, _ in expected]
 
 
-def _steps_of_ranks(
-    make: Callable[..., Any], world_size: int, limits: _Limits, done: int, state: str | None = None
-) -> tuple[list[tuple[str, bool]], list[str]]:
-    """Digests of the steps after ``done``, whether each begins an epoch, and the states before."""
+def _run(
+    ranks: list[Any],
+    digest: Callable[[list[Any]], str],
+    done: int = 0,
+    state: str | None = None,
+    *,
+    num_steps: int,
+    max_state_bytes: int,
+    saves: bool = True,
+) -> _Found:
+    """The steps after ``done``, and the states before, between and after them if it saves any."""
     found: list[tuple[str, bool]] = []
     states: list[str] = []
+
+    def save(of_each: Iterable[dict[str, Any]]) -> None:
+        after = done + len(found)
+        texts = [_as_json(one, after=after, max_bytes=max_state_bytes) for one in of_each]
+        assert len(set(texts)) == 1, (
+            f"after {after} steps the states of the {len(texts)} ranks differ; a state that every "
+            "rank can load is the same on all of them"
+        )
+        states.append(texts[0])
+
     with ExitStack() as stack:
-        ranks = [make(rank, world_size) for rank in range(world_size)]
         for rank in ranks:
             stack.callback(getattr(rank, "close", lambda: None))
             if state is not None:
                 rank.load_state_dict(json.loads(state))
-
-        def save(of_each: list[dict[str, Any]]) -> None:
-            texts = [
-                _as_json(one, after=done + len(found), max_bytes=limits.max_state_bytes)
-                for one in of_each
-            ]
-            assert len(set(texts)) == 1, (
-                f"after {done + len(found)} steps the states of the {world_size} ranks differ; a "
-                "state that every rank can load is the same on all of them"
-            )
-            states.append(texts[0])
-
-        save([rank.state_dict() for rank in ranks])
+        if saves:
+            save(rank.state_dict() for rank in ranks)
         num_empty = 0
-        while done + len(found) < limits.num_steps and num_empty < 2:
+        while done + len(found) < num_steps and num_empty < 2:
             before, after = len(found), [_state_after(rank) for rank in ranks]
             for parts in _in_step([iter(rank) for rank in ranks]):
-                found.append((_digest_of_step(parts, limits.same_rows), len(found) == before))
-                save([state_after(len(found) - before) for state_after in after])
-                if done + len(found) == limits.num_steps:
+                found.append((digest(parts), len(found) == before))
+                if saves:
+                    save(state_after(len(found) - before) for state_after in after)
+                if done + len(found) == num_steps:
                     break
             num_empty = num_empty + 1 if len(found) == before else 0
-    assert done + len(found) == limits.num_steps, (
-        f"asked for {limits.num_steps} steps, the source has {done + len(found)}"
+    assert done + len(found) == num_steps, (
+        f"asked for {num_steps} batches, the source has {done + len(found)}"
     )
     return found, states
 
@@ -221,23 +230,23 @@ def _in_step(ranks: list[Iterator[Any]]) -> Iterator[list[Any]]:
         yield parts
 
 
-def _digest_of_step(parts: list[Any], same_rows: bool) -> str:
+def _digest_of_batch(parts: list[Any]) -> str:
+    """Of the step of a single rank."""
+    return batch_digest(parts[0])
+
+
+def _digest_of_step(parts: list[Any], *, same_rows: bool) -> str:
     """Of the rows in the order of the ranks, or else of the examples in any."""
     if same_rows and all(isinstance(part, Batch) for part in parts):
-        fields = [name for name in parts[0] if isinstance(parts[0][name], torch.Tensor)]
-        whole = [
-            torch.cat([part[name] for part in parts]) for name in _ROW_FIELDS if name in fields
-        ]
+        first = parts[0]
+        names = [n for n in _ROW_FIELDS if n in first and isinstance(first[n], torch.Tensor)]
+        whole = [torch.cat([part[name] for part in parts]) for name in names]
         return batch_digest([whole, _num_loss_tokens(parts)])
     if same_rows and all(isinstance(part, RankPlan) for part in parts):
         plan = {f.name: getattr(parts[0].plan, f.name) for f in dataclasses.fields(parts[0].plan)}
         return batch_digest([plan, _num_loss_tokens(parts)])
     examples = sorted(example for part in parts for example in _examples_of(part))
     return batch_digest([examples, _num_loss_tokens(parts)])
-
-
-_END = object()
-_ROW_FIELDS = ("input_ids", "position_ids", "labels", "loss_mask")
 
 
 def _examples_of(part: Any) -> list[Any]:
@@ -268,36 +277,6 @@ def _num_loss_tokens(parts: list[Any]) -> int | None:
     told = [getattr(part, "num_loss_tokens", None) for part in parts]
     assert len(set(told)) == 1, f"the ranks say num_loss_tokens={told}"
     return told[0]
-
-
-def _digests(
-    make: Callable[[], Any],
-    num_steps: int,
-    *,
-    state: dict[str, Any] | None = None,
-    save: Callable[[dict[str, Any]], None] | None = None,
-) -> list[tuple[str, bool]]:
-    """The digest of each of the next batches, and whether it is the first of its iter()."""
-    found: list[tuple[str, bool]] = []
-    source = make()
-    with closing(source) if hasattr(source, "close") else nullcontext():
-        if state is not None:
-            source.load_state_dict(state)
-        if save is not None:
-            save(source.state_dict())
-        num_empty = 0
-        while len(found) < num_steps and num_empty < 2:
-            before = len(found)
-            state_after = _state_after(source)
-            for batch in source:
-                found.append((batch_digest(batch), len(found) == before))
-                if save is not None:
-                    save(state_after(len(found) - before))
-                if len(found) == num_steps:
-                    break
-            num_empty = num_empty + 1 if len(found) == before else 0
-    assert len(found) == num_steps, f"asked for {num_steps} batches, the source has {len(found)}"
-    return found
 
 
 def _state_after(source: Any) -> Callable[[int], dict[str, Any]]:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.chat.test_chat import CALL, NO_TAGS, USER, YO, byte_tokenizer, chat, check
 from torch_collate_kit import tokenize_chat
+from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.chat.records import read_record
 from torch_collate_kit.errors import DataError
 
@@ -140,11 +141,11 @@ def test_a_text_under_another_name_is_not_lost(message: dict[str, Any], expected
     """No template would write it, and the rest of the record would be trained as if it were all."""
     record = {"messages": [message, {"role": "assistant", "content": "hello"}]}
     with pytest.raises(DataError, match=re.escape(f"messages[0] {expected}")):
-        read_record(record, None, {}, False)
+        read_record(record, ChatOptions(byte_tokenizer(NO_TAGS)), False)
 
 
 def test_keys_that_are_none_are_absent() -> None:
     """Arrow gives each message the keys of all others."""
     message = {"role": "user", "content": "hi", "contents": None, "tool_call": None}
-    found = read_record({"messages": [message]}, None, {}, True)
+    found = read_record({"messages": [message]}, ChatOptions(byte_tokenizer(NO_TAGS)), True)
     assert found.messages[0]["content"] == "hi"

@@ -16,7 +16,7 @@ from tests.chat.conversations import CONVERSATIONS
 from torch_collate_kit.chat import tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.chat.examples import TextExample
 from torch_collate_kit.chat.options import ChatOptions
-from torch_collate_kit.chat.tokenize import _encode, _Prepared, _tokenized
+from torch_collate_kit.chat.tokenize import _encode, _tokenized
 
 HEADER, END = "<|im_start|>assistant\n", "<|im_end|>"
 CHATML = (
@@ -199,7 +199,7 @@ def test_any_spans_of_any_text(kind: str, text: str, cuts: list[int]) -> None:
         int(any(first < end and start < stop for start, end in spans))
         for first, stop in encoding.offsets
     ]
-    result = _tokenized(_Prepared(TextExample(text, spans), None), tokens, options)
+    result = _tokenized(TextExample(text, spans), tokens, options)
     if any(expected[1:]):
         assert (result["input_ids"], result["loss_mask"]) == (encoding.ids, expected)
     else:

@@ -68,7 +68,7 @@ def num_calls(function: Callable[[], Any]) -> int:
 class Planned(PackedCollator):
     """With the plan made before: what is left is the moving."""
 
-    def plan(self, lengths: Any) -> PackingPlan:
+    def plan(self, lengths: Any, patches: Any = None) -> PackingPlan:
         if len(lengths) not in PLANS:
             PLANS[len(lengths)] = super().plan(lengths)
         return PLANS[len(lengths)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from torch_collate_kit import (
     RolloutCollator,
     StateError,
 )
+from torch_collate_kit.vision import VisionLayout
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int64, torch.bool)
 CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
@@ -35,6 +37,7 @@ CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
     "array": np.array,
     "tensor": torch.tensor,
 }
+DOUBLE = {"array": np.float64, "tensor": torch.float64}
 
 
 def number(draw: Any, dtype: torch.dtype) -> float | int | bool:
@@ -326,6 +329,7 @@ def test_a_missing_one() -> None:
         ({3: PerToken(torch.int8)}, ValueError, "fields names 3, which is no name"),
         ({"loss_mask": PerToken(torch.int8)}, ValueError, "names 'loss_mask', which the collator"),
         ({"input_ids": PerToken(torch.int8)}, ValueError, "'input_ids', which the collator reads"),
+        ({"loss_weights": PerToken(torch.float32)}, ValueError, "'loss_weights', which the coll"),
         (
             {"mine": PerToken(torch.int8, pad=1000)},
             ValueError,
@@ -336,6 +340,25 @@ def test_a_missing_one() -> None:
 def test_wrong_declarations(make: Any, fields: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         make(0, fields=fields)
+
+
+@pytest.mark.parametrize("name", ["mrope_position_ids", "pixel_values", "image_grid_thw"])
+def test_what_a_vision_model_reads_is_not_declared(name: str) -> None:
+    vision = VisionLayout("qwen3_vl", image_token_id=9)
+    fields = {name: PerToken(torch.int64)}
+    for make in (PaddedCollator, RolloutCollator, partial(PackedCollator, max_tokens=8)):
+        make(0, fields=fields)
+        with pytest.raises(ValueError, match=f"fields names '{name}', which the collator"):
+            make(0, fields=fields, vision=vision)
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_float64_stays_what_it_is(container: str) -> None:
+    exact = [0.1, 1 / 3, 1e300]
+    given = exact if container == "list" else CONTAINERS[container](exact, dtype=DOUBLE[container])
+    collate = PaddedCollator(0, fields={"mine": PerToken(torch.float64)})
+    batch = collate([{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "mine": given}])
+    assert batch["mine"].tolist() == [exact]
 
 
 def test_model_inputs_would_lose_them() -> None:

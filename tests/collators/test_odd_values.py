@@ -210,7 +210,8 @@ def test_a_weight_that_is_lost_is_not_counted(collate, name, as_row, tiny):
 
 @collators
 def test_what_float64_keeps_and_float32_does_not_is_refused(collate):
-    for row in ([0, 1e-300, 1], np.array([0, 1e-300, 1])):
+    mask = [0, 1e-300, 1]
+    for row in (mask, np.array(mask), torch.tensor(mask, dtype=torch.float64)):
         message = message_of(collate, [{"input_ids": IDS, "loss_mask": row}])
         assert message.startswith("example 0: loss_mask[1] is 1e-300, which float32 loses")
 
@@ -230,9 +231,10 @@ def test_a_dataset_does_not_count_what_no_collator_takes():
 
 
 def test_a_rollout_has_the_same_least_weight():
-    rollout = {"prompt_ids": [5], "response_ids": [6, 7], "rewards": 1.0, "loss_mask": [1, 1e-40]}
-    message = message_of(RolloutCollator(0), [rollout])
-    assert message.startswith("example 0: loss_mask[1] is 1e-40, which float32 loses")
+    rollout = {"prompt_ids": [5], "response_ids": [6, 7], "rewards": 1.0}
+    for tiny in (1e-40, 1e-300):
+        message = message_of(RolloutCollator(0), [rollout | {"loss_mask": [1, tiny]}])
+        assert message.startswith(f"example 0: loss_mask[1] is {tiny}, which float32 loses")
     batch = RolloutCollator(0)([rollout | {"loss_mask": [1, 1], "rewards": [0, 1e-40]}])
     assert batch.metadata["num_loss_tokens"] == 2  # a reward may be as small as it likes
 
@@ -245,6 +247,13 @@ def test_ids_at_the_ends_of_int32_and_int64_stay_what_they_are(collate, largest)
     for given in (columns, examples):
         ids = collate(given)["input_ids"].flatten().tolist()
         assert sorted(i for i in ids if i) == sorted([1, largest, 3, largest, 5])
+
+
+@collators
+def test_unsigned_labels_beyond_int64_do_not_become_negative(collate):
+    labels = np.array([5, 2**63, 7], dtype=np.uint64)
+    message = message_of(collate, [{"input_ids": IDS, "labels": labels}])
+    assert message.startswith("example 0: labels is 9223372036854775808 at token 1; a label is a")
 
 
 @pytest.mark.parametrize("largest", [2**31 - 1, 2**31, 2**63 - 1])

@@ -12,6 +12,7 @@ import functools
 import importlib
 import json
 import os
+import random
 import runpy
 import signal
 import socket
@@ -26,7 +27,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-DEADLINE = 150  # seconds for a run; then its ranks are killed, and the code says so
+DEADLINE = 900  # seconds for a run; then its ranks are killed, and the code says so
 
 
 def parse_launch(config: Path) -> argparse.Namespace:
@@ -52,9 +53,12 @@ def fsdp2() -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One that the system gives to nobody by itself: a rank takes seconds to take it."""
+    while True:
+        port = random.SystemRandom().randint(10_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def become_rank(request: dict[str, Any], rank: int, port: int) -> None:
@@ -167,7 +171,7 @@ class RankServer:
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=600)
 
 
 def said(folder: Path, rank: int) -> str:

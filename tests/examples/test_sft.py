@@ -160,7 +160,7 @@ def test_killed_at_any_step_and_resumed(run: Run, tmp_path: Path) -> None:
     arguments = f"{options} --checkpoint-every 1 --num-workers 1 --output-dir {folder}"
     command = [sys.executable, str(EXAMPLES / "sft.py"), *arguments.split()]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 600
     while not metrics.exists() or metrics.read_text().count("\n") < step:
         assert process.poll() is None, f"the run ended before step {step}"
         assert time.monotonic() < deadline, f"no step {step}"

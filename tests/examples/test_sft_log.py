@@ -131,7 +131,7 @@ def test_two_ranks_write_one_log(base: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     again = [*command, "--resume", "auto"]
     done, finished = (
-        subprocess.run(c, env=environment, capture_output=True, text=True, timeout=300)
+        subprocess.run(c, env=environment, capture_output=True, text=True, timeout=600)
         for c in (command, again)
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-GUARD_SECONDS = 60
+GUARD_SECONDS = 300  # the longest test takes ten, and a busy machine has few of them
 
 
 @contextmanager
@@ -31,6 +33,28 @@ def interrupt_main_thread() -> None:
     ident = threading.main_thread().ident
     assert ident is not None
     signal.pthread_kill(ident, signal.SIGINT)
+
+
+def once_main_thread_waits(action: Callable[[], object]) -> threading.Thread:
+    """A thread that does ``action`` when the main thread waits for something of another one."""
+
+    def watch() -> None:
+        while not _main_thread_waits():
+            time.sleep(0.001)
+        action()
+
+    thread = threading.Thread(target=watch, daemon=True)  # for ever, if it never waits
+    thread.start()
+    return thread
+
+
+def _main_thread_waits() -> bool:
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    if frame is None or frame.f_code is not threading.Condition.wait.__code__:
+        return False
+    while frame is not None and frame.f_code is not threading.Thread.start.__code__:
+        frame = frame.f_back
+    return frame is None  # else it only waits until a thread has started
 
 
 def our_threads() -> list[threading.Thread]:

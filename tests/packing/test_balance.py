@@ -9,10 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.oracle_packing import next_fit, one_by_one
-from torch_collate_kit.packing.balance import Weights, level, split_evenly
+from torch_collate_kit.packing.balance import level
+from torch_collate_kit.packing.fit_decreasing import best_fit_decreasing
+from torch_collate_kit.packing.in_order import split_evenly
 from torch_collate_kit.packing.ranks import over_ranks
-from torch_collate_kit.packing.strategies import Rows, best_fit_decreasing
-from torch_collate_kit.packing.two_budgets import Limits
+from torch_collate_kit.packing.rows import Limits, Rows, Sizes
+
+
+def of_text(tokens: np.ndarray) -> Sizes:
+    return Sizes(tokens, np.zeros_like(tokens))
 
 
 def bins_of(rows: Rows, sizes: np.ndarray) -> list[list[int]]:
@@ -23,12 +28,9 @@ def levelled(sizes: list[int], capacity: int, num_rows: int, **options: Any) -> 
     array = np.array(sizes)
     most_pieces = options.pop("max_pieces", None)
     rows = best_fit_decreasing(array, capacity, most_pieces)
-    weights = Weights.of_text(options.pop("weights", array))
-    most = options.pop("most", 1000)
-    limits = Limits(capacity, 0, most_pieces)
-    result = level(
-        rows, Weights.of_text(array), num_rows, limits=limits, weights=weights, most=most
-    )
+    sizes, limits = of_text(array), Limits(capacity, 0, most_pieces)
+    options = {"most": 1000, **options}
+    result = level(rows, sizes, num_rows, limits=limits, image_weights=sizes.patches, **options)
     return bins_of(result, array)
 
 
@@ -71,13 +73,19 @@ def test_level_touches_no_more_rows_than_told() -> None:
     assert sorted(map(sum, after)) == [5, 5, 10, 10, 10, 10, 10]
 
 
-def test_level_weighs_by_cost_and_falls_back_to_tokens() -> None:
-    # one piece of 8 costs as much as four of 4 (n * n): the 8 stays alone, the capacity allows it
-    sizes = [8, 4, 4, 4, 4]
-    squares = np.array(sizes) ** 2
-    assert levelled(sizes, 16, 2, weights=squares) == [[8], [4, 4, 4, 4]]
-    # capacity 14 does not: least tokens instead, 12 and 12
-    assert levelled(sizes, 14, 2, weights=squares) == [[8, 4], [4, 4, 4]]
+def test_level_weighs_images_by_cost_and_falls_back_to_patches() -> None:
+    # one image of 8 costs as much as four of 4 (n * n): the 8 stays alone, the capacity allows it
+    patches = np.array([8, 4, 4, 4, 4])
+    sizes, rows = Sizes(np.ones(5, dtype=np.int64), patches), Rows(np.arange(5), np.array([0, 5]))
+
+    def dealt(capacity: int) -> list[list[int]]:
+        limits = Limits(9, capacity)
+        result = level(rows, sizes, 2, limits=limits, image_weights=patches**2, most=1)
+        return bins_of(result, patches)
+
+    assert dealt(24) == [[8], [4, 4, 4, 4]]
+    # a row of 14 patches does not: least patches instead, 12 and 12
+    assert dealt(14) == [[8, 4], [4, 4, 4]]
 
 
 @given(
@@ -95,10 +103,10 @@ def test_level_is_a_partition_within_the_limits(
     num_rows = len(before.offsets) - 1 + added
     after = level(
         before,
-        Weights.of_text(array),
+        of_text(array),
         num_rows,
         limits=Limits(capacity, 0, max_pieces),
-        weights=Weights.of_text(array * array),
+        image_weights=np.zeros_like(array),
         most=most,
     )
     assert sorted(after.order.tolist()) == list(range(len(sizes)))
@@ -111,15 +119,19 @@ def test_level_is_a_partition_within_the_limits(
 
 def test_split_evenly_written_out() -> None:
     sizes = np.array([4, 4, 4, 4, 4, 4])
-    assert bins_of(split_evenly(sizes, 3, 20, None), sizes) == [[4, 4], [4, 4], [4, 4]]
+    assert bins_of(split_evenly(of_text(sizes), 3, Limits(20, 0)), sizes) == [
+        [4, 4],
+        [4, 4],
+        [4, 4],
+    ]
     sizes = np.array([9, 1, 1, 1, 1, 1])
-    assert bins_of(split_evenly(sizes, 2, 10, None), sizes) == [[9], [1, 1, 1, 1, 1]]
+    assert bins_of(split_evenly(of_text(sizes), 2, Limits(10, 0)), sizes) == [[9], [1, 1, 1, 1, 1]]
     sizes = np.array([2, 2, 2, 9, 1])  # half of 16 tokens is in the 9, which needs its own row
-    assert bins_of(split_evenly(sizes, 2, 10, None), sizes) == [[2, 2, 2], [9, 1]]
+    assert bins_of(split_evenly(of_text(sizes), 2, Limits(10, 0)), sizes) == [[2, 2, 2], [9, 1]]
     sizes = np.array([1, 1, 1, 1, 4])  # half of the tokens, but at most three pieces a row
-    assert bins_of(split_evenly(sizes, 2, 10, 3), sizes) == [[1, 1, 1], [1, 4]]
+    assert bins_of(split_evenly(of_text(sizes), 2, Limits(10, 0, 3)), sizes) == [[1, 1, 1], [1, 4]]
     sizes = np.array([3, 3])
-    assert bins_of(split_evenly(sizes, 4, 10, None), sizes) == [[3], [3], [], []]
+    assert bins_of(split_evenly(of_text(sizes), 4, Limits(10, 0)), sizes) == [[3], [3], [], []]
 
 
 @given(
@@ -132,7 +144,7 @@ def test_split_evenly_keeps_the_order_and_the_limits(
     sizes: list[int], added: int, max_pieces: int | None, capacity: int
 ) -> None:
     num_rows = len(next_fit(sizes, capacity, max_pieces)) + added
-    rows = split_evenly(np.array(sizes), num_rows, capacity, max_pieces)
+    rows = split_evenly(of_text(np.array(sizes)), num_rows, Limits(capacity, 0, max_pieces))
     bins = bins_of(rows, np.array(sizes))
     assert list(chain.from_iterable(bins)) == sizes
     assert len(bins) == num_rows

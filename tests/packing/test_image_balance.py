@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from tests.packing.test_two_budgets import assert_lawful, members, problems
 from torch_collate_kit.packing import ranks
-from torch_collate_kit.packing.balance import Weights, level
+from torch_collate_kit.packing.balance import level
+from torch_collate_kit.packing.fit_decreasing import best_fit_decreasing
 from torch_collate_kit.packing.ranks import over_ranks
-from torch_collate_kit.packing.strategies import Rows, best_fit_decreasing
-from torch_collate_kit.packing.two_budgets import Limits, fill_two_budgets
+from torch_collate_kit.packing.rows import Limits, Rows, Sizes
+from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
 
 @given(problems(), st.integers(0, 8), st.integers(1, 12))
@@ -25,11 +26,11 @@ def test_level_always_makes_the_rows_within_the_limits(
     tokens, patches, limits = problem
     if not patches.any():
         return
-    before = fill_two_budgets(best_fit_decreasing, tokens, patches, limits)
+    before = fill_two_budgets(best_fit_decreasing, Sizes(tokens, patches), limits)
     num_rows = len(before.offsets) - 1 + added
-    sizes = Weights(tokens, patches)
-    weights = Weights(tokens * (50 + tokens), patches * (9 + patches))
-    after = level(before, sizes, num_rows, limits=limits, weights=weights, most=most)
+    sizes = Sizes(tokens, patches)
+    costs = patches * (9 + patches)
+    after = level(before, sizes, num_rows, limits=limits, image_weights=costs, most=most)
     filled = [row for row in members(after) if row]
     assert len(after.offsets) - 1 == num_rows
     assert len(filled) == min(num_rows, len(tokens))
@@ -41,28 +42,27 @@ def test_level_deals_images_then_texts() -> None:
     # images of cost 9, 5, 4 to rows of their own; texts of 6, 3 and 2 to rows of 1, 4 and 2 tokens
     tokens, patches = np.array([1, 4, 2, 6, 3, 2]), np.array([9, 5, 4, 0, 0, 0])
     rows = Rows(np.arange(6), np.array([0, 1, 5, 6]))
-    sizes = Weights(tokens, patches)
-    after = level(rows, sizes, 3, limits=Limits(20, 20), weights=sizes, most=3)
+    sizes = Sizes(tokens, patches)
+    after = level(rows, sizes, 3, limits=Limits(20, 20), image_weights=sizes.patches, most=3)
     assert sorted(map(sorted, members(after))) == [[0, 3], [1, 5], [2, 4]]
     # two rows: 9 | 5 4 by patches, where tokens would make it 9 4 | 5
-    sizes = Weights(tokens[:3], patches[:3])
+    sizes = Sizes(tokens[:3], patches[:3])
     rows = Rows(np.arange(3), np.array([0, 3]))
-    after = level(rows, sizes, 2, limits=Limits(20, 20), weights=sizes, most=1)
+    after = level(rows, sizes, 2, limits=Limits(20, 20), image_weights=sizes.patches, most=1)
     assert sorted(map(sorted, members(after))) == [[0], [1, 2]]
 
 
 def test_level_splits_a_row_where_no_deal_fits() -> None:
     # beside the image 9 of 10 tokens are used; without one only 7 of 10 may be
     tokens, patches = np.array([1, 5, 4]), np.array([3, 0, 0])
-    limits, sizes = Limits(10, 3, None, 3), Weights(tokens, patches)
+    limits, sizes = Limits(10, 3, None, 3), Sizes(tokens, patches)
     rows = Rows(np.arange(3), np.array([0, 3]))
-    far = Weights(np.array([100, 1, 1]), patches)  # both texts would go to the row without image
-    after = level(rows, sizes, 2, limits=limits, weights=far, most=1)
+    after = level(rows, sizes, 2, limits=limits, image_weights=patches, most=0)
     assert_lawful(after, tokens, patches, limits)
     assert len(members(after)) == 2
-    full = Weights(np.array([5, 5, 5, 5]), np.array([5, 5, 0, 0]))
+    full = Sizes(np.array([5, 5, 5, 5]), np.array([5, 5, 0, 0]))
     rows = Rows(np.arange(4), np.array([0, 2, 4]))
-    after = level(rows, full, 3, limits=Limits(10, 10, 2), weights=full, most=0)
+    after = level(rows, full, 3, limits=Limits(10, 10, 2), image_weights=full.patches, most=0)
     assert_lawful(after, full.tokens, full.patches, Limits(10, 10, 2))
     assert len(members(after)) == 3
 

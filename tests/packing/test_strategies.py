@@ -8,17 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.oracle_packing import fewest_rows, next_fit, one_by_one
-from torch_collate_kit.packing.strategies import (
-    Rows,
-    best_fit_decreasing,
-    first_fit_decreasing,
-    sequential,
-    stable_argsort,
-)
+from torch_collate_kit.packing.fit_decreasing import best_fit_decreasing, first_fit_decreasing
+from torch_collate_kit.packing.in_order import sequential
+from torch_collate_kit.packing.rows import Limits, Rows, Sizes, stable_argsort
 
 
 def bins_of(rows: Rows, sizes: np.ndarray) -> list[list[int]]:
     return [sizes[rows.order[a:b]].tolist() for a, b in pairwise(rows.offsets.tolist())]
+
+
+def next_fit_of(sizes: np.ndarray, capacity: int, most: int | None = None) -> list[list[int]]:
+    rows = sequential(Sizes(sizes, np.zeros_like(sizes)), Limits(capacity, 0, most))
+    return bins_of(rows, sizes)
 
 
 def fill_of(bins: list[list[int]], *, pieces: bool) -> list[tuple[int, int]]:
@@ -40,7 +41,7 @@ def test_examples_written_out() -> None:
     # 7 | 6 | 5 | 4 to the fuller 6 | 3 to the 7 | 3 to the 5 | 2 to the 5 + 3
     assert bins_of(best_fit_decreasing(sizes, 10, None), sizes) == [[7, 3], [6, 4], [5, 3, 2]]
     assert bins_of(first_fit_decreasing(sizes, 10, None), sizes) == [[7, 3], [6, 4], [5, 3, 2]]
-    assert bins_of(sequential(sizes, 10, None), sizes) == [[6, 4], [7, 3], [3, 5, 2]]
+    assert next_fit_of(sizes, 10) == [[6, 4], [7, 3], [3, 5, 2]]
 
 
 def test_best_fit_and_first_fit_differ_where_they_should() -> None:
@@ -75,7 +76,7 @@ def test_the_limit_on_pieces_closes_a_row() -> None:
     sizes = np.array([3, 3, 3, 1, 1, 1])
     for pack_rows in (best_fit_decreasing, first_fit_decreasing):
         assert sorted(bins_of(pack_rows(sizes, 9, 2), sizes)) == [[1, 1], [3, 1], [3, 3]]
-    assert bins_of(sequential(sizes, 9, 2), sizes) == [[3, 3], [3, 1], [1, 1]]
+    assert next_fit_of(sizes, 9, 2) == [[3, 3], [3, 1], [1, 1]]
 
 
 @given(problems())
@@ -108,7 +109,7 @@ def test_first_fit_is_exactly_the_one_by_one_first_fit(
 def test_sequential_is_exactly_next_fit(problem: tuple[np.ndarray, int, int | None]) -> None:
     sizes, capacity, most = problem
     expected = next_fit(sizes.tolist(), capacity, most)
-    assert bins_of(sequential(sizes, capacity, most), sizes) == expected
+    assert next_fit_of(sizes, capacity, most) == expected
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=10), st.integers(12, 24))
@@ -123,7 +124,7 @@ def test_at_most_eleven_ninths_of_the_fewest_rows(sizes: list[int], capacity: in
 def test_never_worse_than_next_fit_is_not_a_law() -> None:
     """Decreasing order can lose to the order given: 4 rows against 3."""
     sizes = np.array([2, 4, 7, 5, 4, 4, 12])
-    assert len(bins_of(sequential(sizes, 13, None), sizes)) == 3
+    assert len(next_fit_of(sizes, 13)) == 3
     assert fewest_rows(sizes.tolist(), 13) == 3
     for pack_rows in (best_fit_decreasing, first_fit_decreasing):
         assert len(bins_of(pack_rows(sizes, 13, None), sizes)) == 4

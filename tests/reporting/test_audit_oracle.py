@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from tests.reporting.audit_words import BOS, EOS, PAD, word_tokenizer
 from tests.strategies import FUZZ
 from torch_collate_kit import audit
-from torch_collate_kit.reading.trained_runs import TrainedRuns
+from torch_collate_kit.reading.targets import count_trained
 from torch_collate_kit.reporting.audit import repeat_checks
 from torch_collate_kit.reporting.audit.repeat_checks import same_spans
 
@@ -181,12 +181,14 @@ def test_spans_whose_hashes_agree_are_compared(spans: list[list[int]]) -> None:
 
 @given(st.lists(st.lists(st.booleans(), max_size=6), max_size=8), st.booleans())
 @settings(FUZZ)
-def test_runs_count_as_a_loop_does(pieces: list[list[bool]], as_weights: bool) -> None:
+def test_runs_count_as_a_loop_does(pieces: list[list[bool]], are_masked: bool) -> None:
+    """As of responses, which may begin with a trained token, and of examples, which may not."""
+    if are_masked:
+        pieces = [[False, *piece] for piece in pieces]
     flat = np.array([kept for piece in pieces for kept in piece], dtype=bool)
-    given_ = flat * np.float32(0.5) if as_weights else flat
-    runs = TrainedRuns(given_, np.array([len(piece) for piece in pieces], dtype=np.int64))
-    assert runs.counts.tolist() == [sum(piece) for piece in pieces]
-    begins = [i for i, kept in enumerate(flat) if kept and (i == 0 or not flat[i - 1])]
-    starts = [sum(map(len, pieces[:i])) for i in range(len(pieces))]
-    first = [next((b for b in begins if b >= start), len(flat)) for start in starts]
-    assert runs.first.tolist() == first
+    lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
+    counts, until_end = count_trained(flat, lengths)
+    assert counts.tolist() == [sum(piece) for piece in pieces]
+    if are_masked:
+        expected = [len(p) - p.index(True) if any(p) else 0 for p in pieces]
+        assert until_end.tolist() == expected

@@ -34,6 +34,32 @@ def tokenized(name: str, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+def test_thinking_before_an_answer_is_healthy(name: str) -> None:
+    """After its thinking the model of gpt-oss and Muse writes the header of an answer itself."""
+    tokenizer = tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos)
+    records = [record(i, FAMILY_OF[name]) for i in range(8)]
+    for i, one in enumerate(records):
+        one["messages"][1]["reasoning_content"] = f"I add {i} and {i + 1}."
+    try:
+        tokenize_chat(records[0], tokenizer)
+    except DataError:
+        return  # the template drops thinking
+    report = audit(records, tokenizer)
+    true = {"eos_never_trained"} if name in END_IN_THE_NEXT_TURN else set()
+    assert {f.name for f in report.findings if f.severity != "note"} <= true, report
+
+
+def test_a_text_about_empty_thinking_is_none() -> None:
+    tokenizer = tokenizer_for(TEMPLATES["qwen2_5"], FAMILY_OF["qwen2_5"].eos)
+    for tags in ("<think></think>", "<think>\n\n</think>", "<reasoning>\n</reasoning>"):
+        records = [record(i, FAMILY_OF["qwen2_5"]) for i in range(8)]
+        records[3]["messages"][1]["content"] = f"It is 7. Write {tags} for no thought.\n\n{tags}"
+        assert not audit(records, tokenizer).findings
+        records[3]["messages"][1]["content"] = f"{tags}\n\nIt is 7."
+        assert audit(records, tokenizer).names == ["empty_thinking_trained"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_what_tokenize_chat_writes_is_healthy(name: str) -> None:
     tokenizer = tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos)
     examples = tokenized(name, tokenizer)

@@ -317,7 +317,7 @@ TOKENS = r"needs one time axis, but row 0 is not the last step .*merge_steps, or
             DataError,
             "row 1: the value at column 1 is nan; values of response tokens must be finite",
         ),
-        ({"is_last_step": [True]}, ValueError, r"is_last_step has shape \[1\] for 2 rows"),
+        ({"is_last_step": [True]}, ValueError, "is_last_step has 1 entries for 2 rows"),
         ({"is_last_step": [1, 0.5]}, DataError, "row 1: is_last_step is 0.5; it must be True or F"),
         ({"is_last_step": [2, 1]}, DataError, "row 0: is_last_step is 2; it must be True or False"),
         ({"is_last_step": "10"}, TypeError, "is_last_step must be one bool per row, got '10' of"),

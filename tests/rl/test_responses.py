@@ -59,10 +59,15 @@ def test_against_the_oracle(lengths: list[int], extra: int, more: int) -> None:
 @pytest.mark.parametrize(
     ("values", "mask", "error", "message"),
     [
-        ([[1.0]], MASK, TypeError, "values must be a tensor, got list"),
-        (torch.zeros(3, 3), MASK.numpy(), TypeError, "response_mask must be a tensor, got ndarray"),
-        (torch.zeros(3), MASK, ValueError, r"values must be two-dimensional, .* got shape \[3\]"),
-        (torch.zeros(3, 3), MASK[0], ValueError, r"response_mask must be two-dimensional"),
+        ([[1.0]], MASK, TypeError, r"values must be a tensor \[B, A\], got list"),
+        (
+            torch.zeros(3, 3),
+            MASK.numpy(),
+            TypeError,
+            "response_mask must be a tensor .* got ndarray",
+        ),
+        (torch.zeros(3), MASK, ValueError, r"values must be \[B, A\], one value per .* got \[3\]"),
+        (torch.zeros(3, 3), MASK[0], ValueError, r"response_mask must be \[B, A\]"),
         (torch.zeros(2, 3), MASK, ValueError, "values has 2 rows, response_mask has 3"),
         (
             torch.zeros(3, 2),
@@ -248,5 +253,32 @@ def test_errors_of_a_batch() -> None:
     dense = Batch(dict(batch.items()), row_metadata=batch.row_metadata)
     with pytest.raises(ValueError, match=r"built from dense tensors, .*pass its response_mask"):
         response_values(torch.zeros(len(batch), a), dense)
-    with pytest.raises(TypeError, match="response_mask must be a tensor, got list"):
+    with pytest.raises(TypeError, match=r"response_mask must be a tensor .* got list"):
         from_response_values([[1.0]], [[1]])
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "message"),
+    [
+        ([1, 2, 70_000], torch.int16, r"example 1: values\[1\] is 70000.0, which torch.int16"),
+        ([1.0, 2.0, 1.5], torch.int64, r"example 1: values\[1\] is 1.5, which torch.int64 does"),
+        ([1.0, 2.0, 1e39], torch.float32, r"values\[1\] is 1e\+39, which torch.float32 does not"),
+        ([1.0, 0.5, 1.0], torch.bool, r"example 1: values\[0\] is 0.5, which torch.bool does not"),
+    ],
+)
+def test_a_value_that_the_dtype_does_not_hold_is_refused(
+    values: list[float], dtype: torch.dtype, message: str
+) -> None:
+    mask = torch.tensor([[0, 1], [1, 1]])
+    with pytest.raises(DataError, match=message):
+        from_response_values([values[:1], values[1:]], mask, dtype=dtype)
+
+
+def test_whole_numbers_may_be_floats_and_integers_of_arrays_keep_every_bit() -> None:
+    mask, large = torch.tensor([[0, 1], [1, 1]]), 2**53 + 1  # no float64
+    for values in ([[1], [2, -3]], [[1.0], [2.0, -3.0]]):
+        found = from_response_values(values, mask, dtype=torch.int64)
+        assert found.tolist() == [[0, 1], [2, -3]]
+    arrays = [np.array([1]), np.array([large, -large])]
+    found = from_response_values(arrays, mask, dtype=torch.int64)
+    assert found.tolist() == [[0, 1], [large, -large]]

@@ -28,8 +28,9 @@ def staged(images: list[bool], lengths: list[int], dp_size: int = 2) -> Any:
 
 
 def test_a_rank_without_images_beside_one_with_images_is_named() -> None:
-    with pytest.warns(UserWarning, match=r"ranks \[1\] have no image in a mini-batch"):
+    with pytest.warns(UserWarning, match=r"ranks \[1\] have no image in a mini-batch") as found:
         staged([True, True, False, False], [1, 1, 1, 1])
+    assert [warning.filename for warning in found] == [__file__], "the line that staged"
 
 
 def test_micro_batches_that_differ_are_named_on_every_rank() -> None:
@@ -37,8 +38,10 @@ def test_micro_batches_that_differ_are_named_on_every_rank() -> None:
         warnings.simplefilter("error")
         parts = staged([True, False, True, False], [8, 1, 1, 8])
     for part in parts:
-        with pytest.warns(UserWarning, match=r"ranks \[1\] have no image in a micro-batch 0"):
+        message = r"ranks \[1\] have no image in a micro-batch 0"
+        with pytest.warns(UserWarning, match=message) as found:
             micro_batches(part, max_tokens=10)
+        assert {warning.filename for warning in found} == {__file__}, "the line that cut"
 
 
 @pytest.mark.parametrize("images", [[True] * 4, [False] * 4, [True, False, True, False]])

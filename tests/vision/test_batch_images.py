@@ -213,14 +213,14 @@ def test_where_an_example_is_cut(family: str, seed: int) -> None:
             assert columns.images.cut_before(i, limit) == expected
             stop = expected
             pieces = Pieces(*(np.array([n]) for n in (i, 0, stop)), np.array([0, 1]))
-            kept = columns.images.kept(pieces, columns.lengths).tolist()
+            kept = columns.images.kept(pieces).tolist()
             placeholders = example.ids[:stop].count(TOKEN)
             number = kept[0]
             assert sum(image["tokens"] for image in example.images[:number]) == placeholders
             if expected < limit:
                 pieces = Pieces(*(np.array([n]) for n in (i, 0, limit)), np.array([0, 1]))
                 with pytest.raises(DataError, match=f"example {i}: .* tokens 0 to {limit}, cuts"):
-                    columns.images.kept(pieces, columns.lengths)
+                    columns.images.kept(pieces)
 
 
 def test_an_example_with_images_is_not_split() -> None:

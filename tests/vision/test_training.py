@@ -85,7 +85,7 @@ def test_a_rank_without_an_image_trains_on_with_the_others(tmp_path: Path) -> No
         env={**environment, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

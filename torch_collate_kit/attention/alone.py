@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_collate_kit.attention.forward import distance, logits_of, lowest_precision, shape_of
-from torch_collate_kit.attention.row_images import RowImages
-from torch_collate_kit.attention.row_segments import RowSegments
+from torch_collate_kit.attention.forward import (
+    distance,
+    is_2d,
+    logits_of,
+    lowest_precision,
+    shape_of,
+)
+from torch_collate_kit.attention.packed_inputs import PackedInputs
+from torch_collate_kit.attention.row_images import is_image
 from torch_collate_kit.errors import IsolationError
 
 __all__ = ["check_alone"]
@@ -23,24 +29,19 @@ _OF_ROWS = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", 
 
 @torch.no_grad()
 def check_alone(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    segments: RowSegments,
-    images: RowImages | None,
-    packed: Tensor,
-    tolerance: float | None,
+    model: nn.Module, packed: PackedInputs, logits: Tensor, tolerance: float | None
 ) -> None:
     """Raise if the logits of a segment are not those of its tokens and images alone.
 
-    ``packed`` are the logits of ``inputs``, [R, W, V]. Every segment takes one forward pass.
+    ``logits`` [R, W, V] are those of the packed inputs. Every segment takes one forward pass.
     """
-    allowed = _default_tolerance(model, packed) if tolerance is None else tolerance
+    segments = packed.segments
+    allowed = _default_tolerance(model, logits) if tolerance is None else tolerance
     differences: dict[int, float] = {}
     for segment in range(len(segments.rows)):
-        alone = logits_of(model, _inputs_alone(inputs, segments, images, segment))[0]
-        finite = alone.abs().nan_to_num(posinf=0)
-        largest = float(finite.max())
-        found = float(distance(alone, packed[segments.ids_RW == segment]).max())
+        alone = logits_of(model, _inputs_alone(packed, segment))[0]
+        largest = float(alone.abs().nan_to_num(posinf=0).max())
+        found = float(distance(alone, logits[segments.ids_RW == segment]).max())
         if not found <= allowed * largest:  # NaN, too
             differences[segment] = found / largest if largest else found
     if differences:
@@ -49,7 +50,7 @@ def check_alone(
             f"{segments.name(worst)} is not what it is alone, though the others do not leak into "
             f"it: its logits differ by {differences[worst]:.3g} of the largest, and {allowed:.1g} "
             f"is allowed; {len(differences)} of {len(segments.rows)} segments differ. Likely "
-            f"reason: {_likely_reason(inputs, segments, images, worst)}"
+            f"reason: {_likely_reason(packed, worst)}"
         )
 
 
@@ -60,13 +61,12 @@ def _default_tolerance(model: nn.Module, logits: Tensor) -> float:
     return _TOLERANCE[precision]
 
 
-def _inputs_alone(
-    inputs: Mapping[str, Any], segments: RowSegments, images: RowImages | None, segment: int
-) -> dict[str, Any]:
+def _inputs_alone(packed: PackedInputs, segment: int) -> dict[str, Any]:
     """The inputs of one segment as a batch of one, without what describes rows.
 
     Positions and token types are those of the example, not cut out of the row.
     """
+    inputs, segments, images = packed
     where_RW, ids_RW = segments.ids_RW == segment, inputs["input_ids"]
     alone: dict[str, Any] = {}
     for name, value in inputs.items():
@@ -84,8 +84,7 @@ def _inputs_alone(
     given = _positions_of(inputs, where_RW)
     if given.shape == alone["position_ids"].shape and len(given) == 4 and of_segment:
         # pads that align a segment go on counting in all four
-        is_image = images.is_image(ids_T).int()
-        is_after = is_image.flip(0).cumsum(0).flip(0) == 0
+        is_after = is_image(ids_T, images.layout).int().flip(0).cumsum(0).flip(0) == 0
         is_pad = is_after & (given == given[:1]).all(0)
         alone["position_ids"] = torch.where(is_pad, given, alone["position_ids"])
     return alone
@@ -101,13 +100,11 @@ def _positions_of(inputs: Mapping[str, Any], where_RW: Tensor) -> Tensor:
     return positions.expand(where_RW.shape)[where_RW][None]
 
 
-def _likely_reason(
-    inputs: Mapping[str, Any], segments: RowSegments, images: RowImages | None, segment: int
-) -> str:
+def _likely_reason(packed: PackedInputs, segment: int) -> str:
+    inputs, segments, images = packed
     where_RW, mask = segments.ids_RW == segment, inputs.get("attention_mask")
-    alone = _inputs_alone(inputs, segments, images, segment)
+    alone = _inputs_alone(packed, segment)
     given, own = _positions_of(inputs, where_RW), alone.get("position_ids", torch.empty(0))
-    family = None if images is None else images.layout.family
     if given.numel() and given.shape != own.shape:
         return (
             f"position_ids are {list(inputs['position_ids'].shape)}, and a row of this model with "
@@ -118,7 +115,7 @@ def _likely_reason(
             "its position_ids are not those that it has alone; pass what Batch.model_inputs() "
             "returns"
         )
-    types = "" if family is None else family.token_types
+    types = "" if images is None else images.layout.family.token_types
     if types and types not in inputs:
         return f"{types} is not passed; pass what Batch.model_inputs() returns"
     if types and mask is None:
@@ -127,7 +124,7 @@ def _likely_reason(
             'them; pass Batch.model_inputs("sdpa", mask="block", '
             "sliding_window=model.config.text_config.sliding_window)"
         )
-    if mask is not None and getattr(mask, "ndim", 4) != 2:
+    if mask is not None and not is_2d(mask):
         return f"the attention_mask {shape_of(mask)} lets tokens see too much or too little"
     return (
         "a part of the model depends on where in the row an example lies, or on how long the "

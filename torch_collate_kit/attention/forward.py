@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torch_collate_kit.errors import IsolationError
 
-__all__ = ["distance", "logits_of", "lowest_precision", "shape_of"]
+__all__ = ["distance", "is_2d", "logits_of", "lowest_precision", "shape_of"]
 
 _BY_PRECISION = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -26,7 +26,7 @@ def logits_of(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
             output = model(**inputs)
         except Exception as error:
             mask = inputs.get("attention_mask")
-            if mask is None or getattr(mask, "ndim", 4) == 2:
+            if mask is None or is_2d(mask):
                 raise
             hint = "2-D masks only, use PaddedCollator, since nothing separates packed rows then"
             if isinstance(mask, Mapping):
@@ -68,6 +68,10 @@ def lowest_precision(model: nn.Module, logits: Tensor) -> torch.dtype:
     if not dtypes <= set(_BY_PRECISION):  # 8 bits and less
         return torch.bfloat16
     return next(dtype for dtype in _BY_PRECISION if dtype in dtypes)
+
+
+def is_2d(mask: Any) -> bool:
+    return isinstance(mask, Tensor) and mask.ndim == 2
 
 
 def shape_of(mask: Any) -> str:

@@ -10,19 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from torch_collate_kit.attention.alone import check_alone
-from torch_collate_kit.attention.forward import distance, logits_of, lowest_precision, shape_of
+from torch_collate_kit.attention.forward import (
+    distance,
+    is_2d,
+    logits_of,
+    lowest_precision,
+    shape_of,
+)
 from torch_collate_kit.attention.models import (
     attention_name,
-    refuse_packed_images,
-    refuse_recurrent_layers,
     sliding_window,
     uses_mrope,
     vocabulary,
 )
-from torch_collate_kit.attention.row_images import RowImages
+from torch_collate_kit.attention.packed_inputs import PackedInputs, read_inputs
 from torch_collate_kit.attention.row_segments import RowSegments, find_segments
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.model_inputs import block_mask, needs_image_blocks
+from torch_collate_kit.batch.model_inputs import block_mask
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.vision import VisionLayout
 
@@ -92,65 +96,17 @@ def check_isolation(
             "check_isolation takes a model and a Batch or model inputs, got "
             f"{type(model).__name__} and {type(batch).__name__}"
         )
-    inputs, vision = _model_inputs(model, batch, vision)
-    segments = find_segments(inputs)
-    if len(segments.rows) < 2:
-        raise ValueError(
-            f"the batch has {len(segments.rows)} segment(s), so nothing can leak; "
-            "pass a batch with at least two packed examples"
-        )
-    if len(segments.rows) > len(set(segments.rows)):
-        refuse_recurrent_layers(model, inputs)
-        refuse_packed_images(model, inputs, vision)
-    images = _images(inputs, vision, segments)
-    _refuse_lost_window(model, inputs, segments)
+    packed = read_inputs(model, batch, vision)
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        logits = _check_mode(model, inputs, segments, images, tolerance)
-        check_alone(model, inputs, segments, images, logits, tolerance)
+        logits = _check_mode(model, packed, tolerance)
+        check_alone(model, packed, logits, tolerance)
     finally:
         for module, was_training in modes:
             module.training = was_training
     if model.training:
-        _check_mode(model, inputs, segments, images, tolerance)
-
-
-def _model_inputs(
-    model: nn.Module, batch: Batch | Mapping[str, Any], vision: VisionLayout | None
-) -> tuple[dict[str, Any], VisionLayout | None]:
-    if vision is not None and not isinstance(vision, VisionLayout):
-        raise TypeError(
-            f"vision must be a VisionLayout, got {type(vision).__name__}; pass collator.vision"
-        )
-    if isinstance(batch, Batch):
-        attention, options = attention_name(model) or "sdpa", dict[str, Any]()
-        if needs_image_blocks(batch) and attention in ("sdpa", "eager"):
-            options = {"mask": "block", "sliding_window": sliding_window(model)[0]}
-        inputs = batch.model_inputs(attention, labels=False, **options)
-        vision = batch.placement.vision if vision is None and batch.placement else vision
-    else:
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-    ids = inputs.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2:
-        raise ValueError(
-            "input_ids must be a tensor [rows, width], because its tokens are changed one segment "
-            f"at a time; got inputs {sorted(inputs)}"
-        )
-    return inputs, vision
-
-
-def _images(
-    inputs: dict[str, Any], vision: VisionLayout | None, segments: RowSegments
-) -> RowImages | None:
-    if vision is not None:
-        return RowImages.of(inputs, vision, segments)
-    if "pixel_values" in inputs:
-        raise ValueError(
-            "the inputs have pixel_values, and it is not known which image belongs to which "
-            "segment; pass the Batch itself, or its inputs and vision=collator.vision"
-        )
-    return None
+        _check_mode(model, packed, tolerance)
 
 
 class _Change(NamedTuple):
@@ -162,9 +118,8 @@ class _Change(NamedTuple):
     own_RW: Tensor
 
 
-def _changes(
-    model: nn.Module, inputs: dict[str, Any], segments: RowSegments, images: RowImages | None
-) -> Iterator[_Change]:
+def _changes(model: nn.Module, packed: PackedInputs) -> Iterator[_Change]:
+    inputs, segments, images = packed
     ids, of_cells = inputs["input_ids"], segments.ids_RW
     changed = _change_tokens(model, ids)
     with_text = torch.unique(of_cells[(changed != ids) & (of_cells >= 0)]).tolist()
@@ -194,19 +149,13 @@ def _sources(segments: RowSegments, candidates: list[int], others: set[int]) -> 
 
 
 @torch.no_grad()
-def _check_mode(
-    model: nn.Module,
-    inputs: dict[str, Any],
-    segments: RowSegments,
-    images: RowImages | None,
-    tolerance: float | None,
-) -> Tensor:
+def _check_mode(model: nn.Module, packed: PackedInputs, tolerance: float | None) -> Tensor:
     """The logits of the unchanged inputs, if nothing leaks."""
-    before = logits_of(model, inputs)
+    segments, before = packed.segments, logits_of(model, packed.inputs)
     allowed = _TOLERANCE[lowest_precision(model, before)] if tolerance is None else tolerance
-    for change in _changes(model, inputs, segments, images):
+    for change in _changes(model, packed):
         name = segments.name(change.segment)
-        own, others = _movement(model, inputs, change, segments, before)
+        own, others = _movement(model, packed, change, before)
         if any(math.isnan(x) for x in (own, *others.values())):
             raise IsolationError(
                 f"logits are NaN, so nothing can be shown; changed {change.what}, in {name}; check "
@@ -225,19 +174,16 @@ def _check_mode(
                 f"{'training' if model.training else 'eval'} mode): changing {change.what} moves "
                 f"the logits there by {leaks[worst]:.3g}, its own by {own:.3g}, and {allowed:.1g} "
                 f"of that is allowed; {len(leaks)} of {len(others)} other segments move. "
-                f"Likely reason: {_likely_reason(model, inputs, segments, change, allowed)}"
+                f"Likely reason: {_likely_reason(model, packed, change, allowed)}"
             )
     return before
 
 
 def _movement(
-    model: nn.Module,
-    inputs: dict[str, Any],
-    change: _Change,
-    segments: RowSegments,
-    before: Tensor,
+    model: nn.Module, packed: PackedInputs, change: _Change, before: Tensor
 ) -> tuple[float, dict[int, float]]:
     """The largest change of a logit in the changed segment, and in each other one."""
+    inputs, segments, _ = packed
     moved_RW = distance(before, logits_of(model, inputs | change.inputs))
     real = segments.ids_RW >= 0
     largest = moved_RW.new_zeros(len(segments.rows))
@@ -256,69 +202,56 @@ def _change_tokens(model: nn.Module, ids_RW: Tensor) -> Tensor:
     return torch.where(torch.isin(ids_RW, fixed), ids_RW, changed)
 
 
-def _refuse_lost_window(model: nn.Module, inputs: Mapping[str, Any], segments: RowSegments) -> None:
-    """Refuse a 4-D mask without the sliding window: it replaces the mask of every layer."""
-    mask = inputs.get("attention_mask")
-    window, all_slide = sliding_window(model)
-    if window is None or not isinstance(mask, Tensor) or mask.ndim != 4:
-        return
-    longest = int(torch.bincount(segments.ids_RW[segments.ids_RW >= 0]).max())
-    seen = mask if mask.dtype == torch.bool else mask >= 0
-    if longest > window and not (all_slide and not seen.tril(-window).any()):
-        raise ValueError(
-            f"the attention_mask {shape_of(mask)} replaces the masks of all layers, so the sliding "
-            f"window of {window} tokens is lost in segments of up to {longest}; leave it out, or, "
-            "where the model's mask does not see position_ids, pass "
-            f'Batch.model_inputs(..., mask="block", sliding_window={window})'
-        )
-
-
-def _likely_reason(
-    model: nn.Module, inputs: dict[str, Any], segments: RowSegments, change: _Change, allowed: float
-) -> str:
+def _likely_reason(model: nn.Module, packed: PackedInputs, change: _Change, allowed: float) -> str:
+    inputs = packed.inputs
     attention, mask = attention_name(model) or "unknown", inputs.get("attention_mask")
-    boundaries = inputs.get("cu_seq_lens_q")
-    if mask is not None and getattr(mask, "ndim", 4) == 2:
+    if is_2d(mask):
         return (
             "a 2-D attention_mask is passed, and any 2-D mask switches packed isolation off in "
             "transformers; leave it out"
         )
     if mask is not None:
         return f'the attention_mask {shape_of(mask)} itself, or attention "{attention}" misusing it'
-    positions = inputs.get("position_ids")
+    return (
+        _lost_boundaries(model, packed, attention)
+        or _blind_mask(model, packed, change, allowed)
+        or "a layer of the model mixes positions; look for layers other than attention"
+    )
+
+
+def _lost_boundaries(model: nn.Module, packed: PackedInputs, attention: str) -> str | None:
+    """The reason, if this attention cannot tell segments apart by the inputs."""
+    inputs, segments, _ = packed
+    boundaries, positions = inputs.get("cu_seq_lens_q"), inputs.get("position_ids")
     if attention == "torch_varlen" or attention.startswith("flash"):
-        if boundaries is None:
-            return (
-                f'attention "{attention}" needs cu_seq_lens_q; pass what Batch.model_inputs() '
-                "returns"
-            )
-    elif inputs.get("use_cache") is not False:
+        if boundaries is not None:
+            return None
+        return (
+            f'attention "{attention}" needs cu_seq_lens_q; pass what Batch.model_inputs() returns'
+        )
+    if inputs.get("use_cache") is not False:
         return (
             "use_cache is not False (the default of the config is True), and with a cache "
             "transformers ignores restarting position_ids; pass use_cache=False"
         )
-    elif positions is not None and uses_mrope(model) and positions.shape[:-2] != (4,):
+    if positions is not None and uses_mrope(model) and positions.shape[:-2] != (4,):
         return (
             f"position_ids are {list(positions.shape)}, and this model tells packed examples apart "
             f"by {[4, *inputs['input_ids'].shape]} only, with text positions that restart first; "
             "give the collator the processor in place of the tokenizer"
         )
-    elif boundaries is not None:
-        by_positions = {k: v for k, v in inputs.items() if k in ("input_ids", "position_ids")}
-        if len(by_positions) < 2 or not torch.equal(
-            find_segments(by_positions).ids_RW, segments.ids_RW
-        ):
+    if boundaries is not None:
+        unread = inputs | {"cu_seq_lens_q": None}
+        if positions is None or not torch.equal(find_segments(unread).ids_RW, segments.ids_RW):
             return (
                 f'attention "{attention}" ignores cu_seq_lens and position_ids do not restart with '
                 "it"
             )
-    return _blind_mask(model, inputs, segments, change, allowed) or (
-        "a layer of the model mixes positions; look for layers other than attention"
-    )
+    return None
 
 
 def _blind_mask(
-    model: nn.Module, inputs: dict[str, Any], segments: RowSegments, change: _Change, allowed: float
+    model: nn.Module, packed: PackedInputs, change: _Change, allowed: float
 ) -> str | None:
     """The reason, if a block mask stops the leak: the model's own mask ignores position_ids.
 
@@ -327,10 +260,11 @@ def _blind_mask(
     attention = attention_name(model)
     if attention not in ("sdpa", "eager"):
         return None
-    masked = inputs | {"attention_mask": block_mask(segments.ids_RW, attention)}
+    mask = block_mask(packed.segments.ids_RW, attention)
+    masked = packed._replace(inputs=packed.inputs | {"attention_mask": mask})
     blind = "the model builds its mask without position_ids, so they do not separate examples"
     try:
-        own, others = _movement(model, masked, change, segments, logits_of(model, masked))
+        own, others = _movement(model, masked, change, logits_of(model, masked.inputs))
     except IsolationError as error:
         return f"perhaps {blind}, and a block mask does not help: {error}"
     if max(others.values()) > allowed * own:

@@ -15,7 +15,7 @@ from torch_collate_kit.batch.mrope import mrope_positions
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.layout import ImageUnits
 
-__all__ = ["RowImages"]
+__all__ = ["RowImages", "is_image"]
 
 _TILED = ("pixel_values", "pixel_attention_mask")
 
@@ -48,8 +48,8 @@ class RowImages:
         if layout.family.joins_tiles:
             fields = {k: v.flatten(0, 1) if k in _TILED else v for k, v in fields.items()}
         units = _units(layout, fields)
-        is_image = _is_image(inputs["input_ids"], layout)
-        cells = torch.nonzero(is_image.flatten()).flatten().cpu().numpy()
+        is_placeholder = is_image(inputs["input_ids"], layout).flatten()
+        cells = torch.nonzero(is_placeholder).flatten().cpu().numpy()
         ends = np.cumsum(units.tokens)
         sizes = {"patch": units.patches.sum(), "tile": units.tiles.sum(), "image": len(ends)}
         for name, values in fields.items():
@@ -75,10 +75,6 @@ class RowImages:
                 "order of their placeholders, row by row"
             )
         return cls(layout, fields, units, last, cells[ends - 1])
-
-    def is_image(self, ids: Tensor) -> Tensor:
-        """Where ids are placeholders, bool."""
-        return _is_image(ids, self.layout)
 
     @property
     def what(self) -> str:
@@ -114,17 +110,17 @@ class RowImages:
 
         ``images`` are its fields, as :meth:`of_segment` returns them.
         """
-        is_image = self.is_image(ids_T)
+        is_placeholder = is_image(ids_T, self.layout)
         positions = torch.arange(len(ids_T), device=ids_T.device)[None]
         inputs = {"position_ids": positions}
         if self.layout.has_mrope:
             three = positions.expand(3, -1)
             if images:
                 grids, length = images["image_grid_thw"], ids_T.new_tensor([len(ids_T)])
-                three = mrope_positions(is_image, grids, length, self.layout.merge_size)
+                three = mrope_positions(is_placeholder, grids, length, self.layout.merge_size)
             inputs["position_ids"] = torch.cat([positions, three])[:, None]
         if types := self.layout.family.token_types:
-            inputs[types] = is_image.long()[None]
+            inputs[types] = is_placeholder.long()[None]
         return inputs
 
     def _range(self, per: str, first: int, last: int) -> tuple[int, int]:
@@ -135,7 +131,8 @@ class RowImages:
         return int(counts[:first].sum()), int(counts[:last].sum())
 
 
-def _is_image(ids: Tensor, layout: VisionLayout) -> Tensor:
+def is_image(ids: Tensor, layout: VisionLayout) -> Tensor:
+    """Where ids are placeholders of images, bool."""
     token = layout.image_token_id
     return torch.zeros_like(ids, dtype=torch.bool) if token is None else torch.eq(ids, token)
 

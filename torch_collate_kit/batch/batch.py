@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from dataclasses import replace
 from operator import index
 from typing import Any, Literal, overload
 
@@ -12,16 +13,13 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import rows
-from torch_collate_kit.batch.added_rows import pad_metadata
+from torch_collate_kit.batch.added_rows import padded
 from torch_collate_kit.batch.dense import make_field
-from torch_collate_kit.batch.drawing import described
-from torch_collate_kit.batch.explaining import explained
-from torch_collate_kit.batch.explanation import Explanation
 from torch_collate_kit.batch.fields import Field
-from torch_collate_kit.batch.html import html_of_batch
-from torch_collate_kit.batch.joining import equal_batches, joined
+from torch_collate_kit.batch.joining import joined
 from torch_collate_kit.batch.model_inputs import model_inputs
 from torch_collate_kit.batch.placement import Placement
+from torch_collate_kit.batch.showing import Explanation, described, explained, html_of, row_of
 from torch_collate_kit.batch.storage import Storage, tensor_of
 from torch_collate_kit.ragged import Ragged, row_indices
 
@@ -64,32 +62,22 @@ class Batch(Mapping[str, Field]):
                     f"field {name} must be a tensor with rows first or a Ragged, got "
                     f"{type(field).__name__}; what belongs to the whole batch goes into metadata"
                 )
-        self._set(Storage(None, dict(fields)), row_metadata, metadata)
+        self._set(Storage(None, dict(fields), dict(row_metadata or {}), dict(metadata or {})))
 
     @classmethod
-    def of_storage(
-        cls,
-        storage: Storage,
-        row_metadata: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Batch:
+    def of_storage(cls, storage: Storage) -> Batch:
         """What a collator makes."""
         batch = cls.__new__(cls)
-        batch._set(storage, row_metadata, metadata)
+        batch._set(storage)
         return batch
 
-    def _set(
-        self,
-        storage: Storage,
-        row_metadata: Mapping[str, Any] | None,
-        metadata: Mapping[str, Any] | None,
-    ) -> None:
+    def _set(self, storage: Storage) -> None:
+        storage.check()
         self._storage = storage
         self._made: dict[str, tuple[Field, int]] = {}  # and the version they were made with
         self._shared: dict[str, Tensor] = {}  # what several of them are made of
-        self.row_metadata: dict[str, Any] = dict(row_metadata or {})
-        self.metadata: dict[str, Any] = dict(metadata or {})
-        storage.check(self.row_metadata)
+        self.row_metadata = dict(storage.row_metadata)
+        self.metadata = dict(storage.metadata)
 
     @overload
     def __getitem__(self, key: str) -> Any: ...
@@ -107,7 +95,7 @@ class Batch(Mapping[str, Field]):
         if step < 1:
             raise ValueError(f"rows cannot be sliced with step {step}; use batch.select(indices)")
         picked = slice(start, stop, step)
-        return self._with_rows(lambda value: value[picked])
+        return Batch.of_storage(self.stored().change(lambda value: value[picked]))
 
     def _field(self, name: str) -> Field:
         storage = self._storage
@@ -119,15 +107,6 @@ class Batch(Mapping[str, Field]):
             field = make_field(name, storage.columns, self._shared, self.metadata)
             self._made[name] = field, _version(field)
         return self._made[name][0]
-
-    def _stored(self) -> Storage:
-        """What is stored, with the fields that were changed in place since they were made."""
-        changed = {k: field for k, (field, at) in self._made.items() if _version(field) != at}
-        return self._storage.with_given(changed)
-
-    def _with_rows(self, change: Callable[[Any], Any]) -> Batch:
-        per_row = {key: change(value) for key, value in self.row_metadata.items()}
-        return Batch.of_storage(self._stored().change(change), per_row, self.metadata)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._storage.names)
@@ -151,7 +130,10 @@ class Batch(Mapping[str, Field]):
 
     def __eq__(self, other: object) -> bool:
         """The same fields with equal dtypes, shapes and values, and equal metadata."""
-        return equal_batches(self, other) if isinstance(other, Batch) else NotImplemented
+        if not isinstance(other, Batch):
+            return NotImplemented
+        same = self.stored().equals(other.stored())
+        return all(rows.equal(self[n], other[n]) for n in self) if same is None else same
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -162,8 +144,8 @@ class Batch(Mapping[str, Field]):
         >>> list(batch.with_fields(advantages=torch.zeros(2, 1)))
         ['input_ids', 'advantages']
         """
-        storage = self._stored().with_given(Batch(fields)._storage.given if fields else {})
-        batch = Batch.of_storage(storage, self.row_metadata, self.metadata)
+        storage = self.stored().with_given(Batch(fields)._storage.given if fields else {})
+        batch = Batch.of_storage(storage)
         batch._made = {k: made for k, made in self._made.items() if k not in storage.given}
         batch._shared = self._shared
         return batch
@@ -195,7 +177,7 @@ class Batch(Mapping[str, Field]):
         picked = row_indices(indices)
         if picked.ndim != 1 or ((picked < 0) | (picked >= len(self))).any():
             raise IndexError(f"rows {picked.tolist()} of a batch with {len(self)} rows")
-        return self._with_rows(lambda value: rows.take(value, picked))
+        return Batch.of_storage(self.stored().change(lambda value: rows.take(value, picked)))
 
     @classmethod
     def cat(cls, batches: Sequence[Batch], metadata: Mapping[str, Any] | None = None) -> Batch:
@@ -209,7 +191,8 @@ class Batch(Mapping[str, Field]):
         >>> Batch.cat(Batch({"x": torch.arange(4)}).chunk(2))["x"].tolist()
         [0, 1, 2, 3]
         """
-        return cls.of_storage(*joined(batches, dict(metadata or {})))
+        stored = [batch.stored() for batch in batches]
+        return cls.of_storage(joined(stored, batches, dict(metadata or {})))
 
     def pad_rows(self, *, multiple_of: int) -> Batch:
         """Rows added at the end until ``multiple_of`` divides them: a copy, or self if it does.
@@ -226,15 +209,20 @@ class Batch(Mapping[str, Field]):
         added = -len(self) % checked_int("multiple_of", multiple_of)
         if not added:
             return self
-        storage = self._stored()
+        storage = self.stored()
         if storage.columns is not None:
             storage = storage.with_given({"sub_seq_lengths": self["sub_seq_lengths"]})
-        num_dummy_rows = self.metadata.get("num_dummy_rows", 0) + added
-        return Batch.of_storage(
-            storage.pad(added),
-            pad_metadata(self.row_metadata, added),
-            {**self.metadata, "num_dummy_rows": num_dummy_rows},
-        )
+        return Batch.of_storage(padded(storage, added))
+
+    def stored(self) -> Storage:
+        """All that is stored, with the fields that were changed in place since they were made.
+
+        >>> list(Batch({"x": torch.zeros(4)}).stored().names)
+        ['x']
+        """
+        changed = {k: field for k, (field, at) in self._made.items() if _version(field) != at}
+        storage = replace(self._storage, row_metadata=self.row_metadata, metadata=self.metadata)
+        return storage.with_given(changed)
 
     def contents(self) -> dict[str, Any]:
         """The ``"columns"``, in the dtypes of the dense fields, and what was ``"given"``.
@@ -244,7 +232,7 @@ class Batch(Mapping[str, Field]):
         >>> Batch({"x": torch.zeros(2)}).contents()
         {'given': {'x': tensor([0., 0.])}}
         """
-        return self._stored().contents()
+        return self.stored().contents()
 
     @property
     def placement(self) -> Placement | None:
@@ -252,8 +240,7 @@ class Batch(Mapping[str, Field]):
 
         >>> Batch({"x": torch.zeros(4)}).placement
         """
-        columns = self._storage.columns
-        return columns.placement if columns else None
+        return self._storage.placement
 
     def column(self, name: str) -> Tensor | None:
         """A column as it is stored, such as ``input_ids``, one entry per token; None without it.
@@ -276,7 +263,7 @@ class Batch(Mapping[str, Field]):
         >>> Batch({"loss_mask": torch.tensor([[0.0, 0.5], [1.0, 1.0]])}).num_loss_tokens_per_row()
         array([1, 2])
         """
-        return self._stored().num_loss_tokens()
+        return self.stored().num_loss_tokens()
 
     def divide_loss_mask(self, divisor: int) -> Batch:
         """The same rows with a ``loss_mask`` divided by ``divisor``, whatever it was before.
@@ -285,10 +272,7 @@ class Batch(Mapping[str, Field]):
         >>> batch.divide_loss_mask(4)["loss_mask"]
         tensor([[0.2500, 0.2500]])
         """
-        before = self.metadata.get("loss_mask_divisor", 1)
-        storage = self._stored().with_loss_mask_times(before / divisor)
-        metadata = {**self.metadata, "loss_mask_divisor": divisor}
-        return Batch.of_storage(storage, self.row_metadata, metadata)
+        return Batch.of_storage(self.stored().with_divisor(divisor))
 
     @property
     def nbytes(self) -> int:
@@ -297,7 +281,7 @@ class Batch(Mapping[str, Field]):
         >>> Batch({"x": torch.arange(4)}).nbytes
         32
         """
-        return sum(tensor_of(value).nbytes for value in self._stored().items().values())
+        return self.stored().nbytes
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Batch:
         """The batch on ``device``, by one copy of what is stored; self if it is there.
@@ -308,26 +292,22 @@ class Batch(Mapping[str, Field]):
         if isinstance(device, torch.dtype):
             raise TypeError(f"Batch.to takes a device, got {device}; fields keep their dtypes")
         target = torch.empty(0, device=device).device  # with its index
-        moved = self._stored().moved(target, non_blocking=non_blocking)
-        return self if moved is None else self._with_storage(moved)
+        moved = self.stored().moved(target, non_blocking=non_blocking)
+        return self if moved is None else Batch.of_storage(moved)
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked host memory, self on a device; DataLoader calls it to pin."""
-        pinned = self._stored().pinned()
-        return self if pinned is None else self._with_storage(pinned)
-
-    def _with_storage(self, storage: Storage) -> Batch:
-        return Batch.of_storage(storage, self.row_metadata, self.metadata)
+        pinned = self.stored().pinned()
+        return self if pinned is None else Batch.of_storage(pinned)
 
     def record_stream(self, stream: Any) -> None:
         """Tell the allocator that ``stream`` uses the batch, as ``Tensor.record_stream`` does."""
         made = [field for field, _ in self._made.values()]
-        for value in (*self._stored().items().values(), *made, *self._shared.values()):
+        for value in (*self.stored().items().values(), *made, *self._shared.values()):
             tensor_of(value).record_stream(stream)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        per_row = rows.owned(self.row_metadata)
-        return Batch.of_storage, (self._stored(), per_row, self.metadata)
+        return Batch.of_storage, (self.stored(),)
 
     def __copy__(self) -> Batch:
         return self.with_fields()
@@ -359,7 +339,12 @@ class Batch(Mapping[str, Field]):
                 more cells than int32 boundaries count.
         """
         return model_inputs(
-            self, attention, labels=labels, mask=mask, sliding_window=sliding_window
+            self,
+            self.stored(),
+            attention,
+            labels=labels,
+            mask=mask,
+            sliding_window=sliding_window,
         )
 
     def explain(
@@ -381,14 +366,17 @@ class Batch(Mapping[str, Field]):
         Raises:
             IndexError, ValueError: no such row; an example that is not there; no ``input_ids``.
         """
+        row = row_of(self.stored(), row, example)
+        one = self[row : row + 1].to("cpu").divide_loss_mask(1)
+        name = f"row {row} of {len(self)}"
         limits = {"example": example, "start": start, "stop": stop, "max_tokens": max_tokens}
-        return explained(self, row, tokenizer, **limits)
+        return explained(one, one.stored(), name, tokenizer, **limits)
 
     def __repr__(self) -> str:
-        return described(self)
+        return described(self.stored())
 
     def _repr_html_(self) -> str:
-        return html_of_batch(self)
+        return html_of(self.stored())
 
 
 def _version(field: Field) -> int:

@@ -56,8 +56,7 @@ def gather(
     for key, field in fields.items():
         offsets = None
         if isinstance(field, Ragged):
-            offsets = field.offsets - field.offsets[0] if field.offsets[0] else field.offsets
-            source = torch.as_tensor(field.flat_values)
+            offsets, source = field.offsets, torch.as_tensor(field.values)
         else:
             source = field
         start = -(-end // _ALIGNMENT) * _ALIGNMENT

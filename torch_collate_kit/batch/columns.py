@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from torch_collate_kit.batch.fields import IGNORE_INDEX, FieldSpec
 from torch_collate_kit.batch.placement import Placement
@@ -37,32 +39,40 @@ class Columns:
     def num_rows(self) -> int:
         return len(self.segments["num_segments"])
 
-    def change(self, rows: Callable[[Any], Any]) -> Columns:
-        """The same with other rows: ``rows`` takes a Ragged or a tensor with one entry per row."""
+    def change(
+        self,
+        column: Callable[[str, Ragged], Ragged],
+        counts: Callable[[str, Any], Any],
+        **placement: Any,
+    ) -> Columns:
+        """The same with every column changed, and all that is counted of the segments.
+
+        Both functions take a name and a Ragged, ``counts`` also the tensor ``"num_segments"``.
+        """
+        on_host = {name: counts(name, of) for name, of in self.placement.segments.items()}
         return replace(
             self,
-            values={name: rows(column) for name, column in self.values.items()},
-            segments={name: rows(counts) for name, counts in self.segments.items()},
-            placement=self.placement.change(rows),
+            values={name: column(name, values) for name, values in self.values.items()},
+            segments={name: counts(name, of) for name, of in self.segments.items()},
+            placement=replace(self.placement, segments=on_host, **placement),
         )
 
     @classmethod
-    def cat(cls, parts: Sequence[Columns]) -> Columns | None:
+    def cat(cls, parts: Sequence[Columns | None]) -> Columns | None:
         """The rows of all parts; None where they are not columns of the same kinds."""
-        first = parts[0]
-        if any(part.values.keys() != first.values.keys() for part in parts):
+        columns = [part for part in parts if part is not None]
+        if len(columns) < len(parts):
             return None
+        first = columns[0]
+        if any(part.values.keys() != first.values.keys() for part in columns):
+            return None
+        hosts = [part.placement.segments for part in columns]
+        on_host = {k: cat([segments[k] for segments in hosts]) for k in hosts[0]}
         return replace(
             first,
-            values={k: cat([part.values[k] for part in parts]) for k in first.values},
-            segments={k: cat([part.segments[k] for part in parts]) for k in first.segments},
-            placement=replace(
-                first.placement,
-                segments={
-                    k: Ragged.cat([part.placement.segments[k] for part in parts])
-                    for k in first.placement.segments
-                },
-            ),
+            values={k: cat([part.values[k] for part in columns]) for k in first.values},
+            segments={k: cat([part.segments[k] for part in columns]) for k in first.segments},
+            placement=replace(first.placement, segments=on_host),
         )
 
     def emptied(self) -> Columns:
@@ -71,14 +81,13 @@ class Columns:
 
     def filled(self, values: dict[str, Any], segments: dict[str, Any]) -> Columns:
         """The same, held by these tensors; in host memory the placement shares them."""
-        on_host = segments["num_segments"].device.type == "cpu"
-        placement = self.placement.change(_copied)
-        if on_host:
-            per_segment = {k: v for k, v in segments.items() if k != "num_segments"}
-            placement = replace(
-                placement,
-                segments={k: Ragged(v.values.numpy(), v.offsets) for k, v in per_segment.items()},
-            )
+        if segments["num_segments"].device.type == "cpu":
+            per_segment = {k: of for k, of in segments.items() if k != "num_segments"}
+            on_host = {k: Ragged(of.values.numpy(), of.offsets) for k, of in per_segment.items()}
+        else:  # copies, or they would keep the memory alive that the batch was moved out of
+            host = self.placement.segments
+            on_host = {k: Ragged(of.values.copy(), of.offsets) for k, of in host.items()}
+        placement = replace(self.placement, segments=on_host)
         return replace(self, values=values, segments=segments, placement=placement)
 
     def in_full(self) -> dict[str, Any]:
@@ -87,9 +96,7 @@ class Columns:
         Two batches with equal dense fields have equal ones, whatever dtypes they are stored in.
         """
         columns = {
-            name: Ragged(
-                column.flat_values.to(self.specs[name].dtype), column.offsets - column.offsets[0]
-            )
+            name: Ragged(column.values.to(self.specs[name].dtype), column.offsets)
             for name, column in self.values.items()
         }
         placement = self.placement
@@ -99,18 +106,19 @@ class Columns:
         }
         return columns | {"placement": {**placement.segments, **scalars}}
 
-    def trained(self) -> np.ndarray:
+    @property
+    def target(self) -> str:
+        """The column that the loss fields follow from."""
+        return "labels" if "labels" in self.values else "loss_weights"
+
+    def is_trained(self) -> Tensor:
+        """bool, one for each entry of the target."""
+        values: Tensor = self.values[self.target].values
+        if values.dtype == torch.bool:
+            return values
+        return values != (IGNORE_INDEX if self.target == "labels" else 0)
+
+    def num_trained(self) -> np.ndarray:
         """int64 [R], loss tokens of each row; read from the device."""
-        if "labels" in self.values:
-            column = self.values["labels"]
-            is_trained = column.flat_values != IGNORE_INDEX
-        else:
-            column = self.values["loss_weights"]
-            is_trained = column.flat_values != 0
-        before = np.append(0, np.cumsum(is_trained.cpu().numpy()))
-        return np.diff(before[column.offsets - column.offsets[0]])
-
-
-def _copied(ragged: Ragged) -> Ragged:
-    """It would keep the memory alive that the batch was moved out of."""
-    return Ragged(ragged.flat_values.copy(), ragged.offsets - ragged.offsets[0])
+        before = np.append(0, np.cumsum(self.is_trained().cpu().numpy()))
+        return np.diff(before[self.values[self.target].offsets])

@@ -17,7 +17,6 @@ from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.fields import (
     IGNORE_INDEX,
     Field,
-    FieldSpec,
     PerExample,
     PerImage,
     PerResponseToken,
@@ -37,43 +36,42 @@ def make_field(
     ``metadata["loss_mask_divisor"]`` divides the loss mask.
     """
     with torch.inference_mode(False):  # or changes of the tensor could not be told
-        maker = _Maker(columns, made)
-        if name in columns.specs:
-            return _own(name, columns.specs[name], maker, columns)
-        return _DERIVED[name](maker, columns, metadata)
+        maker = _Maker(columns, made, metadata.get("loss_mask_divisor", 1))
+        return _own(name, maker) if name in columns.specs else _DERIVED[name](maker)
 
 
 def cells_of_responses(columns: Columns, made: dict[str, Tensor]) -> Tensor:
     """int64 [n], the cell of every response token in ``[R, A]``; ``made`` keeps it."""
     with torch.inference_mode(False):
-        return _Maker(columns, made).response_cells()
+        maker = _Maker(columns, made)
+        return maker.cells("responses", maker.hidden)
 
 
 class _Maker:
     """Makes the dense fields of one batch; what several of them need is made once."""
 
-    def __init__(self, columns: Columns, made: dict[str, Tensor]) -> None:
-        self._columns, self._made = columns, made
-        placement = columns.placement
-        self.width, self.num_columns = placement.width, placement.response_length
-        self.num_rows = columns.num_rows
-        self.is_packed = placement.is_packed
+    def __init__(self, columns: Columns, made: dict[str, Tensor], divisor: float = 1) -> None:
+        self.columns, self.placement, self._made = columns, columns.placement, made
+        self.divisor = divisor
+        self.num_rows, self.width = columns.num_rows, columns.placement.width
+        self.hidden = self.width - columns.placement.response_length
+        """The first cells of a row, which ``[R, A]`` does not have."""
         self.device = columns.segments["num_segments"].device
 
     def flat(self, column: str) -> Tensor:
-        values: Tensor = self._columns.values[column].flat_values
+        values: Tensor = self.columns.values[column].values
         return values
 
     def per_segment(self, count: str) -> Tensor:
         """int32 [Q], as the placement has it."""
-        counts: Tensor = self._columns.segments[count].flat_values
+        counts: Tensor = self.columns.segments[count].values
         return counts
 
     def row_of_segment(self) -> Tensor:
         """int64 [Q]."""
         rows = torch.arange(self.num_rows, device=self.device)
-        total = len(self._columns.placement.segments["starts"].flat_values)
-        num_segments = self._columns.segments["num_segments"]
+        total = len(self.placement.segments["starts"].values)
+        num_segments = self.columns.segments["num_segments"]
         return torch.repeat_interleave(rows, num_segments, output_size=total)
 
     def starts(self) -> Tensor:
@@ -83,39 +81,29 @@ class _Maker:
             self._made["starts"] = self.per_segment("starts") + first
         return self._made["starts"]
 
-    def cells(self, count: str) -> Tensor:
-        """int64, the cell over all rows of every counted token."""
-        return self._cells_of(count, lambda starts: starts)
-
-    def response_cells(self) -> Tensor:
-        """int64, the cell of every response token in ``[R, A]``."""
-        hidden = self.width - self.num_columns
-        return self._cells_of(
-            "responses", lambda starts: starts - (self.row_of_segment() + 1) * hidden, "in [R, A]"
-        )
-
-    def _cells_of(
-        self, count: str, moved: Callable[[Tensor], Tensor], where: str = "in [R, W]"
-    ) -> Tensor:
-        key = f"{count} {where}"
+    def cells(self, count: str, hidden: int = 0) -> Tensor:
+        """int64, the cell of every counted token, over all rows without their hidden cells."""
+        key = f"{count}, {hidden} hidden"
         if key not in self._made:
             number, starts = self.per_segment(count), self.starts()
             if count == "responses":
                 starts = starts + self.per_segment("lengths") - number
-            total = int(self._columns.placement.segments[count].flat_values.sum())
+            if hidden:
+                starts = starts - (self.row_of_segment() + 1) * hidden
+            total = int(self.placement.segments[count].values.sum())
             before = torch.cumsum(number, 0) - number
-            self._made[key] = _counted_up(moved(starts) - before, before, total)
+            self._made[key] = _counted_up(starts - before, before, total)
         return self._made[key]
 
-    def in_cells(self, values: Tensor | int, count: str, pad: Any, dtype: torch.dtype) -> Tensor:
-        """Values per counted token, or one for all of them, as ``[R, W]``; a new tensor."""
-        dense = _full(self.num_rows * self.width, pad, dtype, self.device)
-        return _put(dense, self.cells(count), values).view(self.num_rows, self.width)
-
-    def in_response(self, values: Tensor | int, pad: Any, dtype: torch.dtype) -> Tensor:
-        """Values per response token, or one for all of them, as ``[R, A]``; a new tensor."""
-        dense = _full(self.num_rows * self.num_columns, pad, dtype, self.device)
-        return _put(dense, self.response_cells(), values).view(self.num_rows, self.num_columns)
+    def dense(
+        self, values: Tensor | int, count: str, pad: Any, dtype: torch.dtype, *, hidden: int = 0
+    ) -> Tensor:
+        """Values per counted token, or one for all of them, as a new tensor ``[R, W - hidden]``."""
+        width, cells = self.width - hidden, self.cells(count, hidden)
+        dense = _full(self.num_rows * width, pad, dtype, self.device)
+        if isinstance(values, int):  # scatter_ takes four times as long with a number
+            values = dense.new_full((1,), values).expand(len(cells))
+        return dense.scatter_(0, cells, _as(values, dtype)).view(self.num_rows, width)
 
 
 def _empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -132,14 +120,10 @@ def _full(size: int, value: Any, dtype: torch.dtype, device: torch.device) -> Te
     return _empty(size, dtype, device).fill_(value)
 
 
-def _put(dense: Tensor, cells: Tensor, values: Tensor | int) -> Tensor:
-    if isinstance(values, int):  # scatter_ takes four times as long with a number
-        values = dense.new_full((1,), values).expand(len(cells))
-    return dense.scatter_(0, cells, values)
-
-
 def _copied(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """A new tensor with the same values in another dtype."""
+    """A new tensor with the same values in this dtype."""
+    if values.dtype == torch.bool:  # the CPU takes seven times as long to convert it
+        values = values.view(torch.uint8)
     fresh = _empty(values.numel(), dtype, values.device)
     return fresh.view(values.shape).copy_(values)
 
@@ -160,23 +144,24 @@ def _counted_up(shifts: Tensor, starts: Tensor, size: int) -> Tensor:
     return torch.cumsum(steps, 0, out=steps)[:size]
 
 
-def _own(name: str, spec: FieldSpec, maker: _Maker, columns: Columns) -> Field:
+def _own(name: str, maker: _Maker) -> Field:
     """A field that has a column of its own."""
+    spec = maker.columns.specs[name]
     if isinstance(spec, PerExample | PerImage):
-        column: Any = columns.values[name]
+        column: Any = maker.columns.values[name]
         # a copy of grids: positions follow from them, so a change must not reach the column
-        flat = column.flat_values.to(spec.dtype, copy=name == "image_grid_thw")
+        flat = column.values.to(spec.dtype, copy=name == "image_grid_thw")
         if isinstance(spec, PerImage) and spec.patch_shape is not None:
             flat = _with_frames(flat, *spec.patch_shape)
-        return Ragged(flat, column.offsets - column.offsets[0])
-    values = _as(maker.flat(name), spec.dtype)
+        return Ragged(flat, column.offsets)
+    values = maker.flat(name)
     if isinstance(spec, PerToken):
-        return maker.in_cells(values, "lengths", spec.pad, spec.dtype)
+        return maker.dense(values, "lengths", spec.pad, spec.dtype)
     if isinstance(spec, PerResponseToken):
-        return maker.in_response(values, spec.pad, spec.dtype)
-    top_k = values.shape[-1]
+        return maker.dense(values, "responses", spec.pad, spec.dtype, hidden=maker.hidden)
+    values = _as(values, spec.dtype)
     shape = (maker.num_rows * maker.width, *values.shape[1:])
-    experts = torch.arange(top_k, dtype=spec.dtype, device=values.device)
+    experts = torch.arange(shape[-1], dtype=spec.dtype, device=values.device)
     dense = experts.expand(shape).clone().index_copy_(0, maker.cells("routed"), values)
     return dense.view(maker.num_rows, maker.width, *values.shape[1:])
 
@@ -188,108 +173,99 @@ def _with_frames(patches: Tensor, channels: int, frames: int, size: int) -> Tens
     return dense.view(len(patches), channels * frames * size)
 
 
-def _mrope_position_ids(maker: _Maker, columns: Columns, _: Any) -> Field:
-    restarting: Any = _position_ids(maker)
-    positions = restarting[:, None].repeat(1, 4, 1)
-    grids, lengths = columns.values["image_grid_thw"].flat_values, maker.per_segment("lengths")
+def _mrope_position_ids(maker: _Maker) -> Field:
+    positions = _position_ids(maker)[:, None].repeat(1, 4, 1)
+    grids, lengths = maker.flat("image_grid_thw"), maker.per_segment("lengths")
     if not len(grids):
         return positions
-    layout: Any = columns.placement.vision
+    layout: Any = maker.placement.vision
     cells = maker.cells("lengths")
-    rows = _as(maker.flat("input_ids"), torch.int64) == layout.image_token_id
-    of_tokens = mrope_positions(rows, grids, lengths, layout.merge_size)
+    is_image = _as(maker.flat("input_ids"), torch.int64) == layout.image_token_id
+    of_tokens = mrope_positions(is_image, grids, lengths, layout.merge_size)
     first = (cells // maker.width) * (4 * maker.width) + cells % maker.width
     for k, values in enumerate(of_tokens, start=1):
         positions.view(-1).scatter_(0, first + k * maker.width, values)
     return positions
 
 
-def _token_types(maker: _Maker, columns: Columns, _: Any) -> Field:
-    layout: Any = columns.placement.vision
+def _token_type_ids(maker: _Maker) -> Field:
+    layout: Any = maker.placement.vision
     is_image = maker.flat("input_ids") == layout.image_token_id
-    return maker.in_cells(_as(is_image, torch.int64), "lengths", 0, torch.int64)
+    return maker.dense(is_image, "lengths", 0, torch.int64)
 
 
-def _attention_mask(maker: _Maker, *_: Any) -> Field:
-    return maker.in_cells(1, "lengths", 0, torch.int64)
+def _attention_mask(maker: _Maker) -> Field:
+    return maker.dense(1, "lengths", 0, torch.int64)
 
 
-def _position_ids(maker: _Maker, *_: Any) -> Field:
-    if maker.is_packed:  # segments cover their rows
+def _position_ids(maker: _Maker) -> Tensor:
+    if maker.placement.is_packed:  # segments cover their rows
         starts, size = maker.starts(), maker.num_rows * maker.width
         return _counted_up(-starts, starts, size).view(maker.num_rows, maker.width)
     lengths = maker.per_segment("lengths")
     before = torch.cumsum(lengths, 0) - lengths
     positions = _counted_up(-before, before, len(maker.cells("lengths")))
-    return maker.in_cells(positions, "lengths", 0, torch.int64)
+    return maker.dense(positions, "lengths", 0, torch.int64)
 
 
-def _labels(maker: _Maker, columns: Columns, _: Any) -> Field:
-    weights, count = maker.flat("loss_weights"), columns.specs["loss_weights"].count
-    trained = weights if weights.dtype == torch.bool else weights != 0
-    ids = maker.flat("input_ids")
+def _labels(maker: _Maker) -> Field:
+    ids, count = maker.flat("input_ids"), maker.columns.specs["loss_weights"].count
     if count == "responses":
-        dense = maker.in_cells(_as(ids, torch.int64), "lengths", 0, torch.int64)
+        dense = maker.dense(ids, "lengths", 0, torch.int64)
         ids = dense.view(-1).gather(0, maker.cells("responses"))
-    labels = _empty(len(ids), torch.int64, ids.device)
-    # torch.where(trained, ids, IGNORE_INDEX) takes three times as long on the CPU
-    torch.sub(ids, IGNORE_INDEX, out=labels).mul_(trained).add_(IGNORE_INDEX)
-    return maker.in_cells(labels, str(count), IGNORE_INDEX, torch.int64)
+    labels = _empty(len(ids), ids.dtype, ids.device)
+    # torch.where(trained, ids, IGNORE_INDEX) takes seven times as long on the CPU
+    torch.sub(ids, IGNORE_INDEX, out=labels).mul_(maker.columns.is_trained()).add_(IGNORE_INDEX)
+    return maker.dense(labels, str(count), IGNORE_INDEX, torch.int64)
 
 
-def _loss_mask(maker: _Maker, columns: Columns, metadata: Mapping[str, Any]) -> Field:
-    if "labels" in columns.values:
-        weights, count = maker.flat("labels") != IGNORE_INDEX, "lengths"
+def _loss_mask(maker: _Maker) -> Field:
+    target = maker.columns.target
+    weights = maker.columns.is_trained() if target == "labels" else maker.flat(target)
+    if maker.columns.specs[target].count == "responses":
+        mask = maker.dense(weights, "responses", 0, torch.float32, hidden=maker.hidden)
     else:
-        weights = maker.flat("loss_weights")
-        count = str(columns.specs["loss_weights"].count)
-    if count == "responses":
-        mask = maker.in_response(_as(weights, torch.float32), 0, torch.float32)
-    else:
-        dense = maker.in_cells(weights, "lengths", 0, weights.dtype)
-        mask = _copied(dense[:, maker.width - maker.num_columns :], torch.float32)
-    divisor = metadata.get("loss_mask_divisor", 1)
+        dense = maker.dense(weights, "lengths", 0, weights.dtype)
+        mask = _copied(dense[:, maker.hidden :], torch.float32)
     # by a tensor: CUDA multiplies by the reciprocal of a number, which is off by a bit
-    return mask if divisor == 1 else mask.div_(mask.new_full((), divisor))
+    return mask if maker.divisor == 1 else mask.div_(mask.new_full((), maker.divisor))
 
 
-def _response_mask(maker: _Maker, *_: Any) -> Field:
-    return maker.in_response(1, 0, torch.int64)
+def _response_mask(maker: _Maker) -> Field:
+    return maker.dense(1, "responses", 0, torch.int64, hidden=maker.hidden)
 
 
-def _router_padding_mask(maker: _Maker, *_: Any) -> Field:
-    return maker.in_cells(False, "routed", True, torch.bool)
+def _router_padding_mask(maker: _Maker) -> Field:
+    return maker.dense(False, "routed", True, torch.bool)
 
 
-def _sub_seq_lengths(maker: _Maker, columns: Columns, _: Any) -> Field:
-    per_row = columns.placement.segments["lengths"]
-    lengths = per_row.flat_values
-    if "examples" in columns.placement.segments:  # a dummy image is no sub-sequence
-        lengths = lengths * columns.placement.segments["examples"].flat_values
+def _sub_seq_lengths(maker: _Maker) -> Field:
+    segments = maker.placement.segments
+    lengths = segments["lengths"].values
+    if "examples" in segments:  # a dummy image is no sub-sequence
+        lengths = lengths * segments["examples"].values
     before = np.append(0, np.cumsum(lengths > 0))
-    device = columns.segments["num_segments"].device
     values = torch.from_numpy(lengths[lengths > 0].astype(np.int64))
-    values = values.to(device, non_blocking=True)
-    return Ragged(values, before[per_row.offsets - per_row.offsets[0]])
+    values = values.to(maker.device, non_blocking=True)
+    return Ragged(values, before[segments["lengths"].offsets])
 
 
-def _cu_seq_lens(maker: _Maker, columns: Columns, _: Any) -> Field:
-    starts: Any = columns.segments["starts"].flat_values
+def _cu_seq_lens(maker: _Maker) -> Field:
+    starts = maker.per_segment("starts")
     values = starts.new_full((len(starts) + maker.num_rows,), maker.width)
     places = maker.row_of_segment() + torch.arange(len(starts), device=starts.device)
-    per_row = columns.placement.segments["starts"].offsets
-    offsets = per_row - per_row[0] + np.arange(maker.num_rows + 1)
+    offsets = maker.placement.segments["starts"].offsets + np.arange(maker.num_rows + 1)
     return Ragged(values.scatter_(0, places, starts), offsets)
 
 
-_DERIVED: dict[str, Callable[[_Maker, Columns, Mapping[str, Any]], Field]] = {
+_DERIVED: dict[str, Callable[[_Maker], Field]] = {
     "position_ids": _position_ids,
     "mrope_position_ids": _mrope_position_ids,
-    "token_type_ids": _token_types,
+    "token_type_ids": _token_type_ids,
     "attention_mask": _attention_mask,
     "labels": _labels,
-    "response_mask": _response_mask,
     "loss_mask": _loss_mask,
+    "response_mask": _response_mask,
     "router_padding_mask": _router_padding_mask,
     "sub_seq_lengths": _sub_seq_lengths,
     "cu_seq_lens": _cu_seq_lens,

@@ -8,45 +8,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool, checked_int
-from torch_collate_kit.batch.dense import cells_of_responses
+from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.segments import check_boundaries
 
-if TYPE_CHECKING:
-    from torch_collate_kit.batch.batch import Batch
-
-__all__ = ["block_mask", "model_inputs", "needs_image_blocks", "response_cells"]
+__all__ = ["block_mask", "model_inputs", "needs_image_blocks"]
 
 _MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
 _TAKES_4D_MASK = ("sdpa", "eager")
 
 
 def model_inputs(
-    batch: Batch,
+    batch: Mapping[str, Any],
+    stored: Storage,
     attention: str | Mapping[str, str],
     *,
     labels: bool,
     mask: Any,
     sliding_window: int | None,
 ) -> dict[str, Any]:
-    """As ``Batch.model_inputs``."""
+    """As ``Batch.model_inputs``, of its dense fields and of what is stored."""
     checked_bool("labels", labels)
     attention = _of_text(attention)
     varlen = _is_varlen(attention)
     _refuse_unknown_mask(attention, mask, sliding_window)
     inputs: dict[str, Any] = {"input_ids": batch["input_ids"]}
-    inputs |= _positions_and_images(batch)
+    inputs |= _positions_and_images(batch, stored)
     if labels and "labels" in batch:
         inputs["labels"] = batch["labels"]
     inputs["use_cache"] = False
-    if mask is None and needs_image_blocks(batch):
+    if mask is None and needs_image_blocks(batch, stored):
         raise ValueError(
             "packed images attend within themselves, and transformers loses sight of them where "
             'positions restart; pass attention="sdpa", mask="block" and '
@@ -58,24 +56,23 @@ def model_inputs(
         shape = inputs["input_ids"].shape
         flat = _flat_cu_seq_lens(batch["cu_seq_lens"], shape[1])
         if mask is not None:
-            cells, images = _segments_of_cells(flat, shape), _images_of_cells(batch)
+            cells, images = _segments_of_cells(flat, shape), _images_of_cells(batch, stored)
             inputs["attention_mask"] = block_mask(
                 cells, attention, window=sliding_window, images_RW=images
             )
             return inputs
         inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = flat
-        longest = max(batch.row_metadata["max_segment_length"], default=0)
+        longest = max(stored.row_metadata["max_segment_length"], default=0)
         inputs["max_length_q"] = inputs["max_length_k"] = longest
     return inputs
 
 
-def _positions_and_images(batch: Batch) -> dict[str, Any]:
+def _positions_and_images(batch: Mapping[str, Any], stored: Storage) -> dict[str, Any]:
     """Positions, and of a vision-language model the images of the rows and what tells their tokens.
 
     A batch without images has none of their fields, as its processor gives none.
     """
-    placement = batch.placement
-    vision = None if placement is None else placement.vision
+    vision = None if stored.placement is None else stored.placement.vision
     if vision is None:
         if "pixel_values" in batch:
             raise ValueError(
@@ -84,7 +81,7 @@ def _positions_and_images(batch: Batch) -> dict[str, Any]:
             )
         return {"position_ids": batch["position_ids"]}
     inputs: dict[str, Any] = {}
-    _refuse_lost_positions(batch, vision.family.positions, vision.family_name)
+    _refuse_lost_positions(stored.given, vision.family.positions, vision.family_name)
     if vision.has_mrope:  # [4, R, W]: the first row tells the examples of a row apart
         inputs["position_ids"] = batch["mrope_position_ids"].transpose(0, 1)
     elif vision.family.positions == "restarting":
@@ -92,14 +89,13 @@ def _positions_and_images(batch: Batch) -> dict[str, Any]:
     types = [vision.family.token_types, "mm_token_type_ids", "token_type_ids"]
     inputs |= {name: batch[name] for name in dict.fromkeys(types) if name in batch}
     for name in vision.fields:
-        if name in batch and len(values := batch[name].flat_values):
+        if name in batch and len(values := batch[name].values):
             inputs[name] = values[None] if vision.family.joins_tiles else values
     return inputs
 
 
-def _refuse_lost_positions(batch: Batch, kind: str, name: str) -> None:
+def _refuse_lost_positions(given: Mapping[str, Any], kind: str, name: str) -> None:
     """Position ids that were replaced or changed, where the model gets others."""
-    given = batch._stored().given
     if kind == "mrope" and "image_grid_thw" in given and "mrope_position_ids" not in given:
         raise ValueError(
             "image_grid_thw was replaced, and mrope_position_ids follow from the grids that were "
@@ -115,31 +111,19 @@ def _refuse_lost_positions(batch: Batch, kind: str, name: str) -> None:
     )
 
 
-def needs_image_blocks(batch: Batch) -> bool:
+def needs_image_blocks(batch: Mapping[str, Any], stored: Storage) -> bool:
     """Whether packed images attend within themselves, so that only a block mask is exact."""
-    return "cu_seq_lens" in batch and _images_of_cells(batch) is not None
+    return "cu_seq_lens" in batch and _images_of_cells(batch, stored) is not None
 
 
-def _images_of_cells(batch: Batch) -> Tensor | None:
+def _images_of_cells(batch: Mapping[str, Any], stored: Storage) -> Tensor | None:
     """int64 [R, W], the image that a cell is of, -1 of text; None where images are causal."""
-    vision = None if batch.placement is None else batch.placement.vision
+    vision = None if stored.placement is None else stored.placement.vision
     if vision is None or vision.family_name != "gemma3" or not len(batch["pixel_values"].values):
         return None
     is_image = batch["token_type_ids"].flatten()
     number = (torch.cumsum(is_image, 0) - 1) // vision.tile_tokens
     return torch.where(is_image == 1, number, -1).view(batch["token_type_ids"].shape)
-
-
-def response_cells(batch: Batch) -> Tensor | None:
-    """Where ``[R, A]`` holds response tokens: int64 [n], flat cells in their order, on the device.
-
-    All cells that ``loss_mask`` trains are among them. None where the batch does not say, since it
-    was built of dense fields or its ``loss_mask`` was replaced or changed. Waits for no device.
-    """
-    stored = batch._stored()
-    if stored.columns is None or "loss_mask" in stored.given:
-        return None
-    return cells_of_responses(stored.columns, batch._shared)
 
 
 def _of_text(attention: str | Mapping[str, str]) -> str:
@@ -202,7 +186,7 @@ def _refuse_unknown_mask(attention: str, mask: Any, sliding_window: Any) -> None
 def _flat_cu_seq_lens(per_row: Ragged, width: int) -> Tensor:
     """Boundaries [0, ..., R * W] over all rows, int32, without waiting for the device."""
     check_boundaries(len(per_row) * width)
-    values = torch.as_tensor(per_row.flat_values)
+    values = torch.as_tensor(per_row.values)
     rows = np.repeat(np.arange(len(per_row)), per_row.lengths)
     entries = np.arange(len(rows))
     is_first = entries == (per_row.offsets - per_row.offsets[0])[rows]  # where the last row ended

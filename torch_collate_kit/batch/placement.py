@@ -8,13 +8,12 @@ without tokens for the pads at the end, if there are any.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.ragged import Ragged, span_indices
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["Pieces", "Placement", "longest_segments", "packed", "padded", "whole_examples"]
@@ -60,20 +59,37 @@ class Placement:
     vision: VisionLayout | None = None
     """Of a vision-language model: how its images become tokens."""
 
-    def change(self, rows: Callable[[Ragged], Ragged]) -> Placement:
-        """The same with other rows, each count by itself."""
-        return replace(self, segments={name: rows(of) for name, of in self.segments.items()})
-
     @property
     def row_counts(self) -> np.ndarray:
         """int32 [R], the segments of each row."""
         return self.segments["starts"].lengths.astype(np.int32)
 
+    def rows(self) -> np.ndarray:
+        """int64 [Q], the row of each segment."""
+        starts = self.segments["starts"]
+        return np.repeat(np.arange(len(starts)), starts.lengths)
+
+    def numbers(self) -> np.ndarray:
+        """int64 [Q], the number of each segment in its row."""
+        rows = self.rows()
+        return np.arange(len(rows)) - self.segments["starts"].offsets[rows]
+
+    def first_cells(self) -> np.ndarray:
+        """int64 [Q], the first cell of each segment, counted over all rows."""
+        return self.rows() * self.width + self.segments["starts"].values
+
+    def cells(self, count: str) -> np.ndarray:
+        """int64, the cell of every counted token, over all rows."""
+        first, counted = self.first_cells(), self.segments[count].values.astype(np.int64)
+        if count == "responses":
+            first += self.segments["lengths"].values - counted
+        return span_indices(first, counted)
+
     def offsets(self, count: str) -> np.ndarray:
         """int64 [R + 1], where the rows of a column begin that has one entry per counted token."""
         per_segment = self.segments[count]
-        before = np.append(0, np.cumsum(per_segment.flat_values, dtype=np.int64))
-        return before[per_segment.offsets - per_segment.offsets[0]]
+        before = np.append(0, np.cumsum(per_segment.values, dtype=np.int64))
+        return before[per_segment.offsets]
 
 
 def padded(counts: dict[str, np.ndarray], width: int, *, padding_side: str) -> dict[str, Ragged]:

@@ -5,11 +5,38 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from torch_collate_kit.batch.batch import Batch
+from torch_collate_kit.batch.dense import cells_of_responses
 from torch_collate_kit.ragged import Ragged, span_indices
 
-__all__ = ["cells_by_example", "cells_of_spans"]
+__all__ = ["cells_by_example", "cells_of_spans", "response_cells", "values_of_cells"]
+
+
+def values_of_cells(values: Tensor, cells: Ragged, dtype: torch.dtype) -> Ragged:
+    """The values ``[R, A]`` in these cells, in host memory: a copy without a graph.
+
+    >>> cells = Ragged.from_lengths(np.array([1, 2, 5]), np.array([2, 1]))
+    >>> values_of_cells(torch.arange(6).view(2, 3), cells, torch.float32).tolist()
+    [[1.0, 2.0], [5.0]]
+    """
+    places = torch.from_numpy(cells.values).to(values.device)
+    picked = values.detach().reshape(-1)[places].cpu().to(dtype)
+    return Ragged(picked.numpy(), cells.offsets)
+
+
+def response_cells(batch: Batch) -> Tensor | None:
+    """Where ``[R, A]`` holds response tokens: int64 [n], flat cells in their order, on the device.
+
+    All cells that ``loss_mask`` trains are among them. None where the batch does not say, since it
+    was built of dense fields or its ``loss_mask`` was replaced or changed. Waits for no device.
+    """
+    stored = batch.stored()
+    if stored.columns is None or "loss_mask" in stored.given:
+        return None
+    return cells_of_responses(stored.columns, batch._shared)
 
 
 def cells_by_example(
@@ -24,7 +51,7 @@ def cells_by_example(
     """
     per_row = batch.row_metadata["example_indices"].lengths  # 0 in an added row
     owners, firsts, responses = (
-        np.asarray(batch.row_metadata[name].flat_values)
+        np.asarray(batch.row_metadata[name].values)
         for name in ("example_indices", "example_starts", "num_actions")
     )
     rows = np.repeat(np.arange(len(batch)), per_row)
@@ -59,9 +86,7 @@ def _pieces(batch: Batch, num_pieces: np.ndarray) -> tuple[np.ndarray, np.ndarra
         else:
             starts = Ragged(batch["attention_mask"].argmax(1).cpu(), np.arange(len(batch) + 1))
     first, length = (
-        np.asarray(of.flat_values, dtype=np.int64)[
-            span_indices(of.offsets[:-1] - of.offsets[0], num_pieces)
-        ]
+        np.asarray(of.values, dtype=np.int64)[span_indices(of.offsets[:-1], num_pieces)]
         for of in (starts, lengths)
     )
     return width - first - length, length

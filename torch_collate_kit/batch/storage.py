@@ -1,8 +1,8 @@
-"""What a batch stores: columns, and fields given or changed; their rows, devices and one buffer."""
+"""All that a batch holds at rest: columns, fields given or changed, and metadata; in one buffer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.batch import rows
-from torch_collate_kit.batch.added_rows import pad_columns, pad_given
 from torch_collate_kit.batch.buffer import Slot, carve, gather
 from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.fields import Field
+from torch_collate_kit.batch.placement import Placement
 
 __all__ = ["Storage", "tensor_of"]
 
@@ -23,10 +23,12 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Storage:
-    """Columns, if a collator made the batch, and the fields that are stored as they are."""
+    """Columns, if a collator made the batch, the fields that are stored as they are, metadata."""
 
     columns: Columns | None
     given: dict[str, Field]
+    row_metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
     buffer: tuple[Tensor, dict[Key, Slot]] | None = field(default=None, compare=False)
     """The one that holds all of it, if it was moved or sent, and where everything lies there."""
 
@@ -37,11 +39,16 @@ class Storage:
         return len(next(iter(self.given.values())))
 
     @property
+    def placement(self) -> Placement | None:
+        """Where the tokens lie; None without columns."""
+        return None if self.columns is None else self.columns.placement
+
+    @property
     def names(self) -> dict[str, None]:
         """Of the fields, in their order."""
         return dict.fromkeys((*(() if self.columns is None else self.columns.names), *self.given))
 
-    def check(self, row_metadata: Mapping[str, Any]) -> None:
+    def check(self) -> None:
         """That fields and row metadata have one entry per row, and a packed batch its metadata.
 
         Raises:
@@ -50,21 +57,21 @@ class Storage:
         """
         if self.columns is None and not self.given:
             raise ValueError("a Batch needs at least one field, got none; rows are counted there")
-        if "cu_seq_lens" in self.given and "max_segment_length" not in row_metadata:
+        if "cu_seq_lens" in self.given and "max_segment_length" not in self.row_metadata:
             raise ValueError(
                 "a packed batch (it has cu_seq_lens) was rebuilt without its metadata, as "
                 "transformers.Trainer and DataLoader(batch_size=None) do, and would reach a model "
                 "with a mask that lets its examples see each other; for Trainer make the collator "
                 "with model_inputs=True, for the DataLoader pass a collate_fn that changes nothing"
             )
-        for key, value in row_metadata.items():
+        for key, value in self.row_metadata.items():
             if not rows.is_per_row(value):
                 raise TypeError(
                     f"row_metadata[{key!r}] must be a list, ndarray, tensor or Ragged with one "
                     f"entry per row, got {type(value).__name__}; what belongs to the whole batch "
                     "goes into metadata"
                 )
-        per_row = {f"row_metadata[{k!r}]": v for k, v in row_metadata.items()}
+        per_row = {f"row_metadata[{k!r}]": v for k, v in self.row_metadata.items()}
         for name, value in (self.given | per_row).items():
             if len(value) != self.num_rows:
                 first = next(iter(self.names))
@@ -72,36 +79,34 @@ class Storage:
 
     def with_given(self, fields: dict[str, Field]) -> Storage:
         """With fields added or replaced."""
-        return Storage(self.columns, {**self.given, **fields}) if fields else self
+        return replace(self, given={**self.given, **fields}, buffer=None) if fields else self
 
     def change(self, change_rows: Callable[[Any], Any]) -> Storage:
-        """With other rows: ``change_rows`` takes a tensor or a Ragged."""
+        """With other rows: ``change_rows`` takes anything that has one entry per row."""
+
+        def changed(_: str, value: Any) -> Any:
+            return change_rows(value)
+
         return Storage(
-            None if self.columns is None else self.columns.change(change_rows),
+            None if self.columns is None else self.columns.change(changed, changed),
             {name: change_rows(value) for name, value in self.given.items()},
+            {key: change_rows(value) for key, value in self.row_metadata.items()},
+            self.metadata,
         )
 
-    def pad(self, added: int) -> Storage:
-        """With rows added that have no loss; ``sub_seq_lengths`` must be given beside columns."""
-        return Storage(
-            None if self.columns is None else pad_columns(self.columns, added),
-            pad_given(
-                self.given,
-                added,
-                self.row_shapes(),
-                {} if self.columns is None else self.columns.specs,
-            ),
-        )
-
-    @staticmethod
-    def cat(parts: Sequence[Storage], field_of: Callable[[int, str], Field]) -> Storage:
-        """All rows of all parts; ``field_of`` gives a dense field of a part where one is needed."""
-        columns = [part.columns for part in parts if part.columns is not None]
-        joined = Columns.cat(columns) if len(columns) == len(parts) else None
-        stored = {name for part in parts for name in part.given}
-        names = [name for name in parts[0].names if joined is None or name in stored]
-        given = {n: rows.cat([field_of(i, n) for i in range(len(parts))]) for n in names}
-        return Storage(joined, given)
+    def equals(self, other: Storage) -> bool | None:
+        """Whether all of it is equal; None where the same fields are stored in other forms."""
+        if self.names.keys() != other.names.keys():
+            return False
+        if not rows.equal(self.row_metadata, other.row_metadata):
+            return False
+        if not rows.equal(self.metadata, other.metadata):
+            return False
+        mine, theirs = self.contents(), other.contents()
+        if rows.equal(mine, theirs):
+            return True
+        given = bool(mine["given"] or theirs["given"])
+        return False if not given and mine["columns"].keys() == theirs["columns"].keys() else None
 
     def items(self) -> dict[Key, Field]:
         """Everything that is stored on the device, by its kind and name."""
@@ -114,6 +119,11 @@ class Storage:
         """What was given or changed, and the columns in the dtypes of dense fields."""
         columns = {} if self.columns is None else {"columns": self.columns.in_full()}
         return {"given": self.given, **columns}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is stored on the device."""
+        return sum(tensor_of(value).nbytes for value in self.items().values())
 
     def row_shapes(self) -> dict[str, list[int]]:
         """Shapes of the rows of the fields whose shape is not the same for every batch."""
@@ -133,14 +143,16 @@ class Storage:
     def num_loss_tokens(self) -> np.ndarray | None:
         """int64 [R], cells of ``loss_mask`` that are not 0, read from the device."""
         if self.columns is not None and "loss_mask" not in self.given:
-            return self.columns.trained()
+            return self.columns.num_trained()
         mask: Any = self.given.get("loss_mask")
         return None if mask is None else (mask != 0).flatten(1).sum(dim=1).cpu().numpy()
 
-    def with_loss_mask_times(self, factor: float) -> Storage:
-        """With a ``loss_mask`` that is stored multiplied; one that is made is divided then."""
+    def with_divisor(self, divisor: int) -> Storage:
+        """With a ``loss_mask`` divided by this number; where it is not stored, when it is made."""
+        before = self.metadata.get("loss_mask_divisor", 1)
         mask: Any = self.given.get("loss_mask")
-        return self if mask is None else self.with_given({"loss_mask": mask * factor})
+        storage = replace(self, metadata={**self.metadata, "loss_mask_divisor": divisor})
+        return storage.with_given({} if mask is None else {"loss_mask": mask * (before / divisor)})
 
     def in_one_buffer(self, *, pin: bool = False) -> tuple[Tensor, dict[Key, Slot]]:
         """The buffer, and where everything lies there; a copy, unless it is in one already."""
@@ -163,25 +175,32 @@ class Storage:
         return self._carved(buffer.pin_memory(), slots)
 
     def _carved(self, buffer: Tensor, slots: dict[Key, Slot]) -> Storage:
-        return _rebuilt(buffer, slots, None if self.columns is None else self.columns.emptied())
+        columns = None if self.columns is None else self.columns.emptied()
+        return _rebuilt(buffer, slots, columns, self.row_metadata, self.metadata)
 
     def __reduce__(self) -> tuple[Any, ...]:
         buffer, slots = self.in_one_buffer()
         columns = None if self.columns is None else self.columns.emptied()
         if columns is not None and buffer.device.type == "cpu":  # the placement is in the buffer
             columns = replace(columns, placement=replace(columns.placement, segments={}))
-        return _rebuilt, (buffer, slots, columns)
+        return _rebuilt, (buffer, slots, columns, rows.owned(self.row_metadata), self.metadata)
 
 
-def _rebuilt(buffer: Tensor, slots: dict[Key, Slot], columns: Columns | None) -> Storage:
+def _rebuilt(
+    buffer: Tensor,
+    slots: dict[Key, Slot],
+    columns: Columns | None,
+    row_metadata: dict[str, Any],
+    metadata: dict[str, Any],
+) -> Storage:
     parts: dict[str, dict[str, Any]] = {"given": {}, "columns": {}, "segments": {}}
     for (kind, name), value in carve(buffer, slots).items():
         parts[kind][name] = value
     if columns is not None:
         columns = columns.filled(parts["columns"], parts["segments"])
-    return Storage(columns, parts["given"], (buffer, slots))
+    return Storage(columns, parts["given"], row_metadata, metadata, (buffer, slots))
 
 
 def tensor_of(value: Field) -> Tensor:
     """The tensor of a field, or of the values of a ragged one."""
-    return value if isinstance(value, Tensor) else torch.as_tensor(value.flat_values)
+    return value if isinstance(value, Tensor) else torch.as_tensor(value.values)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from torch import Tensor
 
 from torch_collate_kit.batch.batch import Batch
-from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.fields import Field
 from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.storage import Storage
@@ -26,9 +23,9 @@ def cells_per_row(batch: Batch) -> np.ndarray | None:
     >>> cells_per_row(Batch({"input_ids": torch.zeros(2, 5, dtype=torch.int64)}))
     array([5, 5])
     """
-    storage = batch._stored()
+    storage = batch.stored()
     if storage.columns is not None and not storage.columns.placement.is_packed:
-        return storage.columns.placement.segments["lengths"].flat_values.astype(np.int64)
+        return storage.columns.placement.segments["lengths"].values.astype(np.int64)
     shape = storage.row_shapes().get("input_ids")
     return None if shape is None else np.full(len(batch), shape[0], dtype=np.int64)
 
@@ -41,12 +38,12 @@ def trimmed(batch: Batch, *, multiple_of: int = 1) -> Batch:
     shared, integers say where they lie now. Fields that are stored as they are (given, or changed
     in place) are cut where their rows are as wide as the rows or as the responses: views.
     """
-    storage = batch._stored()
+    storage = batch.stored()
     columns = storage.columns
     if columns is None or columns.placement.is_packed:
         return batch
     before = columns.placement
-    starts, lengths = (before.segments[k].flat_values for k in ("starts", "lengths"))
+    starts, lengths = (before.segments[k].values for k in ("starts", "lengths"))
     width = -(-int(lengths.max()) // multiple_of) * multiple_of
     is_left_padded = bool((starts + lengths == before.width).all())
     first = before.width - width if is_left_padded else 0
@@ -56,16 +53,21 @@ def trimmed(batch: Batch, *, multiple_of: int = 1) -> Batch:
         response_length = max(0, min(kept, width - 1))
     return Batch.of_storage(
         Storage(
-            _moved(columns, first, width, response_length),
+            columns.change(
+                lambda _, column: column,
+                lambda name, of: _begun_at(first, of) if name == "starts" else of,
+                width=width,
+                response_length=response_length,
+            ),
             {
                 name: field[..., first : first + width]  # [R, 4, W]
                 if name == "mrope_position_ids" and isinstance(field, Tensor)
                 else _cut(field, before, first, width, response_length)
                 for name, field in storage.given.items()
             },
-        ),
-        batch.row_metadata,
-        {**batch.metadata, "response_length": response_length},
+            storage.row_metadata,
+            {**storage.metadata, "response_length": response_length},
+        )
     )
 
 
@@ -75,7 +77,7 @@ def _response_length(placement: Placement, first: int, stop: int) -> int:
     At most what remains of the old one, and one cell fewer than there are, as nothing predicts the
     first.
     """
-    segments = {name: of.flat_values for name, of in placement.segments.items()}
+    segments = {name: of.values for name, of in placement.segments.items()}
     responds = segments["responses"] > 0
     begins = (segments["starts"] + segments["lengths"] - segments["responses"])[responds]
     longest = stop - int(begins.min(initial=stop - 1))
@@ -83,20 +85,8 @@ def _response_length(placement: Placement, first: int, stop: int) -> int:
     return max(0, min(longest, kept, stop - first - 1))
 
 
-def _moved(columns: Columns, first: int, width: int, response_length: int) -> Columns:
-    starts = columns.segments["starts"]
-    on_host = columns.placement.segments["starts"]
-    placement = replace(
-        columns.placement,
-        width=width,
-        response_length=response_length,
-        segments={
-            **columns.placement.segments,
-            "starts": Ragged(on_host.flat_values - first, on_host.offsets - on_host.offsets[0]),
-        },
-    )
-    moved = Ragged(starts.flat_values - first, starts.offsets - starts.offsets[0])
-    return replace(columns, placement=placement, segments={**columns.segments, "starts": moved})
+def _begun_at(first: int, starts: Ragged) -> Ragged:
+    return Ragged(starts.values - first, starts.offsets)
 
 
 def _cut(field: Field, before: Placement, first: int, width: int, response_length: int) -> Field:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import needed_package
-from torch_collate_kit.chat.image_columns import image_columns, image_features, read_table
 from torch_collate_kit.chat.options import ChatOptions, TrainOn
 from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.errors import DataError
@@ -22,6 +21,8 @@ __all__ = ["tokenize_chat_dataset"]
 
 _logger = logging.getLogger("torch_collate_kit.chat")
 
+_BATCH_SIZE = 256
+_PIXELS_BATCH_SIZE = 16  # an example may have tens of megabytes
 # Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
 _CACHE_VERSION = 3
 
@@ -70,13 +71,19 @@ def tokenize_chat_dataset(
             f"expected a datasets.Dataset, got {type(dataset).__name__}; use Dataset.from_list, a "
             "split of the DatasetDict, or stream.map(tokenize_chat, fn_kwargs=...) and a filter"
         )
-    options: dict[str, Any] = {"train_on": train_on, "max_length": max_length, "tools": tools}
-    options |= {"chat_template_kwargs": chat_template_kwargs, "labels": labels}
-    options |= {"processor": processor, "pixels": pixels, "max_pixels": max_pixels}
-    options["image_root"] = image_root
-    images = ChatOptions(tokenizer, **options).images  # wrong options raise here, not in a worker
-    fields = {} if images is None else image_features(images)
-    tokenized = _map(dataset, {"tokenizer": tokenizer, "options": options}, fields, num_proc)
+    options = ChatOptions(
+        tokenizer,
+        processor,
+        train_on=train_on,
+        max_length=max_length,
+        tools=tools,
+        chat_template_kwargs=chat_template_kwargs,
+        labels=labels,
+        pixels=pixels,
+        image_root=image_root,
+        max_pixels=max_pixels,
+    )
+    tokenized = _map(dataset, options, num_proc)
     reasons = list(tokenized["skip_reason"])
     cuts = [cut for cut in tokenized["num_cut_tokens"] if cut]
     skips = Counter(reason for reason in reasons if reason)
@@ -86,9 +93,8 @@ def tokenize_chat_dataset(
             f"{', '.join(f'{count} with {reason}' for reason, count in skips.items())}; a record "
             "needs an assistant turn with tokens that the chat template trains, before max_length"
         )
-    index = ["record_index"] if train_on == "each" else []
-    columns = ["input_ids", "labels" if labels else "loss_mask", *fields, *index]
-    tokenized = tokenized.select_columns(columns)
+    index = [] if train_on == "each" else ["record_index"]
+    tokenized = tokenized.remove_columns(["num_cut_tokens", "skip_reason", *index])
     if cuts:
         _logger.warning("cut %d tokens off %d of %d examples", sum(cuts), len(cuts), len(reasons))
     if skips:
@@ -99,69 +105,94 @@ def tokenize_chat_dataset(
     return tokenized, skips
 
 
-def _map(
-    dataset: Any, fn_kwargs: dict[str, Any], fields: dict[str, Any], num_proc: int | None
-) -> Any:
+def _map(dataset: Any, options: ChatOptions, num_proc: int | None) -> Any:
     import datasets
 
-    # Explicit types: a first batch that is skipped as a whole would fix them as lists of null.
-    target, dtype = ("labels", "int32") if fn_kwargs["options"]["labels"] else ("loss_mask", "int8")
-    features = {
-        "input_ids": datasets.Sequence(datasets.Value("int32")),
-        target: datasets.Sequence(datasets.Value(dtype)),
-        "num_cut_tokens": datasets.Value("int64"),
-        "skip_reason": datasets.Value("string"),
-        "record_index": datasets.Value("int64"),
-        **fields,
-    }
-    has_pixels = "pixel_values" in fields
-    batch_size = _PIXELS_BATCH_SIZE if has_pixels else _BATCH_SIZE
+    features = datasets.Features(_features(options))
     if len(dataset) == 0:  # map would return no columns at all
-        empty: dict[str, list[Any]] = {name: [] for name in features}
-        return datasets.Dataset.from_dict(empty, features=datasets.Features(features))
-    # Relative paths of images start at the working directory.
-    version = (_CACHE_VERSION, os.getcwd() if fields else "")
+        return datasets.Dataset.from_dict({name: [] for name in features}, features=features)
+    has_pixels = "pixel_values" in features
+    batch_size = _PIXELS_BATCH_SIZE if has_pixels else _BATCH_SIZE
+    has_images = options.images is not None
     # Images are decoded here: errors name them, and only sizes are read where that is enough.
-    encoded = image_columns(dataset) if fields else []
-    if encoded:
-        fn_kwargs = {**fn_kwargs, "features": dataset.features, "encoded": encoded}
+    encoded = _image_columns(dataset) if has_images else []
+    # Relative paths of images start at the working directory.
+    version = (_CACHE_VERSION, os.getcwd() if has_images else "")
     mapped = dataset.with_format("arrow" if encoded else None).map(
         _tokenize_rows,
         with_indices=True,
         batched=True,
         batch_size=batch_size,
         writer_batch_size=batch_size if has_pixels else None,
-        fn_kwargs={**fn_kwargs, "names": list(features), "version": version},
+        fn_kwargs={
+            "options": options,
+            "names": list(features),
+            "decoder": (dataset.features, encoded) if encoded else None,
+            "version": version,
+        },
         remove_columns=dataset.column_names,
-        features=datasets.Features(features),
+        features=features,
         num_proc=num_proc,
         desc="Tokenizing chats",
     )
     return mapped.with_format(None)
 
 
-_BATCH_SIZE = 256
-_PIXELS_BATCH_SIZE = 16  # an example may have tens of megabytes
+def _features(options: ChatOptions) -> dict[str, Any]:
+    """The columns with their types: a first batch without examples would make them null."""
+    import datasets
+
+    target, dtype = ("labels", "int32") if options.labels else ("loss_mask", "int8")
+    found = {
+        "input_ids": datasets.Sequence(datasets.Value("int32")),
+        target: datasets.Sequence(datasets.Value(dtype)),
+    }
+    for name, field in () if options.images is None else options.images.smallest().items():
+        found[name] = datasets.Value(str(field.dtype))
+        for _ in range(field.ndim):  # lists of lists, because a null of Array2D is read as NaN
+            found[name] = datasets.Sequence(found[name])
+    others = {"record_index": "int64", "num_cut_tokens": "int64", "skip_reason": "string"}
+    return found | {name: datasets.Value(kind) for name, kind in others.items()}
 
 
 def _tokenize_rows(
     columns: Any,
     indices: list[int],
     *,
-    tokenizer: Any,
-    options: dict[str, Any],
+    options: ChatOptions,
     names: list[str],
+    decoder: tuple[Any, list[str]] | None,
     version: Any,
-    features: Any = None,
-    encoded: Sequence[str] = (),
 ) -> dict[str, list[Any]]:
-    if encoded:
-        columns = read_table(columns, features, encoded)
+    if decoder is not None:
+        columns = _read_table(columns, *decoder)
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    results = tokenize_records(rows, ChatOptions(tokenizer, **options), from_arrow=True)
+    results = tokenize_records(rows, options, from_arrow=True)
     found: list[dict[str, Any]] = []
     for i, result in zip(indices, results, strict=True):
         if isinstance(result, DataError):
             raise DataError(f"example {i}: {result}") from result
         found += [{**row, "record_index": i} for row in result]
     return {name: [row.get(name) for row in found] for name in names}
+
+
+def _image_columns(dataset: Any) -> list[str]:
+    """Which of ``image`` and ``images`` hold images that datasets would decode."""
+    import datasets
+
+    found = []
+    for name in ("image", "images"):
+        feature = dataset.features.get(name)
+        inner = getattr(feature, "feature", feature)  # of a list
+        if isinstance(inner, datasets.Image) and inner.decode and inner.mode is None:
+            found.append(name)
+    return found
+
+
+def _read_table(table: Any, features: Any, encoded: Sequence[str]) -> dict[str, list[Any]]:
+    """The columns of an Arrow table as lists, those named in ``encoded`` as bytes and paths."""
+    columns = {name: table[name].to_pylist() for name in table.column_names}
+    return {
+        name: values if name in encoded else features.decode_column(values, name)
+        for name, values in columns.items()
+    }

@@ -1,18 +1,21 @@
-"""Which texts a conversation is trained as, and which characters of them."""
+"""Which texts a record is trained as, and which characters of them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch_collate_kit.chat.images import ImageSource, num_images
-from torch_collate_kit.chat.records import Conversation
+from torch_collate_kit.chat.images import ImageSource, num_images, read_images
+from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.record_forms import find_texts
+from torch_collate_kit.chat.records import Conversation, read_record
 from torch_collate_kit.chat.rendering import Rendering, render_conversation
 from torch_collate_kit.chat.template import ChatTemplate, Refusal, Spans, chat_template
 from torch_collate_kit.chat.turns import turn_spans
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.vision.expansion import Expansion
 
 __all__ = ["TextExample", "text_examples"]
 
@@ -32,18 +35,32 @@ _CURES: list[dict[str, Any]] = [
 
 
 class TextExample(NamedTuple):
-    """A text, the spans of characters in it that are trained, and the images it has places for."""
+    """A text, the spans of characters in it that are trained, and the images it has places for.
+
+    ``expansion`` has these images once their placeholders are written out.
+    """
 
     text: str
     spans: Spans
     images: Sequence[ImageSource] = ()
+    expansion: Expansion | None = None
 
 
-def text_examples(tokenizer: Any, conversation: Conversation, train_on: str) -> list[TextExample]:
-    """The examples of a conversation with at least one turn to train."""
-    if conversation.texts is not None:
-        prompt, completion = conversation.texts
-        return [TextExample(prompt + completion, [(len(prompt), len(prompt + completion))])]
+def text_examples(
+    record: Mapping[str, Any], options: ChatOptions, from_arrow: bool
+) -> list[TextExample] | str:
+    """The examples of a record, or the reason why it has none."""
+    texts = find_texts(record)
+    if texts is not None:
+        if options.images is not None:
+            read_images([], record)  # no part for an image: refused if there is one
+        prompt, completion = texts
+        example = TextExample(prompt + completion, [(len(prompt), len(prompt + completion))])
+        return [example] if completion else "no_assistant_turn"
+    conversation = read_record(record, options, from_arrow)
+    if not conversation.trained:
+        return "no_trained_tokens" if conversation.has_assistant else "no_assistant_turn"
+    tokenizer, train_on = options.tokenizer, options.train_on
     template = chat_template(tokenizer, conversation.kwargs, conversation.tools)
     try:
         return _examples(template, conversation, train_on)
@@ -57,21 +74,16 @@ def _examples(
 ) -> list[TextExample]:
     turns = conversation.trained if train_on != "last" else conversation.trained[-1:]
     try:
-        return [_example(template, conversation, turns)]
+        rendering = render_conversation(template, conversation, turns)
+        return [_text_example(rendering, turn_spans(rendering, turns))]
     except Refusal as refusal:
         if train_on != "each" or len(turns) == 1 or not refusal.rendered:
             raise
     return _example_per_turn(template, conversation, turns)
 
 
-def _example(template: ChatTemplate, conversation: Conversation, turns: list[int]) -> TextExample:
-    rendering = render_conversation(template, conversation, turns[-1] + 1, turns)
-    spans = turn_spans(rendering, turns)  # may append the token that ends the last turn
-    return _text_example(rendering, spans)
-
-
 def _text_example(rendering: Rendering, spans: Spans) -> TextExample:
-    """Images after the last message that was rendered are left out."""
+    """The text with the ends of its turns, and the images of the messages that are in it."""
     images = rendering.conversation.images
     return TextExample(rendering.text, spans, images and images[: num_images(rendering.messages)])
 
@@ -82,24 +94,24 @@ def _example_per_turn(
     """One example per turn, as at inference; a turn that a later one continues is part of it."""
     found: list[tuple[Rendering, Spans]] = []
     for turn in reversed(turns):
-        if found:
+        earlier = _merged(found[-1][0], turn) if found else []
+        if earlier:
             rendering, spans = found[-1]
-            earlier = _merged(rendering, turn)
-            if earlier is not None:
-                found[-1] = rendering, earlier + spans
-                continue
-        rendering = render_conversation(template, conversation, turn + 1, [turn])
-        found.append((rendering, turn_spans(rendering, [turn])))
+            found[-1] = rendering, earlier + spans
+        else:
+            rendering = render_conversation(template, conversation, [turn])
+            found.append((rendering, turn_spans(rendering, [turn])))
     return [_text_example(rendering, spans) for rendering, spans in reversed(found)]
 
 
-def _merged(rendering: Rendering, turn: int) -> Spans | None:
+def _merged(rendering: Rendering, turn: int) -> Spans:
+    """The span of an earlier turn, if it is in this rendering as at inference."""
     if rendering.is_composed or rendering.problem(turn):
-        return None
+        return []
     try:
-        return turn_spans(rendering, [turn]) or None
+        return turn_spans(rendering, [turn])
     except Refusal:
-        return None
+        return []
 
 
 def _cure(tokenizer: Any, conversation: Conversation, train_on: str) -> str | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.vision.images import decoded_base64
 
 __all__ = ["ImageSource", "num_images", "read_images"]
 
@@ -129,16 +128,6 @@ def _source(part: Mapping[str, Any], where: str) -> ImageSource | None:
         image = image.get("url")
         if image is None:
             raise DataError(f"{where} has an `image_url` without a `url`; give one")
-    if key == "base64":
-        image = _decoded(image, where)
+    if key == "base64" and isinstance(image, str) and not image.startswith("data:"):
+        image = decoded_base64(image, where)
     return ImageSource(where, image)
-
-
-def _decoded(text: Any, where: str) -> Any:
-    """The bytes of a base64 string; a data URI as it is."""
-    if not isinstance(text, str) or text.startswith("data:"):
-        return text
-    try:
-        return base64.b64decode("".join(text.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise DataError(f"{where} has invalid base64 ({error}); fix it") from error

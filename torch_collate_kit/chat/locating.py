@@ -59,12 +59,10 @@ def _by_marks(
     documents = conversation.documents
     if documents is not None:
         documents = marker.copy(documents, -1, "documents", "document")
-    [copy], _ = template.render([marked], conversation.tools, documents)
-    occurrences: list[Occurrence] = []
-    for place in locate(text, copy, marker.parts):
-        if isinstance(place, int):
-            raise _changed(marker.parts, occurrences, text, place)
-        occurrences.append(place)
+    copy, _ = template.render(marked, conversation.tools, documents)
+    occurrences, changed = locate(text, copy, marker.parts)
+    if changed is not None:
+        raise _changed(marker.parts, occurrences, text, changed)
     return marker.parts, occurrences
 
 

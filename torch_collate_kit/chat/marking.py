@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 __all__ = ["Marker", "Occurrence", "Part", "has_marks", "locate", "locate_after", "tags_of"]
@@ -157,22 +157,21 @@ class Marker:
         return marked
 
 
-def locate(text: str, marked: str, parts: list[Part]) -> Iterator[Occurrence | int]:
-    """The places of ``parts`` in the order of the text, or the position of what cannot be matched.
+def locate(text: str, marked: str, parts: list[Part]) -> tuple[list[Occurrence], int | None]:
+    """The places of ``parts`` in the order of the text, and the position of what cannot be matched.
 
     ``text`` and ``marked`` are the two renderings.
     """
+    found: list[Occurrence] = []
     end = 0
-    while (found := _MARKS.search(marked, end)) is not None:
-        part = parts[ord(found[0]) - _FIRST_MARK]
-        place = _match(text, marked, found.start(), part, end)
+    while (mark := _MARKS.search(marked, end)) is not None:
+        part = parts[ord(mark[0]) - _FIRST_MARK]
+        place = _match(text, marked, mark.start(), part, end)
         if place is None or text[end : place.start] != marked[end : place.start]:
-            yield end
-            return
-        yield place
+            return found, end
+        found.append(place)
         end = place.end
-    if text[end:] != marked[end:]:
-        yield end
+    return found, None if text[end:] == marked[end:] else end
 
 
 def locate_after(text: str, parts: list[Part], known: list[str | None]) -> list[Occurrence] | None:

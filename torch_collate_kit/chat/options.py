@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import index
 from typing import Any, Literal
 
-from torch_collate_kit._checks import checked_bool
+from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
 from torch_collate_kit.vision.expansion import ImageProcessing, image_processing
 from torch_collate_kit.vision.images import image_files
 
@@ -20,7 +19,7 @@ class ChatOptions:
 
     >>> ChatOptions(None, train_on="first")
     Traceback (most recent call last):
-    ValueError: train_on must be 'all', 'last' or 'each', got 'first'
+    ValueError: train_on must be one of 'all', 'last', 'each'; got 'first'
     """
 
     def __init__(
@@ -37,15 +36,10 @@ class ChatOptions:
         image_root: Any = None,
         max_pixels: int | None = None,
     ) -> None:
-        if train_on not in ("all", "last", "each"):
-            raise ValueError(f"train_on must be 'all', 'last' or 'each', got {train_on!r}")
-        if max_length is not None and not hasattr(max_length, "__index__"):
-            raise TypeError(
-                f"max_length must be an integer or None, got {max_length!r}; convert it"
-            )
-        if max_length is not None and max_length < 2:
-            raise ValueError(
-                f"max_length must be at least 2, got {max_length}; None means no limit"
+        checked_choice("train_on", train_on, ("all", "last", "each"))
+        if max_length is not None:
+            max_length = checked_int(
+                "max_length", max_length, minimum=2, hint="None means no limit"
             )
         self.images: ImageProcessing | None = None
         if processor is not None:
@@ -66,15 +60,10 @@ class ChatOptions:
             )
         self.tokenizer = tokenizer
         self.train_on = train_on
-        self.max_length = None if max_length is None else index(max_length)
+        self.max_length = max_length
         self.tools = tools
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.labels = checked_bool("labels", labels)
-
-    @property
-    def placeholder(self) -> str:
-        """What the template writes for an image; "" without a processor."""
-        return "" if self.images is None else self.images.placeholder
 
     def chat_template(self, asked: str | None, tools: Any) -> str | None:
         """The template, or the name of one, that a record's ``asked`` and ``tools`` select.

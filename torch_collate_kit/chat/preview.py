@@ -13,18 +13,13 @@ from torch_collate_kit.errors import DataError
 
 __all__ = ["CASES", "byte_tokenizer", "load_tokenizer", "preview", "verdict_table"]
 
-_MODES = ("all", "last", "each")
 _TAG = re.compile(
     r"<\|[^|<>\s]+\|>|<\uff5c[^\uff5c<>]+\uff5c>|</?[A-Za-z|][^<>\s'\"{}]*>|\[/?[A-Z_]+\]"
 )
 _ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|return|>", "<|eot|>", "<|end|>"),
-    *(
-        "<|END_OF_TURN_TOKEN|>",
-        "<end_of_utterance>",
-        "<\uff5cend\u2581of\u2581sentence\uff5c>",
-        "</s>",
-    ),
+    *("<|END_OF_TURN_TOKEN|>", "<end_of_utterance>"),
+    *("<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>"),
 )
 
 
@@ -92,17 +87,15 @@ def preview(name: str) -> str:
     FileNotFoundError: no/such/file.jinja does not exist
     """
     tokenizer = load_tokenizer(name)
-    found = {case: {mode: _judge(tokenizer, case, mode) for mode in _MODES} for case in CASES}
     lines = [f"{name}: trained tokens are inside \u27e6 \u27e7", ""]
-    for case, verdicts in found.items():
+    for case in CASES:
+        verdicts = _verdicts(tokenizer, case)
         lines.append(f"{case}: {_cell(verdicts)}")
-        shown = next(
-            (verdicts[mode] for mode in ("all", "each", "last") if verdicts[mode].texts), None
-        )
-        if shown is None:
+        mode = _first_mode(verdicts)
+        if mode is None:
             lines.append(f"    {verdicts['each'].refusal}")
         else:
-            lines += [f"    {text!r}" for text in shown.texts]
+            lines += [f"    {text!r}" for text in verdicts[mode].texts]
             if verdicts["all"].refusal:
                 lines.append(f"    all: {verdicts['all'].refusal}")
         lines.append("")
@@ -118,8 +111,7 @@ def verdict_table(names: Sequence[str]) -> str:
     rows = [["template", *CASES], ["---"] * (len(CASES) + 1)]
     for name in names:
         tokenizer = load_tokenizer(name)
-        cells = [_cell({mode: _judge(tokenizer, case, mode) for mode in _MODES}) for case in CASES]
-        rows.append([Path(name).stem, *cells])
+        rows.append([Path(name).stem, *(_cell(_verdicts(tokenizer, case)) for case in CASES)])
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
@@ -154,9 +146,18 @@ def byte_tokenizer(template: str) -> Any:
     return tokenizer
 
 
-def _judge(tokenizer: Any, case: str, mode: Any) -> _Verdict:
+def _verdicts(tokenizer: Any, case: str) -> dict[str, _Verdict]:
+    """The verdict of each mode, the one that takes most at once first."""
     messages = CASES[case]
     tools = [_TOOL] if any("tool_calls" in message for message in messages) else None
+    return {mode: _judge(tokenizer, messages, tools, mode) for mode in ("all", "each", "last")}
+
+
+def _first_mode(verdicts: dict[str, _Verdict]) -> str | None:
+    return next((mode for mode, verdict in verdicts.items() if verdict.texts), None)
+
+
+def _judge(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, mode: Any) -> _Verdict:
     try:
         found: Any = tokenize_chat({"messages": messages}, tokenizer, train_on=mode, tools=tools)
     except DataError as error:
@@ -180,13 +181,10 @@ def _marked(tokenizer: Any, example: dict[str, Any]) -> str:
 
 def _cell(verdicts: dict[str, _Verdict]) -> str:
     """One word, or why the conversation is refused."""
-    if verdicts["all"].texts:
-        return "right"
-    if verdicts["each"].texts:
-        return "each"
-    if verdicts["last"].texts:
-        return "last"
-    return "refused: " + _short(verdicts["each"].refusal)
+    mode = _first_mode(verdicts)
+    if mode is None:
+        return "refused: " + _short(verdicts["each"].refusal)
+    return "right" if mode == "all" else mode
 
 
 def _short(reason: str) -> str:

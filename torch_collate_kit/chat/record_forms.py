@@ -8,7 +8,9 @@ from typing import Any
 
 from torch_collate_kit.errors import DataError
 
-__all__ = ["find_messages"]
+__all__ = ["find_messages", "find_texts"]
+
+_NO_CHAT_TEXT = ("system", "tools", "documents")
 
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -22,8 +24,24 @@ _SHAREGPT_ROLES = {
 }
 
 
-def find_messages(example: Mapping[str, Any]) -> tuple[list[Any], int] | tuple[str, str]:
-    """The messages and the index of the first that may be trained, or prompt and completion."""
+def find_texts(example: Mapping[str, Any]) -> tuple[str, str] | None:
+    """``prompt`` and ``completion`` if they are strings, which no template renders."""
+    if any(example.get(name) is not None for name in ("messages", "conversations")):
+        return None
+    prompt, completion = example.get("prompt"), example.get("completion")
+    if not isinstance(prompt, str) or not isinstance(completion, (str, type(None))):
+        return None
+    extra = next((name for name in _NO_CHAT_TEXT if example.get(name)), None)
+    if extra is not None:
+        raise DataError(
+            f"`prompt` and `completion` are strings, which no template renders, so `{extra}` "
+            f"would be lost; write it into the prompt, or give lists of messages"
+        )
+    return prompt, completion or ""
+
+
+def find_messages(example: Mapping[str, Any]) -> tuple[list[Any], int]:
+    """The messages, and the index of the first that may be trained."""
     if example.get("messages") is not None:
         return _checked_list(example["messages"], "`messages`"), 0
     if example.get("conversations") is not None:
@@ -60,9 +78,9 @@ def _read_sharegpt(found: Any, where: str) -> Any:
     return {**rest, "role": role, "content": None, "tool_calls": _sharegpt_calls(value, where)}
 
 
-def _sharegpt_calls(value: str | None, where: str) -> list[dict[str, Any]]:
+def _sharegpt_calls(value: str, where: str) -> list[dict[str, Any]]:
     try:
-        found = json.loads(value or "")
+        found = json.loads(value)
     except ValueError as error:
         raise DataError(
             f"{where} is a function_call, but its value {value!r:.60} is no JSON ({error}); "
@@ -78,9 +96,7 @@ def _sharegpt_calls(value: str | None, where: str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": call} for call in calls]
 
 
-def _prompt_and_completion(prompt: Any, completion: Any) -> tuple[list[Any], int] | tuple[str, str]:
-    if isinstance(prompt, str) and isinstance(completion, (str, type(None))):
-        return prompt, completion or ""
+def _prompt_and_completion(prompt: Any, completion: Any) -> tuple[list[Any], int]:
     if isinstance(prompt, (list, tuple)) and isinstance(completion, (list, tuple, type(None))):
         return [*prompt, *(completion or [])], len(prompt)
     raise DataError(

@@ -11,68 +11,45 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_collate_kit.chat.images import ImageSource, num_images, read_images
+from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.chat.record_forms import find_messages
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.raw import is_respelt
 
-__all__ = ["Conversation", "is_text", "read_record", "text_of"]
+__all__ = ["Conversation", "read_record", "text_of"]
 
 _ROLES = ("system", "developer", "user", "tool", "assistant", "function")
 _SELECTORS = ("weight", "train", "trainable")
 _LEFT_OUT = frozenset({"tool_calls", *_SELECTORS})  # of the message that a template gets
 _WRITTEN = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning", "tool_responses")
-_NO_CHAT_TEXT = ("system", "tools", "documents")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in one form, which of them to train, and what else the template gets.
+    """Messages in one form, which of them to train, and what else the template gets."""
 
-    ``texts`` is set instead of ``messages`` for a prompt and completion that are strings.
-    """
-
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[dict[str, Any]]
     has_assistant: bool = False
     trained: list[int] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
-    texts: tuple[str, str] | None = None
     images: list[ImageSource] = field(default_factory=list)
     """One for each image part of ``messages``, in order."""
     placeholder: str = ""
     """What the template writes for an image part; "" if it is not known."""
 
 
-def read_record(
-    example: Mapping[str, Any],
-    tools: Any,
-    kwargs: Mapping[str, Any],
-    from_arrow: bool,
-    placeholder: str = "",
-) -> Conversation:
+def read_record(example: Mapping[str, Any], options: ChatOptions, from_arrow: bool) -> Conversation:
     """The conversation of ``example``, which is not changed.
 
-    ``tools`` and ``kwargs`` are those of the call; columns of the record override them. Arrow gives
-    each struct the keys of all others, so ``from_arrow`` removes None from arguments, too. Images
-    are read where there is a ``placeholder`` for them, and refused elsewhere.
+    Columns of the record override ``options``. Arrow gives each struct the keys of all others, so
+    ``from_arrow`` removes None from arguments, too. Images need a processor.
     """
     listed, first = find_messages(example)
-    if isinstance(listed, str) or isinstance(first, str):
-        extra = next((name for name in _NO_CHAT_TEXT if example.get(name)), None)
-        if extra is not None:
-            raise DataError(
-                f"`prompt` and `completion` are strings, which no template renders, so `{extra}` "
-                f"would be lost; write it into the prompt, or give lists of messages"
-            )
-        if placeholder:
-            read_images([], example)  # no part for an image: refused if there is one
-        return Conversation(
-            has_assistant=bool(first), texts=(str(listed), str(first)), placeholder=placeholder
-        )
     messages = [_read_message(m, f"messages[{i}]", from_arrow) for i, m in enumerate(listed)]
     images: list[ImageSource] = []
-    if placeholder:
+    if options.images is not None:
         messages, images = read_images(messages, example)
     elif num_images(messages):
         raise DataError(
@@ -83,28 +60,30 @@ def read_record(
     first += shift
     turns = _assistant_turns(messages)
     selected = [i for i in turns if i >= first and _is_selected(listed[i - shift], i)]
+    tools = read_dicts(example.get("tools"), "`tools`") or read_dicts(options.tools, "`tools`")
     own_kwargs = read_dicts([example.get("chat_template_kwargs") or {}], "`chat_template_kwargs`")
+    kwargs = {**options.chat_template_kwargs, **own_kwargs[0]}
+    template = options.chat_template(kwargs.get("chat_template"), tools)
     return Conversation(
         messages=messages,
         has_assistant=bool(turns) and turns[-1] >= first,
         trained=selected,
-        tools=read_dicts(example.get("tools"), "`tools`") or read_dicts(tools, "`tools`") or None,
+        tools=tools or None,
         documents=read_dicts(example.get("documents"), "`documents`") or None,
-        kwargs={**kwargs, **own_kwargs[0]},
+        kwargs=kwargs if template is None else {**kwargs, "chat_template": template},
         images=images,
-        placeholder=placeholder,
+        placeholder="" if options.images is None else options.images.placeholder,
     )
 
 
 def text_of(content: Any) -> Any:
     """Parts that are only text as one string; anything else as it is."""
-    if isinstance(content, list) and all(is_text(part) for part in content):
+    if isinstance(content, list) and all(map(_is_text, content)):
         return "".join(part["text"] for part in content)
     return content
 
 
-def is_text(part: Any) -> bool:
-    """Whether a part of a content is text."""
+def _is_text(part: Any) -> bool:
     kind = part.get("type", "text") if isinstance(part, Mapping) else None
     return kind == "text" and isinstance(part.get("text"), str)
 
@@ -190,7 +169,7 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
     }
     content = message.get("content")
     if isinstance(content, list):
-        content = _read_parts(content)
+        content = [{"type": "text", "text": p} if isinstance(p, str) else p for p in content] or ""
     elif not isinstance(content, (str, type(None))):
         raise DataError(f"{where} `content` must be text, parts or None, got {content!r:.60}")
     if message.get("function_call"):
@@ -234,12 +213,6 @@ def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
             f"{where} has no `content`, only {', '.join(map(repr, others))} and its role; "
             "rename the key of its text to content"
         )
-
-
-def _read_parts(content: list[Any]) -> list[Any] | str:
-    """Parts that are dicts, or an empty text."""
-    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    return parts or ""
 
 
 def _read_call(call: Mapping[str, Any], where: str, from_arrow: bool) -> dict[str, Any]:

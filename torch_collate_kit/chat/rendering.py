@@ -9,14 +9,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch_collate_kit.chat.arguments import changed_arguments, decoded_arguments
 from torch_collate_kit.chat.images import num_images
 from torch_collate_kit.chat.locating import locate_parts
 from torch_collate_kit.chat.marking import Occurrence, Part, has_marks
-from torch_collate_kit.chat.records import Conversation, text_of
-from torch_collate_kit.chat.template import ChatTemplate, Messages, Refusal, Spans
+from torch_collate_kit.chat.records import Conversation
+from torch_collate_kit.chat.styles import FORMS, Style, decoded_arguments, styled
+from torch_collate_kit.chat.template import (
+    REPEATED_KEY,
+    ChatTemplate,
+    Messages,
+    Refusal,
+    Spans,
+)
 
 __all__ = ["Rendering", "render_conversation"]
 
@@ -24,19 +30,6 @@ _PRINTED_PART = re.compile(r"""['"](?:text|type)['"]: ['"]?$""")
 _CHANGE_TEMPLATE = "set a tokenizer.chat_template that writes it, or remove it from the record"
 
 
-class _Style(NamedTuple):
-    """The form in which a template gets texts, empty contents beside calls, and arguments."""
-
-    content: str = "text"  # or "parts"
-    empty: str = "given"  # or "none", "left out", "text"
-    arguments: str = "given"  # or "mapping", "text"
-
-
-_FORMS = {
-    "content": ("text", "parts"),
-    "empty": ("given", "none", "left out", "text"),
-    "arguments": ("given", "mapping", "text"),
-}
 _CALL = {
     "type": "function",
     "id": "abcdefghi",
@@ -58,7 +51,7 @@ class Rendering:
     template: ChatTemplate
     conversation: Conversation
     messages: Messages
-    style: _Style
+    style: Style
     text: str
     tagged: Spans | None
     parts: list[Part]
@@ -87,8 +80,8 @@ class Rendering:
         """The text of the first ``count`` messages, and of what is asked for after them."""
         if count == len(self.messages) and not prompt and not then:
             return self.text
-        [text], _ = self.template.render(
-            [self.messages[:count] + (then or [])],
+        text, _ = self.template.render(
+            self.messages[:count] + (then or []),
             self.conversation.tools,
             self.conversation.documents,
             prompt=prompt,
@@ -98,7 +91,7 @@ class Rendering:
 
     def styled(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message in the form that the template needs."""
-        return _styled(message, self.style)
+        return styled(message, self.style)
 
     def question(self) -> Messages:
         """A message of the user."""
@@ -130,14 +123,6 @@ class Rendering:
         return found
 
     @cached_property
-    def parts_of(self) -> dict[int, list[Part]]:
-        """The parts of each message."""
-        found: dict[int, list[Part]] = {}
-        for part in self.parts:
-            found.setdefault(part.message, []).append(part)
-        return found
-
-    @cached_property
     def times(self) -> Counter[int]:
         """How often each part is in the text, by the id of the part."""
         return Counter(id(occurrence.part) for occurrence in self.occurrences)
@@ -148,9 +133,9 @@ class Rendering:
         return [occurrence.part for occurrence in self.occurrences] == self.parts
 
     @cached_property
-    def drops(self) -> bool:
-        """Whether a part is not in the text."""
-        return not self.in_order and len(self.times) < len(self.parts)
+    def missing(self) -> list[Part]:
+        """The parts that are not in the text."""
+        return [] if self.in_order else [p for p in self.parts if id(p) not in self.times]
 
     def region(self, turn: int) -> tuple[int, int]:
         """From the last character of another message before the turn to the next after it."""
@@ -169,88 +154,77 @@ class Rendering:
         calls = self.messages[turn].get("tool_calls", ())
         start, end = self.region(turn) if calls else (0, 0)
         for call in calls:
-            changed = changed_arguments(call["function"]["arguments"], self.text[start:end])
+            changed = _changed_arguments(call["function"]["arguments"], self.text[start:end])
             if changed:
                 return f"messages[{turn}]: the chat template {changed}"
         return None
 
     def _misplaced(self, turn: int) -> str | None:
         """Which part of message ``turn`` is missing, in pieces, or in the text twice."""
-        for part in self.parts_of.get(turn, ()):
-            if id(part) not in self.times:
+        for part in self.missing:
+            if part.message == turn:
                 return f"messages[{turn}]: the chat template drops its {part.where}"
         own = self.own.get(turn, [])
         run = self.occurrences[own[0] : own[-1] + 1] if own else []
         if any(occurrence.part.message != turn for occurrence in run):
             return f"messages[{turn}]: the chat template writes it in pieces"
-        if own:
-            texts = [
-                self.occurrences[i].part for i in own if self.occurrences[i].part.kind != "name"
-            ]
-            for part in texts:
-                if self.times[id(part)] > 1:
-                    return f"messages[{turn}]: the chat template writes its {part.where} twice"
+        for part in (self.occurrences[i].part for i in own):
+            if part.kind != "name" and self.times[id(part)] > 1:
+                return f"messages[{turn}]: the chat template writes its {part.where} twice"
         return None
 
 
 def render_conversation(
-    template: ChatTemplate, conversation: Conversation, count: int, trained: list[int]
+    template: ChatTemplate, conversation: Conversation, trained: list[int]
 ) -> Rendering:
-    """The first ``count`` messages, in the first style in which every part of them arrives.
+    """The messages up to the last turn in ``trained``, in the first style in which all arrives.
 
     Thinking and text of turns that are not trained may be dropped, as they are at inference.
     """
     refusals: list[Refusal] = []
-    for style in _styles(template, conversation, conversation.messages[:count]):
+    for style in _styles(template, conversation, trained[-1] + 1):
         try:
-            return _render(template, conversation, count, trained, style)
+            return _render(template, conversation, trained, style)
         except Refusal as refusal:
             refusals.append(refusal)
     raise next((refusal for refusal in refusals if refusal.rendered), refusals[0])
 
 
-def _styles(
-    template: ChatTemplate, conversation: Conversation, messages: Messages
-) -> Iterator[_Style]:
+def _styles(template: ChatTemplate, conversation: Conversation, count: int) -> Iterator[Style]:
     """The styles that make a difference, the one that suits the template first."""
-    calls = [message for message in messages if "tool_calls" in message]
+    calls = [message for message in conversation.messages[:count] if "tool_calls" in message]
+    differs = {
+        "content": True,
+        "empty": not all(message["content"] for message in calls),
+        "arguments": bool(calls),
+    }
     if (has_tools := conversation.tools is not None) not in template.preferred:
         template.preferred[has_tools] = _preferred_style(template, conversation)
-    preferred: _Style = template.preferred[has_tools]
+    preferred: Style = template.preferred[has_tools]
     yield preferred
-    for name, forms in _FORMS.items():
-        if name == "content" or (calls if name == "arguments" else not _all_have_content(calls)):
-            for form in forms:
-                if form != getattr(preferred, name):
-                    yield preferred._replace(**{name: form})
+    for name, forms in FORMS.items():
+        for form in forms:
+            if differs[name] and form != getattr(preferred, name):
+                yield preferred._replace(**{name: form})
 
 
-def _all_have_content(messages: Messages) -> bool:
-    """Whether every message has content."""
-    return all(message["content"] for message in messages)
-
-
-def _preferred_style(template: ChatTemplate, conversation: Conversation) -> _Style:
+def _preferred_style(template: ChatTemplate, conversation: Conversation) -> Style:
     for messages in _PROBES:
         probe = Conversation(messages, tools=conversation.tools, kwargs=conversation.kwargs)
-        for style in itertools.starmap(_Style, itertools.product(*_FORMS.values())):
+        for style in itertools.starmap(Style, itertools.product(*FORMS.values())):
             try:
-                _render(template, probe, 2, [1], style)
+                _render(template, probe, [1], style)
             except Refusal:
                 continue
             return style
-    return _Style()
+    return Style()
 
 
 def _render(
-    template: ChatTemplate,
-    conversation: Conversation,
-    count: int,
-    trained: list[int],
-    style: _Style,
+    template: ChatTemplate, conversation: Conversation, trained: list[int], style: Style
 ) -> Rendering:
-    messages = [_styled(message, style) for message in conversation.messages[:count]]
-    [text], tagged = template.render([messages], conversation.tools, conversation.documents)
+    messages = [styled(message, style) for message in conversation.messages[: trained[-1] + 1]]
+    text, tagged = template.render(messages, conversation.tools, conversation.documents)
     if has_marks(text):
         raise Refusal(
             "a message has one of the private-use characters U+100000 to U+10FFFD",
@@ -289,43 +263,12 @@ def _check_images(text: str, messages: Messages, placeholder: str) -> None:
     )
 
 
-def _styled(message: dict[str, Any], style: _Style) -> dict[str, Any]:
-    """The message in a form that a template may need. What it says is the same."""
-    content = message["content"]
-    if style.content == "text" and isinstance(content, str) and "tool_calls" not in message:
-        return message
-    styled = dict(message)
-    if not content and "tool_calls" in message:
-        if style.empty == "left out":
-            del styled["content"]
-        elif style.empty != "given":
-            styled["content"] = None if style.empty == "none" else ""
-    elif style.content == "text":
-        styled["content"] = text_of(content or "")
-    elif not isinstance(content, list):
-        styled["content"] = [{"type": "text", "text": content or ""}]
-    if "tool_calls" in message:
-        styled["tool_calls"] = [_styled_call(call, style) for call in message["tool_calls"]]
-    return styled
-
-
-def _styled_call(call: dict[str, Any], style: _Style) -> dict[str, Any]:
-    arguments = call["function"]["arguments"]
-    if style.arguments == "mapping" and isinstance(arguments, str):
-        decoded = decoded_arguments(arguments)
-        arguments = arguments if decoded is None else decoded
-    elif style.arguments == "text" and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": arguments}}
-
-
 def _check_context(rendering: Rendering, trained: set[int]) -> None:
     """Refuse a text that lacks a message, tool or document that the answers depend on."""
-    for part in rendering.parts if rendering.drops else ():
-        if id(part) in rendering.times or part.message in trained:
-            continue
+    for part in rendering.missing:
         role = "" if part.message < 0 else rendering.messages[part.message]["role"]
-        if role != "assistant" or part.kind not in ("content", "thinking"):
+        may_miss = role == "assistant" and part.kind in ("content", "thinking")
+        if part.message not in trained and not may_miss:
             where = part.where if part.message < 0 else f"messages[{part.message}] {part.where}"
             raise Refusal(f"the chat template drops {where}", _CHANGE_TEMPLATE)
     for occurrence in rendering.occurrences:
@@ -353,3 +296,34 @@ def _check_context(rendering: Rendering, trained: set[int]) -> None:
                 f"the chat template drops the tool {name!r}",
                 "remove `tools`, or set a tokenizer.chat_template that writes them",
             )
+
+
+def _changed_arguments(arguments: Any, text: str) -> str | None:
+    """What happened to arguments that are a mapping; strings in it were found by their marks."""
+    if not isinstance(arguments, Mapping) or not arguments:
+        return None
+    if json.dumps(arguments, ensure_ascii=False).replace(REPEATED_KEY, "") in text:
+        return None
+    if repr(arguments) in text:
+        return "prints arguments as Python, not as JSON"
+    for name, value in _leaves(arguments):
+        written = (
+            {value, json.dumps(value)}
+            if isinstance(value, str)
+            else {json.dumps(value), str(value)}
+        )
+        if not any(form in text for form in written):
+            return f"drops the {name} {value!r} of its arguments"
+    return None
+
+
+def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield "key", str(key).rstrip(REPEATED_KEY)
+            yield from _leaves(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    elif not isinstance(value, str):
+        yield "value", value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -38,6 +38,11 @@ _TEMPLATES: WeakKeyDictionary[Any, dict[Any, ChatTemplate]] = WeakKeyDictionary(
 def chat_template(tokenizer: Any, kwargs: Mapping[str, Any], tools: Any) -> ChatTemplate:
     """The template that renders with ``kwargs``; the same object for the same settings."""
     needed_package("transformers", "tokenize_chat")
+    if not getattr(tokenizer, "chat_template", None) and not kwargs.get("chat_template"):
+        raise ValueError(
+            f"{type(tokenizer).__name__} has no chat_template; use the tokenizer of the model's "
+            "chat version, or set tokenizer.chat_template"
+        )
     source = tokenizer.get_chat_template(kwargs.get("chat_template"), tools)
     variables = {**tokenizer.special_tokens_map, **kwargs}
     variables.pop("chat_template", None)
@@ -97,22 +102,22 @@ class ChatTemplate:
 
     def render(
         self,
-        conversations: Sequence[Messages],
+        messages: Messages,
         tools: Any = None,
         documents: Any = None,
         *,
         prompt: bool = False,
         switch: Mapping[str, Any] | None = None,
-    ) -> tuple[list[str], Spans | None]:
-        """The texts, and the spans inside generation tags of the first (None without tags).
+    ) -> tuple[str, Spans | None]:
+        """The text, and the spans in it that are inside generation tags (None without tags).
 
         ``switch`` holds variables that the caller has not set.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with self._explained(conversations[0]):
-            texts, spans = render_jinja_template(
-                list(conversations),
+        with self._explained(messages):
+            texts, tagged = render_jinja_template(
+                [messages],
                 tools=tools,
                 documents=documents,
                 chat_template=self.source,
@@ -121,16 +126,16 @@ class ChatTemplate:
                 **self._variables,
                 **(switch or {}),
             )
-        tagged = spans[0] if self.has_generation_tags else None
-        if REPEATED_KEY in texts[0]:
-            first = texts[0]
-            if tagged is not None:
-                tagged = [
-                    (a - first.count(REPEATED_KEY, 0, a), b - first.count(REPEATED_KEY, 0, b))
-                    for a, b in tagged
+        text = texts[0]
+        spans = tagged[0] if self.has_generation_tags else None
+        if REPEATED_KEY in text:
+            if spans is not None:
+                spans = [
+                    (a - text.count(REPEATED_KEY, 0, a), b - text.count(REPEATED_KEY, 0, b))
+                    for a, b in spans
                 ]
-            texts = [text.replace(REPEATED_KEY, "") for text in texts]
-        return texts, tagged
+            text = text.replace(REPEATED_KEY, "")
+        return text, spans
 
     @contextmanager
     def _explained(self, messages: Messages) -> Iterator[None]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.chat.examples import TextExample, text_examples
 from torch_collate_kit.chat.options import ChatOptions, TrainOn
-from torch_collate_kit.chat.records import read_record
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.vision.expansion import Expansion, ImageProcessing
+from torch_collate_kit.vision.expansion import ImageProcessing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -142,26 +140,17 @@ def tokenize_chat(
     return results if train_on == "each" else results[0]
 
 
-class _Prepared(NamedTuple):
-    """What is tokenized, and the images in it."""
-
-    example: TextExample
-    images: Expansion | None
-
-
 def tokenize_records(
     records: Iterable[Any], options: ChatOptions, *, from_arrow: bool
 ) -> list[list[dict[str, Any]] | DataError]:
     """The results of each record, or why it is refused. All texts are tokenized in one call."""
-    found: list[list[_Prepared] | str | DataError] = []
+    found: list[list[TextExample] | str | DataError] = []
     for record in records:
         try:
             found.append(_read(record, options, from_arrow))
         except DataError as error:
             found.append(error)
-    texts = [
-        entry.example.text for entries in found if isinstance(entries, list) for entry in entries
-    ]
+    texts = [entry.text for entries in found if isinstance(entries, list) for entry in entries]
     tokenized = iter(_encode(options.tokenizer, texts))
     results: list[list[dict[str, Any]] | DataError] = []
     for entries in found:
@@ -175,42 +164,24 @@ def tokenize_records(
     return results
 
 
-def _read(record: Any, options: ChatOptions, from_arrow: bool) -> list[_Prepared] | str:
+def _read(record: Any, options: ChatOptions, from_arrow: bool) -> list[TextExample] | str:
     """The texts of a record, or the reason why it has none."""
     if not isinstance(record, Mapping):
         raise TypeError(
             f"a record is a mapping with `messages`, got {type(record).__name__}; wrap a list of "
             "messages as {'messages': ...}, and pass a dataset to tokenize_chat_dataset"
         )
-    conversation = read_record(
-        record, options.tools, options.chat_template_kwargs, from_arrow, options.placeholder
-    )
-    if not conversation.has_assistant:
-        return "no_assistant_turn"
-    if conversation.texts is None:
-        if not conversation.trained:
-            return "no_trained_tokens"
-        asked = conversation.kwargs.get("chat_template")
-        template = options.chat_template(asked, conversation.tools)
-        if template != asked:
-            kwargs = {**conversation.kwargs, "chat_template": template}
-            conversation = replace(conversation, kwargs=kwargs)
-        if not getattr(options.tokenizer, "chat_template", None) and not template:
-            raise ValueError(
-                f"{type(options.tokenizer).__name__} has no chat_template; use the tokenizer of "
-                "the model's chat version, or set tokenizer.chat_template"
-            )
-    examples = text_examples(options.tokenizer, conversation, options.train_on)
-    if options.images is None:
-        return [_Prepared(example, None) for example in examples]
+    examples = text_examples(record, options, from_arrow)
+    if isinstance(examples, str) or options.images is None:
+        return examples
     return [_expanded(example, options.images) for example in examples]
 
 
-def _expanded(example: TextExample, processing: ImageProcessing) -> _Prepared:
+def _expanded(example: TextExample, processing: ImageProcessing) -> TextExample:
     """The example with all placeholders of its images in the text."""
     images = processing.expand(example.text, example.images)
     spans = [(images.moved(start), images.moved(end)) for start, end in example.spans]
-    return _Prepared(example._replace(text=images.text, spans=spans), images)
+    return example._replace(text=images.text, spans=spans, expansion=images)
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[tuple[list[int], Any]]:
@@ -230,17 +201,17 @@ def _encode(tokenizer: Any, texts: list[str]) -> list[tuple[list[int], Any]]:
 
 
 def _tokenized(
-    prepared: _Prepared, tokens: tuple[list[int], Any], options: ChatOptions
+    example: TextExample, tokens: tuple[list[int], Any], options: ChatOptions
 ) -> dict[str, Any]:
-    example, images = prepared
     input_ids, encoding = tokens
+    images = example.expansion
     loss_mask = [0] * len(input_ids)
     for start, end in (span for span in example.spans if span[0] < span[1]):
         # A token that crosses the start belongs to the turn, since no prompt ends inside it.
         if encoding is not None:
             first, stop = _tokens_of(encoding, start, end)
             straddles = first < stop and encoding.token_to_chars(first)[0] < start
-            if straddles and _is_added(options.tokenizer, input_ids[first]):
+            if straddles and input_ids[first] in options.tokenizer.added_tokens_decoder:
                 first += 1  # a tag of the header that takes the white space after it
         else:
             heads = _encode(options.tokenizer, [example.text[:start], example.text[:end]])
@@ -274,10 +245,6 @@ def _tokens_of(encoding: Any, start: int, end: int) -> tuple[int, int]:
         bisect_right(places, start, key=lambda i: encoding.token_to_chars(i)[1]),
         bisect_left(places, end, key=lambda i: encoding.token_to_chars(i)[0]),
     )
-
-
-def _is_added(tokenizer: Any, token: int) -> bool:
-    return token in tokenizer.added_tokens_decoder
 
 
 def _num_shared(input_ids: list[int], head: list[int]) -> int:

@@ -59,7 +59,7 @@ def _key(
     That is the template's text around the turn, and the shapes of the messages around it. None if
     the template drops parts of the record, since what it drops may depend on anything.
     """
-    if rendering.drops:
+    if rendering.missing:
         return None
     before, after = rendering.region(turn)
     asked = next((i for i in range(turn - 1, -1, -1) if shapes[i][0] == "user"), 0)
@@ -143,8 +143,8 @@ def _compose(rendering: Rendering, turn: int, prompt: str, first: int | None) ->
 def _header(rendering: Rendering) -> str:
     """What the generation prompt adds after a message of the user."""
     template, question = rendering.template, rendering.question()
-    [alone], _ = template.render([question])
-    [asked], _ = template.render([question], prompt=True)
+    alone, _ = template.render(question)
+    asked, _ = template.render(question, prompt=True)
     return asked[len(alone) :] if asked.startswith(alone) else ""
 
 
@@ -165,11 +165,14 @@ def _end(rendering: Rendering, turn: int, start: int, last: int) -> int:
     """The end of the token that ends the turn."""
     alone = rendering.render(turn + 1)
     end = _end_of_turn(rendering, turn, alone, start, last)
-    if end is None:
-        return _end_after(rendering, turn, len(alone.rstrip()), alone)
-    if not rendering.text.startswith(alone[:end]):
-        raise _rewritten(turn)
-    return end
+    known = alone.rstrip() if end is None else alone[:end]
+    if not rendering.text.startswith(known):
+        raise Refusal(
+            f"messages[{turn}]: the chat template renders this turn, or an earlier one, "
+            "differently once more messages follow (does it drop thinking?)",
+            "set a tokenizer.chat_template that does not rewrite earlier turns",
+        )
+    return _end_after(rendering, turn, known) if end is None else end
 
 
 def _end_of_turn(rendering: Rendering, turn: int, alone: str, start: int, last: int) -> int | None:
@@ -202,8 +205,8 @@ def _find_usual_end(rendering: Rendering) -> str | None:
     template, question = rendering.template, rendering.question()
     answer = rendering.styled({"role": "assistant", "content": "an answer"})
     try:
-        [text], _ = template.render([[*question, answer]])
-        [asked], _ = template.render([question])
+        text, _ = template.render([*question, answer])
+        asked, _ = template.render(question)
     except Refusal:
         return template.eos_token
     where = text.rfind("an answer")
@@ -217,19 +220,15 @@ def _find_usual_end(rendering: Rendering) -> str | None:
     return None
 
 
-def _end_after(rendering: Rendering, turn: int, end: int, alone: str) -> int:
-    """The end of the token that follows the turn: in the text, or before a next question."""
+def _end_after(rendering: Rendering, turn: int, known: str) -> int:
+    """The end of the token that follows ``known``: in the text, or before a next question."""
     template, messages = rendering.template, rendering.messages
-    text, follows = rendering.text, "user"
-    if turn + 1 < len(messages):
-        follows = messages[turn + 1]["role"]
-        if not text.startswith(alone[:end]):
-            raise _rewritten(turn)
-        rest = text[end:]
+    is_last = turn + 1 == len(messages)
+    if is_last:
+        follows, text = "user", rendering.render(turn + 1, then=rendering.reply(turn))
+        rest = text[len(known) :] if text.startswith(known) else _after_answer(rendering)
     else:
-        text = rendering.render(turn + 1, then=rendering.reply(turn))
-        rest = text[end:] if text.startswith(alone[:end]) else _after_answer(rendering)
-        text = alone[:end] + rest
+        follows, rest = messages[turn + 1]["role"], rendering.text[len(known) :]
     token = template.added_token.match(rest, len(rest) - len(rest.lstrip()))
     header = _header(rendering)
     # What begins every message does not end one; nor is there a stop token before a system message.
@@ -239,25 +238,17 @@ def _end_after(rendering: Rendering, turn: int, end: int, alone: str) -> int:
             "set a tokenizer.chat_template that ends it with an added token such as "
             f"{template.eos_token!r}",
         )
-    if turn + 1 == len(messages):
-        rendering.text = text[: end + token.end()]
-    return end + token.end()
+    if is_last:
+        rendering.text = known + rest[: token.end()]
+    return len(known) + token.end()
 
 
 def _after_answer(rendering: Rendering) -> str:
     """The template's text after an answer that is only text, and a next question."""
     answer = rendering.styled({"role": "assistant", "content": "an answer"})
     question = rendering.question()
-    [text], _ = rendering.template.render([[*question, answer, *question]])
+    text, _ = rendering.template.render([*question, answer, *question])
     return text.partition("an answer")[2]
-
-
-def _rewritten(turn: int) -> Refusal:
-    return Refusal(
-        f"messages[{turn}]: the chat template renders this turn, or an earlier one, differently "
-        "once more messages follow (does it drop thinking?)",
-        "set a tokenizer.chat_template that does not rewrite earlier turns",
-    )
 
 
 def _pair(token: str) -> tuple[str, str]:

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from torch_collate_kit.batch import IGNORE_INDEX, Batch
+from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.columns import Columns
-from torch_collate_kit.batch.fields import FieldSpec, PerResponseToken, PerToken
-from torch_collate_kit.batch.placement import Pieces, Placement
+from torch_collate_kit.batch.fields import PerToken
+from torch_collate_kit.batch.placement import Placement, padded, whole_examples
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
+from torch_collate_kit.reading.fields import DeclaredFields, checked_fields
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["NOTHING_LOST", "assemble", "made_of_images", "pad_token_id_of", "vision_of"]
+__all__ = [
+    "assemble",
+    "made_of_images",
+    "own_fields",
+    "pad_token_id_of",
+    "padded_batch",
+    "vision_of",
+]
 
-NOTHING_LOST: dict[str, Any] = {  # metadata of a layout that has a row for every example
+_NOTHING_LOST: dict[str, Any] = {  # metadata of a layout that has a row for every example
     "num_dummy_rows": 0,
     "num_dropped": 0,
     "num_cut": 0,
@@ -48,6 +56,18 @@ def made_of_images(vision: VisionLayout | None) -> tuple[str, ...]:
     return (*(("mrope_position_ids",) if vision.has_mrope else ()), *((types,) if types else ()))
 
 
+def own_fields(
+    fields: DeclaredFields | None, names: tuple[str, ...], vision: VisionLayout | None
+) -> DeclaredFields:
+    """What a user declares, as a dict; ``names`` are the keys and fields of the collator.
+
+    Raises:
+        TypeError, ValueError: a wrong declaration, or a name that a batch has already.
+    """
+    images = () if vision is None else tuple(vision.fields)
+    return checked_fields(fields, (*names, "loss_weights", *made_of_images(vision), *images))
+
+
 def pad_token_id_of(tokenizer: Any) -> int:
     """The pad id of an int, a tokenizer or processor, or anything with ``pad_token_id``."""
     if hasattr(tokenizer, "image_processor") and hasattr(tokenizer, "tokenizer"):
@@ -73,9 +93,35 @@ def pad_token_id_of(tokenizer: Any) -> int:
     return pad_token_id
 
 
-def assemble(
+def padded_batch(
     examples: ExampleColumns,
-    pieces: Pieces,
+    names: tuple[str, ...],
+    *,
+    padding_side: Literal["left", "right"],
+    width: int,
+    pad_token_id: int,
+    vision: VisionLayout | None,
+    normalize_loss: bool,
+) -> Batch:
+    """The Batch with one example per row. ``names`` are its fields."""
+    lengths = examples.lengths
+    placed = examples.place(whole_examples(lengths))
+    # the widest run of cells from a row's first response token to its end
+    pads = 0 if padding_side == "left" else width - lengths
+    num_actions = placed.counts["responses"]
+    response_cells = np.where(num_actions > 0, num_actions + pads, 0)
+    segments = padded(placed.counts, width, padding_side=padding_side)
+    return assemble(
+        placed,
+        Placement(width, int(response_cells.max()), pad_token_id, False, segments, vision),
+        names,
+        normalize_loss=normalize_loss,
+        row_metadata=examples.per_example,
+        metadata={"num_examples": len(lengths), **_NOTHING_LOST},
+    )
+
+
+def assemble(
     placed: PlacedColumns,
     placement: Placement,
     names: tuple[str, ...],
@@ -85,21 +131,12 @@ def assemble(
     metadata: Mapping[str, Any],
     num_loss_tokens_elsewhere: int = 0,
 ) -> Batch:
-    """The Batch of pieces of the examples that are placed. ``names`` are its fields.
+    """The Batch of examples that are placed. ``names`` are its fields.
 
     ``num_loss_tokens_elsewhere``: of rows that other ranks collate. Metadata given goes last.
     """
-    weights = PerResponseToken if examples.are_rollouts else PerToken
-    specs: dict[str, FieldSpec] = {
-        "input_ids": PerToken(torch.int64, placement.pad_token_id),
-        "labels": PerToken(torch.int64, IGNORE_INDEX),
-        "loss_weights": weights(torch.float32),
-        **examples.specs,
-    }
-    columns = {
-        name: Ragged(torch.as_tensor(values), _row_offsets(placed.entries[name], pieces))
-        for name, values in placed.columns.items()
-    }
+    pieces = placed.pieces
+    specs = {**placed.specs, "input_ids": PerToken(torch.int64, placement.pad_token_id)}
     segments: dict[str, Any] = {
         name: Ragged(torch.from_numpy(of.values), of.offsets)
         for name, of in placement.segments.items()
@@ -117,8 +154,9 @@ def assemble(
         is_example = placed.counts["examples"] > 0
         per_piece = {key: values[is_example] for key, values in per_piece.items()}
         row_offsets = np.append(0, np.cumsum(is_example))[row_offsets]
-    return Batch.of_storage(
-        Storage(Columns(columns, {k: specs[k] for k in columns}, names, placement, segments), {}),
+    storage = Storage(
+        Columns(placed.columns, specs, names, placement, segments),
+        {},
         {
             **{key: Ragged(values.copy(), row_offsets) for key, values in per_piece.items()},
             **row_metadata,
@@ -131,8 +169,4 @@ def assemble(
             **metadata,
         },
     )
-
-
-def _row_offsets(lengths: np.ndarray, pieces: Pieces) -> np.ndarray:
-    """int64 [R + 1], where the entries of each row begin, from those that each piece has."""
-    return np.append(0, np.cumsum(lengths))[pieces.row_offsets]
+    return Batch.of_storage(storage)

@@ -17,6 +17,7 @@ from torch_collate_kit.batch.rows import PackedValues
 from torch_collate_kit.collators.assembly import (
     assemble,
     made_of_images,
+    own_fields,
     pad_token_id_of,
     vision_of,
 )
@@ -27,7 +28,7 @@ from torch_collate_kit.packing.options import packing_options
 from torch_collate_kit.packing.planner import plan_of
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.fields import DeclaredFields, checked_fields
+from torch_collate_kit.reading.fields import DeclaredFields
 from torch_collate_kit.reading.raw import KNOWN, Examples
 from torch_collate_kit.reading.rollouts import ROLLOUT_KEYS, are_rollouts, read_rollouts
 from torch_collate_kit.reading.sft import read_columns
@@ -168,7 +169,8 @@ class PackedCollator(Generic[B]):
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
         self.train_all = checked_bool("train_all", train_all)
         self.model_inputs = checked_bool("model_inputs", model_inputs)
-        self.fields = checked_fields(fields, (*KNOWN, *ROLLOUT_KEYS, *_FIELDS, *_MADE))
+        names = (*KNOWN, *ROLLOUT_KEYS, *_FIELDS, *_MADE)
+        self.fields = own_fields(fields, names, self.vision)
         if self.fields and self.model_inputs:
             raise ValueError(
                 "model_inputs=True passes on what a model reads, so "
@@ -191,40 +193,16 @@ class PackedCollator(Generic[B]):
     def __call__(self, examples: Examples | PlannedExamples) -> B:
         if isinstance(examples, PlannedExamples):
             part = examples.part
-            self._check_part(part)
-            columns = ExampleColumns.of_none(self.fields, self.vision)
-            if part.rank is None or part.indices:
-                columns = self._read(examples.examples)
-            part.check_lengths(columns.lengths)
-            self._check_patches(columns, part)
+            columns = self._read_part(part, examples.examples)
         else:
-            columns = self._read_alone(examples)
-            images = self._images(columns)
-            told = () if images is None else (images,)
-            part = RankPlan.whole(self.plan(columns.lengths, *told))
-        batch = self._collate(columns, part)
+            read = self._read_rollouts if are_rollouts(examples) else self._read
+            columns = read(examples)
+            part = RankPlan.whole(self.plan(columns.lengths, self._images(columns)))
+        batch = self._place(columns, part)
         if not self.model_inputs:
             return cast(B, batch)
         _refuse_weights(batch)
         return cast(B, batch.model_inputs())
-
-    def _images(self, columns: ExampleColumns) -> ImageLoad | None:
-        """What their images take; None without any."""
-        images, packing = columns.images, self.packing
-        if images is None or not len(images):
-            return None
-        load = image_load(images.patches, len(columns.lengths), packing.cost)
-        if packing.overflow != "truncate" or columns.are_rollouts:
-            return load
-        return load.with_cuts(*images.cuts(packing.capacity, packing.max_patches), packing.cost)
-
-    def _read_alone(self, examples: Examples) -> ExampleColumns:
-        """Examples without a plan, which may be rollouts."""
-        if not are_rollouts(examples):
-            return self._read(examples)
-        columns = read_rollouts(examples, self.fields, self.vision)
-        self._check_rollouts(columns)
-        return columns
 
     def _read(self, examples: Examples) -> ExampleColumns:
         columns = read_columns(
@@ -236,6 +214,48 @@ class PackedCollator(Generic[B]):
                 "column before the collator sees it; give labels (tokenize_chat with labels=True), "
                 "or set remove_unused_columns=False, or pass train_all=True to train every token"
             )
+        return columns
+
+    def _read_rollouts(self, examples: Examples) -> ExampleColumns:
+        rollouts = read_rollouts(examples, self.fields, self.vision)
+        if rollouts.images is not None and self.vision is None:
+            first = min(rollouts.images.units)
+            raise DataError(
+                f"example {first} has pixel_values, and the collator does not know the images of "
+                "the model; give it the processor in place of the tokenizer"
+            )
+        if self.train_all:
+            raise ValueError(
+                "train_all=True is for examples with input_ids; of a rollout its loss_mask says "
+                "what is trained, so leave train_all out"
+            )
+        if self.model_inputs:
+            raise ValueError(
+                "model_inputs=True passes on labels alone, so the rewards of rollouts would be "
+                "lost; take the Batch, and batch.model_inputs(labels=False) for the model"
+            )
+        capacity, max_tokens = self.packing.capacity, self.packing.max_tokens
+        too_long = np.flatnonzero(rollouts.lengths > capacity)
+        if len(too_long) and self.packing.overflow != "drop":
+            i = int(too_long[0])
+            raise DataError(
+                f"example {i} is a rollout of {rollouts.lengths[i]} tokens, more "
+                f"than the {capacity} that fit in a row with max_tokens={max_tokens}, and a "
+                'rollout is never cut; raise max_tokens, or pass overflow="drop"'
+            )
+        return rollouts
+
+    def _read_part(self, part: RankPlan, examples: Examples) -> ExampleColumns:
+        """Examples that a sampler or a stream has planned; none, if the rank has none."""
+        self._check_part(part)
+        if part.rank is None or part.indices:
+            columns = self._read(examples)
+        else:
+            columns = ExampleColumns.of_none(self.fields, self.vision)
+        part.check_lengths(columns.lengths)
+        is_limited = part.plan.max_patches is not None or part.plan.num_ranks > 1
+        if columns.images is not None and is_limited:
+            part.check_patches(np.array([sum(of) for of in columns.images.patches], dtype=np.int64))
         return columns
 
     def _check_part(self, part: RankPlan) -> None:
@@ -260,124 +280,77 @@ class PackedCollator(Generic[B]):
                 "the sum over the ranks to token_loss"
             )
 
-    def _check_patches(self, columns: ExampleColumns, part: RankPlan) -> None:
-        """That the images are those that the sampler was told of."""
-        plan = part.plan
-        if columns.images is None or (plan.max_patches is None and plan.num_ranks == 1):
-            return
-        told, positions = plan.patches[part.pieces], part.positions
-        found = np.array([sum(of) for of in columns.images.patches], dtype=np.int64)
-        is_whole = plan.lengths[part.pieces] == columns.lengths[positions]
-        wrong = np.flatnonzero((told != found[positions]) & is_whole)
-        if len(wrong):
-            i = int(positions[wrong[0]])
-            raise DataError(
-                f"example {part.indices[i] if part.indices else i} has images of {found[i]} "
-                f"patches, the sampler was told {told[wrong[0]]}; pass it the patches of the "
-                "dataset that is read"
-            )
+    def _images(self, columns: ExampleColumns) -> ImageLoad | None:
+        """What their images take; None without any."""
+        images, packing = columns.images, self.packing
+        if images is None or not images.units:
+            return None
+        load = image_load(images.patches, len(columns.input_ids), packing.cost)
+        if packing.overflow != "truncate" or columns.are_rollouts:
+            return load
+        return load.with_cuts(*images.cuts(packing.capacity, packing.max_patches), packing.cost)
 
-    def _collate(self, columns: ExampleColumns, part: RankPlan) -> Batch:
+    def _place(self, columns: ExampleColumns, part: RankPlan) -> Batch:
         """The rows of the part."""
-        plan, positions = part.plan, part.positions
-        chosen, row_offsets = part.pieces, part.row_offsets
+        plan, chosen, num_examples = part.plan, part.pieces, len(columns.input_ids)
         width = self.packing.capacity if self.fixed_width else plan.width
-        pieces = Pieces(positions, plan.starts[chosen], plan.lengths[chosen], row_offsets)
-        num_examples = len(columns.lengths)
-        if self.vision is not None:
-            needed = part.needs_dummy_image
-            if needed.any():
-                columns = columns.with_smallest_image()
-                pieces = _with_last(pieces, needed, num_examples, self.vision.smallest_tokens)
+        pieces = Pieces(part.positions, plan.starts[chosen], plan.lengths[chosen], part.row_offsets)
+        per_row = _per_row(columns.per_example, pieces)
+        if part.needs_dummy_image.any():
+            columns, pieces = columns.with_dummy_images(pieces, part.needs_dummy_image)
         placed = columns.place(pieces)
         num_trained = int(placed.num_trained.sum())
+        part.check_loss_tokens(num_trained)
         if self.vision is not None:
             placed.counts["examples"] = (pieces.examples < num_examples).astype(np.int64)
         segments = packed(placed.counts, pieces.row_offsets, width=width, align=plan.align)
-        per_row: dict[str, Any] = {}
-        for key, values in columns.per_example.items():
-            in_order = [values[i] for i in positions.tolist()]
-            per_row[key] = [PackedValues(in_order[a:b]) for a, b in pairwise(row_offsets.tolist())]
         made = made_of_images(self.vision)
         names = dict.fromkeys((*_FIELDS, *made, *columns.names, "sub_seq_lengths", "cu_seq_lens"))
-        batch = assemble(
-            columns,
-            pieces,
+        return assemble(
             placed,
             Placement(width, width - 1, self.pad_token_id, True, segments, self.vision),
             tuple(names),
             normalize_loss=self.normalize_loss,
             num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere(num_trained),
             row_metadata={
-                "example_indices": Ragged(plan.example_indices[chosen], row_offsets),
+                "example_indices": Ragged(plan.example_indices[chosen], part.row_offsets),
                 "max_segment_length": longest_segments(segments["starts"], width),
                 **per_row,
             },
-            metadata={
-                "num_examples": part.num_examples or num_examples,
-                "num_tokens": int(plan.lengths.sum()),
-                "num_dummy_rows": plan.num_dummy_rows,
-                **self._costs(part),
-                "num_dropped": len(plan.dropped),
-                "num_cut": len(plan.cut),
-                "dropped": tuple(plan.dropped.tolist()),
-                "cut": tuple(plan.cut.tolist()),
-            },
+            metadata=self._metadata(part, part.num_examples or num_examples),
         )
-        part.check_loss_tokens(num_trained)
-        return batch
 
-    def _costs(self, part: RankPlan) -> dict[str, Any]:
-        """Metadata: what every rank has to compute; with images, also in the vision tower."""
+    def _metadata(self, part: RankPlan, num_examples: int) -> dict[str, Any]:
+        """Of the whole plan: what is lost, and what every rank has to compute."""
         plan, num_ranks = part.plan, part.world_size or self.packing.parallel.dp
         costs = plan.cost_per_rank.reshape(num_ranks, -1).sum(axis=1)
-        cost = {"cost_per_rank": tuple(costs.tolist())}
-        if self.vision is None:
-            return cost
-        images = plan.vision_cost_per_rank.reshape(num_ranks, -1).sum(axis=1)
+        metadata = {
+            "num_examples": num_examples,
+            "num_tokens": int(plan.lengths.sum()),
+            "num_dummy_rows": plan.num_dummy_rows,
+            "cost_per_rank": tuple(costs.tolist()),
+        }
+        if self.vision is not None:
+            images = plan.vision_cost_per_rank.reshape(num_ranks, -1).sum(axis=1)
+            metadata["vision_cost_per_rank"] = tuple(images.tolist())
+            metadata["num_dummy_images"] = int(np.count_nonzero(plan.needs_dummy_image))
         return {
-            **cost,
-            "vision_cost_per_rank": tuple(images.tolist()),
-            "num_dummy_images": int(np.count_nonzero(plan.needs_dummy_image)),
+            **metadata,
+            "num_dropped": len(plan.dropped),
+            "num_cut": len(plan.cut),
+            "dropped": tuple(plan.dropped.tolist()),
+            "cut": tuple(plan.cut.tolist()),
         }
 
-    def _check_rollouts(self, rollouts: ExampleColumns) -> None:
-        if rollouts.images is not None and self.vision is None:
-            first = next(i for i, unit in enumerate(rollouts.images.units) if unit is not None)
-            raise DataError(
-                f"example {first} has pixel_values, and the collator does not know the images of "
-                "the model; give it the processor in place of the tokenizer"
-            )
-        if self.train_all:
-            raise ValueError(
-                "train_all=True is for examples with input_ids; of a rollout its loss_mask says "
-                "what is trained, so leave train_all out"
-            )
-        if self.model_inputs:
-            raise ValueError(
-                "model_inputs=True passes on labels alone, so the rewards of rollouts would be "
-                "lost; take the Batch, and batch.model_inputs(labels=False) for the model"
-            )
-        capacity, max_tokens = self.packing.capacity, self.packing.max_tokens
-        too_long = np.flatnonzero(rollouts.lengths > capacity)
-        if len(too_long) and self.packing.overflow != "drop":
-            i = int(too_long[0])
-            raise DataError(
-                f"example {i} is a rollout of {rollouts.lengths[i]} tokens, more "
-                f"than the {capacity} that fit in a row with max_tokens={max_tokens}, and a "
-                'rollout is never cut; raise max_tokens, or pass overflow="drop"'
-            )
 
-
-def _with_last(pieces: Pieces, rows: np.ndarray, example: int, length: int) -> Pieces:
-    """The pieces, with one more of ``length`` tokens at the end of these rows: bool [R]."""
-    places = pieces.row_offsets[1:][rows]
-    return Pieces(
-        np.insert(pieces.examples, places, example),
-        np.insert(pieces.starts, places, 0),
-        np.insert(pieces.lengths, places, length),
-        pieces.row_offsets + np.append(0, np.cumsum(rows)),
-    )
+def _per_row(per_example: dict[str, list[Any]], pieces: Pieces) -> dict[str, Any]:
+    """Values of the examples, in the order of their pieces, for each row."""
+    rows = list(pairwise(pieces.row_offsets.tolist()))
+    per_row = {}
+    for name, values in per_example.items():
+        in_order = [values[i] for i in pieces.examples.tolist()]
+        per_row[name] = [PackedValues(in_order[start:stop]) for start, stop in rows]
+    return per_row
 
 
 def _refuse_weights(batch: Batch) -> None:

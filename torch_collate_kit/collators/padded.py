@@ -9,16 +9,15 @@ import numpy as np
 from torch_collate_kit._checks import checked_bool, checked_optional_int
 from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.placement import Placement, padded, whole_examples
 from torch_collate_kit.collators.assembly import (
-    NOTHING_LOST,
-    assemble,
     made_of_images,
+    own_fields,
     pad_token_id_of,
+    padded_batch,
     vision_of,
 )
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.reading.fields import DeclaredFields, checked_fields
+from torch_collate_kit.reading.fields import DeclaredFields
 from torch_collate_kit.reading.raw import KNOWN, Examples
 from torch_collate_kit.reading.sft import read_columns
 from torch_collate_kit.vision import VisionLayout
@@ -79,7 +78,7 @@ class PaddedCollator:
             raise ValueError(f'padding_side must be "left" or "right", got {padding_side!r}')
         self.pad_token_id = pad_token_id_of(tokenizer)
         self.vision = vision_of(tokenizer, vision)
-        self.padding_side = padding_side
+        self.padding_side: Literal["left", "right"] = padding_side
         self.pad_to_multiple_of = checked_optional_int(
             "pad_to_multiple_of", pad_to_multiple_of, hint="None switches it off"
         )
@@ -88,7 +87,7 @@ class PaddedCollator:
         )
         self.train_all = checked_bool("train_all", train_all)
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
-        self.fields = checked_fields(fields, (*KNOWN, *_FIELDS))
+        self.fields = own_fields(fields, (*KNOWN, *_FIELDS), self.vision)
 
     def __repr__(self) -> str:
         return call_repr(self, str(self.pad_token_id), **changed_settings(self))
@@ -97,30 +96,14 @@ class PaddedCollator:
         columns = read_columns(
             examples, train_all=self.train_all, fields=self.fields, vision=self.vision
         )
-        lengths, width = columns.lengths, self._width(columns.lengths)
-        pieces = whole_examples(lengths)
-        placed = columns.place(pieces)
-        # the widest run of cells from a row's first response token to its end
-        pads = 0 if self.padding_side == "left" else width - lengths
-        num_actions = placed.counts["responses"]
-        response_cells = np.where(num_actions > 0, num_actions + pads, 0)
-        placement = Placement(
-            width=width,
-            response_length=int(response_cells.max()),
-            pad_token_id=self.pad_token_id,
-            is_packed=False,
-            segments=padded(placed.counts, width, padding_side=self.padding_side),
-            vision=self.vision,
-        )
-        return assemble(
+        return padded_batch(
             columns,
-            pieces,
-            placed,
-            placement,
             (*_FIELDS, *made_of_images(self.vision), *columns.names),
+            padding_side=self.padding_side,
+            width=self._width(columns.lengths),
+            pad_token_id=self.pad_token_id,
+            vision=self.vision,
             normalize_loss=self.normalize_loss,
-            row_metadata={},
-            metadata={"num_examples": len(lengths), **NOTHING_LOST},
         )
 
     def _width(self, lengths: np.ndarray) -> int:

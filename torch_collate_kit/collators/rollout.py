@@ -10,15 +10,14 @@ import numpy as np
 from torch_collate_kit._checks import checked_bool, checked_optional_int
 from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.placement import Placement, padded, whole_examples
 from torch_collate_kit.collators.assembly import (
-    NOTHING_LOST,
-    assemble,
     made_of_images,
+    own_fields,
     pad_token_id_of,
+    padded_batch,
     vision_of,
 )
-from torch_collate_kit.reading.fields import DeclaredFields, checked_fields
+from torch_collate_kit.reading.fields import DeclaredFields
 from torch_collate_kit.reading.raw import Examples
 from torch_collate_kit.reading.rollouts import ROLLOUT_KEYS, read_rollouts
 from torch_collate_kit.vision import VisionLayout
@@ -77,36 +76,24 @@ class RolloutCollator:
             "pad_to_multiple_of", pad_to_multiple_of, hint="None switches it off"
         )
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
-        self.fields = checked_fields(fields, (*ROLLOUT_KEYS, *_FIELDS, *_MADE))
+        self.fields = own_fields(fields, (*ROLLOUT_KEYS, *_FIELDS, *_MADE), self.vision)
 
     def __repr__(self) -> str:
         return call_repr(self, str(self.pad_token_id), **changed_settings(self))
 
     def __call__(self, examples: Examples) -> Batch:
         rollouts = read_rollouts(examples, self.fields, self.vision)
-        lengths = rollouts.lengths
         if self.max_seq_len is not None:
-            _warn_of_long(lengths, self.max_seq_len)
+            _warn_of_long(rollouts.lengths, self.max_seq_len)
         multiple = self.pad_to_multiple_of or 1
-        width, pieces = -(-int(lengths.max()) // multiple) * multiple, whole_examples(lengths)
-        placed = rollouts.place(pieces)
-        placement = Placement(
-            width=width,
-            response_length=int(placed.counts["responses"].max()),
-            pad_token_id=self.pad_token_id,
-            is_packed=False,
-            segments=padded(placed.counts, width, padding_side="left"),
-            vision=self.vision,
-        )
-        return assemble(
+        return padded_batch(
             rollouts,
-            pieces,
-            placed,
-            placement,
             (*_FIELDS, *made_of_images(self.vision), *rollouts.names, "sub_seq_lengths"),
+            padding_side="left",
+            width=-(-int(rollouts.lengths.max()) // multiple) * multiple,
+            pad_token_id=self.pad_token_id,
+            vision=self.vision,
             normalize_loss=self.normalize_loss,
-            row_metadata=rollouts.per_example,
-            metadata={"num_examples": len(lengths), **NOTHING_LOST},
         )
 
 

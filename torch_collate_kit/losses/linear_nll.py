@@ -25,7 +25,6 @@ def linear_nll(
     loss_weights_K: Tensor,
     *,
     softcap: float | None = None,
-    chunk: int = _CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of the token losses, and each of them: a scalar and [K], fp32 for half inputs.
 
@@ -46,7 +45,7 @@ def linear_nll(
     apply: Callable[..., tuple[Tensor, Tensor]] = _LinearNll.apply
     inputs = (hidden_KH, weight_VH, bias_V)
     wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
-    return apply(*inputs, targets_K, loss_weights_K, softcap, chunk, wanted)
+    return apply(*inputs, targets_K, loss_weights_K, softcap, wanted)
 
 
 class _LinearNll(torch.autograd.Function):
@@ -61,7 +60,6 @@ class _LinearNll(torch.autograd.Function):
         targets: Tensor,
         loss_weights: Tensor,
         softcap: float | None,
-        chunk: int,
         wanted: list[bool],
     ) -> tuple[Tensor, Tensor]:
         dtype = _dtype_of_products(hidden)
@@ -75,8 +73,8 @@ class _LinearNll(torch.autograd.Function):
             None if x is None else torch.zeros_like(x, dtype=_wide(x.dtype)) for x in inputs
         ]
         nll = hidden.new_empty(len(hidden), dtype=torch.promote_types(dtype, torch.float32))
-        for start in range(0, len(hidden), chunk):
-            part = slice(start, start + chunk)
+        for start in range(0, len(hidden), _CHUNK):
+            part = slice(start, start + _CHUNK)
             states = hidden[part].to(dtype)
             with torch.autocast(hidden.device.type, enabled=False):
                 logits = F.linear(states, used_weight, used_bias).to(nll.dtype)
@@ -103,7 +101,7 @@ class _LinearNll(torch.autograd.Function):
             None if g is None else g.mul_(grad_total.to(g.dtype)).to(dtype)
             for g, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None, None, None, None)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def global_num_loss_tokens(
     >>> global_num_loss_tokens(micro_batches)
     tensor(3)
     """
-    single = isinstance(batches, Batch | Tensor | dict) or not isinstance(batches, Iterable)
+    single = isinstance(batches, Mapping | Tensor) or not isinstance(batches, Iterable)
     counts = [_num_loss_tokens(batch) for batch in ([batches] if single else batches)]
     total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
     if dist.is_available() and dist.is_initialized():

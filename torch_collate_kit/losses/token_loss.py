@@ -13,10 +13,12 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
-from torch_collate_kit.batch.model_inputs import response_cells
-from torch_collate_kit.batch.response_spans import cells_by_example
+from torch_collate_kit.batch.response_spans import (
+    cells_by_example,
+    response_cells,
+    values_of_cells,
+)
 from torch_collate_kit.losses.linear_nll import linear_nll
-from torch_collate_kit.ragged import Ragged
 
 __all__ = ["PerTokenOutputs", "token_loss"]
 
@@ -153,8 +155,8 @@ def token_loss(
     if batch is None or not return_per_token_outputs:
         return loss
     examples, of_examples = cells_by_example(batch, response_length)
-    values = nll.detach().float().cpu().numpy().reshape(-1)[of_examples.values]
-    return loss, PerTokenOutputs(examples, list(Ragged(values, of_examples.offsets)))
+    values = values_of_cells(nll, of_examples, torch.float32)
+    return loss, PerTokenOutputs(examples, list(values))
 
 
 def _labels(batch: Batch, mask: Tensor) -> Tensor:
@@ -261,6 +263,11 @@ def _check_head(hidden: Tensor, head: Any, softcap: float | None) -> None:
         raise ValueError(
             f"hidden states have shape {list(hidden.shape)}, and head takes {head.in_features} "
             "features; with head give model.model(...).last_hidden_state, not logits"
+        )
+    if head.weight.device != hidden.device:
+        raise ValueError(
+            f"head is on {head.weight.device}, the hidden states are on {hidden.device}; move one "
+            "of them (on meta a head has no values: load its weights first)"
         )
     if softcap is not None and not (_is_number(softcap) and 0 < softcap < math.inf):
         raise ValueError(

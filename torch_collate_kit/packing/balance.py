@@ -1,59 +1,34 @@
-"""Balancing: pieces over a given number of rows."""
+"""Balancing: pieces over a given number of rows.
+
+By tokens, not by cost: a row with fewer tokens than another is padded, and costs as much.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from heapq import heapify, heapreplace
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from torch_collate_kit.packing.strategies import (
-    Rows,
-    latest_ends,
-    running_sum,
-    stable_argsort,
-)
-from torch_collate_kit.packing.two_budgets import Limits
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, stable_argsort
 
-__all__ = ["Weights", "level", "split_evenly"]
+__all__ = ["level"]
 
-_Ints = npt.NDArray[np.int64]
 
 _CLOSED = 1 << 96  # the weight of a row without a free slot: more than any int64 weights together
 
 
-class Weights(NamedTuple):
-    """What rows are made even in, by piece number: int64 [S] each."""
-
-    tokens: _Ints
-    """Weight in the language model; longer pieces weigh more."""
-    patches: _Ints
-    """Weight in the vision tower; 0 without an image."""
-
-    @classmethod
-    def of_text(cls, tokens: _Ints) -> Weights:
-        """Of pieces without images."""
-        return cls(tokens, np.zeros_like(tokens))
-
-    def take(self, pieces: _Ints) -> Weights:
-        """Of these pieces. A copy."""
-        return Weights(self.tokens[pieces], self.patches[pieces])
-
-
 def level(
-    rows: Rows, sizes: Weights, num_rows: int, *, limits: Limits, weights: Weights, most: int
+    rows: Rows, sizes: Sizes, num_rows: int, *, limits: Limits, image_weights: Ints, most: int
 ) -> Rows:
     """Redistribute pieces over ``num_rows`` rows, as evenly as their sizes allow.
 
     ``num_rows`` is at least the present number of rows. The emptiest row and those with the most
     pieces, ``most`` rows in all, are taken apart. Their pieces are redistributed over these rows
     and the added ones, longest piece first, each to the row with the least weight so far (LPT:
-    R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969): those with images by their
-    weight in the vision tower, then the others by their weight in the language model. If that
-    overfills a row, ``sizes`` (tokens and patches) are the weights instead; if that fails too, half
-    as many rows are taken apart. At last rows are split in two, so there are always ``num_rows``.
+    R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969): those with images by
+    ``image_weights``, int64 [S], then the others by their tokens. If that overfills a row, images
+    are dealt by their patches instead; if that fails too, half as many rows are taken apart. At
+    last rows are split in two, so there are always ``num_rows``.
 
     Without images and ``limits.pieces`` no row is split. Dealing succeeds at the latest when as
     many rows are taken apart as are added. For a piece of size n to fit nowhere, each of the new
@@ -63,52 +38,55 @@ def level(
     If no row is added, rows change only if that reduces the difference between the heaviest and
     the lightest of them.
 
-    >>> rows, sizes = Rows(np.arange(4), np.array([0, 4])), Weights.of_text(np.array([4, 3, 2, 1]))
-    >>> level(rows, sizes, 2, limits=Limits(10, 0), weights=sizes, most=1)
+    >>> sizes = Sizes(np.array([4, 3, 2, 1]), np.zeros(4, dtype=np.int64))
+    >>> rows = Rows(np.arange(4), np.array([0, 4]))
+    >>> options = {"limits": Limits(10, 0), "image_weights": sizes.patches, "most": 1}
+    >>> level(rows, sizes, 2, **options)
     Rows(order=array([0, 3, 1, 2]), offsets=array([0, 2, 4]))
     """
     old_rows = len(rows.offsets) - 1
     added = np.arange(old_rows, num_rows)
-    row_of, num_chosen = rows.labels(), min(most, old_rows)
+    row_of = np.empty_like(rows.order)
+    row_of[rows.order] = rows.labels()
+    longest, num_chosen = int(sizes.tokens.max()), min(most, old_rows)
+    weights = Sizes(sizes.tokens, image_weights)
     while num_chosen:
-        chosen = np.arange(old_rows)
-        if num_chosen < old_rows:
-            chosen = np.sort(_by_pieces(rows, sizes.tokens)[:num_chosen])
-        is_chosen = np.zeros(old_rows, dtype=bool)
-        is_chosen[chosen] = True
-        places = np.flatnonzero(is_chosen[row_of])
-        longest = int(sizes.tokens.max())
-        places = places[stable_argsort(longest - sizes.tokens[rows.order[places]], longest)]
-        pieces = rows.order[places]
+        chosen, pieces = _taken_apart(rows, sizes.tokens, num_chosen)
         if len(pieces) < num_chosen + len(added) and num_chosen < old_rows:
             break  # a row would stay empty, and others can be split
+        pieces = pieces[stable_argsort(longest - sizes.tokens[pieces], longest)]
         taken = sizes.take(pieces)
-        for weigh in (weights,) if weights is sizes else (weights, sizes):
-            bins = _deal(taken, weigh.take(pieces), num_chosen + len(added), limits)
+        for weigh in (weights, sizes) if limits.patches else (sizes,):
+            bins = _deal(taken, weigh.patches[pieces], num_chosen + len(added), limits)
             if bins is None:
                 continue
             if len(added) or _is_evener(bins, weights.take(pieces), rows, weights, chosen):
-                row_of[places] = np.concatenate([chosen, added])[bins]
-                return Rows.from_labels(rows.order, row_of, num_rows)
+                row_of[pieces] = np.concatenate([chosen, added])[bins]
+                return Rows.from_labels(rows.order, row_of[rows.order], num_rows)
         num_chosen //= 2
     for _ in added:
         rows = _with_a_row_split(rows, sizes, limits)
     return rows
 
 
-def _by_pieces(rows: Rows, sizes: _Ints) -> _Ints:
-    """Row numbers: the emptiest row, then the others by descending number of pieces: int64 [R]."""
-    by_pieces = np.argsort(-rows.counts(), kind="stable")
-    emptiest = rows.totals(sizes)[by_pieces].argmin()
-    return np.concatenate([by_pieces[[emptiest]], np.delete(by_pieces, emptiest)])
+def _taken_apart(rows: Rows, sizes: Ints, number: int) -> tuple[Ints, Ints]:
+    """The emptiest row and those with the most pieces, ascending: int64 [number]; their pieces."""
+    counts = rows.counts()
+    if number == len(counts):
+        return np.arange(number), rows.order
+    by_pieces = np.argsort(-counts, kind="stable")
+    emptiest = by_pieces[rows.totals(sizes)[by_pieces].argmin()]
+    others = by_pieces[by_pieces != emptiest]
+    chosen = np.sort(np.append(others[: number - 1], emptiest))
+    return chosen, rows.take(chosen).order
 
 
-def _is_evener(bins: _Ints, taken: Weights, rows: Rows, weights: Weights, chosen: _Ints) -> bool:
+def _is_evener(bins: Ints, taken: Sizes, rows: Rows, weights: Sizes, chosen: Ints) -> bool:
     """Whether the rows ``bins`` of the pieces differ less in weight than the rows ``chosen``.
 
     Of two weights, the one that differs more in relation to its sum decides.
     """
-    dealt = [np.bincount(bins, weights=values, minlength=len(chosen)) for values in taken]
+    dealt = [_added(values, bins, len(chosen)) for values in taken]
     before = [rows.totals(values)[chosen] for values in weights]
     sums = [max(1, int(values.sum())) for values in taken]
     after, now = (
@@ -118,53 +96,52 @@ def _is_evener(bins: _Ints, taken: Weights, rows: Rows, weights: Weights, chosen
     return after < now
 
 
-def _deal(sizes: Weights, weights: Weights, num_rows: int, limits: Limits) -> _Ints | None:
+def _deal(sizes: Sizes, image_weights: Ints, num_rows: int, limits: Limits) -> Ints | None:
     """The row of each piece: the lightest row so far. None if a row overflows."""
     if limits.pieces is not None and len(sizes.tokens) > num_rows * limits.pieces:
         return None
     slots = None if limits.pieces is None else [limits.pieces] * num_rows
     bins = np.zeros(len(sizes.tokens), dtype=np.int64)
     loads = [0] * num_rows
-    is_image = sizes.patches > 0
-    images = np.flatnonzero(is_image)
+    images = np.flatnonzero(sizes.patches)
     if len(images):
-        images = images[np.argsort(-weights.patches[images], kind="stable")]
-        bins[images] = _lightest(weights.patches[images].tolist(), loads, slots)
-        loads = _added(weights.tokens[images], bins[images], num_rows).tolist()
-    texts = np.flatnonzero(~is_image)
-    bins[texts] = _lightest(weights.tokens[texts].tolist(), loads, slots)
+        images = images[np.argsort(-image_weights[images], kind="stable")]
+        bins[images] = _lightest(image_weights[images].tolist(), loads, slots)
+        loads = _added(sizes.tokens[images], bins[images], num_rows).tolist()
+    texts = np.flatnonzero(sizes.patches == 0)
+    bins[texts] = _lightest(sizes.tokens[texts].tolist(), loads, slots)
     tokens, patches = (_added(values, bins, num_rows) for values in sizes)
-    return bins if limits.fit(tokens, patches, np.bincount(bins, minlength=num_rows)) else None
+    cells = np.where(patches > 0, limits.tokens, limits.text)
+    return bins if ((tokens <= cells) & (patches <= limits.patches)).all() else None
 
 
-def _added(values: _Ints, bins: _Ints, num_rows: int) -> _Ints:
+def _added(values: Ints, bins: Ints, num_rows: int) -> Ints:
     """The sum of the values of each row, exactly: int64 [num_rows]."""
     totals = np.zeros(num_rows, dtype=np.int64)
     np.add.at(totals, bins, values)
     return totals
 
 
-def _lightest(weights: list[int], loads: list[int], slots: list[int] | None) -> _Ints:
+def _lightest(weights: list[int], loads: list[int], slots: list[int] | None) -> Ints:
     """The row of each piece: the lightest so far that has a free slot. Counts ``slots`` down."""
     num_rows = len(loads)
     heap = [load * num_rows + row for row, load in enumerate(loads)]  # cheap to compare
-    if slots is not None:
-        heap = [key if slots[row] else key + _CLOSED * num_rows for row, key in enumerate(heap)]
+    if slots is None:
+        heapify(heap)
+        bins = [heapreplace(heap, heap[0] + weight * num_rows) % num_rows for weight in weights]
+        return np.fromiter(bins, np.int64, len(bins))
+    heap = [key if slots[row] else key + _CLOSED * num_rows for row, key in enumerate(heap)]
     heapify(heap)
-    bins: list[int] = []
+    bins = []
     for weight in weights:
-        key = heap[0]
-        row = key % num_rows
+        row = heap[0] % num_rows
         bins.append(row)
-        if slots is not None:
-            slots[row] -= 1
-            if not slots[row]:
-                weight = _CLOSED
-        heapreplace(heap, key + weight * num_rows)
+        slots[row] -= 1
+        heapreplace(heap, heap[0] + (weight if slots[row] else _CLOSED) * num_rows)
     return np.fromiter(bins, np.int64, len(bins))
 
 
-def _with_a_row_split(rows: Rows, sizes: Weights, limits: Limits) -> Rows:
+def _with_a_row_split(rows: Rows, sizes: Sizes, limits: Limits) -> Rows:
     """One row more: about half of the pieces of the row that has the most."""
     num_rows = len(rows.offsets) - 1
     row = int(rows.counts().argmax())
@@ -174,49 +151,10 @@ def _with_a_row_split(rows: Rows, sizes: Weights, limits: Limits) -> Rows:
     moved = np.zeros(len(pieces), dtype=bool)
     if is_image.sum() == 1:  # the text that leaves its image must leave room for a dummy image
         texts = np.flatnonzero(~is_image)
-        fit = np.cumsum(sizes.tokens[pieces[texts]]) <= limits.tokens - limits.reserved
+        fit = np.cumsum(sizes.tokens[pieces[texts]]) <= limits.text
         moved[texts[fit][: -(-len(texts) // 2)]] = True
     else:
         moved[np.flatnonzero(is_image)[1::2]] = moved[np.flatnonzero(~is_image)[1::2]] = True
     row_of = rows.labels()
     row_of[places[moved]] = num_rows
     return Rows.from_labels(rows.order, row_of, num_rows + 1)
-
-
-def split_evenly(
-    sizes: _Ints,
-    num_rows: int,
-    capacity: int,
-    max_pieces: int | None,
-    patches: tuple[_Ints, int] | None = None,
-) -> Rows:
-    """Cut the sequence of pieces into ``num_rows`` rows, in order and as evenly as possible.
-
-    The cut after row r is at the piece boundary nearest to r / num_rows of all tokens. It moves
-    where that row would exceed a limit, or the rest would not fit into the remaining rows.
-    ``num_rows`` must be at least what next fit needs. Once all pieces are placed, the remaining
-    rows are empty. ``patches`` are those of each piece, and the most of a row.
-
-    >>> split_evenly(np.array([4, 6, 3, 7, 1]), 3, 10, None).offsets.tolist()
-    [0, 1, 3, 5]
-    """
-    num_pieces = len(sizes)
-    sums = running_sum(sizes)
-    latest = latest_ends(sizes, capacity, max_pieces, patches)
-    backwards = None if patches is None else (patches[0][::-1], patches[1])
-    earliest = num_pieces - latest_ends(sizes[::-1], capacity, max_pieces, backwards)[::-1]
-    latest_end, earliest_start = latest.tolist(), earliest.tolist()
-    boundaries = sums.tolist()
-    least = [num_pieces]  # filled backwards: the earliest end of row r
-    for _ in range(num_rows):
-        least.append(earliest_start[least[-1]])
-    offsets = [0]
-    for row in range(1, num_rows + 1):
-        start, rest = offsets[-1], num_rows - row
-        target = boundaries[-1] * row / num_rows
-        end = bisect_left(boundaries, target)
-        if end > 0 and target - boundaries[end - 1] <= boundaries[end] - target:
-            end -= 1
-        end = max(min(end, num_pieces - rest), start + 1, least[rest])
-        offsets.append(min(end, latest_end[start], num_pieces))
-    return Rows(np.arange(num_pieces), np.array(offsets, dtype=np.int64))

@@ -7,15 +7,13 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import dataclass_repr
 from torch_collate_kit.packing.model_flops import language_flops, vision_flops
+from torch_collate_kit.packing.rows import Ints
 
 __all__ = ["ModelCost"]
-
-_Ints = npt.NDArray[np.int64]
 
 # The smallest attention coefficient of `of`: rounding to ints then changes a cost by 3% at most,
 # and a million examples of 100,000 tokens still sum to less than 2**63.
@@ -72,7 +70,7 @@ class ModelCost:
     def __repr__(self) -> str:
         return dataclass_repr(self)
 
-    def language(self, lengths: _Ints) -> _Ints:
+    def language(self, lengths: Ints) -> Ints:
         """Cost of sub-sequences of these lengths in the language model: int64, their shape."""
         costs = lengths * (self.language_linear + self.language_quadratic * lengths)
         if self.language_window:
@@ -80,7 +78,7 @@ class ModelCost:
             costs += self.language_windowed_quadratic * within * (2 * lengths - within)
         return costs
 
-    def vision(self, patches_per_image: _Ints) -> _Ints:
+    def vision(self, patches_per_image: Ints) -> Ints:
         """Cost of images of so many patches (or tiles) in the vision tower: int64, their shape.
 
         >>> ModelCost(vision_linear=10, vision_quadratic=1).vision(np.array([2, 0])).tolist()

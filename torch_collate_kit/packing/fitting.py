@@ -5,33 +5,40 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.images import ImageLoad
 from torch_collate_kit.packing.options import PackingOptions
+from torch_collate_kit.packing.rows import Ints
 
 __all__ = ["FittedPieces", "cut_to_fit", "num_pieces"]
-
-_Ints = npt.NDArray[np.int64]
 
 
 class FittedPieces(NamedTuple):
     """Examples, or parts of them, each at most a row long, in example order."""
 
-    example_indices: _Ints
-    starts: _Ints
-    lengths: _Ints
+    example_indices: Ints
+    starts: Ints
+    lengths: Ints
     images: ImageLoad
     """Of each piece."""
-    dropped: _Ints
-    cut: _Ints
+    dropped: Ints
+    cut: Ints
     num_cut_tokens: int = 0
     num_dropped_tokens: int = 0
 
+    def take(self, pieces: Ints) -> FittedPieces:
+        """These pieces, in that order. A copy."""
+        return self._replace(
+            example_indices=self.example_indices[pieces],
+            starts=self.starts[pieces],
+            lengths=self.lengths[pieces],
+            images=self.images.take(pieces),
+        )
+
 
 def cut_to_fit(
-    lengths: _Ints, packing: PackingOptions, images: ImageLoad | None = None
+    lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None
 ) -> FittedPieces:
     """The pieces to place of examples of these lengths, int64 [N], and images.
 
@@ -50,18 +57,17 @@ def cut_to_fit(
         images = ImageLoad.none(len(lengths))
     elif packing.max_patches is not None:
         does_not_fit = does_not_fit | (images.patches > packing.max_patches)
-    indices = np.arange(len(lengths))
-    starts, none = np.zeros_like(lengths), np.zeros(0, dtype=np.int64)
+    none = np.zeros(0, dtype=np.int64)
+    whole = FittedPieces(
+        np.arange(len(lengths)), np.zeros_like(lengths), lengths, images, dropped=none, cut=none
+    )
     too_long = np.flatnonzero(does_not_fit)
     if not len(too_long):
-        return FittedPieces(indices, starts, lengths, images, none, none)
+        return whole
     if overflow == "drop":
+        kept = whole.take(np.delete(whole.example_indices, too_long))
         lost = int(lengths[too_long].sum())
-        kept = np.delete(indices, too_long)
-        left = images.take(kept)
-        return FittedPieces(
-            kept, starts[kept], lengths[kept], left, too_long, none, num_dropped_tokens=lost
-        )
+        return kept._replace(dropped=too_long, num_dropped_tokens=lost)
     with_images = too_long[images.patches[too_long] > 0]
     if overflow == "raise" or (len(with_images) and (overflow == "split" or images.cuts is None)):
         unfit = too_long if overflow == "raise" else with_images
@@ -71,19 +77,18 @@ def cut_to_fit(
         if len(with_images):
             shortened, images = _cut_before_images(shortened, with_images, packing, images)
         lost = int((lengths - shortened).sum())
-        return FittedPieces(indices, starts, shortened, images, none, too_long, num_cut_tokens=lost)
+        return whole._replace(lengths=shortened, images=images, cut=too_long, num_cut_tokens=lost)
     counts = num_pieces(lengths, packing, images)
-    indices = np.repeat(indices, counts)
-    first_piece = np.cumsum(counts) - counts
-    limit = limits[indices]
-    starts = (np.arange(len(indices)) - first_piece[indices]) * limit
-    left = images.take(indices)
-    return FittedPieces(
-        indices, starts, np.minimum(lengths[indices] - starts, limit), left, none, too_long
+    split = whole.take(np.repeat(whole.example_indices, counts))
+    limit = limits[split.example_indices]
+    first_piece = np.repeat(np.cumsum(counts) - counts, counts)
+    starts = (np.arange(len(limit)) - first_piece) * limit
+    return split._replace(
+        starts=starts, lengths=np.minimum(split.lengths - starts, limit), cut=too_long
     )
 
 
-def num_pieces(lengths: _Ints, packing: PackingOptions, images: ImageLoad | None = None) -> _Ints:
+def num_pieces(lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None) -> Ints:
     """How many pieces of examples are placed, of those that are: int64 [N].
 
     >>> num_pieces(np.array([3, 5]), PackingOptions(3, overflow="split")).tolist()
@@ -94,7 +99,7 @@ def num_pieces(lengths: _Ints, packing: PackingOptions, images: ImageLoad | None
     return -(-lengths // _limits(lengths, packing, images))
 
 
-def _limits(lengths: _Ints, packing: PackingOptions, images: ImageLoad | None) -> _Ints:
+def _limits(lengths: Ints, packing: PackingOptions, images: ImageLoad | None) -> Ints:
     """The longest piece of each example: int64 [N]."""
     capacity = min(packing.capacity, 2**63 - 1)
     if images is None:
@@ -103,8 +108,8 @@ def _limits(lengths: _Ints, packing: PackingOptions, images: ImageLoad | None) -
 
 
 def _cut_before_images(
-    lengths: _Ints, examples: _Ints, packing: PackingOptions, images: ImageLoad
-) -> tuple[_Ints, ImageLoad]:
+    lengths: Ints, examples: Ints, packing: PackingOptions, images: ImageLoad
+) -> tuple[Ints, ImageLoad]:
     """The lengths of all, and their images, with these ``examples`` cut as ``images.cuts`` says."""
     assert images.cuts is not None
     lengths, patches, costs = lengths.copy(), images.patches.copy(), images.costs.copy()
@@ -127,7 +132,7 @@ def _cut_before_images(
 
 
 def _error(
-    unfit: _Ints, lengths: _Ints, limits: _Ints, packing: PackingOptions, images: ImageLoad
+    unfit: Ints, lengths: Ints, limits: Ints, packing: PackingOptions, images: ImageLoad
 ) -> DataError:
     """What is wrong with the first of the examples that do not fit, and how many others do not."""
     i, overflow = int(unfit[0]), packing.overflow

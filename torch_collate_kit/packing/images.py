@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.cost import ModelCost
+from torch_collate_kit.packing.rows import Ints, row_sums
 
 __all__ = ["ImageLoad", "Patches", "image_load"]
 
 _MOST_PATCHES = 2**28 - 1  # of an image; the cost of more would not fit int64
-_Ints = npt.NDArray[np.int64]
 
 Patches: TypeAlias = Any
 """Ints [N], or for each example the ints of its images: a list of lists, or a Ragged."""
@@ -33,9 +33,9 @@ class ImageLoad(NamedTuple):
     who knows the tokens; without it no example with an image is cut.
     """
 
-    patches: _Ints
-    costs: _Ints
-    cuts: tuple[_Ints, _Ints, _Ints] | None = None
+    patches: Ints
+    costs: Ints
+    cuts: tuple[Ints, Ints, Ints] | None = None
 
     @classmethod
     def none(cls, num_examples: int) -> ImageLoad:
@@ -43,14 +43,13 @@ class ImageLoad(NamedTuple):
         zeros = np.zeros(num_examples, dtype=np.int64)
         return cls(zeros, zeros)
 
-    def take(self, examples: _Ints) -> ImageLoad:
-        """Of these examples, in that order. A copy."""
-        if self.cuts is None and not self.patches.any():
+    def take(self, examples: Ints) -> ImageLoad:
+        """Of these examples, in that order, without ``cuts``. A copy."""
+        if not self.patches.any():
             return ImageLoad.none(len(examples))  # zeros that take no memory
-        cuts = None if self.cuts is None else tuple(values[examples] for values in self.cuts)
-        return ImageLoad(self.patches[examples], self.costs[examples], cuts)  # type: ignore[arg-type]
+        return ImageLoad(self.patches[examples], self.costs[examples])
 
-    def with_cuts(self, lengths: _Ints, patches: Patches, cost: ModelCost) -> ImageLoad:
+    def with_cuts(self, lengths: Ints, patches: Patches, cost: ModelCost) -> ImageLoad:
         """With the tokens, int64 [N], and the patches that truncation may leave."""
         left = image_load(patches, len(self.patches), cost)
         return self._replace(cuts=(lengths, left.patches, left.costs))
@@ -81,10 +80,10 @@ def image_load(patches: Patches | ImageLoad, num_examples: int, cost: ModelCost)
     costs = cost.vision(values)
     if offsets is None:
         return ImageLoad(values, costs)
-    return ImageLoad(_sums(values, offsets), _sums(costs, offsets))
+    return ImageLoad(row_sums(values, offsets), row_sums(costs, offsets))
 
 
-def _joined(patches: Any) -> tuple[npt.NDArray[Any], _Ints | None]:
+def _joined(patches: Any) -> tuple[npt.NDArray[Any], Ints | None]:
     """The patches of all images, and where those of each example begin; None: one of each."""
     kinds = set(map(type, patches)) if isinstance(patches, Sequence) else {type(patches)}
     if np.ma.MaskedArray in kinds:
@@ -112,7 +111,7 @@ def _are_ints(kinds: set[type]) -> bool:
     return bool not in kinds and all(issubclass(kind, int | np.integer) for kind in kinds)
 
 
-def _checked(values: npt.NDArray[Any], offsets: _Ints | None) -> _Ints:
+def _checked(values: npt.NDArray[Any], offsets: Ints | None) -> Ints:
     if not len(values):
         return np.zeros(0, dtype=np.int64)
     if values.dtype.kind not in "iu":
@@ -130,8 +129,3 @@ def _checked(values: npt.NDArray[Any], offsets: _Ints | None) -> _Ints:
             f"{_MOST_PATCHES}; {_HINT}"
         )
     return values.astype(np.int64, copy=False)
-
-
-def _sums(values: _Ints, offsets: _Ints) -> _Ints:
-    sums = np.concatenate([[0], np.cumsum(values)])
-    return np.diff(sums[offsets])

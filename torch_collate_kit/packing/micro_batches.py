@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
+
+from torch_collate_kit.packing.rows import Ints
 
 __all__ = ["fewest_micro_batches", "micro_batch_rows"]
 
-_Ints = npt.NDArray[np.int64]
 
-
-def fewest_micro_batches(widths: _Ints, max_cells: int) -> int:
+def fewest_micro_batches(widths: Ints, max_cells: int) -> int:
     """The least number of micro-batches that hold rows of these widths, int64 [N].
 
     Widest first, each micro-batch takes as many of the next rows as fit with its first one. No
@@ -19,10 +18,10 @@ def fewest_micro_batches(widths: _Ints, max_cells: int) -> int:
     >>> fewest_micro_batches(np.array([2, 8, 3, 2]), 8)
     3
     """
-    return len(_sizes(_descending(widths), max_cells))
+    return len(_sizes(np.sort(widths)[::-1].tolist(), max_cells))
 
 
-def micro_batch_rows(widths: _Ints, max_cells: int, num_micro_batches: int) -> list[_Ints]:
+def micro_batch_rows(widths: Ints, max_cells: int, num_micro_batches: int) -> list[Ints]:
     """Row numbers of each micro-batch, none without rows, widest first: int64 each.
 
     Their number is ``num_micro_batches``, which lies between the fewest possible and the number of
@@ -46,11 +45,6 @@ def micro_batch_rows(widths: _Ints, max_cells: int, num_micro_batches: int) -> l
         i = int(np.argmax(cells))
         parts[i : i + 1] = np.array_split(parts[i], 2)
     return parts
-
-
-def _descending(widths: _Ints) -> list[int]:
-    descending: list[int] = np.sort(widths)[::-1].tolist()
-    return descending
 
 
 def _sizes(descending: list[int], max_cells: int) -> list[int]:

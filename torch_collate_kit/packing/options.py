@@ -34,6 +34,11 @@ __all__ = ["STRATEGIES", "PackingOptions", "capacity_of", "packing_options"]
 STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential")
 _OVERFLOWS = ("raise", "truncate", "drop", "split")
 _BALANCES = ("attention", "tokens", None)
+_NONE_MEANS = {
+    "max_sequences_per_row": "no limit",
+    "max_patches": "no limit",
+    "rows_multiple_of": "dp",
+}
 
 
 @dataclass(frozen=True)
@@ -85,41 +90,33 @@ class PackingOptions:
             raise TypeError(
                 f"parallel must be a ParallelLayout, got {self.parallel!r}; ParallelLayout(dp=2)"
             )
+        if not isinstance(self.cost, ModelCost):
+            raise TypeError(
+                f"cost must be a ModelCost, got {self.cost!r}; ModelCost.of(model.config)"
+            )
         max_tokens = checked_int("max_tokens", self.max_tokens)
+        dummy = checked_int("dummy_image_tokens", self.dummy_image_tokens, minimum=0)
+        numbers: dict[str, int | None] = {"max_tokens": max_tokens, "dummy_image_tokens": dummy}
+        for name, meaning in _NONE_MEANS.items():
+            hint = f"None means {meaning}"
+            numbers[name] = checked_optional_int(name, getattr(self, name), hint=hint)
+        for name, number in numbers.items():
+            object.__setattr__(self, name, number)
         if max_tokens < self.parallel.align:
             raise ValueError(
                 f"max_tokens must be at least align={self.parallel.align}, got {max_tokens}: not "
                 "one aligned token fits in a row; raise max_tokens or lower align"
             )
-        limit = checked_optional_int(
-            "max_sequences_per_row", self.max_sequences_per_row, hint="None means no limit"
-        )
-        max_patches = checked_optional_int(
-            "max_patches", self.max_patches, hint="None means no limit"
-        )
-        if not isinstance(self.cost, ModelCost):
-            raise TypeError(
-                f"cost must be a ModelCost, got {self.cost!r}; ModelCost.of(model.config)"
-            )
-        dummy = checked_int("dummy_image_tokens", self.dummy_image_tokens, minimum=0)
-        object.__setattr__(self, "max_tokens", max_tokens)
-        object.__setattr__(self, "max_patches", max_patches)
-        object.__setattr__(self, "dummy_image_tokens", dummy)
-        rows_multiple_of = checked_optional_int(
-            "rows_multiple_of", self.rows_multiple_of, hint="None means dp"
-        )
-        object.__setattr__(self, "rows_multiple_of", rows_multiple_of)
         if self.num_ranks % self.parallel.dp:
             raise ValueError(
                 f"rows_multiple_of must be a multiple of dp={self.parallel.dp}, got "
-                f"{rows_multiple_of}: every rank takes as many rows"
+                f"{self.rows_multiple_of}: every rank takes as many rows"
             )
         if self.reserved >= self.capacity:
             raise ValueError(
                 f"dummy_image_tokens={dummy} leaves no room for text in a row of max_tokens="
                 f"{max_tokens} (align={self.parallel.align}); raise max_tokens"
             )
-        object.__setattr__(self, "max_sequences_per_row", limit)
 
     def __repr__(self) -> str:
         return dataclass_repr(self)

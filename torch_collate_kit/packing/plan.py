@@ -11,10 +11,9 @@ import numpy.typing as npt
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.packing.cost import ModelCost
 from torch_collate_kit.packing.options import capacity_of
+from torch_collate_kit.packing.rows import Ints, row_sums
 
 __all__ = ["PackingPlan"]
-
-_Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,13 +29,13 @@ class PackingPlan:
     ([[2], [0, 1, 3]], [9, 10], 0.95)
     """
 
-    example_indices: _Ints
+    example_indices: Ints
     """[S] the example of each piece."""
-    starts: _Ints
+    starts: Ints
     """[S] position of the piece's first token in its example; non-zero only after a split."""
-    lengths: _Ints
+    lengths: Ints
     """[S] number of tokens in the piece, padding not counted."""
-    row_offsets: _Ints
+    row_offsets: Ints
     """[R + 1] row r holds the pieces ``row_offsets[r]:row_offsets[r + 1]``."""
     max_tokens: int
     """Capacity of a row, in tokens."""
@@ -44,17 +43,17 @@ class PackingPlan:
     """A piece occupies its length rounded up to a multiple of this."""
     num_ranks: int
     """Number of data-parallel ranks; the number of rows is a multiple of it."""
-    dropped: _Ints
+    dropped: Ints
     """[D] examples left out, ascending (overflow="drop")."""
-    cut: _Ints
+    cut: Ints
     """[C] examples truncated or split, ascending (overflow="truncate", "split")."""
     num_cut_tokens: int
     """Tokens lost by truncation. A split loses none."""
     num_dropped_tokens: int
     """Tokens of the dropped examples."""
-    patches: _Ints
+    patches: Ints
     """[S] patches of the images in the piece; 0 without an image, or if none were given."""
-    vision_costs: _Ints
+    vision_costs: Ints
     """[S] what these cost the vision tower."""
     max_patches: int | None
     """Capacity of a row, in patches; None for no limit."""
@@ -81,24 +80,24 @@ class PackingPlan:
         return [indices[a:b] for a, b in pairwise(offsets)]
 
     @property
-    def aligned_lengths(self) -> _Ints:
+    def aligned_lengths(self) -> Ints:
         """[S] cells each piece occupies: its length rounded up to ``align``. A copy."""
         return -(-self.lengths // self.align) * self.align
 
     @property
-    def row_tokens(self) -> _Ints:
+    def row_tokens(self) -> Ints:
         """[R] tokens in each row, padding not counted."""
-        return self._row_sums(self.lengths)
+        return row_sums(self.lengths, self.row_offsets)
 
     @property
-    def row_cells(self) -> _Ints:
+    def row_cells(self) -> Ints:
         """[R] cells used in each row, including alignment gaps; at most ``max_tokens``."""
-        return self._row_sums(self.aligned_lengths)
+        return row_sums(self.aligned_lengths, self.row_offsets)
 
     @property
-    def row_patches(self) -> _Ints:
+    def row_patches(self) -> Ints:
         """[R] patches of the images in each row, dummy images not counted."""
-        return self._row_sums(self.patches)
+        return row_sums(self.patches, self.row_offsets)
 
     @property
     def needs_dummy_image(self) -> npt.NDArray[np.bool_]:
@@ -140,19 +139,20 @@ class PackingPlan:
         return -(-rows // self.num_ranks) * self.num_ranks
 
     @property
-    def tokens_per_rank(self) -> _Ints:
+    def tokens_per_rank(self) -> Ints:
         """[num_ranks] tokens of each rank, padding not counted."""
         return self._rank_sums(self.row_tokens)
 
     @property
-    def cost_per_rank(self) -> _Ints:
+    def cost_per_rank(self) -> Ints:
         """[num_ranks] cost in the language model: ``cost.language`` of the aligned pieces."""
-        return self._rank_sums(self._row_sums(self.cost.language(self.aligned_lengths)))
+        costs = self.cost.language(self.aligned_lengths)
+        return self._rank_sums(row_sums(costs, self.row_offsets))
 
     @property
-    def vision_cost_per_rank(self) -> _Ints:
+    def vision_cost_per_rank(self) -> Ints:
         """[num_ranks] cost in the vision tower, in the same unit: ``cost.vision`` of the images."""
-        return self._rank_sums(self._row_sums(self.vision_costs))
+        return self._rank_sums(row_sums(self.vision_costs, self.row_offsets))
 
     def __repr__(self) -> str:
         """What it is of and what it costs, in one line."""
@@ -187,10 +187,6 @@ class PackingPlan:
         rows_per_rank = self.num_rows // self.num_ranks
         return range(rank * rows_per_rank, (rank + 1) * rows_per_rank)
 
-    def _row_sums(self, values: _Ints) -> _Ints:
-        sums = np.concatenate([[0], np.cumsum(values)])
-        return np.diff(sums[self.row_offsets])
-
-    def _rank_sums(self, values: _Ints) -> _Ints:
-        sums: _Ints = values.reshape(self.num_ranks, -1).sum(axis=1)
+    def _rank_sums(self, values: Ints) -> Ints:
+        sums: Ints = values.reshape(self.num_ranks, -1).sum(axis=1)
         return sums

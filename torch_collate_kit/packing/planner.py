@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int, checked_lengths
-from torch_collate_kit.packing.balance import Weights, level, split_evenly
-from torch_collate_kit.packing.fitting import FittedPieces, cut_to_fit
+from torch_collate_kit.packing.balance import level
+from torch_collate_kit.packing.fit_decreasing import best_fit_decreasing, first_fit_decreasing
+from torch_collate_kit.packing.fitting import cut_to_fit
 from torch_collate_kit.packing.images import ImageLoad, Patches, image_load
+from torch_collate_kit.packing.in_order import sequential, split_evenly
 from torch_collate_kit.packing.layout import ParallelLayout
 from torch_collate_kit.packing.options import PackingOptions, packing_options
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.ranks import over_ranks
-from torch_collate_kit.packing.strategies import (
-    Rows,
-    best_fit_decreasing,
-    first_fit_decreasing,
-    sequential,
-)
-from torch_collate_kit.packing.two_budgets import Fill, Limits, fill_two_budgets
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
+from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from torch_collate_kit.packing.options import PackingKeywords
 
-__all__ = ["fill_rows", "pack", "plan_of", "rows_alone"]
+__all__ = ["fill_rows", "pack", "part_of", "plan_of", "rows_alone"]
 
-_Ints = npt.NDArray[np.int64]
-_InOrder: TypeAlias = tuple[_Ints, int, int | None, tuple[_Ints, int] | None]
-_FILL: dict[str, Fill] = {
-    "best_fit_decreasing": best_fit_decreasing,
-    "first_fit_decreasing": first_fit_decreasing,
-    "balanced": best_fit_decreasing,  # gives the number of rows, which are then levelled
-}
 # Levelling takes apart at most this many rows per rank: a few hundred rows have enough pieces for
 # the few rows that rounding adds, and redistributing a million pieces one by one would be slow.
 _LEVELLED_ROWS_PER_RANK = 32
@@ -115,31 +106,47 @@ def plan_of(
     """As ``pack``, of options that are checked."""
     checked = checked_lengths(lengths)
     images = None if patches is None else image_load(patches, len(checked), packing.cost)
-    pieces = cut_to_fit(checked, packing, images)
-    sizes = _sizes(pieces.lengths, pieces.images, packing)
-    limits = _limits(sizes, packing, has_patches=images is not None)
-    rows = _for_ranks(_filled(sizes, packing, limits), sizes, pieces.images, packing, limits)
-    return _plan(pieces, rows, packing)
+    filled = fill_rows(checked, packing, images)
+    return _for_ranks(filled, packing, has_images=images is not None)
 
 
 def fill_rows(
-    lengths: _Ints, packing: PackingOptions, images: ImageLoad | None = None
+    lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None
 ) -> PackingPlan:
     """Rows as the strategy opens them: not evened out, and for no ranks yet.
 
-    ``lengths`` int64 [N]. "balanced" opens the rows of best fit. Without ``images`` rows reserve
-    cells for a dummy image, too: others of the run may have images.
+    ``lengths`` int64 [N]. "balanced" opens the rows of best fit. With ``images``, of these examples
+    or of others of the run, rows reserve cells for a dummy image.
     """
-    images = ImageLoad.none(len(lengths)) if images is None else images
     pieces = cut_to_fit(lengths, packing, images)
-    sizes = _sizes(pieces.lengths, pieces.images, packing)
-    limits = _limits(sizes, packing, has_patches=True)
-    return _plan(pieces, _filled(sizes, packing, limits), packing, num_ranks=1)
+    align = packing.parallel.align
+    cells = -(-pieces.lengths // align) * align if align > 1 else pieces.lengths
+    sizes = Sizes(cells, pieces.images.patches)
+    rows = _filled(sizes, packing, _limits(sizes, packing, has_images=images is not None))
+    placed = pieces.take(rows.order)
+    return PackingPlan(
+        example_indices=placed.example_indices,
+        starts=placed.starts,
+        lengths=placed.lengths,
+        row_offsets=rows.offsets,
+        max_tokens=packing.max_tokens,
+        align=align,
+        num_ranks=1,
+        dropped=pieces.dropped,
+        cut=pieces.cut,
+        num_cut_tokens=pieces.num_cut_tokens,
+        num_dropped_tokens=pieces.num_dropped_tokens,
+        patches=placed.images.patches,
+        vision_costs=placed.images.costs,
+        max_patches=packing.max_patches,
+        dummy_image_tokens=packing.dummy_image_tokens,
+        cost=packing.cost,
+    )
 
 
 def rows_alone(
-    filled: PackingPlan, rows: _Ints, dropped: _Ints, packing: PackingOptions
-) -> tuple[_Ints, PackingPlan]:
+    filled: PackingPlan, rows: Ints, dropped: Ints, packing: PackingOptions
+) -> tuple[Ints, PackingPlan]:
     """Rows that ``fill_rows`` has filled, as a batch of their own for all ranks of ``packing``.
 
     Returns its examples, int64 [N] ascending, and a plan in which they are numbered 0 to N - 1;
@@ -156,132 +163,115 @@ def rows_alone(
     >>> examples.tolist(), plan.bins
     ([0, 1, 3], [[0, 1], [2]])
     """
-    taken = Rows(np.arange(len(filled.lengths)), filled.row_offsets).take(np.sort(rows))
-    examples = np.unique(np.append(filled.example_indices[taken.order], dropped))
-    in_order = taken.order[np.argsort(filled.example_indices[taken.order], kind="stable")]
-    numbers = np.empty(len(filled.lengths), dtype=np.int64)
-    numbers[in_order] = np.arange(len(in_order))
-    lengths = filled.lengths[in_order]
-    cut = np.intersect1d(filled.cut, examples)
-    pieces = FittedPieces(
-        np.searchsorted(examples, filled.example_indices[in_order]),
-        filled.starts[in_order],
-        lengths,
-        ImageLoad(filled.patches[in_order], filled.vision_costs[in_order]),
-        dropped=np.searchsorted(examples, dropped),
-        cut=np.searchsorted(examples, cut),
-    )
-    sizes = _sizes(lengths, pieces.images, packing)
-    limits = _limits(sizes, packing, has_patches=True)
-    alone = Rows(numbers[taken.order], taken.offsets)
-    rows_of_ranks = _for_ranks(alone, sizes, pieces.images, packing, limits)
-    return examples, _plan(pieces, rows_of_ranks, packing)
+    chosen = _rows_of(filled).take(np.sort(rows))
+    examples = np.unique(np.append(filled.example_indices[chosen.order], dropped))
+    alone = part_of(filled, chosen, examples)
+    alone = replace(alone, num_cut_tokens=0, num_dropped_tokens=0)
+    return examples, _for_ranks(alone, packing, has_images=True)
 
 
-def _plan(
-    pieces: FittedPieces, rows: Rows, packing: PackingOptions, *, num_ranks: int | None = None
-) -> PackingPlan:
-    images = pieces.images.take(rows.order)
-    return PackingPlan(
-        example_indices=pieces.example_indices[rows.order],
-        starts=pieces.starts[rows.order],
-        lengths=pieces.lengths[rows.order],
-        row_offsets=rows.offsets,
-        max_tokens=packing.max_tokens,
-        align=packing.parallel.align,
-        num_ranks=packing.num_ranks if num_ranks is None else num_ranks,
-        dropped=pieces.dropped,
-        cut=pieces.cut,
-        num_cut_tokens=pieces.num_cut_tokens,
-        num_dropped_tokens=pieces.num_dropped_tokens,
-        patches=images.patches,
-        vision_costs=images.costs,
-        max_patches=packing.max_patches,
-        dummy_image_tokens=packing.dummy_image_tokens,
-        cost=packing.cost,
+def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
+    """Rows of some of a plan's pieces, with the ``examples``, ascending, numbered anew from 0.
+
+    >>> plan = pack([4, 2, 6], 6)
+    >>> part_of(plan, Rows(np.array([1]), np.array([0, 0, 1])), np.array([0])).bins
+    [[], [0]]
+    """
+
+    def renumbered(numbers: Ints) -> Ints:
+        return np.searchsorted(examples, numbers[np.isin(numbers, examples)])
+
+    part = _rearranged(plan, rows)
+    return replace(
+        part,
+        example_indices=np.searchsorted(examples, part.example_indices),
+        dropped=renumbered(plan.dropped),
+        cut=renumbered(plan.cut),
     )
 
 
-def _sizes(lengths: _Ints, images: ImageLoad, packing: PackingOptions) -> Weights:
-    """Cells and patches of each piece."""
-    align = packing.parallel.align
-    return Weights(-(-lengths // align) * align if align > 1 else lengths, images.patches)
-
-
-def _limits(sizes: Weights, packing: PackingOptions, *, has_patches: bool) -> Limits:
+def _limits(sizes: Sizes, packing: PackingOptions, *, has_images: bool) -> Limits:
     """What a row may hold, at most all there is: it makes the same rows, and no sum overflows."""
     tokens, patches = int(sizes.tokens.sum()), int(sizes.patches.sum())
     most_patches = patches if packing.max_patches is None else packing.max_patches
-    text = packing.max_tokens - (packing.reserved if has_patches else 0)
+    text = packing.max_tokens - (packing.reserved if has_images else 0)
     limit = min(packing.max_tokens, tokens)
     return Limits(
         limit, min(most_patches, patches), packing.max_sequences_per_row, limit - min(text, tokens)
     )
 
 
-def _filled(sizes: Weights, packing: PackingOptions, limits: Limits) -> Rows:
+def _filled(sizes: Sizes, packing: PackingOptions, limits: Limits) -> Rows:
     """Pieces into rows, as the strategy opens these; one empty row of no pieces."""
-    tokens, patches = sizes
-    if not len(tokens):
-        return Rows(tokens, np.zeros(2, dtype=np.int64))
+    if not len(sizes.tokens):
+        return Rows(sizes.tokens, np.zeros(2, dtype=np.int64))
     if packing.strategy == "sequential":
-        return sequential(*_in_order(sizes, limits))
-    fill = _FILL[packing.strategy]
-    if limits.patches >= int(patches.sum()) and not (limits.reserved and limits.patches):
-        return fill(tokens, limits.tokens - limits.reserved, limits.pieces, None)
-    return fill_two_budgets(fill, tokens, patches, limits)
+        return sequential(sizes, limits)
+    first_fit = packing.strategy == "first_fit_decreasing"
+    fill = first_fit_decreasing if first_fit else best_fit_decreasing
+    if limits.patches and (limits.reserved or limits.patches < int(sizes.patches.sum())):
+        return fill_two_budgets(fill, sizes, limits)
+    return fill(sizes.tokens, limits.text, limits.pieces)
 
 
-def _in_order(sizes: Weights, limits: Limits) -> _InOrder:
-    """What cutting a sequence into rows takes; all rows keep the reserved cells free.
-
-    Only a piece with an image may use them, and is then alone in its row.
-    """
-    capacity = limits.tokens - limits.reserved
-    patches = (sizes.patches, limits.patches) if limits.patches else None
-    return np.minimum(sizes.tokens, capacity), capacity, limits.pieces, patches
-
-
-def _for_ranks(
-    rows: Rows, sizes: Weights, images: ImageLoad, packing: PackingOptions, limits: Limits
-) -> Rows:
+def _for_ranks(filled: PackingPlan, packing: PackingOptions, *, has_images: bool) -> PackingPlan:
     """Rows that are filled, as many as a multiple of the ranks, evened out and given to them."""
     num_ranks, strategy = packing.num_ranks, packing.strategy
-    if not len(sizes.tokens):
-        return Rows(sizes.tokens, np.zeros(num_ranks + 1, dtype=np.int64))
     if strategy != "balanced" and num_ranks == 1:
-        return rows
-    costs = sizes
-    if packing.balance == "attention" and num_ranks > 1:
-        has_cost = images.costs.any()  # a model without a vision part has none
-        costs = Weights(
-            packing.cost.language(sizes.tokens), images.costs if has_cost else images.patches
-        )
-    filled = len(rows.offsets) - 1
-    num_rows = -(-filled // num_ranks) * num_ranks
+        return filled
+    num_rows = -(-filled.num_rows // num_ranks) * num_ranks
+    if not len(filled.lengths):
+        offsets = np.zeros(num_rows + 1, dtype=np.int64)
+        return replace(filled, row_offsets=offsets, num_ranks=num_ranks)
+    sizes = Sizes(filled.aligned_lengths, filled.patches)
+    limits = _limits(sizes, packing, has_images=has_images)
+    costs = _costs(filled, sizes, packing)
     if strategy == "sequential":
-        tokens, capacity, max_pieces, patches = _in_order(sizes, limits)
-        rows = split_evenly(tokens, num_rows, capacity, max_pieces, patches)
+        rows = split_evenly(sizes, num_rows, limits)
     else:
-        # By tokens, not by cost: a row with less tokens than another is padded, and costs as much.
-        weights = sizes
-        if limits.patches and strategy != "balanced":
-            weights = Weights(sizes.tokens, costs.patches)
+        is_balanced = strategy == "balanced"
         rows = level(
-            rows,
+            _rows_of(filled),
             sizes,
             num_rows,
             limits=limits,
-            weights=weights,
-            most=filled if strategy == "balanced" else _LEVELLED_ROWS_PER_RANK * num_ranks,
+            image_weights=sizes.patches if is_balanced else costs.patches,
+            most=filled.num_rows if is_balanced else _LEVELLED_ROWS_PER_RANK * num_ranks,
         )
-    if num_ranks == 1:
-        return rows
-    given = over_ranks(
-        None if packing.balance is None else rows.totals(costs.tokens),
-        num_rows,
-        num_ranks,
-        keep_order=strategy == "sequential",
-        image_costs=rows.totals(costs.patches) if limits.patches else None,
+    if num_ranks > 1:
+        given = over_ranks(
+            None if packing.balance is None else rows.totals(costs.tokens),
+            num_rows,
+            num_ranks,
+            keep_order=strategy == "sequential",
+            image_costs=rows.totals(costs.patches) if limits.patches else None,
+        )
+        rows = rows.take(given)
+    return replace(_rearranged(filled, rows), num_ranks=num_ranks)
+
+
+def _costs(plan: PackingPlan, sizes: Sizes, packing: PackingOptions) -> Sizes:
+    """What is made even over ranks, of each piece: cost in the model and its vision tower."""
+    if packing.balance != "attention" or packing.num_ranks == 1:
+        return sizes
+    has_cost = plan.vision_costs.any()  # a model without a vision part has none
+    images = plan.vision_costs if has_cost else plan.patches
+    return Sizes(plan.cost.language(sizes.tokens), images)
+
+
+def _rows_of(plan: PackingPlan) -> Rows:
+    return Rows(np.arange(len(plan.lengths)), plan.row_offsets)
+
+
+def _rearranged(plan: PackingPlan, rows: Rows) -> PackingPlan:
+    """The plan with other rows of its pieces, which need not be all."""
+    images = ImageLoad(plan.patches, plan.vision_costs).take(rows.order)
+    return replace(
+        plan,
+        example_indices=plan.example_indices[rows.order],
+        starts=plan.starts[rows.order],
+        lengths=plan.lengths[rows.order],
+        row_offsets=rows.offsets,
+        patches=images.patches,
+        vision_costs=images.costs,
     )
-    return rows.take(given)

@@ -11,10 +11,9 @@ import numpy.typing as npt
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.plan import PackingPlan
+from torch_collate_kit.packing.rows import Ints, row_sums, running_sum
 
 __all__ = ["PlannedExamples", "RankPlan"]
-
-_Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +44,7 @@ class RankPlan:
     """The rank whose rows are collated; None for those of all ranks."""
     indices: list[int]
     """The dataset indices that the rank reads; none for all ranks, whose examples are at hand."""
-    lengths: _Ints
+    lengths: Ints
     """int64 [len(indices)], the number of tokens that the plan assumes for each of them."""
     num_examples: int
     """Number of examples in the batch, over all ranks; 0 for as many as are at hand."""
@@ -63,9 +62,9 @@ class RankPlan:
         cls,
         plan: PackingPlan,
         rank: int,
-        indices: _Ints,
-        lengths: _Ints,
-        num_loss_tokens: _Ints | None = None,
+        indices: Ints,
+        lengths: Ints,
+        num_loss_tokens: Ints | None = None,
         *,
         world_size: int | None = None,
     ) -> RankPlan:
@@ -124,7 +123,7 @@ class RankPlan:
         )
 
     @property
-    def pieces(self) -> slice | _Ints:
+    def pieces(self) -> slice | Ints:
         """The pieces of the plan that are collated, row by row."""
         all_pieces = _pieces(self.plan, self.rows)
         if not self.left_out:
@@ -132,11 +131,11 @@ class RankPlan:
         return all_pieces.start + np.flatnonzero(self._is_kept)
 
     @property
-    def row_offsets(self) -> _Ints:
+    def row_offsets(self) -> Ints:
         """[rows + 1] row r of these rows holds ``row_offsets[r]:row_offsets[r + 1]`` of them."""
         offsets = self.plan.row_offsets[self.rows.start : self.rows.stop + 1]
         offsets = offsets - offsets[0]
-        return np.append(0, np.cumsum(self._is_kept))[offsets] if self.left_out else offsets
+        return running_sum(self._is_kept)[offsets] if self.left_out else offsets
 
     @property
     def _is_kept(self) -> npt.NDArray[np.bool_]:
@@ -145,7 +144,7 @@ class RankPlan:
         return ~np.isin(examples, self.left_out)
 
     @property
-    def positions(self) -> _Ints:
+    def positions(self) -> Ints:
         """[S] for each piece in these rows, the position of its example among those read."""
         if self.rank is None:
             return self.plan.example_indices
@@ -162,12 +161,11 @@ class RankPlan:
         needed = self.plan.needs_dummy_image[rows]
         if not self.left_out or self.plan.num_ranks == 1:
             return needed
-        before = np.append(0, np.cumsum(self.plan.patches[self.pieces]))
-        has_image = np.diff(before[self.row_offsets]) > 0
-        return needed | ((self.plan.row_patches[rows] > 0) & ~has_image)
+        left = row_sums(self.plan.patches[self.pieces], self.row_offsets)
+        return needed | ((self.plan.row_patches[rows] > 0) & (left == 0))
 
     @property
-    def patches(self) -> _Ints:
+    def patches(self) -> Ints:
         """[len(indices)] patches of images that the plan assumes for each example that is read."""
         patches = np.zeros(len(self.indices), dtype=np.int64)
         if self.rank is not None:
@@ -178,7 +176,7 @@ class RankPlan:
         """Loss tokens of the batch besides those found in the examples read; 0 if unknown."""
         return 0 if self.num_loss_tokens is None else self.num_loss_tokens - found
 
-    def check_lengths(self, lengths: _Ints) -> None:
+    def check_lengths(self, lengths: Ints) -> None:
         """That the examples read, of these lengths, are those that were planned.
 
         Raises:
@@ -209,17 +207,16 @@ class RankPlan:
                 "read: pass dataset.lengths"
             )
 
-    def check_patches(self, patches: _Ints) -> None:
+    def check_patches(self, patches: Ints) -> None:
         """That the examples read, with so many patches of images (int64), are those planned.
 
         Raises:
             DataError: another number of patches, whole or of what the plan reads; a row might then
                 hold more than it may, and ranks would not run the vision tower equally often.
         """
-        planned = self.patches
+        planned = np.zeros_like(patches)
+        np.add.at(planned, self.positions, self.plan.patches[self.pieces])
         if self.rank is None:
-            planned = np.zeros_like(patches)
-            np.add.at(planned, self.plan.example_indices, self.plan.patches)
             cut = np.isin(np.arange(len(patches)), [*self.plan.cut, *self.plan.dropped])
             planned = np.where(cut, patches, planned)
         wrong = np.flatnonzero(patches != planned)

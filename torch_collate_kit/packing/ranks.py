@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
+
+from torch_collate_kit.packing.rows import Ints
 
 __all__ = ["over_ranks"]
 
-_Ints = npt.NDArray[np.int64]
 _TOTAL = 1 << 30  # costs are scaled to about this sum, so that a product of two sums fits int64
 _EVEN = 1000  # ranks within 1 / _EVEN of the mean are even
 _SWAPS_PER_RANK = 16
 
 
 def over_ranks(
-    costs: _Ints | None,
+    costs: Ints | None,
     num_rows: int,
     num_ranks: int,
     *,
     keep_order: bool,
-    image_costs: _Ints | None = None,
-) -> _Ints:
+    image_costs: Ints | None = None,
+) -> Ints:
     """Row numbers in shard-major order, equally many per rank: int64 [num_rows].
 
     Rows are taken in groups of ``num_ranks``, one row for each rank. Groups are formed in
@@ -37,27 +37,26 @@ def over_ranks(
     >>> over_ranks(np.array([1, 2, 3, 9]), 4, 2, keep_order=False).tolist()
     [3, 0, 2, 1]
     """
-    order = np.arange(num_rows)
+    places = order = np.arange(num_rows)
     if costs is None or num_ranks == 1:
         return order.reshape(-1, num_ranks).T.ravel()
-    image_costs = np.zeros_like(costs) if image_costs is None else image_costs
-    both, has_images = costs, bool(image_costs.any())
-    if has_images:
+    if image_costs is not None and not image_costs.any():
+        image_costs = None
+    both = costs
+    if image_costs is not None:
         costs, image_costs = _comparable(costs, image_costs)
         both = costs + image_costs
     if not keep_order:
-        order = np.lexsort((-costs, -image_costs) if has_images else (-costs,))
-    groups = order.reshape(-1, num_ranks)
-    ranked = np.argsort(-both[groups], axis=1, kind="stable")
-    order = np.take_along_axis(groups, ranked, axis=1).ravel()
+        order = np.lexsort((-costs,) if image_costs is None else (-costs, -image_costs))
+    order = order[np.lexsort((-both[order], places // num_ranks))]
     order = order[np.argsort(_lightest_first(both[order], num_ranks), kind="stable")]
-    if has_images:
-        rows = _swapped(order.reshape(num_ranks, -1), costs, image_costs)
-        order = (rows if keep_order else rows[:, ::-1]).ravel()
-    return order
+    if image_costs is None:
+        return order
+    rows = _swapped(order.reshape(num_ranks, -1), costs, image_costs)
+    return (rows if keep_order else rows[:, ::-1]).ravel()
 
 
-def _lightest_first(costs: _Ints, num_ranks: int) -> _Ints:
+def _lightest_first(costs: Ints, num_ranks: int) -> Ints:
     """The rank of each row: in each group in turn, the ranks by ascending cost so far."""
     ranks: list[int] = []
     load = [0] * num_ranks
@@ -70,7 +69,7 @@ def _lightest_first(costs: _Ints, num_ranks: int) -> _Ints:
     return np.array(ranks)
 
 
-def _comparable(costs: _Ints, image_costs: _Ints) -> tuple[_Ints, _Ints]:
+def _comparable(costs: Ints, image_costs: Ints) -> tuple[Ints, Ints]:
     """Both scaled so that their sums are equal: what is to be even is each in relation to its sum.
 
     In integers, so that every rank decides alike.
@@ -83,7 +82,7 @@ def _comparable(costs: _Ints, image_costs: _Ints) -> tuple[_Ints, _Ints]:
     return scaled[0] * sums[1], scaled[1] * sums[0]
 
 
-def _swapped(rows: _Ints, costs: _Ints, image_costs: _Ints) -> _Ints:
+def _swapped(rows: Ints, costs: Ints, image_costs: Ints) -> Ints:
     """Rows of each rank [ranks, rows], after swaps between the heaviest rank and others.
 
     ``costs`` are comparable. A rank is as heavy as the larger of its two totals. Each swap is of

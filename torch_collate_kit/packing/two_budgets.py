@@ -8,18 +8,16 @@ pass is the packing of one number, by histogram.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from torch_collate_kit.packing.strategies import OpenRows, Rows
+from torch_collate_kit.packing.fit_decreasing import Fill, OpenRows
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
 
-__all__ = ["Fill", "Limits", "fill_two_budgets"]
+__all__ = ["fill_two_budgets"]
 
-_Ints = npt.NDArray[np.int64]
-Fill = Callable[[_Ints, int, int | None, OpenRows | None], Rows]
 
 # Classes of images: the larger share, of tokens or of patches, is at least num / den times the
 # smaller. Finer classes leave less of what is free unused, but large images no longer all come
@@ -27,32 +25,14 @@ Fill = Callable[[_Ints, int, int | None, OpenRows | None], Rows]
 _TOKEN_SLOPES = ((1, 1), (4, 3), (2, 1), (3, 1), (4, 1), (8, 1), (16, 1))
 _PATCH_SLOPES = ((1, 1), (2, 1))
 _STEEPEST = 16
+_TOKENS, _PATCHES, _SLOTS = range(3)  # what is free in a row, and what a piece takes of it
 _KEPT = 8  # of the images that are dealt, the smallest are kept to fill rows up: this part of all
 
 
-class Limits(NamedTuple):
-    """What a row may hold at most."""
-
-    tokens: int
-    """Cells."""
-    patches: int
-    pieces: int | None = None
-    """None for no limit."""
-    reserved: int = 0
-    """Cells that a row without an image keeps free, for a dummy image."""
-
-    def fit(self, tokens: _Ints, patches: _Ints, counts: _Ints) -> bool:
-        """Whether rows with so many of each, int64 [R], are within the limits."""
-        cells = self.tokens - np.where(patches > 0, 0, self.reserved)
-        few = self.pieces is None or int(counts.max(initial=0)) <= self.pieces
-        return few and bool(((tokens <= cells) & (patches <= self.patches)).all())
-
-
-def fill_two_budgets(fill: Fill, tokens: _Ints, patches: _Ints, limits: Limits) -> Rows:
+def fill_two_budgets(fill: Fill, sizes: Sizes, limits: Limits) -> Rows:
     """Rows of the pieces, within the limits, by ``fill``: best fit or first fit.
 
-    ``tokens`` int64 [S] are cells, at least 1; ``patches`` int64 [S] are 0 without an image. Each
-    piece must fit in a row of its own.
+    Each piece must fit in a row of its own.
 
     Pieces with a larger share of the patches come first, by patches; then those with a larger
     share of the tokens, by tokens, those with the most patches per token first; then those without
@@ -60,16 +40,16 @@ def fill_two_budgets(fill: Fill, tokens: _Ints, patches: _Ints, limits: Limits) 
     rows must hold a mixture, so in two more plans most images are first dealt out over as many rows
     as are needed at least, or 1% more. The plan with the fewest rows is taken.
 
-    >>> from torch_collate_kit.packing.strategies import best_fit_decreasing
-    >>> tokens, patches = np.array([4, 3, 5, 2]), np.array([8, 6, 0, 0])
-    >>> rows = fill_two_budgets(best_fit_decreasing, tokens, patches, Limits(9, 9))
+    >>> from torch_collate_kit.packing.fit_decreasing import best_fit_decreasing
+    >>> sizes = Sizes(np.array([4, 3, 5, 2]), np.array([8, 6, 0, 0]))
+    >>> rows = fill_two_budgets(best_fit_decreasing, sizes, Limits(9, 9))
     >>> rows.order.tolist(), rows.offsets.tolist()
     ([0, 2, 1, 3], [0, 2, 4])
     """
-    total, total_patches = int(tokens.sum()), int(patches.sum())
-    least = max(-(-total // limits.tokens), -(-total_patches // limits.patches))
+    by_tokens = -(-int(sizes.tokens.sum()) // limits.tokens)
+    least = max(by_tokens, -(-int(sizes.patches.sum()) // limits.patches))
     best: Rows | None = None
-    for rows in _plans(fill, tokens, patches, limits, least):
+    for rows in _plans(fill, _Pieces(sizes, limits), least):
         if best is None or len(rows.offsets) < len(best.offsets):
             best = rows
         if len(best.offsets) - 1 <= least:
@@ -78,114 +58,106 @@ def fill_two_budgets(fill: Fill, tokens: _Ints, patches: _Ints, limits: Limits) 
     return best
 
 
-def _plans(fill: Fill, tokens: _Ints, patches: _Ints, limits: Limits, least: int) -> Iterator[Rows]:
-    pieces = _Pieces(tokens, patches, limits)
-    images = np.flatnonzero(patches)
-    yield _Opened(fill, pieces, limits).filled(images)
+def _plans(fill: Fill, pieces: _Pieces, least: int) -> Iterator[Rows]:
+    images = np.flatnonzero(pieces.classes)
+    yield _Opened(fill, pieces).filled(images)
     order = images[np.argsort(-pieces.shares[images], kind="stable")]
     shares = np.cumsum(pieces.shares[order])
     dealt = int(np.searchsorted(shares, shares[-1] - shares[-1] // _KEPT)) + 1
     for num_rows in (least, least + -(-least // 100)):
-        rows = _Opened(fill, pieces, limits)
+        rows = _Opened(fill, pieces)
         left = rows.deal(order[:dealt], min(num_rows, dealt))
         yield rows.filled(np.concatenate([left, order[dealt:]]))
 
 
 class _Pieces:
-    """What is known of the pieces, each array [S]."""
+    """What is known of the pieces, each array [S], and of the rows that they are for."""
 
-    def __init__(self, tokens: _Ints, patches: _Ints, limits: Limits) -> None:
+    def __init__(self, sizes: Sizes, limits: Limits) -> None:
+        num_pieces = len(sizes.tokens)
+        self.limits = limits
+        self.most = (limits.tokens, limits.patches, limits.pieces or num_pieces)
+        self.takes = (*sizes, np.ones(num_pieces, dtype=np.int64))
         # A product of both budgets, a slope and the number of rows must fit.
         is_small = limits.tokens * limits.patches * _STEEPEST < 2**62
         self.integer: type = np.int64 if is_small else object
-        self.tokens, self.patches = tokens, patches
-        by_tokens = tokens.astype(self.integer) * limits.patches
-        by_patches = patches.astype(self.integer) * limits.tokens
+        by_tokens = sizes.tokens.astype(self.integer) * limits.patches
+        by_patches = sizes.patches.astype(self.integer) * limits.tokens
         self.shares = by_tokens + by_patches
-        self.classes = np.zeros(len(tokens), dtype=np.int64)
+        self.classes = np.zeros(num_pieces, dtype=np.int64)
         for number, (num, den) in enumerate(_TOKEN_SLOPES, 1):
             self.classes[(by_patches * num <= by_tokens * den).astype(bool)] = number
         for number, (num, den) in enumerate(_PATCH_SLOPES, 1):
             self.classes[(by_tokens * num <= by_patches * den).astype(bool)] = -number
-        if limits.patches >= int(patches.sum()):  # no limit: images are packed by tokens
+        if limits.patches >= int(sizes.patches.sum()):  # no limit: images are packed by tokens
             self.classes[:] = len(_TOKEN_SLOPES)
-        self.classes[patches == 0] = 0
+        self.classes[sizes.patches == 0] = 0
 
 
 class _Opened:
     """Rows that are being filled: their pieces, and what is free in each."""
 
-    def __init__(self, fill: Fill, pieces: _Pieces, limits: Limits) -> None:
-        self._fill, self._pieces, self._limits = fill, pieces, limits
-        self._tokens = self._patches = self._slots = np.zeros(0, dtype=np.int64)
-        self._order: list[_Ints] = []
-        self._labels: list[_Ints] = []
+    def __init__(self, fill: Fill, pieces: _Pieces) -> None:
+        self._fill, self._pieces = fill, pieces
+        self._free = [np.zeros(0, dtype=np.int64)] * len(pieces.takes)
+        self._order: list[Ints] = []
+        self._labels: list[Ints] = []
 
-    def deal(self, pieces: _Ints, num_rows: int) -> _Ints:
+    def deal(self, pieces: Ints, num_rows: int) -> Ints:
         """Deals the pieces, at least as many as rows, and returns those that did not fit.
 
         In rounds of a piece for each row: the largest goes to the emptiest row.
         """
-        limits, known = self._limits, self._pieces
+        known, limits = self._pieces, self._pieces.limits
         self._add(pieces[:num_rows], np.arange(num_rows), num_rows)
         left = [pieces[:0]]
         for first in range(num_rows, len(pieces), num_rows):
             dealt = pieces[first : first + num_rows]
-            free: Any = self._tokens.astype(known.integer) * limits.patches
-            free += self._patches.astype(known.integer) * limits.tokens
+            free: Any = self._free[_TOKENS].astype(known.integer) * limits.patches
+            free += self._free[_PATCHES].astype(known.integer) * limits.tokens
             rows = np.argsort(-free, kind="stable")[: len(dealt)]
-            fits = (known.tokens[dealt] <= self._tokens[rows]) & (self._slots[rows] > 0)
-            fits &= known.patches[dealt] <= self._patches[rows]
+            fits = np.ones(len(dealt), dtype=bool)
+            for takes, has in zip(known.takes, self._free, strict=True):
+                fits &= takes[dealt] <= has[rows]
             self._add(dealt[fits], rows[fits], 0)
             left.append(dealt[~fits])
         return np.concatenate(left)
 
-    def filled(self, images: _Ints) -> Rows:
+    def filled(self, images: Ints) -> Rows:
         """The rows with these images, and all pieces without one, in the order of placing."""
-        limits, known = self._limits, self._pieces
+        known = self._pieces
         classes = known.classes[images]
-        if not len(self._tokens):  # new rows have room for all with a larger share of patches
+        if not self._order:  # new rows have room for all with a larger share of patches
             classes = np.where(classes < 0, -1, classes)
         for number, slope in enumerate(_PATCH_SLOPES, 1):
-            self._place(images[classes == -number], slope, by_tokens=False)
+            self._place(images[classes == -number], slope, larger=_PATCHES, smaller=_TOKENS)
         for number, slope in enumerate(_TOKEN_SLOPES, 1):
-            self._place(images[classes == number], slope, by_tokens=True)
+            self._place(images[classes == number], slope, larger=_TOKENS, smaller=_PATCHES)
         texts = np.flatnonzero(known.classes == 0)
-        self._fill_in(texts, known.tokens, limits.tokens - limits.reserved, self._tokens)
+        self._fill_in(texts, known.takes[_TOKENS], known.limits.text, self._free[_TOKENS])
         order, labels = np.concatenate(self._order), np.concatenate(self._labels)
-        return Rows.from_labels(order, labels, len(self._tokens))
+        return Rows.from_labels(order, labels, len(self._free[_TOKENS]))
 
-    def _place(self, images: _Ints, slope: tuple[int, int], *, by_tokens: bool) -> None:
-        """Places images of at least this slope, by their larger share."""
+    def _place(self, images: Ints, slope: tuple[int, int], *, larger: int, smaller: int) -> None:
+        """Places images of at least this slope, by the larger share."""
         (num, den), known = slope, self._pieces
-        larger = (known.tokens, self._limits.tokens, self._tokens)
-        smaller = (known.patches, self._limits.patches, self._patches)
-        if not by_tokens:
-            larger, smaller = smaller, larger
-        sizes, most, free = larger
-        room: Any = smaller[2].astype(known.integer) * (most * num) // (smaller[1] * den)
-        self._fill_in(images, sizes, most, np.minimum(room, free).astype(np.int64))
+        most, free = known.most[larger], self._free[larger]
+        room: Any = self._free[smaller].astype(known.integer) * (most * num)
+        room = np.minimum(room // (known.most[smaller] * den), free).astype(np.int64)
+        self._fill_in(images, known.takes[larger], most, room)
 
-    def _fill_in(self, pieces: _Ints, sizes: _Ints, capacity: int, room: _Ints) -> None:
+    def _fill_in(self, pieces: Ints, sizes: Ints, capacity: int, room: Ints) -> None:
         """Fills pieces of these sizes into rows with so much room, or into new rows."""
         if len(pieces):
-            opened = OpenRows(room, self._slots) if len(room) else None
-            rows = self._fill(sizes[pieces], capacity, self._limits.pieces, opened)
+            opened = OpenRows(room, self._free[_SLOTS]) if len(room) else None
+            rows = self._fill(sizes[pieces], capacity, self._pieces.limits.pieces, opened)
             self._add(pieces[rows.order], rows.labels(), len(rows.offsets) - 1 - len(room))
 
-    def _add(self, pieces: _Ints, labels: _Ints, num_new: int) -> None:
+    def _add(self, pieces: Ints, labels: Ints, num_new: int) -> None:
         """Notes that the pieces are in these rows, of which ``num_new`` are new."""
-        limits, known = self._limits, self._pieces
-        most = len(known.tokens) if limits.pieces is None else limits.pieces
-        self._tokens = _extended(self._tokens, num_new, limits.tokens)
-        self._patches = _extended(self._patches, num_new, limits.patches)
-        self._slots = _extended(self._slots, num_new, most)
-        np.subtract.at(self._tokens, labels, known.tokens[pieces])
-        np.subtract.at(self._patches, labels, known.patches[pieces])
-        np.subtract.at(self._slots, labels, 1)
+        known = self._pieces
+        for i, (most, takes) in enumerate(zip(known.most, known.takes, strict=True)):
+            self._free[i] = np.append(self._free[i], np.full(num_new, most, dtype=np.int64))
+            np.subtract.at(self._free[i], labels, takes[pieces])
         self._order.append(pieces)
         self._labels.append(labels)
-
-
-def _extended(values: _Ints, number: int, value: int) -> _Ints:
-    return np.concatenate([values, np.full(number, value, dtype=np.int64)])

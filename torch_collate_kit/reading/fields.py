@@ -14,9 +14,15 @@ from torch_collate_kit.batch.fields import FieldSpec, PerExample, PerResponseTok
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.numbers import Numbers, number_column
+from torch_collate_kit.reading.numbers import (
+    Numbers,
+    first_bad,
+    joined,
+    number_column,
+    taken,
+    with_row,
+)
 from torch_collate_kit.reading.raw import one_value
-from torch_collate_kit.reading.spans import first_bad, joined, taken, with_row
 
 __all__ = ["DeclaredFields", "FieldColumn", "checked_fields", "read_declared"]
 
@@ -31,20 +37,6 @@ class FieldColumn:
     spec: FieldSpec
     values: Numbers
 
-    def spans(
-        self, pieces: Pieces, first_actions: np.ndarray, num_actions: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Which entries of its example each piece holds: the first, and how many; int64 [S] each.
-
-        ``first_actions`` and ``num_actions`` int64 [S]: which of its example's response tokens.
-        """
-        if self.spec.count == "lengths":
-            return pieces.starts, pieces.lengths
-        if self.spec.count == "responses":
-            return first_actions, num_actions
-        lengths = self.values.lengths[pieces.examples]
-        return np.zeros_like(lengths), lengths
-
     def with_row(self, num_tokens: int) -> FieldColumn:
         """With an example of so many tokens that has no response: pads per token, else nothing."""
         number = num_tokens if self.spec.count == "lengths" else 0
@@ -52,28 +44,35 @@ class FieldColumn:
         empty = np.zeros((number, *joined(self.values).values.shape[1:]))
         return replace(self, values=with_row(self.values, empty + pad))
 
-    def place(self, pieces: Pieces, starts: np.ndarray, lengths: np.ndarray) -> Tensor:
-        """The entries of these spans, in the order of the pieces: a copy.
+    def place(self, pieces: Pieces, responses: Pieces) -> tuple[Tensor, Pieces]:
+        """The entries that these pieces have, one after the other, a copy; and which they are.
 
-        Numbers are in the dtype of the field, routes and images in the one they came in.
+        Numbers are in the dtype of the field, routes in the one they came in. ``responses`` are the
+        response tokens of the pieces, as their example numbers its own.
 
         Raises:
             DataError: a number that the dtype does not hold.
         """
-        values = taken(self.values, pieces.examples, starts, lengths)
+        entries = pieces
+        if self.spec.count == "responses":
+            entries = responses
+        elif self.spec.count != "lengths":
+            lengths = self.values.lengths[pieces.examples]
+            entries = pieces._replace(starts=np.zeros_like(lengths), lengths=lengths)
+        values = taken(self.values, entries)
         column = torch.from_numpy(values if values.base is None else values.copy())
         if not isinstance(self.spec, PerToken | PerResponseToken | PerExample):
-            return column
+            return column, entries
         cast = column.to(self.spec.dtype)
         is_lost = _is_lost(values, cast)
         if is_lost is not None:
-            i, entry = first_bad(is_lost, pieces.examples, starts, lengths)
+            i, entry = first_bad(is_lost, entries)
             at = "" if isinstance(self.spec, PerExample) else f"[{entry}]"
             raise DataError(
                 f"example {i}: {self.name}{at} is {values[is_lost][0]}, which {self.spec.dtype} "
                 "does not hold; declare another dtype, or give other numbers"
             )
-        return cast
+        return cast, entries
 
 
 def _is_lost(values: np.ndarray, cast: Tensor) -> np.ndarray | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,7 @@ from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.image_checks import arrays_of, checked_images
-from torch_collate_kit.reading.numbers import Numbers
-from torch_collate_kit.reading.spans import joined
+from torch_collate_kit.reading.numbers import Numbers, joined
 from torch_collate_kit.vision.families import IMAGE_FIELDS, ImageField
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
 
@@ -26,7 +25,6 @@ __all__ = [
     "IMAGES",
     "MEDIA",
     "TOKEN_TYPES",
-    "ImageColumn",
     "Images",
     "read_images",
     "token_type_fields",
@@ -45,39 +43,30 @@ class Images:
     """The images of the examples of a batch. Legend: N examples, U images (or tiles) of one."""
 
     layout: VisionLayout
-    units: list[ImageUnits | None]
-    """[N], None for an example without images."""
-    arrays: dict[str, list[np.ndarray | None]]
-    """[N] per field, tiles laid flat."""
     input_ids: Numbers
-
-    @classmethod
-    def of_none(cls, layout: VisionLayout) -> Images:
-        """Of a batch without examples."""
-        nothing = Ragged(np.zeros(0, dtype=np.int64), [0])
-        return cls(layout, [], {name: [] for name in layout.fields}, nothing)
+    units: dict[int, ImageUnits]
+    """Of the examples that have images."""
+    arrays: dict[str, dict[int, np.ndarray]]
+    """By field, of the examples that have it, tiles laid flat."""
 
     def with_smallest(self, input_ids: Numbers) -> Images:
         """With one more example, of the smallest image alone; ``input_ids`` have it."""
-        fields = self.layout.smallest()
-        arrays: dict[str, list[np.ndarray | None]] = {
-            name: [*of, fields[name]] for name, of in self.arrays.items()
-        }
-        return Images(self.layout, [*self.units, self.layout.units(fields)], arrays, input_ids)
-
-    def __len__(self) -> int:
-        return sum(unit is not None for unit in self.units)
+        fields, i = self.layout.smallest(), len(self.input_ids)
+        arrays = {name: {**of, i: fields[name]} for name, of in self.arrays.items()}
+        units = {**self.units, i: self.layout.units(fields)}
+        return Images(self.layout, input_ids, units, arrays)
 
     @property
     def patches(self) -> list[list[int]]:
         """[N] lists: the patches of each image; tiles where images are cut up."""
-        return [[] if unit is None else unit.patches.tolist() for unit in self.units]
+        patches: list[list[int]] = [[] for _ in range(len(self.input_ids))]
+        for i, unit in self.units.items():
+            patches[i] = unit.patches.tolist()
+        return patches
 
-    def ends(self, example: int) -> np.ndarray:
+    def _ends(self, example: int) -> np.ndarray:
         """int64 [U], the token after the last placeholder of each image of an example."""
-        unit = self.units[example]
-        assert unit is not None
-        return self._places(example)[np.cumsum(unit.tokens) - 1] + 1
+        return self._places(example)[np.cumsum(self.units[example].tokens) - 1] + 1
 
     def _places(self, example: int) -> np.ndarray:
         """int64, the tokens of an example that are placeholders."""
@@ -91,10 +80,10 @@ class Images:
         Of several images that are not cut into tiles one alone cannot be kept: it would be taken
         for an image that is (LLaVA-OneVision).
         """
-        places, unit = self._places(example), self.units[example]
+        places, unit = self._places(example), self.units.get(example)
         if unit is None or not len(places) or places[-1] < limit:
             return limit
-        ends = self.ends(example) if self.counts_images else places[-1:] + 1
+        ends = self._ends(example) if self.layout.counts_images else places[-1:] + 1
         firsts = places[np.append(0, np.cumsum(unit.tokens)[:-1])] if len(ends) > 1 else places[:1]
         kept = int(np.count_nonzero(ends <= limit))
         if kept == 1 and "batch_num_images" in self.arrays:
@@ -108,34 +97,31 @@ class Images:
         image, and of those that fit, all.
         """
         lengths, patches = self.input_ids.lengths.copy(), self.patches
-        for i, unit in enumerate(self.units):
-            if unit is None:
-                continue
+        for i, unit in self.units.items():
             limit = int(lengths[i])
             most = np.inf if max_patches is None else max_patches
             fit = int(np.count_nonzero(np.cumsum(unit.patches) <= most))
             if fit < len(unit.patches):
-                fit = fit if self.counts_images else 0
+                fit = fit if self.layout.counts_images else 0
                 if fit == 1 and "batch_num_images" in self.arrays:
                     fit = 0
                 limit = int(self._places(i)[int(unit.tokens[:fit].sum())])
             lengths[i] = self.cut_before(i, min(limit, max_tokens))
-            num_kept = int(np.count_nonzero(self.ends(i) <= lengths[i]))
+            num_kept = int(np.count_nonzero(self._ends(i) <= lengths[i]))
             patches[i] = unit.patches[:num_kept].tolist()
         return lengths, patches
 
-    @property
-    def counts_images(self) -> bool:
-        return self.layout.counts_images
-
-    def kept(self, pieces: Pieces, lengths: np.ndarray) -> np.ndarray:
+    def kept(self, pieces: Pieces) -> np.ndarray:
         """int64 [S], how many images each piece has: the first ones of its example.
 
         Raises:
             DataError: a piece ends inside an image, or begins after the first token of an example.
         """
-        counts = np.array([0 if unit is None else len(unit.tokens) for unit in self.units])
-        kept = counts[pieces.examples]
+        lengths = self.input_ids.lengths
+        counts = np.zeros_like(lengths)
+        for i, unit in self.units.items():
+            counts[i] = len(unit.tokens)
+        kept: np.ndarray = counts[pieces.examples]
         is_cut = (pieces.lengths != lengths[pieces.examples]) & (kept > 0)
         for piece in np.flatnonzero(is_cut).tolist():
             i, start = int(pieces.examples[piece]), int(pieces.starts[piece])
@@ -145,76 +131,64 @@ class Images:
                     f"example {i}: a piece of it, tokens {start} to {stop}, cuts through its "
                     'images; pass overflow="drop" or "truncate"'
                 )
-            kept[piece] = np.count_nonzero(self.ends(i) <= stop)
+            kept[piece] = np.count_nonzero(self._ends(i) <= stop)
         return kept
 
-    def columns(self, lengths: np.ndarray) -> list[ImageColumn]:
-        """One per field."""
-        specs = self.layout.fields
-        return [ImageColumn(name, field, self, lengths) for name, field in specs.items()]
+    def _spec(self, name: str) -> PerImage:
+        layout, field = self.layout, self.layout.fields[name]
+        if name == "pixel_values":
+            has_frames = field.per == "patch" and layout.patch_shape[1] > 1
+            dtype = getattr(torch, layout.pixel_dtype)
+            return PerImage(dtype, layout.patch_shape if has_frames else None)
+        first = next(iter(self.arrays[name].values()), None) if field.per == "unknown" else None
+        is_float = first is not None and first.dtype.kind == "f"
+        return PerImage(torch.float32 if is_float else torch.int64)
 
-
-@dataclass(frozen=True)
-class ImageColumn:
-    """A field of the vision processor; a FieldColumn of images."""
-
-    name: str
-    field: ImageField
-    images: Images
-    example_lengths: np.ndarray
-
-    @property
-    def spec(self) -> PerImage:
-        if self.name != "pixel_values":
-            arrays = (array for array in self.images.arrays[self.name] if array is not None)
-            first = next(arrays, None) if self.field.per == "unknown" else None
-            is_float = first is not None and first.dtype.kind == "f"
-            return PerImage(torch.float32 if is_float else torch.int64)
-        layout = self.images.layout
-        has_frames = self.field.per == "patch" and layout.patch_shape[1] > 1
-        shape = layout.patch_shape if has_frames else None
-        return PerImage(getattr(torch, layout.pixel_dtype), shape)
-
-    def spans(
-        self, pieces: Pieces, first_actions: np.ndarray, num_actions: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Which entries of its example each piece holds: as of a FieldColumn."""
-        kept = self.images.kept(pieces, self.example_lengths)
-        numbers = np.zeros_like(kept)
-        for piece in np.flatnonzero(kept).tolist():
-            unit = self.images.units[pieces.examples[piece]]
-            assert unit is not None
-            number = int(kept[piece])
-            per = {"patch": unit.patches, "tile": unit.tiles}.get(self.field.per)
-            numbers[piece] = number if per is None else per[:number].sum()
-            if self.field.per == "example":
-                numbers[piece] = 1
-            if self.field.per == "unknown":
-                array = self.images.arrays[self.name][pieces.examples[piece]]
-                numbers[piece] = 0 if array is None else len(array)
-        return np.zeros_like(numbers), numbers
-
-    def place(self, pieces: Pieces, starts: np.ndarray, lengths: np.ndarray) -> Tensor:
-        """The entries of these spans, in the order of the pieces: a copy, in one pass.
+    def place(self, pieces: Pieces) -> dict[str, tuple[PerImage, Tensor, Pieces]]:
+        """By field the entries that these pieces have, a copy in one pass; and which they are.
 
         Raises:
-            DataError: the frames of a patch differ.
+            DataError: a piece ends inside an image; the frames of a patch differ.
         """
-        if self.field.per == "example":  # how many images are kept, not how many there were
-            kept = self.images.kept(pieces, self.example_lengths)
-            return torch.from_numpy(kept[kept > 0])
-        arrays = self.images.arrays[self.name]
-        some = zip(pieces.examples.tolist(), lengths.tolist(), strict=True)
-        chosen = [(i, array[:n]) for i, n in some if n and (array := arrays[i]) is not None]
-        shape = chosen[0][1].shape[1:] if chosen else _shape_of_none(self)
-        spec = self.spec
-        dtype = torch.bool if self.field.per == "tile" and self.field.num_dims == 3 else spec.dtype
+        kept = self.kept(pieces)
+        placed = {}
+        for name in self.arrays:
+            parts = self._parts(name, pieces, kept)
+            lengths = np.zeros_like(kept)
+            for piece, part in parts.items():
+                lengths[piece] = len(part)
+            owners = [(int(pieces.examples[piece]), part) for piece, part in parts.items()]
+            entries = pieces._replace(starts=np.zeros_like(kept), lengths=lengths)
+            placed[name] = (self._spec(name), self._column(name, owners), entries)
+        return placed
+
+    def _parts(self, name: str, pieces: Pieces, kept: np.ndarray) -> dict[int, np.ndarray]:
+        """What each piece has of a field, by the number of the piece."""
+        per, parts = self.layout.fields[name].per, {}
+        for piece in np.flatnonzero(kept).tolist():
+            i, number = int(pieces.examples[piece]), int(kept[piece])
+            if i not in self.arrays[name]:
+                continue
+            array, unit = self.arrays[name][i], self.units[i]
+            if per == "example":  # how many images are kept, not how many there were
+                array = kept[piece : piece + 1]
+            elif per != "unknown":
+                of = {"patch": unit.patches, "tile": unit.tiles}.get(per, np.ones_like(unit.tokens))
+                array = array[: int(of[:number].sum())]
+            parts[piece] = array
+        return parts
+
+    def _column(self, name: str, parts: Sequence[tuple[int, np.ndarray]]) -> Tensor:
+        """Parts of examples, one after the other."""
+        spec, field = self._spec(name), self.layout.fields[name]
+        shape = parts[0][1].shape[1:] if parts else _shape_of_none(name, field, self.layout)
+        dtype = torch.bool if field.per == "tile" and field.num_dims == 3 else spec.dtype
         frames = spec.patch_shape
         if frames is not None:  # of a still image one of the equal frames is kept
             shape = (frames[0] * frames[2],)
-        column = _fresh((int(lengths.sum()), *shape), dtype)
+        column = _fresh((sum(len(part) for _, part in parts), *shape), dtype)
         end = 0
-        for example, array in chosen:
+        for example, array in parts:
             part = column[end : end + len(array)]
             end += len(array)
             if frames is None:
@@ -269,14 +243,14 @@ def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(fresh_bytes(size)).view(dtype).view(shape)
 
 
-def _shape_of_none(column: ImageColumn) -> tuple[int, ...]:
+def _shape_of_none(name: str, field: ImageField, layout: VisionLayout) -> tuple[int, ...]:
     """Of one entry, where no example has an image."""
-    layout, size = column.images.layout, column.images.layout.tile_size
-    if column.name == "pixel_values":
-        return (layout.patch_shape[0],) if column.field.per == "patch" else (3, size, size)
-    if column.field.per in ("tile", "unknown"):
-        return (size, size) if column.field.per == "tile" else (0,)
-    return {"image_grid_thw": (3,), "image_sizes": (2,)}[column.name]
+    size = layout.tile_size
+    if name == "pixel_values":
+        return (layout.patch_shape[0],) if field.per == "patch" else (3, size, size)
+    if field.per in ("tile", "unknown"):
+        return (size, size) if field.per == "tile" else (0,)
+    return {"image_grid_thw": (3,), "image_sizes": (2,), "batch_num_images": ()}[name]
 
 
 def token_type_fields(raw: Mapping[str, Any], layout: VisionLayout | None) -> dict[str, PerToken]:
@@ -303,7 +277,7 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
         DataError: fields of a wrong shape, or that disagree with each other or with the number of
             placeholders among the ids.
     """
-    fields, num_examples = layout.fields, len(input_ids)
+    fields = layout.fields
     _refuse_other_media(raw, layout)
     given = {
         name: {
@@ -327,8 +301,8 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
         name: arrays_of(name, entries, field)
         for (name, field), entries in zip(fields.items(), given.values(), strict=True)
     }
-    units: list[ImageUnits | None] = [None] * num_examples
-    columns: dict[str, list[np.ndarray | None]] = {name: [None] * num_examples for name in fields}
+    units: dict[int, ImageUnits] = {}
+    laid: dict[str, dict[int, np.ndarray]] = {name: {} for name in fields}
     for i in owners:
         own = {name: of[i] for name, of in arrays.items() if i in of}
         if "pixel_attention_mask" in fields and "pixel_attention_mask" not in own:
@@ -336,8 +310,8 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
             own["pixel_attention_mask"] = np.ones((*shape[:-3], *shape[-2:]), dtype=bool)
         own, units[i] = checked_images(i, own, layout)
         for name, array in own.items():
-            columns[name][i] = array
-    images = Images(layout, units, columns, input_ids)
+            laid[name][i] = array
+    images = Images(layout, input_ids, units, laid)
     _check_placeholders(images)
     return images
 
@@ -371,14 +345,15 @@ def _check_placeholders(images: Images) -> None:
     is_placeholder = ids.values == token
     before = np.append(0, np.cumsum(is_placeholder))
     found = np.diff(before[ids.offsets])
-    described = np.array([0 if unit is None else unit.tokens.sum() for unit in images.units])
+    described = np.zeros_like(found)
+    for i, unit in images.units.items():
+        described[i] = unit.tokens.sum()
     if images.layout.other_fields:  # how many an image takes is not known
         found = np.minimum(found, 1)
     wrong = np.flatnonzero(found != described)
     if len(wrong):
         i = int(wrong[0])
-        unit = images.units[i]
-        what = "no image" if unit is None else f"images that take {described[i]}"
+        what = f"images that take {described[i]}" if i in images.units else "no image"
         raise DataError(
             f"example {i} has {found[i]} image placeholders (token {token}) in its ids, and {what};"
             " give the ids and the image fields that the processor returned together, uncut"

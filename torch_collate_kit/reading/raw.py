@@ -17,6 +17,8 @@ __all__ = [
     "KNOWN",
     "TARGETS",
     "Examples",
+    "bare_key",
+    "check_even",
     "check_keys",
     "first_keys",
     "first_with",
@@ -80,6 +82,33 @@ def raw_columns(
         if len(column) != num_examples:
             raise DataError(f"column {key} has {len(column)} rows, {ids} has {num_examples}")
     return raw
+
+
+def check_even(columns: Mapping[str, Any], first: str) -> None:
+    """Compare every column with ``first``; text, and what has no length, is no column.
+
+    Raises:
+        DataError: a column has more rows or fewer.
+
+    >>> check_even({"input_ids": [[5], [6]], "labels": [[5]]}, "input_ids")
+    Traceback (most recent call last):
+    torch_collate_kit.errors.DataError: column labels has 1 rows, input_ids has 2; give every column
+    one entry per row
+    """
+    num_rows = _num_rows(columns[first])
+    for key, column in columns.items():
+        found = _num_rows(column)
+        if None not in (found, num_rows) and found != num_rows:
+            raise DataError(
+                f"column {key} has {found} rows, {first} has {num_rows}; give every column one "
+                "entry per row"
+            )
+
+
+def _num_rows(column: Any) -> int | None:
+    if not hasattr(column, "__len__") or isinstance(column, str | bytes):
+        return None
+    return None if getattr(column, "ndim", 1) == 0 else len(column)
 
 
 def first_keys(examples: Examples) -> Mapping[str, Any]:
@@ -212,10 +241,15 @@ def is_respelt(key: str, name: str) -> bool:
     >>> is_respelt("contents", "content"), is_respelt("tool_call_id", "tool_calls")
     (True, False)
     """
-    return _is_one_slip(_bare(key), _bare(name))
+    return _is_one_slip(bare_key(key), bare_key(name))
 
 
-def _bare(key: str) -> str:
+def bare_key(key: str) -> str:
+    """A key but for case, what is no letter or digit, and a plural.
+
+    >>> bare_key("Log_Probs")
+    'logprob'
+    """
     return "".join(filter(str.isalnum, key.lower())).rstrip("s")
 
 

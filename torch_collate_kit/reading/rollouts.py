@@ -9,19 +9,24 @@ import numpy as np
 from torch import Tensor
 
 from torch_collate_kit.batch.fields import OWN_FIELDS
+from torch_collate_kit.batch.placement import whole_examples
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.examples import (
-    LEAST_WEIGHT,
-    ExampleColumns,
-    as_flags,
-    bad_weight,
-)
+from torch_collate_kit.reading.arrays import route_column
+from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.fields import DeclaredFields, FieldColumn, read_declared
 from torch_collate_kit.reading.media import IMAGES, MEDIA, read_images
-from torch_collate_kit.reading.numbers import Numbers, number_column, tensor_to_numpy
+from torch_collate_kit.reading.numbers import (
+    Numbers,
+    first_bad,
+    in_pairs,
+    joined,
+    number_column,
+    tensor_to_numpy,
+)
 from torch_collate_kit.reading.raw import (
     Examples,
+    bare_key,
     first_keys,
     flag_column,
     id_column,
@@ -29,8 +34,7 @@ from torch_collate_kit.reading.raw import (
     one_value,
     raw_columns,
 )
-from torch_collate_kit.reading.routes import route_column
-from torch_collate_kit.reading.spans import in_pairs, joined
+from torch_collate_kit.reading.targets import as_flags, is_bad_weight, weight_error
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["ROLLOUT_KEYS", "are_rollouts", "read_rollouts"]
@@ -109,19 +113,18 @@ def read_rollouts(
     if "is_last_step" in raw:
         per_example["is_last_step"] = flag_column("is_last_step", raw["is_last_step"])
     columns = [FieldColumn(k, OWN_FIELDS[k], of) for k, of in values.items()]
-    of_them = [] if images is None else images.columns(input_ids.lengths)
+    columns += read_declared(raw, fields, input_ids.lengths, num_actions)
+    names += [*(() if images is None else images.arrays), *fields]
     return ExampleColumns(
         input_ids,
-        input_ids.lengths,
         "loss_mask",
         target,
         num_actions,
-        [*columns, *of_them, *read_declared(raw, fields, input_ids.lengths, num_actions)],
+        columns,
+        tuple(names),
+        images,
         per_example,
-        (*names, *(column.name for column in of_them), *fields),
         are_rollouts=True,
-        images=images,
-        image_token_id=None if vision is None else vision.image_token_id,
     )
 
 
@@ -143,19 +146,15 @@ def _check_keys(raw: Mapping[str, Any], given: list[str]) -> None:
         )
     for name in (name for name in (*ROLLOUT_KEYS, *IMAGES) if name not in raw):
         for key in (key for key in given if key not in (*ROLLOUT_KEYS, *IMAGES)):
-            if _bare(key) == _bare(name) or (name == "logprobs" and _is_logprobs(key)):
+            if bare_key(key) == bare_key(name) or (name == "logprobs" and _is_logprobs(key)):
                 raise DataError(
                     f"example 0 has no {name}, but {key!r} looks like it; rename it to {name}, or "
                     "remove it"
                 )
 
 
-def _bare(key: str) -> str:
-    return key.lower().replace("_", "").rstrip("s")
-
-
 def _is_logprobs(key: str) -> bool:
-    return "logprob" in _bare(key) or _bare(key).endswith("logp")
+    return "logprob" in bare_key(key) or bare_key(key).endswith("logp")
 
 
 def _ids(name: str, column: Any) -> Numbers:
@@ -183,9 +182,7 @@ def _check_ids(input_ids: Ragged, prompt_lengths: np.ndarray) -> None:
 
 def _where(column: Ragged, is_bad: np.ndarray) -> tuple[int, int]:
     """The first bad entry: its example, and its place there."""
-    place = int(np.flatnonzero(is_bad)[0])
-    i = int(np.searchsorted(column.offsets, place, side="right")) - 1
-    return i, place - int(column.offsets[i])
+    return first_bad(is_bad, whole_examples(column.lengths))
 
 
 def _response_field(name: str, column: Any, lengths: np.ndarray) -> Ragged:
@@ -214,8 +211,10 @@ def _response_field(name: str, column: Any, lengths: np.ndarray) -> Ragged:
             f"example {i}: {name} is {given[i][token]} at response token {token}; it must be "
             f"finite in float32: {hint}filter such rollouts out"
         )
-    if name == "loss_mask":
-        _check_loss_mask(given)
+    if name == "loss_mask" and (is_bad := is_bad_weight(given.values)).any():
+        i, token = _where(given, is_bad)
+        weight = given[i][token]
+        raise weight_error(f"example {i}: {name}", weight, token, f"response token {token}")
     return Ragged(values, given.offsets)
 
 
@@ -276,16 +275,3 @@ def _rows_of(name: str, numbers: np.ndarray, lengths: np.ndarray) -> Ragged:
     rows = Ragged.from_lengths(np.zeros(int(lengths.sum())), lengths)
     rows.values[rows.offsets[1:] - 1] = numbers
     return rows
-
-
-def _check_loss_mask(loss_mask: Ragged) -> None:
-    if loss_mask.values.min(initial=0) < 0:
-        i, token = _where(loss_mask, loss_mask.values < 0)
-        raise DataError(
-            f"example {i}: loss_mask is {loss_mask[i][token]} at response token {token}; weights "
-            "must be finite and 0 or more"
-        )
-    is_lost = (loss_mask.values > 0) & (loss_mask.values < LEAST_WEIGHT)
-    if is_lost.any():
-        i, token = _where(loss_mask, is_lost)
-        raise bad_weight(i, "loss_mask", float(loss_mask[i][token]), token, token)

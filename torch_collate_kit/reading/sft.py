@@ -69,18 +69,8 @@ def read_columns(
         target = number_column(name, raw[name], "labels" if name == "labels" else "weights")
         _check_target_lengths(name, target, lengths, num_actions)
     images = None if vision is None else read_images(raw, vision, input_ids)
-    of_them = [] if images is None else images.columns(lengths)
-    return ExampleColumns(
-        input_ids,
-        lengths,
-        name,
-        target,
-        num_actions,
-        [*declared, *of_them],
-        names=(*fields, *of_images),
-        images=images,
-        image_token_id=None if vision is None else vision.image_token_id,
-    )
+    names = (*fields, *of_images)
+    return ExampleColumns(input_ids, name, target, num_actions, declared, names, images)
 
 
 def _target_name(raw: Mapping[str, Any]) -> str | None:

@@ -14,8 +14,7 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.packing.images import Patches
-from torch_collate_kit.reading.evenness import check_even
-from torch_collate_kit.reading.raw import is_sequence
+from torch_collate_kit.reading.raw import check_even, is_sequence
 
 __all__ = ["DataLengths", "checked_limits", "data_lengths"]
 

@@ -30,25 +30,25 @@ def checked_uids(uids: Any, num_rows: int | None = None, *, name: str = "uid") -
             "compute this on the batch of a RolloutCollator, and bring advantages into packed rows "
             "with rl.from_response_values(rl.response_values(advantages, padded), packed)"
         )
-    keys = id_column(name, _one_per_row(f"{name}s", name, uids), "row")
-    if num_rows is not None and len(keys) != num_rows:
-        raise ValueError(
-            f"{name}s has {len(keys)} entries for {num_rows} rows; give one {name} per row"
-        )
-    return keys
+    return id_column(name, _one_per_row(f"{name}s", name, uids, num_rows), "row")
 
 
-def _one_per_row(name: str, what: str, values: Any) -> list[Any]:
+def _one_per_row(name: str, what: str, values: Any, num_rows: int | None) -> list[Any]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise TypeError(
             f"{name} must be one {what} per row, got {values!r:.40} of type "
             f"{type(values).__name__}; pass a list"
         )
-    if not isinstance(values, np.ndarray | Tensor):
-        return list(values)
-    if values.ndim != 1:
-        raise ValueError(f"{name} must be one {what} per row, got shape {list(values.shape)}")
-    return values.tolist()
+    if isinstance(values, np.ndarray | Tensor):
+        if values.ndim != 1:
+            raise ValueError(f"{name} must be one {what} per row, got shape {list(values.shape)}")
+        values = values.tolist()
+    listed = list(values)
+    if num_rows is not None and len(listed) != num_rows:
+        raise ValueError(
+            f"{name} has {len(listed)} entries for {num_rows} rows; give one {what} per row"
+        )
+    return listed
 
 
 def last_steps(
@@ -57,11 +57,7 @@ def last_steps(
     """bool [N], whether each of ``rows`` ends its trajectory; without arguments all do."""
     last = None
     if is_last_step is not None:
-        flags = _one_per_row("is_last_step", "bool", is_last_step)
-        if len(flags) != len(uids):
-            raise ValueError(
-                f"is_last_step has shape [{len(flags)}] for {len(uids)} rows; give one bool per row"
-            )
+        flags = _one_per_row("is_last_step", "bool", is_last_step, len(uids))
         last = np.array(flag_column("is_last_step", flags, "row"), dtype=bool)[rows]
     if trajectory_ids is not None:
         ids = checked_uids(trajectory_ids, len(uids), name="trajectory_id")

@@ -11,10 +11,9 @@ import numpy as np
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.media import IMAGES
+from torch_collate_kit.reading.numbers import joined
 from torch_collate_kit.reading.raw import is_sequence
 from torch_collate_kit.reading.rollouts import read_rollouts
-from torch_collate_kit.reading.spans import joined
 from torch_collate_kit.rl.groups import checked_trajectory_ids
 
 __all__ = ["merge_steps"]
@@ -93,7 +92,7 @@ def _continues(rollouts: ExampleColumns, earlier: int, later: int) -> bool:
     ids = joined(rollouts.input_ids)
     tokens, prompt = ids[earlier], ids[later][: _num_prompt(rollouts, later)]
     arrays = {} if rollouts.images is None else rollouts.images.arrays
-    pairs = [(of[earlier], of[later]) for of in arrays.values()]
+    pairs = [(of.get(earlier), of.get(later)) for of in arrays.values()]
     return np.array_equal(prompt[: len(tokens)], tokens) and all(
         first is None or (then is not None and np.array_equal(then[: len(first)], first))
         for first, then in pairs
@@ -112,7 +111,7 @@ def _merged(
     for field, column in rollouts.columns.items():
         if field == "rollout_expert_indices":
             merged[field] = _joined_routes(joined(column), chain)
-        elif field not in IMAGES:
+        else:
             key = "logprobs" if field == "rollout_logprobs" else field  # as examples name it
             merged[key] = _joined_responses(rollouts, joined(column), chain)
     return merged

@@ -11,7 +11,7 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.trimming import cells_per_row, trimmed
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.micro_batches import fewest_micro_batches, micro_batch_rows
-from torch_collate_kit.rl.images import warn_if_uneven
+from torch_collate_kit.rl.staging import warn_if_images_differ
 
 __all__ = ["micro_batches"]
 
@@ -85,8 +85,8 @@ def micro_batches(
     if has_image is not None:
         ranks = [micro_batch_rows(widths, max_tokens, count) for widths in of_ranks]
         for i in range(count):
-            some = [of[rows[i]].any() for of, rows in zip(has_image, ranks, strict=True)]
-            warn_if_uneven(some, f"micro-batch {i}")
+            of_rows = [of[rows[i]] for of, rows in zip(has_image, ranks, strict=True)]
+            warn_if_images_differ(of_rows, f"micro-batch {i}")
     return [
         trimmed(batch.select(rows), multiple_of=multiple)
         for rows in micro_batch_rows(own, max_tokens, count)
@@ -104,8 +104,7 @@ def _row_widths(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
             "stage_mini_batches(batch, [0, len(batch)], 1)"
         )
     own = cells_per_row(batch)
-    is_own = of_ranks.shape[1] == len(batch) and (of_ranks == own).all(axis=1).any()
-    if own is None or not is_own:
+    if own is None or not any(np.array_equal(widths, own) for widths in of_ranks):
         raise ValueError(
             f"the {len(batch)} rows of the batch are not the {of_ranks.shape[1]} rows of a rank "
             "that were staged; pass staged[mini_batch][rank] whole, in its order, and slice the "

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.response_spans import cells_by_example, cells_of_spans
+from torch_collate_kit.batch import Batch, PerResponseToken
+from torch_collate_kit.batch.placement import whole_examples
+from torch_collate_kit.batch.response_spans import (
+    cells_by_example,
+    cells_of_spans,
+    values_of_cells,
+)
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.fields import FieldColumn
 from torch_collate_kit.reading.numbers import number_column
-from torch_collate_kit.reading.spans import joined
-from torch_collate_kit.rl.response_tensors import checked_mask
+from torch_collate_kit.rl.response_tensors import checked_mask, checked_tensors
 
 __all__ = ["from_response_values", "response_values"]
 
@@ -45,7 +49,7 @@ def response_values(values: Tensor, responses: Tensor | Batch) -> list[list[floa
     >>> response_values(values, torch.tensor([[0, 1, 1], [0, 0, 1]]))
     [[1.0, 2.0], [3.0]]
     """
-    _check_2d("values", values)
+    checked_tensors(values=values)
     name, _, _ = _checked(responses)
     if len(values) != len(responses):
         raise ValueError(
@@ -53,9 +57,8 @@ def response_values(values: Tensor, responses: Tensor | Batch) -> list[list[floa
             "same rows"
         )
     cells = _cells(responses, values.shape[1])
-    picked = values.detach().reshape(-1)[torch.from_numpy(cells.values).to(values.device)]
-    numbers = picked.cpu().double().tolist()
-    return [numbers[a:b] for a, b in pairwise(cells.offsets.tolist())]
+    found: list[list[float]] = values_of_cells(values, cells, torch.float64).tolist()
+    return found
 
 
 def from_response_values(
@@ -76,7 +79,8 @@ def from_response_values(
         dtype: of the result.
 
     Raises:
-        DataError: another number of values than a response has tokens, or no numbers.
+        DataError: another number of values than a response has tokens, no numbers, or one that
+            ``dtype`` does not hold.
         ValueError: another number of responses; a Batch that was built from dense tensors.
         TypeError: neither a Batch nor a tensor.
 
@@ -94,7 +98,7 @@ def from_response_values(
         )
     dense = torch.zeros(len(responses) * num_columns, dtype=dtype, device=device)
     if len(cells):
-        given = joined(number_column("values", values, "numbers"))
+        given = number_column("values", values, "numbers")
         wrong = np.flatnonzero(given.lengths != cells.lengths)
         if len(wrong):
             i = int(wrong[0])
@@ -102,15 +106,16 @@ def from_response_values(
                 f"example {i}: values has {given.lengths[i]} entries for {cells.lengths[i]} "
                 "response tokens; give one entry per response token"
             )
-        flat = torch.from_numpy(given.flat_values.copy()).to(device, dtype)
-        dense[torch.from_numpy(cells.values).to(device)] = flat
+        every = whole_examples(cells.lengths)
+        flat, _ = FieldColumn("values", PerResponseToken(dtype), given).place(every, every)
+        dense[torch.from_numpy(cells.values).to(device)] = flat.to(device)
     return dense.view(len(responses), num_columns)
 
 
 def _checked(responses: Any) -> tuple[str, int, torch.device]:
     """What messages call it, the columns ``A`` of its rows, and its device."""
     if not isinstance(responses, Batch):
-        _check_2d("response_mask", responses)
+        checked_tensors(response_mask=responses)
         return "response_mask", responses.shape[1], responses.device
     placement, ids = responses.placement, responses.column("input_ids")
     if placement is None or ids is None:
@@ -139,12 +144,3 @@ def _cells(responses: Batch | Tensor, num_columns: int) -> Ragged:
     lengths = counts.numpy()
     cells = cells_of_spans(np.arange(len(mask)), lengths, lengths, num_columns)
     return Ragged.from_lengths(cells, lengths)
-
-
-def _check_2d(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.ndim != 2:
-        raise ValueError(
-            f"{name} must be two-dimensional, rows first, got shape {list(tensor.shape)}"
-        )

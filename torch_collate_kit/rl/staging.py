@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence, Sized
 from itertools import pairwise
 from typing import Any, Literal
@@ -17,10 +18,8 @@ from torch_collate_kit.packing import ModelCost
 from torch_collate_kit.packing.ranks import over_ranks
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.rl.boundaries import checked_boundaries
-from torch_collate_kit.rl.images import rows_with_images, warn_if_uneven
 
-__all__ = ["stage_mini_batches", "unstage"]
-
+__all__ = ["stage_mini_batches", "unstage", "warn_if_images_differ"]
 
 _PerRow = np.ndarray | None  # [B]; None where the batch does not say
 
@@ -71,7 +70,23 @@ def stage_mini_batches(
     checked_choice("balance", balance, ("tokens", "attention", None))
     edges = checked_boundaries(boundaries, len(batch))
     totals, costs = _row_counts(batch, balance)
-    return [_stage(batch, a, b, dp_size, totals, costs) for a, b in pairwise(edges)]
+    staged = [_stage(batch, a, b, dp_size, totals, costs) for a, b in pairwise(edges)]
+    for ranks in staged:
+        if "row_has_image" in ranks[0].metadata:
+            warn_if_images_differ(ranks[0].metadata["row_has_image"], "mini-batch")
+    return staged
+
+
+def warn_if_images_differ(rows_of_ranks: Sequence[np.ndarray], what: str) -> None:
+    """Warn the caller's caller where some ranks have rows with images and others have none."""
+    without = [rank for rank, has_image in enumerate(rows_of_ranks) if not has_image.any()]
+    if 0 < len(without) < len(rows_of_ranks):
+        warnings.warn(
+            f"ranks {without} have no image in a {what} in which others have: with a trained "
+            "vision tower DDP needs find_unused_parameters=True, and FSDP waits for ever; stage "
+            "rollouts with and without images apart, or give every rollout an image",
+            stacklevel=3,
+        )
 
 
 def unstage(staged: Sequence[Sequence[Batch]], outputs: Sequence[Sequence[Any]]) -> Any:
@@ -147,11 +162,20 @@ def _stage(
     widths = cells_per_row(mini)
     if widths is not None:
         mini.metadata["row_widths"] = widths.reshape(dp_size, -1)
-    has_image = rows_with_images(mini)
-    if has_image is not None:
+    has_image = _rows_with_images(mini)
+    if has_image.any():
         mini.metadata["row_has_image"] = has_image.reshape(dp_size, -1)
-        warn_if_uneven([ranks.any() for ranks in mini.metadata["row_has_image"]], "mini-batch")
     return mini.chunk(dp_size)
+
+
+def _rows_with_images(batch: Batch) -> np.ndarray:
+    """bool [R]."""
+    has_image = np.zeros(len(batch), dtype=bool)
+    columns = batch.stored().columns
+    if columns is not None and columns.placement.vision is not None:
+        for name in columns.placement.vision.fields.keys() & columns.values.keys():
+            has_image |= columns.values[name].lengths > 0
+    return has_image
 
 
 def _row_counts(batch: Batch, balance: str | None) -> tuple[dict[str, _PerRow], _PerRow]:

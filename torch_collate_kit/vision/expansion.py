@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -97,14 +98,9 @@ class ImageProcessing(NamedTuple):
             return Expansion(text, [], [], [], {}, {})
         from_sizes = not self.pixels and not _option(self.processor, "do_pan_and_scan")
         images = [self._image(source, where, from_sizes) for where, source in sources]
-        marked, output = self._process(text, places, images, from_sizes)
-        pieces = _MARKS.split(marked)
-        self._check_text(text, places, "".join(_MARKS.findall(marked)), pieces[::2])
-        spans, end = [], 0
-        for outside, inside in zip(pieces[:-1:2], pieces[1::2], strict=True):
-            start, end = end + len(outside), end + len(outside) + len(inside)
-            spans.append((start, end))
-        expanded = "".join(pieces)
+        pieces, output = self._process(text, images, from_sizes)
+        expanded, edges = "".join(pieces), [0, *itertools.accumulate(map(len, pieces))]
+        spans = list(zip(edges[1:-1:2], edges[2::2], strict=True))
         for outside in pieces[::2]:
             _check_no_token(outside, token)
         tokens = np.array([expanded.count(token, *span) for span in spans])
@@ -115,9 +111,7 @@ class ImageProcessing(NamedTuple):
     def smallest(self) -> _Fields:
         """The fields of a small image."""
         fields = self.layout.smallest()
-        if self.pixels:
-            return fields
-        found = {name: value for name, value in fields.items() if name not in _BIG}
+        found = {name: fields[name] for name in self._wanted(fields)}
         return found or {"num_tiles": np.ones(1, dtype=np.int64)}
 
     def _image(self, source: Any, where: str, from_sizes: bool) -> Any:
@@ -126,21 +120,19 @@ class ImageProcessing(NamedTuple):
             return np.broadcast_to(np.uint8(0), (*self.files.size(source, where), 3))
         return self.files.load(source, where)
 
-    def _process(
-        self, text: str, places: _Places, images: list[Any], from_sizes: bool
-    ) -> tuple[str, Any]:
-        """The text with marks as it reaches the tokenizer, and the processor's output."""
+    def _process(self, text: str, images: list[Any], from_sizes: bool) -> tuple[list[str], Any]:
+        """The text as it reaches the tokenizer, and the processor's output.
+
+        Of the text every other piece is what the processor writes for an image.
+        """
         processor = copy.copy(self.processor)
         processor.tokenizer = recorder = _Recorder(self.processor.tokenizer)
         if from_sizes:
             processor.image_processor = SizesOnly(self.processor.image_processor, self.layout)
-        marked, last = [], 0
-        for start, end in places:
-            marked += [text[last:start], _BEGIN, text[start:end], _END]
-            last = end
+        marked = text.replace(self.placeholder, _BEGIN + self.placeholder + _END)
         try:
             output = processor(
-                text=["".join([*marked, text[last:]])],
+                text=[marked],
                 images=[images],
                 add_special_tokens=False,
                 return_tensors=None if from_sizes else "pt",
@@ -152,31 +144,24 @@ class ImageProcessing(NamedTuple):
                 f"{type(self.processor).__name__} refuses the images of {sizes} pixels: {error}; "
                 "resize or remove them"
             ) from error
-        return recorder.text, output
-
-    def _check_text(self, text: str, places: _Places, marks: str, outside: list[str]) -> None:
-        ends = [0, *(end for _, end in places)]
-        starts = [*(start for start, _ in places), len(text)]
-        before = [text[end:start] for end, start in zip(ends, starts, strict=True)]
-        if marks != (_BEGIN + _END) * len(places) or outside != before:
+        marks, pieces = "".join(_MARKS.findall(recorder.text)), _MARKS.split(recorder.text)
+        if marks != (_BEGIN + _END) * len(images) or pieces[::2] != text.split(self.placeholder):
             raise ValueError(
                 f"{type(self.processor).__name__} changes the text around images, so it is not "
                 "known which tokens are trained; call it yourself, and give its output to a "
                 "collator"
             )
+        return pieces, output
 
     def _flat_fields(self, output: Any, tokens: np.ndarray) -> tuple[_Fields, _Fields]:
         """The fields, tiles laid flat, and how many rows of them each image has."""
-        layout, kinds = self.layout, self.layout.family.fields
-        found = {name: np.asarray(output[name]) for name in kinds if name in output}
-        is_counted = bool({"image_grid_thw", "image_sizes"} & set(kinds))
+        layout, family, kinds = self.layout, self.layout.family, self.layout.family.fields
+        found = {name: np.asarray(output[name]) for name in self._wanted(kinds) if name in output}
+        is_counted = family.has_grids or family.has_sizes
         if is_counted:
-            units = layout.units(found)
-            expected, tiles, patches = units.tokens, units.tiles, units.patches
-            ones = np.ones_like(tiles)
+            expected, patches, tiles = layout.units(found)
         else:  # Gemma-3 may cut crops out of an image, so that it has several, too
             tiles = patches = tokens // layout.tile_tokens
-            ones = np.ones_like(tiles)
             expected = tiles * layout.tile_tokens
         if (expected != tokens).any():
             raise ValueError(
@@ -184,19 +169,20 @@ class ImageProcessing(NamedTuple):
                 f"images, but {expected.tolist()} are expected of {layout.family_name}; check its "
                 "settings against the model's"
             )
+        ones = np.ones_like(tiles)
         per = {"patch": patches, "tile": tiles, "image": ones if is_counted else tiles}
         rows = {name: per[kinds[name].per] for name in found if kinds[name].per in per}
-        if not self.pixels:
-            if not is_counted:
-                found["num_tiles"], rows["num_tiles"] = tiles, ones
-            found = {name: value for name, value in found.items() if name not in _BIG}
-            return found, {name: value for name, value in rows.items() if name in found}
         for name, parts in found.items():
             if parts.ndim > kinds[name].num_dims:  # [images, most tiles, ...], or [1, tiles, ...]
-                counts = [int(tiles.sum())] if layout.family.joins_tiles else tiles.tolist()
+                counts = [int(tiles.sum())] if family.joins_tiles else tiles.tolist()
                 flat = [part[:count] for part, count in zip(parts, counts, strict=True)]
                 found[name] = flat[0] if len(flat) == 1 else np.concatenate(flat)
+        if not self.pixels and not is_counted:
+            found["num_tiles"], rows["num_tiles"] = tiles, ones
         return found, rows
+
+    def _wanted(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if self.pixels or name not in _BIG]
 
 
 def image_processing(processor: Any, files: ImageFiles, pixels: bool) -> ImageProcessing:

@@ -41,6 +41,16 @@ class Family:
     joins_tiles: bool = False
     """The model takes ``[1, tiles, ...]``."""
 
+    @property
+    def has_grids(self) -> bool:
+        """Whether a grid of patches stands for each image, as of Qwen-VL and GLM-V."""
+        return "image_grid_thw" in self.fields
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether tiles are counted by the size of the image, as of LLaVA."""
+        return "image_sizes" in self.fields
+
 
 _PIXELS = "f"  # whole numbers would not be normalised
 _GRID = {

@@ -18,7 +18,7 @@ import numpy as np
 
 from torch_collate_kit.errors import DataError
 
-__all__ = ["ImageFiles", "image_files"]
+__all__ = ["ImageFiles", "decoded_base64", "image_files"]
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|data:")
 # Formats whose orientation is known before the pixels are read.
@@ -240,10 +240,19 @@ def _from_data_uri(uri: str, where: str) -> bytes:
             f"{where} is a data URI that begins with {header[:40]!r}; only "
             "data:image/...;base64,... is read"
         )
+    return decoded_base64(payload, f"{where} is a data URI and")
+
+
+def decoded_base64(text: str, where: str) -> bytes:
+    """The bytes that a base64 string stands for; white space in it is ignored.
+
+    Raises:
+        DataError: it is none.
+    """
     try:
-        return base64.b64decode("".join(payload.split()), validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise DataError(f"{where} is a data URI with invalid base64 ({error}); fix it") from error
+        raise DataError(f"{where} has invalid base64 ({error}); fix it") from error
 
 
 def _from_array(array: np.ndarray, where: str) -> Any:

@@ -17,8 +17,7 @@ from torch_collate_kit.vision.families import FAMILIES, OTHER, Family, ImageFiel
 __all__ = ["ImageUnits", "VisionLayout"]
 
 _Ints = npt.NDArray[np.int64]
-_MERGED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
-_SIZED = ("llava_next", "llava_onevision")
+_BY_NAME = {family.name: family for family in (*FAMILIES, OTHER)}
 
 
 class ImageUnits(NamedTuple):
@@ -71,7 +70,7 @@ class VisionLayout:
     """The image processor's fields, of a family that is not in the table."""
 
     def __post_init__(self) -> None:
-        if self.family_name not in {family.name for family in (*FAMILIES, OTHER)}:
+        if self.family_name not in _BY_NAME:
             known = ", ".join(family.name for family in FAMILIES)
             raise ValueError(f"family {self.family_name!r} is unknown; known are {known}")
         if self.pixel_dtype not in ("float32", "bfloat16", "float16"):
@@ -104,30 +103,28 @@ class VisionLayout:
         _check_config(processor, images, config)
         settings: dict[str, Any] = {
             "family_name": family.name,
-            "image_token_id": image_token_id(processor),
+            "image_token_id": _image_token_id(processor),
             "pixel_dtype": str(pixel_dtype).removeprefix("torch."),
         }
-        if family.name in _MERGED:
+        if family.has_grids:
             settings["merge_size"] = int(images.merge_size)
             size = int(images.patch_size)
             settings["patch_shape"] = (3, int(images.temporal_patch_size), size * size)
-        elif family.name in _SIZED:
+        elif family.has_sizes:
             settings |= _llava_settings(processor, images)
         elif family.name == "other":
             settings["other_fields"] = tuple(getattr(images, "model_input_names", ()))
         elif family.fields:
             settings["tile_size"] = _side(images)
             names = ("image_seq_length", "image_seq_len")
-            of = next((o for o in (processor, images) if any(hasattr(o, n) for n in names)), None)
-            tokens = next((getattr(of, n) for n in names if hasattr(of, n)), 0)
-            settings["tile_tokens"] = int(tokens)
+            found = (getattr(of, name, None) for of in (processor, images) for name in names)
+            settings["tile_tokens"] = next((int(n) for n in found if n is not None), 0)
         return cls(**settings)
 
     @property
     def family(self) -> Family:
         """The row of the table."""
-        named = (family for family in FAMILIES if family.name == self.family_name)
-        return next(named, OTHER)
+        return _BY_NAME[self.family_name]
 
     @property
     def fields(self) -> dict[str, ImageField]:
@@ -143,7 +140,7 @@ class VisionLayout:
     @property
     def counts_images(self) -> bool:
         """Whether the fields tell images from each other, not only tiles."""
-        return self.family_name not in ("internvl", "idefics3", "other")
+        return any(field.per == "image" for field in self.fields.values())
 
     def units(self, fields: Mapping[str, np.ndarray]) -> ImageUnits:
         """The images of one example, by the processor's fields of it, with tiles laid flat.
@@ -156,10 +153,10 @@ class VisionLayout:
         """
         if not any(name in fields for name in (*self.fields, "num_tiles")):
             return ImageUnits(*(np.zeros(0, dtype=np.int64) for _ in ImageUnits._fields))
-        if self.family_name in _MERGED:
+        if self.family.has_grids:
             patches = fields["image_grid_thw"].astype(np.int64).prod(axis=1)
             return ImageUnits(patches // self.merge_size**2, patches, np.ones_like(patches))
-        if self.family_name in _SIZED:
+        if self.family.has_sizes:
             is_cut = int(fields.get("batch_num_images", np.ones(1))[0]) == 1
             sizes = [tuple(size) for size in fields["image_sizes"].tolist()]
             counts = [self.of_size(height, width, is_cut=is_cut) for height, width in sizes]
@@ -193,7 +190,7 @@ class VisionLayout:
             if mask is not None and np.ndim(mask) == 4:  # tiles that are padding are masked
                 count = int(np.asarray(mask).any(axis=(2, 3)).sum())
             fields["num_tiles"] = np.array([count])
-        patches: list[int] = self.units(fields).patches.tolist() if fields else []
+        patches: list[int] = self.units(fields).patches.tolist()
         return patches
 
     def of_size(self, height: int, width: int, *, is_cut: bool = True) -> tuple[int, int]:
@@ -212,14 +209,14 @@ class VisionLayout:
 
     def smallest(self) -> dict[str, np.ndarray]:
         """The fields of the smallest image, for a batch that needs one and has none."""
-        if self.family_name in _MERGED:
+        if self.family.has_grids:
             side, (channels, frames, pixels) = self.merge_size, self.patch_shape
             return {
                 "pixel_values": np.zeros((side * side, channels * frames * pixels), np.float32),
                 "image_grid_thw": np.array([[1, side, side]]),
             }
         size, fields = self.tile_size, {}
-        if self.family_name in _SIZED:
+        if self.family.has_sizes:
             fields["image_sizes"] = np.array([[size, size]])
             if self.family_name == "llava_onevision":
                 fields["batch_num_images"] = np.array([1])
@@ -242,7 +239,7 @@ def _check_config(processor: Any, images: Any, config: Any) -> None:
             f"{name} returns {', '.join(ours.fields) or 'other fields'}, and {model} models take "
             f"{', '.join(theirs.fields) or 'others'}; load processor and config of the same model"
         )
-    if ours.name not in _MERGED:
+    if not ours.has_grids:
         return
     tower = getattr(config, "vision_config", None)
     for one, other in (("patch_size",) * 2, ("merge_size", "spatial_merge_size")):
@@ -254,7 +251,7 @@ def _check_config(processor: Any, images: Any, config: Any) -> None:
             )
 
 
-def image_token_id(processor: Any) -> int | None:
+def _image_token_id(processor: Any) -> int | None:
     """The id of the placeholder, if the processor or its tokenizer says it."""
     tokenizer = getattr(processor, "tokenizer", None)
     for owner in (tokenizer, processor):  # Gemma-3's processor says the token that opens an image

@@ -17,8 +17,6 @@ from torch_collate_kit.vision.layout import VisionLayout
 
 __all__ = ["SizesOnly", "grid_of_size", "image_grid"]
 
-_GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
-
 
 def image_grid(image: Any, processor: Any) -> npt.NDArray[np.int64]:
     """The ``image_grid_thw`` row of an image: frames, patches down, patches across; int64 [3].
@@ -36,7 +34,7 @@ def image_grid(image: Any, processor: Any) -> npt.NDArray[np.int64]:
     Traceback (most recent call last):
     ValueError: NoneType makes no image_grid_thw; image_grid is for processors of Qwen-VL and GLM-V
     """
-    if family_of(processor).name not in _GRIDS:
+    if not family_of(processor).has_grids:
         raise ValueError(
             f"{type(processor).__name__} makes no image_grid_thw; image_grid is for processors of "
             "Qwen-VL and GLM-V"
@@ -103,22 +101,22 @@ class SizesOnly:
 
     def __call__(self, images: Any, **options: Any) -> dict[str, Any]:
         sizes = [image.shape[:2] for image in _flat(images)]
-        name = self._layout.family_name
-        if name in _GRIDS:
+        family = self._layout.family
+        if family.has_grids:
             grids = [grid_of_size(self._images, *size) for size in sizes]
             return {"image_grid_thw": np.stack(grids)}
-        if name == "gemma3":
+        if family.name == "gemma3":
             return {"num_crops": [0] * len(sizes)}
-        if name in ("llava_next", "llava_onevision"):  # they read the size of a tile from the tiles
+        if family.has_sizes:  # they read the size of a tile from the tiles
             side = self._layout.tile_size
             fields = {
                 "pixel_values": np.broadcast_to(np.float32(0), (1, 1, 3, side, side)),
                 "image_sizes": np.array(sizes, dtype=np.int64),
             }
             more = {"batch_num_images": np.array([len(sizes)])}
-            return fields | (more if name == "llava_onevision" else {})
+            return fields | (more if "batch_num_images" in family.fields else {})
         counts = [self._images.get_number_of_image_patches(*size, options) for size in sizes]
-        if name == "internvl":
+        if family.name == "internvl":
             return {"num_patches": counts, "pixel_values": np.empty((sum(counts), 0))}
         return {"rows": [[rows for _, rows, _ in counts]], "cols": [[cols for *_, cols in counts]]}
 

@@ -24,6 +24,7 @@ from torch_collate_kit.collators import PaddedCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.vision import VisionLayout
 
 # ---------------------------------------------------------------- fuzz
 
@@ -327,3 +328,20 @@ def test_num_loss_tokens_of_wrong_rows_say_where():
     message = r"rows 1000 to 1202, counted from 0: example 101: loss_mask has 1 entries"
     with pytest.raises(DataError, match=message):
         _ = TokenizedDataset(rows).num_loss_tokens
+
+
+# ---------------------------------------------------------------- images
+
+
+@pytest.mark.parametrize("family", ["internvl", "gemma3", "qwen3_vl"])
+def test_a_source_in_which_no_example_has_an_image(family):
+    """Arrow then knows no type of their columns."""
+    vision = VisionLayout(family, image_token_id=9, merge_size=2)
+    images = {name: pa.nulls(3) for name in vision.fields}
+    table = pa.table({"input_ids": [[1, 2], [3], [4]], **images})
+    tables = pa.concat_tables([table, table.slice(1)])
+    for source in (table, tables):
+        ds = TokenizedDataset(source, train_all=True, vision=vision)
+        assert ds.patches == [[] for _ in range(len(ds))]
+        assert ds.num_loss_tokens.tolist() == [1, 0, 0, 0, 0][: len(ds)]
+        assert all(ds[1][name] is None for name in images)

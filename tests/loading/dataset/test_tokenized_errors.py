@@ -8,6 +8,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from torch.utils.data import DataLoader
 
 from tests.loading.dataset.dataset_oracle import (
     ROWS,
@@ -161,3 +162,13 @@ def test_bad_indices(indices, error, message):
             ds.__getitems__(indices)
         with pytest.raises(error):
             ds[indices[-1]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_without_a_collate_fn_is_told_to_have_one(num_workers):
+    loader = DataLoader(TokenizedDataset(ROWS), batch_size=2, num_workers=num_workers)
+    with pytest.raises(TypeError, match="a TokenizedDataset gives columns, not a list of examples"):
+        next(iter(loader))
+    columns = TokenizedDataset(ROWS).__getitems__([0])
+    with pytest.raises(KeyError, match="reward"):
+        columns["reward"]

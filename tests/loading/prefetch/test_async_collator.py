@@ -5,23 +5,19 @@ from __future__ import annotations
 import gc
 import threading
 import traceback
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.loading.hang_guard import fails_when_it_hangs, interrupt_main_thread, our_threads
+from tests.loading.hang_guard import (
+    interrupt_main_thread,
+    once_main_thread_waits,
+    our_threads,
+)
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.prefetch import AsyncBatchCollator, async_collator
+from torch_collate_kit.loading.prefetch import AsyncBatchCollator
 
 STOPS = [KeyboardInterrupt, SystemExit]
-
-
-@pytest.fixture(autouse=True)
-def guard() -> Iterator[None]:
-    with fails_when_it_hangs():
-        yield
-    assert our_threads() == []
 
 
 class Held:
@@ -113,13 +109,12 @@ def test_clear_waits_and_drops():
     with AsyncBatchCollator(compute) as collator:
         collator.submit(0)
         compute.started.wait()
-        release = threading.Timer(0.05, compute.released.set)  # while clear() waits
-        release.start()
+        release = once_main_thread_waits(compute.released.set)
         collator.clear()
+        release.join()
         assert compute.num_finished == 1
         collator.submit(1)
         assert collator.get(1) == 1
-        release.join()
 
 
 def test_clear_of_an_empty_slot_does_nothing():
@@ -153,14 +148,13 @@ def test_an_interrupt_while_waiting_leaves_the_batch_in_the_slot():
     with AsyncBatchCollator(compute) as collator:
         collator.submit(0)
         compute.started.wait()
-        interrupt = threading.Timer(0.05, interrupt_main_thread)  # while get() waits
-        interrupt.start()
+        interrupt = once_main_thread_waits(interrupt_main_thread)
         with pytest.raises(KeyboardInterrupt):
             collator.get(0)
+        interrupt.join()
         compute.released.set()
         assert collator.get(0) == 0
         assert compute.num_finished == 1
-        interrupt.join()
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -185,13 +179,13 @@ def test_an_interrupt_in_submit_leaves_no_batch_that_nobody_waits_for(monkeypatc
 
 
 def test_a_batch_from_before_an_interrupted_clear_is_refused(monkeypatch):
-    def interrupted(futures):
+    def interrupted(future):
         raise KeyboardInterrupt
 
     with AsyncBatchCollator(str) as collator:
         collator.submit(0)
         with monkeypatch.context() as patch:
-            patch.setattr(async_collator, "wait", interrupted)
+            patch.setattr(Future, "exception", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 collator.clear()
         with pytest.raises(StateError, match=r"step 0 from before clear\(\)"):
@@ -219,8 +213,9 @@ def test_shutdown_waits_for_what_is_being_built():
     collator = AsyncBatchCollator(compute)
     collator.submit(0)
     compute.started.wait()
-    threading.Timer(0.05, compute.released.set).start()
+    release = once_main_thread_waits(compute.released.set)
     collator.shutdown()
+    release.join()
     assert compute.num_finished == 1
     assert our_threads() == []
 

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.loading.hang_guard import fails_when_it_hangs, interrupt_main_thread, our_threads
+from tests.loading.hang_guard import (
+    interrupt_main_thread,
+    once_main_thread_waits,
+    our_threads,
+)
 from tests.loading.prefetch.toy_data import (
     COLLATORS,
     EXAMPLES,
@@ -36,13 +41,6 @@ from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.testing import assert_exact_resume, batch_digest
 
 STOPS = [KeyboardInterrupt, SystemExit]
-
-
-@pytest.fixture(autouse=True)
-def guard() -> Iterator[None]:
-    with fails_when_it_hangs():
-        yield
-    assert our_threads() == []
 
 
 def digests(batches: Any) -> list[str]:
@@ -656,11 +654,17 @@ def test_ctrl_c_surfaces_and_nothing_hangs_and_nothing_is_lost(where):
                 found.append(batch_digest(batch))
                 if len(found) == 2:
                     collate.wait_until_begun(3)
-                    threading.Timer(0.1, collate.gates[2].set).start()
                     if where == "waiting":  # in the next turn of the loop
-                        threading.Timer(0.03, interrupt_main_thread).start()
+                        once_main_thread_waits(interrupt_and_open)
                     else:
+                        collate.release_later(2)
                         interrupt_main_thread()
+
+        def interrupt_and_open() -> None:
+            interrupt_main_thread()
+            while loader._run is not None:  # until what is in flight is waited for
+                time.sleep(0.001)
+            collate.gates[2].set()
 
         with pytest.raises(KeyboardInterrupt):
             train()
@@ -854,6 +858,6 @@ def test_wait_seconds_counts_what_the_consumer_waited():
         batches = iter(loader)
         next(batches)
         before = loader.wait_seconds
-        collate.release_later(1)
+        once_main_thread_waits(lambda: (time.sleep(0.03), collate.gates[1].set()))
         next(batches)
         assert loader.wait_seconds - before > 0.02

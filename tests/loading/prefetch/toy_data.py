@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from tests.loading.hang_guard import once_main_thread_waits
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.loading.prefetch import PrefetchLoader
 from torch_collate_kit.loading.sampler import PrefetchingSampler
@@ -101,5 +102,5 @@ class Watched:
             self.began.wait_for(lambda: self.num_begun >= count)
 
     def release_later(self, number: int) -> None:
-        """Opens a gate after the caller has gone on to wait behind it."""
-        threading.Timer(0.05, self.gates[number].set).start()
+        """Opens a gate after the main thread has gone on to wait behind it."""
+        once_main_thread_waits(self.gates[number].set)

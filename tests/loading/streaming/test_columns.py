@@ -21,9 +21,10 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.loading.dataset.arrow_columns import ListColumn
+from torch_collate_kit.loading.dataset.columns import ListColumn
 from torch_collate_kit.loading.streaming import PackedIterableDataset
-from torch_collate_kit.loading.streaming.shards import Place, Stream, TokenizedShard
+from torch_collate_kit.loading.streaming.shards import Stream
+from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
 
@@ -164,9 +165,10 @@ def plain() -> Any:
 @pytest.mark.parametrize("name", SOURCES)
 def test_columns_are_read_as_columns(name: str) -> None:
     source = SOURCES[name](examples_of("loss_mask", [3, 5, 2, 4]))
-    found = Stream(source, 1, 2, presharded=False, collator=COLLATOR).read(Place(1), 0)
-    assert isinstance(found, TokenizedShard)
-    assert found.positions == range(1, 4, 2)
+    stream = Stream(source, 1, 2, presharded=False, collator=COLLATOR)
+    part = stream.part(1)
+    assert stream.columns(part, Place(1)) is not None
+    assert part.after(Place(1), 4) == range(1, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,7 @@ def test_columns_are_read_as_columns(name: str) -> None:
 )
 def test_what_gives_something_else_is_iterated_over(source: Any) -> None:
     stream = Stream(source, 0, 1, presharded=False, collator=COLLATOR)
-    assert not isinstance(stream.read(Place(), 0), TokenizedShard)
+    assert stream.columns(stream.part(0), Place()) is None
     expected = PackedIterableDataset([dict(example) for example in source], **SETTINGS)
     found = list(PackedIterableDataset(source, **SETTINGS))
     assert found

@@ -248,6 +248,7 @@ def test_dropped_examples_alone_make_one_dummy_row() -> None:
         ({"text": "hi"}, r"no input_ids in example 23 of the stream, got keys \['text'\]"),
         ("hi", "example 23 of the stream is a str; an example is a mapping"),
         ({"input_ids": 5}, "example 23 of the stream: input_ids"),
+        ({"input_ids": "text, longer than a row"}, "23 of the stream: input_ids is str; give a li"),
         ({"input_ids": [4, -1]}, "example 23 of the stream: input_ids is -1 at token 1"),
         (
             {"input_ids": [4, 5], "labels": [4, 5]},

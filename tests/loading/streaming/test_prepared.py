@@ -45,7 +45,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

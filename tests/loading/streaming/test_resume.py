@@ -20,7 +20,7 @@ from tests.loading.streaming.streaming_oracle import (
 )
 from torch_collate_kit.loading.streaming import PackedIterableDataset
 from torch_collate_kit.loading.streaming.readers import ENTRY
-from torch_collate_kit.loading.streaming.shards import Place
+from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.loading.streaming.windows import Windows
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.testing import assert_exact_resume
@@ -126,10 +126,10 @@ def test_a_window_ends_behind_all_that_was_held_back() -> None:
     settings = {"rows_per_batch": 1, "buffer_size": 10, "num_buffers": 8}
     nothing = np.empty(0, dtype=ENTRY)
     windows = Windows(lambda n: nothing, PackingOptions(12), **settings)
-    entry = (0, 0, 1, False, 0, 0, *Place(9), {}, None)
+    entry = (0, 0, 1, False, 0, 0, *Place(9), {}, ())
     windows._buffer, windows._num_broken = np.array([entry] * 10, dtype=ENTRY), 6
-    assert windows._window_behind(4) is None
-    assert windows._window_behind(3) == Place(9)  # 2 of the 6 were left
+    assert windows._window_after(4) is None
+    assert windows._window_after(3) == Place(9)  # 2 of the 6 were left
 
 
 @pytest.mark.parametrize("rows_per_batch", [1, 3])

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_collate_kit.loading.streaming.rounds import Position, Turn, in_rounds
-from torch_collate_kit.loading.streaming.shards import Place
+from torch_collate_kit.loading.streaming.rounds import Turn, in_rounds
+from torch_collate_kit.loading.streaming.states import Place, Position
 
 
 def reader(lengths: dict[int, int]) -> Any:

@@ -14,10 +14,16 @@ from tests.loading.streaming.streaming_oracle import (
     SETTINGS,
     SOURCES,
     StatefulSource,
+    datasets,
     make_examples,
 )
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading import PackedIterableDataset, PrefetchLoader, merge_states
+from torch_collate_kit.loading import (
+    PackedIterableDataset,
+    PrefetchLoader,
+    TokenizedDataset,
+    merge_states,
+)
 
 split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
 
@@ -103,6 +109,16 @@ def test_more_workers_than_shards_are_refused() -> None:
             lambda wrong: lambda shard: wrong[shard::4],
             {"presharded": True},
             "example 2 of shard 1 of the stream",
+        ),
+        (
+            lambda wrong: lambda shard: TokenizedDataset(wrong[shard::4]),
+            {"presharded": True},
+            "example 2 of shard 1 of the stream",
+        ),
+        (
+            lambda wrong: datasets.Dataset.from_list(wrong).to_iterable_dataset(num_shards=4),
+            {},
+            "example 9 of shard 0 of the stream",  # the first that is opened
         ),
     ],
 )

@@ -17,8 +17,8 @@ from tests.loading.streaming.column_sources import dataset_of
 from tests.loading.streaming.streaming_oracle import SETTINGS, StatefulSource, all_tokens, tokens_of
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading import PackedIterableDataset, PrefetchLoader, merge_states
-from torch_collate_kit.loading.streaming.rounds import Position
 from torch_collate_kit.loading.streaming.skipping import ErrorPolicy, Skipped, plan_without
+from torch_collate_kit.loading.streaming.states import Position
 from torch_collate_kit.packing import pack
 from torch_collate_kit.testing import assert_exact_resume, batch_digest
 

@@ -18,6 +18,7 @@ from torch_collate_kit._checks import needed_package
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.media import TOKEN_TYPES
+from torch_collate_kit.reading.numbers import tensor_to_numpy
 from torch_collate_kit.reading.raw import KNOWN, check_keys
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
@@ -179,8 +180,7 @@ def _as_array(name: str, index: int, example: Mapping[str, Any]) -> np.ndarray:
             "or .filled(value)"
         )
     if isinstance(entry, Tensor):
-        entry = entry.detach().cpu()
-        entry = entry.float() if entry.is_floating_point() else entry
+        entry = tensor_to_numpy(name, index, entry)
     try:
         row = np.asarray(entry)
     except (ValueError, TypeError):

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import numpy as np
 from torch import Tensor
@@ -17,8 +16,12 @@ from torch.utils.data import Dataset
 
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading.dataset.array_columns import ArrayColumn
-from torch_collate_kit.loading.dataset.arrow_columns import ListColumn, NumberColumn, column_of
+from torch_collate_kit.loading.dataset.columns import (
+    ArrayColumn,
+    ListColumn,
+    NumberColumn,
+    column_of,
+)
 from torch_collate_kit.loading.dataset.sources import (
     IDS,
     ArrowFiles,
@@ -38,6 +41,18 @@ __all__ = ["TokenizedDataset"]
 _ROWS_AT_A_TIME = 1000  # when all rows are read
 _SAMPLED_ROWS = 64  # whose tokens are in a fingerprint
 _MAX_COUNTED = 10_000_000  # rows whose lengths a repr adds up
+
+
+class _Columns(dict[str, Any]):
+    """Columns of a batch, which torch's own collate function takes for a list of examples."""
+
+    def __missing__(self, key: object) -> NoReturn:
+        if key != 0:
+            raise KeyError(key)
+        raise TypeError(
+            "a TokenizedDataset gives columns, not a list of examples; pass the DataLoader a "
+            "collate_fn that takes them, such as PackedCollator(tokenizer, max_tokens=4096)"
+        )
 
 
 class TokenizedDataset(Dataset[dict[str, Any]]):
@@ -168,26 +183,23 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         for start in range(0, len(self), _ROWS_AT_A_TIME):
             stop = min(start + _ROWS_AT_A_TIME, len(self))
             try:
-                parts.append(self._num_loss_tokens(self._text(np.arange(start, stop))))
+                parts.append(self._num_loss_tokens(np.arange(start, stop)))
             except DataError as error:
                 raise DataError(f"rows {start} to {stop - 1}, counted from 0: {error}") from error
         return np.concatenate(parts)
 
-    def _text(self, indices: np.ndarray) -> dict[str, Any]:
+    def _num_loss_tokens(self, indices: np.ndarray) -> np.ndarray:
         named, rows = self._rows(indices)
         text = {k: of for k, of in self._columns.items() if not isinstance(of, ArrayColumn)}
-        return {name: column.take(rows, named) for name, column in text.items()}
-
-    def _num_loss_tokens(self, text: dict[str, Any]) -> np.ndarray:
-        columns = read_columns(text, train_all=self._train_all)
-        if self._vision is not None:
-            columns = replace(columns, image_token_id=self._vision.image_token_id)
-        elif len(text) < len(self._columns):
+        taken = {name: column.take(rows, named) for name, column in text.items()}
+        columns = read_columns(taken, train_all=self._train_all)
+        if self._vision is None and len(text) < len(self._columns):
             raise ValueError(
                 "the source has images, whose tokens are not trained; pass vision=processor, which "
                 "says which tokens these are"
             )
-        return columns.num_loss_tokens()
+        vision = self._vision
+        return columns.num_loss_tokens(None if vision is None else vision.image_token_id)
 
     @property
     def vision(self) -> VisionLayout | None:
@@ -238,7 +250,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         if isinstance(indices, RankPlan):
             return indices.with_examples(self.__getitems__(indices.indices))
         named, rows = self._rows(indices)
-        return {name: column.take(rows, named) for name, column in self._columns.items()}
+        return _Columns({name: of.take(rows, named) for name, of in self._columns.items()})
 
     def _is_plain(self) -> bool:
         """Whether collators take its columns as they take examples: lists, and integer ids."""

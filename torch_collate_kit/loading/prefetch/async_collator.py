@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch_collate_kit._reprs import Shown, call_repr
@@ -19,7 +19,6 @@ class _Slot(NamedTuple):
     """The one batch that is being built, or that waits to be taken."""
 
     step: int
-    generation: int  # how often clear() had been called when it was submitted
     future: Future[Any]
 
 
@@ -50,7 +49,7 @@ class AsyncBatchCollator(Generic[T]):
     def __init__(self, compute: Callable[[int], T]) -> None:
         self._compute = compute
         self._slot: _Slot | None = None
-        self._generation = 0
+        self._is_clearing = False
         self._executor: ThreadPoolExecutor | None = None
         self._pid = 0  # of the process that has the executor's thread
         self._is_shut_down = False
@@ -77,9 +76,7 @@ class AsyncBatchCollator(Generic[T]):
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch_collate_kit")
             self._pid = os.getpid()
         future: Future[T] = Future()
-        self._slot = _Slot(
-            step, self._generation, future
-        )  # first: no batch is ever built unnoticed
+        self._slot = _Slot(step, future)  # first: no batch is ever built unnoticed
         try:
             self._executor.submit(_compute_into, future, self._compute, step)
         except BaseException:  # Ctrl-C in here: either the thread has begun, or it never will
@@ -97,7 +94,7 @@ class AsyncBatchCollator(Generic[T]):
         slot = self._slot
         if slot is None:
             return self._compute(step)
-        if slot.generation != self._generation:
+        if self._is_clearing:
             raise StateError(
                 f"get({step}), but the slot holds step {slot.step} from before clear(), which was "
                 "interrupted; call clear() again"
@@ -107,11 +104,9 @@ class AsyncBatchCollator(Generic[T]):
                 f"get({step}), but the slot holds step {slot.step}; get({slot.step}), or clear() "
                 "to drop it"
             )
-        try:
-            return slot.future.result()
-        finally:
-            if slot.future.done():
-                self._slot = None
+        slot.future.exception()  # waits; an interrupt leaves the batch where it is
+        self._slot = None
+        return slot.future.result()
 
     def clear(self) -> None:
         """Waits until nothing is being built, and empties the slot.
@@ -119,14 +114,11 @@ class AsyncBatchCollator(Generic[T]):
         An exception of the dropped batch is dropped too, unless it is no ``Exception``
         (``KeyboardInterrupt``, ``SystemExit``). In a forked process it does not wait.
         """
-        self._generation += 1
-        if self._slot is None or self._pid != os.getpid():
-            self._slot = None
-            return
-        future = self._slot.future
-        wait([future])
-        self._slot = None
-        error = future.exception()
+        error = None
+        if self._slot is not None and self._pid == os.getpid():
+            self._is_clearing = True
+            error = self._slot.future.exception()  # waits
+        self._slot, self._is_clearing = None, False
         if error is not None and not isinstance(error, Exception):
             raise error
 

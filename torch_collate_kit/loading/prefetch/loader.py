@@ -14,6 +14,7 @@ from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
 from torch_collate_kit._reprs import call_repr
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch.device_copy import device_copy
+from torch_collate_kit.loading.prefetch.positioned import LoaderPosition
 from torch_collate_kit.loading.prefetch.read_ahead import END, ReadAhead
 from torch_collate_kit.loading.prefetch.resumable_loaders import resumable_loader
 from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExample, SkippedExamples
@@ -85,8 +86,10 @@ class PrefetchLoader:
         self._copy = device_copy(device)
         self._warn_after = checked_seconds("warn_after", warn_after)
         checked_choice("on_error", on_error, ("raise", "skip"))
-        limits = {"max_skipped": max_skipped, "max_skipped_in_a_row": max_skipped_in_a_row}
-        self._skipped = SkippedExamples(*(checked_int(*limit) for limit in limits.items()))
+        self._skipped = SkippedExamples(
+            checked_int("max_skipped", max_skipped),
+            checked_int("max_skipped_in_a_row", max_skipped_in_a_row),
+        )
         self._on_error = on_error
         if on_error == "skip":
             self._loader.skip_failing_examples()
@@ -97,20 +100,23 @@ class PrefetchLoader:
         self._is_closed = False
 
     def __repr__(self) -> str:
-        run = self._run
-        epoch, step = self._loader.position() if run is None else (run.epoch, run.step)
         settings: dict[str, Any] = {} if self._prefetch else {"prefetch": False}
         settings |= {} if self._copy is None else {"device": str(self._copy.device)}
         settings |= {} if self._warn_after == 60.0 else {"warn_after": self._warn_after}
         if self._on_error == "skip":
             settings |= {"on_error": "skip", **self._skipped.limits}
-        where = "closed" if self._is_closed else f"epoch {epoch}, step {step}"
+        position = self._position()
+        where = "closed" if self._is_closed else f"epoch {position.epoch}, step {position.step}"
         return f"{call_repr(self, self._loader.described(), **settings)} [{where}]"
+
+    def _position(self) -> LoaderPosition:
+        """After the batches received so far."""
+        return self._loader.position() if self._run is None else self._run.position
 
     @property
     def epoch(self) -> int:
         """The epoch of the next batch, or of the last one while its loop still runs."""
-        return self._loader.position()[0] if self._run is None else self._run.epoch
+        return self._position().epoch
 
     @property
     def timeline(self) -> list[StepTimes]:
@@ -185,7 +191,8 @@ class PrefetchLoader:
         num_taken = num_empty = 0
         try:
             if self._run is not None and self._run.is_over:  # steps() took its last batch
-                self._end_epoch(self._run)
+                self._stop_reading()
+                self._raise_interrupt()
             while num_steps is None or num_taken < num_steps:
                 run = self._run or self._begin_epoch(on_epoch)
                 self._check_loop(loop)
@@ -198,7 +205,8 @@ class PrefetchLoader:
                     if self._run is run or not run.is_over:  # else reshuffle() has ended it
                         continue
                 else:
-                    self._end_epoch(run)
+                    self._stop_reading()
+                    self._raise_interrupt()
                 if num_steps is None:
                     return
                 num_empty += 1
@@ -207,14 +215,13 @@ class PrefetchLoader:
         except BaseException:  # a break too: GeneratorExit
             if self._loop is loop:
                 self._timeline.trained(time.perf_counter())
-                self._stop_reading(self._run)
+                self._stop_reading()
             raise
 
     def _begin_epoch(self, on_epoch: Callable[[int], object] | None) -> ReadAhead:
-        if on_epoch is not None:
-            epoch, step = self._loader.position()
-            if step == 0:
-                on_epoch(epoch)
+        position = self._loader.position()
+        if on_epoch is not None and position.step == 0:
+            on_epoch(position.epoch)
         self._pid = os.getpid()
         self._run = ReadAhead(
             self._loader,
@@ -226,38 +233,30 @@ class PrefetchLoader:
         return self._run
 
     def _take(self, run: ReadAhead) -> Any:
-        began, step = time.perf_counter(), run.step
+        began, position = time.perf_counter(), run.position
         try:
             batch, built = run.take()
         finally:
             ended = time.perf_counter()
             self.wait_seconds += ended - began
         if batch is not END:
-            self._timeline.received(run.epoch, step, built, began, ended)
+            self._timeline.received(position.epoch, position.step, built, began, ended)
         return batch
 
-    def _end_epoch(self, run: ReadAhead) -> None:
-        self._run = None
-        run.stop()
-        self._loader.end_epoch(run.epoch)
-
-    def _stop_reading(self, run: ReadAhead | None, *, move_back: bool = True) -> None:
+    def _stop_reading(self, *, move_back: bool = True) -> None:
         """Drops what is in flight; the position is then after what the consumer has received."""
-        if run is not None and self._is_elsewhere():
-            return  # in a fork: the thread and the workers are the parent's
-        self._run = None
-        if run is None:
+        run = self._run
+        if run is None or self._is_elsewhere():  # a fork: thread and workers are the parent's
             return
+        self._run = None
         try:
             run.stop()
         except BaseException as error:  # a loop that is left early has nobody to raise it to
             self._interrupt = error
-        if not move_back:
-            return
         if run.is_over:
-            self._loader.end_epoch(run.epoch)
-        else:
-            self._loader.move_to(run.epoch, run.step, run.mark)
+            self._loader.end_epoch(run.position.epoch)
+        elif move_back:
+            self._loader.move_to(run.position)
 
     def reshuffle(self) -> None:
         """Puts the rest of the epoch in a new order; drops what is in flight.
@@ -267,22 +266,21 @@ class PrefetchLoader:
         the order is a function of seed, epoch and steps.
         """
         self._check_open()
-        self._stop_reading(self._run)
+        self._stop_reading()
         self._raise_interrupt()
         self._loader.reshuffle()
 
     def set_epoch(self, epoch: int) -> None:
         """Moves to the beginning of ``epoch``; drops what is in flight."""
         self._check_open()
-        self._stop_reading(self._run)
+        self._stop_reading()
         self._raise_interrupt()
         self._loader.set_epoch(epoch)
         self._loop = None
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batches received so far, and what was left out of them."""
-        run, loader = self._run, self._loader
-        at = loader.state_at(run.epoch, run.step, run.mark) if run else loader.state_dict()
+        at = self._loader.state_at(self._position())
         return {"version": 1, "max_tokens": self._max_tokens, **at, **self._skipped.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -308,8 +306,7 @@ class PrefetchLoader:
         if not self._loader.max_tokens_may_change or not _is_max_tokens(saved):
             self._check_same(state, "max_tokens", mine)
         skipped = self._skipped.after(state)
-        run = self._run
-        self._loader.load_state_dict(state, lambda: self._stop_reading(run, move_back=False))
+        self._loader.load_state_dict(state, lambda: self._stop_reading(move_back=False))
         self._skipped = skipped
         self._loop = None
         if saved != mine and not self._loader.plans_rows:  # else the sampler says so
@@ -334,7 +331,7 @@ class PrefetchLoader:
         if self._is_elsewhere():
             return
         self._timeline.trained(time.perf_counter())
-        self._stop_reading(self._run)
+        self._stop_reading()
         self._loader.close()
         self._raise_interrupt()
 

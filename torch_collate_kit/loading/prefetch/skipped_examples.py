@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading.prefetch.skipping import Collated, Failed
+from torch_collate_kit.loading.prefetch.skipping import Failed, LeftOut
 
 __all__ = ["SkippedExample", "SkippedExamples"]
 
@@ -50,16 +50,17 @@ class SkippedExamples:
         limits = {"max_skipped": self.max_skipped, "max_skipped_in_a_row": self.max_in_a_row}
         return {name: limit for name, limit in limits.items() if limit != _DEFAULTS[name]}
 
-    def add(self, epoch: int, step: int, collated: Collated) -> None:
+    def add(self, epoch: int, step: int, left_out: LeftOut) -> None:
         """Counts and logs what a batch is without; nothing is changed if it is too much."""
-        longest, in_a_row = _runs(self._in_a_row, collated)
-        found = [SkippedExample(epoch, step, of.example, of.error) for of in collated.failed]
+        longest, in_a_row = _runs(self._in_a_row, left_out)
+        failed = left_out.failed
+        found = [SkippedExample(epoch, step, of.example, of.error) for of in failed]
         examples = [*self.examples, *found]
         if found and len(examples) > self.max_skipped:
-            raise _too_many(examples, collated.failed, f"max_skipped={self.max_skipped}")
+            raise _too_many(examples, failed, f"max_skipped={self.max_skipped}")
         if found and longest > self.max_in_a_row:
             limit = f"max_skipped_in_a_row={self.max_in_a_row}"
-            raise _too_many(examples[-longest:], collated.failed, f"{limit}, in a row")
+            raise _too_many(examples[-longest:], failed, f"{limit}, in a row")
         for number, one in enumerate(found, start=len(self.examples) + 1):
             _logger.warning(
                 "left example %s out of step %d of epoch %d, %d of at most %d so far: %s",
@@ -100,13 +101,13 @@ class SkippedExamples:
         return loaded
 
 
-def _runs(in_a_row: int, collated: Collated) -> tuple[int, int]:
+def _runs(in_a_row: int, left_out: LeftOut) -> tuple[int, int]:
     """The longest run of examples left out, and the one that the batch ends with."""
-    failed = {of.position for of in collated.failed}
-    if not failed:
-        return 0, 0 if collated.num_examples else in_a_row
+    failed = {of.position for of in left_out.failed}
+    if not failed:  # as nearly always: without a loop
+        return 0, 0 if left_out.num_examples else in_a_row
     longest = 0
-    for position in range(collated.num_examples):
+    for position in range(left_out.num_examples):
         in_a_row = in_a_row + 1 if position in failed else 0
         longest = max(longest, in_a_row)
     return longest, in_a_row

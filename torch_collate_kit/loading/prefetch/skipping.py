@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.packing import RankPlan
 
-__all__ = ["Collated", "Failed", "skip_failing_examples"]
+__all__ = ["Collated", "Failed", "LeftOut", "skip_failing_examples"]
 
 _NEVER_SKIPPED = (MemoryError, StateError, torch.OutOfMemoryError)  # the example is not at fault
 
@@ -35,12 +35,18 @@ class Failed(NamedTuple):
     """Its traceback, as text: not every error can be sent by a worker."""
 
 
+class LeftOut(NamedTuple):
+    """How many examples were to be read for a batch, and those that were left out."""
+
+    num_examples: int
+    failed: tuple[Failed, ...] = ()
+
+
 class Collated(NamedTuple):
-    """A batch, how many examples were to be read for it, and those that were left out."""
+    """A batch, and what was left out of it."""
 
     batch: Any
-    num_examples: int
-    failed: tuple[Failed, ...]
+    left_out: LeftOut
 
 
 def skip_failing_examples(loader: Any) -> None:
@@ -79,12 +85,12 @@ class _SkippingCollate:
     def __call__(self, indices: Any) -> Collated:
         num_examples = len(indices) if isinstance(indices, Sized) else 1
         try:
-            return Collated(self._batch(indices), num_examples, ())
+            return Collated(self._batch(indices), LeftOut(num_examples))
         except _NEVER_SKIPPED:
             raise
         except Exception as error:
             failed = tuple(self._failing(indices))
-            return Collated(self._rest(indices, failed, error), num_examples, failed)
+            return Collated(self._rest(indices, failed, error), LeftOut(num_examples, failed))
 
     def _batch(self, indices: Any) -> Any:
         """As a DataLoader makes it."""

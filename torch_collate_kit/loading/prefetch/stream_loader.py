@@ -6,7 +6,6 @@ of, and the position of the shard after it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias
 
@@ -15,7 +14,12 @@ from torch.utils.data._utils.collate import default_convert
 
 from torch_collate_kit._reprs import Shown, call_repr
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.prefetch.resumable_loaders import _end_workers, _Loader
+from torch_collate_kit.loading.prefetch.positioned import (
+    LoaderPosition,
+    PositionedLoader,
+    changed_copy,
+    part_of_state,
+)
 
 __all__ = ["StreamLoader", "is_stream_of_shards"]
 
@@ -40,7 +44,7 @@ def is_stream_of_shards(dataset: Any) -> bool:
     return hasattr(dataset, "_divided")
 
 
-class StreamLoader(_Loader):
+class StreamLoader(PositionedLoader):
     """A DataLoader of a stream that says with every batch where its shard is.
 
     The mark after a batch is the positions of all shards of this rank, whichever worker reads them.
@@ -63,39 +67,35 @@ class StreamLoader(_Loader):
                 "the DataLoader has in_order=False, so the order of batches depends on the speed "
                 "of its workers and cannot be resumed; leave it out"
             )
-        super().__init__(copy.copy(loader))  # the caller's keeps its dataset
         self._stream: _DividedStream = stream._divided(loader.num_workers)
         self._name = repr(Shown(stream))
         self._passes = _Passes(self._stream)
         collate = _CollateTurn(loader.collate_fn)
-        # not by setattr: a DataLoader forbids it; and no persistent workers in common
-        vars(self._loader).update(dataset=self._passes, collate_fn=collate, _iterator=None)
+        super().__init__(changed_copy(loader, dataset=self._passes, collate_fn=collate))
         self._epoch, self._positions = 0, self._stream.start()
         self._received = self._positions  # of the pass that is being read
         self._source_epoch = self._stream.epoch
-        self._turns: Any = None
 
     def described(self) -> str:
         return call_repr(self._loader, self._name)
 
-    def position(self) -> tuple[int, int]:
-        return self._epoch, sum(at.num_given for at in self._positions.values())
+    def position(self) -> LoaderPosition:
+        num_given = sum(at.num_given for at in self._positions.values())
+        return LoaderPosition(self._epoch, num_given, self._positions)
 
-    def num_steps(self) -> None:
-        return None
-
-    def begin(self) -> tuple[int, int, int | None, Iterator[Any]]:
+    def begin(self) -> tuple[int | None, Iterator[Any]]:
         if self._positions == self._stream.beginning():
             self._source_epoch = self._stream.epoch
         if not self._passes.is_next(self._epoch, self._positions):
             self.close()  # persistent workers would read on elsewhere
         self._passes.move_to(self._epoch, self._positions)
         self._received = dict(self._positions)
-        self._turns = iter(self._loader)
+        turns = self._begun()
         self._passes.move_to(self._epoch + 1, self._stream.beginning())
-        return *self.position(), None, self._batches(self._turns, self._received)
+        return None, self._received_from(turns)
 
-    def _batches(self, turns: Iterator[Any], received: Positions) -> Iterator[Any]:
+    def _received_from(self, turns: Iterator[Any]) -> Iterator[Any]:
+        received = self._received
         for turn in turns:
             if turn.after is not None:
                 received[turn.shard] = turn.after
@@ -110,16 +110,8 @@ class StreamLoader(_Loader):
     def end_epoch(self, epoch: int) -> None:
         self._epoch, self._positions = epoch + 1, self._stream.beginning()
 
-    def end(self, batches: Iterator[Any]) -> None:
-        super().end(self._turns)
-        self._turns = None
-
-    def close(self) -> None:
-        _end_workers(vars(self._loader)["_iterator"])  # the persistent ones
-        vars(self._loader).update(_iterator=None)
-
-    def move_to(self, epoch: int, step: int, mark: Any) -> None:
-        self._epoch, self._positions = epoch, dict(mark)
+    def move_to(self, position: LoaderPosition) -> None:
+        self._epoch, self._positions = position.epoch, dict(position.mark)
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch, self._positions = epoch, self._stream.beginning()
@@ -130,22 +122,14 @@ class StreamLoader(_Loader):
             "batch_sampler=PrefetchingSampler(...) with data that can be indexed"
         )
 
-    def state_at(self, epoch: int, step: int, mark: Any) -> dict[str, Any]:
-        is_fresh = mark == self._stream.beginning()
+    def state_at(self, position: LoaderPosition) -> dict[str, Any]:
+        is_fresh = position.mark == self._stream.beginning()
         source_epoch = self._stream.epoch if is_fresh else self._source_epoch
-        return {"epoch": epoch, "stream": self._stream.state_at(mark, source_epoch)}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state_at(self._epoch, 0, self._positions)
+        stream = self._stream.state_at(position.mark, source_epoch)
+        return {"epoch": position.epoch, "stream": stream}
 
     def load_state_dict(self, state: Mapping[str, Any], stop_reading: Callable[[], None]) -> None:
-        """Checks, and calls ``stop_reading`` only when the state fits."""
-        epoch, stream = state.get("epoch"), state.get("stream")
-        if not isinstance(stream, Mapping):
-            raise StateError(
-                f"the state has {sorted(map(str, state))}, no stream; it is of another kind of "
-                "loader: wrap a DataLoader of the kind that saved it"
-            )
+        epoch, stream = state.get("epoch"), part_of_state(state, "stream")
         if type(epoch) is not int or not 0 <= epoch < 2**32:
             raise StateError(f"the state has epoch={epoch!r}; pass what state_dict() gave")
         positions = self._stream.positions_in(stream)

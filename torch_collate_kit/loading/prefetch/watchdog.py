@@ -16,6 +16,8 @@ import weakref
 from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 __all__ = ["Watchdog", "checked_seconds"]
 
 _logger = logging.getLogger("torch_collate_kit.loading")
@@ -41,7 +43,6 @@ class Watchdog:
 
     def __init__(self, warn_after: float | None) -> None:
         self.collating = 0
-        self._warn_after = warn_after
         self._wait: _Wait | None = None
         self._told: _Wait | None = None
         self._end = threading.Lock()  # released to end the thread; an Event might stay locked
@@ -98,7 +99,11 @@ def _watch(watchdog: weakref.ref[Watchdog], end: Any, warn_after: float) -> None
 
 def _look(watchdog: weakref.ref[Watchdog], warn_after: float) -> float:
     looking = watchdog()
-    return warn_after if looking is None else looking.look(warn_after)
+    try:
+        return warn_after if looking is None else looking.look(warn_after)
+    except Exception:  # of a logging handler: what it says is lost, and the watch goes on
+        traceback.print_exc()
+        return warn_after
 
 
 def _report(wait: _Wait, seconds: float, collating: int) -> str:
@@ -140,7 +145,7 @@ def checked_seconds(name: str, seconds: Any) -> float | None:
     """A positive number of seconds, or None."""
     if seconds is None:
         return None
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a number of seconds or None, got {seconds!r}")
     if not 0 < seconds < math.inf:
         raise ValueError(f"{name} must be more than 0 seconds, got {seconds!r}; None is never")

@@ -1,43 +1,56 @@
-"""A rank's shards of a stream, divided over the workers of a DataLoader."""
+"""The shards of a stream that a rank or a process reads: their turns, and their states."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from torch_collate_kit.loading.streaming.rounds import Position, Turn, in_rounds
-from torch_collate_kit.loading.streaming.states import positions_in, state_of_shards
-
-if TYPE_CHECKING:
-    from torch_collate_kit.loading.streaming.packed import PackedIterableDataset
+from torch_collate_kit.loading.streaming.rounds import Turn, in_rounds
+from torch_collate_kit.loading.streaming.shards import Stream
+from torch_collate_kit.loading.streaming.states import Position, positions_in, state_of
 
 __all__ = ["DividedStream"]
 
 
+@dataclass(frozen=True)
 class DividedStream:
-    """What a loader needs that knows the position of every shard after what was consumed.
+    """The shards of one process, or those of a rank over the workers of a DataLoader.
 
-    The positions are the loader's: the dataset itself is not moved. Workers of a DataLoader have
-    copies, which are told where to begin, and return where a shard is with every batch.
-
-    Raises:
-        ValueError: more workers than shards.
+    It does not move. Who reads keeps the position of each shard: the dataset, or a loader whose
+    workers have copies, which are told where to begin and return where a shard is with every batch.
     """
 
-    def __init__(self, dataset: PackedIterableDataset, num_workers: int) -> None:
-        self._dataset, self._num_workers = dataset, num_workers
-        self._shards = dataset._stream.shards(num_workers)
+    stream: Stream
+    read: Callable[..., Iterable[tuple[Any, Position]]]
+    """``read(shard, position, epoch=...)`` gives batches, each with the position after it."""
+    settings: Mapping[str, Any]
+    """All that shapes batches besides the division; a state must have the same."""
+    num_workers: int
+    worker: int | None
+    """None: the shards of all workers."""
+    saved: Mapping[str, Any] | None
+    """The state that the dataset has loaded for its next pass."""
 
     @property
     def epoch(self) -> int | None:
         """The source's own epoch, if it has one."""
-        return self._dataset._stream.epoch
+        return self.stream.epoch
+
+    @property
+    def _shards(self) -> range:
+        shards = self.stream.shards(self.num_workers)
+        return shards if self.worker is None else shards[self.worker :: max(1, self.num_workers)]
 
     def beginning(self) -> dict[int, Position]:
-        """The positions at the beginning of a pass."""
+        """The positions at the beginning of a pass.
+
+        Raises:
+            ValueError: more workers than shards.
+        """
         return dict.fromkeys(self._shards, Position())
 
     def start(self) -> dict[int, Position]:
@@ -46,36 +59,43 @@ class DividedStream:
         Raises:
             StateError: a state without shards, which workers cannot divide.
         """
-        saved = self._dataset._saved
-        if saved is None:
+        if self.saved is None:
             return self.beginning()
-        if self._dataset.num_shards is None and not self._num_workers:
-            return self._dataset._starting_positions()
-        return self.positions_in(saved)
+        by_dataset = self if self.num_workers else replace(self, worker=0)
+        return by_dataset.positions_in(self.saved)
 
-    def turns(self, positions: Mapping[int, Position], epoch: int) -> Iterator[Turn]:
+    def turns(self, positions: Mapping[int, Position], epoch: int | None) -> Iterator[Turn]:
         """The turns of this process's shards in pass ``epoch``, in a worker or outside one."""
+        read = partial(self.read, epoch=epoch)
         worker = get_worker_info()
-        own = {} if worker is None else {"worker": worker.id, "num_workers": worker.num_workers}
-        read = partial(self._dataset._shard_batches, epoch=epoch)
-        return in_rounds(self._shards, positions, read, **own)
+        if worker is None or self.worker is not None:
+            return in_rounds(self._shards, positions, read)
+        of_worker = {"worker": worker.id, "num_workers": worker.num_workers}
+        return in_rounds(self._shards, positions, read, **of_worker)
 
     def state_at(self, positions: Mapping[int, Position], epoch: int | None) -> dict[str, Any]:
-        """The state of this rank; ``epoch`` is the source's."""
-        return state_of_shards(self._settings() | {"epoch": epoch}, positions)
+        """The state of these shards; ``epoch`` is the source's."""
+        return state_of(self._all_settings() | {"epoch": epoch}, positions)
 
     def positions_in(self, state: Mapping[str, Any]) -> dict[int, Position]:
-        """The positions of this rank's shards.
+        """The positions of these shards.
 
         Raises:
             StateError: the state does not fit, or is damaged.
         """
-        packing = self._dataset.collator.packing
-        return positions_in(state, self._settings(), packing, self._shards)
+        packing = self.stream.collator.packing
+        return positions_in(state, self._all_settings(), packing, self._shards)
 
-    def _settings(self) -> dict[str, Any]:
-        settings = self._dataset._settings()
-        if self._dataset.num_shards is None:
-            del settings["worker"]
-            settings |= {"num_workers": self._num_workers, "num_shards": None}
-        return settings
+    def _all_settings(self) -> dict[str, Any]:
+        stream = self.stream
+        division: dict[str, Any] = {"num_shards": stream.num_shards}
+        if stream.num_shards is None:
+            rank, world_size = stream.node
+            division = {"rank": rank, "world_size": world_size, "num_workers": self.num_workers}
+            division |= {"num_shards": None} if self.worker is None else {"worker": self.worker}
+        return {
+            **self.settings,
+            **division,
+            "presharded": stream.presharded,
+            "epoch": stream.epoch,
+        }

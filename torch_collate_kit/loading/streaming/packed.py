@@ -23,16 +23,11 @@ from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.collators.packed import changed_options
 from torch_collate_kit.loading.sampler.arguments import checked_rank
 from torch_collate_kit.loading.streaming.divided import DividedStream
-from torch_collate_kit.loading.streaming.rounds import Position, in_rounds
+from torch_collate_kit.loading.streaming.rounds import Turn
 from torch_collate_kit.loading.streaming.shard_batches import ShardBatches
 from torch_collate_kit.loading.streaming.shards import ExampleSource, Stream
 from torch_collate_kit.loading.streaming.skipping import ErrorPolicy
-from torch_collate_kit.loading.streaming.states import (
-    position_in,
-    positions_in,
-    state_of_one,
-    state_of_shards,
-)
+from torch_collate_kit.loading.streaming.states import Position
 
 __all__ = ["PackedIterableDataset"]
 
@@ -100,7 +95,6 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         self.presharded = checked_bool("presharded", presharded)
         self.on_error, self.max_skipped = on_error, max_skipped
         self.max_skipped_in_a_row = max_skipped_in_a_row
-        self._policy = ErrorPolicy(on_error, max_skipped, max_skipped_in_a_row)
         hint = "None makes every worker of every rank a shard"
         self.num_shards = checked_optional_int("num_shards", num_shards, hint=hint)
         self._stream = Stream(
@@ -111,14 +105,22 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             collator=self.collator,
             num_shards=self.num_shards,
         )
+        self._read = partial(
+            ShardBatches,
+            self._stream,
+            rows_per_batch=self.rows_per_batch,
+            buffer_size=self.buffer_size,
+            policy=ErrorPolicy(on_error, max_skipped, max_skipped_in_a_row),
+        )
         self._saved: Mapping[str, Any] | None = None
         self._pass: _Pass | None = None
         self._check_rows()
 
     def __iter__(self) -> Iterator[Batch | dict[str, Any]]:
-        positions = self._starting_positions()
-        self._saved, self._pass = None, _Pass(positions, self._stream.epoch)
-        return self._batches(self._pass)
+        own = self._own_shards()
+        current = _Pass(own.start(), self._stream.epoch)
+        self._saved, self._pass = None, current
+        return _given_out(own.turns(current.positions, current.epoch), current)
 
     def __repr__(self) -> str:
         own = changed_settings(self)
@@ -163,14 +165,10 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         """
         if self._saved is not None and self.num_shards is None:
             return copy.deepcopy(dict(self._saved))
-        epoch = self._stream.epoch
-        positions = self._starting_positions()
+        own = self._own_shards()
         if self._saved is None and self._pass is not None:
-            positions, epoch = self._pass.positions, self._pass.epoch
-        settings = self._settings() | {"epoch": epoch}
-        if self.num_shards is not None:
-            return state_of_shards(settings, positions)
-        return state_of_one(settings, *positions.values())
+            return own.state_at(self._pass.positions, self._pass.epoch)
+        return own.state_at(own.start(), self._stream.epoch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next ``iter()`` goes on where ``state`` was taken.
@@ -181,7 +179,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         Raises:
             StateError: the state does not fit; the message says what differs, nothing has changed.
         """
-        self._positions_in(state)
+        self._own_shards().positions_in(state)
         self._saved = copy.deepcopy(dict(state))
 
     def _check_rows(self) -> None:
@@ -196,30 +194,20 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
                 f"{self.buffer_size}; a row holds one example or more"
             )
 
-    def _divided(self, num_workers: int) -> DividedStream:
-        """This rank's shards over the workers of a DataLoader; for PrefetchLoader."""
-        return DividedStream(self, num_workers)
-
-    def _shards(self) -> range:
+    def _own_shards(self) -> DividedStream:
         """The shards of this process: of a rank, or of one of its workers."""
         worker = get_worker_info()
         if worker is None:
-            return self._stream.shards(0)
-        return self._stream.shards(worker.num_workers)[worker.id :: worker.num_workers]
+            return self._divided(0, 0)
+        return self._divided(worker.num_workers, worker.id)
 
-    def _starting_positions(self) -> dict[int, Position]:
-        if self._saved is not None:
-            return self._positions_in(self._saved)
-        return dict.fromkeys(self._shards(), Position())
-
-    def _positions_in(self, state: Mapping[str, Any]) -> dict[int, Position]:
-        settings, packing, shards = self._settings(), self.collator.packing, self._shards()
-        if self.num_shards is not None:
-            return positions_in(state, settings, packing, shards)
-        return dict.fromkeys(shards, position_in(state, settings, packing))
+    def _divided(self, num_workers: int, worker: int | None = None) -> DividedStream:
+        """This rank's shards over the workers of a DataLoader; for PrefetchLoader."""
+        settings = self._settings()
+        return DividedStream(self._stream, self._read, settings, num_workers, worker, self._saved)
 
     def _settings(self) -> dict[str, Any]:
-        """All that shapes batches; a state must have the same."""
+        """All that shapes batches, but for how the stream is divided."""
         collator = self.collator
         return {
             "buffer_size": self.buffer_size,
@@ -231,46 +219,12 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             "model_inputs": collator.model_inputs,
             "train_all": collator.train_all,
             "fields": ", ".join(f"{name}: {spec}" for name, spec in collator.fields.items()),
-            **self._division(),
-            "presharded": self.presharded,
-            "epoch": self._stream.epoch,
         }
 
-    def _division(self) -> dict[str, Any]:
-        if self.num_shards is not None:
-            return {"num_shards": self.num_shards}
-        worker = get_worker_info()
-        rank, world_size = self._stream.node
-        return {
-            "rank": rank,
-            "world_size": world_size,
-            "num_workers": 0 if worker is None else worker.num_workers,
-            "worker": 0 if worker is None else worker.id,
-        }
 
-    def _batches(self, current: _Pass) -> Iterator[Batch | dict[str, Any]]:
-        shards = self._shards()
-        read = partial(self._shard_batches, epoch=current.epoch)
-        for turn in in_rounds(shards, current.positions, read):
-            if turn.shard is not None and turn.after is not None:
-                current.positions[turn.shard] = turn.after
-            if turn.has_batch:
-                yield turn.batch  # when the consumer gets it, the position is after it
-
-    def _shard_batches(
-        self, shard: int, position: Position, *, epoch: int | None
-    ) -> Iterator[tuple[Batch | dict[str, Any], Position]]:
-        """The batches of a shard after ``position``, each with the position after it."""
-        for batch, after in ShardBatches(
-            self._stream,
-            shard,
-            position,
-            rows_per_batch=self.rows_per_batch,
-            buffer_size=self.buffer_size,
-            policy=self._policy,
-        ):
-            if self.num_shards is not None and isinstance(batch, Batch):
-                batch.metadata |= {"shard": shard, "step": after.num_given - 1}
-                batch.metadata |= {} if epoch is None else {"epoch": epoch}
-            yield batch, after
-            del batch
+def _given_out(turns: Iterator[Turn], current: _Pass) -> Iterator[Batch | dict[str, Any]]:
+    for turn in turns:
+        if turn.shard is not None and turn.after is not None:
+            current.positions[turn.shard] = turn.after
+        if turn.has_batch:
+            yield turn.batch  # when the consumer gets it, the position is after it

@@ -8,28 +8,24 @@ tokens of an example that the plan names.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading.streaming.shards import (
-    Example,
-    Place,
-    Stream,
-    TokenizedShard,
-)
-from torch_collate_kit.loading.streaming.skipping import ErrorPolicy, Skipped
+from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading.streaming.shards import Example, Part, Stream
+from torch_collate_kit.loading.streaming.skipping import WrongExamples
+from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing.fitting import cut_to_fit, num_pieces
 from torch_collate_kit.packing.images import ImageLoad, image_load
 from torch_collate_kit.reading.raw import KNOWN, Examples
 from torch_collate_kit.reading.sft import read_columns
 
-__all__ = ["ENTRY", "Reader", "at_positions", "place_after", "reader_of"]
+__all__ = ["ENTRY", "place_after", "reader_of"]
 
 ENTRY = np.dtype(
     [
@@ -43,7 +39,7 @@ ENTRY = np.dtype(
         ("next_start", np.int64),  # ...
         ("source", np.object_),
         ("example", np.object_),  # the whole of it; None where rows are read by position
-        ("skipped", np.object_),  # a tuple of the wrong examples before it; None without any
+        ("skipped", np.object_),  # a tuple of the wrong examples that were left out before it
     ]
 )
 
@@ -61,11 +57,9 @@ class _ExampleReader:
         examples: Iterator[tuple[Example, int, Place]],
         place: Place,
         collator: PackedCollator[Any],
-        of: str,
-        policy: ErrorPolicy,
+        wrong: WrongExamples,
     ) -> None:
-        self._collator, self._of, self._policy = collator, of, policy
-        self.skipped: list[Skipped] = []  # since the last entry
+        self._collator, self._wrong = collator, wrong
         self._entries = self._read(examples, place)
 
     def read(self, num_entries: int) -> np.ndarray:
@@ -87,9 +81,9 @@ class _ExampleReader:
         packing = self._collator.packing
         for example, position, after in examples:
             try:
-                num_tokens = self._checked_length(example)
-                pieces, images = [(0, num_tokens)], self._images(example)
+                num_tokens, images = self._length(example), self._images(example)
                 patches, cost = int(images.patches[0]), int(images.costs[0])
+                pieces = [(0, num_tokens)]
                 if patches or num_tokens > packing.capacity - packing.reserved:
                     fitted = cut_to_fit(np.array([num_tokens]), packing, images)
                     if packing.overflow == "split":
@@ -98,11 +92,7 @@ class _ExampleReader:
                 if is_split := len(pieces) > 1:
                     example = self._as_arrays(example)
             except DataError as error:
-                named = at_positions(error, [position], self._of)
-                if not self._policy.skips:
-                    raise named from error
-                self.skipped.append(Skipped(position, str(named)))
-                self._policy.check_in_a_row(len(self.skipped), self.skipped[-1])
+                self._wrong.leave_out(error, position)
                 before = after
                 continue
             _check_start(before, position, num_tokens)
@@ -111,8 +101,7 @@ class _ExampleReader:
                 following = after if stop == num_tokens else before._replace(start=stop)
                 if start >= before.start:
                     of = position, start, length, is_split, patches, cost
-                    skipped, self.skipped = tuple(self.skipped) or None, []
-                    yield *of, *following, example, skipped
+                    yield *of, *following, example, self._wrong.taken()
             before = after
         _check_start(before)
 
@@ -125,32 +114,26 @@ class _ExampleReader:
             patches = vision.patches(example)
             return image_load([patches], 1, self._collator.packing.cost) if patches else _NO_IMAGE
         except (TypeError, ValueError, LookupError, AttributeError):
-            self._check(example)  # raises what is wrong with its images
+            _check(self._collator, [example])  # raises what is wrong with its images
             raise
-
-    def _check(self, example: Example) -> None:
-        of = self._collator
-        read_columns([example], train_all=of.train_all, fields=of.fields, vision=of.vision)
 
     def _as_arrays(self, example: Example) -> Example:
         """A checked example without unknown keys, its lists converted once for all pieces."""
-        self._check(example)
-        fields = self._collator.fields
-        known = {key: example[key] for key in (*KNOWN, *fields) if key in example}
+        _check(self._collator, [example])
+        known = {key: example[key] for key in (*KNOWN, *self._collator.fields) if key in example}
         return {
             key: np.asarray(value) if isinstance(value, list | tuple) else value
             for key, value in known.items()
         }
 
-    def _checked_length(self, example: Example) -> int:
+    def _length(self, example: Example) -> int:
         try:
             num_tokens = len(example["input_ids"])
         except (TypeError, KeyError, IndexError):
             num_tokens = 0
-        if not num_tokens:  # raises what is wrong with it
-            self._check(example)
-        if _is_too_long(self._collator, num_tokens):
-            self._collator([example])
+        packing = self._collator.packing
+        if not num_tokens or (packing.overflow == "raise" and num_tokens > packing.capacity):
+            _check(self._collator, [example])  # raises what is wrong with it besides its length
         return num_tokens
 
 
@@ -159,24 +142,24 @@ class _RowReader:
 
     def __init__(
         self,
-        shard: TokenizedShard,
+        dataset: TokenizedDataset,
+        positions: range,
         place: Place,
         collator: PackedCollator[Any],
-        policy: ErrorPolicy,
+        wrong: WrongExamples,
     ) -> None:
-        self._dataset, self._positions = shard
-        self._collator, self._policy = collator, policy
-        self.skipped: list[Skipped] = []  # since the last entry
+        self._dataset, self._positions = dataset, positions
+        self._collator, self._wrong = collator, wrong
         self._before = place  # of the first of the positions
-        if not self._positions:
+        if not positions:
             _check_start(place)
         self._ready = np.empty(0, dtype=ENTRY)  # pieces of the last example before them
 
     def read(self, num_entries: int) -> np.ndarray:
         while len(self._ready) < num_entries and self._positions:
             more = self._read(num_entries - len(self._ready))
-            if len(more) and self.skipped:
-                more["skipped"][0], self.skipped = tuple(self.skipped), []
+            if len(more):
+                more["skipped"][0] = self._wrong.taken()
             self._ready = np.concatenate([self._ready, more])
         entries, self._ready = np.split(self._ready, [num_entries])
         return entries
@@ -204,11 +187,7 @@ class _RowReader:
         except DataError as error:
             if len(span) > 1:
                 return self._read(len(span) // 2)  # those before the wrong one are given out
-            named = at_positions(error, [span[0]])
-            if not self._policy.skips:
-                raise named from error
-            self.skipped.append(Skipped(span[0], str(named)))
-            self._policy.check_in_a_row(len(self.skipped), self.skipped[-1])
+            self._wrong.leave_out(error, span[0])
             self._positions, self._before = self._positions[1:], Place(span[0] + 1)
             return np.empty(0, dtype=ENTRY)
         entries = self._entries_of(positions, lengths)
@@ -217,14 +196,13 @@ class _RowReader:
         return entries
 
     def _check(self, positions: np.ndarray, lengths: np.ndarray) -> None:
-        is_wrong = (lengths == 0) | _is_too_long(self._collator, lengths)
-        if is_wrong.any():  # the collator says what is
-            self._collator(self._dataset.__getitems__(positions[is_wrong][:1]))
+        is_empty = lengths == 0
+        if is_empty.any():
+            _check(self._collator, self._dataset.__getitems__(positions[is_empty][:1]))
         cut_to_fit(lengths, self._collator.packing, ImageLoad.none(len(lengths)))
         is_split = self._num_pieces(lengths) > 1
         if is_split.any():  # before any of its pieces is given out
-            whole = self._dataset.__getitems__(positions[is_split])
-            read_columns(whole, train_all=self._collator.train_all, fields=self._collator.fields)
+            _check(self._collator, self._dataset.__getitems__(positions[is_split]))
 
     def _num_pieces(self, lengths: np.ndarray) -> np.ndarray:
         return num_pieces(lengths, self._collator.packing, ImageLoad.none(len(lengths)))
@@ -241,7 +219,8 @@ class _RowReader:
         is_last = starts + num_tokens == lengths[rows]
         num_read_before = np.append(self._before.num_read, positions[:-1] + 1)
         entries = np.zeros(len(rows), dtype=ENTRY)
-        entries["source"] = entries["example"] = entries["skipped"] = None
+        entries["source"] = entries["example"] = None
+        entries["skipped"].fill(())
         entries["position"], entries["start"] = positions[rows], starts
         entries["num_tokens"], entries["is_piece"] = num_tokens, num_tokens < lengths[rows]
         entries["num_read"] = np.where(is_last, positions[rows] + 1, num_read_before[rows])
@@ -250,9 +229,6 @@ class _RowReader:
 
 
 _NO_IMAGE = ImageLoad.none(1)
-
-
-Reader: TypeAlias = _RowReader | _ExampleReader
 
 
 def _check_start(place: Place, position: int = -1, num_tokens: int = 0) -> None:
@@ -268,29 +244,17 @@ def _check_start(place: Place, position: int = -1, num_tokens: int = 0) -> None:
         )
 
 
-def _is_too_long(collator: PackedCollator[Any], num_tokens: Any) -> Any:
-    packing = collator.packing
-    return (num_tokens > packing.capacity) & (packing.overflow == "raise")
+def _check(collator: PackedCollator[Any], examples: Examples) -> None:
+    """DataError if one of them is wrong, however long."""
+    of = collator
+    read_columns(examples, train_all=of.train_all, fields=of.fields, vision=of.vision)
 
 
-def at_positions(error: DataError, positions: Sequence[int], of: str = "the stream") -> DataError:
-    """The error of a batch, with the position in the stream of the one example that it is about.
-
-    >>> at_positions(DataError("example 1 is empty"), [6, 7])
-    DataError('example 7 of the stream is empty')
-    """
-    message, named = str(error), set(re.findall(r"(example|row) (\d+)", str(error)))
-    if len(named) != 1:
-        return DataError(f"{message} (a batch of examples {positions} of {of})")
-    ((kind, number),) = named
-    position = int(number) if kind == "row" else positions[int(number)]  # a row is a position
-    found = f"{kind} {number}"
-    return DataError(message.replace(found, f"example {position} of {of}", 1))
-
-
-def reader_of(stream: Stream, shard: int, place: Place, policy: ErrorPolicy) -> Reader:
-    """What comes after ``place`` in a shard."""
-    found = stream.read(place, shard)
-    if isinstance(found, TokenizedShard):
-        return _RowReader(found, place, stream.collator, policy)
-    return _ExampleReader(found, place, stream.collator, stream.name(shard), policy)
+def reader_of(
+    stream: Stream, part: Part, place: Place, wrong: WrongExamples
+) -> _RowReader | _ExampleReader:
+    """Reads what comes after ``place`` in a shard."""
+    dataset = stream.columns(part, place)
+    if dataset is None:
+        return _ExampleReader(stream.examples(part, place), place, stream.collator, wrong)
+    return _RowReader(dataset, part.after(place, len(dataset)), place, stream.collator, wrong)

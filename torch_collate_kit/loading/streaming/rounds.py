@@ -6,24 +6,13 @@ nothing else, and which shards have a turn is decided by their numbers of batche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any, NamedTuple
 
-from torch_collate_kit.loading.streaming.shards import Place
+from torch_collate_kit.loading.streaming.states import Position
 
-__all__ = ["Position", "Turn", "in_rounds"]
-
-
-class Position(NamedTuple):
-    """How much of a shard has been given out."""
-
-    place: Place = Place()  # where its window began
-    num_batches: int = 0  # since then
-    num_given: int = 0  # batches since the pass began
-    has_ended: bool = False  # known only after the turn that follows the last batch
-    num_skipped: int = 0  # examples that were left out of what was given
-    num_in_a_row: int = 0  # of the last examples, as many as were left out
+__all__ = ["Turn", "in_rounds"]
 
 
 class Turn(NamedTuple):
@@ -31,8 +20,12 @@ class Turn(NamedTuple):
 
     shard: int | None = None
     batch: Any = None
-    has_batch: bool = False
     after: Position | None = None  # of the shard; None if it has not changed
+
+    @property
+    def has_batch(self) -> bool:
+        """Not None: a loader's ``collate_fn`` may return that."""
+        return self.after is not None and not self.after.has_ended
 
 
 _NO_TURN = Turn()
@@ -41,7 +34,7 @@ _NO_TURN = Turn()
 def in_rounds(
     shards: range,
     positions: Mapping[int, Position],
-    read: Callable[[int, Position], Iterator[tuple[Any, Position]]],
+    read: Callable[[int, Position], Iterable[tuple[Any, Position]]],
     *,
     worker: int = 0,
     num_workers: int = 1,
@@ -65,7 +58,7 @@ def in_rounds(
                 turn = _NO_TURN
             else:
                 if shard not in batches:
-                    batches[shard] = read(shard, live[shard])
+                    batches[shard] = iter(read(shard, live[shard]))
                 turn = _next_turn(shard, live, batches[shard])
             if turn.after is not None or num_workers > 1:
                 yield turn
@@ -79,4 +72,4 @@ def _next_turn(
     if given is None:
         return Turn(shard, after=live.pop(shard)._replace(has_ended=True))
     batch, live[shard] = given
-    return Turn(shard, batch, True, live[shard])
+    return Turn(shard, batch, live[shard])

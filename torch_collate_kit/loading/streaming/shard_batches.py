@@ -10,10 +10,15 @@ import numpy.typing as npt
 
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading.streaming.readers import at_positions, reader_of
-from torch_collate_kit.loading.streaming.rounds import Position
+from torch_collate_kit.loading.streaming.readers import reader_of
 from torch_collate_kit.loading.streaming.shards import Stream
-from torch_collate_kit.loading.streaming.skipping import ErrorPolicy, Skipped, plan_without
+from torch_collate_kit.loading.streaming.skipping import (
+    ErrorPolicy,
+    Skipped,
+    WrongExamples,
+    plan_without,
+)
+from torch_collate_kit.loading.streaming.states import Position
 from torch_collate_kit.loading.streaming.windows import PlannedEntries, Windows
 from torch_collate_kit.packing import PackingPlan, PlannedExamples
 
@@ -36,13 +41,17 @@ class ShardBatches:
         shard: int,
         position: Position,
         *,
+        epoch: int | None,
         rows_per_batch: int,
         buffer_size: int,
         policy: ErrorPolicy,
     ) -> None:
-        self._collator, self._name = stream.collator, stream.name(shard)
-        self._position, self._policy = position, policy
-        self._reader = reader_of(stream, shard, position.place, policy)
+        part = stream.part(shard)
+        self._collator, self._position, self._policy = stream.collator, position, policy
+        self._wrong = WrongExamples(policy, part.name)
+        self._reader = reader_of(stream, part, position.place, self._wrong)
+        self._shard = None if stream.num_shards is None else shard
+        self._epoch = {} if epoch is None else {"epoch": epoch}
         packing = self._collator.packing
         self._windows = Windows(
             self._reader.read,
@@ -67,13 +76,18 @@ class ShardBatches:
             if batch is None:
                 continue
             at = self._policy.counted(at._replace(num_given=at.num_given + 1), outcomes)
-            skipped = {one.position for one in outcomes if one is not None}
-            if skipped and isinstance(batch, Batch):
-                batch.metadata["skipped"] = sorted(skipped)
+            if isinstance(batch, Batch):
+                self._describe(batch, at, {one.position for one in outcomes if one is not None})
             outcomes = []
             yield batch, at
             del batch
-        self._policy.counted(at, [*outcomes, *self._reader.skipped])
+        self._policy.counted(at, [*outcomes, *self._wrong.taken()])
+
+    def _describe(self, batch: Batch, after: Position, skipped: set[int]) -> None:
+        if skipped:
+            batch.metadata["skipped"] = sorted(skipped)
+        if self._shard is not None:
+            batch.metadata |= {"shard": self._shard, "step": after.num_given - 1, **self._epoch}
 
     def _not_given(self, at: Position) -> Iterator[tuple[PlannedEntries, Any]]:
         """The batches of the window that follow, and those of all later windows."""
@@ -98,16 +112,17 @@ class ShardBatches:
             if self._policy.skips:
                 wrong = self._wrong_alone(planned)
             if not wrong:
-                raise self._named(error, entries) from error
+                raise self._wrong.named(error, entries["position"].tolist()) from error
         is_wrong = np.zeros(len(entries), dtype=bool)
         is_wrong[list(wrong)] = True
         plan = plan_without(planned.plan, is_wrong)
         if not len(plan.example_indices):
             return None, wrong
+        entries = entries[~is_wrong]
         try:
-            return self._collate(entries[~is_wrong], plan), wrong
+            return self._collate(entries, plan), wrong
         except DataError as error:
-            raise self._named(error, entries[~is_wrong]) from error
+            raise self._wrong.named(error, entries["position"].tolist()) from error
 
     def _wrong_alone(self, planned: PlannedEntries) -> dict[int, Skipped]:
         """The examples of a batch that cannot be collated alone, by their number in it."""
@@ -121,11 +136,8 @@ class ShardBatches:
                 self._collate(entry, plan_without(plan, others))
             except DataError as error:
                 position = int(entry["position"][0])
-                wrong[number] = Skipped(position, str(self._named(error, entry)))
+                wrong[number] = Skipped(position, str(self._wrong.named(error, [position])))
         return wrong
-
-    def _named(self, error: DataError, entries: npt.NDArray[np.void]) -> DataError:
-        return at_positions(error, entries["position"].tolist(), self._name)
 
     def _collate(self, entries: npt.NDArray[np.void], plan: PackingPlan) -> Batch | dict[str, Any]:
         examples = self._reader.examples(entries)
@@ -137,5 +149,5 @@ def _outcomes(entries: npt.NDArray[np.void], wrong: dict[int, Skipped]) -> list[
     """What became of the examples of a batch, and of those before them that could not be packed."""
     outcomes: list[Skipped | None] = []
     for number, before in enumerate(entries["skipped"]):
-        outcomes += [*(before or ()), wrong.get(number)]
+        outcomes += [*before, wrong.get(number)]
     return outcomes

@@ -21,32 +21,27 @@ from torch_collate_kit.loading.streaming.outside_streams import (
     node_of,
     outside_workers,
 )
+from torch_collate_kit.loading.streaming.states import Place
 
-__all__ = [
-    "Example",
-    "ExampleSource",
-    "Place",
-    "Stream",
-    "TokenizedShard",
-]
+__all__ = ["Example", "ExampleSource", "Part", "Stream"]
 
 Example = Mapping[str, Any]
 ExampleSource = Iterable[Example] | Callable[..., Iterable[Example]]
 
 
-class Place(NamedTuple):
-    """A place between two examples of the source, or between two pieces of one."""
+class Part(NamedTuple):
+    """A source, and the examples of it that are a shard: every num_shards-th from ``first`` on."""
 
-    num_read: int = 0  # examples of the source before it, those of other shards included
-    start: int = 0  # tokens of the next example before it
-    source: Any = None  # the source's own state after num_read examples, if it has one
+    source: Any
+    first: int = 0
+    num_shards: int = 1
+    name: str = "the stream"  # where positions count, in the words of an error message
 
-
-class TokenizedShard(NamedTuple):
-    """A source that is read by position."""
-
-    dataset: TokenizedDataset
-    positions: range  # that this rank and worker reads
+    def after(self, place: Place, num_examples: int) -> range:
+        """The positions that follow ``place``, of a source of so many examples."""
+        _check_num_read(place, num_examples)
+        first = place.num_read + (self.first - place.num_read) % self.num_shards
+        return range(first, num_examples, self.num_shards)
 
 
 class Stream:
@@ -68,29 +63,22 @@ class Stream:
     ) -> None:
         _check_source(source)
         self.collator = collator
-        self._source, self._rank, self._world_size = source, rank, world_size
-        self._presharded, self._num_shards = presharded, num_shards
+        self.source, self._rank, self._world_size = source, rank, world_size
+        self.presharded, self.num_shards = presharded, num_shards
         self._was_moved = False  # a datasets stream keeps the state it was given for every pass
-        self._counts_by_shard = presharded
-        if num_shards is None:
-            self._check_split_once(source)
-        else:
+        if num_shards is not None:
             _check_divisible(source, num_shards, world_size, presharded=presharded)
-
-    @property
-    def source(self) -> ExampleSource:
-        """As it was given."""
-        return self._source
+        self._check_not_split(source)
 
     @property
     def node(self) -> tuple[int, int]:
         """Rank and world size, of the source where it is split already."""
-        return node_of(self._source) or (self._rank, self._world_size)
+        return node_of(self.source) or (self._rank, self._world_size)
 
     @property
     def epoch(self) -> int | None:
         """The source's epoch, which its order may depend on, if it has one."""
-        epoch = getattr(self._source, "epoch", None)
+        epoch = getattr(self.source, "epoch", None)
         return epoch if type(epoch) is int else None
 
     def shards(self, num_workers: int) -> range:
@@ -101,57 +89,37 @@ class Stream:
         """
         rank, world_size = self.node
         num_each = max(1, num_workers)
-        if self._num_shards is not None:
-            num_each = self._num_shards // world_size
+        if self.num_shards is not None:
+            num_each = self.num_shards // world_size
             if num_workers > num_each:
                 raise ValueError(
-                    f"num_workers={num_workers}, but with num_shards={self._num_shards} and "
+                    f"num_workers={num_workers}, but with num_shards={self.num_shards} and "
                     f"world_size={world_size} a rank has {num_each} shards; take at most as many "
                     "workers"
                 )
         return range(rank * num_each, (rank + 1) * num_each)
 
-    def name(self, shard: int) -> str:
-        """Where the positions of a shard's examples count, in the words of an error message."""
-        is_part = self._num_shards is not None and self._counts_by_shard
-        return f"shard {shard} of the stream" if is_part else "the stream"
-
-    def read(
-        self, place: Place, shard: int
-    ) -> TokenizedShard | Iterator[tuple[Example, int, Place]]:
-        """What comes after ``place.num_read`` examples, in a shard of this process.
-
-        Rows of a dataset if the source has columns, otherwise tuples: an example, its position in
-        the source, and the place after it.
-        """
-        source, index, num_shards = self._part(shard)
-        if place.source is None and (dataset := self._as_rows(source)) is not None:
-            _check_num_read(place, min(len(dataset), place.num_read))
-            first = place.num_read + (index - place.num_read) % num_shards
-            return TokenizedShard(dataset, range(first, len(dataset), num_shards))
-        return self._examples(source, place, index, num_shards)
-
-    def _part(self, shard: int) -> tuple[Any, int, int]:
-        """A source, and the part of it that is the shard: ``index`` modulo ``num_shards``."""
-        if self._num_shards is None:
+    def part(self, shard: int) -> Part:
+        """A shard of this process."""
+        if self.num_shards is None:
             source = self._made()
-            self._check_split_once(source)
-            return source, *self._shard(source)
+            self._check_not_split(source)
+            return Part(source, *self._index(source))
+        name = f"shard {shard} of the stream"
         with no_worker():
-            source = self._made(shard) if self._presharded else self._made()
-            if self._presharded:
-                return source, 0, 1
-            _check_whole(source, self._num_shards)
-            if not is_datasets_stream(source):
-                return source, shard, self._num_shards
-            self._counts_by_shard = True
-            return canonical_part(source, shard, self._num_shards), 0, 1
+            if self.presharded:
+                return Part(self._made(shard), name=name)
+            source = self._made()
+            self._check_not_split(source)
+            if is_datasets_stream(source):
+                return Part(canonical_part(source, shard, self.num_shards), name=name)
+            return Part(source, shard, self.num_shards)
 
     def _made(self, *shard: int) -> Any:
-        if _is_iterable(self._source):
-            return self._source
-        assert callable(self._source)
-        source = self._source(*shard)
+        if _is_iterable(self.source):
+            return self.source
+        assert callable(self.source)
+        source = self.source(*shard)
         if not _is_iterable(source):
             raise TypeError(
                 f"the callable source returned a {type(source).__name__}; it must return an "
@@ -159,14 +127,15 @@ class Stream:
             )
         return source
 
-    def _as_rows(self, source: Any) -> TokenizedDataset | None:
-        """The source as rows, if these are what iterating over it gives.
+    def columns(self, part: Part, place: Place) -> TokenizedDataset | None:
+        """The source as columns, if their rows are what iterating over it gives.
 
         Not a ``datasets.IterableDataset``, whose state is exact only between the tables that it
         reads (docs/design_log.md), nor a ``datasets.Dataset`` with declared fields. With images
         every example is read, since its length does not say how large they are.
         """
-        if self.collator.vision is not None:
+        source = part.source
+        if self.collator.vision is not None or place.source is not None:
             return None
         if (
             is_a(source, "datasets", "Dataset")
@@ -181,12 +150,12 @@ class Stream:
                 return None
         return source if type(source) is TokenizedDataset and source._is_plain() else None
 
-    def _examples(
-        self, source: Any, place: Place, index: int, num_shards: int
-    ) -> Iterator[tuple[Example, int, Place]]:
+    def examples(self, part: Part, place: Place) -> Iterator[tuple[Example, int, Place]]:
+        """What comes after ``place``: an example, its position, and the place after it."""
+        source, num_shards = part.source, part.num_shards
         has_state = has_exact_state(source)
         examples = self._open(source, place, has_state)
-        num_before = (index - place.num_read) % num_shards
+        num_before = (part.first - place.num_read) % num_shards
         for i, example in enumerate(islice(examples, num_before, None, num_shards)):
             position = place.num_read + num_before + i * num_shards
             state = source.state_dict() if has_state else None
@@ -204,22 +173,22 @@ class Stream:
             source.load_state_dict(copy.deepcopy(place.source))
             self._was_moved = True
             return self._iterated(source)
-        if self._num_shards is None and self._was_moved and is_datasets_stream(source):
+        if self.num_shards is None and self._was_moved and is_datasets_stream(source):
             source.load_state_dict(None)
             self._was_moved = False
         if type(source) in (list, tuple):
-            _check_num_read(place, min(len(source), place.num_read))
+            _check_num_read(place, len(source))
             return islice(source, place.num_read, None)
         examples = self._iterated(source)
         _check_num_read(place, sum(1 for _ in islice(examples, place.num_read)))
         return examples
 
     def _iterated(self, source: Any) -> Iterator[Example]:
-        return iter(source) if self._num_shards is None else outside_workers(source)
+        return iter(source) if self.num_shards is None else outside_workers(source)
 
-    def _shard(self, source: Any) -> tuple[int, int]:
-        """This process reads the examples at ``index`` modulo ``num_shards``."""
-        if self._presharded:
+    def _index(self, source: Any) -> tuple[int, int]:
+        """This process reads the examples at the first of these, modulo the second."""
+        if self.presharded:
             return 0, 1
         index, num_shards = (0, 1) if node_of(source) else (self._rank, self._world_size)
         worker = get_worker_info()
@@ -227,12 +196,20 @@ class Stream:
             return index, num_shards
         return index * worker.num_workers + worker.id, num_shards * worker.num_workers
 
-    def _check_split_once(self, source: Any) -> None:
+    def _check_not_split(self, source: Any) -> None:
         node = node_of(source)
-        if node is not None and self._world_size > 1:
+        if node is None:
+            return
+        found = f"source is split by node already (rank {node[0]} of {node[1]})"
+        if self.num_shards is not None:
             raise ValueError(
-                f"source is split by node already (rank {node[0]} of {node[1]}) and would be split "
-                f"again by world_size={self._world_size}; leave rank and world_size out"
+                f"{found}, so it cannot be divided into num_shards={self.num_shards} shards; pass "
+                "the stream before split_dataset_by_node, with rank and world_size"
+            )
+        if self._world_size > 1:
+            raise ValueError(
+                f"{found} and would be split again by world_size={self._world_size}; leave rank "
+                "and world_size out"
             )
 
 
@@ -262,8 +239,6 @@ def _check_divisible(source: Any, num_shards: int, world_size: int, *, presharde
             f"number of a shard, 0 to {num_shards - 1}, and makes its examples, got "
             f"{type(source).__name__}"
         )
-    if not presharded:
-        _check_whole(source, num_shards)
     if _is_iterable(source) and not is_datasets_stream(source) and has_exact_state(source):
         raise TypeError(
             f"source is a {type(source).__name__} with a state_dict, so it has one position, but "
@@ -271,20 +246,11 @@ def _check_divisible(source: Any, num_shards: int, world_size: int, *, presharde
         )
 
 
-def _check_whole(source: Any, num_shards: int) -> None:
-    if (node := node_of(source)) is not None:
-        raise ValueError(
-            f"source is split by node already (rank {node[0]} of {node[1]}), so it cannot be "
-            f"divided into num_shards={num_shards} shards; pass the stream before "
-            "split_dataset_by_node, with rank and world_size"
-        )
-
-
-def _check_num_read(place: Place, num_skipped: int) -> None:
-    if num_skipped < place.num_read:
+def _check_num_read(place: Place, num_examples: int) -> None:
+    if num_examples < place.num_read:
         raise StateError(
             f"the state is after example {place.num_read} of the stream, which has "
-            f"{num_skipped}; the source is not what it was when the state was saved"
+            f"{num_examples}; the source is not what it was when the state was saved"
         )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,10 +12,12 @@ import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading.streaming.rounds import Position
+from torch_collate_kit.loading.streaming.states import Position
 from torch_collate_kit.packing import PackingPlan
+from torch_collate_kit.packing.planner import part_of
+from torch_collate_kit.packing.rows import Rows, running_sum
 
-__all__ = ["ErrorPolicy", "Skipped", "plan_without"]
+__all__ = ["ErrorPolicy", "Skipped", "WrongExamples", "plan_without"]
 
 _logger = logging.getLogger("torch_collate_kit.loading")
 
@@ -67,6 +69,49 @@ class ErrorPolicy:
         return position._replace(num_skipped=num_skipped, num_in_a_row=in_a_row)
 
 
+class WrongExamples:
+    """Names the wrong examples of a shard, and keeps those that a reader leaves out.
+
+    ``of`` is where their positions count: "the stream", or "shard 3 of the stream".
+    """
+
+    def __init__(self, policy: ErrorPolicy, of: str) -> None:
+        self._policy, self._of = policy, of
+        self._left_out: list[Skipped] = []
+
+    def leave_out(self, error: DataError, position: int) -> None:
+        """The example at ``position``, whose error this is.
+
+        Raises:
+            DataError: it may not be left out, or too many were one after the other.
+        """
+        skipped = Skipped(position, str(self.named(error, [position])))
+        if not self._policy.skips:
+            raise DataError(skipped.reason) from error
+        self._left_out.append(skipped)
+        self._policy.check_in_a_row(len(self._left_out), skipped)
+
+    def taken(self) -> tuple[Skipped, ...]:
+        """Those that were left out since the last call."""
+        taken, self._left_out = tuple(self._left_out), []
+        return taken
+
+    def named(self, error: DataError, positions: Sequence[int]) -> DataError:
+        """The error of a batch, with the position of the one example that it is about.
+
+        >>> wrong = WrongExamples(ErrorPolicy("raise", 1, 1), "the stream")
+        >>> wrong.named(DataError("example 1 is empty"), [6, 7])
+        DataError('example 7 of the stream is empty')
+        """
+        message, named = str(error), set(re.findall(r"(example|row) (\d+)", str(error)))
+        if len(named) != 1:
+            return DataError(f"{message} (a batch of examples {positions} of {self._of})")
+        ((kind, number),) = named
+        position = int(number) if kind == "row" else positions[int(number)]  # a row is a position
+        found = f"{kind} {number}"
+        return DataError(message.replace(found, f"example {position} of {self._of}", 1))
+
+
 def plan_without(plan: PackingPlan, is_wrong: npt.NDArray[np.bool_]) -> PackingPlan:
     """The same rows without some examples, bool [N]; the others are numbered anew.
 
@@ -75,21 +120,6 @@ def plan_without(plan: PackingPlan, is_wrong: npt.NDArray[np.bool_]) -> PackingP
     >>> plan.bins, plan_without(plan, np.array([True, False, True])).bins
     ([[2], [0, 1]], [[], [0]])
     """
-    numbers = np.cumsum(~is_wrong) - 1
-    left = ~is_wrong[plan.example_indices]
-
-    def renumbered(examples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return numbers[examples[~is_wrong[examples]]]
-
-    num_before = np.concatenate([[0], np.cumsum(left)])
-    return replace(
-        plan,
-        example_indices=renumbered(plan.example_indices),
-        starts=plan.starts[left],
-        lengths=plan.lengths[left],
-        row_offsets=num_before[plan.row_offsets],
-        dropped=renumbered(plan.dropped),
-        cut=renumbered(plan.cut),
-        patches=plan.patches[left],
-        vision_costs=plan.vision_costs[left],
-    )
+    is_left = ~is_wrong[plan.example_indices]
+    rows = Rows(np.flatnonzero(is_left), running_sum(is_left)[plan.row_offsets])
+    return part_of(plan, rows, np.flatnonzero(~is_wrong))

@@ -1,70 +1,76 @@
-"""States of streams: where each shard is, as small JSON, read, checked and joined."""
+"""Positions in a stream, and its states: where each shard is, as small JSON, checked and joined."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.sampler.arguments import is_same
-from torch_collate_kit.loading.streaming.rounds import Position
-from torch_collate_kit.loading.streaming.shards import Place
 from torch_collate_kit.packing import PackingOptions
 
-__all__ = ["merge_states", "position_in", "positions_in", "state_of_one", "state_of_shards"]
+__all__ = ["Place", "Position", "merge_states", "positions_in", "state_of"]
 
 # They go up with the number of buffers in a window, and with any change to which examples make a
 # batch. Version 3 is the state of one shard, version 4 of any number of them.
 _VERSION, _SHARDS_VERSION = 3, 4
 _MAX_COUNT = 2**63 - 1
+_NONE = [0, 0]  # num_skipped and num_in_a_row of a shard that has left out nothing
 
 
-def state_of_one(settings: Mapping[str, Any], position: Position) -> dict[str, Any]:
-    """The state of a process that is one shard."""
-    counts = {**position.place._asdict(), "num_batches": position.num_batches}
-    skipped = {"skipped": _skipped_of(position)} if position.num_skipped else {}
-    return copy.deepcopy({"version": _VERSION, **settings, **counts, **skipped})
+class Place(NamedTuple):
+    """A place between two examples of the source, or between two pieces of one."""
+
+    num_read: int = 0  # examples of the source before it, those of other shards included
+    start: int = 0  # tokens of the next example before it
+    source: Any = None  # the source's own state after num_read examples, if it has one
 
 
-def state_of_shards(
-    settings: Mapping[str, Any], positions: Mapping[int, Position]
-) -> dict[str, Any]:
-    """The state of some shards: num_read, start, num_batches, num_given and the source's state."""
-    shards, skipped = {}, {}
-    for shard, at in sorted(positions.items()):
-        place = at.place
-        counts = [place.num_read, place.start, at.num_batches, at.num_given]
-        shards[str(shard)] = counts if place.source is None else [*counts, place.source]
-        if at.num_skipped:
-            skipped[str(shard)] = _skipped_of(at)
-    ended = sorted(shard for shard, position in positions.items() if position.has_ended)
-    state = {"version": _SHARDS_VERSION, **settings, "shards": shards, "ended": ended}
-    return copy.deepcopy(state | ({"skipped": skipped} if skipped else {}))
+class Position(NamedTuple):
+    """How much of a shard has been given out."""
+
+    place: Place = Place()  # where its window began
+    num_batches: int = 0  # since then
+    num_given: int = 0  # batches since the pass began
+    has_ended: bool = False  # known only after the turn that follows the last batch
+    num_skipped: int = 0  # examples that were left out of what was given
+    num_in_a_row: int = 0  # of the last examples, as many as were left out
 
 
-def _skipped_of(position: Position) -> list[int]:
-    return [position.num_skipped, position.num_in_a_row]
+def state_of(settings: Mapping[str, Any], positions: Mapping[int, Position]) -> dict[str, Any]:
+    """The state of some shards, or of a process that is one shard: then settings name its worker.
 
-
-def position_in(
-    state: Mapping[str, Any], settings: Mapping[str, Any], packing: PackingOptions
-) -> Position:
-    """The position in the state of one shard.
-
-    Raises:
-        StateError: the state does not fit, or is damaged.
+    Of shards it has num_read, start, num_batches, num_given and the source's own state.
     """
-    _check_version(state, _VERSION)
-    state = {"rows_multiple_of": None, **state}  # the first states of version 3 do not have it
-    _check_settings(state, settings)
-    counts = [state.get(name) for name in ("num_read", "start", "num_batches")]
-    if not _are_counts(counts):
-        raise StateError(f"the state's num_read, start, num_batches are {counts}; it is damaged")
-    _check_start(state["start"], packing)
-    place = Place(state["num_read"], state["start"], copy.deepcopy(state.get("source")))
-    position = Position(place, state["num_batches"])
-    return _with_skipped(position, state["skipped"]) if "skipped" in state else position
+    if "worker" in settings:
+        (at,) = positions.values()
+        state = {"version": _VERSION, **settings, **at.place._asdict()}
+        state["num_batches"] = at.num_batches
+        return copy.deepcopy(state | ({"skipped": _skipped_of(at)} if at.num_skipped else {}))
+    shards = {str(shard): _entry_of(at) for shard, at in positions.items()}
+    ended = [shard for shard, at in positions.items() if at.has_ended]
+    skipped = {str(shard): _skipped_of(at) for shard, at in positions.items() if at.num_skipped}
+    return _with_shards({"version": _SHARDS_VERSION, **settings}, shards, ended, skipped)
+
+
+def _entry_of(at: Position) -> list[Any]:
+    counts = [at.place.num_read, at.place.start, at.num_batches, at.num_given]
+    return counts if at.place.source is None else [*counts, at.place.source]
+
+
+def _skipped_of(at: Position) -> list[int]:
+    return [at.num_skipped, at.num_in_a_row]
+
+
+def _with_shards(
+    state: dict[str, Any], shards: dict[str, Any], ended: list[int], skipped: dict[str, Any]
+) -> dict[str, Any]:
+    state["shards"] = {shard: shards[shard] for shard in sorted(shards, key=int)}
+    state["ended"] = sorted(ended)
+    if skipped:
+        state["skipped"] = skipped
+    return copy.deepcopy(state)
 
 
 def positions_in(
@@ -78,53 +84,54 @@ def positions_in(
     Raises:
         StateError: the state does not fit, is damaged, or has not all of the shards.
     """
+    if "worker" in settings:
+        return dict.fromkeys(shards, _position_of_one(state, settings, packing))
     _check_version(state, _SHARDS_VERSION)
     _check_settings(state, settings)
-    found: Any = state.get("shards")
-    ended: Any = state.get("ended")
-    if not isinstance(found, Mapping) or not _are_of(found, ended):
+    if not _has_shards(state):
+        found, ended = state.get("shards"), state.get("ended")
         raise StateError(f"the state has shards={found!r}, ended={ended!r}; it is damaged")
-    if missing := [shard for shard in shards if str(shard) not in found]:
+    if missing := [shard for shard in shards if str(shard) not in state["shards"]]:
         raise StateError(
-            f"the state has {len(found)} shards, but not {missing}, which this rank reads; it is "
-            "the state of another rank: load merge_states([...]) of the states of all ranks"
+            f"the state has {len(state['shards'])} shards, but not {missing}, which this rank "
+            "reads; it is the state of another rank: load merge_states([...]) of the states of all "
+            "ranks"
         )
-    skipped = _skipped_in(state, found)
-    positions = {
-        shard: _position_of(found[str(shard)], shard, shard in ended, packing) for shard in shards
-    }
-    return {
-        shard: _with_skipped(position, skipped[str(shard)]) if str(shard) in skipped else position
-        for shard, position in positions.items()
-    }
+    skipped = _skipped_in(state)
+    positions = {}
+    for shard in shards:
+        entry = state["shards"][str(shard)]
+        if not isinstance(entry, list) or len(entry) not in (4, 5) or not _are_counts(entry[:4]):
+            raise StateError(
+                f"the state's shard {shard} is {entry!r}, not [num_read, start, num_batches, "
+                "num_given] with a state of the source or without; it is damaged"
+            )
+        position = _position(entry, skipped.get(str(shard), _NONE), packing)
+        positions[shard] = position._replace(has_ended=shard in state["ended"])
+    return positions
 
 
-def _skipped_in(state: Mapping[str, Any], shards: Mapping[str, Any]) -> Mapping[str, Any]:
-    skipped = state.get("skipped", {})
-    if not isinstance(skipped, Mapping) or not skipped.keys() <= shards.keys():
-        raise StateError(f"the state has skipped={skipped!r}; it is damaged")
-    return skipped
+def _position_of_one(
+    state: Mapping[str, Any], settings: Mapping[str, Any], packing: PackingOptions
+) -> Position:
+    _check_version(state, _VERSION)
+    state = {"rows_multiple_of": None, **state}  # the first states of version 3 do not have it
+    _check_settings(state, settings)
+    counts = [state.get(name) for name in ("num_read", "start", "num_batches")]
+    if not _are_counts(counts):
+        raise StateError(f"the state's num_read, start, num_batches are {counts}; it is damaged")
+    entry = [*counts, 0, state.get("source")]
+    return _position(entry, state.get("skipped", _NONE), packing)
 
 
-def _with_skipped(position: Position, found: Any) -> Position:
-    if not isinstance(found, list) or len(found) != 2 or not _are_counts(found):
-        raise StateError(
-            f"the state has skipped={found!r}, not [num_skipped, num_in_a_row]; it is damaged"
-        )
-    return position._replace(num_skipped=found[0], num_in_a_row=found[1])
-
-
-def _position_of(found: Any, shard: int, has_ended: bool, packing: PackingOptions) -> Position:
-    counts = found[:4] if isinstance(found, list) else found
-    if not isinstance(counts, list) or len(found) not in (4, 5) or not _are_counts(counts):
-        raise StateError(
-            f"the state's shard {shard} is {found!r}, not [num_read, start, num_batches, "
-            "num_given] with a state of the source or without; it is damaged"
-        )
-    num_read, start, num_batches, num_given = counts
+def _position(entry: list[Any], skipped: Any, packing: PackingOptions) -> Position:
+    num_read, start, num_batches, num_given, *source = copy.deepcopy(entry)
     _check_start(start, packing)
-    source = copy.deepcopy(found[4]) if len(found) == 5 else None
-    return Position(Place(num_read, start, source), num_batches, num_given, has_ended)
+    if not isinstance(skipped, list) or len(skipped) != 2 or not _are_counts(skipped):
+        raise StateError(
+            f"the state has skipped={skipped!r}, not [num_skipped, num_in_a_row]; it is damaged"
+        )
+    return Position(Place(num_read, start, *source), num_batches, num_given, False, *skipped)
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -162,8 +169,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def _merged(states: list[Mapping[str, Any]]) -> dict[str, Any]:
     settings = []
     for number, state in enumerate(states):
-        found: Any = state.get("shards")
-        if not _are_numbered(found) or not _are_of(found, state.get("ended")):
+        if not _has_shards(state):
             raise StateError(
                 f"state {number} has {sorted(map(str, state))}, no shards; pass the state of a "
                 "PackedIterableDataset with num_shards=, or of a PrefetchLoader of one"
@@ -177,6 +183,8 @@ def _merged(states: list[Mapping[str, Any]]) -> dict[str, Any]:
         settings.append({k: v for k, v in state.items() if k not in of_shards})
     _check_agree(settings)
     shards: dict[str, Any] = {}
+    ended: list[int] = []
+    skipped: dict[str, Any] = {}
     for number, state in enumerate(states):
         if twice := sorted(shards.keys() & state["shards"].keys(), key=int):
             raise StateError(
@@ -184,11 +192,9 @@ def _merged(states: list[Mapping[str, Any]]) -> dict[str, Any]:
                 "state of each rank once"
             )
         shards |= state["shards"]
-    in_order = {shard: shards[shard] for shard in sorted(shards, key=int)}
-    ended = sorted(shard for state in states for shard in state["ended"])
-    merged = {**settings[0], "shards": in_order, "ended": ended}
-    skipped = {k: v for state in states for k, v in _skipped_in(state, state["shards"]).items()}
-    return copy.deepcopy(merged | ({"skipped": skipped} if skipped else {}))
+        ended += state["ended"]
+        skipped |= _skipped_in(state)
+    return _with_shards(settings[0], shards, ended, skipped)
 
 
 def _check_agree(states: list[dict[str, Any]]) -> None:
@@ -233,16 +239,20 @@ def _check_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> No
             )
 
 
-def _are_of(shards: Mapping[str, Any], ended: Any) -> bool:
-    """Whether those that have ended are among the shards, each an int."""
-    is_list = isinstance(ended, list)
-    return is_list and all(type(shard) is int and str(shard) in shards for shard in ended)
+def _has_shards(state: Mapping[str, Any]) -> bool:
+    """Whether it has shards by their number, and a list of those that have ended."""
+    shards, ended = state.get("shards"), state.get("ended")
+    if not isinstance(shards, Mapping) or not isinstance(ended, list):
+        return False
+    are_numbered = all(isinstance(shard, str) and shard.isdecimal() for shard in shards)
+    return are_numbered and all(type(shard) is int and str(shard) in shards for shard in ended)
 
 
-def _are_numbered(shards: Any) -> bool:
-    return isinstance(shards, Mapping) and all(
-        isinstance(shard, str) and shard.isdecimal() for shard in shards
-    )
+def _skipped_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    skipped = state.get("skipped", {})
+    if not isinstance(skipped, Mapping) or not skipped.keys() <= state["shards"].keys():
+        raise StateError(f"the state has skipped={skipped!r}; it is damaged")
+    return skipped
 
 
 def _are_counts(counts: list[Any]) -> bool:

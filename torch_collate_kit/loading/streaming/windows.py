@@ -20,13 +20,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from torch_collate_kit.loading.streaming.readers import ENTRY, place_after
-from torch_collate_kit.loading.streaming.shards import Place
+from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import PackingOptions, PackingPlan
 from torch_collate_kit.packing.images import ImageLoad
 from torch_collate_kit.packing.planner import fill_rows, rows_alone
 
-__all__ = ["PlannedEntries", "Windows", "fullest_groups", "groups_to_pack"]
-
+__all__ = ["PlannedEntries", "Windows"]
 
 # A batch: ascending indices into the buffer, and the plan of these entries.
 Group: TypeAlias = tuple[np.ndarray, PackingPlan]
@@ -46,30 +45,6 @@ class PlannedEntries(NamedTuple):
             starts = entries["start"][plan.example_indices]
             plan = replace(plan, starts=starts, cut=np.flatnonzero(is_piece))
         return cls(entries, plan)
-
-
-class Waiting(NamedTuple):
-    """What decides where the entries of a buffer go, in stream order: int64 [N] each."""
-
-    lengths: np.ndarray
-    images: ImageLoad
-
-    @classmethod
-    def of(cls, entries: np.ndarray) -> Waiting:
-        """The entries of a buffer."""
-        lengths, patches, costs = (
-            np.ascontiguousarray(entries[name]) for name in ("num_tokens", "patches", "vision_cost")
-        )
-        return cls(lengths, ImageLoad(patches, costs))
-
-    def first(self, number: int) -> Waiting:
-        """The first ones."""
-        patches, costs = self.images.patches[:number], self.images.costs[:number]
-        return Waiting(self.lengths[:number], ImageLoad(patches, costs))
-
-    def filled(self, packing: PackingOptions) -> PackingPlan:
-        """Rows of them, as the strategy opens these."""
-        return fill_rows(self.lengths, packing, self.images)
 
 
 class Windows:
@@ -99,14 +74,15 @@ class Windows:
     def __iter__(self) -> Iterator[tuple[PlannedEntries, Place | None]]:
         while self._read_on():
             ended = len(self._buffer) < self._buffer_size
-            waiting = Waiting.of(self._buffer)
             groups, next_window = [], None
             if not ended and self._num_read <= (self._num_buffers - 1) * self._buffer_size:
-                groups = fullest_groups(waiting, self._packing, self._rows_per_batch)
+                groups = _fullest_groups(self._buffer, self._packing, self._rows_per_batch)
                 self._num_broken = len(self._buffer) if groups else self._num_broken
             if not groups:
-                groups = groups_to_pack(waiting, self._packing, self._rows_per_batch, ended=ended)
-                next_window = self._window_behind(sum(len(indices) for indices, _ in groups))
+                groups = _first_groups(
+                    self._buffer, self._packing, self._rows_per_batch, ended=ended
+                )
+                next_window = self._window_after(sum(len(indices) for indices, _ in groups))
             batches = self._taken_out(groups)
             while len(batches) > 1:
                 yield batches.popleft(), None
@@ -121,7 +97,7 @@ class Windows:
         self._num_read += len(more)
         return len(self._buffer) > 0
 
-    def _window_behind(self, num_packed: int) -> Place | None:
+    def _window_after(self, num_packed: int) -> Place | None:
         """Where the next window begins after the first ``num_packed``; None if it may not yet.
 
         It is read from one place on, so what waits must be an unbroken piece of the stream.
@@ -146,18 +122,20 @@ class Windows:
         return batches
 
 
-def fullest_groups(waiting: Waiting, packing: PackingOptions, rows_per_batch: int) -> list[Group]:
-    """The examples of each batch; none if too few rows would remain.
+def _fullest_groups(
+    buffer: np.ndarray, packing: PackingOptions, rows_per_batch: int
+) -> list[Group]:
+    """The entries of each batch; none if too few rows would remain.
 
-    ``waiting`` are the entries of the buffer. The batches hold at least a third of the examples, so
-    an example is packed about three times.
+    The batches hold at least a third of the examples, so an example is packed about three times.
 
-    >>> waiting = Waiting(np.array([4, 2, 6, 3]), ImageLoad.none(4))
-    >>> groups = fullest_groups(waiting, PackingOptions(6), 1)
+    >>> buffer = np.zeros(4, dtype=ENTRY)
+    >>> buffer["num_tokens"] = [4, 2, 6, 3]
+    >>> groups = _fullest_groups(buffer, PackingOptions(6), 1)
     >>> [indices.tolist() for indices, plan in groups]  # and 6 and 3 wait
     [[0, 1]]
     """
-    packed = waiting.filled(packing)
+    packed = _filled(buffer, packing)
     if packed.num_rows < 2 * rows_per_batch:
         return []
     # Of equally full rows (in percent) those with the oldest longest example go first. Choosing the
@@ -176,32 +154,27 @@ def fullest_groups(waiting: Waiting, packing: PackingOptions, rows_per_batch: in
     return _grouped(packed, order[:num_rows], packing, rows_per_batch)
 
 
-def groups_to_pack(
-    waiting: Waiting,
-    packing: PackingOptions,
-    rows_per_batch: int,
-    *,
-    ended: bool,
+def _first_groups(
+    buffer: np.ndarray, packing: PackingOptions, rows_per_batch: int, *, ended: bool
 ) -> list[Group]:
-    """The examples of each batch; together they are ``range(num_packed)``.
+    """The entries of each batch; together they are the first ones, or all if the stream has ended.
 
-    ``waiting`` are the entries of the buffer; ``ended``: no more examples will come.
-
-    >>> waiting = Waiting(np.array([4, 2, 6, 3]), ImageLoad.none(4))
-    >>> groups = groups_to_pack(waiting, PackingOptions(6), 1, ended=False)
+    >>> buffer = np.zeros(4, dtype=ENTRY)
+    >>> buffer["num_tokens"] = [4, 2, 6, 3]
+    >>> groups = _first_groups(buffer, PackingOptions(6), 1, ended=False)
     >>> [indices.tolist() for indices, plan in groups]
     [[0, 1], [2]]
     """
     if not ended:
-        waiting = waiting.first(_num_ready(waiting, packing, rows_per_batch))
-    packed = waiting.filled(packing)
+        buffer = buffer[: _num_ready(buffer, packing, rows_per_batch)]
+    packed = _filled(buffer, packing)
     return _grouped(packed, np.arange(packed.num_rows), packing, rows_per_batch)
 
 
 def _grouped(
     packed: PackingPlan, chosen: np.ndarray, packing: PackingOptions, rows_per_batch: int
 ) -> list[Group]:
-    """The examples of the rows ``chosen``, ``rows_per_batch`` rows per group."""
+    """The entries of the rows ``chosen``, ``rows_per_batch`` rows per group."""
     # By the longest example of each row, which is its first. In the order in which they were opened
     # the longest would come first, and by their oldest example those with many short ones.
     if len(packed.lengths):
@@ -215,16 +188,23 @@ def _grouped(
     return groups
 
 
-def _num_ready(waiting: Waiting, packing: PackingOptions, rows_per_batch: int) -> int:
-    """The most examples that fill whole batches but not the last row; all, if none do."""
-    num_waiting = len(waiting.lengths)
+def _num_ready(buffer: np.ndarray, packing: PackingOptions, rows_per_batch: int) -> int:
+    """The most entries that fill whole batches but not the last row; all, if none do."""
 
-    def num_rows(num_examples: int) -> int:
-        packed = waiting.first(num_examples).filled(packing)
+    def num_rows(num_entries: int) -> int:
+        packed = _filled(buffer[:num_entries], packing)
         return packed.num_rows - packed.num_dummy_rows
 
-    most_rows = (num_rows(num_waiting) - 1) // rows_per_batch * rows_per_batch
-    num_ready = bisect_right(range(1, num_waiting + 1), most_rows, key=num_rows)
-    while num_rows(num_ready) % rows_per_batch:  # rare: one more example may save a row
+    most_rows = (num_rows(len(buffer)) - 1) // rows_per_batch * rows_per_batch
+    num_ready = bisect_right(range(1, len(buffer) + 1), most_rows, key=num_rows)
+    while num_rows(num_ready) % rows_per_batch:  # rare: one more entry may save a row
         num_ready -= 1
-    return num_ready if num_rows(num_ready) else num_waiting
+    return num_ready if num_rows(num_ready) else len(buffer)
+
+
+def _filled(entries: np.ndarray, packing: PackingOptions) -> PackingPlan:
+    """Rows of them, as the strategy opens these."""
+    lengths, patches, costs = (
+        np.ascontiguousarray(entries[name]) for name in ("num_tokens", "patches", "vision_cost")
+    )
+    return fill_rows(lengths, packing, ImageLoad(patches, costs))

@@ -139,6 +139,14 @@ class AuditColumns:
         """int64, the first tokens of generation prompts, which begin a turn of the assistant."""
         return self.places_of(self.vocabulary.header_ids)
 
+    @cached_property
+    def headers_of_turns(self) -> np.ndarray:
+        """int64, ``headers`` without those that the model writes after its thinking, as gpt-oss."""
+        if not self.vocabulary.repeats_header:
+            return self.headers
+        after_trained = self.trained[self.headers - 1] & ~np.isin(self.headers, self.starts)
+        return self.headers[~(after_trained & self.trained[self.headers])]
+
     def places_of(self, pattern: tuple[int, ...]) -> np.ndarray:
         """int64, the tokens at which these ids begin, all in one row."""
         if not pattern or len(pattern) > len(self.ids):

@@ -17,12 +17,11 @@ from torch_collate_kit.batch.placement import whole_examples
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.fields import FieldColumn
 from torch_collate_kit.reading.media import MEDIA
+from torch_collate_kit.reading.numbers import joined
 from torch_collate_kit.reading.raw import first_with
 from torch_collate_kit.reading.rollouts import are_rollouts, read_rollouts
 from torch_collate_kit.reading.sft import read_columns
-from torch_collate_kit.reading.spans import joined
 from torch_collate_kit.reporting.audit.columns import AuditColumns, RolloutColumns
 from torch_collate_kit.vision import VisionLayout
 
@@ -127,7 +126,7 @@ class _Reader:
             self.refused.append(Refused(start, message, self._is_of_images(examples)))
             return
         if found.images is not None:
-            has_image = np.array([unit is not None for unit in found.images.units])
+            has_image = np.isin(np.arange(stop - start), [*found.images.units])
         columns = replace(columns, has_image=has_image)
         form = ", ".join(_form(found))
         self.blocks.append(_Block(columns.numbers, columns, form))
@@ -170,35 +169,32 @@ def _form(found: ExampleColumns) -> Sequence[str]:
     """What tells the form of examples: where their loss is, and what rollouts have."""
     if not found.are_rollouts:
         return [found.target_name or "no loss target"]
-    return [*(column.name for column in found.fields), *found.per_example]
+    images = () if found.images is None else found.images.arrays
+    return [*(column.name for column in found.fields), *images, *found.per_example]
 
 
 def _flat(found: ExampleColumns, numbers: np.ndarray) -> AuditColumns:
     """The columns, placed as a collator places whole examples, which checks every value."""
-    text_fields = [column for column in found.fields if isinstance(column, FieldColumn)]
-    placed = replace(found, fields=[] if not found.are_rollouts else text_fields).place(
-        whole_examples(found.lengths)
-    )
-    ids, lengths = np.asarray(placed.columns["input_ids"]), found.lengths
-    if "labels" in placed.columns:
-        labels = np.asarray(placed.columns["labels"])
+    images = None if found.images is None else replace(found.images, arrays={})
+    fields = found.fields if found.are_rollouts else []
+    placed = replace(found, fields=fields, images=images).place(whole_examples(found.lengths))
+    columns = {name: np.asarray(column.values) for name, column in placed.columns.items()}
+    ids, lengths = columns["input_ids"], found.lengths
+    if "labels" in columns:
+        labels = columns["labels"]
         return AuditColumns(numbers, ids, lengths, labels != IGNORE_INDEX, True, labels)
-    weights = np.asarray(placed.columns["loss_weights"])
+    weights = columns["loss_weights"]
     if not found.are_rollouts:
         return AuditColumns(numbers, ids, lengths, weights != 0, found.target is not None)
     assert found.num_actions is not None
     trained = np.zeros(len(ids), dtype=np.bool_)
     firsts = np.cumsum(lengths) - found.num_actions
     trained[span_indices(firsts, found.num_actions)] = weights != 0
-    return AuditColumns(
-        numbers, ids, lengths, trained, True, rollouts=_rollouts(found, weights, text_fields)
-    )
+    return AuditColumns(numbers, ids, lengths, trained, True, rollouts=_rollouts(found, weights))
 
 
-def _rollouts(
-    found: ExampleColumns, weights: np.ndarray, fields: Sequence[FieldColumn]
-) -> RolloutColumns:
-    columns = {column.name: joined(column.values) for column in fields}
+def _rollouts(found: ExampleColumns, weights: np.ndarray) -> RolloutColumns:
+    columns = {column.name: joined(column.values) for column in found.fields}
     rewards, logprobs = columns["rewards"], columns.get("rollout_logprobs")
     is_last = found.per_example.get("is_last_step")
     assert found.num_actions is not None

@@ -14,7 +14,7 @@ from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.sources import is_a
-from torch_collate_kit.reading.evenness import check_even
+from torch_collate_kit.reading.raw import check_even
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.reading import ReadRows, Refused, read_rows
 from torch_collate_kit.vision import VisionLayout

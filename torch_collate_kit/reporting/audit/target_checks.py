@@ -80,7 +80,7 @@ def generation_prompt_trained(columns: AuditColumns) -> Found | None:
     which :func:`masks_all_one` names.
     """
     width = len(columns.vocabulary.header_ids)
-    headers = columns.headers
+    headers = columns.headers_of_turns
     headers = headers[~columns.is_fully_trained[columns.rows_of(headers)]]
     is_trained = np.zeros(len(headers), dtype=np.bool_)
     for i in range(width):
@@ -89,11 +89,11 @@ def generation_prompt_trained(columns: AuditColumns) -> Found | None:
 
 
 def empty_thinking_trained(columns: AuditColumns) -> Found | None:
-    """Rows that train a thinking block with nothing but white space in it.
+    """Rows that begin what is trained of a turn with a thinking block that has no text in it.
 
     Needs a tokenizer. Candidates are the ids of ``<think></think>`` with usual white space between
     the tags; each is decoded, and must read so. Silent about other tags than think, thinking and
-    reasoning.
+    reasoning, and about a block after a text, which may be about such tags.
     """
     vocabulary = columns.vocabulary
     found: list[tuple[int, int]] = []
@@ -102,13 +102,26 @@ def empty_thinking_trained(columns: AuditColumns) -> Found | None:
             stop = place + len(pattern)
             if columns.trained[place:stop].any():
                 text = vocabulary.text(columns.ids[max(place - 2, 0) : stop + 2].tolist())
-                if _EMPTY_THINKING.search(text):
+                if _EMPTY_THINKING.search(text) and _begins_target(columns, place):
                     found.append((place, stop))
     if not found:
         return None
     place, stop = min(found)
     rows = np.unique(columns.rows_of(np.array([first for first, _ in found])))
     return Found(rows, (place, stop))
+
+
+def _begins_target(columns: AuditColumns, place: int) -> bool:
+    """Whether at most white space is trained before ``place``, in its row and after a header."""
+    vocabulary, header = columns.vocabulary, columns.vocabulary.header_ids
+    begin = int(columns.starts[columns.rows_of(np.array(place))])
+    for start in range(place, begin, -1):
+        after_header = header and tuple(columns.ids[:start][-len(header) :].tolist()) == header
+        if after_header or not columns.trained[start - 1]:
+            return True
+        if vocabulary.text(columns.ids[start - 1 : place].tolist()).strip() not in ("", "<"):
+            return False
+    return True
 
 
 def _thinking_patterns(vocabulary: Vocabulary) -> set[tuple[int, ...]]:

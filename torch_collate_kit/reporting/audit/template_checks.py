@@ -80,7 +80,7 @@ def eos_does_not_end_turns(columns: AuditColumns) -> Found | None:
 
 def _rows_of_several_turns(columns: AuditColumns) -> np.ndarray:
     """int64, rows with the header of an answer twice."""
-    counts = np.bincount(columns.rows_of(columns.headers), minlength=len(columns.lengths))
+    counts = np.bincount(columns.rows_of(columns.headers_of_turns), minlength=len(columns.lengths))
     return np.flatnonzero(counts > 1)
 
 
@@ -100,12 +100,12 @@ def _has_thinking(columns: AuditColumns) -> bool:
 def _drift(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
     """Where the text up to a turn is not the beginning of the whole text; "" if it always is."""
     try:
-        [whole], _ = template.render([messages])
+        whole, _ = template.render(messages)
         for turn in range(1, len(messages)):
             is_asked = messages[turn]["role"] == "assistant"
             switches: list[dict[str, Any]] = [{}, *(template.switches if is_asked else [])]
             texts = [
-                template.render([messages[:turn]], prompt=is_asked, switch=switch)[0][0].rstrip()
+                template.render(messages[:turn], prompt=is_asked, switch=switch)[0].rstrip()
                 for switch in switches
             ]
             if not any(whole.startswith(text) for text in texts):

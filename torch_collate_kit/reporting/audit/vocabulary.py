@@ -11,7 +11,7 @@ from torch_collate_kit.errors import DataError
 
 __all__ = ["Vocabulary"]
 
-_QUESTION, _ANSWER = "Who?", "An answer"
+_QUESTION, _THINKING, _ANSWER = "Who?", "A thought", "An answer"
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Vocabulary:
     """The generation prompt of the chat template, without the white space around it."""
     prompt_ids: tuple[int, ...] = ()
     """The generation prompt as it is."""
+    repeats_header: bool = False
+    """Whether the model, too, writes the header: between its thinking and its answer (gpt-oss)."""
 
     @classmethod
     def of(cls, tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> Vocabulary:
@@ -65,7 +67,8 @@ class Vocabulary:
             ends = tuple(dict.fromkeys((*ends, *end_ids)))
         header = prompt.partition("<think")[0].strip()
         headers = _encoded(tokenizer, header), _encoded(tokenizer, prompt)
-        return cls(tokenizer, size, bos, eos, pad, template, ends, *headers)
+        repeats = _repeats(template, header)
+        return cls(tokenizer, size, bos, eos, pad, template, ends, *headers, repeats)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The ids of a text without special tokens around it; none without a tokenizer."""
@@ -96,10 +99,10 @@ def _turn(template: ChatTemplate, eos: str | None) -> tuple[str, str]:
     question = [{"role": "user", "content": _QUESTION}]
     answer = {"role": "assistant", "content": _ANSWER}
     try:
-        [asked], _ = template.render([question])
-        [prompt], _ = template.render([question], prompt=True)
+        asked, _ = template.render(question)
+        prompt, _ = template.render(question, prompt=True)
         wholes = [[*question, answer], [*question, answer, *question]]
-        texts = [template.render([messages])[0][0] for messages in wholes]
+        texts = [template.render(messages)[0] for messages in wholes]
     except DataError:
         return "", ""
     header = prompt[len(asked) :] if prompt.startswith(asked) else ""
@@ -111,6 +114,17 @@ def _turn(template: ChatTemplate, eos: str | None) -> tuple[str, str]:
                 found.append(end[0])
             return header, eos if eos in found else found[0]
     return header, ""
+
+
+def _repeats(template: ChatTemplate, header: str) -> bool:
+    """Whether a turn with thinking has the header of an answer once more, after the thinking."""
+    turn = {"role": "assistant", "content": _ANSWER}
+    turn |= dict.fromkeys(("thinking", "reasoning_content"), _THINKING)
+    try:
+        text, _ = template.render([{"role": "user", "content": _QUESTION}, turn])
+    except DataError:
+        return False
+    return header != "" and header in text.partition(_THINKING)[2].partition(_ANSWER)[0]
 
 
 def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:

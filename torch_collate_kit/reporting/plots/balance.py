@@ -8,9 +8,17 @@ import numpy as np
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.cells import Kind, cells_of
+from torch_collate_kit.batch.showing import Kind
 from torch_collate_kit.packing import ModelCost, PackingPlan
-from torch_collate_kit.reporting.plots.style import COLORS, axes_for, legend_below, plural, tint
+from torch_collate_kit.reporting.plots.style import (
+    COLORS,
+    axes_for,
+    cells_to_draw,
+    grouped_bars,
+    legend_below,
+    plural,
+    tint,
+)
 from torch_collate_kit.reporting.report import PackingReport
 
 if TYPE_CHECKING:
@@ -89,12 +97,7 @@ def _of_batch(batch: Batch, num_ranks: int, cost: ModelCost) -> dict[str, np.nda
 
     A row that fills up the batch has no tokens, but it is run, so it costs as much as another.
     """
-    cells = cells_of(batch)
-    if cells is None:
-        raise ValueError(
-            "the batch does not say what its cells hold: it has no input_ids [R, W] in host "
-            'memory; pass batch.to("cpu")'
-        )
+    cells = cells_to_draw(batch)
     batch.chunk(num_ranks)  # ValueError, if the rows do not divide
     num_rows, width = cells.kinds.shape
     tokens = ((cells.segments >= 0) & (cells.kinds != Kind.FILLER)).sum(axis=1)
@@ -102,9 +105,8 @@ def _of_batch(batch: Batch, num_ranks: int, cost: ModelCost) -> dict[str, np.nda
     if "cu_seq_lens" in batch:
         for row in range(num_rows):
             used = int((cells.kinds[row] != Kind.PAD).sum())
-            starts = np.unique(cells.segments[row], return_index=True)
-            first = np.sort(starts[1][starts[0] >= 0])
-            costs[row] = cost.language(np.diff(np.append(first, used))).sum()
+            edges = np.asarray(batch["cu_seq_lens"][row])
+            costs[row] = cost.language(np.diff(np.append(edges[edges < used], used))).sum()
     of_ranks = (of.reshape(num_ranks, -1).sum(axis=1) for of in (tokens, costs))
     return dict(zip(("tokens", "cost"), of_ranks, strict=True))
 
@@ -138,7 +140,7 @@ def _draw_report(report: PackingReport, ax: Axes | None) -> Axes:
     handles = _bars(ax, percent, labels, are_labelled=True)
     legend_below(ax, handles, inches=0.95)
     ranks = report["options"]["dp"]
-    best = next(i for i, c in enumerate(of_limit) if _is_recommended(report, c))
+    best = [c["strategy"] for c in of_limit].index(report["recommended"]["strategy"])
     ax.set(
         xlabel=f"layout, at max_tokens={limit}",
         ylabel="heaviest rank of a step, over the mean (%)",
@@ -150,26 +152,14 @@ def _draw_report(report: PackingReport, ax: Axes | None) -> Axes:
     return ax
 
 
-def _is_recommended(report: PackingReport, candidate: dict[str, Any]) -> bool:
-    return bool(candidate["strategy"] == report["recommended"]["strategy"])
-
-
 def _bars(
     ax: Any, percent: dict[str, np.ndarray], labels: list[str], *, are_labelled: bool = False
 ) -> list[Any]:
     """A group of bars for each label; entries of the legend."""
-    size = 0.8 / len(percent)
-    places = np.arange(len(labels))
-    handles = []
-    for i, (name, heights) in enumerate(percent.items()):
-        at = places + (i - (len(percent) - 1) / 2) * size
-        bars = ax.bar(at, heights, size, label=name, edgecolor="black", **_LOOKS[name])
-        if are_labelled:
-            ax.bar_label(bars, [f"{height:.1f}" for height in heights], fontsize=7, padding=1)
-        handles.append(bars)
+    handles = grouped_bars(ax, percent, _LOOKS, width=0.8, are_labelled=are_labelled)
     ax.axhline(0, color="black", linewidth=1)
     step = -(-len(labels) // 32)
-    ax.set_xticks(places[::step], labels[::step])
+    ax.set_xticks(range(0, len(labels), step), labels[::step])
     low, high = (f(float(f(of)) for of in percent.values()) for f in (min, max))
     ax.set_ylim(min(1.2 * low, -1.0 if low < 0 else 0.0), max(1.2 * high, 1.0))
     return handles

@@ -8,6 +8,7 @@ from torch_collate_kit.reporting.candidates import PADDED
 from torch_collate_kit.reporting.plots.style import (
     COLORS,
     axes_for,
+    grouped_bars,
     legend_below,
     tint,
 )
@@ -58,15 +59,12 @@ def plot_efficiency(report: PackingReport, *, ax: Axes | None = None) -> Axes:
     limits = list(dict.fromkeys(c["max_tokens"] for c in candidates))
     strategies = list(dict.fromkeys(c["strategy"] for c in candidates))
     ax = axes_for(ax, min(16.0, 4.5 + 0.5 * len(candidates)), 4.2)
-    size = 0.84 / len(strategies)
     highest = max(c["padding"] for c in candidates)
-    handles = []
-    for i, strategy in enumerate(strategies):
-        heights = [100 * c["padding"] for c in candidates if c["strategy"] == strategy]
-        places = [group + (i - (len(strategies) - 1) / 2) * size for group in range(len(limits))]
-        bars = ax.bar(places, heights, size, label=strategy, edgecolor="black", **LOOKS[strategy])
-        ax.bar_label(bars, [f"{height:.1f}" for height in heights], fontsize=7, padding=1)
-        handles.append(bars)
+    percent = {
+        strategy: [100 * c["padding"] for c in candidates if c["strategy"] == strategy]
+        for strategy in strategies
+    }
+    handles = grouped_bars(ax, percent, LOOKS, width=0.84, are_labelled=True)
     best = report["recommended"]["max_tokens"]
     ax.set_xticks(
         range(len(limits)), [_group(report, limit, is_best=limit == best) for limit in limits]

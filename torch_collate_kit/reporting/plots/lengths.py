@@ -52,23 +52,17 @@ def plot_lengths(
     limits = [] if max_tokens is None else checked_limits(max_tokens)
     ax = axes_for(ax, 8.0, 4.2)
     edges, is_log = _edges(lengths, limits)
-    of_examples, _ = np.histogram(lengths, edges)
-    of_tokens, _ = np.histogram(lengths, edges, weights=lengths)
-    ax.stairs(
-        100 * of_examples / of_examples.sum(),
-        edges,
-        fill=True,
-        facecolor=tint(COLORS["blue"], 0.5),
-        edgecolor=COLORS["blue"],
-        label="examples",
-    )
-    ax.stairs(
-        100 * of_tokens / of_tokens.sum(),
-        edges,
-        color="black",
-        linewidth=1.8,
-        label="tokens",
-    )
+    looks: dict[str, dict[str, Any]] = {
+        "examples": {
+            "fill": True,
+            "facecolor": tint(COLORS["blue"], 0.5),
+            "edgecolor": COLORS["blue"],
+        },
+        "tokens": {"color": "black", "linewidth": 1.8},
+    }
+    for name, weights in (("examples", None), ("tokens", lengths)):
+        share, _ = np.histogram(lengths, edges, weights=weights)
+        ax.stairs(100 * share / share.sum(), edges, label=name, **looks[name])
     handles, _ = ax.get_legend_handles_labels()
     handles += [_draw_limit(ax, lengths, limit, i) for i, limit in enumerate(limits)]
     ticker = matplotlib_module("ticker")

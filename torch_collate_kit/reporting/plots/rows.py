@@ -8,11 +8,13 @@ import numpy as np
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.cells import Cells, Kind, cells_of
+from torch_collate_kit.batch.showing import Cells, Kind
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reporting.plots.style import (
     COLORS,
     axes_for,
+    boxed_number,
+    cells_to_draw,
     legend_below,
     matplotlib_module,
     plural,
@@ -75,12 +77,7 @@ def plot_rows(batch: Batch, *, max_rows: int = 40, ax: Axes | None = None) -> Ax
             "(with model_inputs=True it returns a dict, which does not say where examples begin)"
         )
     drawn = batch[: checked_int("max_rows", max_rows)]
-    cells = cells_of(drawn)
-    if cells is None:
-        raise ValueError(
-            "the batch does not say what its cells hold: it has no input_ids [R, W] in host "
-            'memory; pass batch.to("cpu")'
-        )
+    cells = cells_to_draw(drawn)
     num_rows, width = cells.kinds.shape
     if not cells.kinds.size:
         raise ValueError(
@@ -183,16 +180,7 @@ def _draw_numbers(ax: Any, batch: Batch, runs: _Runs, width: int) -> None:
             number = indices[row][segment]
         if number is None or size < _LABELLED * width:
             continue
-        ax.text(
-            runs.starts[run] + size / 2,
-            row,
-            str(int(number)),
-            ha="center",
-            va="center",
-            fontsize=7,
-            clip_on=True,
-            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"},
-        )
+        boxed_number(ax, runs.starts[run] + size / 2, row, int(number))
 
 
 def _title(cells: Cells, num_rows: int) -> str:

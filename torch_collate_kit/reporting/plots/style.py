@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from torch_collate_kit._checks import needed_package
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.showing import Cells, cells_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLORS", "axes_for", "legend_below", "matplotlib_module", "plural", "tint"]
+__all__ = [
+    "COLORS",
+    "axes_for",
+    "boxed_number",
+    "cells_to_draw",
+    "grouped_bars",
+    "legend_below",
+    "matplotlib_module",
+    "plural",
+    "tint",
+]
 
 _LETTERS_PER_INCH = 14  # of small print
 
@@ -50,6 +65,51 @@ def tint(color: str, share: float = 0.28) -> tuple[float, float, float]:
     """
     red, green, blue = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return 1 - share * (1 - red), 1 - share * (1 - green), 1 - share * (1 - blue)
+
+
+def cells_to_draw(batch: Batch) -> Cells:
+    """What the cells of a batch hold; ValueError if it does not say."""
+    cells = cells_of(batch.stored())
+    if cells is None:
+        raise ValueError(
+            "the batch does not say what its cells hold: it has no input_ids [R, W] in host "
+            'memory; pass batch.to("cpu")'
+        )
+    return cells
+
+
+def grouped_bars(
+    ax: Axes,
+    groups: Mapping[str, np.ndarray | Sequence[float]],
+    looks: Mapping[str, dict[str, Any]],
+    *,
+    width: float,
+    are_labelled: bool,
+) -> list[Any]:
+    """A bar of each group around 0, around 1 and so on, ``width`` together; legend entries."""
+    size = width / len(groups)
+    handles = []
+    for i, (name, heights) in enumerate(groups.items()):
+        places = np.arange(len(heights)) + (i - (len(groups) - 1) / 2) * size
+        bars = ax.bar(places, heights, size, label=name, edgecolor="black", **looks[name])
+        if are_labelled:
+            ax.bar_label(bars, [f"{height:.1f}" for height in heights], fontsize=7, padding=1)
+        handles.append(bars)
+    return handles
+
+
+def boxed_number(ax: Axes, x: float, y: float, number: int) -> None:
+    """A number in a white box, around this point."""
+    ax.text(
+        x,
+        y,
+        str(number),
+        ha="center",
+        va="center",
+        fontsize=7,
+        clip_on=True,
+        bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"},
+    )
 
 
 def legend_below(ax: Axes, handles: list[Any], *, inches: float = 0.5) -> None:

@@ -10,6 +10,7 @@ from torch_collate_kit.loading import PrefetchLoader, StepTimes
 from torch_collate_kit.reporting.plots.style import (
     COLORS,
     axes_for,
+    boxed_number,
     legend_below,
     matplotlib_module,
     plural,
@@ -29,7 +30,12 @@ _LOOKS: dict[str, dict[str, Any]] = {
     "waited for": {"facecolor": "white", "hatch": "////"},
     "trained on": {"facecolor": tint(COLORS["green"], 0.45), "hatch": ""},
 }
-_LANE_OF = {"collated": 0, "copied": 0, "waited for": 1, "trained on": 1}
+_SPANS = {  # the lane, and when it began and ended
+    "collated": (0, "collate_began", "collate_ended"),
+    "copied": (0, "collate_ended", "copy_ended"),
+    "waited for": (1, "wait_began", "wait_ended"),
+    "trained on": (1, "wait_ended", "train_ended"),
+}
 
 
 def plot_timeline(
@@ -70,13 +76,14 @@ def plot_timeline(
     origin = min(min(step.collate_began, step.wait_began) for step in steps)
     patch = matplotlib_module("patches").Patch
     handles = []
-    for name, look in _LOOKS.items():
-        spans = [(begin - origin, end - begin) for begin, end in _spans(name, steps)]
+    for name, (lane, began, ended) in _SPANS.items():
+        times = [(getattr(step, began), getattr(step, ended)) for step in steps]
+        spans = [(a - origin, b - a) for a, b in times if b is not None and b > a]
         if not spans:
             continue
-        handles.append(patch(label=name, edgecolor="black", **look))
-        lane = (_LANE_OF[name] - _HEIGHT / 2, _HEIGHT)
-        ax.broken_barh(spans, lane, label=name, edgecolor="black", linewidth=0.6, **look)
+        look = {"label": name, "edgecolor": "black", **_LOOKS[name]}
+        handles.append(patch(**look))
+        ax.broken_barh(spans, (lane - _HEIGHT / 2, _HEIGHT), linewidth=0.6, **look)
     _number(ax, steps, origin)
     ax.set(
         yticks=range(len(_LANES)),
@@ -89,21 +96,6 @@ def plot_timeline(
     return ax
 
 
-def _spans(name: str, steps: Sequence[StepTimes]) -> list[tuple[float, float]]:
-    """Begin and end of what each step did; those that took no time are left out."""
-    if name == "collated":
-        found = [(step.collate_began, step.collate_ended) for step in steps]
-    elif name == "copied":
-        found = [(step.collate_ended, step.copy_ended) for step in steps]
-    elif name == "waited for":
-        found = [(step.wait_began, step.wait_ended) for step in steps]
-    else:
-        found = [
-            (step.wait_ended, step.train_ended) for step in steps if step.train_ended is not None
-        ]
-    return [(begin, end) for begin, end in found if end > begin]
-
-
 def _number(ax: Any, steps: Sequence[StepTimes], origin: float) -> None:
     """The step's number on both lanes, where there is room."""
     total = max(step.train_ended or step.wait_ended for step in steps) - origin
@@ -113,16 +105,7 @@ def _number(ax: Any, steps: Sequence[StepTimes], origin: float) -> None:
         for lane, (begin, end) in enumerate(lanes):
             if end is None or end - begin < 0.02 * total:
                 continue
-            ax.text(
-                (begin + end) / 2 - origin,
-                lane,
-                str(step.step),
-                ha="center",
-                va="center",
-                fontsize=7,
-                clip_on=True,
-                bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"},
-            )
+            boxed_number(ax, (begin + end) / 2 - origin, lane, step.step)
 
 
 def _title(steps: Sequence[StepTimes]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from unicodedata import combining, east_asian_width
 
 from torch_collate_kit.batch.fields import IGNORE_INDEX
-from torch_collate_kit.batch.token_text import token_texts
+from torch_collate_kit.batch.showing.token_text import token_texts
 
 __all__ = ["Explanation"]
 

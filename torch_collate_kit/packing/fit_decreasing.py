@@ -1,12 +1,13 @@
-"""The row-filling algorithms: sizes in, rows out.
+"""Best fit and first fit, longest piece first: sizes in, rows out.
 
-All of them take ``sizes``, int64 [S], the aligned piece lengths, each in 1..capacity, and return
-``Rows``. Best fit and first fit treat all pieces of one size together, so what they cost depends on
-the number of distinct sizes more than on the number of pieces. There is at least one piece.
+Both take ``sizes``, int64 [S], the aligned piece lengths, each in 1..capacity, and return ``Rows``.
+They treat all pieces of one size together, so what they cost depends on the number of distinct
+sizes more than on the number of pieces. There is at least one piece.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,85 +15,25 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "OpenRows",
-    "Rows",
-    "best_fit_decreasing",
-    "first_fit_decreasing",
-    "latest_ends",
-    "running_sum",
-    "sequential",
-    "stable_argsort",
-]
+from torch_collate_kit.packing.rows import Ints, Rows, stable_argsort
 
-_Ints = npt.NDArray[np.int64]
-
-
-class Rows(NamedTuple):
-    """A partition of pieces into rows: row r holds ``order[offsets[r]:offsets[r + 1]]``."""
-
-    order: _Ints
-    """int64 [S], piece numbers listed row by row."""
-    offsets: _Ints
-    """int64 [R + 1]."""
-
-    @classmethod
-    def from_labels(cls, order: _Ints, row_of: npt.NDArray[np.integer], num_rows: int) -> Rows:
-        """Group by row: piece ``order[i]`` goes to row ``row_of[i]``; order is kept in a row."""
-        offsets = running_sum(np.bincount(row_of, minlength=num_rows))
-        return cls(order[stable_argsort(row_of, num_rows)], offsets)
-
-    def labels(self) -> _Ints:
-        """The row of every entry of ``order``: int64 [S]."""
-        return np.repeat(np.arange(len(self.offsets) - 1), self.counts())
-
-    def counts(self) -> _Ints:
-        """The pieces of each row: int64 [R]."""
-        return self.offsets[1:] - self.offsets[:-1]  # np.diff takes ten times as long to begin
-
-    def take(self, row_indices: _Ints) -> Rows:
-        """The rows ``row_indices``, in that order. A copy."""
-        counts = self.counts()[row_indices]
-        offsets = running_sum(counts)
-        shift = np.repeat(self.offsets[row_indices] - offsets[:-1], counts)
-        return Rows(self.order[np.arange(offsets[-1]) + shift], offsets)
-
-    def totals(self, values: _Ints) -> _Ints:
-        """Sum of ``values`` (int64 [S], by piece number) over each row: int64 [R]."""
-        sums = running_sum(values[self.order])[self.offsets]
-        return sums[1:] - sums[:-1]
-
-
-def stable_argsort(keys: npt.NDArray[np.integer], num_keys: int) -> _Ints:
-    """Stable argsort of integers in ``range(num_keys)``: int64, the shape of ``keys``.
-
-    NumPy sorts 16-bit integers by radix, wider ones by comparison: two 16-bit passes over 32-bit
-    keys are several times faster than one pass of the comparison sort.
-    """
-    if num_keys <= 1 << 16:
-        return np.argsort(keys.astype(np.uint16), kind="stable")
-    if num_keys > 1 << 32:
-        return np.argsort(keys, kind="stable")
-    low = np.argsort((keys & 0xFFFF).astype(np.uint16), kind="stable")
-    high = (keys >> 16).astype(np.uint16)
-    return low[np.argsort(high[low], kind="stable")]
+__all__ = ["Fill", "OpenRows", "best_fit_decreasing", "first_fit_decreasing"]
 
 
 class OpenRows(NamedTuple):
     """Rows that hold pieces already: the free space of each, and its free slots for pieces."""
 
-    space: _Ints
+    space: Ints
     """int64 [R]"""
-    slots: _Ints
+    slots: Ints
     """int64 [R]"""
 
-    def fullest_last(self) -> _Ints:
-        """Row numbers by descending space and slots: int64 [R]."""
-        return np.lexsort((-self.slots, -self.space))
+
+Fill = Callable[[Ints, int, int | None, OpenRows | None], Rows]
 
 
 def best_fit_decreasing(
-    sizes: _Ints, capacity: int, max_pieces: int | None, opened: OpenRows | None = None
+    sizes: Ints, capacity: int, max_pieces: int | None, opened: OpenRows | None = None
 ) -> Rows:
     """Longest piece first, each into the fullest row that still has room for it.
 
@@ -111,14 +52,15 @@ def best_fit_decreasing(
     ([3, 2, 1, 0], [0, 2, 4])
     """
     order, distinct, counts = _histogram(sizes)
-    if opened is None:
-        firsts, num_taken, each, num_rows = _fill_best(distinct, counts, capacity, max_pieces)
-        return Rows.from_labels(order, _expand(firsts, num_taken, each), num_rows)
-    by_space = opened.fullest_last()
-    in_order = OpenRows(opened.space[by_space], opened.slots[by_space])
-    firsts, num_taken, each, num_rows = _fill_best(distinct, counts, capacity, max_pieces, in_order)
-    numbers = np.append(by_space, np.arange(len(by_space), num_rows))
-    return Rows.from_labels(order, numbers[_expand(firsts, num_taken, each)], num_rows)
+    numbers = np.zeros(0, dtype=np.int64)
+    if opened is not None:
+        numbers = np.lexsort((-opened.slots, -opened.space))  # the fullest last
+        opened = OpenRows(opened.space[numbers], opened.slots[numbers])
+    firsts, num_taken, each, num_rows = _fill_best(distinct, counts, capacity, max_pieces, opened)
+    row_of = _expand(firsts, num_taken, each)
+    if opened is not None:
+        row_of = np.append(numbers, np.arange(len(numbers), num_rows))[row_of]
+    return Rows.from_labels(order, row_of, num_rows)
 
 
 def _fill_best(
@@ -127,7 +69,7 @@ def _fill_best(
     capacity: int,
     max_pieces: int | None,
     opened: OpenRows | None = None,
-) -> tuple[_Ints, _Ints, _Ints, int]:
+) -> tuple[Ints, Ints, Ints, int]:
     """The fills in turn, and the number of rows.
 
     A fill is a run of rows, numbered as they are opened, that take ``each`` pieces of one size:
@@ -171,6 +113,7 @@ def _fill_best(
             place = with_room[-1]
             run = place % unit
             rows = runs[run]
+            number = rows % unit
             each = used = 1
             if count > 1:
                 each = -place // room
@@ -179,11 +122,10 @@ def _fill_best(
                 if count < each:  # one row takes the rest, and has room for more
                     each = count
                 else:
-                    used = min(count // each, rows % unit)
-            unused = rows % unit - used
-            if unused:
+                    used = min(count // each, number)
+            if used < number:
                 runs[run] = rows + used * unit - used
-                rows -= unused
+                rows += used - number
             else:
                 del with_room[-1]
             place += len(runs) - run + each * (room + slot_unit)
@@ -199,7 +141,7 @@ def _fill_best(
 
 
 def first_fit_decreasing(
-    sizes: _Ints, capacity: int, max_pieces: int | None, opened: OpenRows | None = None
+    sizes: Ints, capacity: int, max_pieces: int | None, opened: OpenRows | None = None
 ) -> Rows:
     """Longest piece first, each into the earliest opened row that has room for it.
 
@@ -250,44 +192,7 @@ def first_fit_decreasing(
     return Rows.from_labels(order, labels, max(num_opened, int(rows.max()) + 1))
 
 
-def sequential(
-    sizes: _Ints,
-    capacity: int,
-    max_pieces: int | None,
-    patches: tuple[_Ints, int] | None = None,
-) -> Rows:
-    """Next fit: pieces in the order given, a new row whenever the next one does not fit.
-
-    ``patches`` are those of each piece, and the most of a row.
-
-    >>> sequential(np.array([4, 6, 3, 7, 1]), 10, None).offsets.tolist()
-    [0, 2, 4, 5]
-    """
-    next_start: list[int] = latest_ends(sizes, capacity, max_pieces, patches).tolist()
-    offsets = [0]
-    while offsets[-1] < len(sizes):
-        offsets.append(next_start[offsets[-1]])
-    return Rows(np.arange(len(sizes)), np.array(offsets, dtype=np.int64))
-
-
-def latest_ends(
-    sizes: _Ints, capacity: int, max_pieces: int | None, patches: tuple[_Ints, int] | None
-) -> _Ints:
-    """Where a row that begins at each place, or at the end, must end at the latest: int64 [S + 1].
-
-    >>> latest_ends(np.array([4, 6, 3]), 10, None, None).tolist()
-    [2, 3, 3, 3]
-    """
-    ends = np.full(len(sizes) + 1, len(sizes))
-    for values, most in ((sizes, capacity), *(() if patches is None else (patches,))):
-        sums = running_sum(values)
-        ends = np.minimum(ends, np.searchsorted(sums, sums + most, side="right") - 1)
-    if max_pieces is not None:
-        ends = np.minimum(ends, np.arange(len(sizes) + 1) + max_pieces)
-    return ends
-
-
-def _histogram(sizes: _Ints) -> tuple[_Ints, list[int], list[int]]:
+def _histogram(sizes: Ints) -> tuple[Ints, list[int], list[int]]:
     """Piece numbers by size, longest first, ties by number; the distinct sizes; their counts."""
     longest = int(sizes.max())
     order = stable_argsort(longest - sizes, longest)
@@ -297,19 +202,12 @@ def _histogram(sizes: _Ints) -> tuple[_Ints, list[int], list[int]]:
     return order, ordered[starts[:-1]].tolist(), (starts[1:] - starts[:-1]).tolist()
 
 
-def _expand(firsts: _Ints, num_rows: _Ints, each: _Ints) -> npt.NDArray[np.integer]:
+def _expand(firsts: Ints, num_rows: Ints, each: Ints) -> npt.NDArray[np.integer]:
     """The row of every piece, in the order in which they were placed: int [S]."""
     ends = np.cumsum(num_rows)
     rows = np.repeat(firsts - ends + num_rows, num_rows) + np.arange(ends[-1])
     return np.repeat(rows.astype(np.uint32), np.repeat(each, num_rows))
 
 
-def running_sum(values: _Ints) -> _Ints:
-    """The sum of the values before each place, and of all: int64, one entry more than values."""
-    sums = np.zeros(len(values) + 1, dtype=np.int64)
-    np.cumsum(values, out=sums[1:])
-    return sums
-
-
-def _int_array(values: list[int]) -> _Ints:
+def _int_array(values: list[int]) -> Ints:
     return np.fromiter(values, np.int64, len(values))  # np.array takes twice as long

@@ -8,15 +8,12 @@ every kind of colour vision, on a light and on a dark page.
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
 
-from torch_collate_kit.batch.cells import Kind, example_numbers
-from torch_collate_kit.batch.drawing import Run, field_lines, runs_of_rows, title
+from torch_collate_kit.batch.showing.cells import Kind, example_numbers
+from torch_collate_kit.batch.showing.drawing import NAMES, Run, field_lines, runs_of_rows, title
+from torch_collate_kit.batch.storage import Storage
 
-if TYPE_CHECKING:
-    from torch_collate_kit.batch.batch import Batch
-
-__all__ = ["html_of_batch"]
+__all__ = ["html_of"]
 
 _MAX_BLOCKS = 200
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
@@ -26,27 +23,21 @@ _FILLS = {
     Kind.GAP: "repeating-linear-gradient(90deg,#999 0 1px,transparent 1px 4px)",
     Kind.PAD: "transparent",
 }
-_NAMES = {
-    Kind.IMAGE: "image",
-    Kind.FILLER: "filler, of no example",
-    Kind.GAP: "alignment",
-    Kind.PAD: "padding",
-}
 
 
-def html_of_batch(batch: Batch) -> str:
+def html_of(stored: Storage) -> str:
     """What ``_repr_html_`` returns."""
-    parts = [f"<div><div><b>{escape(title(batch))}</b></div>"]
-    drawn = runs_of_rows(batch, max_blocks=_MAX_BLOCKS)
+    parts = [f"<div><div><b>{escape(title(stored))}</b></div>"]
+    drawn = runs_of_rows(stored, max_blocks=_MAX_BLOCKS)
     if drawn is not None:
         rows, _, is_known = drawn
-        examples = example_numbers(batch)
+        examples = example_numbers(stored)
         names = None if examples is None else examples.tolist()
         parts += [_row(i, row, names, is_known) for i, row in enumerate(rows)]
-        if len(batch) > len(rows):
-            parts.append(f"<div>... {len(batch) - len(rows):,} more rows</div>")
+        if stored.num_rows > len(rows):
+            parts.append(f"<div>... {stored.num_rows - len(rows):,} more rows</div>")
         parts.append(_legend(rows, is_known))
-    lines = field_lines(batch).items()
+    lines = field_lines(stored).items()
     fields = "".join(f"<div><b>{name}</b>: {escape(fields)}</div>" for name, fields in lines)
     parts.append(f"<details><summary>fields</summary>{fields}</details></div>")
     return "".join(parts)
@@ -81,7 +72,7 @@ def _told(run: Run, names: list[int] | None, is_known: bool) -> str:
     """What a bar says under the pointer."""
     cells = f"{run.num_cells:,} cell{'' if run.num_cells == 1 else 's'}"
     if run.kind not in (Kind.TOKEN, Kind.IMAGE):
-        return f"{_NAMES[run.kind]}: {cells}"
+        return f"{NAMES[run.kind]}: {cells}"
     example = "an example" if names is None else f"example {names[run.example]}"
     if run.kind == Kind.IMAGE:
         return f"image of {example}: {cells}"
@@ -98,7 +89,7 @@ def _legend(rows: list[list[Run]], is_known: bool) -> str:
             (Run(Kind.TOKEN, 0, False, 1, 1), "not trained"),
         ]
     kinds = {kind for kind, _ in found}
-    looks += [(Run(k, -1, False, 1, 1), name) for k, name in _NAMES.items() if k in kinds]
+    looks += [(Run(k, -1, False, 1, 1), name) for k, name in NAMES.items() if k in kinds]
     keys = "".join(
         '<span style="display:inline-flex;align-items:flex-end;width:1.2em;height:12px;'
         'outline:1px solid #888;margin:0 .4em 0 1em">'

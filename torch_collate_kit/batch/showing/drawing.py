@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from torch_collate_kit.batch.cells import Kind, cells_of, example_numbers, examples_per_row
-from torch_collate_kit.batch.storage import tensor_of
+from torch_collate_kit.batch.placement import Placement
+from torch_collate_kit.batch.showing.cells import Kind, cells_of, example_numbers, examples_per_row
+from torch_collate_kit.batch.storage import Storage, tensor_of
 
-if TYPE_CHECKING:
-    from torch_collate_kit.batch.batch import Batch
-
-__all__ = ["Run", "described", "field_lines", "runs_of_rows", "title"]
+__all__ = ["NAMES", "Run", "described", "field_lines", "runs_of_rows", "title"]
 
 MAX_ROWS = 8
 _WIDTH = 80
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _SYMBOLS = {Kind.IMAGE: "#", Kind.FILLER: "+", Kind.GAP: "-", Kind.PAD: "."}
-MEANINGS = {
-    Kind.IMAGE: "# image",
-    Kind.FILLER: "+ filler, of no example",
-    Kind.GAP: "- alignment",
-    Kind.PAD: ". padding",
+NAMES = {
+    Kind.IMAGE: "image",
+    Kind.FILLER: "filler, of no example",
+    Kind.GAP: "alignment",
+    Kind.PAD: "padding",
 }
 
 
@@ -39,55 +37,52 @@ class Run(NamedTuple):
     num_cells: int
 
 
-def described(batch: Batch) -> str:
+def described(stored: Storage) -> str:
     """The repr: a title, the first rows, a legend and the fields, in lines of 80 characters."""
-    lines = [fill(title(batch), _WIDTH, subsequent_indent="    ")]
-    drawn = runs_of_rows(batch, max_blocks=_WIDTH - 10)
+    lines = [fill(title(stored), _WIDTH, subsequent_indent="    ")]
+    drawn = runs_of_rows(stored, max_blocks=_WIDTH - 10)
     if drawn is not None:
         rows, block, is_known = drawn
         for i, row in enumerate(rows):
             lines.append(f"  row {i} |{''.join(_symbol(run) * run.num_blocks for run in row)}|")
-        if len(batch) > len(rows):
-            lines.append(f"  ... {len(batch) - len(rows):,} more rows")
-        if legend := _legend(batch, rows, block, is_known):
+        if stored.num_rows > len(rows):
+            lines.append(f"  ... {stored.num_rows - len(rows):,} more rows")
+        if legend := _legend(rows, block, is_known, is_made=stored.columns is not None):
             lines.append(fill(legend, _WIDTH, initial_indent="  ", subsequent_indent="  "))
-    for name, fields in field_lines(batch).items():
+    for name, fields in field_lines(stored).items():
         text = f"{name}: {fields}"
         lines.append(fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    "))
     return "\n".join(lines)
 
 
-def title(batch: Batch) -> str:
+def title(stored: Storage) -> str:
     """The rows, and what they hold, in one line.
 
     >>> import torch
-    >>> from torch_collate_kit.batch import Batch
-    >>> title(Batch({"x": torch.zeros(2)}))
+    >>> title(Storage(None, {"x": torch.zeros(2)}))
     'Batch of 2 rows, built from tensors'
     """
-    rows = f"{len(batch):,} {{}}row{'' if len(batch) == 1 else 's'}"
-    devices = {tensor_of(value).device for value in batch._stored().items().values()}
+    rows = f"{stored.num_rows:,} {{}}row{'' if stored.num_rows == 1 else 's'}"
+    devices = {tensor_of(value).device for value in stored.items().values()}
     places = ", ".join(sorted(str(device) for device in devices if device.type != "cpu"))
     where = f", on {places}" if places else ""
-    placement = batch.placement
-    if placement is None:
+    if stored.columns is None:
         return f"Batch of {rows.format('')}{where}, built from tensors"
+    placement = stored.columns.placement
     kind = "packed " if placement.is_packed else "padded "
-    head = f"Batch of {rows.format(kind)}, {placement.width:,} wide{where}: "
-    parts = [*_counts(batch), *([] if places else _num_trained(batch))]
-    return head + ", ".join(parts)
+    parts = _counts(stored, placement)
+    if not places and "loss_mask" not in stored.given:
+        parts.append(f"{int(stored.columns.num_trained().sum()):,} trained")
+    return f"Batch of {rows.format(kind)}, {placement.width:,} wide{where}: {', '.join(parts)}"
 
 
-def _counts(batch: Batch) -> list[str]:
+def _counts(stored: Storage, placement: Placement) -> list[str]:
     """Examples and tokens."""
-    placement: Any = batch.placement
-    counts: Any = examples_per_row(batch)
-    lengths = placement.segments["lengths"]
-    rows = np.repeat(np.arange(len(batch)), lengths.lengths)
-    numbers = np.arange(len(rows)) - (lengths.offsets - lengths.offsets[0])[rows]
-    num_tokens = int(lengths.flat_values[numbers < counts[rows]].sum())
-    num_pieces, num_cells = int(counts.sum()), len(batch) * placement.width
-    examples = example_numbers(batch)
+    counts: Any = examples_per_row(stored)
+    is_own = placement.numbers() < counts[placement.rows()]
+    num_tokens = int(placement.segments["lengths"].values[is_own].sum())
+    num_pieces, num_cells = int(counts.sum()), stored.num_rows * placement.width
+    examples = example_numbers(stored)
     num_examples = num_pieces if examples is None else len(np.unique(examples))
     found = f"{num_examples:,} example{'' if num_examples == 1 else 's'}"
     if num_pieces > num_examples:
@@ -102,23 +97,13 @@ def _percent(share: float) -> str:
     return text if (text in ("0%", "100%")) == (share in (0, 1)) else f"{share:.2%}"
 
 
-def _num_trained(batch: Batch) -> list[str]:
-    columns, given = batch._stored().columns, batch._stored().given
-    if columns is None or "loss_mask" in given:
-        return []
-    known = "labels" in columns.values or "loss_weights" in columns.values
-    return [f"{int(columns.trained().sum()):,} trained"] if known else []
-
-
-def field_lines(batch: Batch) -> dict[str, str]:
+def field_lines(stored: Storage) -> dict[str, str]:
     """The fields: what is stored of them, what is made when it is read, and what was given."""
-    storage = batch._stored()
-    columns, given = storage.columns, storage.given
+    columns, given = stored.columns, stored.given
     lines = {}
     if columns is not None:
-        num_bytes = sum(tensor_of(value).nbytes for value in storage.items().values())
-        stored = ", ".join(f"{name} {_form(of)}" for name, of in columns.values.items())
-        lines["stored"] = f"{stored} ({num_bytes:,} bytes)"
+        forms = ", ".join(f"{name} {_form(of)}" for name, of in columns.values.items())
+        lines["stored"] = f"{forms} ({stored.nbytes:,} bytes)"
         made = [n for n in columns.names if n not in columns.values and n not in given]
         lines["made when read"] = ", ".join(made)
     if given:
@@ -134,13 +119,12 @@ def _form(value: Any) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def runs_of_rows(batch: Batch, *, max_blocks: int) -> tuple[list[list[Run]], int, bool] | None:
+def runs_of_rows(stored: Storage, *, max_blocks: int) -> tuple[list[list[Run]], int, bool] | None:
     """The first rows as runs, the cells of a block, and whether it is known what is trained.
 
     A block shows what most of its cells hold. None where the batch does not say what they hold.
     """
-    first = batch[:MAX_ROWS]
-    cells = cells_of(first)
+    cells = cells_of(stored.change(lambda rows: rows[:MAX_ROWS]))
     if cells is None:
         return None
     num_rows, width = cells.kinds.shape
@@ -183,14 +167,14 @@ def _symbol(run: Run) -> str:
     return letter.upper() if run.trained else letter
 
 
-def _legend(batch: Batch, rows: list[list[Run]], block: int, is_known: bool) -> str:
+def _legend(rows: list[list[Run]], block: int, is_known: bool, *, is_made: bool) -> str:
     found = {run.kind for row in rows for run in row}
     parts = []
     if Kind.TOKEN in found:
         parts.append("letters: examples" + (", upper case where trained" if is_known else ""))
     if found and block > 1:
         parts.append(f"1 letter = {block:,} cells")
-    parts += [meaning for kind, meaning in MEANINGS.items() if kind in found]
-    if not is_known and batch._stored().columns is not None:
+    parts += [f"{_SYMBOLS[kind]} {name}" for kind, name in NAMES.items() if kind in found]
+    if not is_known and is_made:
         parts.append('batch.to("cpu") shows what is trained')
     return "; ".join(parts)

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from torch_collate_kit._checks import checked_optional_int
-from torch_collate_kit.batch.cells import Cells, Kind, cells_of
-from torch_collate_kit.batch.explanation import Explanation
 from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
-from torch_collate_kit.ragged import Ragged, span_indices
+from torch_collate_kit.batch.showing.cells import Cells, Kind, cells_of
+from torch_collate_kit.batch.showing.explanation import Explanation
+from torch_collate_kit.batch.storage import Storage
+from torch_collate_kit.ragged import Ragged
 
-if TYPE_CHECKING:
-    from torch_collate_kit.batch.batch import Batch
-
-__all__ = ["explained"]
+__all__ = ["explained", "row_of"]
 
 _OWN = ("input_ids", "position_ids", "labels", "loss_weights", "loss_mask")
 _UNSHOWN = ("attention_mask", "response_mask", "router_padding_mask")
 
 
 def explained(
-    batch: Batch,
-    row: int | None,
+    one: Mapping[str, Any],
+    stored: Storage,
+    name: str,
     tokenizer: Any,
     *,
     example: int | None,
@@ -33,14 +33,13 @@ def explained(
     stop: int | None,
     max_tokens: int | None,
 ) -> Explanation:
-    """As ``Batch.explain``."""
+    """As ``Batch.explain``: one row in host memory, its dense fields and all that is stored."""
     checked_optional_int("max_tokens", max_tokens, hint="None shows all tokens")
-    row = _row_of(batch, row, example)
-    one = batch[row : row + 1].to("cpu")
-    cells = cells_of(one)
+    cells = cells_of(stored)
     if cells is None:
-        raise ValueError(f"the batch has no input_ids [R, W] to explain; it has {', '.join(batch)}")
-    names = _examples_of_cells(one, cells)
+        raise ValueError(f"the batch has no input_ids [R, W] to explain; it has {', '.join(one)}")
+    indices = stored.row_metadata.get("example_indices")
+    names = _of_examples([*map(int, indices[0])], cells) if isinstance(indices, Ragged) else []
     picked = np.flatnonzero((cells.kinds[0] != Kind.PAD) & (cells.kinds[0] != Kind.GAP))
     begin, end, _ = slice(start, stop).indices(cells.kinds.shape[1])
     picked = picked[(picked >= begin) & (picked < end)]
@@ -50,10 +49,12 @@ def explained(
     if names:
         columns["example"] = [names[cell] for cell in picked]
     columns |= {name: of[picked].tolist() for name, of in _own_columns(one, cells).items()}
-    columns |= {name: [of[cell] for cell in picked] for name, of in _others(one, cells).items()}
+    columns |= {
+        name: [of[cell] for cell in picked] for name, of in _others(one, stored, cells).items()
+    }
     is_part = example is not None or start is not None or stop is not None
     return Explanation(
-        _title(batch, row, example, cells),
+        f"{name}: {_counts(cells)}{'' if example is None else f', example {example} of it'}",
         columns,
         tokenizer,
         max_tokens=max_tokens,
@@ -61,26 +62,27 @@ def explained(
     )
 
 
-def _row_of(batch: Batch, row: int | None, example: int | None) -> int:
-    indices = batch.row_metadata.get("example_indices")
+def row_of(stored: Storage, row: int | None, example: int | None) -> int:
+    """The row that is named, counted from 0, or the first one with a piece of the example."""
+    num_rows, indices = stored.num_rows, stored.row_metadata.get("example_indices")
     if example is not None:
         if not isinstance(indices, Ragged):
             raise ValueError(
                 'example needs row_metadata["example_indices"], which a collator writes, and the '
                 "batch was built without it; pass the row alone"
             )
-        rows = [i for i in range(len(batch)) if example in np.asarray(indices[i])]
+        rows = [i for i in range(num_rows) if example in np.asarray(indices[i])]
         found = f"it is in {_listed('row', rows)}" if rows else "it is in none of them"
         if row is None and rows:
             return rows[0]
-        if row is None or index(row) % max(len(batch), 1) not in rows:
-            at = f"{len(batch)} rows" if row is None else f"row {row}"
+        if row is None or index(row) % max(num_rows, 1) not in rows:
+            at = f"{num_rows} rows" if row is None else f"row {row}"
             raise ValueError(f"example {example} is not in {at} of the batch: {found}")
     if row is None:
         raise TypeError("explain() needs a row, or the example to look for: explain(example=3)")
-    if not -len(batch) <= index(row) < len(batch):
-        raise IndexError(f"row {row} of a batch with {len(batch)} rows")
-    return index(row) % len(batch)
+    if not -num_rows <= index(row) < num_rows:
+        raise IndexError(f"row {row} of a batch with {num_rows} rows")
+    return index(row) % num_rows
 
 
 def _listed(word: str, rows: list[int]) -> str:
@@ -88,26 +90,18 @@ def _listed(word: str, rows: list[int]) -> str:
     return f"{word}{plural} {', '.join(map(str, rows[:5]))}{', ...' if len(rows) > 5 else ''}"
 
 
-def _title(batch: Batch, row: int, example: int | None, cells: Cells) -> str:
+def _counts(cells: Cells) -> str:
     is_token = cells.segments[0] >= 0
-    numbers = f"{int(is_token.sum()):,} tokens in {is_token.size:,} cells"
-    if cells.trained is not None:
-        numbers += f", {int(cells.trained.sum()):,} trained"
-    of = "" if example is None else f", example {example} of it"
-    return f"row {row} of {len(batch)}: {numbers}{of}"
+    trained = "" if cells.trained is None else f", {int(cells.trained.sum()):,} trained"
+    return f"{int(is_token.sum()):,} tokens in {is_token.size:,} cells{trained}"
 
 
-def _examples_of_cells(one: Batch, cells: Cells) -> list[int | None]:
-    """The example of every cell, None where there is none; empty if examples are not known."""
-    indices = one.row_metadata.get("example_indices")
-    if not isinstance(indices, Ragged):
-        return []
-    examples = [*map(int, indices[0])]
-    segments = cells.segments[0].tolist()
-    return [examples[of] if 0 <= of < len(examples) else None for of in segments]
+def _of_examples(values: list[Any], cells: Cells) -> list[Any]:
+    """The value of every cell's example, by its number in the row; None where there is none."""
+    return [values[i] if 0 <= i < len(values) else None for i in cells.segments[0].tolist()]
 
 
-def _own_columns(one: Batch, cells: Cells) -> dict[str, np.ndarray]:
+def _own_columns(one: Mapping[str, Any], cells: Cells) -> dict[str, np.ndarray]:
     """What every batch has; each [W]."""
     width = cells.kinds.shape[1]
     columns = {"segment": cells.segments[0]} if "cu_seq_lens" in one else {}
@@ -116,16 +110,17 @@ def _own_columns(one: Batch, cells: Cells) -> dict[str, np.ndarray]:
         if field in one and getattr(one[field], "shape", None) == (1, width):
             columns[name] = one[field][0].numpy()
     if "loss_mask" in one:
-        mask = one.divide_loss_mask(1)["loss_mask"]
+        mask = one["loss_mask"]
         if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] <= width:
             columns["weight"] = np.zeros(width)
             columns["weight"][width - mask.shape[1] :] = mask[0].detach().double().numpy()
     return columns
 
 
-def _others(one: Batch, cells: Cells) -> dict[str, list[Any]]:
+def _others(one: Mapping[str, Any], stored: Storage, cells: Cells) -> dict[str, list[Any]]:
     """Fields with one value per token, response token or example; each [W], None without one."""
-    width, stored = cells.kinds.shape[1], one._stored()
+    width, mask = cells.kinds.shape[1], one.get("loss_mask")
+    responses = stored.metadata.get("response_length", getattr(mask, "shape", (0, None))[-1])
     specs = {} if stored.columns is None else stored.columns.specs
     others: dict[str, list[Any]] = {}
     for name in one:
@@ -133,33 +128,15 @@ def _others(one: Batch, cells: Cells) -> dict[str, list[Any]]:
         if name in (*_OWN, *_UNSHOWN) or (spec is None and name not in stored.given):
             continue
         if isinstance(spec, PerExample):
-            values = [*one[name][0].tolist()]
-            segments = cells.segments[0].tolist()
-            others[name] = [values[s] if 0 <= s < len(values) else None for s in segments]
+            others[name] = _of_examples(one[name][0].tolist(), cells)
         elif spec is None or isinstance(spec, PerToken | PerResponseToken):
             field = one[name]
-            if _is_of_cells(field, one, width):
+            if not isinstance(field, Tensor) or field.ndim != 2 or field.shape[1] > width:
+                continue
+            if field.shape[1] in (width, responses):  # [R, A] is right-aligned
                 values = [None] * (width - field.shape[1]) + field[0].tolist()
-                others[name] = _responses_only(values, one, spec)
+                if stored.placement is not None and isinstance(spec, PerResponseToken):
+                    shown = {*stored.placement.cells("responses").tolist()}
+                    values = [value if i in shown else None for i, value in enumerate(values)]
+                others[name] = values
     return others
-
-
-def _is_of_cells(field: Any, one: Batch, width: int) -> bool:
-    """Whether it is ``[R, W]``, or ``[R, A]`` and right-aligned."""
-    if not isinstance(field, Tensor) or field.ndim != 2:
-        return False
-    mask = one.get("loss_mask")
-    responses = one.metadata.get("response_length", getattr(mask, "shape", (0, None))[-1])
-    return field.shape[1] in (width, responses) and field.shape[1] <= width
-
-
-def _responses_only(values: list[Any], one: Batch, spec: Any) -> list[Any]:
-    placement = one.placement
-    if placement is None or not isinstance(spec, PerResponseToken):
-        return values
-    starts, lengths, responses = (
-        placement.segments[name].flat_values.astype(np.int64)
-        for name in ("starts", "lengths", "responses")
-    )
-    cells = {*span_indices(starts + lengths - responses, responses).tolist()}
-    return [value if cell in cells else None for cell, value in enumerate(values)]

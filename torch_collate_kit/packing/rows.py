@@ -1,0 +1,108 @@
+"""What all packers work with: sizes of pieces, what a row may hold, and rows of pieces."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Ints", "Limits", "Rows", "Sizes", "row_sums", "running_sum", "stable_argsort"]
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+class Sizes(NamedTuple):
+    """Of pieces, by number, int64 [S] each: what they take of a row, or what they cost a model."""
+
+    tokens: Ints
+    """Cells, each at least 1; or the cost in the language model."""
+    patches: Ints
+    """Patches of images, 0 without an image; or the cost in the vision tower."""
+
+    def take(self, pieces: Ints) -> Sizes:
+        """Of these pieces. A copy."""
+        return Sizes(self.tokens[pieces], self.patches[pieces])
+
+
+class Limits(NamedTuple):
+    """What a row may hold at most."""
+
+    tokens: int
+    """Cells."""
+    patches: int
+    pieces: int | None = None
+    """None for no limit."""
+    reserved: int = 0
+    """Cells that a row without an image keeps free, for a dummy image."""
+
+    @property
+    def text(self) -> int:
+        """Cells that a row without an image may fill."""
+        return self.tokens - self.reserved
+
+
+class Rows(NamedTuple):
+    """A partition of pieces into rows: row r holds ``order[offsets[r]:offsets[r + 1]]``."""
+
+    order: Ints
+    """int64 [S], piece numbers listed row by row."""
+    offsets: Ints
+    """int64 [R + 1]."""
+
+    @classmethod
+    def from_labels(cls, order: Ints, row_of: npt.NDArray[np.integer], num_rows: int) -> Rows:
+        """Group by row: piece ``order[i]`` goes to row ``row_of[i]``; order is kept in a row."""
+        offsets = running_sum(np.bincount(row_of, minlength=num_rows))
+        return cls(order[stable_argsort(row_of, num_rows)], offsets)
+
+    def labels(self) -> Ints:
+        """The row of every entry of ``order``: int64 [S]."""
+        return np.repeat(np.arange(len(self.offsets) - 1), self.counts())
+
+    def counts(self) -> Ints:
+        """The pieces of each row: int64 [R]."""
+        return self.offsets[1:] - self.offsets[:-1]  # np.diff takes ten times as long to begin
+
+    def take(self, row_indices: Ints) -> Rows:
+        """The rows ``row_indices``, in that order. A copy."""
+        counts = self.counts()[row_indices]
+        offsets = running_sum(counts)
+        shift = np.repeat(self.offsets[row_indices] - offsets[:-1], counts)
+        return Rows(self.order[np.arange(offsets[-1]) + shift], offsets)
+
+    def totals(self, values: Ints) -> Ints:
+        """Sum of ``values`` (int64 [S], by piece number) over each row: int64 [R]."""
+        return row_sums(values[self.order], self.offsets)
+
+
+def row_sums(values: Ints, offsets: Ints) -> Ints:
+    """Sum of each row, of values listed row by row: row r is ``offsets[r]:offsets[r + 1]``.
+
+    >>> row_sums(np.array([4, 3, 2]), np.array([0, 2, 2, 3])).tolist()
+    [7, 0, 2]
+    """
+    sums = running_sum(values)[offsets]
+    return sums[1:] - sums[:-1]
+
+
+def running_sum(values: npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Ints:
+    """The sum of the values before each place, and of all: int64, one entry more than values."""
+    sums = np.zeros(len(values) + 1, dtype=np.int64)
+    np.cumsum(values, out=sums[1:])
+    return sums
+
+
+def stable_argsort(keys: npt.NDArray[np.integer], num_keys: int) -> Ints:
+    """Stable argsort of integers in ``range(num_keys)``: int64, the shape of ``keys``.
+
+    NumPy sorts 16-bit integers by radix, wider ones by comparison: two 16-bit passes over 32-bit
+    keys are several times faster than one pass of the comparison sort.
+    """
+    if num_keys <= 1 << 16:
+        return np.argsort(keys.astype(np.uint16), kind="stable")
+    if num_keys > 1 << 32:
+        return np.argsort(keys, kind="stable")
+    low = np.argsort((keys & 0xFFFF).astype(np.uint16), kind="stable")
+    high = (keys >> 16).astype(np.uint16)
+    return low[np.argsort(high[low], kind="stable")]
