@@ -148,9 +148,9 @@ class EpochSampler(ABC):
 
     def _settings(self) -> dict[str, Any]:
         """What the constructor was given, by keyword, without what is the default."""
-        changed = {} if self._shuffle is True else {"shuffle": self._shuffle}
-        changed |= {"seed": self._seed} if self._seed else {}
-        return {"batch_size": self._num_global, **changed}
+        shuffle = {} if self._shuffle is True else {"shuffle": self._shuffle}
+        seed = {"seed": self._seed} if self._seed else {}
+        return {"batch_size": self._num_global, **shuffle, **seed}
 
     def _rank_settings(self) -> dict[str, int]:
         if self._world_size == 1:
@@ -326,7 +326,8 @@ class EpochSampler(ABC):
         """Takes over a state, checked on the way. Returns the layout of its run."""
         if not isinstance(state, Mapping):
             raise StateError(
-                f"a state must be a mapping, got {type(state).__name__}; pass what state_dict() gave"
+                f"a state must be a mapping, got {type(state).__name__}; "
+                "pass what state_dict() gave"
             )
         if is_same(state.get("version"), 1):
             state = self._upgraded(state)
