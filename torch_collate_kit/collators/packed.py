@@ -195,8 +195,10 @@ class PackedCollator(Generic[B]):
             part = examples.part
             columns = self._read_part(part, examples.examples)
         else:
-            read = self._read_rollouts if are_rollouts(examples) else self._read
-            columns = read(examples)
+            if are_rollouts(examples):
+                columns = self._read_rollouts(examples)
+            else:
+                columns = self._read(examples)
             part = RankPlan.whole(self.plan(columns.lengths, self._images(columns)))
         batch = self._place(columns, part)
         if not self.model_inputs:
