@@ -66,8 +66,6 @@ def test_it_is_no_example() -> None:
     batch = collate(given)
     indices = sorted(batch.row_metadata["example_indices"].values.tolist())
     assert indices == [0, 1, 2, 3]
-    for name, each in (("example_starts", 0), ("num_actions", 3), ("num_trained", 2)):
-        assert batch.row_metadata[name].values.tolist() == [each] * 4
     assert batch.metadata["num_examples"] == 4
     assert batch.metadata["num_tokens"] == 40
     assert batch.metadata["num_loss_tokens"] == 8
@@ -82,6 +80,24 @@ def test_it_is_no_example() -> None:
         assert np.allclose(outputs.nll[i], nll.numpy(), atol=1e-6)
         total += float(nll[0] + nll[2])
     assert abs(float(loss) - total / 8) < 1e-6
+
+
+def test_rows_after_it_have_the_metadata_of_their_examples() -> None:
+    given = [
+        {"input_ids": ids_of(n, image=not n % 12), "loss_mask": [1] * k, "num_actions": k}
+        | (IMAGE if not n % 12 else {})
+        for n, k in ((12, 3), (9, 4), (8, 5), (11, 6))
+    ]
+    collator = PackedCollator(
+        0, vision=LAYOUTS["qwen2_vl"], max_tokens=60, parallel=ParallelLayout(dp=4)
+    )
+    batch = collator(given)
+    assert batch.metadata["num_dummy_images"] == 3
+    [order] = zip(*batch.row_metadata["example_indices"].tolist(), strict=True)
+    for name in ("num_actions", "num_trained"):
+        expected = [[given[i]["num_actions"]] for i in order]
+        assert batch.row_metadata[name].tolist() == expected
+    assert batch.row_metadata["example_starts"].tolist() == [[0]] * 4
 
 
 def test_other_images_than_planned_are_refused() -> None:
