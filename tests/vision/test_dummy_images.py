@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.nn import functional
 
 from tests.vision.oracle_images import LAYOUTS, TOKEN
-from torch_collate_kit import PackedCollator, ParallelLayout, token_loss
+from torch_collate_kit import DataError, PackedCollator, ParallelLayout, token_loss
 from torch_collate_kit.batch import Batch, PerExample, PerResponseToken, PerToken
+from torch_collate_kit.packing import PlannedExamples
 from torch_collate_kit.rl import from_response_values, response_values
 
 IMAGE = {"pixel_values": np.ones((16, 6)), "image_grid_thw": [[1, 4, 4]]}
@@ -78,6 +80,38 @@ def test_it_is_no_example() -> None:
         assert np.allclose(outputs.nll[i], nll.numpy(), atol=1e-6)
         total += float(nll[0] + nll[2])
     assert abs(float(loss) - total / 8) < 1e-6
+
+
+def test_rows_after_it_have_the_metadata_of_their_examples() -> None:
+    given = [
+        {"input_ids": ids_of(n, image=not n % 12), "loss_mask": [1] * k, "num_actions": k}
+        | (IMAGE if not n % 12 else {})
+        for n, k in ((12, 3), (9, 4), (8, 5), (11, 6))
+    ]
+    collator = PackedCollator(
+        0, vision=LAYOUTS["qwen2_vl"], max_tokens=60, parallel=ParallelLayout(dp=4)
+    )
+    batch = collator(given)
+    assert batch.metadata["num_dummy_images"] == 3
+    [order] = zip(*batch.row_metadata["example_indices"].tolist(), strict=True)
+    for name in ("num_actions", "num_trained"):
+        expected = [[given[i]["num_actions"]] for i in order]
+        assert batch.row_metadata[name].tolist() == expected
+    assert batch.row_metadata["example_starts"].tolist() == [[0]] * 4
+
+
+def test_other_images_than_planned_are_refused() -> None:
+    given = examples()
+    collator = PackedCollator(
+        0, vision=LAYOUTS["qwen2_vl"], max_tokens=60, parallel=ParallelLayout(dp=2)
+    )
+    lengths = [len(example["input_ids"]) for example in given]
+    plan = collator.plan(lengths, [[4], [], [], []])
+    with pytest.raises(DataError, match="example 0 has 16 patches of images, the plan was made fo"):
+        collator(PlannedExamples(plan, given))
+    plan = collator.plan(lengths, [[16], [], [], []])
+    batch = collator(PlannedExamples(plan, given))
+    assert torch.equal(batch["input_ids"], collator(given)["input_ids"])
 
 
 def test_declared_fields_have_pads_there() -> None:

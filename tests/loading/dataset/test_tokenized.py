@@ -333,6 +333,26 @@ def test_num_loss_tokens_of_wrong_rows_say_where():
 # ---------------------------------------------------------------- images
 
 
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ({}, [2, 1]),
+        ({"labels": [[5, 9, 6, 9], [7, 8]]}, [1, 1]),
+        ({"loss_mask": [[1, 1, 1, 1], [1, 1]]}, [1, 1]),
+        ({"loss_mask": [[1, 1], [1, 1]], "num_actions": [2, 2]}, [1, 1]),
+    ],
+)
+def test_placeholders_of_images_are_no_loss_tokens(target, expected):
+    ids = [[5, 9, 6, 9], [7, 8]]
+    if not target:
+        ids[0].append(5)
+    vision = VisionLayout("qwen3_vl", image_token_id=9, merge_size=2)
+    columns = {"input_ids": ids, **target}
+    rows = [{name: column[i] for name, column in columns.items()} for i in range(2)]
+    counts = TokenizedDataset(rows, train_all=not target, vision=vision).num_loss_tokens
+    assert counts.tolist() == expected
+
+
 @pytest.mark.parametrize("family", ["internvl", "gemma3", "qwen3_vl"])
 def test_a_source_in_which_no_example_has_an_image(family):
     """Arrow then knows no type of their columns."""
