@@ -117,6 +117,11 @@ def _mixed(
     state: Mapping[str, Any], data: TokenizedDataset, shared: dict[str, Any]
 ) -> MixedSampler:
     sizes = state["sizes"]
+    if isinstance(sizes, str):
+        raise StateError(
+            f"the state has only a digest of the many sources of this run ({sizes}); build its "
+            "sampler, load the state, and call examples(epoch, step)"
+        )
     if sum(sizes) != len(data):
         raise StateError(
             f"state is of sources of {sizes} examples, the data has {len(data)}; pass the sources "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
-from collections.abc import Sequence, Sized
+import zlib
+from collections.abc import Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -137,6 +139,18 @@ def is_same(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
+def told_apart(these: Mapping[str, Any], others: Mapping[str, Any]) -> str:
+    """What both have and is not the same, as these have it."""
+    told = []
+    for key in [key for key in these if key in others]:
+        mine, other = these[key], others[key]
+        if isinstance(mine, dict) and isinstance(other, dict) and mine.keys() == other.keys():
+            told += [f"{k}={v!r}" for k, v in mine.items() if not is_same(v, other[k])]
+        elif not is_same(mine, other):
+            told.append(f"{key}={mine!r}")
+    return ", ".join(told)
+
+
 def checked_word(name: str, value: Any) -> int:
     """``value`` as an int that fills one word of a SeedSequence: 0 .. 2**32 - 1."""
     number = checked_int(name, value, minimum=0)
@@ -153,3 +167,26 @@ def state_int(name: str, value: Any) -> int:
             "pass what state_dict() gave"
         )
     return value
+
+
+def text_of_ints(numbers: npt.ArrayLike) -> str:
+    """Many ints of 64 bits as a short text: about a byte each where they are small.
+
+    >>> text = text_of_ints([[0, n] for n in range(-500, 500)])
+    >>> len(text) < 2000, ints_of_text("numbers", text, shape=(-1, 2))[1]
+    (True, [0, -499])
+    """
+    planes = np.array(numbers, dtype="<i8").view(np.uint8).reshape(-1, 8).T
+    return base64.b85encode(zlib.compress(planes.tobytes(), 9)).decode()
+
+
+def ints_of_text(name: str, text: str, *, shape: tuple[int, ...]) -> list[Any]:
+    """The numbers of ``text_of_ints``, else StateError."""
+    try:
+        planes = np.frombuffer(zlib.decompress(base64.b85decode(text)), np.uint8).reshape(8, -1)
+        numbers: list[Any] = np.array(planes.T, order="C").view("<i8").reshape(shape).tolist()
+    except (ValueError, zlib.error) as error:
+        raise StateError(
+            f"state has {name}={text!r}, which cannot be read; pass what state_dict() gave"
+        ) from error
+    return numbers

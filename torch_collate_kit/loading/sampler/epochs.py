@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import call_repr
@@ -20,53 +23,53 @@ from torch_collate_kit.loading.sampler.arguments import (
     is_same,
     rank_slice,
     state_int,
+    told_apart,
 )
 from torch_collate_kit.loading.sampler.layouts import Layouts
 
 __all__ = ["NEW_RUN", "EpochSampler", "Plan"]
 
 _VERSION = 2
-Plan: TypeAlias = Callable[[], Iterator[Any]]
+_MAX_BYTES = 4096  # of a state as JSON
+Plan: TypeAlias = Callable[[int], Indices]  # a step's global batch
 NEW_RUN = "build the sampler with the arguments of the saved run, or start without the state"
 _logger = logging.getLogger("torch_collate_kit.loading")
 
 
 class StepIterator(Iterator[Any]):
-    """The steps of one epoch from ``first`` on; ``drawn`` once a step has been asked for.
+    """What a rank is given in the steps of one epoch; ``drawn`` once a step has been asked for.
 
     Its state is its position, which torchdata's StatefulDataLoader saves: the sampler's is ahead by
     the rest of the epoch.
     """
 
-    def __init__(self, sampler: EpochSampler, plan: Plan, epoch: int, first: int) -> None:
-        self.sampler, self.plan, self.epoch, self.first = sampler, plan, epoch, first
-        self._num_drawn = 0
-        self._steps: Iterator[Any] | None = None
-
-    @property
-    def drawn(self) -> bool:
-        return self._steps is not None
+    def __init__(self, sampler: EpochSampler, plan: Plan, epoch: int, step: int) -> None:
+        self.sampler, self.plan, self.epoch, self.step = sampler, plan, epoch, step
+        self.drawn = False
+        self._num_steps = sampler._num_steps(epoch)
 
     def __next__(self) -> Any:
-        if self._steps is None:
-            self._steps = self.plan()
-        batch = next(self._steps)
-        self._num_drawn += 1
-        return batch
+        self.drawn = True
+        if self.step >= self._num_steps:
+            raise StopIteration
+        batch = self.plan(self.step)
+        self.step += 1
+        return self.sampler._pick(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.sampler.state_at(self.epoch, self.first + self._num_drawn)
+        return self.sampler.state_at(self.epoch, self.step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Becomes the iterator that the sampler yields after loading ``state``."""
         self.sampler.load_state_dict(state)
-        following = iter(self.sampler)  # drawing from it here is what makes it drawn
-        self.epoch, self.first = following.epoch, following.first
-        self._steps, self._num_drawn = following, 0
+        vars(self).update(vars(iter(self.sampler)))
+        self.sampler._latest = self
 
 
 class EpochSampler(ABC):
     """The part of a resumable batch sampler that does not depend on what is in a batch."""
+
+    _ranks = "world_size"  # what a layout calls the number of ranks
 
     def __init__(
         self, batch_size: int, *, seed: int, shuffle: bool | str, rank: int, world_size: int
@@ -76,8 +79,7 @@ class EpochSampler(ABC):
         self._num_global = checked_batch_size(batch_size, self._least_examples)
         self._seed = checked_word("seed", seed)
         self._shuffle = checked_shuffle(shuffle)
-        self._epoch = 0
-        self._step = 0
+        self._epoch, self._step = 0, 0  # of the next iter()
         self._latest: StepIterator | None = None
         self._layouts = Layouts(self._layout())
 
@@ -87,19 +89,25 @@ class EpochSampler(ABC):
 
     @abstractmethod
     def _plan(self, epoch: int, step: int) -> Plan:
-        """A function that yields the batches of an epoch from ``step`` on, the same each time."""
-
-    @abstractmethod
-    def _examples(self, epoch: int, step: int) -> Indices:
-        """The global batch of a step: int64."""
+        """The global batches of an epoch from ``step`` on, whatever becomes of the sampler."""
 
     @abstractmethod
     def _steps_of(self, example: int, epoch: int) -> list[int]:
         """The steps of an epoch whose batches hold an example, ascending."""
 
-    def _read_by(self, batch: Indices, rank: int, layout: Mapping[str, Any]) -> Indices:
-        """What a rank reads of a global batch, in the order in which it reads it."""
-        return batch[rank_slice(len(batch), rank, layout["world_size"])]
+    @property
+    @abstractmethod
+    def num_examples(self) -> int:
+        """The length of the dataset that the indices are of."""
+
+    def _pick(self, batch: Indices) -> Any:
+        """What this rank is given of a global batch, in the order in which it reads it."""
+        mine: list[int] = batch[rank_slice(len(batch), self._rank, self._world_size)].tolist()
+        return mine
+
+    @abstractmethod
+    def _check_known(self, epoch: int) -> None:
+        """StateError if an epoch is so long ago that its order is not known any more."""
 
     @property
     def _least_examples(self) -> int:
@@ -110,9 +118,15 @@ class EpochSampler(ABC):
         """What a state may have otherwise: how batches are divided over the ranks. JSON."""
         return {"world_size": self._world_size}
 
-    def _use_layout(self, layout: Mapping[str, Any], rank: int) -> None:
-        """Becomes a sampler of this layout."""
-        self._world_size, self._rank = layout["world_size"], rank
+    def _use_layout(self, layout: Mapping[str, Any]) -> None:
+        self._world_size = layout["world_size"]
+
+    def _as_rank(self, rank: int, layout: Mapping[str, Any]) -> EpochSampler:
+        """A copy that is a rank of this layout."""
+        other = copy.copy(self)
+        other._rank = checked_rank(rank, layout[self._ranks], self._ranks)
+        other._use_layout(layout)
+        return other
 
     def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What a state must have in common with this sampler, for as many examples as ``like``."""
@@ -134,21 +148,20 @@ class EpochSampler(ABC):
 
     def _settings(self) -> dict[str, Any]:
         """What the constructor was given, by keyword, without what is the default."""
-        shared: dict[str, Any] = {"batch_size": self._num_global}
-        if self._shuffle is not True:
-            shared["shuffle"] = self._shuffle
-        shared |= {"seed": self._seed} if self._seed else {}
-        return shared
+        shuffle = {} if self._shuffle is True else {"shuffle": self._shuffle}
+        seed = {"seed": self._seed} if self._seed else {}
+        return {"batch_size": self._num_global, **shuffle, **seed}
 
     def _rank_settings(self) -> dict[str, int]:
         if self._world_size == 1:
             return {}
         return {"rank": self._rank, "world_size": self._world_size}
 
-    def _shown(self, *positional: str, **settings: Any) -> str:
+    def _shown(self, positional: str, **settings: Any) -> str:
         """The repr: the call that makes it, and the position of the next ``iter()``."""
         epoch, step = self._position()
-        call = call_repr(self, *positional, **self._settings(), **settings)
+        settings = {**self._settings(), **settings, **self._rank_settings()}
+        call = call_repr(self, positional, **settings)
         return f"{call} [next iter(): epoch {epoch}, step {step}]"
 
     @property
@@ -172,8 +185,8 @@ class EpochSampler(ABC):
         ``iter()`` twice for its first epoch.
         """
         epoch, step = self._position()
-        undrawn = self._latest is not None and not self._latest.drawn
-        plan = self._latest.plan if self._latest and undrawn else self._plan(epoch, step)
+        latest = self._latest
+        plan = self._plan(epoch, step) if latest is None or latest.drawn else latest.plan
         self._latest = StepIterator(self, plan, epoch, step)
         self._epoch, self._step = epoch + 1, 0
         return self._latest
@@ -215,12 +228,12 @@ class EpochSampler(ABC):
         ([4, 5, 6, 7], [6, 7])
         """
         epoch, step = self._checked_step(epoch, step)
-        batch = self._examples(epoch, step)
+        self._check_known(epoch)
+        batch = self._plan(epoch, step)(step)
         if rank is None:
             return batch.copy()
-        layout = self._layouts.at((epoch, step))
-        name = "world_size" if "world_size" in layout else "dp"
-        return self._read_by(batch, checked_rank(rank, layout[name], name), layout).copy()
+        mine = self._as_rank(rank, self._layouts.at((epoch, step)))._pick(batch)
+        return np.array(getattr(mine, "indices", mine), dtype=np.int64)
 
     def when(self, example: int, epoch: int | None = None) -> list[tuple[int, int]]:
         """The steps of an epoch in which an example is trained on: a list of (epoch, step).
@@ -237,7 +250,13 @@ class EpochSampler(ABC):
         [1]
         """
         example = checked_int("example", example, minimum=0)
+        if example >= self.num_examples:
+            raise ValueError(
+                f"example {example} does not exist: the {self.num_examples} examples have indices "
+                f"0 to {self.num_examples - 1}"
+            )
         epoch = self._position()[0] if epoch is None else checked_word("epoch", epoch)
+        self._check_known(epoch)
         return [(epoch, step) for step in self._steps_of(example, epoch)]
 
     def replay(self, state: Mapping[str, Any], rank: int | None = None) -> StepIterator:
@@ -256,12 +275,8 @@ class EpochSampler(ABC):
         [[2, 3], [4, 5]]
         """
         other = copy.copy(self)
-        layout, _ = other._load(state)
-        name = "world_size" if "world_size" in layout else "dp"
-        other._use_layout(
-            layout, checked_rank(self._rank if rank is None else rank, layout[name], name)
-        )
-        return iter(other)
+        layout = other._load(state)
+        return iter(other._as_rank(self._rank if rank is None else rank, layout))
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next ``iter()``; a consumer saves :meth:`state_at` instead."""
@@ -273,12 +288,15 @@ class EpochSampler(ABC):
         Raises:
             TypeError, ValueError: the epoch or the step is not an int or out of range.
         """
-        return self._state_at(*self._checked_position(epoch, step))
+        epoch, step = self._checked_position(epoch, step)
+        self._check_known(epoch)
+        return self._state_at(epoch, step)
 
     def _state_at(self, epoch: int, step: int) -> dict[str, Any]:
-        where = {"version": _VERSION, "epoch": epoch, "step": step}
-        layouts = self._layouts.until((epoch, step))
-        return {**where, "layouts": layouts, **self._extra(epoch, step), **self._fits()}
+        where = {"version": _VERSION, "epoch": epoch, "step": step, "layouts": []}
+        state = {**where, **self._extra(epoch, step), **self._fits()}
+        left = _MAX_BYTES - len(json.dumps(state))
+        return {**state, "layouts": self._layouts.until((epoch, step), max_bytes=left)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next ``iter()`` goes on where the state was saved, on any number of ranks.
@@ -290,24 +308,22 @@ class EpochSampler(ABC):
             StateError: the state is of another sampler, or no state; nothing has been changed.
         """
         other = copy.copy(self)
-        before, position = other._load(state)
+        before = other._load(state)
         vars(self).update(vars(other))
-        now = self._layout()
-        changed = [
-            f"{k} {before.get(k)} -> {v}" for k, v in now.items() if not is_same(v, before.get(k))
-        ]
+        now = self._layout().items()
+        changed = [f"{k} {before.get(k)} -> {v}" for k, v in now if not is_same(v, before.get(k))]
         if changed:
             level = logging.WARNING if self._replans(before) else logging.INFO
             told = "the same examples in each step" + (", other rows" if level > 20 else "")
             message = "resumed at epoch %d step %d with another layout (%s): %s"
-            _logger.log(level, message, *position, ", ".join(changed), told)
+            _logger.log(level, message, *self._position(), ", ".join(changed), told)
 
     def _replans(self, before: Mapping[str, Any]) -> bool:
         """Whether rows differ from those of another layout."""
         return False
 
-    def _load(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, int]]:
-        """Takes over a state, checked on the way. Returns its layout and its position."""
+    def _load(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes over a state, checked on the way. Returns the layout of its run."""
         if not isinstance(state, Mapping):
             raise StateError(
                 f"a state must be a mapping, got {type(state).__name__}; "
@@ -331,9 +347,8 @@ class EpochSampler(ABC):
         self._load_extra(state, epoch, step)
         self._layouts = Layouts.of(state["layouts"], (epoch, step), self._layout())
         layout = self._layouts.at((epoch, step))
-        self._epoch, self._step, self._latest = epoch, step, None
-        self._layouts.change((epoch, step), self._layout())
-        return layout, (epoch, step)
+        self._jump(epoch, step)
+        return layout
 
     def _check_keys(self, state: Mapping[str, Any]) -> None:
         keys = {"version", "epoch", "step", "layouts", *self._extra(0, 0), *self._fits()}
@@ -349,14 +364,14 @@ class EpochSampler(ABC):
         """That a state of this position is of the same run."""
         fits = self._fits(like=state)
         state = {key: state[key] for key in fits}  # in the same order
-        was, now = _told_apart(state, fits), _told_apart(fits, state)
+        was, now = told_apart(state, fits), told_apart(fits, state)
         if was:
             raise StateError(f"state is of {was}, this sampler has {now}; {NEW_RUN}")
 
     def _position(self) -> tuple[int, int]:
         """The epoch and step that the next ``iter()`` begins with."""
         if self._latest is not None and not self._latest.drawn:
-            return self._latest.epoch, self._latest.first
+            return self._latest.epoch, self._latest.step
         return self._epoch, self._step
 
     def _jump(self, epoch: int, step: int) -> None:
@@ -383,15 +398,3 @@ class EpochSampler(ABC):
                 f"step must be below {num_steps}, the steps of epoch {epoch}; got {step}"
             )
         return epoch, step
-
-
-def _told_apart(these: Mapping[str, Any], others: Mapping[str, Any]) -> str:
-    """What both have and is not the same, as these have it."""
-    told = []
-    for key in [key for key in these if key in others]:
-        mine, other = these[key], others[key]
-        if isinstance(mine, dict) and isinstance(other, dict) and mine.keys() == other.keys():
-            told += [f"{k}={v!r}" for k, v in mine.items() if not is_same(v, other[k])]
-        elif not is_same(mine, other):
-            told.append(f"{key}={mine!r}")
-    return ", ".join(told)

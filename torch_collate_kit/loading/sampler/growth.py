@@ -6,7 +6,7 @@ from typing import Any
 
 from torch_collate_kit.errors import StateError
 
-__all__ = ["Growth", "last_of"]
+__all__ = ["Growth"]
 
 _MAX_COUNT = 2**63 - 1
 
@@ -14,23 +14,35 @@ _MAX_COUNT = 2**63 - 1
 class Growth:
     """The number of examples by epoch: more from some epochs on.
 
-    >>> growth = Growth.of([[0, 100]], now=120, from_epoch=3)
+    >>> growth = Growth([(0, 100)]).to(120, from_epoch=3)
     >>> growth.at(2), growth.at(3), growth.before(4), growth.as_state()
     (100, 120, 420, [[0, 100], [3, 120]])
     """
 
-    def __init__(self, num_examples: int) -> None:
-        self._changes = [(0, num_examples)]
+    def __init__(self, changes: list[tuple[int, int]]) -> None:
+        self._changes = changes  # (epoch, examples from it on)
 
     @classmethod
-    def of(cls, changes: Any, *, now: int, from_epoch: int) -> Growth:
-        """From a state, with ``now`` examples, new ones from ``from_epoch`` on."""
-        growth = cls(last_of(changes))
-        growth._changes = [(int(at), int(n)) for at, n in changes]
-        if growth.last != now:
-            growth._changes = [at for at in growth._changes if at[0] < from_epoch]
-            growth._changes.append((from_epoch, now))
-        return growth
+    def of_state(cls, changes: Any) -> Growth:
+        """From what ``as_state`` gave; StateError if it is anything else."""
+        pairs = isinstance(changes, list) and all(isinstance(at, (list, tuple)) for at in changes)
+        if not pairs or not changes or any(len(at) != 2 for at in changes):
+            raise _damaged(changes)
+        numbers = [n for at in changes for n in at]
+        if not all(type(n) is int and 0 <= n <= _MAX_COUNT for n in numbers):
+            raise _damaged(changes)
+        epochs, sizes = numbers[::2], numbers[1::2]
+        is_rising = epochs == sorted(set(epochs)) and sizes == sorted(sizes)
+        if epochs[0] != 0 or not is_rising or sizes[0] < 1:
+            raise _damaged(changes)
+        return cls(list(zip(epochs, sizes, strict=True)))
+
+    def to(self, num_examples: int, *, from_epoch: int) -> Growth:
+        """With so many examples from an epoch on, in place of changes to come."""
+        if num_examples == self.last:
+            return self
+        before = [change for change in self._changes if change[0] < from_epoch]
+        return Growth([*before, (from_epoch, num_examples)])
 
     @property
     def last(self) -> int:
@@ -50,20 +62,6 @@ class Growth:
     def as_state(self) -> list[list[int]]:
         """All changes, those to come as well: [epoch, examples from it on]."""
         return [list(change) for change in self._changes]
-
-
-def last_of(changes: Any) -> int:
-    """The number of examples that a state knows; StateError if its changes are none."""
-    pairs = isinstance(changes, list) and all(isinstance(at, (list, tuple)) for at in changes)
-    if not pairs or not changes or any(len(at) != 2 for at in changes):
-        raise _damaged(changes)
-    if not all(type(n) is int and 0 <= n <= _MAX_COUNT for at in changes for n in at):
-        raise _damaged(changes)
-    epochs, sizes = zip(*changes, strict=True)
-    is_rising = list(epochs) == sorted(set(epochs)) and list(sizes) == sorted(sizes)
-    if epochs[0] != 0 or not is_rising or sizes[0] < 1:
-        raise _damaged(changes)
-    return int(sizes[-1])
 
 
 def _damaged(changes: Any) -> StateError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.sampler.arguments import is_same
@@ -12,18 +12,8 @@ from torch_collate_kit.loading.sampler.arguments import is_same
 __all__ = ["Layouts"]
 
 _MOST = 50  # entries; about 30 bytes each in a state
-_MOST_BYTES = 2000  # of them in a state, where many settings change as well
 _MAX_COUNT = 2**32 - 1
-
-
-class _Entry(NamedTuple):
-    epoch: int
-    step: int
-    settings: dict[str, Any]
-
-    @property
-    def position(self) -> tuple[int, int]:
-        return self.epoch, self.step
+_Position: TypeAlias = tuple[int, int]
 
 
 class Layouts:
@@ -33,108 +23,92 @@ class Layouts:
 
     >>> layouts = Layouts({"world_size": 8})
     >>> layouts.change((0, 340), {"world_size": 6})
-    {'world_size': 8}
     >>> layouts.at((0, 339)), layouts.at((2, 0))
     ({'world_size': 8}, {'world_size': 6})
-    >>> layouts.until((0, 400))
+    >>> layouts.until((0, 400), max_bytes=100)
     [[0, 0, {'world_size': 8}], [0, 340, {'world_size': 6}]]
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._entries = [_Entry(0, 0, dict(settings))]
+        self._entries: list[tuple[_Position, dict[str, Any]]] = [((0, 0), dict(settings))]
 
     @classmethod
-    def of(cls, entries: Any, position: tuple[int, int], like: Mapping[str, Any]) -> Layouts:
+    def of(cls, entries: Any, position: _Position, like: Mapping[str, Any]) -> Layouts:
         """From the entries of a state of this position, of settings ``like`` these.
 
         Raises:
             StateError: they are not that.
         """
-        _check_entries(entries, position, like)
-        layouts = cls({})
-        layouts._entries, settings = [], dict.fromkeys(like)
-        for epoch, step, changed in entries:
-            settings = {**settings, **changed}
-            layouts._entries.append(_Entry(epoch, step, settings))
+        layouts, settings = cls({}), dict[str, Any]()
+        layouts._entries = []
+        for entry in entries if isinstance(entries, list) else []:
+            if not _is_entry(entry) or not entry[2].keys() <= like.keys():
+                raise _damaged(entries)
+            settings = {**settings, **entry[2]}
+            num_ranks = settings.get("world_size", settings.get("dp"))
+            is_whole = settings.keys() == like.keys()  # from the first entry on
+            if not is_whole or type(num_ranks) is not int or not 1 <= num_ranks <= _MAX_COUNT:
+                raise _damaged(entries)
+            layouts._entries.append(((entry[0], entry[1]), settings))
+        positions = [at for at, _ in layouts._entries]
+        if not positions or positions != sorted(set(positions)) or positions[-1] > position:
+            raise _damaged(entries)
         return layouts
 
-    @property
-    def first(self) -> tuple[int, int]:
-        """The earliest position that is known."""
-        return self._entries[0].position
-
-    def at(self, position: tuple[int, int]) -> dict[str, Any]:
+    def at(self, position: _Position) -> dict[str, Any]:
         """The settings of a step; StateError if they are no longer known."""
-        if position < self.first:
+        first = self._entries[0][0]
+        if position < first:
             raise StateError(
                 f"the layout of epoch {position[0]} step {position[1]} is not known: a state keeps "
-                f"the last {_MOST} changes of it at most, back to epoch {self.first[0]} step "
-                f"{self.first[1]}; its examples are known without a rank"
+                f"the last {_MOST} changes of it at most, back to epoch {first[0]} step "
+                f"{first[1]}; its examples are known without a rank"
             )
-        return next(e.settings for e in reversed(self._entries) if e.position <= position)
+        return next(settings for at, settings in reversed(self._entries) if at <= position)
 
     def check(self, make: Callable[[dict[str, Any]], object]) -> None:
         """StateError for settings that ``make`` refuses."""
-        for entry in self._entries:
+        for (epoch, step), settings in self._entries:
             try:
-                make(entry.settings)
+                make(settings)
             except (TypeError, ValueError, OverflowError) as error:
                 raise StateError(
-                    f"state has a layout of epoch {entry.epoch} step {entry.step} that no run can "
-                    f"have had: {error}; pass what state_dict() gave"
+                    f"state has a layout of epoch {epoch} step {step} that no run can have had: "
+                    f"{error}; pass what state_dict() gave"
                 ) from error
 
-    def change(self, position: tuple[int, int], settings: Mapping[str, Any]) -> dict[str, Any]:
-        """These settings from ``position`` on, and nothing after; what other values were there."""
-        before = self._entries[0].settings
-        if position >= self.first:
-            before = self.at(position)
-        self._entries = [e for e in self._entries if e.position < position]
-        if not self._entries or not is_same(self._entries[-1].settings, dict(settings)):
-            self._entries = [*self._entries, _Entry(*position, dict(settings))][-_MOST:]
-        return {k: v for k, v in before.items() if not is_same(v, settings.get(k))}
+    def change(self, position: _Position, settings: Mapping[str, Any]) -> None:
+        """These settings from ``position`` on, and nothing after."""
+        self._entries = [entry for entry in self._entries if entry[0] < position]
+        if not self._entries or not is_same(self._entries[-1][1], dict(settings)):
+            self._entries = [*self._entries, (position, dict(settings))][-_MOST:]
 
-    def until(self, position: tuple[int, int]) -> list[list[Any]]:
-        """The entries up to a position, for a state of it: JSON."""
+    def until(self, position: _Position, *, max_bytes: int) -> list[list[Any]]:
+        """The entries up to a position, for a state of it: as many of the last as fit, as JSON."""
         self.at(position)  # that it is known
-        known = [entry for entry in self._entries if entry.position <= position]
-        while len(json.dumps(found := self._as_changes(known))) > _MOST_BYTES and len(known) > 1:
+        known = [entry for entry in self._entries if entry[0] <= position]
+        while len(json.dumps(found := _as_changes(known))) > max_bytes and len(known) > 1:
             known = known[1:]
         return found
 
-    def _as_changes(self, known: list[_Entry]) -> list[list[Any]]:
-        entries: list[list[Any]] = []
-        before: dict[str, Any] = {}
-        for entry in known:
-            changed = {
-                k: v
-                for k, v in entry.settings.items()
-                if k not in before or not is_same(v, before[k])
-            }
-            entries.append([entry.epoch, entry.step, changed])
-            before = entry.settings
-        return entries
+
+def _as_changes(known: list[tuple[_Position, dict[str, Any]]]) -> list[list[Any]]:
+    entries: list[list[Any]] = []
+    before: dict[str, Any] = {}
+    for at, settings in known:
+        changed = {
+            k: v for k, v in settings.items() if k not in before or not is_same(v, before[k])
+        }
+        entries.append([*at, changed])
+        before = settings
+    return entries
 
 
-def _check_entries(entries: Any, position: tuple[int, int], like: Mapping[str, Any]) -> None:
-    positions: list[tuple[int, ...]] = []
-    num_ranks = None
-    for entry in entries if isinstance(entries, list) else [None]:
-        if not isinstance(entry, (list, tuple)) or len(entry) != 3:
-            raise _damaged(entries)
-        *at, changed = entry
-        if not all(type(n) is int and 0 <= n <= _MAX_COUNT for n in at):
-            raise _damaged(entries)
-        if not isinstance(changed, dict) or not changed.keys() <= like.keys():
-            raise _damaged(entries)
-        if not positions and changed.keys() != like.keys():  # the first entry has all settings
-            raise _damaged(entries)
-        num_ranks = changed.get("world_size", changed.get("dp", num_ranks))
-        if type(num_ranks) is not int or not 1 <= num_ranks <= _MAX_COUNT:
-            raise _damaged(entries)
-        positions.append(tuple(at))
-    if not positions or positions != sorted(set(positions)) or positions[-1] > position:
-        raise _damaged(entries)
+def _is_entry(entry: Any) -> bool:
+    """Whether it is [epoch, step, settings]."""
+    if not isinstance(entry, (list, tuple)) or len(entry) != 3 or not isinstance(entry[2], dict):
+        return False
+    return all(type(n) is int and 0 <= n <= _MAX_COUNT for n in entry[:2])
 
 
 def _damaged(entries: Any) -> StateError:

@@ -7,28 +7,30 @@ the P-fair schedule (worst-case fair queueing, if examples have sizes).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+import hashlib
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence, Sized
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.arguments import Indices, digest_of, rank_slice
-from torch_collate_kit.loading.sampler.epochs import EpochSampler, Plan
-from torch_collate_kit.loading.sampler.fair_schedule import (
-    Cursor,
-    Mark,
-    Mixture,
-    checked_sources,
+from torch_collate_kit.loading.sampler.arguments import (
+    Indices,
+    digest_of,
+    ints_of_text,
+    text_of_ints,
 )
+from torch_collate_kit.loading.sampler.epochs import EpochSampler, Plan
+from torch_collate_kit.loading.sampler.fair_schedule import Place
+from torch_collate_kit.loading.sampler.mixture import Mixture, checked_sources
 
 __all__ = ["MixedSampler"]
 
-_PICKS_PER_MARK = 4096  # a mark is a few ints; a state costs the picks since the last one: 5 ms
+_PICKS_PER_PLACE = 4096  # a place is a few ints; a state costs the picks since the last one: 5 ms
+_MOST_LISTED = 40  # sources; of more a state holds digests, or it would be over 4 KB
 
 
 class MixedSampler(EpochSampler):
@@ -77,8 +79,7 @@ class MixedSampler(EpochSampler):
         self._by = by
         self._mixture = Mixture(sizes, weights, arrays, seed=self._seed, shuffle=self._shuffle)
         self._lengths_digest = digest_of(arrays) if arrays else None
-        nothing = (0,) * len(sizes)
-        self._marks = {0: Mark(nothing, nothing)}  # by the steps before them
+        self._known = {0: self._mixture.place([0] * len(sizes))}  # by the examples before them
         self._set_steps_per_epoch(num_steps, stop)
 
     def _set_steps_per_epoch(self, num_steps: int | None, stop: str | None) -> None:
@@ -107,7 +108,7 @@ class MixedSampler(EpochSampler):
         if self._steps_per_epoch is not None:
             settings["num_steps"] = self._steps_per_epoch
         settings |= {"stop": self._stop} if self._stop == "all" else {}
-        return self._shown(str(self._mixture.sizes), **settings, **self._rank_settings())
+        return self._shown(str(self._mixture.sizes), **settings)
 
     @property
     def num_examples(self) -> int:
@@ -124,53 +125,57 @@ class MixedSampler(EpochSampler):
     def _num_steps(self, epoch: int) -> int:
         return self._first_step(epoch + 1) - self._first_step(epoch)
 
-    def _cursor(self, step: int) -> Cursor:
-        """The place in the stream after ``step`` steps, from the nearest mark before it."""
-        first = max(marked for marked in self._marks if marked <= step)
-        cursor = Cursor(self._mixture, self._marks[first])
-        for done in range(first, step):
-            self._keep_mark(cursor, done)
-            cursor.picks(self._num_global)
-        return cursor
+    def _place(self, epoch: int, step: int, *, near: Place | None = None) -> Place:
+        """The place before a step, from the nearest known one; ``near`` is one before it."""
+        num_taken = (self._first_step(epoch) + step) * self._num_global
+        known = max(known for known in list(self._known) if known <= num_taken)
+        place = self._known[known] if near is None else max(near, self._known[known])
+        while place.num_taken < num_taken:
+            stop = num_taken
+            if self._mixture.lengths:
+                stop = min(stop, place.num_taken + _PICKS_PER_PLACE)
+            before, place = place, self._mixture.after(place, stop)
+            self._keep(before, place)
+        return place
 
-    def _keep_mark(self, cursor: Cursor, step: int) -> None:
-        """Keeps a mark now and then, since states are asked for steps before the iterator."""
-        if step % max(1, _PICKS_PER_MARK // self._num_global) == 0:
-            self._marks[step] = cursor.mark()
-
-    def _batches(self, steps: range) -> Iterator[list[int]]:
-        """This rank's part of the batches at these steps of the stream."""
-        cursor, index = self._cursor(steps.start), self._mixture.index
-        mine = rank_slice(self._num_global, self._rank, self._world_size)
-        for step in steps:
-            self._keep_mark(cursor, step)
-            yield [index(*pick) for pick in cursor.picks(self._num_global)[mine]]
+    def _keep(self, before: Place, place: Place) -> None:
+        """Keeps a place now and then, since states are asked for steps before the iterator."""
+        if before.num_taken // _PICKS_PER_PLACE != place.num_taken // _PICKS_PER_PLACE:
+            self._known[place.num_taken] = place
 
     def _plan(self, epoch: int, step: int) -> Plan:
-        first = self._first_step(epoch)
-        return partial(self._batches, range(first + step, self._first_step(epoch + 1)))
+        return _Batches(self, epoch)
 
-    def _examples(self, epoch: int, step: int) -> Indices:
-        cursor, index = self._cursor(self._first_step(epoch) + step), self._mixture.index
-        return np.array([index(*pick) for pick in cursor.picks(self._num_global)])
+    def _check_known(self, epoch: int) -> None:
+        """All are: nothing is forgotten."""
 
     def _steps_of(self, example: int, epoch: int) -> list[int]:
-        source, within = self._mixture.source_of(example)
-        first, found = self._first_step(epoch), []
-        cursor = self._cursor(first)
-        for step in range(self._num_steps(epoch)):
-            self._keep_mark(cursor, first + step)
-            numbers = [number for of, number in cursor.picks(self._num_global) if of == source]
-            if numbers and self._mixture.has(source, within, numbers[0], numbers[-1]):
-                found.append(step)
-        return found
+        steps = range(self._num_steps(epoch))
+        first, last = self._place(epoch, 0), self._place(epoch, len(steps))
+        source, numbers = self._mixture.numbers(example, first, last)
+        return self._steps_with(source, numbers, epoch, steps, first)
+
+    def _steps_with(
+        self, source: int, numbers: list[int], epoch: int, steps: range, first: Place
+    ) -> list[int]:
+        """Those of the steps that take these examples of a source, by halving."""
+        if not numbers or len(steps) == 1:
+            return [*steps] if numbers else []
+        middle = len(steps) // 2
+        place = self._place(epoch, steps[middle], near=first)
+        at = bisect_left(numbers, place.taken[source])
+        return [
+            *self._steps_with(source, numbers[:at], epoch, steps[:middle], first),
+            *self._steps_with(source, numbers[at:], epoch, steps[middle:], place),
+        ]
 
     def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        like, mixture = like or {}, self._mixture
         return {
-            "sizes": list(self._mixture.sizes),
-            "weights": list(map(str, self._mixture.shares)),
+            "sizes": _listed(mixture.sizes, like.get("sizes")),
+            "weights": _listed(list(map(str, mixture.shares)), like.get("weights")),
             "by": self._by,
-            "num_units": list(self._mixture.num_units),
+            "num_units": _listed(mixture.num_units, like.get("num_units")),
             "lengths_digest": self._lengths_digest,
             "num_steps": self._steps_per_epoch,
             "stop": self._stop,
@@ -178,25 +183,59 @@ class MixedSampler(EpochSampler):
         }
 
     def _extra(self, epoch: int, step: int) -> dict[str, Any]:
-        step += self._first_step(epoch)
-        return {"taken": list(self._cursor(step).mark().taken)}
+        place = self._place(epoch, step)
+        if len(place.taken) <= _MOST_LISTED:
+            return {"taken": list(place.taken)}
+        return {"taken": text_of_ints(self._mixture.ahead(place))}
 
     def _load_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
-        taken, step = state["taken"], step + self._first_step(epoch)
-        if not isinstance(taken, list) or any(type(n) is not int or n < 0 for n in taken):
+        taken, num_steps = state["taken"], self._first_step(epoch) + step
+        counts, ahead = taken, None
+        if isinstance(taken, str):
+            ahead = ints_of_text("taken", taken, shape=(1 + len(self._mixture.sizes),))
+            counts = self._mixture.taken(ahead)
+        if not isinstance(counts, list) or any(type(n) is not int or n < 0 for n in counts):
             raise StateError(
                 f"state has taken={taken!r}, not a list of counts; pass what state_dict() gave"
             )
-        num_sources, num_examples = len(self._mixture.sizes), step * self._num_global
-        if len(taken) != num_sources or sum(taken) != num_examples:
+        num_sources, num_examples = len(self._mixture.sizes), num_steps * self._num_global
+        if len(counts) != num_sources or sum(counts) != num_examples:
             raise StateError(
-                f"state has taken={taken!r}, but after {step} steps the {num_sources} sources have "
-                f"given {num_examples} examples in all; pass what state_dict() gave"
+                f"state has taken={taken!r}, but after {num_steps} steps the {num_sources} sources "
+                f"have given {num_examples} examples in all; pass what state_dict() gave"
             )
-        used = self._mixture.used(taken)
-        if not self._mixture.is_fair(used):
+        mixture, place = self._mixture, self._mixture.place(counts)
+        known = self._known.get(num_examples) if mixture.lengths else self._place(epoch, step)
+        is_right = place == known if known else mixture.is_fair(place)
+        if not is_right or (ahead is not None and mixture.ahead(place) != ahead):
             raise StateError(
                 f"state has taken={taken!r}, which is not in the proportions of weights="
-                f"{list(map(str, self._mixture.shares))}; pass what state_dict() gave"
+                f"{list(map(str, mixture.shares))}; pass what state_dict() gave"
             )
-        self._marks.setdefault(step, Mark(tuple(taken), used))
+        self._known = {**self._known, num_examples: place}  # not that of the sampler that loads
+
+
+class _Batches:
+    """The global batches of an epoch; one after the other they cost their own picks only."""
+
+    def __init__(self, sampler: MixedSampler, epoch: int) -> None:
+        self._sampler, self._epoch = sampler, epoch
+        self._next: tuple[int, Place] | None = None
+
+    def __call__(self, step: int) -> Indices:
+        sampler, place = self._sampler, None
+        if self._next is not None and self._next[0] == step:
+            place = self._next[1]
+        before = place or sampler._place(self._epoch, step)
+        batch, after = sampler._mixture.take(before, sampler.num_examples_per_step)
+        sampler._keep(before, after)
+        self._next = step + 1, after
+        return batch
+
+
+def _listed(values: Sequence[Any], like: Any) -> list[Any] | str:
+    """The values as a state holds them: a digest of many of them, or as ``like`` does."""
+    if not isinstance(like, str) and (like is not None or len(values) <= _MOST_LISTED):
+        return list(values)
+    digest = hashlib.blake2b(",".join(map(str, values)).encode(), digest_size=16).hexdigest()
+    return f"{len(values)} values, digest {digest}"

@@ -97,6 +97,8 @@ class KeyedOrder:
         return positions
 
     def places(self, index: int) -> list[int]:
+        if index >= self._size:
+            return []
         place = np.array([index])
         for num_done, permutation in self._permutations:
             if place[0] >= num_done:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_lengths
-from torch_collate_kit._reprs import Shown, changed_fields
+from torch_collate_kit._reprs import Shown, changed_settings
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.sampler.arguments import (
     Indices,
@@ -65,6 +65,8 @@ class PackedBatchSampler(OrderedSampler):
     (0, [1, 2], [[2, 1], [0, 3]])
     """
 
+    _ranks = "dp"
+
     def __init__(
         self,
         lengths: npt.ArrayLike,
@@ -87,10 +89,11 @@ class PackedBatchSampler(OrderedSampler):
         self._packing = packing_options(packing, max_tokens, options)
         dp = self._packing.parallel.dp
         checked_rank(rank, dp, "parallel.dp")
-        self._images = None
+        self._images, self._image_costs_digest = None, None
         if patches is not None:
             images = image_load(patches, len(self._lengths), self._packing.cost)
             self._images = ImageLoad(images.patches.copy(), images.costs)
+            self._image_costs_digest = digest_in_blocks(images.costs)
         if self._packing.overflow == "raise" or patches is not None:
             # Names an example that does not fit, before the first batch.
             cut_to_fit(self._lengths, self._packing, self._images)
@@ -115,7 +118,7 @@ class PackedBatchSampler(OrderedSampler):
     def __repr__(self) -> str:
         given = {"patches": self._images and self._images.patches, "num_loss_tokens": self._counts}
         settings: dict[str, Any] = {k: Shown(of) for k, of in given.items() if of is not None}
-        settings |= changed_fields(self._packing) | ({"rank": self._rank} if self._rank else {})
+        settings |= changed_settings(self._packing)
         lengths = f"<{self.num_examples:,} lengths, {int(self._lengths.sum()):,} tokens>"
         return self._shown(lengths, **settings)
 
@@ -124,31 +127,23 @@ class PackedBatchSampler(OrderedSampler):
         return 1  # rows are divided over the ranks, not examples
 
     def _pick(self, batch: Indices) -> RankPlan:
-        return self._part(batch, self._rank, self._packing)
-
-    def _part(self, batch: Indices, rank: int, packing: PackingOptions) -> RankPlan:
-        lengths = self._lengths[batch]
+        packing, lengths = self._packing, self._lengths[batch]
         counts = None if self._counts is None else self._counts[batch]
         images = None if self._images is None else self._images.take(batch)
         plan = plan_of(lengths, packing, images)
-        return RankPlan.of(plan, rank, batch, lengths, counts, world_size=packing.parallel.dp)
-
-    def _read_by(self, batch: Indices, rank: int, layout: Mapping[str, Any]) -> Indices:
-        return np.array(self._part(batch, rank, _packing_of(layout)).indices, int)
+        return RankPlan.of(plan, self._rank, batch, lengths, counts, world_size=packing.parallel.dp)
 
     def _layout(self) -> dict[str, Any]:
-        costs = None if self._images is None else digest_in_blocks(self._images.costs)
-        return {**self._packing.as_state(), "image_costs_digest": costs}
+        return {**self._packing.as_state(), "image_costs_digest": self._image_costs_digest}
 
-    def _use_layout(self, layout: Mapping[str, Any], rank: int) -> None:
+    def _use_layout(self, layout: Mapping[str, Any]) -> None:
         self._packing = _packing_of(layout)
-        self._world_size, self._rank = self._packing.parallel.dp, rank
 
-    def _load(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, int]]:
-        found = super()._load(state)
+    def _load(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        layout = super()._load(state)
         self._layouts.check(_packing_of)
-        self._check_same_tokens(_packing_of(found[0]))
-        return found
+        self._check_same_tokens(_packing_of(layout))
+        return layout
 
     def _check_same_tokens(self, before: PackingOptions) -> None:
         """That examples which were too long then, and lost tokens, lose the same ones now."""
@@ -186,28 +181,29 @@ class PackedBatchSampler(OrderedSampler):
             "loss_tokens_digest": self._counts,
         }
 
+    def _rank_settings(self) -> dict[str, int]:
+        return {"rank": self._rank} if self._rank else {}
+
     def _fingerprint(self, num_examples: int) -> dict[str, Any]:
-        if num_examples not in self._fingerprints:
-            found: dict[str, Any] = {"num_tokens": int(self._lengths[:num_examples].sum())}
-            for name, counts in self._counted().items():
-                found[name] = None if counts is None else digest_in_blocks(counts[:num_examples])
-            self._fingerprints[num_examples] = found
-        return self._fingerprints[num_examples]
+        digests = {
+            name: None if counts is None else digest_in_blocks(counts[:num_examples])
+            for name, counts in self._counted().items()
+        }
+        return {"num_tokens": int(self._lengths[:num_examples].sum()), **digests}
 
     def _upgraded(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        new = super()._upgraded(state)
-        (layout,) = (settings for _, _, settings in new["layouts"])
-        layout.setdefault("rows_multiple_of", None)
-        layout.setdefault("image_costs_digest", None)
+        new = super()._upgraded({"rows_multiple_of": None, "image_costs_digest": None, **state})
         num_examples = state.get("length")
         if type(num_examples) is not int:
             return new  # is refused
         for name, counts in self._counted().items():  # another digest of the same counts
-            known = [] if counts is None else [counts[:num_examples]]
-            if counts is not None and name == "patches_digest" and self._images is not None:
-                known.append(self._images.costs[:num_examples])  # and of their cost
-                layout["image_costs_digest"] = digest_in_blocks(self._images.costs)
-            if counts is not None and new.get(name) == digest_of(known):
+            if counts is None:
+                continue
+            known = [counts[:num_examples]]
+            if name == "patches_digest" and self._images is not None:  # and of their cost
+                known.append(self._images.costs[:num_examples])
+                new["layouts"][0][2]["image_costs_digest"] = self._image_costs_digest
+            if new.get(name) == digest_of(known):
                 new[name] = digest_in_blocks(counts[:num_examples])
         return new
 

@@ -7,7 +7,7 @@ as one int64 array, or computed where it is read.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -22,22 +22,23 @@ from torch_collate_kit.loading.sampler.arguments import (
     checked_length,
     checked_order,
     checked_tail,
-    rank_slice,
+    ints_of_text,
     seeded_generator,
     state_int,
+    text_of_ints,
 )
 from torch_collate_kit.loading.sampler.epochs import NEW_RUN, EpochSampler, Plan
-from torch_collate_kit.loading.sampler.growth import Growth, last_of
+from torch_collate_kit.loading.sampler.growth import Growth
 from torch_collate_kit.loading.sampler.orders import ArrayOrder, EpochOrder, epoch_order
 
 __all__ = ["Order", "OrderedSampler", "PrefetchingSampler"]
 
 Order: TypeAlias = Callable[[int, np.random.Generator], npt.ArrayLike]
-_MOST_RESHUFFLES = 100  # of earlier epochs, in a state
+_MOST_RESHUFFLES = 100  # of earlier epochs, in a state; more in all are packed into a text
 
 
 class OrderedSampler(EpochSampler):
-    """Epochs of global batches of one dataset; ``_pick`` says what a rank yields for each."""
+    """Epochs of global batches of one dataset."""
 
     def __init__(
         self,
@@ -54,9 +55,9 @@ class OrderedSampler(EpochSampler):
         allow_appended: bool = False,
     ) -> None:
         super().__init__(batch_size, seed=seed, shuffle=shuffle, rank=rank, world_size=world_size)
-        self._growth = Growth(checked_length(data))
-        self._fingerprint_of = getattr(data, "fingerprint", None)
-        self._fingerprints: dict[int, Any] = {}  # by the number of examples
+        self._growth = Growth([(0, checked_length(data))])
+        self._data_fingerprint = getattr(data, "fingerprint", None)
+        self._fingerprints: dict[int, dict[str, Any]] = {}  # by the number of examples
         self._allow_appended = checked_bool("allow_appended", allow_appended)
         self._tail = checked_tail(tail, checked_bool("drop_last", drop_last))
         if order is not None and not callable(order):
@@ -68,10 +69,6 @@ class OrderedSampler(EpochSampler):
         self._known_from = 0  # the first epoch of which all reshuffles are known
         self._latest_order: tuple[Any, EpochOrder] | None = None
         self._num_steps(0)
-
-    @abstractmethod
-    def _pick(self, batch: Indices) -> Any:
-        """What this rank yields for a global batch of indices."""
 
     @abstractmethod
     def _fingerprint(self, num_examples: int) -> dict[str, Any]:
@@ -189,46 +186,21 @@ class OrderedSampler(EpochSampler):
         return np.concatenate(parts)
 
     def _plan(self, epoch: int, step: int) -> Plan:
-        steps = range(step, self._num_steps(epoch))
-        carried = self._carried(epoch)  # first: of two orders the second is kept
-        return partial(self._batches, carried, self._order(epoch), steps)
-
-    def _batches(self, carried: Indices, order: EpochOrder, steps: range) -> Iterator[Any]:
-        for step in steps:
-            yield self._pick(self._batch(carried, order, step))
+        # of two orders the second is kept; after step 0 nobody asks what was carried
+        carried = self._carried(epoch) if step == 0 else np.zeros(self._num_carried(epoch), int)
+        return partial(self._batch, carried, self._order(epoch))
 
     def _batch(self, carried: Indices, order: EpochOrder, step: int) -> Indices:
         start = step * self._num_global - len(carried)
         batch = order.take(max(start, 0), start + self._num_global)
         return np.concatenate([carried, batch]) if start < 0 else batch
 
-    def _examples(self, epoch: int, step: int) -> Indices:
-        self._check_known(epoch)
-        carried = self._carried(epoch) if step == 0 else np.zeros(self._num_carried(epoch), int)
-        return self._batch(carried, self._order(epoch), step)
-
     def _steps_of(self, example: int, epoch: int) -> list[int]:
-        if example >= self.num_examples:
-            raise ValueError(
-                f"example {example} does not exist: the {self.num_examples} examples have indices "
-                f"0 to {self.num_examples - 1}"
-            )
-        self._check_known(epoch)
-        num_carried, num_steps = self._num_carried(epoch), self._num_steps(epoch)
-        found = [0] * int((self._carried(epoch) == example).any() and num_steps > 0)
-        size = self._num_examples(epoch)
-        places = (
-            []
-            if self._user_order is None and example >= size
-            else self._order(epoch).places(example)
-        )
-        found += [(place + num_carried) // self._num_global for place in places]
-        return sorted({step for step in found if step < num_steps})
-
-    def state_at(self, epoch: int, step: int) -> dict[str, Any]:
-        state = super().state_at(epoch, step)
-        self._check_known(state["epoch"])
-        return state
+        found = {0} if (self._carried(epoch) == example).any() else set()
+        before, num_steps = self._num_carried(epoch), self._num_steps(epoch)
+        places = self._order(epoch).places(example)
+        found |= {(place + before) // self._num_global for place in places}
+        return sorted(step for step in found if step < num_steps)
 
     def _check_known(self, epoch: int) -> None:
         if self._carried_from(epoch) < self._known_from:
@@ -253,19 +225,21 @@ class OrderedSampler(EpochSampler):
         return made[over:], max(self._known_from, made[over - 1][0] + 1)
 
     def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        known = (
-            self._growth.last
-            if like is None
-            else min(self._growth.last, last_of(like["num_examples"]))
-        )
+        growth = self._growth if like is None else Growth.of_state(like["num_examples"])
+        known = growth.last
+        if known not in self._fingerprints:
+            self._fingerprints[known] = self._fingerprint(known)
         own = {"tail": self._tail, "custom_order": self._user_order is not None}
-        return {**own, **super()._fits(like), **self._fingerprint(known)}
+        return {**own, **super()._fits(like), **self._fingerprints[known]}
 
     def _extra(self, epoch: int, step: int) -> dict[str, Any]:
-        reshuffles, known_from = self._reshuffles_for(epoch, step)
+        made, known_from = self._reshuffles_for(epoch, step)
+        reshuffles: Any = [list(at) for at in made]
+        if len(made) > _MOST_RESHUFFLES:
+            reshuffles = text_of_ints(np.diff(reshuffles, axis=0, prepend=[[0, 0]]))
         return {
             "num_examples": self._growth.as_state(),
-            "reshuffles": [list(at) for at in reshuffles],
+            "reshuffles": reshuffles,
             "known_from": known_from,
         }
 
@@ -276,7 +250,8 @@ class OrderedSampler(EpochSampler):
         return {**new, "known_from": None}
 
     def _check_fits(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
-        was, now = last_of(state["num_examples"]), self._growth.last
+        growth = Growth.of_state(state["num_examples"])
+        was, now = growth.last, self._growth.last
         if was > now or (was < now and not self._allow_appended):
             hint = "examples were taken away; " + NEW_RUN
             if was < now:
@@ -292,8 +267,7 @@ class OrderedSampler(EpochSampler):
                 "of the saved run"
             )
         super()._check_fits(state, epoch, step)
-        from_epoch = epoch + (step > 0)  # the running one keeps its order
-        self._growth = Growth.of(state["num_examples"], now=now, from_epoch=from_epoch)
+        self._growth = growth.to(now, from_epoch=epoch + (step > 0))  # the running one keeps its
 
     def _load_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
         known_from = state["known_from"]
@@ -301,6 +275,9 @@ class OrderedSampler(EpochSampler):
             known_from = self._carried_from(epoch)
         self._known_from = state_int("known_from", known_from)
         records = state["reshuffles"]
+        if isinstance(records, str):
+            distances = ints_of_text("reshuffles", records, shape=(-1, 2))
+            records = np.cumsum(distances, axis=0).tolist()
         pairs = isinstance(records, list) and all(isinstance(at, (list, tuple)) for at in records)
         if not pairs or any(len(at) != 2 for at in records):
             raise StateError(
@@ -349,18 +326,11 @@ class PrefetchingSampler(OrderedSampler):
     """
 
     def __repr__(self) -> str:
-        return self._shown(str(self.num_examples), **self._rank_settings())
-
-    def _pick(self, batch: Indices) -> list[int]:
-        mine: list[int] = batch[rank_slice(len(batch), self._rank, self._world_size)].tolist()
-        return mine
+        return self._shown(str(self.num_examples))
 
     def _fingerprint(self, num_examples: int) -> dict[str, Any]:
-        if not callable(self._fingerprint_of):
-            return {"fingerprint": None}
-        if num_examples not in self._fingerprints:
-            self._fingerprints[num_examples] = self._fingerprint_of(num_examples)
-        return {"fingerprint": self._fingerprints[num_examples]}
+        make = self._data_fingerprint
+        return {"fingerprint": make(num_examples) if callable(make) else None}
 
     def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
         fits = super()._fits(like)

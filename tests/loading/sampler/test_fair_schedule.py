@@ -1,0 +1,59 @@
+"""Jumps over a mixture's picks: the place that the picks come to, from anywhere, and at once."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_collate_kit import MixedSampler
+from torch_collate_kit.loading.sampler.fair_schedule import Place, jump, picks
+
+
+def start(weights: list[int]) -> Place:
+    nothing = (0,) * len(weights)
+    return Place(0, nothing, nothing, (1,) * len(weights))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.one_of(st.integers(1, 9), st.integers(1, 2000)), min_size=1, max_size=9),
+    st.sampled_from([1, 10**12 + 7, 10**20 + 39]),  # beyond int64, too
+    st.integers(0, 400),
+    st.integers(0, 400),
+)
+def test_a_jump_comes_to_where_the_picks_come(
+    weights: list[int], scale: int, first: int, count: int
+) -> None:
+    weights = [weight * scale + i for i, weight in enumerate(weights)]
+    before = picks(weights, start(weights), first, None)[1]
+    after = picks(weights, before, count, None)[1]
+    assert jump(weights, before, first + count) == after
+    assert jump(weights, start(weights), first + count) == after
+
+
+def test_a_jump_to_each_place_of_a_rare_source() -> None:
+    """Its one example is taken somewhere in 3,000 others, which only the others decide."""
+    weights = [1, 700, 1300, 999]
+    place, taken = start(weights), set()
+    for num_taken in range(1, 3001, 7):
+        place = picks(weights, place, num_taken - place.num_taken, None)[1]
+        assert jump(weights, start(weights), num_taken) == place
+        taken.add(place.taken[0])
+    assert taken == {0, 1}
+
+
+@pytest.mark.parametrize("weights", [[0.7, 0.25, 0.05], [0.123456, 1 / 3, 7, 0.001]])
+def test_any_step_of_a_mixture_of_many_examples_is_found_at_once(weights: list[float]) -> None:
+    sampler = MixedSampler([10**8] * len(weights), 512, weights=weights, shuffle="keyed", seed=3)
+    step = len(sampler) - 7
+    assert step > 195_000, "1e8 examples"
+    began = time.perf_counter()
+    batch = sampler.examples(0, step)
+    assert time.perf_counter() - began < 1, "about 10 ms on a quiet machine"
+    sampler.set_epoch(0, step=step - 1)
+    following = [*sampler][1]
+    assert following == batch.tolist()
+    assert sampler.when(following[3], 0) == [(0, step)]
