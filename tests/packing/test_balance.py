@@ -64,6 +64,18 @@ def test_level_does_not_trade_the_capacity_for_evenness() -> None:
     assert bins == [[10, 1], [6, 5], [6, 5], [4, 4], [4, 3, 3]]
 
 
+def test_level_keeps_the_cells_free_that_are_reserved() -> None:
+    sizes = of_text(np.array([10, 6, 6, 5, 5, 4, 4, 4, 3, 3, 1]))
+    rows = best_fit_decreasing(sizes.tokens, 11, None)
+    options: dict[str, Any] = {"image_weights": sizes.patches, "most": 5}
+    expected = level(rows, sizes, 5, limits=Limits(11, 0), **options)
+    found = level(rows, sizes, 5, limits=Limits(12, 0, None, 1), **options)
+    assert bins_of(found, sizes.tokens) == bins_of(expected, sizes.tokens)
+    assert max(map(sum, bins_of(found, sizes.tokens))) == 11
+    other = level(rows, sizes, 5, limits=Limits(12, 0), **options)
+    assert bins_of(found, sizes.tokens) != bins_of(other, sizes.tokens)
+
+
 def test_level_touches_no_more_rows_than_told() -> None:
     sizes = [10] * 3 + [5] * 4 + [1] * 10
     before = levelled(sizes, 10, 6)
