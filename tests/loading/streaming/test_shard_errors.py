@@ -168,6 +168,21 @@ def test_a_state_without_shards_is_refused() -> None:
         make().load_state_dict({})
 
 
+def test_a_state_that_was_loaded_may_be_changed() -> None:
+    def loader() -> PrefetchLoader:
+        dataset = make(lambda: StatefulSource(EXAMPLES * 9))
+        return PrefetchLoader(DataLoader(dataset, batch_size=None))
+
+    with loader() as first, loader() as second:
+        list(islice(first, 70))
+        state = first.state_dict()
+        second.load_state_dict(state)
+        before = second.state_dict()
+        assert state["stream"]["shards"]["0"][4]["next"] > 0
+        state["stream"]["shards"]["0"][4]["next"] = 0
+        assert second.state_dict() == before
+
+
 def test_the_state_of_another_rank_is_refused() -> None:
     state = saved(rank=1, world_size=4)
     message = r"the state has 1 shards, but not \[0\], which this rank reads; it is the state of"
@@ -252,6 +267,7 @@ def test_the_ended_shards_of_all_states_have_ended() -> None:
         states.append(dataset.state_dict())
     merged = merge_states(states)
     assert merged["ended"] == [0, 1, 2, 3]
+    assert merge_states(states[::-1]) == merged
     whole = make(EXAMPLES[:6])
     whole.load_state_dict(merged)
     assert whole.state_dict() == merged
