@@ -53,6 +53,15 @@ def test_a_row_number_is_refused(index: Any) -> None:
         loose()[index]
 
 
+def test_a_field_is_no_attribute(packed: Batch) -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'labels'; .* batch\[\"labels\"\]$"):
+        _ = packed.labels
+    with pytest.raises(AttributeError, match=r"no attribute 'label'$"):
+        _ = packed.label
+    assert not hasattr(packed, "labels")
+    assert not hasattr(Batch.__new__(Batch), "labels")  # as while it is unpickled
+
+
 def test_fields_and_row_metadata_must_agree_in_rows() -> None:
     x = torch.arange(3)
     with pytest.raises(ValueError, match="at least one field, got none"):
@@ -347,6 +356,19 @@ def test_counts_per_row_go_with_the_rows(kind: str) -> None:
 def test_to_takes_a_device(packed: Batch) -> None:
     with pytest.raises(TypeError, match=r"takes a device, got torch\.float16"):
         packed.to(torch.float16)
+
+
+def test_batches_that_differ_in_metadata_alone_are_not_equal(collated: Batch) -> None:
+    assert copy.copy(collated) == collated
+    for kind in ("row_metadata", "metadata"):
+        other = copy.copy(collated)
+        getattr(other, kind)["more"] = [0] * len(other)
+        assert other != collated, kind
+        same = copy.copy(collated)
+        getattr(same, kind)["more"] = [1] * len(same)
+        assert other != same, kind
+        getattr(same, kind)["more"] = [0] * len(same)
+        assert other == same, kind
 
 
 def test_with_fields_adds_and_replaces_without_a_copy() -> None:

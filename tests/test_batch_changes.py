@@ -200,7 +200,7 @@ def test_no_field_follows_from_another_one(kind: str, name: str, replace: bool) 
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_declared_field_has_its_pads_in_added_rows_though_it_was_changed(changed: bool) -> None:
-    batch = KINDS["rollouts"]()
+    batch = KINDS["rollouts"]()[1:]  # its first row has an image
     columns = batch._storage.columns
     columns.specs["rewards"] = PerResponseToken(torch.int64, pad=-1)
     columns.specs["image_grid_thw"] = PerExample(torch.int64)
@@ -208,9 +208,9 @@ def test_a_declared_field_has_its_pads_in_added_rows_though_it_was_changed(chang
         batch["rewards"].mul_(2)
         batch["image_grid_thw"].flat_values.mul_(2)
     padded_batch = batch.pad_rows(multiple_of=5)
-    assert padded_batch["rewards"][4:].unique().tolist() == [-1]
-    assert padded_batch["rewards"][:4].max() == (2 if changed else 1)
-    assert [len(row) for row in padded_batch["image_grid_thw"]] == [0, 1, 2, 0, 0]
+    assert padded_batch["rewards"][3:].unique().tolist() == [-1]
+    assert padded_batch["rewards"][:3].max() == (2 if changed else 1)
+    assert [len(row) for row in padded_batch["image_grid_thw"]] == [1, 2, 0, 0, 0]
 
 
 @pytest.mark.parametrize("collate", [PackedCollator(0, max_tokens=8), PaddedCollator(0)])

@@ -213,6 +213,16 @@ def test_one_leaking_cell_is_named(source, target, names):
         check_isolation(Toy(from_cell_to_cell(source, target)), inputs)
 
 
+def test_flash_attention_without_boundaries_is_named():
+    leak = from_cell_to_cell((0, 0), (0, 4))
+    model = Toy(leak, _attn_implementation="flash_attention_2", model_type="toy")
+    message = r'attention "flash_attention_2" needs cu_seq_lens_q; pass what Batch.model_inputs'
+    with pytest.raises(IsolationError, match=message):
+        check_isolation(model, toy_inputs([3, 3]))
+    with pytest.raises(IsolationError, match="a layer of the model mixes positions"):
+        check_isolation(model, toy_inputs([3, 3]) | {"cu_seq_lens_q": torch.tensor([0, 3, 6])})
+
+
 def test_a_leak_in_one_mode_only_is_found():
     def in_training(model: nn.Module, hidden: Tensor) -> Tensor:
         return from_cell_to_cell((0, 0), (0, 4))(model, hidden) if model.training else hidden
@@ -315,8 +325,27 @@ def test_a_model_that_knows_the_place_in_the_row_is_found():
         return hidden + torch.arange(hidden.shape[1])[:, None]
 
     message = r"row 0 segment 2 is not what.*2 of 3 segments.*depends on where in the row"
+    inputs = toy_inputs([3, 3, 3])
+    for given in (inputs, masked(inputs, 0)):  # a 2-D mask of ones hides nothing
+        with pytest.raises(IsolationError, match=message):
+            check_isolation(Toy(by_place), given)
+    blocks = inputs | {"attention_mask": torch.ones(1, 1, 9, 9, dtype=torch.bool)}
+    with pytest.raises(IsolationError, match=r"mask \[1, 1, 9, 9\] lets tokens see too much"):
+        check_isolation(Toy(by_place), blocks)
+
+
+def test_an_error_of_the_model_is_its_own_unless_it_may_be_about_a_4d_mask():
+    def fail(model: nn.Module, hidden: Tensor) -> Tensor:
+        raise RuntimeError("out of paper")
+
+    inputs = toy_inputs([3, 3])
+    for given in (inputs, masked(inputs, 0)):
+        with pytest.raises(RuntimeError, match=r"^out of paper$"):
+            check_isolation(Toy(fail), given)
+    blocks = inputs | {"attention_mask": torch.ones(1, 1, 6, 6, dtype=torch.bool)}
+    message = r"fails with the attention_mask \[1, 1, 6, 6\] \(RuntimeError: out of paper\)"
     with pytest.raises(IsolationError, match=message):
-        check_isolation(Toy(by_place), toy_inputs([3, 3, 3]))
+        check_isolation(Toy(fail), blocks)
 
 
 def test_nan_alone_is_a_difference():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from inspect import signature
 from typing import Any
 
-__all__ = ["Shown", "call_repr", "changed_fields", "changed_settings", "dataclass_repr"]
+__all__ = ["Shown", "call_repr", "changed_settings", "dataclass_repr"]
 
 
 def call_repr(owner: Any, *positional: str, **settings: Any) -> str:
@@ -21,43 +21,34 @@ def call_repr(owner: Any, *positional: str, **settings: Any) -> str:
 
 
 def changed_settings(owner: Any) -> dict[str, Any]:
-    """The attributes that are named as an argument of the constructor and are not its default.
+    """The fields of a dataclass that are not the default, or the arguments of a constructor.
 
-    >>> class Shape:
-    ...     def __init__(self, *, sides=4, name=""): self.sides, self.name = sides, name
-    >>> changed_settings(Shape(sides=3))
-    {'sides': 3}
-    """
-    changed = {}
-    for name, parameter in signature(type(owner).__init__).parameters.items():
-        value = getattr(owner, name, parameter.default)
-        if not _is_same(value, parameter.default):
-            changed[name] = value
-    return changed
-
-
-def changed_fields(owner: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not the default.
+    An argument has the value of the attribute of that name.
 
     >>> from dataclasses import dataclass
     >>> @dataclass
     ... class Point:
     ...     x: int = 0
     ...     y: int = 0
-    >>> changed_fields(Point(y=2)), dataclass_repr(Point(y=2))
-    ({'y': 2}, 'Point(y=2)')
+    >>> class Shape:
+    ...     def __init__(self, *, sides=4, name=""): self.sides, self.name = sides, name
+    >>> changed_settings(Point(y=2)), changed_settings(Shape(sides=3))
+    ({'y': 2}, {'sides': 3})
     """
-    changed = {}
-    for field in fields(owner):
-        value, make = getattr(owner, field.name), field.default_factory
-        if not _is_same(value, field.default if make is MISSING else make()):
-            changed[field.name] = value
-    return changed
+    if is_dataclass(owner):
+        factories = {f.name: f.default_factory for f in fields(owner)}
+        made = {name: make() for name, make in factories.items() if make is not MISSING}
+        defaults = {f.name: f.default for f in fields(owner)} | made
+    else:
+        parameters = signature(type(owner).__init__).parameters.values()
+        defaults = {parameter.name: parameter.default for parameter in parameters}
+    values = {name: getattr(owner, name, default) for name, default in defaults.items()}
+    return {k: value for k, value in values.items() if not _is_same(value, defaults[k])}
 
 
 def dataclass_repr(owner: Any) -> str:
     """A dataclass as the call that makes it, without fields that have the default."""
-    return call_repr(owner, **changed_fields(owner))
+    return call_repr(owner, **changed_settings(owner))
 
 
 class Shown:

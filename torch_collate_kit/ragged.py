@@ -145,7 +145,11 @@ class Ragged:
             start, stop, step = index.indices(len(self))
             if step != 1:
                 return self.take(np.arange(start, stop, step))
-            return Ragged(self.values, self.offsets[start : max(start, stop) + 1])
+            offsets = self.offsets[start : max(start, stop) + 1]
+            part = object.__new__(Ragged)  # without the checks: slices are cheap
+            part.values = self.values[offsets[0] : offsets[-1]]
+            part.offsets = offsets - offsets[0]
+            return part
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of a Ragged with {len(self)} rows")
         index = index % len(self)

@@ -87,10 +87,13 @@ def test_prompt_and_completion_as_messages(tokenizer: Any) -> None:
 
 
 def test_the_first_form_is_read(tokenizer: Any) -> None:
-    record = {**chat("user: hi", "assistant: yo"), "prompt": "hi", "instruction": "x"}
-    assert tokenize_chat(record, tokenizer) == tokenize_chat(
-        chat("user: hi", "assistant: yo"), tokenizer
-    )
+    record = chat("user: hi", "assistant: yo")
+    expected = tokenize_chat(record, tokenizer)
+    others = {"prompt": "a", "completion": "b", "instruction": "x", "output": "y"}
+    for column in ("messages", "conversations"):
+        assert tokenize_chat({column: record["messages"], **others}, tokenizer) == expected
+    lists = {"prompt": record["messages"][:1], "completion": record["messages"][1:]}
+    assert tokenize_chat({**others, **lists}, tokenizer) == expected
 
 
 @pytest.mark.parametrize(

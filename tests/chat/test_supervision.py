@@ -103,6 +103,9 @@ def test_calls_that_are_dropped_are_named() -> None:
     parallel["messages"][1]["tool_calls"] *= 2
     first_only = CALLS.replace("in m.tool_calls", "in (m.tool_calls or [])[:1]")
     refused(parallel, first_only, r"messages\[1\]: .* drops its tool_calls\[1\] name")
+    before = with_call()  # the last answer depends on the call
+    before["messages"] += [{"role": "tool", "content": "42"}, YO]
+    refused(before, CHATML, r"drops messages\[1\] tool_calls\[0\] name", train_on="last")
 
 
 def test_tools_and_documents_that_are_dropped_are_named() -> None:

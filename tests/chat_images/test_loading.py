@@ -266,7 +266,7 @@ def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match="images need the package Pillow: pip install pillow"):
+    with pytest.raises(ImportError, match="an image needs the package PIL: pip install pillow"):
         image_files().load(b"", "it")
 
 

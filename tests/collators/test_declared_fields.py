@@ -325,6 +325,12 @@ def test_a_missing_one() -> None:
             "must have a torch dtype of real numbers, got 'int8'",
         ),
         ({"mine": PerToken(torch.complex64)}, TypeError, "must have a torch dtype of real numbers"),
+        ({"mine": PerToken(torch.uint16)}, TypeError, r"\['mine'\] has torch.uint16, which torch "),
+        (
+            {"mine": PerResponseToken(torch.float8_e5m2)},
+            TypeError,
+            "torch.float8_e5m2, which torch",
+        ),
         ({"my field": PerToken(torch.int8)}, ValueError, "'my field', which is no name"),
         ({3: PerToken(torch.int8)}, ValueError, "fields names 3, which is no name"),
         ({"loss_mask": PerToken(torch.int8)}, ValueError, "names 'loss_mask', which the collator"),
@@ -359,6 +365,49 @@ def test_float64_stays_what_it_is(container: str) -> None:
     collate = PaddedCollator(0, fields={"mine": PerToken(torch.float64)})
     batch = collate([{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "mine": given}])
     assert batch["mine"].tolist() == [exact]
+
+
+@pytest.mark.parametrize("code", [">i8", ">i2", "ulonglong", "longlong", "longdouble", ">f4", "?"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_arrays_of_dtypes_that_torch_does_not_take(code: str, dtype: torch.dtype) -> None:
+    rows = [[1, 0], [1, 1, 0]]
+    fields = {"mine": PerToken(dtype), "one": PerExample(dtype)}
+    examples = [{"input_ids": [5] * len(row), "mine": np.array(row, dtype=code)} for row in rows]
+    columns = {
+        **{name: [example[name] for example in examples] for name in examples[0]},
+        "one": np.array([1, 0], dtype=code),
+    }
+    batch = PaddedCollator(0, fields=fields, train_all=True)(columns)
+    assert batch["mine"].dtype == dtype
+    assert batch["mine"].tolist() == [[0, 1, 0], [1, 1, 0]]
+    assert batch["one"].tolist() == [[1], [0]]
+
+
+def test_a_number_beyond_int64() -> None:
+    def collate(dtype: torch.dtype) -> Batch:
+        fields = {"mine": PerExample(dtype)}
+        example = {"input_ids": [5, 6], "mine": 2**63}
+        return PaddedCollator(0, fields=fields, train_all=True)([example])
+
+    assert collate(torch.float64)["mine"].tolist() == [[2.0**63]]
+    with pytest.raises(DataError, match=f"example 0: mine is {2**63}, which torch.int64 does not"):
+        collate(torch.int64)
+
+
+def test_whole_numbers_in_arrays_of_several_dtypes() -> None:
+    collate = PaddedCollator(0, fields={"mine": PerResponseToken(torch.int64)})
+
+    def example(*numbers: float, dtype: Any) -> dict[str, Any]:
+        mine = np.array(numbers, dtype=dtype)
+        mask = [1] * len(numbers)
+        return {"input_ids": [5, 6, 7], "loss_mask": mask, "num_actions": len(mask), "mine": mine}
+
+    empty = example(dtype=np.float64)  # as np.array([]) is
+    given = [example(2**60 + 1, 3, dtype=np.int64), empty, example(4, dtype=np.float32)]
+    assert collate(given)["mine"].tolist() == [[2**60 + 1, 3], [0, 0], [0, 4]]
+    for odd in (1.5, np.nan, 2.0**63):
+        with pytest.raises(DataError, match="example 1: mine has dtype float64, and other example"):
+            collate([given[0], example(odd, dtype=np.float64)])
 
 
 def test_model_inputs_would_lose_them() -> None:

@@ -261,3 +261,11 @@ def test_unsigned_labels_beyond_int64_do_not_become_negative(collate):
 def test_labels_beyond_int32_stay_what_they_are(collate, largest):
     batch = collate([{"input_ids": [1, 2], "labels": [-100, largest]}])
     assert batch["labels"].flatten().tolist() == [-100, largest]
+
+
+@collators
+def test_a_number_of_actions_beyond_int64_names_its_example(collate):
+    good = {"input_ids": IDS, "loss_mask": [1], "num_actions": 1}
+    for count in (2**63, 2**70, -(2**70)):
+        message = message_of(collate, [good, good | {"num_actions": count}])
+        assert message.startswith(f"example 1 has num_actions={count}, but 3 tokens; it counts")

@@ -109,7 +109,7 @@ def test_four_ranks_train_as_one(
     finish(server, options, tmp_path / "out", 4, sharded=sharded, before=SGD)
     expected, found = losses(alone / "sgd"), losses(tmp_path / "out")
     assert len(expected) == 20
-    assert found == pytest.approx(expected, rel=0, abs=1e-6)
+    assert found == pytest.approx(expected, rel=1e-6)  # float32: the sums are in another order
     expected, found = weights(alone / "sgd"), weights(tmp_path / "out")
     assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
 

@@ -292,6 +292,22 @@ def test_text_leaves_room_for_a_dummy_image_on_several_ranks() -> None:
     assert (plan.cut.tolist(), plan.num_cut_tokens) == ([0], 1)
 
 
+@pytest.mark.parametrize("reserved", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_image_may_fill_the_cells_that_text_leaves_free(strategy: str, reserved: int) -> None:
+    lengths = [10, 10, 10 - reserved, 10 - reserved]
+    plan = pack(
+        lengths,
+        10,
+        patches=[4, 4, 0, 0],
+        strategy=strategy,
+        rows_multiple_of=2,
+        dummy_image_tokens=reserved,
+    )
+    assert sorted(plan.bins) == [[0], [1], [2], [3]]
+    assert (plan.num_rows, plan.width) == (4, 10)
+
+
 def test_a_collator_says_where_examples_with_images_are_cut() -> None:
     packing = PackingOptions(10, overflow="truncate", max_patches=8, cost=COST)
     load = image_load([[4, 8], [9], [3], [5, 3, 1], []], 5, COST)
@@ -358,6 +374,20 @@ def test_balance_by_tokens_evens_out_tokens_and_patches() -> None:
     )
     for even in (plan.tokens_per_rank, plan.row_patches.reshape(8, -1).sum(axis=1)):
         assert even.max() <= 1.01 * even.mean()
+
+
+def test_rows_are_levelled_by_what_images_cost() -> None:
+    """One image of 8 patches costs 64, eight of one patch 8: it is alone, in patches it is not."""
+    options: dict[str, Any] = {
+        "patches": [[8], [1] * 8, [1] * 8, [1] * 8, [1] * 8],
+        "rows_multiple_of": 2,
+        "cost": ModelCost(vision_linear=0, vision_quadratic=1),
+    }
+    by_cost = pack([1] * 5, 10, **options)
+    assert sorted(map(sorted, by_cost.bins)) == [[0], [1, 2, 3, 4]]
+    for other in ({"strategy": "balanced"}, {"balance": "tokens"}):
+        by_patches = pack([1] * 5, 10, **options, **other)
+        assert sorted(by_patches.row_patches.tolist()) == [16, 24], other
 
 
 def test_images_are_balanced_where_text_is_not_enough() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import RankPlan, pack
 
 
@@ -110,3 +111,22 @@ def test_images_are_lost_in_the_sample():
         for part, gone in parts
     ]
     assert sum(changed) > 5
+
+
+@pytest.mark.parametrize("number", [0, 2, 4])
+def test_a_whole_plan_takes_as_many_examples_as_it_was_made_for(number):
+    whole = RankPlan.whole(pack([3, 4, 9], 8, overflow="drop"))  # it numbers the dropped one, too
+    whole.check_lengths(np.array([3, 4, 9]))
+    message = (
+        f"there are {number} examples, and the plan was made for 3; give all that were planned, "
+        "in their order, and no others"
+    )
+    with pytest.raises(DataError, match=f"^{message}$"):
+        whole.check_lengths(np.array([3, 4, 9, 1][:number]))
+
+
+def test_a_plan_of_nothing_takes_no_example():
+    whole = RankPlan.whole(pack([], 8))
+    whole.check_lengths(np.zeros(0, dtype=np.int64))
+    with pytest.raises(DataError, match=r"^there are 1 examples, and the plan was made for 0; "):
+        whole.check_lengths(np.array([2]))

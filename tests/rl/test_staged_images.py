@@ -51,3 +51,11 @@ def test_even_ranks_give_no_warning(images: list[bool]) -> None:
         for part in staged(images, [3, 3, 3, 3]):
             micro_batches(part, max_tokens=10)
         staged(images, [3, 3, 3, 3], dp_size=1)
+
+
+def test_micro_batches_without_images_on_any_rank_give_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parts = staged([True, False, True, False], [8, 1, 8, 1])
+        found = [len(micro_batches(part, max_tokens=10)) for part in parts]
+    assert found == [2, 2], "the rows with images, and those without"

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_collate_kit.attention.forward import shape_of
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import OTHER, family_of
 
 __all__ = [
     "attention_name",
+    "refuse_lost_window",
     "refuse_packed_images",
     "refuse_recurrent_layers",
     "sliding_window",
@@ -106,6 +108,23 @@ def refuse_recurrent_layers(model: nn.Module, inputs: Mapping[str, Any]) -> None
         raise IsolationError(
             f"the model has {found} layers, and their plain torch versions ignore cu_seq_lens; the "
             f"kernels that take it need {missing}, not installed here; install them, or {way_out}"
+        )
+
+
+def refuse_lost_window(model: nn.Module, inputs: Mapping[str, Any], segments_RW: Tensor) -> None:
+    """Refuse a 4-D mask without the sliding window: it replaces the mask of every layer."""
+    mask = inputs.get("attention_mask")
+    window, all_slide = sliding_window(model)
+    if window is None or not isinstance(mask, Tensor) or mask.ndim != 4:
+        return
+    longest = int(torch.bincount(segments_RW[segments_RW >= 0]).max())
+    seen = mask if mask.dtype == torch.bool else mask >= 0
+    if longest > window and not (all_slide and not seen.tril(-window).any()):
+        raise ValueError(
+            f"the attention_mask {shape_of(mask)} replaces the masks of all layers, so the sliding "
+            f"window of {window} tokens is lost in segments of up to {longest}; leave it out, or, "
+            "where the model's mask does not see position_ids, pass "
+            f'Batch.model_inputs(..., mask="block", sliding_window={window})'
         )
 
 

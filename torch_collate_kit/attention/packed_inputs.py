@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from torch_collate_kit.attention.forward import shape_of
 from torch_collate_kit.attention.models import (
     attention_name,
+    refuse_lost_window,
     refuse_packed_images,
     refuse_recurrent_layers,
     sliding_window,
@@ -57,7 +56,7 @@ def read_inputs(
             "segment; pass the Batch itself, or its inputs and vision=collator.vision"
         )
     images = None if vision is None else RowImages.of(inputs, vision, segments)
-    _refuse_lost_window(model, inputs, segments)
+    refuse_lost_window(model, inputs, segments.ids_RW)
     return PackedInputs(inputs, segments, images)
 
 
@@ -83,20 +82,3 @@ def _model_inputs(
             f"at a time; got inputs {sorted(inputs)}"
         )
     return inputs, vision
-
-
-def _refuse_lost_window(model: nn.Module, inputs: Mapping[str, Any], segments: RowSegments) -> None:
-    """Refuse a 4-D mask without the sliding window: it replaces the mask of every layer."""
-    mask = inputs.get("attention_mask")
-    window, all_slide = sliding_window(model)
-    if window is None or not isinstance(mask, Tensor) or mask.ndim != 4:
-        return
-    longest = int(torch.bincount(segments.ids_RW[segments.ids_RW >= 0]).max())
-    seen = mask if mask.dtype == torch.bool else mask >= 0
-    if longest > window and not (all_slide and not seen.tril(-window).any()):
-        raise ValueError(
-            f"the attention_mask {shape_of(mask)} replaces the masks of all layers, so the sliding "
-            f"window of {window} tokens is lost in segments of up to {longest}; leave it out, or, "
-            "where the model's mask does not see position_ids, pass "
-            f'Batch.model_inputs(..., mask="block", sliding_window={window})'
-        )

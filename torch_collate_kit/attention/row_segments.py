@@ -8,12 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_collate_kit.segments import (
-    lengths_from_cu_seqlens,
-    lengths_from_position_ids,
-    segment_ids_from_lengths,
-)
-
 __all__ = ["RowSegments", "find_segments"]
 
 
@@ -41,7 +35,7 @@ def find_segments(inputs: Mapping[str, Any]) -> RowSegments:
     ids = inputs["input_ids"]
     cu_seq_lens, positions = inputs.get("cu_seq_lens_q"), inputs.get("position_ids")
     if cu_seq_lens is not None:
-        lengths = lengths_from_cu_seqlens(cu_seq_lens)
+        lengths = torch.diff(cu_seq_lens.long())
     elif positions is not None:
         lengths = _lengths_from_positions(positions, len(ids))
     else:
@@ -54,7 +48,7 @@ def find_segments(inputs: Mapping[str, Any]) -> RowSegments:
             f"the segments cover {int(lengths.sum())} tokens, but input_ids has {ids.numel()} "
             f"cells ({list(ids.shape)}); cu_seq_lens_q must be flat over the rows"
         )
-    cells = segment_ids_from_lengths(lengths).view(ids.shape).to(ids.device)
+    cells = torch.repeat_interleave(lengths).view(ids.shape).to(ids.device)
     mask = inputs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
         cells = cells.masked_fill(mask == 0, -1)
@@ -72,8 +66,9 @@ def _lengths_from_positions(positions: Tensor, num_rows: int) -> Tensor:
     if positions.ndim == 3 and len(positions) == 3:
         # time, height and width: images repeat and skip positions, only a first token has 0 in all
         is_first = (positions == 0).all(0)
-        is_first[:, 0] = True
-        starts = torch.nonzero(is_first.flatten()).flatten()
-        return torch.diff(torch.cat([starts, starts.new_full((1,), is_first.numel())]))
-    of_text = positions.flatten(0, -2)[:num_rows].expand(num_rows, -1)
-    return torch.cat([lengths_from_position_ids(row) for row in of_text])
+    else:  # as transformers sees it: a segment that counts on from the one before is part of it
+        of_text = positions.flatten(0, -2)[:num_rows].expand(num_rows, -1)
+        is_first = torch.diff(of_text, dim=1, prepend=of_text[:, :1]) != 1
+    is_first[:, 0] = True
+    starts = torch.nonzero(is_first.flatten()).flatten()
+    return torch.diff(torch.cat([starts, starts.new_full((1,), is_first.numel())]))

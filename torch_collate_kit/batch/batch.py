@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import replace
 from operator import index
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
@@ -96,6 +96,13 @@ class Batch(Mapping[str, Field]):
             raise ValueError(f"rows cannot be sliced with step {step}; use batch.select(indices)")
         picked = slice(start, stop, step)
         return Batch.of_storage(self.stored().change(lambda value: value[picked]))
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            is_field = "_storage" in vars(self) and name in self
+            found = f'; a field is an item, batch["{name}"]' if is_field else ""
+            raise AttributeError(f"'Batch' object has no attribute {name!r}{found}")
 
     def _field(self, name: str) -> Field:
         storage = self._storage
@@ -255,7 +262,10 @@ class Batch(Mapping[str, Field]):
 
         >>> Batch({"x": torch.zeros(4)}).num_tokens_per_row()
         """
-        return self._storage.num_tokens(count)
+        placement = self.placement
+        if placement is None or count not in placement.segments:
+            return None
+        return np.diff(placement.offsets(count))
 
     def num_loss_tokens_per_row(self) -> np.ndarray | None:
         """int64 [R], cells of ``loss_mask`` that are not 0; None without one. Reads the device.

@@ -35,6 +35,22 @@ class Columns:
     placement: Placement
     segments: dict[str, Any]
 
+    @classmethod
+    def of(
+        cls,
+        values: dict[str, Ragged],
+        specs: dict[str, FieldSpec],
+        names: tuple[str, ...],
+        placement: Placement,
+    ) -> Columns:
+        """Columns in host memory, whose segments are those of the placement."""
+        host = placement.segments
+        segments: dict[str, Any] = {
+            name: Ragged(torch.from_numpy(of.values), of.offsets) for name, of in host.items()
+        }
+        segments["num_segments"] = torch.from_numpy(host["starts"].lengths.astype(np.int32))
+        return cls(values, specs, names, placement, segments)
+
     @property
     def num_rows(self) -> int:
         return len(self.segments["num_segments"])
@@ -99,12 +115,8 @@ class Columns:
             name: Ragged(column.values.to(self.specs[name].dtype), column.offsets)
             for name, column in self.values.items()
         }
-        placement = self.placement
-        scalars = {
-            name: getattr(placement, name)
-            for name in ("width", "response_length", "pad_token_id", "is_packed", "vision")
-        }
-        return columns | {"placement": {**placement.segments, **scalars}}
+        sizes = {k: value for k, value in vars(self.placement).items() if k != "segments"}
+        return columns | {"placement": {**self.placement.segments, **sizes}}
 
     @property
     def target(self) -> str:

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.segments import check_boundaries
 
 __all__ = ["block_mask", "model_inputs", "needs_image_blocks"]
 
 _MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
 _TAKES_4D_MASK = ("sdpa", "eager")
+_MAX_CELLS = 2**31 - 1  # of all rows: boundaries are int32
 
 
 def model_inputs(
@@ -39,8 +39,7 @@ def model_inputs(
     attention = _of_text(attention)
     varlen = _is_varlen(attention)
     _refuse_unknown_mask(attention, mask, sliding_window)
-    inputs: dict[str, Any] = {"input_ids": batch["input_ids"]}
-    inputs |= _positions_and_images(batch, stored)
+    inputs = {"input_ids": batch["input_ids"], **_positions_and_images(batch, stored)}
     if labels and "labels" in batch:
         inputs["labels"] = batch["labels"]
     inputs["use_cache"] = False
@@ -147,18 +146,16 @@ def _of_text(attention: str | Mapping[str, str]) -> str:
 
 def _is_varlen(attention: Any) -> bool:
     """Whether this attention reads boundaries; an unknown one is refused."""
-    if attention == "torch_varlen" or _is_flash_attention(attention):
+    name = str(
+        attention
+    )  # transformers' own, or a kernel of the hub: kernels-community/flash-attn2
+    is_flash = name.startswith("flash_attention_") or ("/" in name and "flash" in name)
+    if is_flash or attention == "torch_varlen":
         return True
     if attention not in _MASK_ATTENTION:
         known = ", ".join(("torch_varlen", "flash_attention_2", *_MASK_ATTENTION))
         raise ValueError(f"attention={attention!r} is unknown; use one of {known}")
     return False
-
-
-def _is_flash_attention(name: Any) -> bool:
-    """transformers' own names, and kernels of the hub such as "kernels-community/flash-attn2"."""
-    text = str(name)
-    return text.startswith("flash_attention_") or ("/" in text and "flash" in text)
 
 
 def _refuse_unknown_mask(attention: str, mask: Any, sliding_window: Any) -> None:
@@ -185,11 +182,16 @@ def _refuse_unknown_mask(attention: str, mask: Any, sliding_window: Any) -> None
 
 def _flat_cu_seq_lens(per_row: Ragged, width: int) -> Tensor:
     """Boundaries [0, ..., R * W] over all rows, int32, without waiting for the device."""
-    check_boundaries(len(per_row) * width)
+    num_cells = len(per_row) * width
+    if num_cells > _MAX_CELLS:
+        raise ValueError(
+            f"{num_cells} tokens are more than int32 boundaries can count, {_MAX_CELLS}; "
+            "pass them to the model in parts, such as batch.chunk(num_chunks)"
+        )
     values = torch.as_tensor(per_row.values)
     rows = np.repeat(np.arange(len(per_row)), per_row.lengths)
     entries = np.arange(len(rows))
-    is_first = entries == (per_row.offsets - per_row.offsets[0])[rows]  # where the last row ended
+    is_first = entries == per_row.offsets[rows]  # where the last row ended
     picked = np.stack([entries, rows * width])[:, ~is_first]
     on_device = torch.from_numpy(picked).to(values.device, non_blocking=True)
     return torch.cat([values.new_zeros(1), values[on_device[0]] + on_device[1].int()])
@@ -232,10 +234,6 @@ def block_mask(
         same_image = (rows == columns) & (rows >= 0)
         masks = {name: seen | same_image for name, seen in masks.items()}
     if attention != "sdpa":
-        masks = {name: _additive(seen) for name, seen in masks.items()}
+        zeros = torch.zeros(causal.shape, dtype=torch.bfloat16, device=causal.device)
+        masks = {name: zeros.masked_fill(~seen, -math.inf) for name, seen in masks.items()}
     return masks["full_attention"] if window is None else masks
-
-
-def _additive(seen: Tensor) -> Tensor:
-    zeros = torch.zeros(seen.shape, dtype=torch.bfloat16, device=seen.device)
-    return zeros.masked_fill_(~seen, -math.inf)

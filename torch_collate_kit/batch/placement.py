@@ -59,11 +59,6 @@ class Placement:
     vision: VisionLayout | None = None
     """Of a vision-language model: how its images become tokens."""
 
-    @property
-    def row_counts(self) -> np.ndarray:
-        """int32 [R], the segments of each row."""
-        return self.segments["starts"].lengths.astype(np.int32)
-
     def rows(self) -> np.ndarray:
         """int64 [Q], the row of each segment."""
         starts = self.segments["starts"]

@@ -134,12 +134,6 @@ class Storage:
         tensors = {k: v for k, v in self.given.items() if isinstance(v, Tensor)}
         return shapes | {name: list(tensor.shape[1:]) for name, tensor in tensors.items()}
 
-    def num_tokens(self, count: str) -> np.ndarray | None:
-        """int64 [R], what is counted of each row; None where it is not known."""
-        if self.columns is None or count not in self.columns.placement.segments:
-            return None
-        return np.diff(self.columns.placement.offsets(count))
-
     def num_loss_tokens(self) -> np.ndarray | None:
         """int64 [R], cells of ``loss_mask`` that are not 0, read from the device."""
         if self.columns is not None and "loss_mask" not in self.given:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from torch import Tensor
 
@@ -43,58 +45,39 @@ def trimmed(batch: Batch, *, multiple_of: int = 1) -> Batch:
     if columns is None or columns.placement.is_packed:
         return batch
     before = columns.placement
-    starts, lengths = (before.segments[k].values for k in ("starts", "lengths"))
+    starts, lengths, responses = (
+        before.segments[name].values for name in ("starts", "lengths", "responses")
+    )
     width = -(-int(lengths.max()) // multiple_of) * multiple_of
     is_left_padded = bool((starts + lengths == before.width).all())
     first = before.width - width if is_left_padded else 0
-    response_length = _response_length(before, first, first + width)
-    if "loss_mask" in storage.given:  # it may train more than the responses
-        kept = before.response_length - before.width + first + width
-        response_length = max(0, min(kept, width - 1))
-    return Batch.of_storage(
-        Storage(
-            columns.change(
-                lambda _, column: column,
-                lambda name, of: _begun_at(first, of) if name == "starts" else of,
-                width=width,
-                response_length=response_length,
-            ),
-            {
-                name: field[..., first : first + width]  # [R, 4, W]
-                if name == "mrope_position_ids" and isinstance(field, Tensor)
-                else _cut(field, before, first, width, response_length)
-                for name, field in storage.given.items()
-            },
-            storage.row_metadata,
-            {**storage.metadata, "response_length": response_length},
-        )
-    )
-
-
-def _response_length(placement: Placement, first: int, stop: int) -> int:
-    """Of the cells ``first`` to ``stop``, the number from the first response token on.
-
-    At most what remains of the old one, and one cell fewer than there are, as nothing predicts the
-    first.
-    """
-    segments = {name: of.values for name, of in placement.segments.items()}
-    responds = segments["responses"] > 0
-    begins = (segments["starts"] + segments["lengths"] - segments["responses"])[responds]
+    stop = first + width
+    kept = before.response_length - (before.width - stop)  # columns of [R, A], up to there
+    begins = (starts + lengths - responses)[responses > 0]
     longest = stop - int(begins.min(initial=stop - 1))
-    kept = placement.response_length - (placement.width - stop)
-    return max(0, min(longest, kept, stop - first - 1))
+    if "loss_mask" in storage.given:  # it may train more than the responses
+        longest = width
+    response_length = max(0, min(longest, kept, width - 1))  # nothing predicts the first cell
+
+    def moved(name: str, of: Any) -> Any:
+        return Ragged(of.values - first, of.offsets) if name == "starts" else of
+
+    cells, of_responses = slice(first, stop), slice(kept - response_length, kept)
+    sizes = {"width": width, "response_length": response_length}
+    storage = Storage(
+        columns.change(lambda _, column: column, moved, **sizes),
+        {k: _cut(k, field, before, cells, of_responses) for k, field in storage.given.items()},
+        storage.row_metadata,
+        {**storage.metadata, "response_length": response_length},
+    )
+    return Batch.of_storage(storage)
 
 
-def _begun_at(first: int, starts: Ragged) -> Ragged:
-    return Ragged(starts.values - first, starts.offsets)
-
-
-def _cut(field: Field, before: Placement, first: int, width: int, response_length: int) -> Field:
+def _cut(name: str, field: Field, before: Placement, cells: slice, of_responses: slice) -> Field:
     if not isinstance(field, Tensor) or field.ndim < 2:
         return field
+    if name == "mrope_position_ids":  # [R, 4, W]
+        return field[..., cells]
     if field.shape[1] == before.width:
-        return field[:, first : first + width]
-    if field.shape[1] == before.response_length:
-        stop = before.response_length - (before.width - first - width)
-        return field[:, stop - response_length : stop]
-    return field
+        return field[:, cells]
+    return field[:, of_responses] if field.shape[1] == before.response_length else field

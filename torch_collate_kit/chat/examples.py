@@ -20,18 +20,18 @@ from torch_collate_kit.vision.expansion import Expansion
 __all__ = ["TextExample", "text_examples"]
 
 # Variables that decide in public templates whether thinking is opened, kept or dropped.
-_CURES: list[dict[str, Any]] = [
-    {"enable_thinking": False},
-    {"enable_thinking": True},
-    {"thinking": True},
-    {"thinking": False},
-    {"preserve_thinking": True},
-    {"clear_thinking": False},
-    {"keep_thinking": True},
-    {"keep_past_thinking": True},
-    {"truncate_history_thinking": False},
-    {"preserve_previous_think": True},
-]
+_CURES = (
+    ("enable_thinking", False),
+    ("enable_thinking", True),
+    ("thinking", True),
+    ("thinking", False),
+    ("preserve_thinking", True),
+    ("clear_thinking", False),
+    ("keep_thinking", True),
+    ("keep_past_thinking", True),
+    ("truncate_history_thinking", False),
+    ("preserve_previous_think", True),
+)
 
 
 class TextExample(NamedTuple):
@@ -65,7 +65,7 @@ def text_examples(
     try:
         return _examples(template, conversation, train_on)
     except Refusal as refusal:
-        cure = _cure(tokenizer, conversation, train_on) if refusal.rendered else None
+        cure = _cure(tokenizer, template, conversation, train_on) if refusal.rendered else None
         raise (Refusal(refusal.reason, cure) if cure else refusal) from None
 
 
@@ -114,18 +114,20 @@ def _merged(rendering: Rendering, turn: int) -> Spans:
         return []
 
 
-def _cure(tokenizer: Any, conversation: Conversation, train_on: str) -> str | None:
+def _cure(
+    tokenizer: Any, template: ChatTemplate, conversation: Conversation, train_on: str
+) -> str | None:
     """The way out that was tried and works."""
-    template = chat_template(tokenizer, conversation.kwargs, conversation.tools)
+    may_split = train_on == "all" and len(conversation.trained) > 1
     tries: list[tuple[str, dict[str, Any], str]] = []
-    if train_on == "all" and len(conversation.trained) > 1:
+    if may_split:
         tries.append(("each", {}, "pass train_on='each' (an example per turn)"))
-    for cure in _CURES:
-        [(name, value)] = cure.items()
+    for name, value in _CURES:
         if conversation.kwargs.get(name) != value and re.search(rf"\b{name}\b", template.code):
+            cure = {name: value}
             advice = f"pass chat_template_kwargs={cure}"
             tries.append((train_on, cure, advice))
-            if train_on == "all" and len(conversation.trained) > 1:
+            if may_split:
                 tries.append(("each", cure, f"{advice} and train_on='each'"))
     for mode, cure, advice in tries:
         changed = replace(conversation, kwargs={**conversation.kwargs, **cure})

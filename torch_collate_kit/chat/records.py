@@ -100,7 +100,7 @@ def read_dicts(found: Any, what: str) -> list[dict[str, Any]]:
     if not found:
         return []
     value = decode(found) or []
-    items = value if isinstance(value, list) else [value, "[]"]  # not a list: fails below
+    items = value if isinstance(value, list) else [None]  # fails below
     dicts: list[Any] = [decode(item) if isinstance(item, str) else item for item in items]
     if not all(isinstance(item, dict) for item in dicts):
         raise DataError(

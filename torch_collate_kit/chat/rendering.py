@@ -24,7 +24,7 @@ from torch_collate_kit.chat.template import (
     Spans,
 )
 
-__all__ = ["Rendering", "render_conversation"]
+__all__ = ["Rendering", "preferred_style", "render_conversation"]
 
 _PRINTED_PART = re.compile(r"""['"](?:text|type)['"]: ['"]?$""")
 _CHANGE_TEMPLATE = "set a tokenizer.chat_template that writes it, or remove it from the record"
@@ -88,28 +88,6 @@ class Rendering:
             switch=switch,
         )
         return text
-
-    def styled(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message in the form that the template needs."""
-        return styled(message, self.style)
-
-    def question(self) -> Messages:
-        """A message of the user."""
-        return [self.styled({"role": "user", "content": "Q"})]
-
-    def reply(self, turn: int) -> Messages:
-        """What may follow a turn: results of its calls, or else a question."""
-        return [
-            self.styled(
-                {
-                    "role": "tool",
-                    "content": "Q",
-                    "name": call["function"]["name"],
-                    "tool_call_id": call.get("id", ""),
-                }
-            )
-            for call in self.messages[turn].get("tool_calls", ())
-        ] or self.question()
 
     @cached_property
     def own(self) -> dict[int, list[int]]:
@@ -198,9 +176,7 @@ def _styles(template: ChatTemplate, conversation: Conversation, count: int) -> I
         "empty": not all(message["content"] for message in calls),
         "arguments": bool(calls),
     }
-    if (has_tools := conversation.tools is not None) not in template.preferred:
-        template.preferred[has_tools] = _preferred_style(template, conversation)
-    preferred: Style = template.preferred[has_tools]
+    preferred = preferred_style(template, conversation.tools)
     yield preferred
     for name, forms in FORMS.items():
         for form in forms:
@@ -208,12 +184,20 @@ def _styles(template: ChatTemplate, conversation: Conversation, count: int) -> I
                 yield preferred._replace(**{name: form})
 
 
-def _preferred_style(template: ChatTemplate, conversation: Conversation) -> Style:
+def preferred_style(template: ChatTemplate, tools: list[dict[str, Any]] | None) -> Style:
+    """The style that suits the template, which is found once with and once without tools."""
+    has_tools = tools is not None
+    if has_tools not in template.preferred:
+        template.preferred[has_tools] = _first_style(template, tools)
+    style: Style = template.preferred[has_tools]
+    return style
+
+
+def _first_style(template: ChatTemplate, tools: list[dict[str, Any]] | None) -> Style:
     for messages in _PROBES:
-        probe = Conversation(messages, tools=conversation.tools, kwargs=conversation.kwargs)
         for style in itertools.starmap(Style, itertools.product(*FORMS.values())):
             try:
-                _render(template, probe, [1], style)
+                _render(template, Conversation(messages, tools=tools), [1], style)
             except Refusal:
                 continue
             return style

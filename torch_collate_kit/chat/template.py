@@ -67,9 +67,9 @@ class Refusal(DataError):
 class ChatTemplate:
     """A template as the tokenizer renders it.
 
-    ``preferred``, ``usual_end`` and ``known_turns`` are found out when they are needed, once: the
-    style in which :mod:`~torch_collate_kit.chat.rendering` gives it messages, the token that ends
-    an answer, and where :mod:`~torch_collate_kit.chat.turns` begin and end.
+    ``preferred``, ``plain_turn``, ``known_texts`` and ``known_turns`` are found out when they are
+    needed, once: the style in which :mod:`~torch_collate_kit.chat.rendering` gives it messages,
+    what is around a plain answer, and where texts and :mod:`~torch_collate_kit.chat.turns` are.
     """
 
     def __init__(self, tokenizer: Any, source: str, variables: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ class ChatTemplate:
         self.known_turns: dict[Any, tuple[int, str]] = {}
         self.known_texts: dict[Any, str] = {}
         self.preferred: dict[bool, Any] = {}
-        self.usual_end: str | None = ""  # "" until it is known
+        self.plain_turn: Any = None
         self.tags = tags_of(source)
         # Public templates let these decide whether the prompt opens thinking.
         self.switches = [

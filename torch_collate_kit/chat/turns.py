@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
 from torch_collate_kit.chat.locating import shape_of
+from torch_collate_kit.chat.plain_turn import plain_turn, tag_of
 from torch_collate_kit.chat.rendering import Rendering
-from torch_collate_kit.chat.template import Refusal, Spans
+from torch_collate_kit.chat.styles import styled
+from torch_collate_kit.chat.template import Messages, Refusal, Spans
 
 __all__ = ["turn_spans"]
 
 _MAX_KNOWN_TURNS = 10_000
-_OPENING, _CLOSING = {"begin", "start", "open"}, {"end", "close"}
 
 
 def turn_spans(rendering: Rendering, turns: list[int]) -> Spans:
@@ -104,7 +104,7 @@ def _start(rendering: Rendering, turn: int, first: int | None) -> int:
     if first is not None and not rendering.region(turn)[0] <= start <= first:
         raise Refusal(f"messages[{turn}]: the prompt before it ends inside another text")
     previous = messages[turn - 1]["role"]
-    usual = _usual_end(rendering)
+    usual = plain_turn(rendering.template).end
     bare = previous == "tool" or not text[start:first].strip()
     if (usual and prompt.rstrip().endswith(usual)) or not (
         (bare and previous != "assistant") or rendering.render(turn) != prompt
@@ -140,14 +140,6 @@ def _compose(rendering: Rendering, turn: int, prompt: str, first: int | None) ->
     return len(prompt)
 
 
-def _header(rendering: Rendering) -> str:
-    """What the generation prompt adds after a message of the user."""
-    template, question = rendering.template, rendering.question()
-    alone, _ = template.render(question)
-    asked, _ = template.render(question, prompt=True)
-    return asked[len(alone) :] if asked.startswith(alone) else ""
-
-
 def _other_prompt(rendering: Rendering, turn: int, prompt: str) -> Refusal:
     text = rendering.text
     same = next(
@@ -178,7 +170,7 @@ def _end(rendering: Rendering, turn: int, start: int, last: int) -> int:
 def _end_of_turn(rendering: Rendering, turn: int, alone: str, start: int, last: int) -> int | None:
     """The end of the token that ends the turn in ``alone``, a text that ends with this turn."""
     template = rendering.template
-    usual = _usual_end(rendering)
+    usual = plain_turn(template).end
     tail = list(template.added_token.finditer(alone, last))
     for token in tail:
         if token[0] == usual:
@@ -187,37 +179,10 @@ def _end_of_turn(rendering: Rendering, turn: int, alone: str, start: int, last: 
     if not tail or "tool_calls" not in rendering.messages[turn]:
         return None
     token = tail[-1]
-    opened = {_pair(tag) for tag in template.added_token.findall(alone, start, token.start())}
-    name, side = _pair(token[0])
+    opened = {tag_of(tag) for tag in template.added_token.findall(alone, start, token.start())}
+    name, side = tag_of(token[0])
     closes = side == "close" and ((name, "open") in opened or token[0][1] == "/")
     return None if closes or alone[token.end() :].strip() else token.end()
-
-
-def _usual_end(rendering: Rendering) -> str | None:
-    """The first added token after an answer that is only text; None if there is none."""
-    template = rendering.template
-    if template.usual_end == "":
-        template.usual_end = _find_usual_end(rendering)
-    return template.usual_end
-
-
-def _find_usual_end(rendering: Rendering) -> str | None:
-    template, question = rendering.template, rendering.question()
-    answer = rendering.styled({"role": "assistant", "content": "an answer"})
-    try:
-        text, _ = template.render([*question, answer])
-        asked, _ = template.render(question)
-    except Refusal:
-        return template.eos_token
-    where = text.rfind("an answer")
-    # The first tag of the header is closed by the end of the turn, the others before it.
-    inside = template.added_token.findall(text, len(asked), where)[1:]
-    opened = {name for name, side in map(_pair, inside) if side == "open"}
-    for token in template.added_token.findall(text, where):
-        name, side = _pair(token)
-        if token == template.eos_token or side == "open" or name not in opened:
-            return token
-    return None
 
 
 def _end_after(rendering: Rendering, turn: int, known: str) -> int:
@@ -225,12 +190,12 @@ def _end_after(rendering: Rendering, turn: int, known: str) -> int:
     template, messages = rendering.template, rendering.messages
     is_last = turn + 1 == len(messages)
     if is_last:
-        follows, text = "user", rendering.render(turn + 1, then=rendering.reply(turn))
-        rest = text[len(known) :] if text.startswith(known) else _after_answer(rendering)
+        follows, text = "user", rendering.render(turn + 1, then=_reply(rendering, turn))
+        rest = text[len(known) :] if text.startswith(known) else plain_turn(template).after
     else:
         follows, rest = messages[turn + 1]["role"], rendering.text[len(known) :]
     token = template.added_token.match(rest, len(rest) - len(rest.lstrip()))
-    header = _header(rendering)
+    header = plain_turn(template).header
     # What begins every message does not end one; nor is there a stop token before a system message.
     if token is None or not header or token[0] in header or follows not in ("user", "tool"):
         raise Refusal(
@@ -243,27 +208,19 @@ def _end_after(rendering: Rendering, turn: int, known: str) -> int:
     return len(known) + token.end()
 
 
-def _after_answer(rendering: Rendering) -> str:
-    """The template's text after an answer that is only text, and a next question."""
-    answer = rendering.styled({"role": "assistant", "content": "an answer"})
-    question = rendering.question()
-    text, _ = rendering.template.render([*question, answer, *question])
-    return text.partition("an answer")[2]
-
-
-def _pair(token: str) -> tuple[str, str]:
-    """The name of a tag, and whether it opens or closes.
-
-    >>> _pair("<|tool_call_end|>"), _pair("</think>"), _pair("<tool_call|>"), _pair("<|eot_id|>")
-    (('tool_call', 'close'), ('think', 'close'), ('tool_call', 'close'), ('eot_id', 'open'))
-    """
-    words = re.split(r"[_▁ -]+", token.strip("<>[]|\uff5c/").lower())
-    side = "open"
-    ends_like_gemma = token.endswith("|>") and not token.startswith("<|")
-    if token[1:2] == "/" or ends_like_gemma or _CLOSING & set(words):
-        side = "close"
-    name = "_".join(word for word in words if word not in _OPENING | _CLOSING)
-    return name, side if name else "open"
+def _reply(rendering: Rendering, turn: int) -> Messages:
+    """What may follow a turn: results of its calls, or else a question."""
+    results = [
+        {
+            "role": "tool",
+            "content": "Q",
+            "name": call["function"]["name"],
+            "tool_call_id": call.get("id", ""),
+        }
+        for call in rendering.messages[turn].get("tool_calls", ())
+    ]
+    question = {"role": "user", "content": "Q"}
+    return [styled(message, rendering.style) for message in results or [question]]
 
 
 def _inside(spans: Spans) -> Callable[[int, int], bool]:

@@ -137,11 +137,6 @@ def assemble(
     """
     pieces = placed.pieces
     specs = {**placed.specs, "input_ids": PerToken(torch.int64, placement.pad_token_id)}
-    segments: dict[str, Any] = {
-        name: Ragged(torch.from_numpy(of.values), of.offsets)
-        for name, of in placement.segments.items()
-    }
-    segments["num_segments"] = torch.from_numpy(placement.row_counts)
     num_loss_tokens = int(placed.num_trained.sum()) + num_loss_tokens_elsewhere
     per_piece = {
         "example_indices": pieces.examples,
@@ -155,7 +150,7 @@ def assemble(
         per_piece = {key: values[is_example] for key, values in per_piece.items()}
         row_offsets = np.append(0, np.cumsum(is_example))[row_offsets]
     storage = Storage(
-        Columns(placed.columns, specs, names, placement, segments),
+        Columns.of(placed.columns, specs, names, placement),
         {},
         {
             **{key: Ragged(values.copy(), row_offsets) for key, values in per_piece.items()},

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, overload
 import numpy as np
 
 from torch_collate_kit._checks import checked_bool
-from torch_collate_kit._reprs import call_repr, changed_fields, changed_settings
+from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.placement import Pieces, Placement, longest_segments, packed
 from torch_collate_kit.batch.rows import PackedValues
@@ -195,8 +195,10 @@ class PackedCollator(Generic[B]):
             part = examples.part
             columns = self._read_part(part, examples.examples)
         else:
-            read = self._read_rollouts if are_rollouts(examples) else self._read
-            columns = read(examples)
+            if are_rollouts(examples):
+                columns = self._read_rollouts(examples)
+            else:
+                columns = self._read(examples)
             part = RankPlan.whole(self.plan(columns.lengths, self._images(columns)))
         batch = self._place(columns, part)
         if not self.model_inputs:
@@ -366,5 +368,5 @@ def _refuse_weights(batch: Batch) -> None:
 
 def changed_options(collator: PackedCollator[Any]) -> dict[str, Any]:
     """The options that are not the default, those of the packing first, as keywords."""
-    settings = {**changed_fields(collator.packing), **changed_settings(collator)}
+    settings = {**changed_settings(collator.packing), **changed_settings(collator)}
     return {name: value for name, value in settings.items() if name != "packing"}

@@ -46,23 +46,23 @@ def level(
     """
     old_rows = len(rows.offsets) - 1
     added = np.arange(old_rows, num_rows)
-    row_of = np.empty_like(rows.order)
-    row_of[rows.order] = rows.labels()
-    longest, num_chosen = int(sizes.tokens.max()), min(most, old_rows)
+    row_of, num_chosen = rows.labels(), min(most, old_rows)
+    longest = int(sizes.tokens.max())
     weights = Sizes(sizes.tokens, image_weights)
     while num_chosen:
-        chosen, pieces = _taken_apart(rows, sizes.tokens, num_chosen)
-        if len(pieces) < num_chosen + len(added) and num_chosen < old_rows:
+        chosen, places = _taken_apart(rows, sizes.tokens, num_chosen)
+        if len(places) < num_chosen + len(added) and num_chosen < old_rows:
             break  # a row would stay empty, and others can be split
-        pieces = pieces[stable_argsort(longest - sizes.tokens[pieces], longest)]
+        places = places[stable_argsort(longest - sizes.tokens[rows.order[places]], longest)]
+        pieces = rows.order[places]
         taken = sizes.take(pieces)
         for weigh in (weights, sizes) if limits.patches else (sizes,):
             bins = _deal(taken, weigh.patches[pieces], num_chosen + len(added), limits)
             if bins is None:
                 continue
             if len(added) or _is_evener(bins, weights.take(pieces), rows, weights, chosen):
-                row_of[pieces] = np.concatenate([chosen, added])[bins]
-                return Rows.from_labels(rows.order, row_of[rows.order], num_rows)
+                row_of[places] = np.concatenate([chosen, added])[bins]
+                return Rows.from_labels(rows.order, row_of, num_rows)
         num_chosen //= 2
     for _ in added:
         rows = _with_a_row_split(rows, sizes, limits)
@@ -70,15 +70,15 @@ def level(
 
 
 def _taken_apart(rows: Rows, sizes: Ints, number: int) -> tuple[Ints, Ints]:
-    """The emptiest row and those with the most pieces, ascending: int64 [number]; their pieces."""
-    counts = rows.counts()
+    """The emptiest row and those with the most pieces, ascending: int64 [number]; their places."""
+    counts, places = rows.counts(), np.arange(len(rows.order))
     if number == len(counts):
-        return np.arange(number), rows.order
+        return np.arange(number), places
     by_pieces = np.argsort(-counts, kind="stable")
     emptiest = by_pieces[rows.totals(sizes)[by_pieces].argmin()]
     others = by_pieces[by_pieces != emptiest]
     chosen = np.sort(np.append(others[: number - 1], emptiest))
-    return chosen, rows.take(chosen).order
+    return chosen, Rows(places, rows.offsets).take(chosen).order
 
 
 def _is_evener(bins: Ints, taken: Sizes, rows: Rows, weights: Sizes, chosen: Ints) -> bool:
@@ -101,13 +101,15 @@ def _deal(sizes: Sizes, image_weights: Ints, num_rows: int, limits: Limits) -> I
     if limits.pieces is not None and len(sizes.tokens) > num_rows * limits.pieces:
         return None
     slots = None if limits.pieces is None else [limits.pieces] * num_rows
-    bins = np.zeros(len(sizes.tokens), dtype=np.int64)
     loads = [0] * num_rows
     images = np.flatnonzero(sizes.patches)
-    if len(images):
-        images = images[np.argsort(-image_weights[images], kind="stable")]
-        bins[images] = _lightest(image_weights[images].tolist(), loads, slots)
-        loads = _added(sizes.tokens[images], bins[images], num_rows).tolist()
+    if not len(images):
+        bins = _lightest(sizes.tokens.tolist(), loads, slots)
+        return bins if (_added(sizes.tokens, bins, num_rows) <= limits.text).all() else None
+    bins = np.zeros(len(sizes.tokens), dtype=np.int64)
+    images = images[np.argsort(-image_weights[images], kind="stable")]
+    bins[images] = _lightest(image_weights[images].tolist(), loads, slots)
+    loads = _added(sizes.tokens[images], bins[images], num_rows).tolist()
     texts = np.flatnonzero(sizes.patches == 0)
     bins[texts] = _lightest(sizes.tokens[texts].tolist(), loads, slots)
     tokens, patches = (_added(values, bins, num_rows) for values in sizes)

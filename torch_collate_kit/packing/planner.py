@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch_collate_kit._checks import checked_int, checked_lengths
 from torch_collate_kit.packing.balance import level
 from torch_collate_kit.packing.fit_decreasing import best_fit_decreasing, first_fit_decreasing
-from torch_collate_kit.packing.fitting import cut_to_fit
+from torch_collate_kit.packing.fitting import FittedPieces, cut_to_fit
 from torch_collate_kit.packing.images import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.in_order import sequential, split_evenly
 from torch_collate_kit.packing.layout import ParallelLayout
@@ -106,8 +106,9 @@ def plan_of(
     """As ``pack``, of options that are checked."""
     checked = checked_lengths(lengths)
     images = None if patches is None else image_load(patches, len(checked), packing.cost)
-    filled = fill_rows(checked, packing, images)
-    return _for_ranks(filled, packing, has_images=images is not None)
+    pieces = cut_to_fit(checked, packing, images)
+    planner = _Planner(pieces, packing, has_images=images is not None)
+    return planner.plan(planner.for_ranks(planner.filled()), packing.num_ranks)
 
 
 def fill_rows(
@@ -119,29 +120,8 @@ def fill_rows(
     or of others of the run, rows reserve cells for a dummy image.
     """
     pieces = cut_to_fit(lengths, packing, images)
-    align = packing.parallel.align
-    cells = -(-pieces.lengths // align) * align if align > 1 else pieces.lengths
-    sizes = Sizes(cells, pieces.images.patches)
-    rows = _filled(sizes, packing, _limits(sizes, packing, has_images=images is not None))
-    placed = pieces.take(rows.order)
-    return PackingPlan(
-        example_indices=placed.example_indices,
-        starts=placed.starts,
-        lengths=placed.lengths,
-        row_offsets=rows.offsets,
-        max_tokens=packing.max_tokens,
-        align=align,
-        num_ranks=1,
-        dropped=pieces.dropped,
-        cut=pieces.cut,
-        num_cut_tokens=pieces.num_cut_tokens,
-        num_dropped_tokens=pieces.num_dropped_tokens,
-        patches=placed.images.patches,
-        vision_costs=placed.images.costs,
-        max_patches=packing.max_patches,
-        dummy_image_tokens=packing.dummy_image_tokens,
-        cost=packing.cost,
-    )
+    planner = _Planner(pieces, packing, has_images=images is not None)
+    return planner.plan(planner.filled(), num_ranks=1)
 
 
 def rows_alone(
@@ -163,11 +143,16 @@ def rows_alone(
     >>> examples.tolist(), plan.bins
     ([0, 1, 3], [[0, 1], [2]])
     """
-    chosen = _rows_of(filled).take(np.sort(rows))
+    chosen = Rows(np.arange(len(filled.lengths)), filled.row_offsets).take(np.sort(rows))
     examples = np.unique(np.append(filled.example_indices[chosen.order], dropped))
-    alone = part_of(filled, chosen, examples)
-    alone = replace(alone, num_cut_tokens=0, num_dropped_tokens=0)
-    return examples, _for_ranks(alone, packing, has_images=True)
+    part = part_of(filled, chosen, examples)
+    images = ImageLoad(part.patches, part.vision_costs)
+    pieces = FittedPieces(
+        part.example_indices, part.starts, part.lengths, images, part.dropped, part.cut
+    )
+    planner = _Planner(pieces, packing, has_images=True)
+    alone = planner.for_ranks(Rows(np.arange(len(part.lengths)), part.row_offsets))
+    return examples, planner.plan(alone, packing.num_ranks)
 
 
 def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
@@ -181,97 +166,114 @@ def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
     def renumbered(numbers: Ints) -> Ints:
         return np.searchsorted(examples, numbers[np.isin(numbers, examples)])
 
-    part = _rearranged(plan, rows)
-    return replace(
-        part,
-        example_indices=np.searchsorted(examples, part.example_indices),
-        dropped=renumbered(plan.dropped),
-        cut=renumbered(plan.cut),
-    )
-
-
-def _limits(sizes: Sizes, packing: PackingOptions, *, has_images: bool) -> Limits:
-    """What a row may hold, at most all there is: it makes the same rows, and no sum overflows."""
-    tokens, patches = int(sizes.tokens.sum()), int(sizes.patches.sum())
-    most_patches = patches if packing.max_patches is None else packing.max_patches
-    text = packing.max_tokens - (packing.reserved if has_images else 0)
-    limit = min(packing.max_tokens, tokens)
-    return Limits(
-        limit, min(most_patches, patches), packing.max_sequences_per_row, limit - min(text, tokens)
-    )
-
-
-def _filled(sizes: Sizes, packing: PackingOptions, limits: Limits) -> Rows:
-    """Pieces into rows, as the strategy opens these; one empty row of no pieces."""
-    if not len(sizes.tokens):
-        return Rows(sizes.tokens, np.zeros(2, dtype=np.int64))
-    if packing.strategy == "sequential":
-        return sequential(sizes, limits)
-    first_fit = packing.strategy == "first_fit_decreasing"
-    fill = first_fit_decreasing if first_fit else best_fit_decreasing
-    if limits.patches and (limits.reserved or limits.patches < int(sizes.patches.sum())):
-        return fill_two_budgets(fill, sizes, limits)
-    return fill(sizes.tokens, limits.text, limits.pieces)
-
-
-def _for_ranks(filled: PackingPlan, packing: PackingOptions, *, has_images: bool) -> PackingPlan:
-    """Rows that are filled, as many as a multiple of the ranks, evened out and given to them."""
-    num_ranks, strategy = packing.num_ranks, packing.strategy
-    if strategy != "balanced" and num_ranks == 1:
-        return filled
-    num_rows = -(-filled.num_rows // num_ranks) * num_ranks
-    if not len(filled.lengths):
-        offsets = np.zeros(num_rows + 1, dtype=np.int64)
-        return replace(filled, row_offsets=offsets, num_ranks=num_ranks)
-    sizes = Sizes(filled.aligned_lengths, filled.patches)
-    limits = _limits(sizes, packing, has_images=has_images)
-    costs = _costs(filled, sizes, packing)
-    if strategy == "sequential":
-        rows = split_evenly(sizes, num_rows, limits)
-    else:
-        is_balanced = strategy == "balanced"
-        rows = level(
-            _rows_of(filled),
-            sizes,
-            num_rows,
-            limits=limits,
-            image_weights=sizes.patches if is_balanced else costs.patches,
-            most=filled.num_rows if is_balanced else _LEVELLED_ROWS_PER_RANK * num_ranks,
-        )
-    if num_ranks > 1:
-        given = over_ranks(
-            None if packing.balance is None else rows.totals(costs.tokens),
-            num_rows,
-            num_ranks,
-            keep_order=strategy == "sequential",
-            image_costs=rows.totals(costs.patches) if limits.patches else None,
-        )
-        rows = rows.take(given)
-    return replace(_rearranged(filled, rows), num_ranks=num_ranks)
-
-
-def _costs(plan: PackingPlan, sizes: Sizes, packing: PackingOptions) -> Sizes:
-    """What is made even over ranks, of each piece: cost in the model and its vision tower."""
-    if packing.balance != "attention" or packing.num_ranks == 1:
-        return sizes
-    has_cost = plan.vision_costs.any()  # a model without a vision part has none
-    images = plan.vision_costs if has_cost else plan.patches
-    return Sizes(plan.cost.language(sizes.tokens), images)
-
-
-def _rows_of(plan: PackingPlan) -> Rows:
-    return Rows(np.arange(len(plan.lengths)), plan.row_offsets)
-
-
-def _rearranged(plan: PackingPlan, rows: Rows) -> PackingPlan:
-    """The plan with other rows of its pieces, which need not be all."""
     images = ImageLoad(plan.patches, plan.vision_costs).take(rows.order)
     return replace(
         plan,
-        example_indices=plan.example_indices[rows.order],
+        example_indices=np.searchsorted(examples, plan.example_indices[rows.order]),
         starts=plan.starts[rows.order],
         lengths=plan.lengths[rows.order],
         row_offsets=rows.offsets,
+        dropped=renumbered(plan.dropped),
+        cut=renumbered(plan.cut),
         patches=images.patches,
         vision_costs=images.costs,
     )
+
+
+class _Planner:
+    """Pieces, what they take, and what a row may hold; ``has_images``: it may need a dummy image.
+
+    A row may hold at most all there is: it makes the same rows, and no sum overflows.
+    """
+
+    def __init__(self, pieces: FittedPieces, packing: PackingOptions, *, has_images: bool) -> None:
+        align, patches = packing.parallel.align, pieces.images.patches
+        cells = -(-pieces.lengths // align) * align if align > 1 else pieces.lengths
+        num_cells, num_patches = int(cells.sum()), int(patches.sum())
+        most_patches = num_patches if packing.max_patches is None else packing.max_patches
+        tokens = min(packing.max_tokens, num_cells)
+        text = min(packing.max_tokens - (packing.reserved if has_images else 0), num_cells)
+        self._pieces, self._packing = pieces, packing
+        self._sizes = Sizes(cells, patches)
+        self._limits = Limits(
+            tokens, min(most_patches, num_patches), packing.max_sequences_per_row, tokens - text
+        )
+        self._is_tight = most_patches < num_patches or tokens > text
+
+    def filled(self) -> Rows:
+        """The rows as the strategy opens them; one empty row of no pieces."""
+        sizes, limits, strategy = self._sizes, self._limits, self._packing.strategy
+        if not len(sizes.tokens):
+            return Rows(sizes.tokens, np.zeros(2, dtype=np.int64))
+        if strategy == "sequential":
+            return sequential(sizes, limits)
+        is_first_fit = strategy == "first_fit_decreasing"
+        fill = first_fit_decreasing if is_first_fit else best_fit_decreasing
+        if limits.patches and self._is_tight:
+            return fill_two_budgets(fill, sizes, limits)
+        return fill(sizes.tokens, limits.text, limits.pieces)
+
+    def for_ranks(self, rows: Rows) -> Rows:
+        """Filled rows, as many as a multiple of the ranks, evened out and given to these."""
+        sizes, limits = self._sizes, self._limits
+        num_ranks, strategy = self._packing.num_ranks, self._packing.strategy
+        is_balanced, in_order = strategy == "balanced", strategy == "sequential"
+        if num_ranks == 1 and not is_balanced:
+            return rows
+        num_filled = len(rows.offsets) - 1
+        num_rows = -(-num_filled // num_ranks) * num_ranks
+        if not len(rows.order):
+            return Rows(rows.order, np.zeros(num_rows + 1, dtype=np.int64))
+        costs = self._costs()
+        if in_order:
+            rows = split_evenly(sizes, num_rows, limits)
+        else:
+            rows = level(
+                rows,
+                sizes,
+                num_rows,
+                limits=limits,
+                image_weights=sizes.patches if is_balanced else costs.patches,
+                most=num_filled if is_balanced else _LEVELLED_ROWS_PER_RANK * num_ranks,
+            )
+        if num_ranks == 1:
+            return rows
+        given = over_ranks(
+            None if self._packing.balance is None else rows.totals(costs.tokens),
+            num_rows,
+            num_ranks,
+            keep_order=in_order,
+            image_costs=rows.totals(costs.patches) if limits.patches else None,
+        )
+        return rows.take(given)
+
+    def _costs(self) -> Sizes:
+        """What is made even over ranks, of each piece: cost in the model and its vision tower."""
+        packing, images = self._packing, self._pieces.images
+        if packing.balance != "attention" or packing.num_ranks == 1:
+            return self._sizes
+        has_cost = images.costs.any()  # a model without a vision part has none
+        of_images = images.costs if has_cost else images.patches
+        return Sizes(packing.cost.language(self._sizes.tokens), of_images)
+
+    def plan(self, rows: Rows, num_ranks: int) -> PackingPlan:
+        """The plan of these rows."""
+        placed, packing = self._pieces.take(rows.order), self._packing
+        return PackingPlan(
+            example_indices=placed.example_indices,
+            starts=placed.starts,
+            lengths=placed.lengths,
+            row_offsets=rows.offsets,
+            max_tokens=packing.max_tokens,
+            align=packing.parallel.align,
+            num_ranks=num_ranks,
+            dropped=placed.dropped,
+            cut=placed.cut,
+            num_cut_tokens=placed.num_cut_tokens,
+            num_dropped_tokens=placed.num_dropped_tokens,
+            patches=placed.images.patches,
+            vision_costs=placed.images.costs,
+            max_patches=packing.max_patches,
+            dummy_image_tokens=packing.dummy_image_tokens,
+            cost=packing.cost,
+        )

@@ -73,13 +73,19 @@ class RankPlan:
         ``world_size`` divides the number of ranks that the plan was made for. ``lengths`` and
         ``num_loss_tokens`` are int64 [N], one entry per example of the batch.
         """
-        examples = np.unique(plan.example_indices[_pieces(plan, _rows(plan, rank, world_size))])
+        part = cls(plan, rank, [], lengths[:0], len(indices), world_size=world_size)
+        examples = np.unique(plan.example_indices[part.pieces])
         total = own = None
         if num_loss_tokens is not None:
             total = int(np.delete(num_loss_tokens, plan.dropped).sum())
             own = int(num_loss_tokens[examples].sum())
-        mine = indices[examples].tolist()
-        return cls(plan, rank, mine, lengths[examples], len(indices), total, own, world_size)
+        return replace(
+            part,
+            indices=indices[examples].tolist(),
+            lengths=lengths[examples],
+            num_loss_tokens=total,
+            own_num_loss_tokens=own,
+        )
 
     @classmethod
     def whole(cls, plan: PackingPlan) -> RankPlan:
@@ -96,7 +102,9 @@ class RankPlan:
         """The rows of the plan that are collated."""
         if self.rank is None:
             return range(self.plan.num_rows)
-        return _rows(self.plan, self.rank, self.world_size)
+        each = self.plan.num_ranks // self.num_parts  # ranks of the plan, whose rows follow
+        first = self.plan.rank_rows(self.rank * each)
+        return range(first.start, self.plan.rank_rows((self.rank + 1) * each - 1).stop)
 
     def without(self, positions: Sequence[int]) -> RankPlan:
         """The same rows, of the same width, without the examples at ``positions`` of ``indices``.
@@ -125,10 +133,8 @@ class RankPlan:
     @property
     def pieces(self) -> slice | Ints:
         """The pieces of the plan that are collated, row by row."""
-        all_pieces = _pieces(self.plan, self.rows)
-        if not self.left_out:
-            return all_pieces
-        return all_pieces.start + np.flatnonzero(self._is_kept)
+        planned = self._planned
+        return planned.start + np.flatnonzero(self._is_kept) if self.left_out else planned
 
     @property
     def row_offsets(self) -> Ints:
@@ -138,10 +144,14 @@ class RankPlan:
         return running_sum(self._is_kept)[offsets] if self.left_out else offsets
 
     @property
+    def _planned(self) -> slice:
+        offsets = self.plan.row_offsets
+        return slice(int(offsets[self.rows.start]), int(offsets[self.rows.stop]))
+
+    @property
     def _is_kept(self) -> npt.NDArray[np.bool_]:
         """Of each piece planned for these rows, whether its example is read."""
-        examples = self.plan.example_indices[_pieces(self.plan, self.rows)]
-        return ~np.isin(examples, self.left_out)
+        return ~np.isin(self.plan.example_indices[self._planned], self.left_out)
 
     @property
     def positions(self) -> Ints:
@@ -183,6 +193,13 @@ class RankPlan:
             DataError: more or fewer examples, or others; a plan of them would cut or leave holes.
         """
         if self.rank is None:
+            numbered = np.append(self.plan.example_indices, self.plan.dropped)
+            num_planned = int(numbered.max(initial=-1)) + 1
+            if len(lengths) != num_planned:
+                raise DataError(
+                    f"there are {len(lengths)} examples, and the plan was made for {num_planned}; "
+                    "give all that were planned, in their order, and no others"
+                )
             ends = np.zeros_like(lengths)
             np.maximum.at(ends, self.plan.example_indices, self.plan.starts + self.plan.lengths)
             beyond = np.flatnonzero(ends > lengths)
@@ -269,14 +286,3 @@ class PlannedExamples:
     def part(self) -> RankPlan:
         """The plan, as a part of the batch or as all of it."""
         return RankPlan.whole(self.plan) if isinstance(self.plan, PackingPlan) else self.plan
-
-
-def _rows(plan: PackingPlan, rank: int, world_size: int | None) -> range:
-    """The rows of one of ``world_size`` ranks: the runs of several of those planned for."""
-    each = plan.num_ranks // (world_size or plan.num_ranks)
-    first, last = plan.rank_rows(rank * each), plan.rank_rows((rank + 1) * each - 1)
-    return range(first.start, last.stop)
-
-
-def _pieces(plan: PackingPlan, rows: range) -> slice:
-    return slice(int(plan.row_offsets[rows.start]), int(plan.row_offsets[rows.stop]))

@@ -26,6 +26,11 @@ from torch_collate_kit.reading.raw import one_value
 
 __all__ = ["DeclaredFields", "FieldColumn", "checked_fields", "read_declared"]
 
+# Type codes of arrays that torch takes; not of the other 64-bit integers, nor of a longer float.
+_TORCH_CODES = "?bhilBHILefd"
+# Those that torch computes with; of the others it has little more than the name.
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_DTYPES = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DeclaredFields = Mapping[str, PerToken | PerResponseToken | PerExample]
 
 
@@ -60,6 +65,10 @@ class FieldColumn:
             lengths = self.values.lengths[pieces.examples]
             entries = pieces._replace(starts=np.zeros_like(lengths), lengths=lengths)
         values = taken(self.values, entries)
+        if values.dtype.char not in _TORCH_CODES or not values.dtype.isnative:
+            values = values.astype(
+                {"u": np.uint64, "i": np.int64}.get(values.dtype.kind, np.float64)
+            )
         column = torch.from_numpy(values if values.base is None else values.copy())
         if not isinstance(self.spec, PerToken | PerResponseToken | PerExample):
             return column, entries
@@ -113,6 +122,11 @@ def checked_fields(fields: DeclaredFields | None, taken_names: tuple[str, ...]) 
         if not isinstance(spec.dtype, torch.dtype) or spec.dtype.is_complex:
             raise TypeError(
                 f"fields[{name!r}] must have a torch dtype of real numbers, got {spec.dtype!r}"
+            )
+        if not isinstance(spec, PerExample) and spec.dtype not in _DTYPES:
+            raise TypeError(
+                f"fields[{name!r}] has {spec.dtype}, which torch does not place; "
+                "give a signed integer, uint8, bool, or a float of 16 bits or more"
             )
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"fields names {name!r}, which is no name; use letters and _")

@@ -253,13 +253,13 @@ def _shape_of_none(name: str, field: ImageField, layout: VisionLayout) -> tuple[
     return {"image_grid_thw": (3,), "image_sizes": (2,), "batch_num_images": ()}[name]
 
 
-def token_type_fields(raw: Mapping[str, Any], layout: VisionLayout | None) -> dict[str, PerToken]:
+def token_type_fields(raw: Mapping[str, Any], layout: VisionLayout) -> dict[str, PerToken]:
     """The token types among ``raw`` that are read: where the model makes positions of them.
 
     Raises:
         DataError: a model that needs them, and examples without.
     """
-    if layout is None or layout.family.positions != "model":
+    if layout.family.positions != "model":
         return {}
     needed = layout.family.token_types
     if needed and needed not in raw:

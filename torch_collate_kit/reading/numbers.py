@@ -98,9 +98,23 @@ def number_column(name: str, column: Any, kind: _Kind) -> Numbers:
         raise DataError(f"example {i}: {name} has dtype {dtype}{separator}{advice}")
     if len(rows) == 1:
         return Ragged(rows[0], offsets)
+    if kind == "whole numbers" and len(dtypes) > 1:
+        rows = [_whole(name, i, row) for i, row in enumerate(rows)]
     # a uint64 among int64s would make them floats
     mixed = {"q": np.int64, "d": np.float64}[typecode] if len(dtypes) > 1 else None
     return Ragged(np.concatenate(rows, dtype=mixed, casting="same_kind"), offsets)
+
+
+def _whole(name: str, index: int, row: np.ndarray) -> np.ndarray:
+    """Numbers among those of another dtype: int64."""
+    with np.errstate(invalid="ignore"):
+        whole = row.astype(np.int64)
+    if not np.array_equal(whole, row):
+        raise DataError(
+            f"example {index}: {name} has dtype {row.dtype}, and other examples have integers; "
+            "give whole numbers that fit 64 bits"
+        )
+    return whole
 
 
 def _whole_rows(arrays: list[np.ndarray], kinds: str) -> Rows | None:

@@ -231,18 +231,15 @@ def _spread(name: str, column: Any, lengths: np.ndarray) -> Any:
     if types == {list} or (types == {np.ndarray} and all(value.ndim for value in column)):
         return column
     is_number = [_is_number(value) for value in column]
-    for i, (value, is_one) in enumerate(zip(column, is_number, strict=True)):
-        if not is_one and not is_sequence(value) and not isinstance(value, np.ndarray | Tensor):
-            kind = "None" if value is None else type(value).__name__
-            raise DataError(
-                f"example {i}: {name} is {kind}; give one number, or one per response token"
-            )
-    if not any(is_number):
-        return column
     numbers = np.zeros(len(lengths))
     for i, (value, is_one) in enumerate(zip(column, is_number, strict=True)):
         if is_one:
             numbers[i] = _number(name, i, value)
+        elif not is_sequence(value) and not isinstance(value, np.ndarray | Tensor):
+            kind = "None" if value is None else type(value).__name__
+            raise DataError(
+                f"example {i}: {name} is {kind}; give one number, or one per response token"
+            )
     rows = _rows_of(name, numbers, lengths)
     if all(is_number):
         return rows

@@ -41,19 +41,17 @@ def read_columns(
     of a model with ``vision`` the images.
     """
     fields = fields or {}
-    of_images = () if vision is None else tuple(vision.fields)
-    media = () if vision is None else tuple(dict.fromkeys((*MEDIA, *of_images, *TOKEN_TYPES)))
+    of_images = () if vision is None else (*vision.fields, *TOKEN_TYPES)
+    media = () if vision is None else tuple(dict.fromkeys((*MEDIA, *of_images)))
     hint = "tokenize the text first"
     raw = raw_columns(examples, (*KNOWN, *fields), "input_ids", hint, sometimes=media)
-    fields = {**fields, **token_type_fields(raw, vision)}
     owners = {key: f"example {i}" for key, i in first_with(examples).items()}
     if vision is None and "pixel_values" in owners and "pixel_values" not in fields:
         raise DataError(
             f"{owners['pixel_values']} has pixel_values, and the collator does not know the images "
             "of the model; give it the processor in place of the tokenizer"
         )
-    of_text = TOKEN_TYPES if vision is not None else ()
-    check_keys(owners, train_all=train_all, declared=(*fields, *of_images, *of_text))
+    check_keys(owners, train_all=train_all, declared=(*fields, *of_images))
     input_ids = number_column("input_ids", raw["input_ids"], "ids")
     lengths = input_ids.lengths
     if not lengths.all():
@@ -63,13 +61,16 @@ def read_columns(
         _check_attention_mask(raw["attention_mask"], lengths)
     name = _target_name(raw)
     num_actions = _num_actions(raw, lengths) if "num_actions" in raw else None
-    declared = read_declared(raw, fields, lengths, num_actions)
     target = None
     if name is not None:
         target = number_column(name, raw[name], "labels" if name == "labels" else "weights")
         _check_target_lengths(name, target, lengths, num_actions)
-    images = None if vision is None else read_images(raw, vision, input_ids)
-    names = (*fields, *of_images)
+    images = None
+    if vision is not None:
+        fields = {**fields, **token_type_fields(raw, vision)}
+        images = read_images(raw, vision, input_ids)
+    declared = read_declared(raw, fields, lengths, num_actions)
+    names = (*fields, *(() if images is None else images.arrays))
     return ExampleColumns(input_ids, name, target, num_actions, declared, names, images)
 
 
@@ -88,28 +89,24 @@ def _num_actions(raw: Mapping[str, Any], lengths: np.ndarray) -> np.ndarray:
             "example 0 has num_actions but no loss_mask; give the mask of its last num_actions "
             "tokens, or remove num_actions"
         )
-    values = _int_per_example(raw["num_actions"])
-    bad = np.flatnonzero((values < 0) | (values > lengths))
+    given = raw["num_actions"]
+    if not isinstance(given, np.ndarray) or given.ndim != 1 or given.dtype.kind not in "iu":
+        given = [one_value(value) for value in given]
+        for i, count in enumerate(given):
+            if not isinstance(count, int) or isinstance(count, bool):
+                raise DataError(
+                    f"example {i}: num_actions is {count!r:.40}; it must be an integer, the number "
+                    "of tokens at the end that loss_mask covers"
+                )
+    counts = np.asarray(given)  # no integers if one is beyond 64 bits
+    bad = np.flatnonzero((counts < 0) | (counts > lengths))
     if len(bad):
         i = int(bad[0])
         raise DataError(
-            f"example {i} has num_actions={values[i]}, but {lengths[i]} tokens; it counts the "
+            f"example {i} has num_actions={given[i]}, but {lengths[i]} tokens; it counts the "
             "tokens at the end, 0 to all of them"
         )
-    return values
-
-
-def _int_per_example(column: Any) -> np.ndarray:
-    if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in "iu":
-        return column.astype(np.int64, copy=False)
-    counts = [one_value(value) for value in column]
-    for i, count in enumerate(counts):
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise DataError(
-                f"example {i}: num_actions is {count!r:.40}; it must be an integer, the number of "
-                "tokens at the end that loss_mask covers"
-            )
-    return np.array(counts, dtype=np.int64)
+    return counts.astype(np.int64, copy=False)
 
 
 def _check_target_lengths(

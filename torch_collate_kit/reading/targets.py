@@ -63,7 +63,8 @@ def placed_weights(
     if is_bad.any():
         i, entry = first_bad(is_bad, pieces)
         token = entry if num_before is None else entry + int(num_before[i])
-        raise weight_error(f"example {i}: {name}", weights[is_bad][0], entry, f"token {token}")
+        weight = float(weights[is_bad][0])
+        raise weight_error(f"example {i}: {name}", weight, entry, f"token {token}")
     return weights.astype(np.float32)
 
 
@@ -92,10 +93,10 @@ def weight_error(column: str, value: float, entry: int, place: str) -> DataError
     """What is wrong with a weight: entry ``entry`` of its column, at this token."""
     if 0 < value < 1:
         return DataError(
-            f"{column}[{entry}] is {float(value)}, which float32 loses; a weight must be 0 or at "
+            f"{column}[{entry}] is {value}, which float32 loses; a weight must be 0 or at "
             f"least {_LEAST_WEIGHT}: give 0 where nothing is trained"
         )
-    return DataError(f"{column} is {float(value)} at {place}; weights must be finite and 0 or more")
+    return DataError(f"{column} is {value} at {place}; weights must be finite and 0 or more")
 
 
 def count_trained(trained: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

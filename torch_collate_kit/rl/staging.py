@@ -16,6 +16,7 @@ from torch_collate_kit.batch.rows import cat, is_per_row, take
 from torch_collate_kit.batch.trimming import cells_per_row
 from torch_collate_kit.packing import ModelCost
 from torch_collate_kit.packing.ranks import over_ranks
+from torch_collate_kit.packing.rows import row_sums
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.rl.boundaries import checked_boundaries
 
@@ -200,8 +201,8 @@ def _row_counts(batch: Batch, balance: str | None) -> tuple[dict[str, _PerRow], 
     tokens = costs = None
     if pieces is not None:
         lengths = np.asarray(pieces.values, dtype=np.int64)
-        tokens = _row_sums(lengths, pieces.offsets)
-        costs = _row_sums(ModelCost().language(lengths), pieces.offsets)
+        tokens = row_sums(lengths, pieces.offsets)
+        costs = row_sums(ModelCost().language(lengths), pieces.offsets)
     totals = {
         "num_dummy_rows": is_dummy,
         "num_tokens": tokens,
@@ -212,11 +213,6 @@ def _row_counts(batch: Batch, balance: str | None) -> tuple[dict[str, _PerRow], 
 
 def _nonzero_cells(field: Tensor) -> np.ndarray:
     return (field != 0).flatten(1).sum(dim=1).cpu().numpy()
-
-
-def _row_sums(pieces: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    sums = np.concatenate([[0], np.cumsum(pieces)])
-    return sums[offsets[1:]] - sums[offsets[:-1]]
 
 
 def _check_length(name: str, given: Sized, staged: Sized, what: str) -> None:

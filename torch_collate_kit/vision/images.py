@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
+from torch_collate_kit._checks import needed_package
 from torch_collate_kit.errors import DataError
 
 __all__ = ["ImageFiles", "decoded_base64", "image_files"]
@@ -87,8 +88,8 @@ class ImageFiles(NamedTuple):
             file: Any = io.BytesIO(source)
             name = f"{len(source)} bytes"
         elif isinstance(source, (str, os.PathLike)):
-            path = self._path(source, where)
-            name, file = repr(str(source)), _open_file(path, repr(str(source)), where)
+            name = repr(str(source))
+            file = _open_file(self._path(source, where), name, where)
         else:
             raise DataError(
                 f"{where} is {_kind(source)}; give a path, bytes, a data URI, a PIL image, a "
@@ -194,13 +195,11 @@ def image_files(root: Any = None, max_pixels: int | None = None) -> ImageFiles:
 
 def _package() -> Any:
     """PIL with the modules that are used here."""
-    try:
-        import PIL.Image
-        import PIL.ImageFile
-        import PIL.ImageOps
-    except ModuleNotFoundError as error:
-        message = "images need the package Pillow: pip install pillow"
-        raise ImportError(message, name="PIL") from error
+    needed_package("PIL", "reading an image", install="pillow")
+    import PIL.Image
+    import PIL.ImageFile
+    import PIL.ImageOps
+
     return PIL
 
 

@@ -301,6 +301,12 @@ def test_the_order_of_an_epoch_is_asked_for_after_its_hook():
         found = [batch.item() for batch in loader.steps(6, on_epoch=known.append)]
     assert found == [0, 1, 1, 0, 0, 1]
 
+    known[:] = [0]
+    sampler = PrefetchingSampler(2, 1, order=order)
+    with PrefetchLoader(DataLoader(range(2), batch_sampler=sampler)) as loader:
+        assert len(list(loader)) == 2
+        assert loader.state_dict()["sampler"]["epoch"] == loader.epoch == 1
+
 
 def test_reshuffle_drains_what_is_in_flight():
     collate = Watched()
@@ -395,6 +401,17 @@ def test_resumes_exactly_with_workers(persistent_workers):
         stops=[0, 1, 3, 4],  # starting worker processes takes a while
     )
     assert found == expected_digests(2)[:6]
+
+
+def test_a_state_is_loaded_in_the_middle_of_an_epoch():
+    expected = expected_digests(2)
+    with make_loader() as loader:
+        assert digests(loader.steps(1)) == expected[:1]
+        state = loader.state_dict()
+        assert digests(loader.steps(2)) == expected[1:3]
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+        assert digests(loader.steps(7)) == expected[1:]
 
 
 @pytest.mark.parametrize("tail", ["keep", "wrap"])
@@ -770,6 +787,20 @@ def test_a_thousand_loaders_leave_nothing():
     assert threading.active_count() == before[0]
     assert num_open_files() == before[1]
     assert len(gc.get_objects()) < before[2] + 500
+
+
+def test_persistent_workers_of_the_caller_are_left_alone():
+    plain = DataLoader(
+        range(6), batch_sampler=PrefetchingSampler(6, 2), num_workers=1, persistent_workers=True
+    )
+    assert len(list(plain)) == 3
+    (worker,) = torch.multiprocessing.active_children()
+    with PrefetchLoader(plain) as loader:
+        assert len(list(loader)) == 3
+        assert len(torch.multiprocessing.active_children()) == 2
+    assert torch.multiprocessing.active_children() == [worker]
+    assert len(list(plain)) == 3
+    assert torch.multiprocessing.active_children() == [worker]
 
 
 def test_loaders_with_workers_leave_nothing():

@@ -148,6 +148,23 @@ def test_hooks_of_a_stateful_loader_run_between_epochs(stateful):
     assert seen == [0, 1, 2, 3]
 
 
+def test_a_stateful_state_between_epochs_is_not_the_one_loaded(stateful):
+    def make() -> PrefetchLoader:
+        return PrefetchLoader(stateful(Numbers(4), batch_size=3))
+
+    with make() as loader:
+        assert next(loader.steps(1)).tolist() == [1, 2, 3]
+        in_the_epoch = loader.state_dict()
+    with make() as loader:
+        loader.load_state_dict(in_the_epoch)
+        assert [batch.tolist() for batch in loader] == [[4]]
+        between = loader.state_dict()
+    assert between["position"] == {"epoch": 1, "step": 0}
+    with make() as loader:
+        loader.load_state_dict(between)
+        assert [batch.tolist() for batch in loader] == [[1, 2, 3], [4]]
+
+
 def test_what_a_stateful_loader_does_not_do(stateful):
     with PrefetchLoader(stateful(Numbers(4), batch_size=3)) as loader:
         with pytest.raises(TypeError, match="goes from epoch to epoch by itself"):

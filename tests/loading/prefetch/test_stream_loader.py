@@ -10,6 +10,7 @@ from multiprocessing import active_children
 from multiprocessing.util import Finalize
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -270,6 +271,25 @@ def test_on_epoch_moves_the_source_before_its_pass() -> None:
 
 
 # --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("epoch", "error", "message"),
+    [
+        (-1, ValueError, "epoch must be at least 0, got -1"),
+        (2**32, ValueError, "epoch must be at most 4294967295, got 4294967296"),
+        (1.5, TypeError, "epoch must be an int, got 1.5 of type float"),
+        (True, TypeError, "epoch must be an int, got True of type bool"),
+    ],
+)
+def test_an_epoch_is_an_int(epoch: Any, error: type[Exception], message: str) -> None:
+    with make() as loader:
+        assert ids(islice(loader, 2)) == ORDER[:2]
+        with pytest.raises(error, match=message):
+            loader.set_epoch(epoch)
+        assert ids(islice(loader, 2)) == ORDER[2:4]
+        loader.set_epoch(np.int64(3))
+        assert json.loads(json.dumps(loader.state_dict()))["epoch"] == 3
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torch_collate_kit import PrefetchingSampler, PrefetchLoader
 from torch_collate_kit.loading import StepTimes
 from torch_collate_kit.loading.prefetch import loader as loader_module
-from torch_collate_kit.loading.prefetch import read_ahead
+from torch_collate_kit.loading.prefetch import read_ahead, timeline
 from torch_collate_kit.loading.prefetch.timeline import BuildTimes, Timeline
 
 
@@ -35,7 +35,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    for module in (loader_module, read_ahead):
+    for module in (loader_module, read_ahead, timeline):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     return clock
 
@@ -203,7 +203,7 @@ def test_any_thread_may_read_while_steps_are_added():
     try:
         for step in range(20_000):
             timeline.received(0, step, BuildTimes(0.0, 0.0, 0.0), 0.0, 0.0)
-            timeline.trained(1.0)
+            timeline.trained()
     finally:
         is_done.set()
         reader.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -270,6 +271,23 @@ def test_a_bad_over_long_example_is_named_before_it_is_split() -> None:
     examples = [*EXAMPLES[:5], {"input_ids": [1] * 30, "labels": [1] * 31}]
     with pytest.raises(DataError, match="example 5 of the stream: labels has 31 entries"):
         list(PackedIterableDataset(examples, **SETTINGS, overflow="split"))
+
+
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_a_batch_is_not_held_beside_the_next(
+    num_shards: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collate, given = PackedCollator.__call__, []
+
+    def collated(collator: PackedCollator, examples: Any) -> Any:
+        assert all(batch() is None for batch in given)
+        return collate(collator, examples)
+
+    monkeypatch.setattr(PackedCollator, "__call__", collated)
+    for batch in PackedIterableDataset(EXAMPLES, **SETTINGS, num_shards=num_shards):
+        given.append(weakref.ref(batch))
+        del batch
+    assert len(given) > 3
 
 
 def test_an_error_of_the_source_comes_through_and_the_state_goes_on() -> None:

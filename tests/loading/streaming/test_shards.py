@@ -281,6 +281,33 @@ def test_a_resume_reads_at_most_a_window_of_each_shard_again(num_buffers: int) -
     assert most <= num_buffers * options["buffer_size"]
 
 
+def test_states_by_hand() -> None:
+    """Saved runs have them: what a state is called must not change."""
+    common = {
+        "buffer_size": 7, "rows_per_batch": 1, "max_tokens": 12, "strategy": "best_fit_decreasing",
+        "align": 1, "dp": 1, "overflow": "raise", "max_sequences_per_row": None,
+        "balance": "attention", "max_patches": None, "cost": [24576, 1, 5266, 1],
+        "dummy_image_tokens": 0, "rows_multiple_of": None, "fixed_width": False, "pad_token_id": 0,
+        "normalize_loss": True, "model_inputs": False, "train_all": False, "fields": "",
+        "presharded": False, "epoch": None,
+    }  # fmt: skip
+    rank = {"rank": 0, "world_size": 1, "num_workers": 0}
+    one = {"num_read": 0, "start": 0, "source": None, "num_batches": 3}
+    two = {"num_shards": 2, "shards": {"0": [0, 0, 2, 2], "1": [0, 0, 1, 1]}, "ended": []}
+    divided = {"num_shards": None, "shards": {"0": [0, 0, 3, 3]}, "ended": []}
+    for num_shards, alone, behind_loader in (
+        (None, {"version": 3, **rank, "worker": 0, **one}, {"version": 4, **rank, **divided}),
+        (2, {"version": 4, **two}, {"version": 4, **two}),
+    ):
+        dataset = PackedIterableDataset(EXAMPLES, **SETTINGS, num_shards=num_shards)
+        list(islice(dataset, 3))
+        assert dataset.state_dict() == {**common, **alone}
+        dataset = PackedIterableDataset(EXAMPLES, **SETTINGS, num_shards=num_shards)
+        with PrefetchLoader(DataLoader(dataset, batch_size=None)) as loader:
+            list(islice(loader, 3))
+            assert loader.state_dict()["stream"] == {**common, **behind_loader}
+
+
 def test_a_state_takes_at_most_64_bytes_for_each_shard() -> None:
     examples = make_examples([5] * 64 * 40)
     dataset = PackedIterableDataset(examples, **SETTINGS, num_shards=64)

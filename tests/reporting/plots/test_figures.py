@@ -79,6 +79,16 @@ def test_nothing_is_drawn_over_the_legend_or_cut_off(name):
         assert box.y1 <= ax.figure.bbox.y1
 
 
+@pytest.mark.parametrize("name", ["efficiency", "balance of a report", "balance"])
+def test_bars_of_a_group_lie_around_its_tick(name):
+    ax = PLOTS[name]()
+    middles = [[bar.get_x() + bar.get_width() / 2 for bar in bars] for bars in ax.containers]
+    assert len(middles) > 1, "no groups in the sample"
+    assert np.mean(middles, axis=0).tolist() == pytest.approx(ax.get_xticks().tolist())
+    num_bars = sum(len(bars) for bars in ax.containers)
+    assert len(ax.texts) == (0 if name == "balance" else num_bars)
+
+
 # lengths
 
 

@@ -72,7 +72,7 @@ def row_of(stored: Storage, row: int | None, example: int | None) -> int:
                 "batch was built without it; pass the row alone"
             )
         rows = [i for i in range(num_rows) if example in np.asarray(indices[i])]
-        found = f"it is in {_listed('row', rows)}" if rows else "it is in none of them"
+        found = f"it is in {_listed(rows)}" if rows else "it is in none of them"
         if row is None and rows:
             return rows[0]
         if row is None or index(row) % max(num_rows, 1) not in rows:
@@ -85,9 +85,9 @@ def row_of(stored: Storage, row: int | None, example: int | None) -> int:
     return index(row) % num_rows
 
 
-def _listed(word: str, rows: list[int]) -> str:
+def _listed(rows: list[int]) -> str:
     plural = "" if len(rows) == 1 else "s"
-    return f"{word}{plural} {', '.join(map(str, rows[:5]))}{', ...' if len(rows) > 5 else ''}"
+    return f"row{plural} {', '.join(map(str, rows[:5]))}{', ...' if len(rows) > 5 else ''}"
 
 
 def _counts(cells: Cells) -> str:

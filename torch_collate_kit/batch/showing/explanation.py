@@ -50,7 +50,7 @@ class Explanation:
         self._tokenizer = tokenizer
         self._max_tokens = len(self) if max_tokens is None else max_tokens
         self._width = width
-        self._texts(slice(0, 1))  # a wrong tokenizer raises here
+        self._part(slice(0, 1))  # a wrong tokenizer raises here
 
     def __len__(self) -> int:
         return len(self.columns["cell"])
@@ -67,17 +67,12 @@ class Explanation:
             for values in zip(*columns.values(), strict=True)
         ]
 
-    def _texts(self, part: slice) -> list[str]:
-        if self._tokenizer is None:
-            return []
-        return token_texts(self.columns["id"][part], self._tokenizer)
-
     def _part(self, part: slice) -> dict[str, list[Any]]:
         columns: dict[str, list[Any]] = {}
         for name, values in self.columns.items():
             columns[name] = values[part]
             if name == "id" and self._tokenizer is not None:
-                columns["text"] = self._texts(part)
+                columns["text"] = token_texts(values[part], self._tokenizer)
         return columns
 
     def _lines(self) -> tuple[list[str], list[list[str] | str]]:

@@ -45,18 +45,17 @@ def html_of(stored: Storage) -> str:
 
 def _row(number: int, runs: list[Run], names: list[int] | None, is_known: bool) -> str:
     width = sum(run.num_cells for run in runs)
-    bars = "".join(_bar(run, width, names, is_known) for run in runs)
+    bars = "".join(
+        f'<div style="width:{100 * run.num_cells / width:.4g}%;{_look(run, is_known)}" '
+        f'title="{_told(run, names, is_known)}"></div>'
+        for run in runs
+    )
     return (
         '<div style="display:flex;align-items:center;margin:2px 0">'
         f'<code style="flex:none;width:5em">row {number}</code>'
         '<div style="display:flex;flex:1;align-items:flex-end;height:16px;'
         f'outline:1px solid #888">{bars}</div></div>'
     )
-
-
-def _bar(run: Run, width: int, names: list[int] | None, is_known: bool) -> str:
-    style = f"width:{100 * run.num_cells / width:.4g}%;{_look(run, is_known)}"
-    return f'<div style="{style}" title="{_told(run, names, is_known)}"></div>'
 
 
 def _look(run: Run, is_known: bool) -> str:

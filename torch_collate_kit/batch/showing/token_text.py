@@ -30,11 +30,8 @@ def token_texts(ids: list[int], tokenizer: Any) -> list[str]:
             f"tokenizer must have decode(), got {type(tokenizer).__name__}; load it with "
             "AutoTokenizer.from_pretrained"
         )
-    known: dict[int, str] = {}
-    for token in ids:
-        if token not in known:
-            known[token] = _text(token, tokenizer)
-    return [known[token] for token in ids]
+    texts = {token: _text(token, tokenizer) for token in set(ids)}
+    return [texts[token] for token in ids]
 
 
 def _text(token: int, tokenizer: Any) -> str:

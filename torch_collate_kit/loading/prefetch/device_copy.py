@@ -26,30 +26,25 @@ class DeviceCopy:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             if device.index is None:  # the current device is a thread's own
-                self._device = device = torch.device("cuda", torch.cuda.current_device())
+                device = torch.device("cuda", torch.cuda.current_device())
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    @property
-    def device(self) -> torch.device:
-        """Where batches go."""
-        return self._device
+        self.device = device
 
     def send(self, batch: Any) -> Sent:
         if self._stream is None:
-            return Sent(_mapped(batch, lambda part: part.to(self._device)), None)
+            return Sent(_mapped(batch, lambda part: part.to(self.device)), None)
         check_recordable(batch)
         pinned = _mapped(batch, _pin)
         with torch.cuda.stream(self._stream):
-            moved = _mapped(pinned, lambda part: part.to(self._device, non_blocking=True))
+            moved = _mapped(pinned, lambda part: part.to(self.device, non_blocking=True))
             return Sent(moved, self._stream.record_event())
 
     def receive(self, sent: Sent) -> Any:
         if sent.copied is not None:
-            stream = torch.cuda.current_stream(self._device)
+            stream = torch.cuda.current_stream(self.device)
             stream.wait_event(sent.copied)
             for part in _recordable(sent.batch):
                 # allocated on the other stream, which must not reuse it before this one is done
@@ -100,11 +95,8 @@ def _recordable(value: Any) -> Iterator[Any]:
         yield from _recordable(value.values)
     elif isinstance(value, Tensor) or hasattr(value, "record_stream"):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _recordable(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _recordable(item)
     elif hasattr(value, "to"):
         yield value

@@ -187,7 +187,7 @@ class PrefetchLoader:
         self._check_open()
         self._raise_interrupt()
         self._loop = loop = object()
-        self._timeline.trained(time.perf_counter())  # what an older loop gave
+        self._timeline.trained()  # what an older loop gave
         num_taken = num_empty = 0
         try:
             if self._run is not None and self._run.is_over:  # steps() took its last batch
@@ -201,7 +201,7 @@ class PrefetchLoader:
                     num_taken, num_empty = num_taken + 1, 0
                     yield batch
                     self._check_loop(loop)
-                    self._timeline.trained(time.perf_counter())
+                    self._timeline.trained()
                     if self._run is run or not run.is_over:  # else reshuffle() has ended it
                         continue
                 else:
@@ -214,7 +214,7 @@ class PrefetchLoader:
                     raise StateError(f"{num_empty} epochs in a row had no batch; is there data?")
         except BaseException:  # a break too: GeneratorExit
             if self._loop is loop:
-                self._timeline.trained(time.perf_counter())
+                self._timeline.trained()
                 self._stop_reading()
             raise
 
@@ -303,7 +303,7 @@ class PrefetchLoader:
         if "max_tokens" not in state:
             raise StateError("the state has no max_tokens; pass what state_dict() gave")
         saved, mine = state["max_tokens"], self._max_tokens
-        if not self._loader.max_tokens_may_change or not _is_max_tokens(saved):
+        if not self._loader.has_sampler or not _is_max_tokens(saved):
             self._check_same(state, "max_tokens", mine)
         skipped = self._skipped.after(state)
         self._loader.load_state_dict(state, lambda: self._stop_reading(move_back=False))
@@ -330,7 +330,7 @@ class PrefetchLoader:
         self._loop = None
         if self._is_elsewhere():
             return
-        self._timeline.trained(time.perf_counter())
+        self._timeline.trained()
         self._stop_reading()
         self._loader.close()
         self._raise_interrupt()

@@ -29,11 +29,9 @@ class PositionedLoader:
     ``begin()`` returns ``num_steps()``, and the batches of this epoch from the position on.
     """
 
-    batches_may_be_named = False
-    """Whether an epoch and a step that a batch has in its metadata stay: those of a stream."""
-
-    max_tokens_may_change = False
-    """Whether the same examples follow a state whatever rows they are collated into."""
+    has_sampler = False
+    """Whether a sampler says which examples a step has. Then they follow a state into other rows,
+    and the loader names epoch and step; those that a stream has given to a batch stay."""
     plans_rows = False
     """Whether a state says into which rows, so that the sampler tells when these are others."""
 

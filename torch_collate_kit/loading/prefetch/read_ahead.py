@@ -119,7 +119,7 @@ def _build(
         return _Built(END, None, BuildTimes(began, collated, copied))
     mark = loader.mark()
     batch, left_out = batch if isinstance(batch, Collated) else (batch, None)
-    batch = _named(batch, epoch, step, left_out, keep=loader.batches_may_be_named)
+    batch = _named(batch, epoch, step, left_out, keep=not loader.has_sampler)
     if to_device is not None:
         batch = to_device.send(batch)
         copied = time.perf_counter()

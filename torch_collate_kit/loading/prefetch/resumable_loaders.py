@@ -44,7 +44,7 @@ class _Steps:
 class _SampledLoader(PositionedLoader):
     """A DataLoader whose batch_sampler knows the state of any position."""
 
-    max_tokens_may_change = True
+    has_sampler = True
 
     def __init__(self, loader: DataLoader[Any], sampler: ResumableSampler) -> None:
         _check_lengths(loader, sampler)
@@ -109,8 +109,6 @@ class _StatefulLoader(PositionedLoader):
     It runs ahead of the consumer, so its state is kept as a ``mark`` after every batch.
     """
 
-    batches_may_be_named = True
-
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         self._position = LoaderPosition(0, 0)  # without a mark: the loader itself stands there
@@ -119,7 +117,6 @@ class _StatefulLoader(PositionedLoader):
         return self._position
 
     def begin(self) -> tuple[int | None, Iterator[Any]]:
-        self._position = self._position._replace(mark=None)
         return None, self._begun()
 
     def mark(self) -> dict[str, Any]:

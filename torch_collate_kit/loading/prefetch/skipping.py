@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import traceback
 from collections.abc import Callable, Iterator, Sized
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ class Collated(NamedTuple):
 def skip_failing_examples(loader: Any) -> None:
     """Makes a DataLoader give out ``Collated``. It must have a ``batch_sampler``."""
     collate = _SkippingCollate(loader.dataset, loader.collate_fn)
-    start = _WorkerStart(loader.dataset, loader.worker_init_fn)
+    start = partial(_start_worker, loader.dataset, loader.worker_init_fn)
     # not by setattr: a DataLoader forbids it
     vars(loader).update(dataset=_Unread(), collate_fn=collate, worker_init_fn=start)
 
@@ -64,16 +65,13 @@ class _Unread:
         return indices
 
 
-class _WorkerStart:
-    """The DataLoader's ``worker_init_fn``, which finds the dataset that is read in worker_info."""
-
-    def __init__(self, dataset: Any, function: Callable[[int], object] | None) -> None:
-        self._dataset, self._function = dataset, function
-
-    def __call__(self, worker: int) -> None:
-        object.__setattr__(get_worker_info(), "dataset", self._dataset)  # it is frozen
-        if self._function is not None:
-            self._function(worker)
+def _start_worker(
+    dataset: Any, worker_init_fn: Callable[[int], object] | None, worker: int
+) -> None:
+    """The caller's ``worker_init_fn`` finds the dataset that is read in worker_info."""
+    object.__setattr__(get_worker_info(), "dataset", dataset)  # it is frozen
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
 
 
 class _SkippingCollate:
@@ -100,9 +98,11 @@ class _SkippingCollate:
 
     def _failing(self, indices: Any) -> Iterator[Failed]:
         """The examples that fail alone."""
-        for position, example in enumerate(_examples(indices)):
+        examples = _examples(indices)
+        for position, example in enumerate(examples):
+            others = [i for i in range(len(examples)) if i != position]
             try:
-                self._batch(_alone(indices, position))
+                self._batch(_without(indices, others))
             except _NEVER_SKIPPED:
                 raise
             except Exception as error:
@@ -133,11 +133,6 @@ def _examples(indices: Any) -> list[Any]:
     """What the sampler calls the examples of a batch; NumPy's and torch's integers are no JSON."""
     examples = indices.indices if isinstance(indices, RankPlan) else indices
     return [operator.index(i) if hasattr(i, "__index__") else i for i in examples]
-
-
-def _alone(indices: Any, position: int) -> Any:
-    others = [i for i in range(len(indices)) if i != position]
-    return _without(indices, others)
 
 
 def _without(indices: Any, positions: list[int]) -> Any:

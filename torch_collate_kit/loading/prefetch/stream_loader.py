@@ -7,6 +7,7 @@ of, and the position of the shard after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -20,6 +21,7 @@ from torch_collate_kit.loading.prefetch.positioned import (
     changed_copy,
     part_of_state,
 )
+from torch_collate_kit.loading.sampler.arguments import checked_word
 
 __all__ = ["StreamLoader", "is_stream_of_shards"]
 
@@ -53,8 +55,6 @@ class StreamLoader(PositionedLoader):
         ValueError: a DataLoader that makes batches of batches, or does not keep their order.
     """
 
-    batches_may_be_named = True  # the stream's rounds stay in their metadata
-
     def __init__(self, loader: DataLoader[Any]) -> None:
         stream: Any = loader.dataset
         if loader.batch_size is not None:
@@ -70,7 +70,7 @@ class StreamLoader(PositionedLoader):
         self._stream: _DividedStream = stream._divided(loader.num_workers)
         self._name = repr(Shown(stream))
         self._passes = _Passes(self._stream)
-        collate = _CollateTurn(loader.collate_fn)
+        collate = partial(_collate_turn, loader.collate_fn)
         super().__init__(changed_copy(loader, dataset=self._passes, collate_fn=collate))
         self._epoch, self._positions = 0, self._stream.start()
         self._received = self._positions  # of the pass that is being read
@@ -108,13 +108,13 @@ class StreamLoader(PositionedLoader):
         return dict(self._received)
 
     def end_epoch(self, epoch: int) -> None:
-        self._epoch, self._positions = epoch + 1, self._stream.beginning()
+        self.set_epoch(epoch + 1)
 
     def move_to(self, position: LoaderPosition) -> None:
         self._epoch, self._positions = position.epoch, dict(position.mark)
 
     def set_epoch(self, epoch: int) -> None:
-        self._epoch, self._positions = epoch, self._stream.beginning()
+        self._epoch, self._positions = checked_word("epoch", epoch), self._stream.beginning()
 
     def reshuffle(self) -> None:
         raise TypeError(
@@ -161,14 +161,9 @@ class _Passes(IterableDataset[Any]):
         return turns
 
 
-class _CollateTurn:
+def _collate_turn(collate: Callable[[Any], Any], turn: Any) -> Any:
     """The DataLoader's ``collate_fn``, for the batch of a turn."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        # torch's own, which is there if none was given, would rebuild a Batch without metadata
-        self._collate = None if collate is default_convert else collate
-
-    def __call__(self, turn: Any) -> Any:
-        if self._collate is None or not turn.has_batch:
-            return turn
-        return turn._replace(batch=self._collate(turn.batch))
+    # torch's own, which is there if none was given, would rebuild a Batch without metadata
+    if collate is default_convert or not turn.has_batch:
+        return turn
+    return turn._replace(batch=collate(turn.batch))

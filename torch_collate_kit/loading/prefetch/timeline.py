@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -76,10 +77,10 @@ class Timeline:
         self._last = [epoch, step, built, wait_began, wait_ended, None]
         self._steps.append(self._last)
 
-    def trained(self, now: float) -> None:
+    def trained(self) -> None:
         """The consumer is done with the last batch that it has received."""
         if self._last is not None:
-            self._last[-1] = now
+            self._last[-1] = time.perf_counter()
             self._last = None
 
     def steps(self) -> list[StepTimes]:

@@ -45,12 +45,13 @@ class Watchdog:
         self.collating = 0
         self._wait: _Wait | None = None
         self._told: _Wait | None = None
-        self._end = threading.Lock()  # released to end the thread; an Event might stay locked
-        self._end.acquire()
-        self._is_stopped = False
+        end = threading.Lock()  # released to end the thread; an Event might stay locked
+        end.acquire()
+        self._release = weakref.finalize(self, end.release)
+        self._release.atexit = False
         self._thread: threading.Thread | None = None
         if warn_after is not None:
-            arguments = (weakref.ref(self), self._end, warn_after)
+            arguments = (weakref.ref(self), end, warn_after)
             name = "torch_collate_kit watchdog"
             self._thread = threading.Thread(target=_watch, args=arguments, name=name, daemon=True)
             self._thread.start()
@@ -68,14 +69,6 @@ class Watchdog:
         self._release()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-
-    def __del__(self) -> None:
-        self._release()
-
-    def _release(self) -> None:
-        if not self._is_stopped:
-            self._is_stopped = True
-            self._end.release()
 
     def look(self, warn_after: float) -> float:
         """Says what takes too long, once. Returns the seconds until the next look."""

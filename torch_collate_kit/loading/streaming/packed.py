@@ -95,6 +95,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         self.presharded = checked_bool("presharded", presharded)
         self.on_error, self.max_skipped = on_error, max_skipped
         self.max_skipped_in_a_row = max_skipped_in_a_row
+        self._policy = ErrorPolicy(on_error, max_skipped, max_skipped_in_a_row)
         hint = "None makes every worker of every rank a shard"
         self.num_shards = checked_optional_int("num_shards", num_shards, hint=hint)
         self._stream = Stream(
@@ -104,13 +105,6 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             presharded=presharded,
             collator=self.collator,
             num_shards=self.num_shards,
-        )
-        self._read = partial(
-            ShardBatches,
-            self._stream,
-            rows_per_batch=self.rows_per_batch,
-            buffer_size=self.buffer_size,
-            policy=ErrorPolicy(on_error, max_skipped, max_skipped_in_a_row),
         )
         self._saved: Mapping[str, Any] | None = None
         self._pass: _Pass | None = None
@@ -203,8 +197,15 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
 
     def _divided(self, num_workers: int, worker: int | None = None) -> DividedStream:
         """This rank's shards over the workers of a DataLoader; for PrefetchLoader."""
+        read = partial(
+            ShardBatches,
+            self._stream,
+            rows_per_batch=self.rows_per_batch,
+            buffer_size=self.buffer_size,
+            policy=self._policy,
+        )
         settings = self._settings()
-        return DividedStream(self._stream, self._read, settings, num_workers, worker, self._saved)
+        return DividedStream(self._stream, read, settings, num_workers, worker, self._saved)
 
     def _settings(self) -> dict[str, Any]:
         """All that shapes batches, but for how the stream is divided."""
@@ -228,3 +229,4 @@ def _given_out(turns: Iterator[Turn], current: _Pass) -> Iterator[Batch | dict[s
             current.positions[turn.shard] = turn.after
         if turn.has_batch:
             yield turn.batch  # when the consumer gets it, the position is after it
+        del turn  # its batch would be held beside the next

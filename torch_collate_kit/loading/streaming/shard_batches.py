@@ -78,9 +78,9 @@ class ShardBatches:
             at = self._policy.counted(at._replace(num_given=at.num_given + 1), outcomes)
             if isinstance(batch, Batch):
                 self._describe(batch, at, {one.position for one in outcomes if one is not None})
-            outcomes = []
-            yield batch, at
+            outcomes, made = [], [batch]
             del batch
+            yield made.pop(), at  # nothing here refers to it while other shards make theirs
         self._policy.counted(at, [*outcomes, *self._wrong.taken()])
 
     def _describe(self, batch: Batch, after: Position, skipped: set[int]) -> None:

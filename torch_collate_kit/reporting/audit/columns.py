@@ -144,8 +144,8 @@ class AuditColumns:
         """int64, ``headers`` without those that the model writes after its thinking, as gpt-oss."""
         if not self.vocabulary.repeats_header:
             return self.headers
-        after_trained = self.trained[self.headers - 1] & ~np.isin(self.headers, self.starts)
-        return self.headers[~(after_trained & self.trained[self.headers])]
+        begins_row = np.isin(self.headers, self.starts)
+        return self.headers[begins_row | ~self.trained[self.headers - 1]]
 
     def places_of(self, pattern: tuple[int, ...]) -> np.ndarray:
         """int64, the tokens at which these ids begin, all in one row."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch_collate_kit.chat.plain_turn import plain_turn
 from torch_collate_kit.chat.template import ChatTemplate, chat_template
 from torch_collate_kit.errors import DataError
 
@@ -61,7 +62,7 @@ class Vocabulary:
         template = _template_of(tokenizer, kwargs)
         if template is None:
             return cls(tokenizer, size, bos, eos, pad, end_ids=ends)
-        prompt, end = _turn(template, getattr(tokenizer, "eos_token", None))
+        prompt, end = _plain_turn(template)
         end_ids = _encoded(tokenizer, end)
         if len(end_ids) == 1:
             ends = tuple(dict.fromkeys((*ends, *end_ids)))
@@ -91,29 +92,16 @@ def _template_of(tokenizer: Any, kwargs: dict[str, Any]) -> ChatTemplate | None:
     return chat_template(tokenizer, kwargs, None)
 
 
-def _turn(template: ChatTemplate, eos: str | None) -> tuple[str, str]:
-    """What the template writes before an answer, and the added token after it; "" if unknown.
+def _plain_turn(template: ChatTemplate) -> tuple[str, str]:
+    """What is before an answer, and the added token after it; "" if unknown.
 
-    Of several added tokens in a row (Cohere's templates) it is the EOS, if that is one of them.
+    What begins the next question ends an answer where nothing else does.
     """
-    question = [{"role": "user", "content": _QUESTION}]
-    answer = {"role": "assistant", "content": _ANSWER}
+    turn = plain_turn(template)
     try:
-        asked, _ = template.render(question)
-        prompt, _ = template.render(question, prompt=True)
-        wholes = [[*question, answer], [*question, answer, *question]]
-        texts = [template.render(messages)[0] for messages in wholes]
+        return turn.header, turn.end or next(iter(template.added_token.findall(turn.after)), "")
     except DataError:
         return "", ""
-    header = prompt[len(asked) :] if prompt.startswith(asked) else ""
-    for text in texts:  # what begins the next question ends an answer where nothing else does
-        end = template.added_token.search(text, text.rfind(_ANSWER) + len(_ANSWER))
-        if end is not None and _ANSWER in text:
-            found = [end[0]]
-            while (end := template.added_token.match(text, end.end())) is not None:
-                found.append(end[0])
-            return header, eos if eos in found else found[0]
-    return header, ""
 
 
 def _repeats(template: ChatTemplate, header: str) -> bool:
