@@ -107,6 +107,15 @@ def refusals() -> dict[str, tuple[list[Any], str]]:
     }
 
 
+def test_a_state_of_very_many_sources_is_refused(run: Run) -> None:
+    sampler = MixedSampler([1] * 15 + [2] * 30, 4, num_steps=3)
+    Path("state.json").write_text(json.dumps(sampler.state_dict()))
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    code, _, err = run("step", "state.json", "rows.jsonl", "--step", 0)
+    assert code == 2
+    assert "the state has only a digest of the many sources of this run (45 values, digest" in err
+
+
 @pytest.mark.parametrize("name", refusals())
 def test_what_is_refused(name: str, run: Run) -> None:
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))

@@ -33,5 +33,5 @@ def test_chains_see_a_keyed_order_that_is_off_by_one(monkeypatch: pytest.MonkeyP
 def test_chains_see_ranks_of_the_past_that_are_those_of_now(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Layouts, "at", lambda self, position: self._entries[-1].settings)
+    monkeypatch.setattr(Layouts, "at", lambda self, position: self._entries[-1][1])
     assert any("rank=" in line for line in chains.run(10, 7)[1])

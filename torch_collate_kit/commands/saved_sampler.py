@@ -20,10 +20,9 @@ from torch_collate_kit.loading import (
 )
 from torch_collate_kit.packing import PackingOptions
 
-__all__ = ["Sampler", "sampler_of", "saved_state"]
+__all__ = ["sampler_of", "saved_state"]
 
-Sampler: TypeAlias = PrefetchingSampler | PackedBatchSampler | MixedSampler
-
+_Sampler: TypeAlias = PrefetchingSampler | PackedBatchSampler | MixedSampler
 _KEYS = {"epoch", "step", "seed", "batch_size", "shuffle"}
 
 
@@ -62,7 +61,7 @@ def _find(content: Any) -> dict[str, Any] | None:
     return None
 
 
-def sampler_of(state: Mapping[str, Any], data: TokenizedDataset) -> Sampler:
+def sampler_of(state: Mapping[str, Any], data: TokenizedDataset) -> _Sampler:
     """A sampler over ``data`` that has loaded the state.
 
     Raises:
@@ -74,7 +73,7 @@ def sampler_of(state: Mapping[str, Any], data: TokenizedDataset) -> Sampler:
             "examples(epoch, step)"
         )
     shared = {key: state[key] for key in ("batch_size", "seed", "shuffle")}
-    sampler: Sampler
+    sampler: _Sampler
     if "sizes" in state:
         sampler = _mixed(state, data, shared)
     elif "lengths_digest" in state:
@@ -98,17 +97,13 @@ def _packed(
     state: Mapping[str, Any], data: TokenizedDataset, shared: dict[str, Any]
 ) -> PackedBatchSampler:
     layout = _layout(state)
-    packing = PackingOptions.from_state(
-        {key: layout[key] for key in PackingOptions(1).as_state() if key in layout}
-    )
-    counts = None if state["loss_tokens_digest"] is None else data.num_loss_tokens
-    patches = None if state["patches_digest"] is None else data.patches
+    packing = {key: layout[key] for key in PackingOptions(1).as_state() if key in layout}
     return PackedBatchSampler(
         data.lengths,
-        packing=packing,
+        packing=PackingOptions.from_state(packing),
         tail=state["tail"],
-        num_loss_tokens=counts,
-        patches=patches,
+        num_loss_tokens=None if state["loss_tokens_digest"] is None else data.num_loss_tokens,
+        patches=None if state["patches_digest"] is None else data.patches,
         **shared,
     )
 

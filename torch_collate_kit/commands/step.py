@@ -61,14 +61,13 @@ def _run(options: argparse.Namespace) -> int:
     data = _tokenized(records, options)
     sampler = sampler_of(state, data)
     indices = sampler.examples(options.epoch, options.step, options.rank).tolist()
-    rank = "" if options.rank is None else f", rank {options.rank}"
-    title = f"epoch {options.epoch}, step {options.step}{rank}: {len(indices)} examples"
     found = _described(data, indices, options)
     if options.json:
         where = {"epoch": options.epoch, "step": options.step, "rank": options.rank}
         print(json.dumps({**where, "examples": found}, indent=2))
         return 0
-    print(title)
+    rank = "" if options.rank is None else f", rank {options.rank}"
+    print(f"epoch {options.epoch}, step {options.step}{rank}: {len(indices)} examples")
     for one in found:
         counts = f"{one['num_tokens']:,} tokens, {one['num_trained']:,} trained"
         print(f"\nexample {one['index']:,}, {counts}")
@@ -95,11 +94,10 @@ def _described(
     rows = [data[index] for index in indices]
     alone = TokenizedDataset(rows, train_all=options.train_all, vision=data.vision)
     found = []
-    counted = zip(indices, rows, alone.num_loss_tokens.tolist(), strict=True)
-    for index, row, num_trained in counted:
+    for index, row, trained in zip(indices, rows, alone.num_loss_tokens.tolist(), strict=True):
         ids = row["input_ids"].tolist()
         text = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
         shown = text if len(text) <= options.show else text[: options.show] + "..."
-        counts = {"num_tokens": len(ids), "num_trained": num_trained}
+        counts = {"num_tokens": len(ids), "num_trained": trained}
         found.append({"index": index, **counts, "text": shown})
     return found

@@ -38,3 +38,15 @@ def test_a_copy_goes_on_by_itself(name: str, copied: Callable[[Any], Any], num_d
     assert read(other) == expected
     assert other.state_dict() != other_state
     assert other.examples(0, 1).tolist() == sampler.examples(0, 1).tolist()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_iterators_of_one_epoch_do_not_disturb_each_other(name: str) -> None:
+    """A DataLoader with workers makes two."""
+    sampler, alone = MAKERS[name](1, 2), MAKERS[name](1, 2)
+    first, second = iter(sampler), iter(sampler)
+    expected = read(alone)
+    begun = read([next(first), next(first), next(second), next(first)])
+    assert begun == [expected[i] for i in (0, 1, 0, 2)]
+    assert read(second) == expected[1:]
+    assert read(first) == expected[3:]

@@ -79,7 +79,7 @@ class MixedSampler(EpochSampler):
         self._by = by
         self._mixture = Mixture(sizes, weights, arrays, seed=self._seed, shuffle=self._shuffle)
         self._lengths_digest = digest_of(arrays) if arrays else None
-        self._known = {0: self._mixture.place([0] * len(sizes))}  # by the examples before them
+        self._known: dict[int, Place] = {}  # by the examples before them
         self._set_steps_per_epoch(num_steps, stop)
 
     def _set_steps_per_epoch(self, num_steps: int | None, stop: str | None) -> None:
@@ -128,6 +128,8 @@ class MixedSampler(EpochSampler):
     def _place(self, epoch: int, step: int, *, near: Place | None = None) -> Place:
         """The place before a step, from the nearest known one; ``near`` is one before it."""
         num_taken = (self._first_step(epoch) + step) * self._num_global
+        if 0 not in self._known:  # not before: by tokens it needs the orders
+            self._known[0] = self._mixture.place([0] * len(self._mixture.sizes))
         known = max(known for known in list(self._known) if known <= num_taken)
         place = self._known[known] if near is None else max(near, self._known[known])
         while place.num_taken < num_taken:

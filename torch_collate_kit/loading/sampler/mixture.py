@@ -92,7 +92,7 @@ class Mixture:
         used, following = list(taken), [1] * len(taken)
         for source, number in enumerate(taken if self.lengths else []):
             turn, at = divmod(number, self.sizes[source])
-            begun = self._lengths(source, turn)[:at].sum()
+            begun = self._lengths(source, turn, at).sum()
             used[source] = turn * self.num_units[source] + int(begun)
             following[source] = self._units(source, number)
         return Place(sum(taken), tuple(taken), tuple(used), tuple(following))
@@ -110,7 +110,7 @@ class Mixture:
         found = [max(0, done * weight // shares + more) for more, weight in units]
         for source, used in enumerate(found if self.lengths else []):
             turn, rest = divmod(used, self.num_units[source])
-            ends = self._lengths(source, turn).cumsum()
+            ends = self._lengths(source, turn, self.sizes[source]).cumsum()
             at = int(np.searchsorted(ends, rest, side="right"))
             found[source] = turn * self.sizes[source] + at
         return found
@@ -121,9 +121,10 @@ class Mixture:
         ahead = [units - done * share for units, share in zip(place.used, shares, strict=True)]
         return all(abs(units) <= self._longest for units in ahead)
 
-    def _lengths(self, source: int, turn: int) -> Indices:
+    def _lengths(self, source: int, turn: int, count: int) -> Indices:
+        """Of the first ``count`` examples of a turn."""
         assert self.lengths is not None
-        return self.lengths[source][self._order(source, turn).take(0, self.sizes[source])]
+        return self.lengths[source][self._order(source, turn).take(0, count)]
 
     def _units(self, source: int, number: int) -> int:
         """Tokens of the ``number``-th example taken from a source."""
