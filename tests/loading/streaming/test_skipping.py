@@ -213,6 +213,23 @@ def test_too_many_in_a_row_raise(source: Any) -> None:
     assert tokens_of(batches) == all_tokens([GOOD[0], GOOD[3], GOOD[5], GOOD[9]])
 
 
+def test_too_many_in_a_row_raise_before_a_buffer_is_full() -> None:
+    source = StatefulSource([{"input_ids": []}] * 50)
+    with pytest.raises(DataError, match="4 examples in a row are wrong"):
+        list(make(source, max_skipped_in_a_row=3))
+    assert source.num_reads == 4
+
+
+def test_columns_name_what_was_left_out_in_the_same_batches() -> None:
+    made = [*examples()[:58], *GOOD[:5]]
+    of_list, of_columns = (
+        [batch.metadata.get("skipped") for batch in make(source(made), strategy="sequential")]
+        for source in (list, dataset_of)
+    )
+    assert of_list == of_columns
+    assert sum(skipped is not None for skipped in of_list) > 3
+
+
 @pytest.mark.parametrize("resumed_after", [None, 3])
 def test_too_many_raise(resumed_after: int | None) -> None:
     options = {"max_skipped": 4, "max_skipped_in_a_row": 100}
