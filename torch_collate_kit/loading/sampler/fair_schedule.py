@@ -68,7 +68,7 @@ def jump(weights: Sequence[int], place: Place, num_taken: int) -> Place:
 
     >>> start = Place(0, (0, 0), (0, 0), (1, 1))
     >>> jump([3, 1], start, 6).taken, picks([3, 1], start, 6, None)[1].taken
-    ((4, 2), (4, 2))
+    ((5, 1), (5, 1))
     """
     shares, sources = sum(weights), range(len(weights))
     taken = [num_taken * weight // shares for weight in weights]
