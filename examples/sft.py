@@ -236,8 +236,11 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return args.learning_rate * left * min(1, (step + 1) / max(1, num_warm))
 
 
-def train(model: Any, loader: Any, optimizer: Any, accelerator: Accelerator, args: Any) -> dict:
-    """Train from step `args.first_step` on, where the loader stands; returns what it took."""
+def train(
+    model: Any, loader: Any, optimizer: Any, accelerator: Accelerator, args: Any
+) -> dict | None:
+    """Train from step `args.first_step` on, where the loader stands; returns what it took, or
+    None if it was told to stop."""
     steps = range(args.first_step, args.num_steps)
     log = RunLog(accelerator.unwrap_model(model), loader, accelerator, args)
     model.train()
@@ -255,7 +258,7 @@ def train(model: Any, loader: Any, optimizer: Any, accelerator: Accelerator, arg
                 save_checkpoint(accelerator, loader, step + 1, args)
             if is_last:
                 accelerator.print(f"told to stop: step {step + 1} is saved, --resume goes on")
-                raise SystemExit(0)
+                return None
     return log.summary()
 
 
@@ -300,9 +303,7 @@ def save_results(model: Any, weights: Any, tokenizer: Any, summary: dict, args: 
     write_results(summary, args)
 
 
-def main() -> None:
-    args = parse_arguments(argument_parser(), from_scratch=2e-3)
-    accelerator = start(args)
+def run(args: argparse.Namespace, accelerator: Accelerator) -> None:
     with accelerator.main_process_first():  # the others find its result in the cache of datasets
         conversations, held_out = load_conversations(args)
         tokenizer = load_tokenizer(args, conversations)
@@ -328,8 +329,10 @@ def main() -> None:
     args.first_step = resume(accelerator, loader, args) if args.resume else 0
     if is_finished(args):
         accelerator.print(f"{args.output_dir}: this run is already finished")
-        return accelerator.end_training()
+        return
     summary = train(model, loader, optimizer, accelerator, args)
+    if summary is None:
+        return
     if len(tokenized[1]):
         held_out_examples = kit.TokenizedDataset(tokenized[1])
         with make_loader(held_out_examples, collate, accelerator, args, shuffle=False) as loader:
@@ -341,9 +344,21 @@ def main() -> None:
     accelerator.log({f"summary/{name}": of for name, of in summary.items()}, args.num_steps)
     if accelerator.is_main_process:
         save_results(model_alone, weights, tokenizer, summary, args)
-    model, optimizer = accelerator.free_memory(model, optimizer)  # DDP holds the process group
+
+
+def leave(accelerator: Accelerator) -> None:
+    """All ranks together, and when no model is left, since DDP holds the process group: a rank that
+    leaves while gloo is in use may abort."""
+    accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()
+
+
+def main() -> None:
+    args = parse_arguments(argument_parser(), from_scratch=2e-3)
+    accelerator = start(args)
+    run(args, accelerator)
+    leave(accelerator)
 
 
 if __name__ == "__main__":

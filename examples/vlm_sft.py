@@ -217,9 +217,7 @@ def evaluate(
     return results
 
 
-def main() -> None:
-    args = parse_arguments()
-    accelerator = sft.start(args, UNUSED_ALLOWED)
+def run(args: argparse.Namespace, accelerator: Any) -> None:
     if accelerator.is_fsdp2:  # it would wait for the vision tower of a rank that has no image
         fail("FSDP: the weights that some rank does not use cannot be in parts; train with DDP")
     with accelerator.main_process_first():  # the others find its result in the cache of datasets
@@ -245,8 +243,10 @@ def main() -> None:
     args.first_step = checkpoints.resume(accelerator, loader, args) if args.resume else 0
     if run_log.is_finished(args):
         accelerator.print(f"{args.output_dir}: this run is already finished")
-        return accelerator.end_training()
+        return
     summary = sft.train(model, loader, optimizer, accelerator, args)
+    if summary is None:
+        return
     model_alone = accelerator.unwrap_model(model).model
     if len(held_out_examples):
         with make_loader(held_out_examples, collate, accelerator, args, shuffle=False) as loader:
@@ -256,9 +256,13 @@ def main() -> None:
     accelerator.log({f"summary/{name}": of for name, of in summary.items()}, args.num_steps)
     if accelerator.is_main_process:
         sft.save_results(model_alone, None, processor, summary, args)
-    model, optimizer = accelerator.free_memory(model, optimizer)  # DDP holds the process group
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+
+
+def main() -> None:
+    args = parse_arguments()
+    accelerator = sft.start(args, UNUSED_ALLOWED)
+    run(args, accelerator)
+    sft.leave(accelerator)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ def all_ways() -> dict[str, Any]:
     stateful = StatefulDataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)
     with PrefetchLoader(stateful, device=accelerator.device) as prefetching:
         found["PrefetchLoader"] = what_came(accelerator, prefetching)
+    accelerator.wait_for_everyone()  # a rank that leaves while gloo is in use may abort
     accelerator.end_training()
     return found | part
 

@@ -75,6 +75,7 @@ def worker(rank: int, shards: Any, results: Any, meeting_point: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         results.put((rank, loss.item()))
+    dist.barrier()  # a rank that leaves while gloo is in use may abort
     dist.destroy_process_group()
 
 

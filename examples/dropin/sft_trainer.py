@@ -58,3 +58,9 @@ if trainer.is_world_process_zero():
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     steps = range(0, len(examples), tiny.BATCH_SIZE)
     tiny.compare(losses, [list(range(i, i + tiny.BATCH_SIZE)) for i in steps])
+
+accelerator = trainer.accelerator
+del trainer, model  # they hold the process group, in a cycle
+accelerator.free_memory()
+accelerator.wait_for_everyone()  # a rank that leaves while gloo is in use may abort
+accelerator.end_training()

@@ -196,9 +196,7 @@ def test_sigterm_saves_and_the_run_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(sft, "train_step", told_in_the_third)
-        with pytest.raises(SystemExit) as caught:
-            run(SHORT, tmp_path / "out")
-    assert caught.value.code == 0
+        run(SHORT, tmp_path / "out")  # ends as a whole run does: with 0
     assert (num_steps, (tmp_path / "out" / "checkpoint-00000003").exists()) == (3, True)
     assert losses(run(f"{SHORT} --resume", tmp_path / "out")) == losses(base[0])
 
