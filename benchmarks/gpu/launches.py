@@ -81,12 +81,15 @@ def _loader(where: Where, examples: int, num_workers: int) -> PrefetchLoader:
     dataset = TokenizedDataset(rows, train_all=True)
     options: dict[str, Any] = {"max_tokens": 4096, "strategy": "balanced"}
     sampler = PackedBatchSampler(dataset.lengths, batch_size=examples, **options)
-    loader = DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        collate_fn=PackedCollator(0, train_all=True, **options),
-        num_workers=num_workers,
-    )
+    collate = PackedCollator(0, train_all=True, **options)
+
+    def collate_longer(rows: Any) -> Any:  # a tiny batch is done before the lock is given back
+        time.sleep(0.03)
+        return collate(rows)
+
+    collate_fn = collate_longer if where.is_tiny else collate
+    workers = {"collate_fn": collate_fn, "num_workers": num_workers}
+    loader = DataLoader(dataset, batch_sampler=sampler, **workers)
     return PrefetchLoader(loader, device=where.device)
 
 
