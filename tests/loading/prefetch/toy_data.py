@@ -102,5 +102,5 @@ class Watched:
             self.began.wait_for(lambda: self.num_begun >= count)
 
     def release_later(self, number: int) -> None:
-        """Opens a gate after the main thread has gone on to wait behind it."""
+        """Opens a gate after the main thread has gone on to wait for it."""
         once_main_thread_waits(self.gates[number].set)
