@@ -30,8 +30,13 @@ from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.fields import DeclaredFields
 from torch_collate_kit.reading.raw import KNOWN, Examples
-from torch_collate_kit.reading.rollouts import ROLLOUT_KEYS, are_rollouts, read_rollouts
-from torch_collate_kit.reading.sft import read_columns
+from torch_collate_kit.reading.reader import (
+    ROLLOUT_KEYS,
+    are_rollouts,
+    read_columns,
+    read_rollouts,
+    unknown_images,
+)
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["PackedCollator", "changed_options"]
@@ -219,13 +224,9 @@ class PackedCollator(Generic[B]):
         return columns
 
     def _read_rollouts(self, examples: Examples) -> ExampleColumns:
-        rollouts = read_rollouts(examples, self.fields, self.vision)
+        rollouts = read_rollouts(examples, fields=self.fields, vision=self.vision)
         if rollouts.images is not None and self.vision is None:
-            first = min(rollouts.images.units)
-            raise DataError(
-                f"example {first} has pixel_values, and the collator does not know the images of "
-                "the model; give it the processor in place of the tokenizer"
-            )
+            raise unknown_images(f"example {min(rollouts.images.units)}")
         if self.train_all:
             raise ValueError(
                 "train_all=True is for examples with input_ids; of a rollout its loss_mask says "
