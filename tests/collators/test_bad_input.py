@@ -113,7 +113,10 @@ def test_weights_are_refused_where_only_labels_are_passed_on():
         ({"input_ids": 5}, "collate one example as a list"),
         ({"input_ids": torch.tensor([5, 6])}, "collate one example as a list"),
         (iter([]), r"of a dataset pass dataset\[i:j\]"),
-        ([{"input_ids": [5], "attention_mask": 1}], "example 0: attention_mask is int; give a list"),
+        (
+            [{"input_ids": [5], "attention_mask": 1}],
+            "example 0: attention_mask is int; give a list",
+        ),
     ],
 )
 def test_near_misses_name_the_way_out(examples, message):

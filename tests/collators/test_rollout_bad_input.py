@@ -59,7 +59,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"advantages": [1.0]}, "advantages has 1 entries, .* tokens; give one number, or one entry"),
     ({"advantages": [0, 0, np.inf]}, "advantages is inf at response token 2"),
     ({"loss_mask": np.array(1)}, r"loss_mask is 0-D .* \(loss_mask\[0\]\)"),
-    ({"loss_mask": np.array([1, 1, 1], dtype=object)}, "loss_mask has dtype object; give 0/1 or w"),
+    ({"loss_mask": np.array([1, 1, 1], dtype=object)}, "loss_mask has dtype object; give numbers"),
     (
         {"loss_mask": [1, 1]},
         "loss_mask has 2 entries, response_ids has 3 tokens; give one entry per",

@@ -20,6 +20,7 @@ from torch_collate_kit.batch.fields import (
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.arrays import route_column
 from torch_collate_kit.reading.numbers import (
     Kind,
     Numbers,
@@ -29,9 +30,16 @@ from torch_collate_kit.reading.numbers import (
     taken,
     with_row,
 )
-from torch_collate_kit.reading.raw import TARGETS, one_value
+from torch_collate_kit.reading.scalars import scalar_column
 
-__all__ = ["DeclaredFields", "FieldColumn", "checked_fields", "read_fields"]
+__all__ = [
+    "BATCH_NAMES",
+    "DeclaredFields",
+    "FieldColumn",
+    "Specs",
+    "checked_fields",
+    "read_fields",
+]
 
 # Type codes of arrays that torch takes; not of the other 64-bit integers, nor of a longer float.
 _TORCH_CODES = "?bhilBHILefd"
@@ -39,6 +47,8 @@ _TORCH_CODES = "?bhilBHILefd"
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _DTYPES = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DeclaredFields = Mapping[str, PerToken | PerResponseToken | PerExample]
+Specs = Mapping[str, PerToken | PerResponseToken | PerRoutedToken | PerExample]
+BATCH_NAMES = {"logprobs": "rollout_logprobs"}  # of our own fields that have another name there
 
 
 @dataclass(frozen=True)
@@ -168,79 +178,88 @@ def checked_fields(fields: DeclaredFields | None, taken_names: tuple[str, ...]) 
 
 def read_fields(
     raw: Mapping[str, Any],
-    specs: DeclaredFields,
+    own: Specs,
+    declared: Specs,
     lengths: np.ndarray,
     num_actions: np.ndarray | None,
     *,
-    are_rollouts: bool = False,
-) -> dict[str, Numbers]:
-    """The columns by key. The numbers in them are looked at when they are placed.
+    rollouts: bool,
+) -> dict[str, FieldColumn]:
+    """The columns of our own fields and of those that a user declares, by their key in examples.
 
-    ``lengths`` and ``num_actions`` int64 [N]: tokens and response tokens of each example.
+    Their numbers are looked at when they are placed. ``lengths`` and ``num_actions`` int64 [N]:
+    tokens and response tokens of each example.
 
     Raises:
         DataError: a field is missing, or has another number of entries.
     """
-    columns: dict[str, Numbers] = {}
-    for name, spec in specs.items():
-        if name not in raw:
+    columns = {}
+    for key, spec in {**own, **declared}.items():
+        if key not in raw:
             raise DataError(
-                f"example 0 has no {name}, which fields declares; give every example one, or "
+                f"example 0 has no {key}, which fields declares; give every example one, or "
                 "leave it out of fields"
             )
+        values: Numbers
         if isinstance(spec, PerExample):
-            columns[name] = _per_example(name, raw[name])
-            continue
-        expected = num_actions if isinstance(spec, PerResponseToken) else lengths
-        if expected is None:
-            raise DataError(
-                f"fields declares {name} per response token, and the examples have no "
-                "num_actions, which says how many these are; give it, or declare PerToken"
-            )
-        column = number_column(name, raw[name], _kind(name, spec))
-        wrong = np.flatnonzero(column.lengths != expected)
-        if len(wrong):
-            i = int(wrong[0])
-            raise _uneven(name, spec, i, column.lengths[i], expected[i], are_rollouts)
-        columns[name] = column
+            values = _numbers(key, raw[key])
+        elif isinstance(spec, PerRoutedToken):
+            values = route_column(raw[key], lengths)
+        else:
+            expected = num_actions if isinstance(spec, PerResponseToken) else lengths
+            values = _rows(key, raw[key], spec, expected, rollouts=rollouts)
+        is_own = key in own
+        name = BATCH_NAMES.get(key, key) if is_own else key
+        columns[key] = FieldColumn(name, spec, values, key if is_own else None)
     return columns
 
 
-def _kind(name: str, spec: PerToken | PerResponseToken) -> Kind:
-    if name in TARGETS:
-        return "labels" if name == "labels" else "weights"
-    is_whole = not (spec.dtype.is_floating_point or spec.dtype == torch.bool)
-    return "whole numbers" if is_whole else "numbers"
+def _numbers(key: str, column: Any) -> Ragged:
+    wanted = "it is declared PerExample, so give one number"
+    numbers = scalar_column(key, column, "iufb", wanted)
+    if numbers.dtype.hasobject:
+        raise DataError(f"{key} has a number beyond 64 bits; give numbers that fit")
+    return Ragged(numbers, np.arange(len(numbers) + 1))
+
+
+def _rows(
+    key: str,
+    column: Any,
+    spec: PerToken | PerResponseToken,
+    expected: np.ndarray | None,
+    *,
+    rollouts: bool,
+) -> Numbers:
+    """A column with so many entries per example."""
+    if expected is None:
+        raise DataError(
+            f"fields declares {key} per response token, and the examples have no num_actions, "
+            "which says how many these are; give it, or declare PerToken"
+        )
+    kind: Kind = "labels" if key == "labels" else "whole numbers"
+    if spec.dtype.is_floating_point or spec.dtype == torch.bool:
+        kind = "numbers"
+    numbers = number_column(key, column, kind)
+    wrong = np.flatnonzero(numbers.lengths != expected)
+    if len(wrong):
+        i = int(wrong[0])
+        raise _uneven(key, spec, i, numbers.lengths[i], expected[i], rollouts)
+    return numbers
 
 
 def _uneven(
-    name: str, spec: PerToken | PerResponseToken, index: int, got: int, of: int, are_rollouts: bool
+    name: str, spec: PerToken | PerResponseToken, index: int, got: int, of: int, rollouts: bool
 ) -> DataError:
     """An example has ``got`` entries of a field, and ``of`` tokens that need one each."""
     if isinstance(spec, PerToken):
-        found = f"{'the rollout' if are_rollouts else 'input_ids'} has {of} tokens"
+        found = f"{'the rollout' if rollouts else 'input_ids'} has {of} tokens"
         wanted = "one entry per token"
         if name == "loss_mask":
             wanted += " (or pass num_actions too, if it is the mask of the last tokens)"
-    elif are_rollouts:
+    elif rollouts:
         found = f"response_ids has {of} tokens"
         numbers = {"rewards": "one number for the last token, or ", "advantages": "one number, or "}
         wanted = f"{numbers.get(name, '')}one entry per response token"
     else:
         found, wanted = f"num_actions={of}", "one entry for each of the last num_actions tokens"
     return DataError(f"example {index}: {name} has {got} entries, {found}; give {wanted}")
-
-
-def _per_example(name: str, column: Any) -> Ragged:
-    if not isinstance(column, np.ndarray) or column.ndim != 1 or column.dtype.kind not in "iufb":
-        numbers = [one_value(value) for value in column]
-        for i, number in enumerate(numbers):
-            if not isinstance(number, int | float):
-                raise DataError(
-                    f"example {i}: {name} is {number!r:.40} ({type(number).__name__}); it is "
-                    "declared PerExample, so give one number"
-                )
-        column = np.array(numbers)
-        if column.dtype.hasobject:
-            raise DataError(f"{name} has a number beyond 64 bits; give numbers that fit")
-    return Ragged(column, np.arange(len(column) + 1))

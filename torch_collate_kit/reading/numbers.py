@@ -40,12 +40,11 @@ __all__ = [
 _INT32_MAX = np.iinfo(np.int32).max
 _SHORT_SPAN = 128  # entries on average; below it an index gather is the faster one (measured)
 
-Kind = Literal["ids", "labels", "weights", "numbers", "whole numbers"]
+Kind = Literal["ids", "labels", "numbers", "whole numbers"]
 _INT, _FLOAT = ("q", "iu"), ("d", "iufb")  # type code of lists, kinds of dtypes that are taken
 _KINDS: dict[Kind, tuple[str, str, str]] = {
     "ids": (*_INT, "token ids index an embedding, convert them"),
     "labels": (*_INT, "labels are token ids (a mask goes into loss_mask), convert ids"),
-    "weights": (*_FLOAT, "give 0/1 or weights"),
     "numbers": (*_FLOAT, "give numbers"),
     "whole numbers": ("q", "iufb", "give numbers"),  # as integers, where they come in lists
 }

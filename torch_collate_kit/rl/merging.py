@@ -12,7 +12,7 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.raw import is_sequence
-from torch_collate_kit.reading.reader import read_rollouts
+from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.rl.groups import checked_trajectory_ids
 
 __all__ = ["merge_steps"]
@@ -61,7 +61,7 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         )
     if not examples:
         return []
-    rollouts = read_rollouts(examples)
+    rollouts = read_columns(examples, rollouts=True)
     found = rollouts.per_example
     for key, name in (("uid", "uids"), ("is_last_step", "is_last_step")):
         if name not in found:
@@ -114,10 +114,10 @@ def _merged(
     merged["loss_mask"] = _joined_responses(rollouts, columns["loss_weights"], chain)
     for field in rollouts.fields:
         column = columns[field.name]
-        if field.key is None:
+        if field.name == "rollout_expert_indices":
             merged[field.name] = _joined_routes(column, chain)
         else:
-            merged[field.key] = _joined_responses(rollouts, column, chain)
+            merged[str(field.key)] = _joined_responses(rollouts, column, chain)
     return merged
 
 
