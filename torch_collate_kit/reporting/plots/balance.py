@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torch_collate_kit._checks import checked_int
+from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.showing import Kind
 from torch_collate_kit.packing import ModelCost, PackingPlan
@@ -16,7 +17,6 @@ from torch_collate_kit.reporting.plots.style import (
     cells_to_draw,
     grouped_bars,
     legend_below,
-    plural,
     tint,
 )
 from torch_collate_kit.reporting.report import PackingReport
@@ -100,7 +100,7 @@ def _of_batch(batch: Batch, num_ranks: int, cost: ModelCost) -> dict[str, np.nda
     cells = cells_to_draw(batch)
     batch.chunk(num_ranks)  # ValueError, if the rows do not divide
     num_rows, width = cells.kinds.shape
-    tokens = ((cells.segments >= 0) & (cells.kinds != Kind.FILLER)).sum(axis=1)
+    tokens = cells.is_own.sum(axis=1)
     costs = np.full(num_rows, int(cost.language(np.array([width]))[0]))
     if "cu_seq_lens" in batch:
         for row in range(num_rows):

@@ -22,7 +22,6 @@ __all__ = [
     "grouped_bars",
     "legend_below",
     "matplotlib_module",
-    "plural",
     "tint",
 ]
 
@@ -129,12 +128,3 @@ def legend_below(ax: Axes, handles: list[Any], *, inches: float = 0.5) -> None:
         frameon=False,
         fontsize="small",
     )
-
-
-def plural(number: int, noun: str) -> str:
-    """A number and what is counted.
-
-    >>> plural(1, "row"), plural(2000, "row")
-    ('1 row', '2,000 rows')
-    """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

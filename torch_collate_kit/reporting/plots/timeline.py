@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import checked_int
+from torch_collate_kit._reprs import plural
 from torch_collate_kit.loading import PrefetchLoader, StepTimes
 from torch_collate_kit.reporting.plots.style import (
     COLORS,
@@ -13,7 +14,6 @@ from torch_collate_kit.reporting.plots.style import (
     boxed_number,
     legend_below,
     matplotlib_module,
-    plural,
     tint,
 )
 
