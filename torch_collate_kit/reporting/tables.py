@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from torch_collate_kit.batch.showing import html_row, text_table
+from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.reporting.candidates import PADDED
 
 __all__ = ["as_html", "as_text", "headline"]
@@ -19,28 +19,23 @@ _Report = Mapping[str, Any]
 def as_text(report: _Report) -> str:
     """Lines of at most 100 characters: the data, a table, what is recommended."""
     names, rows = _table(report)
-    header, *texts = text_table(names, rows, _LEFT)
-    lines = [*_intro(report, names), "", header]
-    for i, (candidate, text) in enumerate(zip(report["candidates"], texts, strict=True)):
+    header, *lines = text_table(names, rows, _LEFT)
+    texts = [*_intro(report, names), "", header]
+    for i, (candidate, line) in enumerate(zip(report["candidates"], lines, strict=True)):
         begins_group = i > 0 and candidate["strategy"] == PADDED
-        lines += ["", text] if begins_group else [text]
-    return "\n".join([*lines, "", headline(report), *_recommendation(report)])
+        texts += ["", line] if begins_group else [line]
+    return "\n".join([*texts, "", headline(report), *_recommendation(report)])
 
 
 def as_html(report: _Report) -> str:
     """The same with a table; the recommended row is bold."""
     names, rows = _table(report)
-    best = report["recommended"]
-    table = html_row(names, names, _LEFT, tag="th")
-    for candidate, row in zip(report["candidates"], rows, strict=True):
-        is_best = all(candidate[key] == best[key] for key in ("max_tokens", "strategy"))
-        table += html_row(names, row, _LEFT, is_bold=is_best)
+    best = [report["recommended"][key] for key in ("max_tokens", "strategy")]
+    found = [[c["max_tokens"], c["strategy"]] for c in report["candidates"]]
+    table = html_table(names, rows, _LEFT, ["font-weight:bold" * (of == best) for of in found])
     before = "<br>".join(map(escape, _intro(report, names)))
     after = "<br>".join(map(escape, _recommendation(report)))
-    return (
-        f"<div><p>{before}</p><table>{table}</table>"
-        f"<p><b>{escape(headline(report))}</b><br>{after}</p></div>"
-    )
+    return f"<div><p>{before}</p>{table}<p><b>{escape(headline(report))}</b><br>{after}</p></div>"
 
 
 def headline(report: _Report) -> str:

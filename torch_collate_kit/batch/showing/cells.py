@@ -13,16 +13,7 @@ from torch_collate_kit.batch.fields import IGNORE_INDEX
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged, span_indices
 
-__all__ = [
-    "Cells",
-    "Kind",
-    "Runs",
-    "cells_of",
-    "example_numbers",
-    "examples_per_row",
-    "in_blocks",
-    "runs_of",
-]
+__all__ = ["Cells", "Kind", "Runs", "cells_of", "example_numbers", "examples_per_row", "runs_of"]
 
 
 class Kind(IntEnum):
@@ -60,6 +51,28 @@ class Cells(NamedTuple):
         """int64 [R, W]: the number of its example among those of all rows; -1 where none is."""
         before = np.cumsum(self.num_examples) - self.num_examples
         return np.where(self.is_own, before[:, None] + self.segments, -1)
+
+    def in_blocks(self, most: int) -> tuple[Cells, int]:
+        """At most so many blocks per row, of what most of their cells hold; the cells of a block.
+
+        The last block of a row may have fewer.
+        """
+        num_rows, width = self.kinds.shape
+        size = 1
+        while size * most < width:
+            size *= 2
+        shown = np.where(self.is_own, self.segments + 1, 0) * 8 + self.kinds
+        codes = np.zeros((num_rows, -(-width // size)), dtype=np.int64)
+        trained = None if self.trained is None else np.zeros(codes.shape, dtype=bool)
+        for row, number in np.ndindex(codes.shape):
+            block = slice(number * size, (number + 1) * size)
+            found, counts = np.unique(shown[row, block], return_counts=True)
+            codes[row, number] = found[counts.argmax()]
+            if self.trained is not None and trained is not None:
+                is_most = shown[row, block] == codes[row, number]
+                trained[row, number] = self.trained[row, block][is_most].mean() >= 0.5
+        kinds, segments = (codes % 8).astype(np.uint8), codes // 8 - 1
+        return Cells(kinds, segments, trained, self.num_examples), size
 
 
 class Runs(NamedTuple):
@@ -185,23 +198,6 @@ def _is_readable(values: Any) -> bool:
     return isinstance(values, np.ndarray) or (
         isinstance(values, Tensor) and values.device.type == "cpu"
     )
-
-
-def in_blocks(cells: Cells, size: int) -> Cells:
-    """A cell for every ``size`` cells of a row, the last one for fewer: what most of them hold."""
-    num_rows, width = cells.kinds.shape
-    codes = np.where(cells.is_own, cells.segments + 1, 0) * 8 + cells.kinds
-    most = np.zeros((num_rows, -(-width // size)), dtype=np.int64)
-    trained = None if cells.trained is None else np.zeros(most.shape, dtype=bool)
-    for row, number in np.ndindex(most.shape):
-        block = slice(number * size, (number + 1) * size)
-        found, counts = np.unique(codes[row, block], return_counts=True)
-        code = most[row, number] = found[counts.argmax()]
-        if cells.trained is not None and trained is not None:
-            is_shown = codes[row, block] == code
-            trained[row, number] = cells.trained[row, block][is_shown].mean() >= 0.5
-    kinds, segments = (most % 8).astype(np.uint8), most // 8 - 1
-    return Cells(kinds, segments, trained, cells.num_examples)
 
 
 def runs_of(cells: Cells) -> Runs:

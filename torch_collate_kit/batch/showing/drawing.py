@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from textwrap import fill
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -16,11 +16,10 @@ from torch_collate_kit.batch.showing.cells import (
     cells_of,
     example_numbers,
     examples_per_row,
-    in_blocks,
 )
 from torch_collate_kit.batch.storage import Storage, tensor_of
 
-__all__ = ["NAMES", "FirstRows", "described", "field_lines", "first_rows", "title"]
+__all__ = ["NAMES", "described", "field_lines", "first_rows", "title"]
 
 _MAX_ROWS = 8
 _WIDTH = 80
@@ -34,37 +33,22 @@ NAMES = {
 }
 
 
-class FirstRows(NamedTuple):
-    """The first rows of a batch, as wide as there is room for."""
-
-    blocks: Cells
-    size: int
-    """The cells of a block."""
-    width: int
-    """The cells of a row."""
-
-
-def first_rows(stored: Storage, *, max_blocks: int) -> FirstRows | None:
-    """At most ``max_blocks`` blocks per row; None where it is not known what the cells hold."""
-    cells = cells_of(stored.change(lambda rows: rows[:_MAX_ROWS]))
-    if cells is None:
-        return None
-    width, size = cells.kinds.shape[1], 1
-    while size * max_blocks < width:
-        size *= 2
-    return FirstRows(in_blocks(cells, size), size, width)
+def first_rows(stored: Storage) -> Cells | None:
+    """The rows that are drawn; None where the batch does not say what their cells hold."""
+    return cells_of(stored.change(lambda rows: rows[:_MAX_ROWS]))
 
 
 def described(stored: Storage) -> str:
     """The repr: a title, the first rows, a legend and the fields, in lines of 80 characters."""
     lines = [fill(title(stored), _WIDTH, subsequent_indent="    ")]
-    drawn = first_rows(stored, max_blocks=_WIDTH - 10)
-    if drawn is not None:
-        rows = _drawn_rows(drawn.blocks)
+    cells = first_rows(stored)
+    if cells is not None:
+        blocks, size = cells.in_blocks(_WIDTH - 10)
+        rows = _drawn_rows(blocks)
         lines += [f"  row {i} |{row}|" for i, row in enumerate(rows)]
         if stored.num_rows > len(rows):
             lines.append(f"  ... {stored.num_rows - len(rows):,} more rows")
-        if legend := _legend(drawn, is_made=stored.columns is not None):
+        if legend := _legend(blocks, size, is_made=stored.columns is not None):
             lines.append(fill(legend, _WIDTH, initial_indent="  ", subsequent_indent="  "))
     for name, fields in field_lines(stored).items():
         text = f"{name}: {fields}"
@@ -147,14 +131,14 @@ def _symbol(kind: Kind, example: int, is_trained: bool) -> str:
     return letter.upper() if is_trained else letter
 
 
-def _legend(drawn: FirstRows, *, is_made: bool) -> str:
-    blocks, is_known = drawn.blocks, drawn.blocks.trained is not None
+def _legend(blocks: Cells, size: int, *, is_made: bool) -> str:
+    is_known = blocks.trained is not None
     found = {*blocks.kinds.ravel().tolist()}
     parts = []
     if Kind.TOKEN in found:
         parts.append("letters: examples" + (", upper case where trained" if is_known else ""))
-    if found and drawn.size > 1:
-        parts.append(f"1 letter = {drawn.size:,} cells")
+    if found and size > 1:
+        parts.append(f"1 letter = {size:,} cells")
     parts += [f"{_SYMBOLS[kind]} {name}" for kind, name in NAMES.items() if kind in found]
     if not is_known and is_made:
         parts.append('batch.to("cpu") shows what is trained')

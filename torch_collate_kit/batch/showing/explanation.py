@@ -7,13 +7,14 @@ from typing import Any
 
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch.fields import IGNORE_INDEX
-from torch_collate_kit.batch.showing.tables import html_row, text_table
+from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.batch.showing.token_text import token_texts
 
 __all__ = ["Explanation"]
 
 _MAX_TEXT = 32
 _LEFT = ("text",)
+_TRAINED = "background:#009E7344;font-weight:bold"
 
 
 class Explanation:
@@ -99,25 +100,18 @@ class Explanation:
 
     def __str__(self) -> str:
         names, lines = self._lines()
-        header, *rows = text_table(names, [x for x in lines if not isinstance(x, str)], _LEFT)
-        texts = iter(rows)
-        body = [line if isinstance(line, str) else next(texts) for line in lines]
-        return "\n".join([self.title, header, *body])
+        return "\n".join([self.title, *text_table(names, lines, _LEFT)])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         names, lines = self._lines()
-        table = html_row(names, names, _LEFT, tag="th")
         weight = names.index("weight") if "weight" in names else None
-        for line in lines:
-            if isinstance(line, str):
-                table += f'<tr><td colspan="{len(names)}"><i>{line}</i></td></tr>'
-                continue
-            is_trained = weight is not None and line[weight] != "-"
-            style = "background:#009E7344;font-weight:bold" if is_trained else ""
-            table += html_row(names, line, _LEFT, row_style=style, cell_style=";white-space:pre")
-        table = f'<table style="color:inherit">{table}</table>'
+        styles = [
+            "" if weight is None or isinstance(line, str) or line[weight] == "-" else _TRAINED
+            for line in lines
+        ]
+        table = html_table(names, lines, _LEFT, styles)
         return f"<div><b>{escape(self.title)}</b>{table}</div>"
 
 

@@ -15,7 +15,6 @@ from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch.showing.cells import Cells, Kind, example_numbers, runs_of
 from torch_collate_kit.batch.showing.drawing import (
     NAMES,
-    FirstRows,
     field_lines,
     first_rows,
     title,
@@ -37,30 +36,30 @@ _FILLS = {
 def html_of(stored: Storage) -> str:
     """What ``_repr_html_`` returns."""
     parts = [f"<div><div><b>{escape(title(stored))}</b></div>"]
-    drawn = first_rows(stored, max_blocks=_MAX_BLOCKS)
-    if drawn is not None:
-        rows = _rows(drawn, example_numbers(stored))
+    cells = first_rows(stored)
+    if cells is not None:
+        blocks, size = cells.in_blocks(_MAX_BLOCKS)
+        rows = _rows(blocks, size, cells.kinds.shape[1], example_numbers(stored))
         parts += rows
         if stored.num_rows > len(rows):
             parts.append(f"<div>... {stored.num_rows - len(rows):,} more rows</div>")
-        parts.append(_legend(drawn.blocks))
+        parts.append(_legend(blocks))
     lines = field_lines(stored).items()
     fields = "".join(f"<div><b>{name}</b>: {escape(fields)}</div>" for name, fields in lines)
     parts.append(f"<details><summary>fields</summary>{fields}</details></div>")
     return "".join(parts)
 
 
-def _rows(drawn: FirstRows, names: np.ndarray | None) -> list[str]:
-    """A bar for each run; ``names`` are the numbers of the examples in the collator's call."""
-    blocks, runs = drawn.blocks, runs_of(drawn.blocks)
+def _rows(blocks: Cells, size: int, width: int, names: np.ndarray | None) -> list[str]:
+    """A bar for each run of blocks; ``names`` are the numbers of the examples in the call."""
     bars = [""] * len(blocks.kinds)
-    begins = runs.starts * drawn.size
-    sizes = np.minimum(begins + runs.lengths * drawn.size, drawn.width) - begins
-    looks = (runs.rows, sizes, runs.kinds, runs.examples, runs.trained)
-    for row, size, kind, example, trained in zip(*map(np.ndarray.tolist, looks), strict=True):
+    runs = runs_of(blocks)
+    num_cells = np.minimum((runs.starts + runs.lengths) * size, width) - runs.starts * size
+    looks = np.stack([runs.rows, num_cells, runs.kinds, runs.examples, runs.trained], axis=1)
+    for row, count, kind, example, trained in looks.tolist():
         is_trained = None if blocks.trained is None else bool(trained)
-        told, look = _told(kind, example, is_trained, size, names), _look(kind, example, is_trained)
-        share = 100 * size / drawn.width
+        share, look = 100 * count / width, _look(kind, example, is_trained)
+        told = _told(kind, example, is_trained, count, names)
         bars[row] += f'<div style="width:{share:.4g}%;{look}" title="{told}"></div>'
     return [
         '<div style="display:flex;align-items:center;margin:2px 0">'

@@ -9,7 +9,7 @@ import numpy as np
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.showing import Cells, Kind, Runs, example_numbers, runs_of
+from torch_collate_kit.batch.showing.cells import Cells, Kind, Runs, example_numbers, runs_of
 from torch_collate_kit.reporting.plots.style import (
     COLORS,
     axes_for,

@@ -9,7 +9,7 @@ import numpy as np
 
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.showing import Cells, cells_of
+from torch_collate_kit.batch.showing.cells import Cells, cells_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
