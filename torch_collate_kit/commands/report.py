@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.chat import tokenize_chat_dataset
 from torch_collate_kit.commands.arguments import (
     add_data_arguments,
-    chat_options,
     number,
     read_data,
+    tokenized_chats,
 )
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.packing.options import STRATEGIES
 from torch_collate_kit.reporting import packing_report
@@ -96,11 +94,5 @@ def _lengths(options: argparse.Namespace) -> Any:
 
 def _tokens(options: argparse.Namespace) -> Any:
     """What ``packing_report`` takes."""
-    data = read_data(options)
-    if data.kind == "rollouts":
-        return {name: data.rows[name] for name in ("prompt_ids", "response_ids")}
-    if data.kind == "tokens":
-        return data.rows
-    chosen = chat_options(options)
-    tokenized, _ = tokenize_chat_dataset(data.rows, num_proc=options.num_proc, **chosen)
-    return TokenizedDataset(tokenized, vision=chosen.get("processor"))
+    rows, kind = read_data(options)
+    return tokenized_chats(rows, options, num_proc=options.num_proc) if kind == "chats" else rows

@@ -33,25 +33,25 @@ def candidates_of(
         if packing.max_tokens not in done:
             done.add(packing.max_tokens)
             yield _padded(lengths, packing, images, padded_batch_size)
-        yield _packed(lengths, packing, images, batch_size or len(lengths), by_row=not batch_size)
+        yield _packed(lengths, packing, images, batch_size)
 
 
 def _packed(
-    lengths: Ints,
-    packing: PackingOptions,
-    images: ImageLoad | None,
-    batch_size: int,
-    *,
-    by_row: bool,
+    lengths: Ints, packing: PackingOptions, images: ImageLoad | None, batch_size: int | None
 ) -> dict[str, Any]:
-    """``lengths`` int64 [N] packed, ``batch_size`` examples at a time.
+    """``lengths`` int64 [N] packed, ``batch_size`` examples at a time, or all at once.
 
-    A step is a batch, or ``by_row`` one row of every rank.
+    A step is a batch, or of data packed at once one row of every rank.
     """
+
+    def per_step(per_row: Ints) -> Ints:
+        per_rank = per_row.reshape(packing.num_ranks, -1)
+        return per_rank.T if batch_size is None else per_rank.sum(axis=1)[None]
+
     sums: Counter[str] = Counter()
     tokens, costs, seconds = [], [], 0.0
-    for start in range(0, len(lengths), batch_size):
-        batch = np.arange(start, min(start + batch_size, len(lengths)))
+    for start in range(0, len(lengths), batch_size or len(lengths)):
+        batch = np.arange(start, min(start + (batch_size or len(lengths)), len(lengths)))
         part = None if images is None else images.take(batch)
         began = time.perf_counter()
         plan = plan_of(lengths[batch], packing, part)
@@ -63,18 +63,10 @@ def _packed(
             **_lost(plan),
         )
         of_pieces = plan.cost.language(plan.aligned_lengths) + plan.vision_costs
-        tokens.append(_per_step(plan.row_tokens, plan.num_ranks, by_row=by_row))
-        costs.append(
-            _per_step(row_sums(of_pieces, plan.row_offsets), plan.num_ranks, by_row=by_row)
-        )
+        tokens.append(per_step(plan.row_tokens))
+        costs.append(per_step(row_sums(of_pieces, plan.row_offsets)))
     ranks = np.concatenate(tokens), np.concatenate(costs)
-    return _figures(packing.max_tokens, packing.strategy, sums, *ranks, plan_seconds=seconds)
-
-
-def _per_step(per_row: Ints, num_ranks: int, *, by_row: bool) -> Ints:
-    """What every rank gets: [1, ranks], or for each row of a rank [rows, ranks]."""
-    per_rank = per_row.reshape(num_ranks, -1)
-    return per_rank.T if by_row else per_rank.sum(axis=1)[None]
+    return _figures(packing, packing.strategy, sums, *ranks, plan_seconds=seconds)
 
 
 def _padded(
@@ -102,7 +94,7 @@ def _padded(
         np.pad(per_batch, (0, -len(starts) % num_ranks)).reshape(-1, num_ranks)
         for per_batch in (np.add.reduceat(kept, starts), costs)
     )
-    return _figures(packing.max_tokens, PADDED, sums, *ranks)
+    return _figures(packing, PADDED, sums, *ranks)
 
 
 def _lost(pieces: FittedPieces | PackingPlan) -> dict[str, int]:
@@ -116,7 +108,7 @@ def _lost(pieces: FittedPieces | PackingPlan) -> dict[str, int]:
 
 
 def _figures(
-    max_tokens: int,
+    packing: PackingOptions,
     layout: str,
     sums: Mapping[str, int],
     tokens: Ints,
@@ -127,7 +119,7 @@ def _figures(
     """A candidate, of sums over all steps; ``tokens`` and ``costs`` int64 [steps, ranks]."""
     efficiency = sums["num_tokens"] / sums["num_cells"] if sums["num_cells"] else 1.0
     return {
-        "max_tokens": max_tokens,
+        "max_tokens": packing.max_tokens,
         "strategy": layout,
         "efficiency": efficiency,
         "padding": 1.0 - efficiency,

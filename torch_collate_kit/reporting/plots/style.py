@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 _LETTERS_PER_INCH = 14  # of small print
+_MOST_TICKS = 32
 
 # Of Okabe and Ito, https://jfly.uni-koeln.de/color/
 COLORS = {
@@ -81,11 +82,13 @@ def grouped_bars(
     ax: Axes,
     groups: Mapping[str, np.ndarray | Sequence[float]],
     looks: Mapping[str, dict[str, Any]],
+    ticks: Sequence[str],
     *,
     width: float,
     are_labelled: bool,
-) -> list[Any]:
-    """A bar of each group around 0, around 1 and so on, ``width`` together; legend entries."""
+    inches: float = 0.5,
+) -> None:
+    """A bar of each group around each tick, ``width`` together, and a legend below."""
     size = width / len(groups)
     handles = []
     for i, (name, heights) in enumerate(groups.items()):
@@ -94,7 +97,9 @@ def grouped_bars(
         if are_labelled:
             ax.bar_label(bars, [f"{height:.1f}" for height in heights], fontsize=7, padding=1)
         handles.append(bars)
-    return handles
+    step = -(-len(ticks) // _MOST_TICKS)
+    ax.set_xticks(range(0, len(ticks), step), ticks[::step])
+    legend_below(ax, handles, inches=inches)
 
 
 def boxed_number(ax: Axes, x: float, y: float, number: int) -> None:
