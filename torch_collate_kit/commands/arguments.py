@@ -12,6 +12,7 @@ from torch_collate_kit.loading import TokenizedDataset, read_records
 from torch_collate_kit.vision import load_processor
 
 __all__ = [
+    "FILES",
     "Records",
     "add_data_arguments",
     "chat_options",
@@ -20,6 +21,10 @@ __all__ = [
     "tokenized_chats",
 ]
 
+FILES = (
+    "a .jsonl, .json, .parquet or .arrow file, a saved dataset folder or a hub name, of chats, "
+    "tokenized rows or rollouts"
+)
 _CHATS = ("messages", "conversations", "instruction", "prompt")
 _FORMS = (
     "chats (messages, conversations, prompt and completion, instruction and output), tokenized "
@@ -51,7 +56,7 @@ def number(text: str) -> int:
     return value
 
 
-def add_data_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+def add_data_arguments(parser: argparse.ArgumentParser, what: str = FILES) -> None:
     """DATA, and how it is read."""
     parser.add_argument("data", metavar="DATA", help=what)
     parser.add_argument("--split", default="train", help="of a dataset with several (train)")

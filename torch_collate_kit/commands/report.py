@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from torch_collate_kit.commands.arguments import (
+    FILES,
     add_data_arguments,
     number,
     read_data,
@@ -22,11 +23,6 @@ from torch_collate_kit.reporting import packing_report
 
 __all__ = ["add_report"]
 
-_DATA = (
-    "a .jsonl, .json, .parquet or .arrow file, a saved dataset folder or a hub name, of chats, "
-    "tokenized rows or rollouts; or an .npy file of lengths"
-)
-
 
 def add_report(commands: Any) -> None:
     """The command's parser."""
@@ -35,7 +31,7 @@ def add_report(commands: Any) -> None:
         help="compare padding and packing on your data, and recommend a row length",
         description="Compare padded rows with packed ones, and recommend a row length.",
     )
-    add_data_arguments(parser, _DATA)
+    add_data_arguments(parser, f"{FILES}; or an .npy file of lengths")
     parser.add_argument(
         "--max-tokens", type=number, nargs="+", metavar="N", help="row lengths to compare"
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_optional_int
 from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
-from torch_collate_kit.batch.showing.cells import Cells, Kind, cells_of
+from torch_collate_kit.batch.showing.cells import Cells, cells_of
 from torch_collate_kit.batch.showing.explanation import Explanation
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
@@ -38,25 +38,18 @@ def explained(
     cells = cells_of(stored)
     if cells is None:
         raise ValueError(f"the batch has no input_ids [R, W] to explain; it has {', '.join(one)}")
-    indices = stored.row_metadata.get("example_indices")
-    names = _of_examples([*map(int, indices[0])], cells) if isinstance(indices, Ragged) else []
-    picked = np.flatnonzero((cells.kinds[0] != Kind.PAD) & (cells.kinds[0] != Kind.GAP))
-    begin, end, _ = slice(start, stop).indices(cells.kinds.shape[1])
-    picked = picked[(picked >= begin) & (picked < end)]
+    width = cells.kinds.shape[1]
+    columns = _columns(one, stored, cells)
+    picked = [cell for cell in columns["cell"][start:stop] if cells.segments[0, cell] >= 0]
     if example is not None:
-        picked = picked[[names[cell] == example for cell in picked]]
-    columns: dict[str, list[Any]] = {"cell": picked.tolist()}
-    if names:
-        columns["example"] = [names[cell] for cell in picked]
-    for name, values in _columns(one, stored, cells).items():
-        columns[name] = [values[cell] for cell in picked]
+        picked = [cell for cell in picked if columns["example"][cell] == example]
     is_part = example is not None or start is not None or stop is not None
     return Explanation(
         f"{title}: {_counts(cells)}{'' if example is None else f', example {example} of it'}",
-        columns,
+        {name: [values[cell] for cell in picked] for name, values in columns.items()},
         tokenizer,
         max_tokens=max_tokens,
-        width=None if is_part else cells.kinds.shape[1],
+        width=None if is_part else width,
     )
 
 
@@ -100,9 +93,15 @@ def _of_examples(values: list[Any], cells: Cells) -> list[Any]:
 
 
 def _columns(one: Mapping[str, Any], stored: Storage, cells: Cells) -> dict[str, list[Any]]:
-    """The fields that have a value per token, response token or example; a list [W] of each."""
+    """What there is of every cell, with all fields that have a value per token, response token or
+    example; a list [W] of each."""
     width, mask = cells.kinds.shape[1], one.get("loss_mask")
-    columns = {"segment": cells.segments[0].tolist()} if "cu_seq_lens" in one else {}
+    columns: dict[str, list[Any]] = {"cell": [*range(width)]}
+    indices = stored.row_metadata.get("example_indices")
+    if isinstance(indices, Ragged):
+        columns["example"] = _of_examples([*map(int, indices[0])], cells)
+    if "cu_seq_lens" in one:
+        columns["segment"] = cells.segments[0].tolist()
     for field, name in _TITLES.items():
         values = _of_cells(one.get(field), width, [width])
         if values is not None:
