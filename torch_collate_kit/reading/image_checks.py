@@ -68,22 +68,22 @@ def checked_images(
     _check_shapes(index, fields, units)
     fields = _laid_flat(fields, units)
     units = layout.units(fields) if units is None else units
-    per = {"patch": units.patches.sum(), "tile": units.tiles.sum(), "image": len(units.tokens)}
     for name, array in fields.items():
         what = layout.fields[name].per
+        expected = int(units.entries(what).sum())
         if what == "example":
             if array.tolist() != [len(units.tokens)]:
                 raise DataError(
                     f"example {index}: {name} is {array.tolist()}, but the example has "
                     f"{len(units.tokens)} images; give what the processor returned for it alone"
                 )
-        elif len(array) != per[what]:
+        elif len(array) != expected:
             described = "the sizes of its images describe"
             if grid is not None:
                 described = f"image_grid_thw of shape {grid.shape} describes"
             raise DataError(
                 f"example {index}: {name} has {len(array)} {what}{'e' * (what == 'patch')}s"
-                f", {described} {per[what]}; give what the processor returned"
+                f", {described} {expected}; give what the processor returned"
             )
     return fields, units
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.vision.families import num_kept
 from torch_collate_kit.vision.images import ImageFiles
 from torch_collate_kit.vision.layout import VisionLayout
 from torch_collate_kit.vision.sizes import SizesOnly
@@ -63,9 +64,7 @@ class Expansion:
 
     def num_kept(self, count: int) -> int:
         """How many of the first ``count`` images may stay when those after them are left out."""
-        # LLaVA-OneVision cuts an image into tiles only where it is alone.
-        alone = count == 1 < len(self.images) and "batch_num_images" in self.fields
-        return 0 if alone else count
+        return num_kept(self.fields, count, of=len(self.images))
 
 
 class ImageProcessing(NamedTuple):

@@ -30,6 +30,10 @@ class ImageUnits(NamedTuple):
     tiles: _Ints
     """Its tiles; 1 in families without tiles."""
 
+    def entries(self, per: str) -> _Ints:
+        """Entries of each in a field that has one per "patch", "tile" or "image"; int64 [U]."""
+        return {"patch": self.patches, "tile": self.tiles}.get(per, np.ones_like(self.tokens))
+
 
 @dataclass(frozen=True)
 class VisionLayout:
