@@ -200,6 +200,7 @@ class PrefetchLoader:
                 if batch is not END:
                     num_taken, num_empty = num_taken + 1, 0
                     yield batch
+                    del batch  # it would be held beside the next
                     self._check_loop(loop)
                     self._timeline.trained()
                     if self._run is run or not run.is_over:  # else reshuffle() has ended it
