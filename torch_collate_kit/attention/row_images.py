@@ -13,11 +13,10 @@ from torch import Tensor
 from torch_collate_kit.attention.row_segments import RowSegments
 from torch_collate_kit.batch.mrope import mrope_positions
 from torch_collate_kit.vision import VisionLayout
+from torch_collate_kit.vision.families import PIXEL_FIELDS
 from torch_collate_kit.vision.layout import ImageUnits
 
 __all__ = ["RowImages", "is_image"]
-
-_TILED = ("pixel_values", "pixel_attention_mask")
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def is_image(ids: Tensor, layout: VisionLayout) -> Tensor:
 
 def _units(layout: VisionLayout, fields: Mapping[str, Tensor]) -> ImageUnits:
     known = {  # of pixels only their number counts
-        name: np.empty(len(values)) if name in _TILED else values.cpu().numpy()
+        name: np.empty(len(values)) if name in PIXEL_FIELDS else values.cpu().numpy()
         for name, values in fields.items()
     }
     if "batch_num_images" not in known:

@@ -9,12 +9,11 @@ import numpy as np
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.arrays import as_array, checked_arrays
-from torch_collate_kit.vision.families import ImageField
+from torch_collate_kit.vision.families import PIXEL_FIELDS, ImageField
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
 
 __all__ = ["arrays_of", "checked_images"]
 
-_TILED = ("pixel_values", "pixel_attention_mask")
 _SHAPES = {
     ("patch", 2): "floats [patches, patch size]",
     ("tile", 4): "floats [tiles, 3, height, width]",
@@ -141,7 +140,7 @@ def _laid_flat(fields: dict[str, np.ndarray], units: ImageUnits | None) -> dict[
         elif mask is not None:
             is_real = mask.reshape(rows, columns, -1).any(axis=2)
         fields = {
-            name: _real(array, is_real) if name in _TILED else array
+            name: _real(array, is_real) if name in PIXEL_FIELDS else array
             for name, array in fields.items()
         }
     return fields

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.vision.families import num_kept
+from torch_collate_kit.vision.families import PIXEL_FIELDS, num_kept
 from torch_collate_kit.vision.images import ImageFiles
 from torch_collate_kit.vision.layout import VisionLayout
 from torch_collate_kit.vision.sizes import SizesOnly
@@ -26,7 +26,6 @@ _MARKS = re.compile(f"[{_BEGIN}{_END}]")
 # What chat templates write around a placeholder and belongs to the image.
 _OPENINGS = ("<|vision_start|>", "<|begin_of_image|>")
 _CLOSINGS = ("<|vision_end|>", "<|end_of_image|>")
-_BIG = ("pixel_values", "pixel_attention_mask")
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,7 @@ class ImageProcessing(NamedTuple):
         return found, rows
 
     def _wanted(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if self.pixels or name not in _BIG]
+        return [name for name in names if self.pixels or name not in PIXEL_FIELDS]
 
 
 def image_processing(processor: Any, files: ImageFiles, pixels: bool) -> ImageProcessing:

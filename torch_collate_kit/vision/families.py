@@ -6,7 +6,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["FAMILIES", "IMAGE_FIELDS", "OTHER", "Family", "ImageField", "family_of", "num_kept"]
+__all__ = [
+    "FAMILIES",
+    "IMAGE_FIELDS",
+    "OTHER",
+    "PIXEL_FIELDS",
+    "Family",
+    "ImageField",
+    "family_of",
+    "num_kept",
+]
 
 
 class ImageField(NamedTuple):
@@ -114,6 +123,7 @@ FAMILIES = (
     ),
 )
 IMAGE_FIELDS = tuple(dict.fromkeys(name for family in FAMILIES for name in family.fields))
+PIXEL_FIELDS = ("pixel_values", "pixel_attention_mask")  # large; the others say what these are
 OTHER = Family(
     "other",
     (),

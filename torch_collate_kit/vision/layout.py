@@ -12,7 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._reprs import dataclass_repr
-from torch_collate_kit.vision.families import FAMILIES, OTHER, Family, ImageField, family_of
+from torch_collate_kit.vision.families import (
+    FAMILIES,
+    OTHER,
+    PIXEL_FIELDS,
+    Family,
+    ImageField,
+    family_of,
+)
 
 __all__ = ["ImageUnits", "VisionLayout"]
 
@@ -184,8 +191,7 @@ class VisionLayout:
         >>> VisionLayout("qwen3_vl", image_token_id=9).patches({"image_grid_thw": [[1, 4, 6]]})
         [24]
         """
-        small = {name for name, field in self.fields.items() if field.num_dims <= 2} | {"num_tiles"}
-        small -= {"pixel_values"}
+        small = {*self.fields, "num_tiles"}.difference(PIXEL_FIELDS)
         fields = {k: np.asarray(example[k]) for k in small if example.get(k) is not None}
         pixels = example.get("pixel_values")
         if not fields and pixels is not None:  # the number of tiles is enough
