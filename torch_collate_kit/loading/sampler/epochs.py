@@ -20,12 +20,10 @@ from torch_collate_kit.loading.sampler.arguments import (
     checked_rank,
     checked_shuffle,
     checked_word,
-    is_same,
     rank_slice,
-    state_int,
-    told_apart,
 )
 from torch_collate_kit.loading.sampler.layouts import Layouts
+from torch_collate_kit.loading.sampler.state_values import is_same, state_int, told_apart
 
 __all__ = ["NEW_RUN", "EpochSampler", "Plan"]
 

@@ -18,15 +18,11 @@ import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.arguments import (
-    Indices,
-    digest_of,
-    ints_of_text,
-    text_of_ints,
-)
+from torch_collate_kit.loading.sampler.arguments import Indices
 from torch_collate_kit.loading.sampler.epochs import EpochSampler, Plan
 from torch_collate_kit.loading.sampler.fair_schedule import Place
 from torch_collate_kit.loading.sampler.mixture import Mixture, checked_sources
+from torch_collate_kit.loading.sampler.state_values import digest_of, ints_of_text, text_of_ints
 
 __all__ = ["MixedSampler"]
 
