@@ -113,7 +113,6 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         if not isinstance(tokens, ListColumn):
             raise DataError("input_ids holds one number per row; it must be a list of token ids")
         self._tokens = tokens
-        self._num_rows = len(tokens if self._mapping is None else self._mapping)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -158,7 +157,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         return f"TokenizedDataset({len(self):,} examples{tokens}; {names}{settings})"
 
     def __len__(self) -> int:
-        return self._num_rows
+        return len(self._tokens if self._mapping is None else self._mapping)
 
     def __getitem__(self, index: int | slice) -> dict[str, Any]:
         if isinstance(index, slice):

@@ -92,10 +92,10 @@ class MixedSampler(EpochSampler):
             return
         checked_choice("stop", stop, (None, "first", "all"))
         self._stop = stop or "first"
-        self._num_examples = self._mixture.num_examples(last=self._stop == "all")
+        self._examples_per_epoch = self._mixture.num_examples(last=self._stop == "all")
         if self._num_steps(0) < 1:
             raise ValueError(
-                f"a source ends after {float(self._num_examples):.4g} examples, fewer "
+                f"a source ends after {float(self._examples_per_epoch):.4g} examples, fewer "
                 f"than batch_size={self._num_global}, so that stop='first' leaves no step; use "
                 "stop='all', num_steps=..., or a lower batch_size"
             )
@@ -117,7 +117,7 @@ class MixedSampler(EpochSampler):
         """Where an epoch starts, in steps of the whole stream."""
         if self._steps_per_epoch is not None:
             return epoch * self._steps_per_epoch
-        end = epoch * self._num_examples / self._num_global
+        end = epoch * self._examples_per_epoch / self._num_global
         return int(end) if self._stop == "first" else -int(-end // 1)
 
     def _num_steps(self, epoch: int) -> int:
