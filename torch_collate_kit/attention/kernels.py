@@ -197,12 +197,9 @@ def _causal_sdpa(
 
 
 @functools.cache
-def _load_kernel() -> _Kernel | None:
-    """torch's varlen kernel, or None if torch has none."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
+def _load_kernel() -> _Kernel:
+    from torch.nn.attention.varlen import varlen_attn
+
     return _Kernel(varlen_attn)
 
 
