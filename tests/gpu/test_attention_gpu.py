@@ -23,7 +23,7 @@ ROWS = ([130, 1, 125], [6, 64, 186])
 
 @pytest.fixture(autouse=True)
 def _needs_the_kernel() -> None:
-    if kernels._load_kernel() is None:
+    if kernels.load_kernel() is None:
         pytest.skip("this torch has no varlen_attn")
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("the varlen kernel needs compute capability 8.0")
@@ -97,7 +97,7 @@ def assert_as_exact_as(
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (4, 1)], ids=str)
 def test_kernel_equals_sdpa_by_segment(heads, head_dim, window, num_rows, monkeypatch):
-    if window is not None and window < 256 and not kernels._load_kernel().takes_window:
+    if window is not None and window < 256 and not kernels.load_kernel().takes_window:
         pytest.skip("the kernel of this torch has no window")
     lengths = LENGTHS if num_rows == 1 else [130, 1, 125, 6, 64, 186]
     segments = bounds_of(lengths)
