@@ -36,11 +36,15 @@ _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_atte
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a GPU that ``torch.cuda.get_device_name()`` names; None if unknown.
 
+    A part of a GPU (MIG), and a slower GPU of a similar name, are unknown.
+
     >>> peak_flops("NVIDIA H100 80GB HBM3") / 1e12, peak_flops("Tesla T4")
     (989.4, None)
     """
+    if " MIG " in device_name or device_name.endswith(("Laptop GPU", "RTX 4090 D")):
+        return None
     for name, peak in _PEAKS.items():
-        if name in device_name and not device_name.endswith("Laptop GPU"):
+        if name in device_name:
             return peak * 1e12
     return None
 

@@ -130,6 +130,12 @@ def test_peaks(name: str, tera: float) -> None:
     assert peak_flops(name) == tera * 1e12
 
 
-@pytest.mark.parametrize("name", ["cpu", "NVIDIA L4", "NVIDIA GeForce RTX 4090 Laptop GPU"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cpu", "NVIDIA L4", "NVIDIA H20", "NVIDIA GeForce RTX 4090 Laptop GPU"),
+        *("NVIDIA GeForce RTX 4090 D", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+    ],
+)
 def test_other_devices_have_no_known_peak(name: str) -> None:
     assert peak_flops(name) is None
