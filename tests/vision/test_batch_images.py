@@ -33,7 +33,7 @@ from tests.vision.oracle_images import (
 from torch_collate_kit import PackedCollator, PaddedCollator, ParallelLayout
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.reading.sft import read_columns
+from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.vision import VisionLayout
 
 FORMS = ("labels", "loss_mask", "weights", "num_actions", "completion_mask", "none")

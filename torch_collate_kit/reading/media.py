@@ -18,22 +18,16 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.image_checks import arrays_of, checked_images
 from torch_collate_kit.reading.numbers import Numbers, joined
-from torch_collate_kit.vision.families import IMAGE_FIELDS, ImageField
+from torch_collate_kit.reading.raw import MEDIA, TOKEN_TYPES, VIDEOS
+from torch_collate_kit.vision.families import ImageField
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
 
 __all__ = [
-    "IMAGES",
-    "MEDIA",
-    "TOKEN_TYPES",
     "Images",
     "read_images",
     "token_type_fields",
 ]
 
-IMAGES = ("pixel_values", "image_grid_thw")
-_VIDEOS = ("pixel_values_videos", "video_grid_thw")
-MEDIA = (*IMAGE_FIELDS, *_VIDEOS)
-TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # follow from the ids
 _OPTIONAL = ("pixel_attention_mask",)  # without it a tile is seen as a whole
 _PATCHES_IN_CACHE = 128  # 0.8 MB of float32; fewer at a time take longer (measured)
 
@@ -329,7 +323,7 @@ def _refuse_other_media(raw: Mapping[str, Any], layout: VisionLayout) -> None:
         if i is not None:
             hint = (
                 "videos are not supported, give images"
-                if name in _VIDEOS
+                if name in VIDEOS
                 else "use the processor of the model"
             )
             raise DataError(

@@ -33,7 +33,7 @@ from torch_collate_kit.loading.dataset.sources import (
 )
 from torch_collate_kit.packing import PlannedExamples, RankPlan
 from torch_collate_kit.ragged import row_indices
-from torch_collate_kit.reading.sft import read_columns
+from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["TokenizedDataset"]

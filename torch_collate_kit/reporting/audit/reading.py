@@ -13,15 +13,11 @@ from typing import Any
 import numpy as np
 
 from torch_collate_kit.batch import IGNORE_INDEX
-from torch_collate_kit.batch.placement import whole_examples
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.media import MEDIA
-from torch_collate_kit.reading.numbers import joined
-from torch_collate_kit.reading.raw import first_with
-from torch_collate_kit.reading.rollouts import are_rollouts, read_rollouts
-from torch_collate_kit.reading.sft import read_columns
+from torch_collate_kit.reading.raw import MEDIA, are_rollouts, first_with
+from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reporting.audit.columns import AuditColumns, RolloutColumns
 from torch_collate_kit.vision import VisionLayout
 
@@ -144,9 +140,8 @@ class _Reader:
 
 
 def _read(examples: Any, train_all: bool, vision: VisionLayout | None) -> ExampleColumns:
-    if are_rollouts(examples):
-        return read_rollouts(examples, vision=vision)
-    return read_columns(examples, train_all=train_all, vision=vision)
+    rollouts = are_rollouts(examples)
+    return read_columns(examples, rollouts=rollouts, train_all=train_all, vision=vision)
 
 
 def _without_images(examples: Any) -> tuple[Any, np.ndarray | None]:
@@ -174,11 +169,7 @@ def _form(found: ExampleColumns) -> Sequence[str]:
 
 
 def _flat(found: ExampleColumns, numbers: np.ndarray) -> AuditColumns:
-    """The columns, placed as a collator places whole examples, which checks every value."""
-    images = None if found.images is None else replace(found.images, arrays={})
-    fields = found.fields if found.are_rollouts else []
-    placed = replace(found, fields=fields, images=images).place(whole_examples(found.lengths))
-    columns = {name: np.asarray(column.values) for name, column in placed.columns.items()}
+    columns = {name: column.values for name, column in found.checked().items()}
     ids, lengths = columns["input_ids"], found.lengths
     if "labels" in columns:
         labels = columns["labels"]
@@ -190,19 +181,18 @@ def _flat(found: ExampleColumns, numbers: np.ndarray) -> AuditColumns:
     trained = np.zeros(len(ids), dtype=np.bool_)
     firsts = np.cumsum(lengths) - found.num_actions
     trained[span_indices(firsts, found.num_actions)] = weights != 0
-    return AuditColumns(numbers, ids, lengths, trained, True, rollouts=_rollouts(found, weights))
+    return AuditColumns(numbers, ids, lengths, trained, True, rollouts=_rollouts(found, columns))
 
 
-def _rollouts(found: ExampleColumns, weights: np.ndarray) -> RolloutColumns:
-    columns = {column.name: joined(column.values) for column in found.fields}
-    rewards, logprobs = columns["rewards"], columns.get("rollout_logprobs")
+def _rollouts(found: ExampleColumns, columns: dict[str, np.ndarray]) -> RolloutColumns:
     is_last = found.per_example.get("is_last_step")
     assert found.num_actions is not None
+    firsts = np.cumsum(found.num_actions) - found.num_actions
     return RolloutColumns(
         found.num_actions,
-        weights,
-        np.add.reduceat(rewards.values, rewards.offsets[:-1], dtype=np.float64),
-        None if logprobs is None else logprobs.values,
+        columns["loss_weights"],
+        np.add.reduceat(columns["rewards"], firsts, dtype=np.float64),
+        columns.get("rollout_logprobs"),
         found.per_example.get("uids"),
         None if is_last is None else np.array(is_last),
     )
