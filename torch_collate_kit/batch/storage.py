@@ -177,11 +177,25 @@ class Storage:
 
     def __reduce__(self) -> tuple[Any, ...]:
         is_worker = get_worker_info() is not None  # whose batches go to another process
-        buffer, slots = self.in_one_buffer(share=is_worker)
+        try:
+            buffer, slots = self.in_one_buffer(share=is_worker)
+        except (OSError, RuntimeError) as error:
+            if not is_worker:
+                raise
+            return _not_shared, (self.nbytes, str(error))
         columns = None if self.columns is None else self.columns.emptied()
         if columns is not None and buffer.device.type == "cpu":  # the placement is in the buffer
             columns = replace(columns, placement=replace(columns.placement, segments={}))
         return _rebuilt, (buffer, slots, columns, rows.owned(self.row_metadata), self.metadata)
+
+
+def _not_shared(nbytes: int, error: str) -> Any:
+    """Raises where the batch is received: a worker that cannot pickle prints, and sends nothing."""
+    raise RuntimeError(
+        f"a DataLoader worker could not put a batch of {nbytes:,} bytes into shared memory: "
+        f"{error}; give the container more of it (docker run --shm-size=8g), or take fewer "
+        "workers, a lower prefetch_factor or smaller batches"
+    )
 
 
 def _rebuilt(
