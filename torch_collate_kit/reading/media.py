@@ -16,7 +16,7 @@ from torch_collate_kit.batch.fields import PerImage, PerToken
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.image_checks import arrays_of, checked_images
+from torch_collate_kit.reading.arrays import checked_images, image_arrays
 from torch_collate_kit.reading.numbers import Numbers, joined
 from torch_collate_kit.reading.raw import MEDIA, TOKEN_TYPES, VIDEOS
 from torch_collate_kit.vision.families import ImageField
@@ -292,7 +292,7 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
                 "without an image"
             )
     arrays = {
-        name: arrays_of(name, entries, field)
+        name: image_arrays(name, entries, field)
         for (name, field), entries in zip(fields.items(), given.values(), strict=True)
     }
     units: dict[int, ImageUnits] = {}
