@@ -24,6 +24,7 @@ from torch_collate_kit.reading.arrays import route_column
 from torch_collate_kit.reading.numbers import (
     Kind,
     Numbers,
+    as_tensor,
     first_bad,
     joined,
     number_column,
@@ -88,10 +89,13 @@ class FieldColumn:
             values = values.astype(
                 {"u": np.uint64, "i": np.int64}.get(values.dtype.kind, np.float64)
             )
-        column = torch.from_numpy(values if values.base is None else values.copy())
-        if isinstance(self.spec, PerRoutedToken):
-            return column, entries
-        cast = column.to(self.spec.dtype)
+        column = as_tensor(np.ascontiguousarray(values))
+        is_routes = isinstance(self.spec, PerRoutedToken)
+        cast = column.to(column.dtype if is_routes else self.spec.dtype)
+        if cast is column and values.base is not None:
+            cast = column.clone()  # it was a view of what was given
+        if is_routes:
+            return cast, entries
         is_bad = _is_lost(values, cast) if self.key is None else _is_infinite(cast)
         if is_bad is not None:
             raise self._bad_number(values[is_bad][0], *first_bad(is_bad, entries))

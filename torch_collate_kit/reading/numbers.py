@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -27,6 +28,7 @@ __all__ = [
     "Kind",
     "Numbers",
     "are_int32_ids",
+    "as_tensor",
     "first_bad",
     "in_pairs",
     "joined",
@@ -220,6 +222,15 @@ def _bad_entry(name: str, index: int, row: list[Any], typecode: str) -> DataErro
             wanted = "an integer that fits 64 bits" if typecode == "q" else "a number"
             return DataError(f"{where} ({type(entry).__name__}); it must be {wanted}")
     raise AssertionError("the row converts one by one but not as a whole")
+
+
+def as_tensor(array: np.ndarray) -> Tensor:
+    """A view. Of an array that is not writable, as Arrow's are, torch would warn on every call."""
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    own = array.__array_interface__
+    alias = SimpleNamespace(__array_interface__={**own, "data": (own["data"][0], False)}, of=array)
+    return torch.from_numpy(np.asarray(alias))
 
 
 def joined(column: Numbers) -> Ragged:

@@ -237,8 +237,12 @@ def _number(name: str, index: int, value: Any) -> float:
 
 
 def _rows_of(name: str, numbers: np.ndarray, lengths: np.ndarray) -> Ragged:
+    with np.errstate(over="ignore"):
+        short = numbers.astype(np.float32)
+    if np.isfinite(short).all():  # else it is refused, as it was given
+        numbers = short
     if name == "advantages":
         return Ragged.from_lengths(np.repeat(numbers, lengths), lengths)
-    rows = Ragged.from_lengths(np.zeros(int(lengths.sum())), lengths)
+    rows = Ragged.from_lengths(np.zeros(int(lengths.sum()), dtype=numbers.dtype), lengths)
     rows.values[rows.offsets[1:] - 1] = numbers
     return rows
