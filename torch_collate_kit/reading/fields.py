@@ -34,7 +34,6 @@ from torch_collate_kit.reading.numbers import (
 from torch_collate_kit.reading.scalars import scalar_column
 
 __all__ = [
-    "BATCH_NAMES",
     "DeclaredFields",
     "FieldColumn",
     "Specs",
@@ -49,7 +48,7 @@ _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 _DTYPES = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DeclaredFields = Mapping[str, PerToken | PerResponseToken | PerExample]
 Specs = Mapping[str, PerToken | PerResponseToken | PerRoutedToken | PerExample]
-BATCH_NAMES = {"logprobs": "rollout_logprobs"}  # of our own fields that have another name there
+_BATCH_NAMES = {"logprobs": "rollout_logprobs"}  # of our own fields that have another name there
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,7 @@ def read_fields(
             expected = num_actions if isinstance(spec, PerResponseToken) else lengths
             values = _rows(key, raw[key], spec, expected, rollouts=rollouts)
         is_own = key in own
-        name = BATCH_NAMES.get(key, key) if is_own else key
+        name = _BATCH_NAMES.get(key, key) if is_own else key
         columns[key] = FieldColumn(name, spec, values, key if is_own else None)
     return columns
 

@@ -98,13 +98,12 @@ def number_column(name: str, column: Any, kind: Kind) -> Numbers:
             advice = f"not integers; {advice} with .astype(np.int64)"
         separator = ", " if typecode == "q" else "; "
         raise DataError(f"example {i}: {name} has dtype {dtype}{separator}{advice}")
-    if len(rows) == 1:
-        return Ragged(rows[0], offsets)
     if kind == "whole numbers" and len(dtypes) > 1:
         rows = [_whole(name, i, row) for i, row in enumerate(rows)]
     # a uint64 among int64s would make them floats
     mixed = {"q": np.int64, "d": np.float64}[typecode] if len(dtypes) > 1 else None
-    return Ragged(np.concatenate(rows, dtype=mixed, casting="same_kind"), offsets)
+    is_flat = len(rows) == 1
+    return Ragged(rows[0] if is_flat else np.concatenate(rows, dtype=mixed), offsets)
 
 
 def _whole(name: str, index: int, row: np.ndarray) -> np.ndarray:
