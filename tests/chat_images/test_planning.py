@@ -80,7 +80,8 @@ def test_gemma_with_crops_is_processed_and_its_pixels_dropped() -> None:
     """Nothing tells the number of crops from the size; its units are the same as with pixels."""
     processor = processors.gemma3()
     crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 20}
-    processor.images_kwargs = {**processor.images_kwargs, **crops}
+    vars(processor.image_processor).update(crops)
+    processor.images_kwargs = {**getattr(processor, "images_kwargs", {}), **crops}  # asked first
     rng = np.random.default_rng(0)
     images = [draw(rng, 60, 180), draw(rng, 50, 50)]
     record = {"messages": chat([image(), text("and"), image()], "Yes."), "images": images}

@@ -64,7 +64,8 @@ def test_equal_to_the_counter_of_torch(name: str) -> None:
     tables = counter.get_flop_counts()["Global"]
     squares = tables[torch.ops.aten.bmm]
     of_heads = 2 * 3 * 2 * 2 * 4 * length * length * 16  # layers, passes, products, 2, heads
-    assert squares == of_heads
+    rotary = 2 * 8 * length  # angles, a product of matrices in older versions of transformers
+    assert squares in (of_heads, of_heads + rotary)
     causal = of_heads * (length + 1) / (2 * length)
     assert flops_per_step(config, [length]) == tables[torch.ops.aten.mm] + causal
 

@@ -19,6 +19,7 @@ from torch_collate_kit import is_vision_language, load_processor, tokenize_chat
 from torch_collate_kit.vision import processors as module
 
 HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
+_DEMANDS_TORCHVISION = type(transformers.Idefics3ImageProcessorPil).__name__ == "DummyObject"
 NEEDS_VIDEO = ["qwen2_vl", "qwen3_vl", "glm4v", "internvl", "llava_onevision"]
 
 
@@ -46,6 +47,8 @@ def record() -> Any:
 
 @pytest.mark.parametrize("name", ["llava_next", "idefics3", "gemma3"])
 def test_processors_without_a_video_part(name: str, tmp_path: Path) -> None:
+    if name == "idefics3" and _DEMANDS_TORCHVISION:
+        pytest.skip("this transformers demands torchvision, though nothing of it is used")
     saved = FAMILIES[name].make_processor()
     saved.save_pretrained(tmp_path)
     loaded = load_processor(tmp_path)
