@@ -189,6 +189,10 @@ def test_patches_that_are_given_replace_those_of_the_dataset(images):
         ([{"input_ids": "hello"}], DataError, "got str; tokenize it first, or drop the example"),
         ([*EXAMPLES, {"input_ids": None}], DataError, "example 3: input_ids .*got NoneType"),
         ([{"input_ids": torch.tensor(5)}], DataError, "example 0: input_ids .*got Tensor"),
+        ([{"input_ids": None}], DataError, "example 0: input_ids .*got NoneType"),
+        ([{"input_ids": 5}], DataError, "example 0: input_ids must be token ids.*got int"),
+        ([ROLLOUTS[0], EXAMPLES[0]], DataError, "example 1 has no prompt_ids, got .'input_ids"),
+        ({"input_ids": [None, [5]]}, DataError, "example 0: input_ids .*got NoneType"),
     ],
 )
 def test_bad_data(data, error, message):
