@@ -72,6 +72,9 @@ def test_padded_rows_of_a_dataset_and_of_a_table():
         assert data_lengths(made(rows)).lengths.tolist() == [2, 2, 2]
         with pytest.raises(DataError, match="example 3 is padded"):
             data_lengths(made(padded))
+    left = [*rows[:1], {"input_ids": [0, 5], "attention_mask": [0, 1]}, *rows]
+    with pytest.raises(DataError, match="example 1 is padded"):
+        data_lengths(TokenizedDataset(left))
     shuffled = datasets.Dataset.from_list(padded).select([3, 0])
     with pytest.raises(DataError, match="example 0 is padded"):
         data_lengths(shuffled)
