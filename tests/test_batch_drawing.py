@@ -157,6 +157,22 @@ def test_a_letter_is_upper_case_where_half_of_its_cells_are_trained() -> None:
     assert rows_of(batch) == ["aAAA" * 17]
 
 
+def test_a_letter_is_the_example_that_most_of_its_cells_hold() -> None:
+    lengths = (65, 3, 200)  # of blocks of 4: 1 cell of the first example, 3 of the second
+    collate = PackedCollator(0, max_tokens=268, strategy="sequential")
+    batch = collate([{"input_ids": [1] * n, "loss_mask": [0] * n} for n in lengths])
+    assert "1 letter = 4 cells" in repr(batch)
+    assert rows_of(batch) == ["a" * 16 + "b" + "c" * 50]
+
+
+def test_bars_name_their_example_and_end_with_their_row() -> None:
+    lengths = (200, 100, 157)  # in rows of 257 cells, two per block, of which the last has one
+    collate = PackedCollator(0, max_tokens=257, strategy="sequential", fixed_width=True)
+    batch = collate([{"input_ids": [1] * n, "loss_mask": [0] * n} for n in lengths])
+    titles = re.findall(r'title="([^"]*)"', batch[1:]._repr_html_())
+    assert titles == ["example 1: 100 cells, not trained", "example 2: 157 cells, not trained"]
+
+
 def test_neighbours_differ_in_color() -> None:
     page = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}] * 4)._repr_html_()
     colors = re.findall(r"height:100%;background:(#\w{6})", page)[:4]

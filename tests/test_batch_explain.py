@@ -102,6 +102,15 @@ def test_text_of_sentence_pieces() -> None:
     assert lines[4][lines[1].index("text") :].startswith(r"'\x00\x00\x00\x00\x00\x00\x0...'  ")
 
 
+def test_a_wide_text_widens_its_column() -> None:
+    batch = PaddedCollator(0)([{"input_ids": [4, 4], "labels": [4, 4]}])
+    shown = batch.explain(0, SentencePieces())
+    assert shown.to_dict()["text"] == ["'\u65e5\u672c'"] * 2
+    _, header, line, _ = str(shown).splitlines()
+    assert line[: line.index("'", line.index("'") + 1) + 1].endswith("\u672c'")
+    assert header.index("position") == line.index("'") + len("''") + 4 + len("  ")
+
+
 def test_a_processor_is_as_good_as_its_tokenizer() -> None:
     class Processor:
         tokenizer = TOKENIZER

@@ -21,6 +21,7 @@ from torch_collate_kit import (
     tokenize_chat_dataset,
 )
 from torch_collate_kit.packing import ParallelLayout
+from torch_collate_kit.vision import load_processor
 
 __all__ = ["folder", "run"]  # fixtures
 
@@ -82,6 +83,21 @@ def test_a_checkpoint_of_chats_is_decoded(run: Run) -> None:
     assert out.startswith("epoch 0, step 1: 1 examples\n\nexample ")
     shown = "\n".join(line[4:] for line in out.splitlines()[3:])
     assert shown == text[:30] + "..."
+
+
+def test_chats_are_cut_as_the_run_cut_them(run: Run) -> None:
+    chats = Dataset.from_list(CHATS)
+    tokenized, _ = tokenize_chat_dataset(chats, load_processor("tokenizer"), max_length=24)
+    data = TokenizedDataset(tokenized)
+    assert data.lengths.max() == 24
+    sampler = PrefetchingSampler(data, 1)
+    Path("state.json").write_text(json.dumps(sampler.state_dict()))
+    where = ["--tokenizer", "tokenizer", "--step", 0, "--json"]
+    code, out, _ = run("step", "state.json", "chats.jsonl", *where, "--max-length", 24)
+    (index,) = sampler.examples(0, 0)
+    assert code == 0
+    assert json.loads(out)["examples"][0]["num_tokens"] == data.lengths[index]
+    assert run("step", "state.json", "chats.jsonl", *where)[0] == 2, "other data"
 
 
 def refusals() -> dict[str, tuple[list[Any], str]]:

@@ -72,6 +72,9 @@ def test_padded_rows_of_a_dataset_and_of_a_table():
         assert data_lengths(made(rows)).lengths.tolist() == [2, 2, 2]
         with pytest.raises(DataError, match="example 3 is padded"):
             data_lengths(made(padded))
+    left = [*rows[:1], {"input_ids": [0, 5], "attention_mask": [0, 1]}, *rows]
+    with pytest.raises(DataError, match="example 1 is padded"):
+        data_lengths(TokenizedDataset(left))
     shuffled = datasets.Dataset.from_list(padded).select([3, 0])
     with pytest.raises(DataError, match="example 0 is padded"):
         data_lengths(shuffled)
@@ -189,6 +192,10 @@ def test_patches_that_are_given_replace_those_of_the_dataset(images):
         ([{"input_ids": "hello"}], DataError, "got str; tokenize it first, or drop the example"),
         ([*EXAMPLES, {"input_ids": None}], DataError, "example 3: input_ids .*got NoneType"),
         ([{"input_ids": torch.tensor(5)}], DataError, "example 0: input_ids .*got Tensor"),
+        ([{"input_ids": None}], DataError, "example 0: input_ids .*got NoneType"),
+        ([{"input_ids": 5}], DataError, "example 0: input_ids must be token ids.*got int"),
+        ([ROLLOUTS[0], EXAMPLES[0]], DataError, "example 1 has no prompt_ids, got .'input_ids"),
+        ({"input_ids": [None, [5]]}, DataError, "example 0: input_ids .*got NoneType"),
     ],
 )
 def test_bad_data(data, error, message):

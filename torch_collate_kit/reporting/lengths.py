@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,8 +91,9 @@ def _found(data: Any) -> DataLengths:
     if isinstance(data, TokenizedDataset | Ragged):
         return DataLengths(data.lengths)
     if is_sequence(data) and any(isinstance(entry, Mapping) for entry in data[:1]):
-        data = _columns_of(data)
+        return DataLengths(_num_tokens(_columns_of(data)))
     if isinstance(data, Mapping):
+        _check_columns(data)
         return DataLengths(_num_tokens(data))
     if not hasattr(data, "__len__") or isinstance(data, bytes):
         raise TypeError(f"data must have lengths, got {type(data).__name__}; {_HINT}")
@@ -113,12 +114,17 @@ def _column(dataset: Any, name: str) -> Any:
     return dataset.column(name).to_pylist() if is_table else dataset.with_format(None)[name]
 
 
+def _names_of_ids(keys: Collection[str]) -> tuple[str, ...]:
+    """Of rollouts, or of examples; the latter if there are neither."""
+    return next((names for names in _IDS if all(name in keys for name in names)), _IDS[0])
+
+
 def _columns_of(examples: Sequence[Any]) -> dict[str, list[Any]]:
     """The ids of examples, or of rollouts, and their masks."""
-    names = next((names for names in _IDS if all(name in examples[0] for name in names)), _IDS[0])
+    names = _names_of_ids(examples[0])
     for i, example in enumerate(examples):
-        if not isinstance(example, Mapping) or any(name not in example for name in names):
-            is_mapping = isinstance(example, Mapping)
+        is_mapping = isinstance(example, Mapping)
+        if not is_mapping or any(name not in example for name in names):
             keys = sorted(map(str, example)) if is_mapping else type(example).__name__
             raise DataError(
                 f"example {i} has no {names[0]}, got {keys}; tokenize it first (tokenize_chat), or "
@@ -128,22 +134,29 @@ def _columns_of(examples: Sequence[Any]) -> dict[str, list[Any]]:
     return columns | {"attention_mask": [example.get("attention_mask") for example in examples]}
 
 
+def _check_columns(columns: Mapping[str, Any]) -> None:
+    """That there are ids, a row for each example, and as many rows of everything else."""
+    name = _names_of_ids(columns)[0]
+    if name not in columns:
+        raise DataError(f"no input_ids among the columns {sorted(map(str, columns))}; {_HINT}")
+    if isinstance(next(iter(columns[name]), None), int | np.integer):
+        raise DataError(
+            f"a mapping is taken as columns, but its {name} are the tokens of one example; pass a "
+            "list: [example]"
+        )
+    check_even(columns, name)
+
+
 def _num_tokens(columns: Mapping[str, Any]) -> Any:
     """int64 [N], of each example or rollout."""
-    names = next((names for names in _IDS if all(name in columns for name in names)), None)
-    if names is None:
-        raise DataError(f"no input_ids among the columns {sorted(map(str, columns))}; {_HINT}")
-    if not hasattr(next(iter(columns[names[0]]), []), "__len__"):
-        raise DataError(
-            f"a mapping is taken as columns, but its {names[0]} are the tokens of one example; "
-            "pass a list: [example]"
-        )
-    check_even(columns, names[0])
     masks = columns.get("attention_mask")
     for i, mask in enumerate(() if masks is None else masks):
         if mask is not None and 0 in mask:
             raise _padded_error(i)
-    counts = [[_num_ids(i, name, row) for i, row in enumerate(columns[name])] for name in names]
+    counts = [
+        [_num_ids(i, name, row) for i, row in enumerate(columns[name])]
+        for name in _names_of_ids(columns)
+    ]
     return np.array(counts, dtype=np.int64).sum(axis=0)
 
 

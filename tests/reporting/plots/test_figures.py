@@ -183,6 +183,13 @@ def test_ranks_of_a_plan_by_hand():
     assert ax.get_title() == "heaviest of 2 ranks: +5.3% tokens, +36.1% cost"
 
 
+def test_of_many_ranks_some_are_named():
+    ax = plot_balance(pack([4] * 70, 4, rows_multiple_of=70))
+    ranks = [*range(0, 70, 3)]
+    assert ax.get_xticks().tolist() == ranks
+    assert [text.get_text() for text in ax.get_xticklabels()] == [str(rank) for rank in ranks]
+
+
 def test_images_have_bars_of_their_own():
     plan = pack([5, 3, 9, 2], 10, rows_multiple_of=2, patches=[8, 0, 0, 0])
     found = heights(plot_balance(plan))

@@ -129,6 +129,14 @@ def test_padded_rows_are_numbered_by_row_and_pieces_by_their_example():
     assert numbers == ["0", "0", "1"]
 
 
+def test_examples_of_unknown_numbers_have_none():
+    batch = PackedCollator(0, max_tokens=8)(examples())
+    batch.row_metadata["example_indices"] = [[4], [0, 1], [2, 3]]
+    assert len(plot_rows(batch).texts) == 0
+    del batch.row_metadata["example_indices"]
+    assert [text.get_text() for text in plot_rows(batch).texts] == list("01122")
+
+
 def test_narrow_blocks_have_no_number():
     batch = PackedCollator(0, max_tokens=400)(examples([390, 9, 1]))
     assert [text.get_text() for text in plot_rows(batch).texts] == ["0"]
