@@ -270,6 +270,13 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         named, rows = self._rows(indices)
         return self._tokens.lengths_at(rows, named)
 
+    def _column_at(self, name: str, indices: np.ndarray) -> Any:
+        """These rows of one column alone: a Ragged of lists, else an array; None without it."""
+        if name not in self._columns:
+            return None
+        named, rows = self._rows(indices)
+        return self._columns[name].take(rows, named)
+
     def __getstate__(self) -> dict[str, Any]:
         source = to_state(self._source)
         return {"source": source, "train_all": self._train_all, "vision": self._vision}
