@@ -209,3 +209,8 @@ def test_ranks_may_have_other_numbers_of_micro_batches(two_ranks: dict[str, Any]
 
 def test_a_group_is_counted_alone(two_ranks: dict[str, Any]) -> None:
     assert two_ranks["alone"] == [4, 8]
+
+
+def test_a_mask_is_no_labels() -> None:
+    with pytest.raises(TypeError, match=r"labels must be token ids or -100, got torch.float32"):
+        global_num_loss_tokens(torch.tensor([[0.0, 1.0, 1.0]]))

@@ -563,7 +563,18 @@ def test_a_batch_on_another_device_than_the_logits() -> None:
     ("arguments", "error", "message"),
     [
         ((object(), torch.tensor([[0, 1]]), 1), TypeError, r"pass model\(\.\.\.\)\.logits"),
+        (
+            (torch.zeros(1, 2, 3, dtype=torch.int64), torch.tensor([[0, 1]]), 1),
+            TypeError,
+            r"logits must be a tensor of floats, got torch.int64; pass model\(\.\.\.\)\.logits",
+        ),
         ((torch.zeros(1, 2, 3), {"labels": 1}, 1), TypeError, "pass what the collator returned"),
+        ((torch.zeros(1, 2, 3), torch.tensor([[0.0, 1.0]]), 1), TypeError, "got torch.float32"),
+        (
+            (torch.zeros(1, 2, 3), torch.tensor([[False, True]]), 1),
+            TypeError,
+            r"labels must be token ids or -100, got torch.bool; pass the Batch, or unshifted",
+        ),
         ((torch.zeros(1, 2, 3), torch.tensor([[0, 1]]), None), TypeError, "must be a number"),
         (
             (torch.zeros(1, 2, 3), torch.tensor([[0, 1]]), torch.tensor([1, 2])),

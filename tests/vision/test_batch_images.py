@@ -226,6 +226,20 @@ def test_where_an_example_is_cut(family: str, seed: int) -> None:
 @pytest.mark.parametrize("family", list(LAYOUTS))
 @FEWER
 @given(seeds)
+def test_patches_of_an_example_follow_from_its_fields(family: str, seed: int) -> None:
+    """However its tiles are laid out and padded; no pixel is read where sizes are there."""
+    _, examples = drawn_examples(seed, family, "labels")
+    layout = LAYOUTS[family]
+    found = [layout.patches(example.given) for example in examples]
+    if layout.counts_images:
+        assert found == patches_of(examples)
+    else:
+        assert [sum(of) for of in found] == [sum(of) for of in patches_of(examples)]
+
+
+@pytest.mark.parametrize("family", list(LAYOUTS))
+@FEWER
+@given(seeds)
 def test_a_budget_of_patches_cuts_before_an_image(family: str, seed: int) -> None:
     """The first image over the budget goes, and all that comes after it."""
     _, [example] = drawn_examples(seed, family, "labels", count=1)

@@ -12,6 +12,7 @@ from torch_collate_kit.chat.examples import TextExample, text_examples
 from torch_collate_kit.chat.options import ChatOptions, TrainOn
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.vision.expansion import ImageProcessing
+from torch_collate_kit.vision.families import num_kept
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -224,7 +225,8 @@ def _tokenized(
         places = [_tokens_of(encoding, *span) for span in images.images]
         for first, stop in places:
             loss_mask[first:stop] = [0] * (stop - first)
-        num_images = images.num_kept(sum(stop <= kept for _, stop in places))
+        num_images = sum(stop <= kept for _, stop in places)
+        num_images = num_kept(images.fields, num_images, of=len(places))
         if num_images < len(places):  # an image is left out as a whole, and what comes after it
             kept = min(kept, places[num_images][0])
         fields = images.first(num_images)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
 
-__all__ = ["global_num_loss_tokens"]
+__all__ = ["check_labels", "global_num_loss_tokens"]
 
 
 def global_num_loss_tokens(
@@ -59,9 +59,19 @@ def _num_loss_tokens(batch: Any) -> Tensor:
     if isinstance(batch, Batch):
         return torch.count_nonzero(batch["loss_mask"])
     if isinstance(batch, Tensor):
+        check_labels(batch)
         return torch.count_nonzero(batch[..., 1:] != IGNORE_INDEX)
     raise TypeError(
         "global_num_loss_tokens takes a Batch, labels or a list of these, got "
         f"{type(batch).__name__}; pass the Batch that the collator returned, or "
         'inputs["labels"] of a collator with model_inputs=True'
     )
+
+
+def check_labels(labels: Tensor) -> None:
+    """Refuse a mask under the name of labels: its 0 and 1 would be trained as token ids."""
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise TypeError(
+            f"labels must be token ids or {IGNORE_INDEX}, got {labels.dtype}; pass the Batch, or "
+            'unshifted labels, batch["labels"]'
+        )

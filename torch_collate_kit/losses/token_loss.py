@@ -19,6 +19,7 @@ from torch_collate_kit.batch.response_spans import (
     values_of_cells,
 )
 from torch_collate_kit.losses.linear_nll import linear_nll
+from torch_collate_kit.losses.loss_tokens import check_labels
 
 __all__ = ["PerTokenOutputs", "token_loss"]
 
@@ -215,15 +216,16 @@ def _divided(total: Tensor, num_loss_tokens: float | Tensor) -> Tensor:
 
 
 def _check_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> None:
-    if not isinstance(logits, Tensor):
-        raise TypeError(
-            f"logits must be a tensor, got {type(logits).__name__}; pass model(...).logits"
-        )
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        found = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+        raise TypeError(f"logits must be a tensor of floats, got {found}; pass model(...).logits")
     if not isinstance(batch_or_labels, Batch | Tensor):
         raise TypeError(
             "the second argument must be the Batch or labels, got "
             f"{type(batch_or_labels).__name__}; pass what the collator returned"
         )
+    if isinstance(batch_or_labels, Tensor):
+        check_labels(batch_or_labels)
     if isinstance(num_loss_tokens, Tensor):
         if num_loss_tokens.numel() != 1:
             raise ValueError(

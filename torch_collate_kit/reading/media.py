@@ -19,7 +19,7 @@ from torch_collate_kit.reading.arrays import checked_images, image_arrays
 from torch_collate_kit.reading.numbers import Numbers, as_tensor, joined
 from torch_collate_kit.reading.raw import MEDIA, TOKEN_TYPES, VIDEOS
 from torch_collate_kit.vision.families import ImageField, num_kept
-from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
+from torch_collate_kit.vision.layout import ImageUnits, VisionLayout, is_no_image
 
 __all__ = [
     "Images",
@@ -260,11 +260,7 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
     fields = layout.fields
     _refuse_other_media(raw, layout)
     given = {
-        name: {
-            i: entry
-            for i, entry in enumerate(raw.get(name, ()))
-            if entry is not None and not _is_empty(entry)
-        }
+        name: {i: entry for i, entry in enumerate(raw.get(name, ())) if not is_no_image(entry)}
         for name in fields
     }
     owners = sorted({i for entries in given.values() for i in entries})
@@ -294,11 +290,6 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
     images = Images(layout, input_ids, units, laid)
     _check_placeholders(images)
     return images
-
-
-def _is_empty(entry: Any) -> bool:
-    """Whether it has no entries; a single number is refused by its shape."""
-    return hasattr(entry, "__len__") and getattr(entry, "ndim", 1) != 0 and len(entry) == 0
 
 
 def _refuse_other_media(raw: Mapping[str, Any], layout: VisionLayout) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.vision.families import PIXEL_FIELDS, num_kept
+from torch_collate_kit.vision.families import PIXEL_FIELDS
 from torch_collate_kit.vision.images import ImageFiles
 from torch_collate_kit.vision.layout import VisionLayout
 from torch_collate_kit.vision.sizes import SizesOnly
@@ -60,10 +60,6 @@ class Expansion:
         if "batch_num_images" in self.fields:
             kept["batch_num_images"] = np.array([count])
         return kept
-
-    def num_kept(self, count: int) -> int:
-        """How many of the first ``count`` images may stay when those after them are left out."""
-        return num_kept(self.fields, count, of=len(self.images))
 
 
 class ImageProcessing(NamedTuple):

@@ -155,7 +155,7 @@ def num_kept(fields: Collection[str], count: int, *, of: int) -> int:
     Where fields say how many images an example has (LLaVA-OneVision), an image is cut into tiles
     only if it is alone, so the first one of several cannot be kept alone.
 
-    >>> num_kept(("image_sizes", "batch_num_images"), 1, of=3)
-    0
+    >>> [num_kept(("image_sizes", "batch_num_images"), 1, of=total) for total in (3, 1)]
+    [0, 1]
     """
     return 0 if "batch_num_images" in fields and count == 1 < of else count

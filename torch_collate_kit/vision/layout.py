@@ -21,7 +21,7 @@ from torch_collate_kit.vision.families import (
     family_of,
 )
 
-__all__ = ["ImageUnits", "VisionLayout"]
+__all__ = ["ImageUnits", "VisionLayout", "is_no_image"]
 
 _Ints = npt.NDArray[np.int64]
 _BY_NAME = {family.name: family for family in (*FAMILIES, OTHER)}
@@ -192,10 +192,11 @@ class VisionLayout:
         [24]
         """
         small = {*self.fields, "num_tiles"}.difference(PIXEL_FIELDS)
-        fields = {k: np.asarray(example[k]) for k in small if example.get(k) is not None}
-        pixels = example.get("pixel_values")
+        given = {k: value for k, value in example.items() if not is_no_image(value)}
+        fields = {k: np.asarray(given[k]) for k in small if k in given}
+        pixels = given.get("pixel_values")
         if not fields and pixels is not None:  # the number of tiles is enough
-            mask = example.get("pixel_attention_mask")
+            mask = given.get("pixel_attention_mask")
             count = len(pixels) if np.ndim(pixels[0]) == 3 else len(pixels) * len(pixels[0])
             if mask is not None and np.ndim(mask) == 4:  # tiles that are padding are masked
                 count = int(np.asarray(mask).any(axis=(2, 3)).sum())
@@ -236,6 +237,13 @@ class VisionLayout:
         if "pixel_attention_mask" in self.family.fields:
             fields["pixel_attention_mask"] = np.ones((1, size, size), np.int64)
         return fields
+
+
+def is_no_image(entry: Any) -> bool:
+    """Whether an entry of a field stands for no image: None, or empty (a single number is not)."""
+    if entry is None:
+        return True
+    return hasattr(entry, "__len__") and getattr(entry, "ndim", 1) != 0 and len(entry) == 0
 
 
 def _check_config(processor: Any, images: Any, config: Any) -> None:

@@ -365,3 +365,11 @@ def test_a_source_in_which_no_example_has_an_image(family):
         assert ds.patches == [[] for _ in range(len(ds))]
         assert ds.num_loss_tokens.tolist() == [1, 0, 0, 0, 0][: len(ds)]
         assert all(ds[1][name] is None for name in images)
+
+
+def test_a_buffer_may_end_within_a_number():
+    """Files that others wrote have buffers of any length."""
+    numbers = np.array([5, 6], dtype=np.int64).tobytes()
+    values = pa.Array.from_buffers(pa.int64(), 2, [None, pa.py_buffer(numbers + b"\0" * 3)])
+    ds = TokenizedDataset(pa.table({"input_ids": pa.ListArray.from_arrays([0, 2], values)}))
+    assert ds[0]["input_ids"].tolist() == [5, 6]

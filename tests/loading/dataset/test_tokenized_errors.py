@@ -88,7 +88,8 @@ def _rows(**changes: Any) -> list[dict[str, Any]]:
 
 
 BAD_SOURCES = [
-    ([], DataError, r"no input_ids, got columns \[\]; tokenize the text first"),
+    ([], DataError, "the source is an empty list; give at least one example"),
+    ([{}], DataError, r"no input_ids, got columns \[\]; tokenize the text first"),
     ([{"text": "a"}], DataError, r"no input_ids, got columns \['text'\]"),
     (pa.table({"text": ["a"]}), DataError, r"no input_ids, got columns \['text'\]"),
     (pa.table({"input_ids": [1, 2]}), DataError, "input_ids holds one number per row"),
@@ -125,6 +126,8 @@ def test_bad_settings_and_files(tmp_path):
         TokenizedDataset(table, columns=["input_ids", "rewards"])
     with pytest.raises(DataError, match=r"no input_ids, got columns \['loss_mask'\]"):
         TokenizedDataset(ROWS, columns=["loss_mask"])
+    with pytest.raises(TypeError, match=r"got 'input_ids'; pass \['input_ids'\]"):
+        TokenizedDataset(ROWS, columns="input_ids")
     with pytest.raises(TypeError, match=r"on the fly \(set_transform\).*apply it with .map first"):
         TokenizedDataset(datasets.Dataset(table).with_transform(lambda rows: rows))
     with pytest.raises(ValueError, match=r"is a folder; pass datasets.load_from_disk"):

@@ -239,6 +239,18 @@ def test_a_resumed_run_does_not_pick_again_what_was_picked(monkeypatch):
     assert 8 < sum(count) <= 8 + 4096
 
 
+@pytest.mark.parametrize("by", ["examples", "tokens"])
+def test_one_batch_after_the_other_costs_its_own_picks_alone(by, monkeypatch):
+    lengths = [[3, 1, 2] * 4, [5, 9, 1] * 5]
+    options = {"lengths": lengths} if by == "tokens" else {}
+    sampler = MixedSampler([12, 15], 4, weights=[2, 1], by=by, num_steps=9, **options)
+    count, picks = [], mixture.picks
+    monkeypatch.setattr(mixture, "picks", lambda *given: (count.append(given[2]), picks(*given))[1])
+    for _ in range(3):
+        assert len(list(sampler)) == 9
+    assert sum(count) == 3 * 9 * 4
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_as_a_dataloaders_batch_sampler(num_workers):
     data = ConcatDataset([torch.arange(10), torch.arange(100, 105)])

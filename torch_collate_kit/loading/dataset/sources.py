@@ -99,6 +99,8 @@ def normalised(source: Any, columns: Sequence[str] | None, train_all: bool) -> A
 
 def _chosen(available: Sequence[str], columns: Sequence[str] | None, train_all: bool) -> list[str]:
     """The columns to keep: without ``columns`` those that the collators read."""
+    if isinstance(columns, str):
+        raise TypeError(f"columns must be a list of names, got {columns!r}; pass [{columns!r}]")
     if columns is None:
         if "input_ids" in available:
             images = tuple(name for name in IMAGE_FIELDS if name in available)
@@ -145,6 +147,8 @@ def _copied(
     examples: Sequence[Mapping[str, Any]], columns: Sequence[str] | None, train_all: bool
 ) -> dict[str, Any]:
     """Examples as columns in memory: one copy."""
+    if not examples:
+        raise DataError("the source is an empty list; give at least one example")
     available = list(dict.fromkeys(name for example in examples for name in example))
     copied: dict[str, Any] = {}
     for name in _chosen(available, columns, train_all):
