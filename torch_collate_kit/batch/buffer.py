@@ -99,7 +99,7 @@ def _shared(sources: Sequence[Tensor], slots: Sequence[Slot], size: int) -> Tens
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """In the order of the elements; of a contiguous tensor no copy."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
     return plain.flatten().view(torch.uint8).numpy().data
 
 
