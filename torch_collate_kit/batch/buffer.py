@@ -99,8 +99,10 @@ def _shared(sources: Sequence[Tensor], slots: Sequence[Slot], size: int) -> Tens
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """In the order of the elements; of a contiguous tensor no copy."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.flatten().view(torch.uint8).numpy().data
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    storage = torch.empty(0, dtype=torch.uint8).set_(plain.untyped_storage())
+    first = plain.storage_offset() * plain.itemsize  # view() refuses one element of stride 0
+    return storage[first : first + plain.nbytes].numpy().data
 
 
 def carve(buffer: Tensor, slots: Mapping[Key, Slot]) -> dict[Key, Tensor | Ragged]:
