@@ -102,16 +102,16 @@ def _deal(sizes: Sizes, image_weights: Ints, num_rows: int, limits: Limits) -> I
         return None
     slots = None if limits.pieces is None else [limits.pieces] * num_rows
     loads = [0] * num_rows
-    images = np.flatnonzero(sizes.patches)
-    if not len(images):
-        bins = _lightest(sizes.tokens.tolist(), loads, slots)
+    if not limits.patches:
+        bins = _lightest(sizes.tokens, loads, slots)
         return bins if (_added(sizes.tokens, bins, num_rows) <= limits.text).all() else None
     bins = np.zeros(len(sizes.tokens), dtype=np.int64)
+    images = np.flatnonzero(sizes.patches)
     images = images[np.argsort(-image_weights[images], kind="stable")]
-    bins[images] = _lightest(image_weights[images].tolist(), loads, slots)
+    bins[images] = _lightest(image_weights[images], loads, slots)
     loads = _added(sizes.tokens[images], bins[images], num_rows).tolist()
     texts = np.flatnonzero(sizes.patches == 0)
-    bins[texts] = _lightest(sizes.tokens[texts].tolist(), loads, slots)
+    bins[texts] = _lightest(sizes.tokens[texts], loads, slots)
     tokens, patches = (_added(values, bins, num_rows) for values in sizes)
     cells = np.where(patches > 0, limits.tokens, limits.text)
     return bins if ((tokens <= cells) & (patches <= limits.patches)).all() else None
@@ -124,18 +124,22 @@ def _added(values: Ints, bins: Ints, num_rows: int) -> Ints:
     return totals
 
 
-def _lightest(weights: list[int], loads: list[int], slots: list[int] | None) -> Ints:
+def _lightest(weights: Ints, loads: list[int], slots: list[int] | None) -> Ints:
     """The row of each piece: the lightest so far that has a free slot. Counts ``slots`` down."""
     num_rows = len(loads)
     heap = [load * num_rows + row for row, load in enumerate(loads)]  # cheap to compare
     if slots is None:
         heapify(heap)
-        bins = [heapreplace(heap, heap[0] + weight * num_rows) % num_rows for weight in weights]
-        return np.fromiter(bins, np.int64, len(bins))
+        most = sum(loads) + int(weights.max(initial=0)) * len(weights)
+        integer: type = np.int64 if (most + 1) * num_rows < 2**63 else object
+        added = (weights.astype(integer, copy=False) * num_rows).tolist()
+        taken = [heapreplace(heap, heap[0] + weight) for weight in added]
+        rows: Ints = np.fromiter(taken, integer, len(taken)) % num_rows
+        return rows.astype(np.int64, copy=False)
     heap = [key if slots[row] else key + _CLOSED * num_rows for row, key in enumerate(heap)]
     heapify(heap)
     bins = []
-    for weight in weights:
+    for weight in weights.tolist():
         row = heap[0] % num_rows
         bins.append(row)
         slots[row] -= 1

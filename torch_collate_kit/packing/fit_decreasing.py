@@ -227,9 +227,9 @@ def _histogram(sizes: Ints) -> tuple[Ints, list[int], list[int]]:
 
 def _expand(firsts: Ints, num_rows: Ints, each: Ints) -> npt.NDArray[np.integer]:
     """The row of every piece, in the order in which they were placed: int [S]."""
-    ends = np.cumsum(num_rows)
-    rows = np.repeat(firsts - ends + num_rows, num_rows) + np.arange(ends[-1])
-    return np.repeat(rows.astype(np.uint32), np.repeat(each, num_rows))
+    ends = num_rows.cumsum()
+    rows = (firsts - ends + num_rows).repeat(num_rows) + np.arange(ends[-1])
+    return rows.astype(np.uint32).repeat(each.repeat(num_rows))
 
 
 def _int_array(values: list[int]) -> Ints:

@@ -51,8 +51,8 @@ def cut_to_fit(
     >>> cut_to_fit(np.array([3, 5]), PackingOptions(3, overflow="split")).starts.tolist()
     [0, 0, 3]
     """
-    limits, overflow = _limits(lengths, packing, images), packing.overflow
-    does_not_fit = lengths > limits
+    most, overflow = _longest(packing, images), packing.overflow
+    does_not_fit = lengths > most
     if images is None:
         images = ImageLoad.none(len(lengths))
     elif packing.max_patches is not None:
@@ -64,6 +64,7 @@ def cut_to_fit(
     too_long = np.flatnonzero(does_not_fit)
     if not len(too_long):
         return whole
+    limits = np.broadcast_to(most, lengths.shape)
     if overflow == "drop":
         kept = whole.take(np.delete(whole.example_indices, too_long))
         lost = int(lengths[too_long].sum())
@@ -96,14 +97,14 @@ def num_pieces(lengths: Ints, packing: PackingOptions, images: ImageLoad | None 
     """
     if packing.overflow != "split":
         return np.ones_like(lengths)
-    return -(-lengths // _limits(lengths, packing, images))
+    return -(-lengths // _longest(packing, images))
 
 
-def _limits(lengths: Ints, packing: PackingOptions, images: ImageLoad | None) -> Ints:
-    """The longest piece of each example: int64 [N]."""
+def _longest(packing: PackingOptions, images: ImageLoad | None) -> Ints | np.int64:
+    """The longest piece of each example: int64 [N], or without images one for all."""
     capacity = min(packing.capacity, 2**63 - 1)
     if images is None:
-        return np.broadcast_to(np.int64(capacity), lengths.shape)
+        return np.int64(capacity)
     return np.where(images.patches > 0, capacity, capacity - packing.reserved)
 
 
@@ -123,7 +124,7 @@ def _cut_before_images(
         )
     left = ImageLoad(patches, costs)
     lengths[examples] = kept
-    limits = _limits(lengths, packing, left)
+    limits = _longest(packing, left)
     lengths = np.where(patches > 0, lengths, np.minimum(lengths, limits))  # text is cut anywhere
     most = packing.max_patches
     assert (lengths <= limits).all(), "what is left of an example is longer than a row"

@@ -252,8 +252,9 @@ class _Planner:
         packing, images = self._packing, self._pieces.images
         if packing.balance != "attention" or packing.num_ranks == 1:
             return self._sizes
-        has_cost = images.costs.any()  # a model without a vision part has none
-        of_images = images.costs if has_cost else images.patches
+        of_images = images.patches
+        if self._limits.patches and images.costs.any():  # a model without a vision part has none
+            of_images = images.costs
         return Sizes(packing.cost.language(self._sizes.tokens), of_images)
 
     def plan(self, rows: Rows, num_ranks: int) -> PackingPlan:

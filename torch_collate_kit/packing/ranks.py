@@ -48,7 +48,8 @@ def over_ranks(
         both = costs + image_costs
     if not keep_order:
         order = np.lexsort((-costs,) if image_costs is None else (-costs, -image_costs))
-    order = order[np.lexsort((-both[order], places // num_ranks))]
+    if keep_order or image_costs is not None:  # else each group is in descending order already
+        order = order[np.lexsort((-both[order], places // num_ranks))]
     order = order[np.argsort(_lightest_first(both[order], num_ranks), kind="stable")]
     if image_costs is None:
         return order

@@ -58,7 +58,7 @@ class Rows(NamedTuple):
 
     def labels(self) -> Ints:
         """The row of every entry of ``order``: int64 [S]."""
-        return np.repeat(np.arange(len(self.offsets) - 1), self.counts())
+        return np.arange(len(self.offsets) - 1).repeat(self.counts())
 
     def counts(self) -> Ints:
         """The pieces of each row: int64 [R]."""
@@ -68,7 +68,7 @@ class Rows(NamedTuple):
         """The rows ``row_indices``, in that order. A copy."""
         counts = self.counts()[row_indices]
         offsets = running_sum(counts)
-        shift = np.repeat(self.offsets[row_indices] - offsets[:-1], counts)
+        shift = (self.offsets[row_indices] - offsets[:-1]).repeat(counts)
         return Rows(self.order[np.arange(offsets[-1]) + shift], offsets)
 
     def totals(self, values: Ints) -> Ints:
@@ -89,7 +89,7 @@ def row_sums(values: Ints, offsets: Ints) -> Ints:
 def running_sum(values: npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Ints:
     """The sum of the values before each place, and of all: int64, one entry more than values."""
     sums = np.zeros(len(values) + 1, dtype=np.int64)
-    np.cumsum(values, out=sums[1:])
+    values.cumsum(out=sums[1:])
     return sums
 
 
