@@ -121,8 +121,7 @@ def _read(
     target = _target_name(own)
     return ExampleColumns(
         input_ids,
-        target,
-        None if target is None else columns.pop(target).values,
+        None if target is None else columns.pop(target),
         num_actions,
         list(columns.values()),
         (*made, *fields, *(() if images is None else images.arrays)),

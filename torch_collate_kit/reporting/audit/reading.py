@@ -162,7 +162,7 @@ def _without_images(examples: Any) -> tuple[Any, np.ndarray | None]:
 def _form(found: ExampleColumns) -> Sequence[str]:
     """What tells the form of examples: where their loss is, and what rollouts have."""
     if not found.are_rollouts:
-        return [found.target_name or "no loss target"]
+        return ["no loss target" if found.target is None else found.target.name]
     images = () if found.images is None else found.images.arrays
     return [*(column.name for column in found.fields), *images, *found.per_example]
 
