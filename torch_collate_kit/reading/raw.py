@@ -144,9 +144,12 @@ def _raw_columns(
                 f"column {key} is {type(column).__name__}, which has no rows; a mapping is taken "
                 "as columns, with one entry per example"
             )
-    if not len(raw[ids]):
+    num_examples = len(raw[ids])
+    if not num_examples:
         raise DataError("the batch is empty (0 examples); give at least one")
-    check_even(raw, ids)
+    for key, column in raw.items():
+        if len(column) != num_examples:
+            raise DataError(f"column {key} has {len(column)} rows, {ids} has {num_examples}")
     return raw
 
 
