@@ -139,7 +139,8 @@ def _raw_columns(
             hint += "; examples with input_ids go into PaddedCollator"
         raise DataError(f"no {ids} in example 0, got keys {given}; {hint}")
     for key, column in raw.items():
-        if _num_rows(column) is None:
+        is_text = isinstance(column, str | bytes)
+        if is_text or not hasattr(column, "__len__") or getattr(column, "ndim", 1) == 0:
             raise DataError(
                 f"column {key} is {type(column).__name__}, which has no rows; a mapping is taken "
                 "as columns, with one entry per example"
