@@ -134,7 +134,8 @@ def test_what_a_newer_datasets_calls_otherwise_is_skipped_not_restored(name: str
         renamed(stream._ex_iterable, "SomethingNew")
         return stream
 
-    assert has_exact_state(SOURCES[name]()) == (name != "shuffled")
+    are_trusted = int(datasets.__version__.partition(".")[0]) >= 5
+    assert has_exact_state(SOURCES[name]()) == (are_trusted and name != "shuffled")
     assert not has_exact_state(make())
     settings = SETTINGS | {"buffer_size": 2}
     dataset = PackedIterableDataset(make(), **settings)
