@@ -40,7 +40,7 @@ def test_bad_input_raises_what_the_contract_says(case: BadInput):
         ({"input_ids": [5, -6]}, "example 1: input_ids is -6 at token 1"),
         ({"input_ids": [5, 6.0]}, r"example 1: input_ids\[1\] is 6.0"),
         ({"input_ids": (5, 6.0)}, r"example 1: input_ids\[1\] is 6.0"),
-        ({"input_ids": []}, "example 1: input_ids is empty"),
+        ({"input_ids": []}, "example 1 is empty"),
         ({"input_ids": [5], "labels": [5]}, "example 1 and example 0 differ in labels"),
     ],
 )

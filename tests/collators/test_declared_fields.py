@@ -309,8 +309,11 @@ def test_a_missing_one() -> None:
     with pytest.raises(DataError, match="example 0 has no mine, but 'mines' looks like it"):
         collate([{"input_ids": [1, 2], "loss_mask": [1, 1], "mines": [1, 2]}])
     rollout = {"prompt_ids": [1], "response_ids": [2], "rewards": 0.0, "loss_mask": [1]}
+    collate = RolloutCollator(0, fields={"mine": PerToken(torch.int8)})
     with pytest.raises(DataError, match="example 0 has no mine, which fields declares"):
-        RolloutCollator(0, fields={"mine": PerToken(torch.int8)})([rollout])
+        collate([rollout])
+    with pytest.raises(DataError, match="example 0: mine is None; give a list"):
+        collate([{**rollout, "mine": None}])
 
 
 @pytest.mark.parametrize("make", [PaddedCollator, RolloutCollator])

@@ -406,6 +406,18 @@ def test_too_long_rollouts_are_dropped_whole() -> None:
     assert batch["rewards"].sum() == 3
 
 
+def test_numbers_of_what_is_dropped_are_not_looked_at() -> None:
+    """Of a rollout as of any example, which is checked when it is placed."""
+    collate = PackedCollator(0, max_tokens=8, overflow="drop")
+    wrong = [np.nan] * 5
+    short, too_long = rollout(2, 3), rollout(5, 5, loss_mask=wrong, rewards=wrong)
+    assert len(collate([short, too_long])["input_ids"]) == 1
+    examples = [{"input_ids": [5] * n, "loss_mask": [np.nan] * (n - 3) + [1] * 3} for n in (3, 9)]
+    assert len(collate(examples)["input_ids"]) == 1
+    with pytest.raises(DataError, match="example 1: rewards is nan at response token 0"):
+        PackedCollator(0, max_tokens=10)([short, rollout(5, 5, rewards=wrong)])
+
+
 def test_packed_rollouts_keep_their_uids_with_their_rows() -> None:
     examples = [rollout(1, n, uid=f"prompt {n}", is_last_step=bool(n % 2)) for n in (3, 7, 1, 5, 2)]
     batch = PackedCollator(0, max_tokens=9)(examples)

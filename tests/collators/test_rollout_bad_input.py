@@ -33,6 +33,8 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"prompt_ids": np.array([1], dtype=object)}, "prompt_ids has dtype object"),
     ({"prompt_ids": 5}, "prompt_ids is int"),
     ({"response_ids": "abc"}, "response_ids is str"),
+    ({"response_ids": [-1, 8, 9]}, "response_ids is -1 at token 0; token ids are 0 or more$"),
+    ({"prompt_ids": [5, -1]}, "prompt_ids is -1 at token 1; token ids are 0 or more$"),
     ({"rewards": np.array("a")}, r"rewards is 'a' \(str\); give one number"),
     ({"rewards": np.array(b"1.5")}, r"rewards is b'1.5' \(bytes\); give one number"),
     ({"rewards": np.array("1.5")}, r"rewards is '1.5' \(str\); give one number"),

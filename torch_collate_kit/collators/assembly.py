@@ -98,13 +98,14 @@ def padded_batch(
     names: tuple[str, ...],
     *,
     padding_side: Literal["left", "right"],
-    width: int,
+    pad_to_multiple_of: int | None,
     pad_token_id: int,
     vision: VisionLayout | None,
     normalize_loss: bool,
 ) -> Batch:
     """The Batch with one example per row. ``names`` are its fields."""
-    lengths = examples.lengths
+    lengths, multiple = examples.lengths, pad_to_multiple_of or 1
+    width = -(-int(lengths.max()) // multiple) * multiple
     placed = examples.place(whole_examples(lengths))
     # the widest run of cells from a row's first response token to its end
     pads = 0 if padding_side == "left" else width - lengths

@@ -96,24 +96,20 @@ class PaddedCollator:
         columns = read_columns(
             examples, train_all=self.train_all, fields=self.fields, vision=self.vision
         )
+        too_long = np.flatnonzero(columns.lengths > (self.max_length or np.inf))
+        if len(too_long):
+            i = int(too_long[0])
+            raise DataError(
+                f"example {i} has {columns.lengths[i]} tokens, more than max_length="
+                f"{self.max_length}; truncate it when tokenizing, filter it out, or raise "
+                "max_length"
+            )
         return padded_batch(
             columns,
             (*_FIELDS, *made_of_images(self.vision), *columns.names),
             padding_side=self.padding_side,
-            width=self._width(columns.lengths),
+            pad_to_multiple_of=self.pad_to_multiple_of,
             pad_token_id=self.pad_token_id,
             vision=self.vision,
             normalize_loss=self.normalize_loss,
         )
-
-    def _width(self, lengths: np.ndarray) -> int:
-        width = int(lengths.max())
-        if self.max_length is not None and width > self.max_length:
-            i = int(np.flatnonzero(lengths > self.max_length)[0])
-            raise DataError(
-                f"example {i} has {lengths[i]} tokens, more than max_length={self.max_length}; "
-                "truncate it when tokenizing, filter it out, or raise max_length"
-            )
-        if self.pad_to_multiple_of is not None:
-            width = -(-width // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        return width

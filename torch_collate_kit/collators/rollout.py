@@ -85,12 +85,11 @@ class RolloutCollator:
         rollouts = read_columns(examples, rollouts=True, fields=self.fields, vision=self.vision)
         if self.max_seq_len is not None:
             _warn_of_long(rollouts.lengths, self.max_seq_len)
-        multiple = self.pad_to_multiple_of or 1
         return padded_batch(
             rollouts,
             (*_FIELDS, *made_of_images(self.vision), *rollouts.names, "sub_seq_lengths"),
             padding_side="left",
-            width=-(-int(rollouts.lengths.max()) // multiple) * multiple,
+            pad_to_multiple_of=self.pad_to_multiple_of,
             pad_token_id=self.pad_token_id,
             vision=self.vision,
             normalize_loss=self.normalize_loss,

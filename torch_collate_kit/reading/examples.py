@@ -54,10 +54,8 @@ class ExampleColumns:
     """The examples of a batch, SFT examples or rollouts. Legend: N examples."""
 
     input_ids: Numbers
-    target_name: str | None
-    """In which form the loss target was given, if it was."""
-    target: Numbers | None
-    """Labels or weights: of every token, or of the last ``num_actions``."""
+    target: FieldColumn | None
+    """The loss target, if it was given: labels or weights, of all or the last ``num_actions``."""
     num_actions: np.ndarray | None
     """int64 [N], as given: of a rollout its response tokens."""
     fields: Sequence[FieldColumn]
@@ -78,7 +76,7 @@ class ExampleColumns:
             None if vision is None else Images(vision, empty, {}, {n: {} for n in vision.fields})
         )
         names = (*fields, *(() if vision is None else vision.fields))
-        return cls(empty, None, None, None, columns, names, images)
+        return cls(empty, None, None, columns, names, images)
 
     def with_dummy_images(self, pieces: Pieces, rows: np.ndarray) -> tuple[ExampleColumns, Pieces]:
         """With one more example, and a piece of it at the end of these rows: bool [R].
@@ -88,14 +86,11 @@ class ExampleColumns:
         assert self.images is not None
         layout = self.images.layout
         num_tokens, target, num_actions = layout.smallest_tokens, self.target, self.num_actions
-        if target is not None:
-            number = num_tokens if num_actions is None else 0
-            target = with_row(target, np.full(number, self._untrained))
         input_ids = with_row(self.input_ids, np.full(num_tokens, layout.image_token_id))
         columns = replace(
             self,
             input_ids=input_ids,
-            target=target,
+            target=None if target is None else target.with_row(num_tokens),
             num_actions=None if num_actions is None else np.append(num_actions, 0),
             fields=[column.with_row(num_tokens) for column in self.fields],
             images=self.images.with_smallest(input_ids),
@@ -124,7 +119,7 @@ class ExampleColumns:
         is_image = None if image_token_id is None else ids == image_token_id
         target, responses, num_trained = self._target(pieces, is_image)
         placed: dict[str, _Placed] = {"input_ids": (PerToken(torch.int64), ids, pieces)}
-        if self.target_name == "labels":
+        if self._has_labels:
             placed["labels"] = PerToken(torch.int64, IGNORE_INDEX), target, pieces
         elif self.are_rollouts:
             placed["loss_weights"] = PerResponseToken(torch.float32), target, responses
@@ -171,8 +166,12 @@ class ExampleColumns:
         return self._target(whole_examples(self.lengths), is_image)[2]
 
     @property
+    def _has_labels(self) -> bool:
+        return self.target is not None and self.target.name == "labels"
+
+    @property
     def _untrained(self) -> int:
-        return IGNORE_INDEX if self.target_name == "labels" else 0
+        return IGNORE_INDEX if self._has_labels else 0
 
     def _target(
         self, pieces: Pieces, is_image: np.ndarray | None
@@ -221,10 +220,10 @@ class ExampleColumns:
         """The target of these entries, as it was given: a copy."""
         if self.target is None:
             return np.ones(int(entries.lengths.sum()), dtype=np.bool_)
-        if self.target_name == "labels":
-            return placed_labels(self.target, entries)
+        if self._has_labels:
+            return placed_labels(self.target.values, entries)
         unit = "token" if self.num_actions is None else "response token"
-        return placed_weights(str(self.target_name), self.target, entries, unit)
+        return placed_weights(self.target.name, self.target.values, entries, unit)
 
     def _ids(self, pieces: Pieces) -> np.ndarray:
         """int32 where they fit, else int64: a copy."""

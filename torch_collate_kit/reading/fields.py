@@ -41,9 +41,7 @@ __all__ = [
     "read_fields",
 ]
 
-# Type codes of arrays that torch takes; not of the other 64-bit integers, nor of a longer float.
-_TORCH_CODES = "?bhilBHILefd"
-# Those that torch computes with; of the others it has little more than the name.
+# Dtypes that torch computes with; of the others it has little more than the name.
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _DTYPES = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DeclaredFields = Mapping[str, PerToken | PerResponseToken | PerExample]
@@ -84,11 +82,7 @@ class FieldColumn:
             lengths = self.values.lengths[pieces.examples]
             entries = pieces._replace(starts=np.zeros_like(lengths), lengths=lengths)
         values = taken(self.values, entries)
-        if values.dtype.char not in _TORCH_CODES or not values.dtype.isnative:
-            values = values.astype(
-                {"u": np.uint64, "i": np.int64}.get(values.dtype.kind, np.float64)
-            )
-        column = as_tensor(np.ascontiguousarray(values))
+        column = as_tensor(values)
         is_routes = isinstance(self.spec, PerRoutedToken)
         cast = column.to(column.dtype if is_routes else self.spec.dtype)
         if cast is column and values.base is not None:

@@ -181,7 +181,7 @@ class Images:
             part = column[end : end + len(array)]
             end += len(array)
             if frames is None:
-                _write(array, part)
+                part.copy_(as_tensor(array))
             else:
                 _write_first_frames(example, array.reshape(-1, *frames), part)
         return column
@@ -197,23 +197,12 @@ def _write_first_frames(example: int, patches: np.ndarray, column: Tensor) -> No
     for start in range(0, len(patches), _PATCHES_IN_CACHE):
         block = patches[start : start + _PATCHES_IN_CACHE]
         first = block[:, :, 0]
-        _write(first, column[start : start + len(block)])
+        column[start : start + len(block)].copy_(as_tensor(first))
         if not (block[:, :, 1:] == first[:, :, None]).all():
             raise DataError(
                 f"example {example}: the frames of a patch of pixel_values differ, so it is no "
                 "still image (or holds NaN); videos are not supported, give images"
             )
-
-
-def _write(array: np.ndarray, part: Tensor) -> None:
-    """torch takes no array that has negative strides, or bytes in another order."""
-    is_taken = array.dtype.isnative and array.dtype != np.longdouble
-    if is_taken and min(array.strides, default=0) >= 0:
-        part.copy_(as_tensor(array))
-    elif part.dtype == torch.bfloat16:  # NumPy has none
-        part.copy_(torch.from_numpy(array.astype(np.float32)))
-    else:
-        part.numpy()[...] = array
 
 
 def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

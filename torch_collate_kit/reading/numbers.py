@@ -39,6 +39,8 @@ __all__ = [
     "with_row",
 ]
 
+# Type codes of arrays that torch takes; not of the other 64-bit integers, nor of a longer float.
+_TORCH_CODES = "?bhilBHILefd"
 _INT32_MAX = np.iinfo(np.int32).max
 _SHORT_SPAN = 128  # entries on average; below it an index gather is the faster one (measured)
 
@@ -224,10 +226,14 @@ def _bad_entry(name: str, index: int, row: list[Any], typecode: str) -> DataErro
 
 
 def as_tensor(array: np.ndarray) -> Tensor:
-    """A view. Of an array that is not writable, as Arrow's are, torch would warn on every call."""
+    """A view of the array where torch takes it, else of a copy: in a dtype that torch has."""
+    if array.dtype.char not in _TORCH_CODES or not array.dtype.isnative:
+        array = array.astype({"u": np.uint64, "i": np.int64}.get(array.dtype.kind, np.float64))
+    if min(array.strides, default=0) < 0:
+        array = array.copy()
     if array.flags.writeable:
         return torch.from_numpy(array)
-    own = array.__array_interface__
+    own = array.__array_interface__  # torch would warn of what is not writable, as Arrow's are
     alias = SimpleNamespace(__array_interface__={**own, "data": (own["data"][0], False)}, of=array)
     return torch.from_numpy(np.asarray(alias))
 

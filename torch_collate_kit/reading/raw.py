@@ -139,14 +139,18 @@ def _raw_columns(
             hint += "; examples with input_ids go into PaddedCollator"
         raise DataError(f"no {ids} in example 0, got keys {given}; {hint}")
     for key, column in raw.items():
-        if _num_rows(column) is None:
+        is_text = isinstance(column, str | bytes)
+        if is_text or not hasattr(column, "__len__") or getattr(column, "ndim", 1) == 0:
             raise DataError(
                 f"column {key} is {type(column).__name__}, which has no rows; a mapping is taken "
                 "as columns, with one entry per example"
             )
-    if not len(raw[ids]):
+    num_examples = len(raw[ids])
+    if not num_examples:
         raise DataError("the batch is empty (0 examples); give at least one")
-    check_even(raw, ids)
+    for key, column in raw.items():
+        if len(column) != num_examples:
+            raise DataError(f"column {key} has {len(column)} rows, {ids} has {num_examples}")
     return raw
 
 

@@ -121,11 +121,10 @@ def _read(
     target = _target_name(own)
     return ExampleColumns(
         input_ids,
-        target,
-        None if target is None else columns.pop(target).values,
+        None if target is None else columns.pop(target),
         num_actions,
         list(columns.values()),
-        (*made, *fields, *(() if images is None else images.arrays)),
+        (*made, *declared, *(() if images is None else images.arrays)),
         images,
         _per_example(raw) if rollouts else {},
         rollouts,
@@ -137,10 +136,12 @@ def _ids(name: str, column: Any) -> Numbers:
     lengths = ids.lengths
     if not lengths.all():
         i = int(np.flatnonzero(lengths == 0)[0])
-        why = "filter it out"
+        if name == "input_ids":
+            raise DataError(f"example {i} is empty (input_ids has 0 tokens); filter it out")
+        hint = "filter it out"
         if name == "prompt_ids":
-            why = "nothing would predict its first response token; put the BOS token there"
-        raise DataError(f"example {i}: {name} is empty (0 tokens); {why}")
+            hint = "nothing would predict its first response token; put the BOS token there"
+        raise DataError(f"example {i}: {name} is empty (0 tokens); {hint}")
     return ids
 
 

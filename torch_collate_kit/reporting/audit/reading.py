@@ -139,7 +139,7 @@ def _without_images(examples: Any) -> tuple[Any, list[bool] | bool]:
 def _form(found: ExampleColumns) -> str:
     """What tells the form of examples: where their loss is, and what rollouts have."""
     if not found.are_rollouts:
-        return found.target_name or _NO_TARGET
+        return _NO_TARGET if found.target is None else found.target.name
     images = () if found.images is None else found.images.arrays
     return ", ".join([*(column.name for column in found.fields), *images, *found.per_example])
 
