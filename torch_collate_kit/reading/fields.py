@@ -19,6 +19,7 @@ from torch_collate_kit.reading.numbers import (
     first_bad,
     joined,
     number_column,
+    own_copy,
     taken,
     with_row,
 )
@@ -69,7 +70,7 @@ class FieldColumn:
             values = values.astype(
                 {"u": np.uint64, "i": np.int64}.get(values.dtype.kind, np.float64)
             )
-        column = torch.from_numpy(values if values.base is None else values.copy())
+        column = torch.from_numpy(own_copy(values, self.values))
         if not isinstance(self.spec, PerToken | PerResponseToken | PerExample):
             return column, entries
         cast = column.to(self.spec.dtype)

@@ -7,8 +7,8 @@ import numpy as np
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.numbers import Numbers, first_bad, taken
+from torch_collate_kit.ragged import Ragged, unchecked
+from torch_collate_kit.reading.numbers import Numbers, first_bad, own_copy, taken
 
 __all__ = [
     "as_flags",
@@ -55,7 +55,7 @@ def placed_weights(
     """
     weights = taken(as_flags(column) if isinstance(column, Ragged) else column, pieces)
     if weights.dtype == np.bool_:
-        return weights.copy()
+        return own_copy(weights, column)
     flags = _flags(weights)
     if flags is not None:
         return flags
@@ -73,7 +73,7 @@ def as_flags(column: Ragged) -> Ragged:
     if column.values.dtype == np.bool_:
         return column
     flags = _flags(column.values)
-    return column if flags is None else Ragged(flags, column.offsets)
+    return column if flags is None else unchecked(flags, column.offsets)
 
 
 def _flags(values: np.ndarray) -> np.ndarray | None:
