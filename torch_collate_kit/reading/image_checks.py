@@ -9,12 +9,11 @@ import numpy as np
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.arrays import as_array, checked_arrays
-from torch_collate_kit.vision.families import ImageField
+from torch_collate_kit.vision.families import PIXEL_FIELDS, ImageField
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
 
 __all__ = ["arrays_of", "checked_images"]
 
-_TILED = ("pixel_values", "pixel_attention_mask")
 _SHAPES = {
     ("patch", 2): "floats [patches, patch size]",
     ("tile", 4): "floats [tiles, 3, height, width]",
@@ -68,22 +67,22 @@ def checked_images(
     _check_shapes(index, fields, units)
     fields = _laid_flat(fields, units)
     units = layout.units(fields) if units is None else units
-    per = {"patch": units.patches.sum(), "tile": units.tiles.sum(), "image": len(units.tokens)}
     for name, array in fields.items():
         what = layout.fields[name].per
+        expected = int(units.entries(what).sum())
         if what == "example":
             if array.tolist() != [len(units.tokens)]:
                 raise DataError(
                     f"example {index}: {name} is {array.tolist()}, but the example has "
                     f"{len(units.tokens)} images; give what the processor returned for it alone"
                 )
-        elif len(array) != per[what]:
+        elif len(array) != expected:
             described = "the sizes of its images describe"
             if grid is not None:
                 described = f"image_grid_thw of shape {grid.shape} describes"
             raise DataError(
                 f"example {index}: {name} has {len(array)} {what}{'e' * (what == 'patch')}s"
-                f", {described} {per[what]}; give what the processor returned"
+                f", {described} {expected}; give what the processor returned"
             )
     return fields, units
 
@@ -141,7 +140,7 @@ def _laid_flat(fields: dict[str, np.ndarray], units: ImageUnits | None) -> dict[
         elif mask is not None:
             is_real = mask.reshape(rows, columns, -1).any(axis=2)
         fields = {
-            name: _real(array, is_real) if name in _TILED else array
+            name: _real(array, is_real) if name in PIXEL_FIELDS else array
             for name, array in fields.items()
         }
     return fields

@@ -24,6 +24,7 @@ from torch_collate_kit.ragged import Ragged, take_spans, unchecked
 from torch_collate_kit.reading.raw import is_sequence
 
 __all__ = [
+    "Kind",
     "Numbers",
     "are_int32_ids",
     "first_bad",
@@ -39,12 +40,11 @@ __all__ = [
 
 _INT32_MAX = np.iinfo(np.int32).max
 
-_Kind = Literal["ids", "labels", "weights", "numbers", "whole numbers"]
+Kind = Literal["ids", "labels", "numbers", "whole numbers"]
 _INT, _FLOAT = ("q", "iu"), ("d", "iufb")  # type code of lists, kinds of dtypes that are taken
-_KINDS: dict[_Kind, tuple[str, str, str]] = {
+_KINDS: dict[Kind, tuple[str, str, str]] = {
     "ids": (*_INT, "token ids index an embedding, convert them"),
     "labels": (*_INT, "labels are token ids (a mask goes into loss_mask), convert ids"),
-    "weights": (*_FLOAT, "give 0/1 or weights"),
     "numbers": (*_FLOAT, "give numbers"),
     "whole numbers": ("q", "iufb", "give numbers"),  # as integers, where they come in lists
 }
@@ -67,7 +67,7 @@ class Rows:
 Numbers = Ragged | Rows  # of ndarrays
 
 
-def number_column(name: str, column: Any, kind: _Kind) -> Numbers:
+def number_column(name: str, column: Any, kind: Kind) -> Numbers:
     """The column as flat arrays of a NumPy dtype that its kind may have, not copied if it is one.
 
     Raises:
