@@ -24,6 +24,7 @@ from torch_collate_kit.reading.arrays import route_column
 from torch_collate_kit.reading.numbers import (
     Kind,
     Numbers,
+    as_tensor,
     first_bad,
     joined,
     number_column,
@@ -34,7 +35,6 @@ from torch_collate_kit.reading.numbers import (
 from torch_collate_kit.reading.scalars import scalar_column
 
 __all__ = [
-    "BATCH_NAMES",
     "DeclaredFields",
     "FieldColumn",
     "Specs",
@@ -49,7 +49,7 @@ _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 _DTYPES = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DeclaredFields = Mapping[str, PerToken | PerResponseToken | PerExample]
 Specs = Mapping[str, PerToken | PerResponseToken | PerRoutedToken | PerExample]
-BATCH_NAMES = {"logprobs": "rollout_logprobs"}  # of our own fields that have another name there
+_BATCH_NAMES = {"logprobs": "rollout_logprobs"}  # of our own fields that have another name there
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,14 @@ class FieldColumn:
             values = values.astype(
                 {"u": np.uint64, "i": np.int64}.get(values.dtype.kind, np.float64)
             )
-        column = torch.from_numpy(own_copy(values, self.values))
-        if isinstance(self.spec, PerRoutedToken):
-            return column, entries
-        cast = column.to(self.spec.dtype)
+        values = np.ascontiguousarray(values)
+        column = as_tensor(values)
+        is_routes = isinstance(self.spec, PerRoutedToken)
+        cast = column.to(column.dtype if is_routes else self.spec.dtype)
+        if cast is column:
+            cast = as_tensor(own_copy(values, self.values))
+        if is_routes:
+            return cast, entries
         is_bad = _is_lost(values, cast) if self.key is None else _is_infinite(cast)
         if is_bad is not None:
             raise self._bad_number(values[is_bad][0], *first_bad(is_bad, entries))
@@ -210,7 +214,7 @@ def read_fields(
             expected = num_actions if isinstance(spec, PerResponseToken) else lengths
             values = _rows(key, raw[key], spec, expected, rollouts=rollouts)
         is_own = key in own
-        name = BATCH_NAMES.get(key, key) if is_own else key
+        name = _BATCH_NAMES.get(key, key) if is_own else key
         columns[key] = FieldColumn(name, spec, values, key if is_own else None)
     return columns
 

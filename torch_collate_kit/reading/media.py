@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ from torch_collate_kit.batch.fields import PerImage, PerToken
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.image_checks import arrays_of, checked_images
-from torch_collate_kit.reading.numbers import Numbers, joined
+from torch_collate_kit.reading.arrays import checked_images, image_arrays
+from torch_collate_kit.reading.numbers import Numbers, as_tensor, joined
 from torch_collate_kit.reading.raw import MEDIA, TOKEN_TYPES, VIDEOS
 from torch_collate_kit.vision.families import ImageField, num_kept
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
@@ -210,20 +209,11 @@ def _write(array: np.ndarray, part: Tensor) -> None:
     """torch takes no array that has negative strides, or bytes in another order."""
     is_taken = array.dtype.isnative and array.dtype != np.longdouble
     if is_taken and min(array.strides, default=0) >= 0:
-        part.copy_(_as_tensor(array))
+        part.copy_(as_tensor(array))
     elif part.dtype == torch.bfloat16:  # NumPy has none
         part.copy_(torch.from_numpy(array.astype(np.float32)))
     else:
         part.numpy()[...] = array
-
-
-def _as_tensor(array: np.ndarray) -> Tensor:
-    """A view. Of an array that is not writable, as Arrow's are, torch would warn on every call."""
-    if array.flags.writeable:
-        return torch.from_numpy(array)
-    own = array.__array_interface__
-    alias = SimpleNamespace(__array_interface__={**own, "data": (own["data"][0], False)}, of=array)
-    return torch.from_numpy(np.asarray(alias))
 
 
 def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -288,7 +278,7 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
                 "without an image"
             )
     arrays = {
-        name: arrays_of(name, entries, field)
+        name: image_arrays(name, entries, field)
         for (name, field), entries in zip(fields.items(), given.values(), strict=True)
     }
     units: dict[int, ImageUnits] = {}

@@ -16,7 +16,7 @@ from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.raw import MEDIA, are_rollouts, first_with
+from torch_collate_kit.reading.raw import MEDIA, first_with
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Refused
 from torch_collate_kit.vision import VisionLayout
@@ -108,8 +108,7 @@ class RowReader:
         )
 
     def _found(self, examples: Any, vision: VisionLayout | None) -> ExampleColumns:
-        rollouts = are_rollouts(examples)
-        return read_columns(examples, rollouts=rollouts, train_all=self.train_all, vision=vision)
+        return read_columns(examples, rollouts=None, train_all=self.train_all, vision=vision)
 
     def _is_of_images(self, examples: Any) -> bool:
         """Whether an example that was refused is taken without its images."""
