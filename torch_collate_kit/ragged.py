@@ -49,8 +49,8 @@ def take_spans(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> n
     [7, 8, 5]
     """
     total = int(lengths.sum())
-    is_flat = values.ndim == 1 and values.dtype.kind in "biuf"
-    if not is_flat or total < _SHORT_SPAN * len(starts):
+    has_view = values.ndim == 1 and values.dtype.kind in "biuf" and values.dtype.isnative
+    if not has_view or total < _SHORT_SPAN * len(starts):
         return values[span_indices(starts, lengths)]
     taken = np.empty(total, dtype=values.dtype)
     source, room, end = values.data, taken.data, 0
