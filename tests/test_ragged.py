@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.ragged import Ragged, take_spans
 
 ROWS = [[1, 2, 3], [], [4], [5, 6]]
 
@@ -315,3 +315,39 @@ def test_operations_do_what_they_do_to_a_list(rows: list[Any], make: Any, data: 
         assert ragged.tolist() == rows
         assert ragged.lengths.tolist() == [len(row) for row in rows]
         assert [row.tolist() for row in ragged] == rows
+
+
+# --- spans of one array --------------------------------------------------------------------------
+
+SPAN_VALUES = {
+    "int32": np.arange(900, dtype=np.int32),
+    "bool": np.arange(900) % 3 > 0,
+    "float16": np.arange(900, dtype=np.float16),
+    "big-endian": np.arange(900, dtype=">i8"),
+    "read-only": np.frombuffer(bytes(900), dtype=np.uint8),
+    "strided": np.arange(1800)[::2],
+    "2-D": np.arange(1800).reshape(900, 2),
+    "objects": np.array([str(i) for i in range(900)], dtype=object),
+    "dates": np.arange(900).astype("datetime64[s]"),
+}
+
+
+@pytest.mark.parametrize("longest", [5, 400])
+@pytest.mark.parametrize("name", SPAN_VALUES)
+def test_spans_of_any_values(name: str, longest: int) -> None:
+    """Short ones are gathered by an index, long ones are copied one by one."""
+    values = SPAN_VALUES[name]
+    lengths = np.array([longest, 0, longest - 1, longest, 0])
+    starts = np.array([480, 900, 1, 480, 0])
+    taken = take_spans(values, starts, lengths)
+    spans = zip(starts.tolist(), lengths.tolist(), strict=True)
+    assert taken.dtype == values.dtype
+    assert np.array_equal(taken, np.concatenate([values[a : a + n] for a, n in spans]))
+    assert not np.may_share_memory(taken, values)
+    assert taken.flags.writeable
+
+
+def test_no_spans() -> None:
+    none = np.zeros(0, dtype=np.int64)
+    assert take_spans(np.arange(3), none, none).tolist() == []
+    assert take_spans(none, np.array([0]), np.array([0])).tolist() == []

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Ragged", "row_indices", "span_indices"]
+__all__ = ["Ragged", "row_indices", "span_indices", "take_spans", "unchecked"]
+
+_SHORT_SPAN = 100  # entries on average; below it an index gather is the faster one (measured)
 
 
 def row_indices(indices: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
@@ -35,6 +37,27 @@ def span_indices(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
+
+
+def take_spans(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """``values[start:start + length]`` of every span, one after the other: a copy.
+
+    Spans are copied between memoryviews, which take three quarters of the time of joining ndarrays.
+    Short ones are gathered by an index, which costs more per entry and nothing per span.
+
+    >>> take_spans(np.array([5, 6, 7, 8]), np.array([2, 0]), np.array([2, 1])).tolist()
+    [7, 8, 5]
+    """
+    total = int(lengths.sum())
+    has_view = values.ndim == 1 and values.dtype.kind in "biuf" and values.dtype.isnative
+    if not has_view or total < _SHORT_SPAN * len(starts):
+        return values[span_indices(starts, lengths)]
+    taken = np.empty(total, dtype=values.dtype)
+    source, room, end = values.data, taken.data, 0
+    for start, stop in zip(starts.tolist(), (starts + lengths).tolist(), strict=True):
+        begin, end = end, end + stop - start
+        room[begin:end] = source[start:stop]
+    return taken
 
 
 class Ragged:
@@ -146,10 +169,7 @@ class Ragged:
             if step != 1:
                 return self.take(np.arange(start, stop, step))
             offsets = self.offsets[start : max(start, stop) + 1]
-            part = object.__new__(Ragged)  # without the checks: slices are cheap
-            part.values = self.values[offsets[0] : offsets[-1]]
-            part.offsets = offsets - offsets[0]
-            return part
+            return unchecked(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of a Ragged with {len(self)} rows")
         index = index % len(self)
@@ -162,13 +182,13 @@ class Ragged:
     def take(self, indices: Sequence[int] | np.ndarray) -> Ragged:
         """The rows at ``indices``, in that order: a copy."""
         picked = row_indices(indices)
-        lengths = self.lengths[picked]
-        cells = span_indices(self.offsets[:-1][picked], lengths)
+        lengths, starts = self.lengths[picked], self.offsets[:-1][picked]
         values = self.values
-        if isinstance(values, Tensor):
-            on_device = torch.from_numpy(cells).to(values.device, non_blocking=True)
-            return Ragged.from_lengths(values[on_device], lengths)
-        return Ragged.from_lengths(values[cells], lengths)
+        if isinstance(values, np.ndarray):
+            return Ragged.from_lengths(take_spans(values, starts, lengths), lengths)
+        cells = torch.from_numpy(span_indices(starts, lengths))
+        on_device = cells.to(values.device, non_blocking=True)
+        return Ragged.from_lengths(values[on_device], lengths)
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Ragged:
         """The same rows with tensor values on ``device``; offsets stay in host memory."""
@@ -198,3 +218,16 @@ class Ragged:
 
     def __repr__(self) -> str:
         return f"Ragged({len(self)} rows, {len(self.values)} values, {self.values.dtype})"
+
+
+def unchecked(values: np.ndarray | Tensor, offsets: np.ndarray) -> Ragged:
+    """A Ragged of offsets that are int64, begin at 0 and end at ``len(values)``: a view.
+
+    The checks of ``Ragged(values, offsets)`` take as long as moving ten thousand tokens.
+
+    >>> unchecked(np.array([7, 8, 9]), np.array([0, 1, 3])).tolist()
+    [[7], [8, 9]]
+    """
+    ragged = object.__new__(Ragged)
+    ragged.values, ragged.offsets = values, offsets
+    return ragged

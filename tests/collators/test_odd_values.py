@@ -269,3 +269,38 @@ def test_a_number_of_actions_beyond_int64_names_its_example(collate):
     for count in (2**63, 2**70, -(2**70)):
         message = message_of(collate, [good, good | {"num_actions": count}])
         assert message.startswith(f"example 1 has num_actions={count}, but 3 tokens; it counts")
+
+
+# --- which integers int32 holds ------------------------------------------------------------------
+
+
+@collators
+@pytest.mark.parametrize("dtype", ["i1", "i2", "i4", "i8", ">i4", ">i8", "u1", "u4", "u8"])
+@pytest.mark.parametrize("num_tokens", [3, 300])
+def test_ids_of_every_integer_dtype(dtype, num_tokens, collate):
+    """In an order of rows that is not that of the examples; the largest of int32 at either end."""
+    largest = min(np.iinfo(dtype).max, 2**31 - 1)
+    rows = [np.full(n, largest, dtype=dtype) for n in (num_tokens, num_tokens + 5)]
+    rows[0][1], rows[1][-1] = 1, 0
+    collate = PackedCollator(0, max_tokens=700) if isinstance(collate, PackedCollator) else collate
+    for given in (
+        {
+            "input_ids": Ragged(
+                np.concatenate(rows, dtype=dtype), [0, len(rows[0]), 2 * num_tokens + 5]
+            )
+        },
+        [{"input_ids": row} for row in rows],
+    ):
+        batch = collate(given)
+        order = batch.row_metadata["example_indices"].values
+        assert batch.column("input_ids").dtype == torch.int32
+        expected = np.concatenate([rows[i].astype(np.int64) for i in order])
+        assert batch.column("input_ids").tolist() == expected.tolist()
+
+
+@collators
+@pytest.mark.parametrize("dtype", ["i1", "i2", "i4", "i8", ">i8"])
+def test_a_negative_id_of_every_integer_dtype(dtype, collate):
+    values = np.array([5, 6, -7], dtype=dtype)
+    for given in ({"input_ids": Ragged(values, [0, 3])}, [{"input_ids": values}]):
+        assert message_of(collate, given).startswith("example 0: input_ids is -7 at token 2;")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_collate_kit.batch.fields import IGNORE_INDEX, FieldSpec
 from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.rows import cat
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.ragged import Ragged, unchecked
 
 __all__ = ["Columns"]
 
@@ -46,7 +46,7 @@ class Columns:
         """Columns in host memory, whose segments are those of the placement."""
         host = placement.segments
         segments: dict[str, Any] = {
-            name: Ragged(torch.from_numpy(of.values), of.offsets) for name, of in host.items()
+            name: unchecked(torch.from_numpy(of.values), of.offsets) for name, of in host.items()
         }
         segments["num_segments"] = torch.from_numpy(host["starts"].lengths.astype(np.int32))
         return cls(values, specs, names, placement, segments)

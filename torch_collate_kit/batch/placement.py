@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torch_collate_kit.ragged import Ragged, span_indices
+from torch_collate_kit.ragged import Ragged, span_indices, unchecked
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["Pieces", "Placement", "longest_segments", "packed", "padded", "whole_examples"]
@@ -93,7 +93,7 @@ def padded(counts: dict[str, np.ndarray], width: int, *, padding_side: str) -> d
     starts = width - lengths if padding_side == "left" else np.zeros_like(lengths)
     offsets = np.arange(len(lengths) + 1, dtype=np.int64)
     values = {"starts": starts, **counts}
-    return {name: Ragged(of.astype(np.int32), offsets) for name, of in values.items()}
+    return {name: unchecked(of.astype(np.int32), offsets) for name, of in values.items()}
 
 
 def packed(
@@ -118,7 +118,7 @@ def packed(
     for name, count in {"starts": starts, **counts}.items():
         values = np.zeros(offsets[-1], dtype=np.int32)
         values[places] = count
-        segments[name] = Ragged(values, offsets)
+        segments[name] = unchecked(values, offsets)
     segments["starts"].values[offsets[1:][has_tail] - 1] = used[has_tail]
     return segments
 

@@ -13,7 +13,7 @@ from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.batch.placement import Placement, padded, whole_examples
 from torch_collate_kit.batch.storage import Storage
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.ragged import unchecked
 from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
 from torch_collate_kit.reading.fields import DeclaredFields, checked_fields
 from torch_collate_kit.vision import VisionLayout
@@ -154,7 +154,7 @@ def assemble(
         Columns.of(placed.columns, specs, names, placement),
         {},
         {
-            **{key: Ragged(values.copy(), row_offsets) for key, values in per_piece.items()},
+            **{key: unchecked(values.copy(), row_offsets) for key, values in per_piece.items()},
             **row_metadata,
         },
         {

@@ -15,7 +15,8 @@ from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import FieldSpec, PerResponseToken, PerToken
 from torch_collate_kit.batch.placement import Pieces, whole_examples
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.ragged import Ragged, span_indices
+from torch_collate_kit.packing.rows import running_sum
+from torch_collate_kit.ragged import Ragged, span_indices, unchecked
 from torch_collate_kit.reading.fields import DeclaredFields, FieldColumn
 from torch_collate_kit.reading.media import Images
 from torch_collate_kit.reading.numbers import (
@@ -23,6 +24,7 @@ from torch_collate_kit.reading.numbers import (
     are_int32_ids,
     first_bad,
     joined,
+    own_copy,
     taken,
     with_row,
 )
@@ -229,7 +231,8 @@ class ExampleColumns:
         """int32 where they fit, else int64: a copy."""
         ids = self.input_ids
         if isinstance(ids, Ragged) and are_int32_ids(ids.values):
-            return taken(ids, pieces, np.int32)
+            narrow = ids.values.astype(np.int32, copy=False)
+            return own_copy(taken(unchecked(narrow, ids.offsets), pieces), ids)
         values = taken(ids, pieces)
         if are_int32_ids(values):
             return values.astype(np.int32)
@@ -250,8 +253,7 @@ class ExampleColumns:
 
 def _by_rows(values: np.ndarray | Tensor, entries: Pieces) -> Ragged:
     """A column with the rows of a batch, of the entries that its pieces have of it."""
-    offsets = np.append(0, np.cumsum(entries.lengths))[entries.row_offsets]
-    return Ragged(torch.as_tensor(values), offsets)
+    return unchecked(torch.as_tensor(values), running_sum(entries.lengths)[entries.row_offsets])
 
 
 def _last_tokens(pieces: Pieces, numbers: np.ndarray) -> np.ndarray:

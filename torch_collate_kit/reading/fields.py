@@ -28,6 +28,7 @@ from torch_collate_kit.reading.numbers import (
     first_bad,
     joined,
     number_column,
+    own_copy,
     taken,
     with_row,
 )
@@ -85,8 +86,8 @@ class FieldColumn:
         column = as_tensor(values)
         is_routes = isinstance(self.spec, PerRoutedToken)
         cast = column.to(column.dtype if is_routes else self.spec.dtype)
-        if cast is column and values.base is not None:
-            cast = column.clone()  # it was a view of what was given
+        if cast is column:
+            cast = as_tensor(own_copy(values, self.values))
         if is_routes:
             return cast, entries
         is_bad = _is_lost(values, cast) if self.key is None else _is_infinite(cast)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.ragged import Ragged, span_indices
+from torch_collate_kit.ragged import Ragged, take_spans, unchecked
 from torch_collate_kit.reading.raw import is_sequence
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "in_pairs",
     "joined",
     "number_column",
+    "own_copy",
     "row_array",
     "taken",
     "tensor_to_numpy",
@@ -42,7 +43,6 @@ __all__ = [
 # Type codes of arrays that torch takes; not of the other 64-bit integers, nor of a longer float.
 _TORCH_CODES = "?bhilBHILefd"
 _INT32_MAX = np.iinfo(np.int32).max
-_SHORT_SPAN = 128  # entries on average; below it an index gather is the faster one (measured)
 
 Kind = Literal["ids", "labels", "numbers", "whole numbers"]
 _INT, _FLOAT = ("q", "iu"), ("d", "iufb")  # type code of lists, kinds of dtypes that are taken
@@ -242,7 +242,15 @@ def joined(column: Numbers) -> Ragged:
     """The column as one flat array, in the order of the examples."""
     if isinstance(column, Ragged):
         return column
-    return Ragged(np.concatenate(column.arrays), column.offsets)
+    return unchecked(_concatenated(column.arrays), column.offsets)
+
+
+def _concatenated(arrays: list[Any]) -> np.ndarray:
+    """Flat arrays of one dtype as one: a copy, in three quarters of the time of NumPy's."""
+    try:
+        return np.frombuffer(bytearray().join(arrays), dtype=arrays[0].dtype)
+    except TypeError:  # one of them is not contiguous
+        return np.concatenate(arrays)
 
 
 def with_row(column: Numbers, row: np.ndarray) -> Ragged:
@@ -268,37 +276,30 @@ def _rows_of(column: Numbers) -> list[np.ndarray]:
     return [values[start:stop] for start, stop in pairwise(column.offsets.tolist())]
 
 
-def taken(column: Numbers, pieces: Pieces, dtype: Any = None) -> np.ndarray:
+def taken(column: Numbers, pieces: Pieces) -> np.ndarray:
     """The entries ``starts`` to ``starts + lengths`` of the examples, one piece after the other.
 
-    Pieces are joined, or where they are short gathered by an index, which costs more per entry and
-    nothing per piece. The result may be a view of the column. With ``dtype``, whose range the
-    entries must be known to be in, it is a copy of that dtype, made in the same pass.
+    The result may be a view of the column.
     """
     examples, starts, lengths, _ = pieces
     if not len(examples):
-        values = column.values if isinstance(column, Ragged) else column.arrays[0]
-        return values[:0].astype(dtype or values.dtype)
+        return (column.values if isinstance(column, Ragged) else column.arrays[0])[:0]
     if isinstance(column, Rows):
         chosen = [column.arrays[i] for i in examples.tolist()]
         if starts.any() or not np.array_equal(lengths, column.lengths[examples]):
             spans_of = zip(chosen, starts.tolist(), (starts + lengths).tolist(), strict=True)
             chosen = [array[start:stop] for array, start, stop in spans_of]
-        return np.concatenate(chosen, dtype=dtype, casting="unsafe")
-    values, first = column.values, column.offsets[:-1][examples] + starts
-    total = int(lengths.sum())
-    if (
-        first[-1] + lengths[-1] - first[0] == total
-        and (first[1:] == first[:-1] + lengths[:-1]).all()
-    ):
-        run = values[first[0] : first[0] + total]
-        return run if dtype is None else run.astype(dtype)
-    if total < _SHORT_SPAN * len(examples):
-        return values[span_indices(first, lengths)].astype(dtype or values.dtype, copy=False)
-    bounds = zip(first.tolist(), (first + lengths).tolist(), strict=True)
-    return np.concatenate(
-        [values[start:stop] for start, stop in bounds], dtype=dtype, casting="unsafe"
-    )
+        return _concatenated(chosen)
+    first = column.offsets[:-1][examples] + starts
+    if (first[1:] == first[:-1] + lengths[:-1]).all():  # in order, and without a hole
+        return column.values[first[0] : first[-1] + lengths[-1]]
+    return take_spans(column.values, first, lengths)
+
+
+def own_copy(values: np.ndarray, column: Numbers) -> np.ndarray:
+    """Values that were taken of a column: a copy if they are a view of it."""
+    is_view = isinstance(column, Ragged) and np.may_share_memory(values, column.values)
+    return values.copy() if is_view else values
 
 
 def first_bad(is_bad: np.ndarray, pieces: Pieces) -> tuple[int, int]:
@@ -312,6 +313,10 @@ def first_bad(is_bad: np.ndarray, pieces: Pieces) -> tuple[int, int]:
 
 def are_int32_ids(values: np.ndarray) -> bool:
     """Whether all of a column are ids that int32 holds."""
-    if values.dtype == np.int64:  # one pass for both ends
-        return not (values.view(np.uint64) > _INT32_MAX).any()
-    return not values.size or (int(values.min()) >= 0 and int(values.max()) <= _INT32_MAX)
+    if not values.size:
+        return True
+    if values.dtype.kind == "i" and values.dtype.itemsize >= 4:
+        # one pass for both ends: as unsigned numbers, negative ones are the largest
+        values = values.view(values.dtype.str.replace("i", "u"))
+    is_negative = values.dtype.kind == "i" and int(values.min()) < 0
+    return not is_negative and int(values.max()) <= _INT32_MAX

@@ -7,8 +7,8 @@ import numpy as np
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.numbers import Numbers, first_bad, taken
+from torch_collate_kit.ragged import Ragged, unchecked
+from torch_collate_kit.reading.numbers import Numbers, first_bad, own_copy, taken
 
 __all__ = ["count_trained", "placed_labels", "placed_weights"]
 
@@ -44,11 +44,12 @@ def placed_weights(name: str, column: Numbers, pieces: Pieces, unit: str) -> np.
     Raises:
         DataError: a weight that is negative, not finite in float32, or lost in it.
     """
+    given = column
     if isinstance(column, Ragged):  # bools are put in order in less memory
-        column = Ragged(_as_flags(column.values), column.offsets)
-    weights = _as_flags(taken(column, pieces))
+        given = unchecked(_as_flags(column.values), column.offsets)
+    weights = _as_flags(taken(given, pieces))
     if weights.dtype == np.bool_:
-        return weights if weights.base is None else weights.copy()
+        return own_copy(weights, column)
     with np.errstate(over="ignore"):
         kept = weights.astype(np.float32)
     is_bad = ~((weights == 0) | ((kept >= _LEAST_WEIGHT) & (kept < np.inf)))
