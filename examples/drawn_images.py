@@ -251,6 +251,7 @@ def make_model(processor: Any, **options: Any) -> transformers.Qwen3VLForConditi
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # every length would be compiled
 def exact_match(
     model: Any, processor: Any, records: Iterable[dict], accelerator: Accelerator
 ) -> dict[str, float]:

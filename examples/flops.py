@@ -36,17 +36,25 @@ _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_atte
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a GPU that ``torch.cuda.get_device_name()`` names; None if unknown.
 
+    A part of a GPU (MIG), and a slower GPU of a similar name, are unknown.
+
     >>> peak_flops("NVIDIA H100 80GB HBM3") / 1e12, peak_flops("Tesla T4")
     (989.4, None)
     """
+    if " MIG " in device_name or device_name.endswith(("Laptop GPU", "RTX 4090 D")):
+        return None
     for name, peak in _PEAKS.items():
-        if name in device_name and not device_name.endswith("Laptop GPU"):
+        if name in device_name:
             return peak * 1e12
     return None
 
 
 def flops_per_step(
-    config: Any, lengths: npt.ArrayLike, *, num_head_tokens: int | None = None
+    config: Any,
+    lengths: npt.ArrayLike,
+    *,
+    num_head_tokens: int | None = None,
+    num_adapter_parameters: int | None = None,
 ) -> float:
     """FLOPs of the forward and backward pass over examples of these true lengths.
 
@@ -59,9 +67,12 @@ def flops_per_step(
         lengths: tokens of every example, without pads, ints [N].
         num_head_tokens: tokens that pass the last layer, where a loss needs the logits of trained
             tokens only; None: all.
+        num_adapter_parameters: of LoRA adapters, with all else frozen: a frozen weight has no
+            gradient and costs 4 per token, in place of 6; None: all weights are trained.
 
     Raises:
-        ValueError: a layer that is no attention (recurrent layers).
+        ValueError: a layer that is no attention (recurrent layers); adapters in a mixture of
+            experts.
 
     >>> import transformers
     >>> config = transformers.LlamaConfig(
@@ -77,6 +88,13 @@ def flops_per_step(
     linear = layers * num_tokens + head * (
         num_tokens if num_head_tokens is None else num_head_tokens
     )
+    if num_adapter_parameters is not None:
+        if _experts(text)[0]:
+            raise ValueError(
+                "the FLOPs of adapters in a mixture of experts are not known: how many tokens pass "
+                "them depends on where they are; leave MFU out for this model"
+            )
+        linear = linear * 4 / 6 + 6 * num_adapter_parameters * num_tokens
     of_pair = 6 * text.num_attention_heads * _head_sizes(text)
     pairs = sum(count * _seen(lengths_N, window) for window, count in _windows(text).items())
     return float(linear + of_pair * pairs)

@@ -35,7 +35,11 @@ class RunLog:
     def __init__(self, model: Any, loader: Any, accelerator: Accelerator, args: Any) -> None:
         self.model, self.loader, self.accelerator, self.args = model, loader, accelerator, args
         self.is_main = accelerator.is_main_process
-        self.peak = _known_peak(model, accelerator.device) if self.is_main else None
+        self.peak = None
+        if self.is_main and accelerator.device.type == "cuda":
+            self.peak, why_not = _known_peak(model, accelerator.device)
+            if why_not:
+                accelerator.print(f"mfu is not recorded: {why_not}")
         self.took: Counter[str] = Counter()  # since this process began
 
     def __enter__(self) -> RunLog:
@@ -181,24 +185,37 @@ def _cost_balance(batch: kit.Batch, num_ranks: int) -> float:
     return float(costs.max() / costs.mean()) if costs.any() else 1.0
 
 
-def _known_peak(model: Any, device: torch.device) -> float | None:
-    """FLOP/s of the GPU; None where they are not known, or those of the model are not."""
-    is_partial = any(not parameter.requires_grad for parameter in model.parameters())
-    if device.type != "cuda" or is_partial or hasattr(model.model.config, "vision_config"):
-        return None
+def _known_peak(model: Any, device: torch.device) -> tuple[float | None, str | None]:
+    """FLOP/s of the GPU; None where they are not known, or those of the model are not, and why."""
+    if hasattr(model.model.config, "vision_config"):
+        return None, "the FLOPs of a vision tower are not counted"
+    trained = [name for name, value in model.named_parameters() if value.requires_grad]
+    if _num_adapter_parameters(model) is not None and not all("lora_" in n for n in trained):
+        return None, "some weights are frozen, and not all that are trained are adapters"
     try:
-        flops_per_step(model.model.config, [1])
-    except ValueError:
-        return None
-    return peak_flops(torch.cuda.get_device_name(device))
+        flops_per_step(
+            model.model.config, [1], num_adapter_parameters=_num_adapter_parameters(model)
+        )
+    except ValueError as error:
+        return None, str(error)
+    name = torch.cuda.get_device_name(device)
+    return peak_flops(name), None if peak_flops(name) else f"the peak of {name} is not known"
+
+
+def _num_adapter_parameters(model: Any) -> int | None:
+    """Of what is trained beside frozen weights; None where nothing is frozen."""
+    parameters = list(model.parameters())
+    trained = [parameter.numel() for parameter in parameters if parameter.requires_grad]
+    return None if len(trained) == len(parameters) else sum(trained)
 
 
 def _flops(parts: list[kit.Batch], model: Any) -> float:
     """Of the examples in these rows, forward and backward; the head sees trained tokens only."""
     lengths = torch.cat([part["sub_seq_lengths"].flat_values for part in parts]).cpu()
     trained = sum(int(part.row_metadata["num_trained"].flat_values.sum()) for part in parts)
-    num_head_tokens = trained if model.through_head else None
-    return flops_per_step(model.model.config, lengths, num_head_tokens=num_head_tokens)
+    options = {"num_head_tokens": trained if model.through_head else None}
+    options["num_adapter_parameters"] = _num_adapter_parameters(model)
+    return flops_per_step(model.model.config, lengths, **options)
 
 
 def _plot_loss(summary: Mapping[str, float], folder: Path) -> None:

@@ -42,11 +42,16 @@ from trained_model import check_arguments, load_model, make_optimizer, with_loss
 
 import torch_collate_kit as kit
 
-MAY_CHANGE = (
-    "output_dir checkpoint_every keep_checkpoints resume num_workers prefetch threads log_with"
-)
-COUNTS = "batch_size rows_per_micro_batch epochs max_steps max_tokens num_conversations threads "
-COUNTS += "lora lora_alpha rows_multiple_of"
+# Options that a resumed run may have otherwise; all others are what its losses follow from.
+MAY_CHANGE = {
+    *("output_dir", "checkpoint_every", "keep_checkpoints", "resume"),
+    *("num_workers", "prefetch", "threads", "log_with"),
+}
+# Options that must be 1 or more; other numbers must be 0 or more.
+COUNTS = {
+    *("batch_size", "rows_per_micro_batch", "rows_multiple_of", "max_tokens", "num_conversations"),
+    *("epochs", "max_steps", "keep_checkpoints", "threads", "lora", "lora_alpha"),
+}
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -121,7 +126,7 @@ def parse_arguments(
     `max_tokens`."""
     args = parser.parse_args()
     for name, value in vars(args).items():
-        lowest = 1 if name in COUNTS.split() or name == "keep_checkpoints" else 0
+        lowest = 1 if name in COUNTS else 0
         if isinstance(value, (int, float)) and not value >= lowest:  # refuses nan too
             fail(f"--{name.replace('_', '-')} {value}: must be {lowest} or more")
     for name in ("learning_rate", "weight_decay"):
@@ -129,13 +134,16 @@ def parse_arguments(
             fail(f"--{name.replace('_', '-')} inf: must be finite")
     if args.warmup > 1:
         fail(f"--warmup {args.warmup}: must be at most 1, it is a fraction of the steps")
-    args.rows_per_micro_batch = args.rows_per_micro_batch or (8 if args.no_packing else 1)
+    if args.rows_per_micro_batch is None:
+        args.rows_per_micro_batch = 8 if args.no_packing else 1
     if args.learning_rate is None:
-        args.learning_rate = (2e-4 if args.lora else 2e-5) if args.model else from_scratch
-    args.max_tokens = args.max_tokens or (4096 if args.model else max_tokens)
+        of_model = 2e-4 if args.lora else 2e-5
+        args.learning_rate = of_model if args.model else from_scratch
+    if args.max_tokens is None:
+        args.max_tokens = 4096 if args.model else max_tokens
     args.cpu |= parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
-    kept = {k: str(v) for k, v in vars(args).items() if k not in MAY_CHANGE.split()}
-    args.run = {f"--{k.replace('_', '-')}": v for k, v in kept.items()}
+    kept = {name: str(value) for name, value in vars(args).items() if name not in MAY_CHANGE}
+    args.run = {f"--{name.replace('_', '-')}": value for name, value in kept.items()}
     check_arguments(args)
     return args
 
@@ -199,6 +207,15 @@ def make_loader(
     return kit.PrefetchLoader(loader, prefetch=args.prefetch, device=accelerator.device)
 
 
+def two_examples(
+    examples: kit.TokenizedDataset, tokenizer: Any, collate: Any, args: Any
+) -> kit.Batch:
+    """The two shortest; packed into one row, for a check that they do not see each other."""
+    if not args.no_packing:  # a row that holds both, however long they are
+        collate = kit.PackedCollator(tokenizer, max_tokens=2 * args.max_tokens)
+    return collate(examples.__getitems__(np.argsort(examples.lengths, kind="stable")[:2]))
+
+
 def micro_batches(batch: kit.Batch, args: argparse.Namespace) -> list[kit.Batch]:
     """This rank's rows, a few at a time; all of one shape, if the model is compiled."""
     if args.no_packing:
@@ -250,14 +267,16 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = rate
             parts = micro_batches(batch, args)
-            loss, grad_norm, is_last = train_step(model, parts, optimizer, accelerator, args)
-            check_finite(step + 1, loss, grad_norm, batch, args)
-            log.step(step + 1, parts, loss, rate, grad_norm)
-            is_end, every = step + 1 == args.num_steps, args.checkpoint_every
-            if (every and (is_end or (step + 1) % every == 0)) or is_last:
-                save_checkpoint(accelerator, loader, step + 1, args)
-            if is_last:
-                accelerator.print(f"told to stop: step {step + 1} is saved, --resume goes on")
+            loss, grad_norm, is_told = train_step(model, parts, optimizer, accelerator, args)
+            done = step + 1
+            check_finite(done, loss, grad_norm, batch, args)
+            log.step(done, parts, loss, rate, grad_norm)
+            every = args.checkpoint_every
+            is_due = every and (done % every == 0 or done == args.num_steps)
+            if is_due or is_told:
+                save_checkpoint(accelerator, loader, done, args)
+            if is_told:
+                accelerator.print(f"told to stop: step {done} is saved, --resume goes on")
                 return None
     return log.summary()
 
@@ -303,28 +322,37 @@ def save_results(model: Any, weights: Any, tokenizer: Any, summary: dict, args: 
     write_results(summary, args)
 
 
-def run(args: argparse.Namespace, accelerator: Accelerator) -> None:
+def load_data(
+    args: argparse.Namespace, accelerator: Accelerator
+) -> tuple[Any, datasets.Dataset, datasets.Dataset, datasets.Dataset]:
+    """The tokenizer; what to train on, tokenized; what is held out, tokenized, and as it was."""
     with accelerator.main_process_first():  # the others find its result in the cache of datasets
         conversations, held_out = load_conversations(args)
         tokenizer = load_tokenizer(args, conversations)
-        tokenized = [
+        tokenized, tokenized_held_out = (
             kit.tokenize_chat_dataset(part, tokenizer, max_length=args.max_tokens)[0]
             for part in (conversations, held_out)
-        ]
-    accelerator.print("{} conversations to train on, {} held out".format(*map(len, tokenized)))
-    if len(tokenized[0]) < 2:
+        )
+    counts = f"{len(tokenized)} conversations to train on, {len(tokenized_held_out)} held out"
+    accelerator.print(counts)
+    if len(tokenized) < 2:
         fail("too few to train on; hold out fewer (--num-held-out), or raise --max-tokens")
-    examples = kit.TokenizedDataset(tokenized[0])
+    return tokenizer, tokenized, tokenized_held_out, held_out
+
+
+def run(args: argparse.Namespace, accelerator: Accelerator) -> None:
+    tokenizer, tokenized, tokenized_held_out, held_out = load_data(args, accelerator)
+    examples = kit.TokenizedDataset(tokenized)
     model = load_model(args, tokenizer).to(accelerator.device).train()  # it may be in eval mode
     collate = make_collator(tokenizer, model, args)
     loader = make_loader(examples, collate, accelerator, args, shuffle=True)
-    args.num_steps = min(args.epochs * len(loader), args.max_steps or args.epochs * len(loader))
+    steps_of_epochs = args.epochs * len(loader)
+    args.num_steps = min(steps_of_epochs, args.max_steps or steps_of_epochs)
     args.run |= {"tokens in the data:": str(examples.lengths.sum())}  # and any number of ranks
     if args.checkpoint_every and accelerator.is_main_process and not args.resume:
-        tokenized[0].save_to_disk(args.output_dir / "examples")  # which a step is made of
-    two = examples.__getitems__(np.argsort(examples.lengths, kind="stable")[:2])  # the shortest
-    packed = kit.PackedCollator(tokenizer, max_tokens=2 * args.max_tokens)
-    model = with_loss(model, (collate if args.no_packing else packed)(two), accelerator, args)
+        tokenized.save_to_disk(args.output_dir / "examples")  # which a step is made of
+    two = two_examples(examples, tokenizer, collate, args)
+    model = with_loss(model, two, accelerator, args)
     model, optimizer = accelerator.prepare(model, make_optimizer(model, args))
     args.first_step = resume(accelerator, loader, args) if args.resume else 0
     if is_finished(args):
@@ -333,8 +361,8 @@ def run(args: argparse.Namespace, accelerator: Accelerator) -> None:
     summary = train(model, loader, optimizer, accelerator, args)
     if summary is None:
         return
-    if len(tokenized[1]):
-        held_out_examples = kit.TokenizedDataset(tokenized[1])
+    if len(tokenized_held_out):
+        held_out_examples = kit.TokenizedDataset(tokenized_held_out)
         with make_loader(held_out_examples, collate, accelerator, args, shuffle=False) as loader:
             summary["held_out_loss"] = held_out_loss(model, loader, accelerator, args)
     weights, model_alone = whole_weights(model, accelerator), whole_model(model, accelerator)

@@ -66,8 +66,14 @@ def prepare(model: Any, args: argparse.Namespace) -> Any:
         for parameter in trained_parameters(model):
             parameter.data = parameter.data.float()
     if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        checkpoint_activations(model)
     return model
+
+
+def checkpoint_activations(model: Any) -> None:
+    """By the name that transformers 5.23 gives it, else by that of 5.17, which 5.23 warns of."""
+    old = model.gradient_checkpointing_enable
+    getattr(model, "activation_checkpointing_enable", old)()
 
 
 def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:

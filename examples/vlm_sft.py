@@ -48,8 +48,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--max-patches", type=int, help="of a row's images; none: 128, with --model no limit")
     add("--padded", dest="no_packing", action="store_true", help="as --no-packing")
     args = sft.parse_arguments(parser, from_scratch=1.5e-3, max_tokens=512)
-    if args.compile:
-        fail("--compile: rows with images have no fixed shape; sft.py has it, for text")
     if args.max_patches is None and not args.model:
         args.max_patches = 128
     if args.max_patches == 0:
@@ -120,6 +118,7 @@ def make_collator(processor: Any, model: Any, args: argparse.Namespace) -> Any:
         options |= {"max_tokens": args.max_tokens, "max_patches": args.max_patches}
         options |= {"strategy": "balanced", "cost": ModelCost.of(model.config)}
         options |= {"parallel": kit.ParallelLayout(dp=args.num_ranks)}
+        options["fixed_width"] = args.compile
     try:
         collate = kit.VisionLanguageCollator(processor, **options)
     except ValueError as error:

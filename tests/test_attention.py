@@ -357,7 +357,7 @@ def use_kernel(monkeypatch):
 
     def use(kernel: Any) -> None:
         monkeypatch.setattr(kernels, "_fits_kernel", lambda query, value: True)
-        monkeypatch.setattr(kernels, "_load_kernel", lambda: kernels._Kernel(kernel))
+        monkeypatch.setattr(kernels, "load_kernel", lambda: kernels._Kernel(kernel))
 
     return use
 
@@ -401,7 +401,7 @@ def test_the_installed_kernel_has_a_known_signature():
     names = set(inspect.signature(varlen.varlen_attn).parameters)
     assert {"query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"} <= names
     assert ("is_causal" in names) != ("window_size" in names)
-    assert kernels._load_kernel().takes_window == ("window_size" in names)
+    assert kernels.load_kernel().takes_window == ("window_size" in names)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from tests.tiny_models import packed_inputs, tiny_model
+from torch_collate_kit.attention import kernels, register_torch_varlen
 from torch_collate_kit.attention.kernels import Segments, attend
 
 LAYOUTS = [([7, 1, 5], [4, 3, 6]), ([6, 2, 5], [4, 9]), ([13], [13]), ([6, 7], [2, 3, 8])]
@@ -86,3 +88,56 @@ def test_the_operator_keeps_the_rules_of_operators() -> None:
         cu = torch.tensor([0, *lengths]).cumsum(0).int()
         arguments = (*inputs, cu, cu, 1, None, None)
         torch.library.opcheck(torch.ops.torch_collate_kit.segment_attention.default, arguments)
+
+
+# --- the kernel of a GPU, with a stand-in on the CPU ---------------------------------------------
+
+
+def one_segment(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Has the signature of torch 2.12's kernel; takes all tokens for one segment."""
+    heads = (x.transpose(0, 1) for x in (query, key, value))
+    output = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=enable_gqa)
+    return output.transpose(0, 1)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    monkeypatch.setattr(varlen, "varlen_attn", one_segment)
+    monkeypatch.setattr(kernels, "_LOADED", [])
+    monkeypatch.setattr(kernels, "_fits_kernel", lambda query, value: True)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_the_kernel_is_called_without_a_graph_break_or_a_warning(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Its import and its signature were traced in every layer, with a warning."""
+    with monkeypatch.context() as on_a_gpu:
+        on_a_gpu.setattr(torch.cuda, "is_available", lambda: True)
+        register_torch_varlen()
+    monkeypatch.setattr(kernels, "_Kernel", lambda _: pytest.fail("loaded when compiled"))
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(attend, backend=counter, fullgraph=True)
+    query, key, value = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
+    for lengths in ([5, 7], [6, 6], [3, 3, 6], [1, 4, 5, 2]):
+        cu = torch.tensor([0, *lengths]).cumsum(0).int()
+        segments = Segments(cu, cu, 12, 12)
+        expected = attend(query, key, value, segments)
+        torch.testing.assert_close(compiled(query, key, value, segments), expected)
+    assert counter.frame_count <= 2  # the second is for any number of segments
+    assert [
+        str(warning.message) for warning in recwarn if "lru_cache" in str(warning.message)
+    ] == []

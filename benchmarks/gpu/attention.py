@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gpu.errors import compared
 from gpu.families import FAMILIES, VOCABULARY, WINDOW, small_model
+from gpu.models import checkpointed
 from gpu.where import Where
 from torch_collate_kit import Batch, PackedCollator
 from torch_collate_kit.attention import kernels
@@ -74,8 +75,7 @@ def checkpointing(where: Where) -> dict[str, Any]:
         usual, exact = (_alone(where, kind, batch, d) for d in (where.low, where.exact))
         for reentrant in (True, False):
             model = small_model(kind, "torch_varlen", where.low, where.device)
-            options = {"use_reentrant": reentrant}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            checkpointed(model, use_reentrant=reentrant)
             model.enable_input_require_grads()
             name = f"{kind}, {'reentrant' if reentrant else 'not reentrant'}"
             checks.append(compared(name, _packed(model, batch, {}), usual, exact, where.low))

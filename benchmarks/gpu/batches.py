@@ -99,16 +99,28 @@ def gpu_tests(where: Where) -> dict[str, Any]:
     name = "tests/gpu"
     if importlib.util.find_spec("pytest") is None:
         return {"checks": [], "skipped": f"{name}: pytest is missing"}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", name]
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", name]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-500:]]
-    counts = {word: int(n) for n, word in re.findall(r"(\d+) (\w+)", lines[-1])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    code, lines = _echoed(command, environment)
+    results = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
+    last = next((line for line in reversed(lines) if results.search(line)), lines[-1])
+    counts = {word: int(n) for n, word in results.findall(last)}
     problems = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    is_ok = done.returncode == 0 and (counts.get("passed", 0) > 0 or not where.is_cuda)
-    check = {"name": f"{name}: {lines[-1].strip('= ')}", "is_ok": is_ok, "problems": problems}
+    is_ok = code == 0 and (counts.get("passed", 0) > 0 or not where.is_cuda)
+    check = {"name": f"{name}: {last.strip('= ')}", "is_ok": is_ok, "problems": problems}
     return {"checks": [check], "counts": counts}
+
+
+def _echoed(command: list[str], environment: dict[str, str]) -> tuple[int, list[str]]:
+    """The exit code and the lines that were printed; also in the cell's log, if it is stopped."""
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    lines = []
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **options) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            lines.append(line.rstrip())
+    return process.returncode, [line for line in lines if line] or ["it printed nothing"]
 
 
 def _same(found: Any, expected: Any) -> bool:

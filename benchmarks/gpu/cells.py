@@ -30,6 +30,8 @@ class Cell:
     limit: int = 180
     in_tiny: bool = True
     """Whether a tiny run has it: one cell of each kind is enough there."""
+    reads: tuple[str, ...] = ()
+    """Patterns of files beside its own that it depends on: it is measured again if they change."""
 
     def run(self, where: Where) -> dict[str, Any]:
         module, _, name = self.function.partition(":")
@@ -45,7 +47,7 @@ _COMPILED, _FIXED = "packed, torch_varlen, compiled", "packed, torch_varlen, fix
 _MASKS = [
     _OURS,
     "packed, sdpa with a mask",
-    "packed, flex",
+    "packed, flex, fixed width",
     "packed, flash_attention_2",
 ]
 _PEERS = [
@@ -57,6 +59,8 @@ _PEERS = [
 ]
 # Rows of one width are full on average if a step has many of them.
 _WIDE = {"rows": 8, "steps": 3}
+_SAMPLES = ("tests/batch_samples.py",)
+_TESTS = ("tests/*.py", "tests/gpu/*.py", "tests/rl/rollouts.py", "examples/*.py")
 _LIGER = ["Trainer, flattened, torch_varlen, Liger"]
 
 
@@ -80,7 +84,7 @@ def _profile(name: str, size: str, variant: str, seconds: int, *, in_tiny: bool)
 CELLS = (
     Cell("attention", "correctness", "attention:kernel", seconds=25),
     Cell("families", "correctness", "attention:families", seconds=30),
-    Cell("fields", "correctness", "batches:dense_fields", seconds=15),
+    Cell("fields", "correctness", "batches:dense_fields", seconds=15, reads=_SAMPLES),
     Cell("head-loss", "correctness", "batches:head_loss", seconds=15),
     Cell("isolation", "correctness", "batches:isolation", seconds=20),
     _speed("padding-0.6B", "0.6B", [_OURS, _PADDED, _SORTED], 70, in_tiny=True),
@@ -97,7 +101,7 @@ CELLS = (
     _profile("profile-0.6B", "0.6B", _OURS, 45, in_tiny=True),
     _peers("trainers-1.7B", "1.7B", _PEERS, 110, in_tiny=False),
     Cell("compiled", "correctness", "attention:compiled", seconds=90, limit=240),
-    Cell("gpu-tests", "correctness", "batches:gpu_tests", seconds=150, limit=400),
+    Cell("gpu-tests", "correctness", "batches:gpu_tests", seconds=150, limit=400, reads=_TESTS),
     _speed("compiled-0.6B", "0.6B", [_FIXED, _COMPILED], 70, **_WIDE),
     _speed("compiled-4B", "4B", [_FIXED, _COMPILED], 120, **_WIDE),
     _speed("attention-0.6B", "0.6B", _MASKS, 70),

@@ -11,8 +11,9 @@ import torch
 
 from gpu.where import Where, is_out_of_memory
 from torch_collate_kit import register_torch_varlen
+from torch_collate_kit.attention.kernels import same_dtype
 
-__all__ = ["SETTINGS", "SIZES", "Setting", "built", "fitting"]
+__all__ = ["SETTINGS", "SIZES", "Setting", "built", "cast_for_flex", "checkpointed", "fitting"]
 
 VOCABULARY = 151_936
 # The published sizes; head_dim is 128 and 8 KV heads in all of them.
@@ -85,14 +86,39 @@ def built(size: str, where: Where, setting: Setting, attention: str = "torch_var
     import transformers
 
     register_torch_varlen()
+    cast_for_flex()
     config = config_of(size, where)
     config._attn_implementation = attention
     torch.manual_seed(0)
     with where.device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=setting.dtype)
     if setting.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpointed(model, use_reentrant=False)
     return model.train()
+
+
+def checkpointed(model: Any, *, use_reentrant: bool) -> None:
+    """Activations are computed again: by the name of transformers 5.23, else by that of 5.17."""
+    old = model.gradient_checkpointing_enable
+    enable = getattr(model, "activation_checkpointing_enable", old)
+    enable({"use_reentrant": use_reentrant})
+
+
+def cast_for_flex() -> None:
+    """Flex attention refuses queries, keys and values of several dtypes, or computes in float32.
+
+    Under autocast Qwen3 hands over float32 queries and keys, from its norms, and bf16 values.
+    """
+    import transformers
+    from transformers.integrations import flex_attention
+
+    def in_one_dtype(
+        module: Any, query: Any, key: Any, value: Any, *rest: Any, **options: Any
+    ) -> Any:
+        heads = same_dtype(query, key, value)
+        return flex_attention.flex_attention_forward(module, *heads, *rest, **options)
+
+    transformers.AttentionInterface.register("flex_attention", in_one_dtype)
 
 
 def optimizer_of(model: Any) -> torch.optim.Optimizer:

@@ -117,16 +117,18 @@ def _in_a_process(
     command += ["--out", str(out), *["--cpu", "--tiny"] * given.cpu]
     environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # transformers.Trainer would split each micro-batch over all GPUs of a machine
+    environment["CUDA_VISIBLE_DEVICES"] = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     before, log = results.load(cell.name), results.folder / "logs" / f"{cell.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w", encoding="utf-8") as file:
         code = _exit_code(command, environment, file, min(cell.limit, left))
     if code is None and left < cell.limit:
         return False
+    tail = log.read_text(encoding="utf-8", errors="replace")[-1000:]
     if code is None:
-        results.save(cell.name, {"error": f"stopped after {cell.limit} s"})
+        results.save(cell.name, {"error": f"stopped after {cell.limit} s", "output": tail})
     elif code != 0 and results.load(cell.name) == before:
-        tail = log.read_text(encoding="utf-8", errors="replace")[-1000:]
         results.save(cell.name, {"error": f"the process ended with {code}", "output": tail})
     return True
 

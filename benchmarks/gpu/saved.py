@@ -9,25 +9,35 @@ import re
 from pathlib import Path
 from typing import Any
 
+from gpu.cells import CELLS
 from gpu.where import ROOT, Where, described
 
 __all__ = ["Results", "code_digest", "machine_name"]
 
-# What writes tables or starts cells changes no measurement.
-_NOT_MEASURED = ("run.py", "tables.py", "page.py", "saved.py", "bench_vision_gpu.py")
+# What chooses and starts cells or writes tables changes no measurement; the rest is of all cells,
+# but for modules that only their own cells read.
+_OF_NO_CELL = ("run", "cells", "saved", "tables", "targets", "bench_vision_gpu")
+_OF_SOME_CELLS = ("attention", "batches", "launches", "peers", "profiling")
 
 
-def code_digest(root: Path = ROOT) -> str:
-    """Twelve digits that change with the package, or with what measures it."""
-    digest = hashlib.sha256()
+def code_digest(cell: str, root: Path = ROOT) -> str:
+    """Twelve digits that change with the package, or with what measures this cell and how."""
+    found = next((other for other in CELLS if other.name == cell), None)
+    function, options, reads = (
+        (found.function, found.options, found.reads) if found else ("", {}, ())
+    )
+    others = {*_OF_NO_CELL, *_OF_SOME_CELLS} - {function.partition(":")[0]}
+    measuring = (root / "benchmarks" / "gpu").glob("*.py")
     files = [
-        *sorted((root / "torch_collate_kit").rglob("*.py")),
-        *sorted((root / "benchmarks" / "gpu").glob("*.py")),
+        *(root / "torch_collate_kit").rglob("*.py"),
+        *(path for path in measuring if path.stem not in others),
+        *(path for pattern in reads for path in root.glob(pattern)),
+        root / "benchmarks" / "samples.py",
         root / "examples" / "flops.py",
     ]
-    for path in files:
-        if path.name not in _NOT_MEASURED or "torch_collate_kit" in path.parts:
-            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    digest = hashlib.sha256(f"{function} {options}".encode())
+    for path in sorted(files):
+        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -45,7 +55,7 @@ def machine_name(where: Where) -> str:
 class Results:
     """The folder with the results of one machine.
 
-    ``key`` is the code and the versions that they were measured with: a result of another key is
+    Each has a key, the code and the versions that it was measured with. A result of another key is
     measured again, and shown in the table until then.
     """
 
@@ -53,12 +63,19 @@ class Results:
         self.folder = folder / "gpu" / machine_name(where)
         machine = described(where)
         versions = {k: machine["versions"][k] for k in ("torch", "transformers")}
-        self.key = {"code": code_digest(), "device": machine["device"], **versions}
+        self._machine = {"device": machine["device"], **versions}
+        self._keys: dict[str, dict[str, str]] = {}
+
+    def key(self, name: str) -> dict[str, str]:
+        """What a cell would be measured with now."""
+        if name not in self._keys:
+            self._keys[name] = {"code": code_digest(name), **self._machine}
+        return self._keys[name]
 
     def load(self, name: str) -> dict[str, Any] | None:
         """The result of a cell for this key, None if it was not measured yet."""
         found = self.any(name)
-        return found if found is not None and found["key"] == self.key else None
+        return found if found is not None and found["key"] == self.key(name) else None
 
     def any(self, name: str) -> dict[str, Any] | None:
         """The result of a cell, whatever its key."""
@@ -71,7 +88,7 @@ class Results:
         path = self.folder / f"{name}.json"
         unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
         with open(unfinished, "w", encoding="utf-8") as file:
-            file.write(json.dumps({"cell": name, "key": self.key, **result}, indent=1) + "\n")
+            file.write(json.dumps({"cell": name, "key": self.key(name), **result}, indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)

@@ -20,7 +20,8 @@ VARIANTS = {
         Variant("padded, sdpa", Layout("padded"), "sdpa"),
         Variant("padded and sorted, sdpa", Layout("sorted"), "sdpa"),
         Variant("packed, sdpa with a mask", attention="sdpa"),
-        Variant("packed, flex", attention="flex_attention"),
+        # of one width, or its kernels and its masks are compiled anew for every width
+        Variant("packed, flex, fixed width", _FIXED, "flex_attention"),
         Variant("packed, flash_attention_2", attention="flash_attention_2"),
         Variant("packed, torch_varlen, compiled", _FIXED, compiled=True),
         Variant("packed, torch_varlen, fixed width", _FIXED),
@@ -68,11 +69,11 @@ def about(size: str, mix: Any, setting: Setting, too_large: list[str]) -> dict[s
 def prepared(
     where: Where, size: str, max_tokens: int, rows: int = ROWS
 ) -> tuple[Any, Any, Any, Setting, list[str]]:
-    """Data, model, optimizer and the setting that fits, after two steps of packed rows."""
+    """Data, model, optimizer and the setting that fits, after two steps of rows of full width."""
     mix = mix_of(where, 512 if where.is_tiny else VOCABULARY, max_tokens=max_tokens, rows=rows)
 
     def one_step(model: Any, optimizer: Any, setting: Setting) -> None:
-        with loader_of(mix, OURS.layout, where) as loader:
+        with loader_of(mix, _FIXED, where) as loader:
             for batch in loader.steps(1):
                 train_step(model, optimizer, batch, OURS, setting, where)
 

@@ -11,7 +11,7 @@ from typing import Any
 from harness import Report
 from pages import page
 
-from gpu.cells import chosen
+from gpu.cells import CELLS, chosen
 from gpu.saved import Results, machine_name
 from gpu.targets import add_targets
 from gpu.where import Where, described
@@ -57,9 +57,9 @@ def write_page(folder: Path, results: Results, where: Where) -> tuple[Path, int]
     _profiles(report, found)
     _not_measured(report, found, list(cells))
     add_targets(report, {} if where.is_tiny else found, described(where)["device"])
-    keys = {json.dumps(result["key"], sort_keys=True) for result in found.values()}
-    if len(keys) > 1:
-        report.text(f"The cells were measured with {len(keys)} versions of code or libraries.")
+    older = [name for name, result in found.items() if result["key"] != results.key(name)]
+    if older:
+        report.text(f"Measured with other code or libraries than the rest: {', '.join(older)}.")
     now = {"date": datetime.now(timezone.utc).date().isoformat(), **described(where)}
     options = "" if not where.is_tiny else " --cpu --tiny"
     whole = {
@@ -92,10 +92,13 @@ def summary(result: Found) -> str:
 
 
 def _correctness(report: Report, found: Mapping[str, Found]) -> int:
+    """How many checks failed; a cell of correctness that ended with an error is one of them."""
     rows, failed = [], []
+    ours = {cell.name for cell in CELLS if cell.part == "correctness"}
     for name, result in found.items():
-        for check in result.get("checks", []):
-            failed += [] if check["is_ok"] else [check]
+        failed += [check for check in result.get("checks", []) if not check["is_ok"]]
+        if name in ours and "error" in result:
+            failed.append({"name": name, "error": result["error"]})
         if result.get("checks"):
             judged = [check for check in result["checks"] if "share" in check]
             worst = max(judged, key=lambda check: check["share"], default=None)
@@ -121,10 +124,9 @@ def _correctness(report: Report, found: Mapping[str, Found]) -> int:
             [c["name"], json.dumps({k: v for k, v in c.items() if k != "name"})] for c in failed
         ]
         report.table("Checks that failed", ["check", "found"], rows)
-    report.data["checks"] = {
-        "passed": sum(len(r.get("checks", [])) for r in found.values()) - len(failed),
-        "failed": len(failed),
-    }
+    every = [check for result in found.values() for check in result.get("checks", [])]
+    passed = sum(check["is_ok"] for check in every)
+    report.data["checks"] = {"passed": passed, "failed": len(failed)}
     return len(failed)
 
 

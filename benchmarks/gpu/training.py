@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -216,7 +217,8 @@ def _guarded(runner: Runner, what: Any, where: Where) -> None:
         runner.error = "out of memory" if is_memory else f"{type(error).__name__}: {error}"[:300]
     if runner.error:
         runner._model.zero_grad()
-        if where.is_cuda:
+        gc.collect()
+        with contextlib.suppress(RuntimeError):  # after an illegal access nothing works any more
             torch.cuda.empty_cache()
 
 

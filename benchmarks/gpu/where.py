@@ -64,8 +64,10 @@ class Where:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Also where a library of CUDA has found none left for its workspace."""
-    return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error)
+    """Also where the driver, Triton or a library of CUDA has found none left."""
+    message = str(error)
+    is_said = "CUDA error: out of memory" in message or "[CUDA]: out of memory" in message
+    return isinstance(error, torch.OutOfMemoryError) or is_said or "ALLOC_FAILED" in message
 
 
 def described(where: Where) -> dict[str, Any]:

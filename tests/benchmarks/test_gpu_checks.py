@@ -225,7 +225,8 @@ def test_the_first_setting_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -
     tried = []
 
     def one_step(model: Any, optimizer: Any, setting: Any) -> None:
-        tried.append((next(model.parameters()).dtype, model.is_gradient_checkpointing))
+        is_again = model.model.layers[0].gradient_checkpointing
+        tried.append((next(model.parameters()).dtype, is_again))
         if setting != models.SETTINGS[-1]:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -247,6 +248,28 @@ def test_models_have_their_sizes(size: str) -> None:
     published = {"0.6B": 0.596, "1.7B": 1.721, "4B": 4.022, "8B": 8.191}
     num_parameters = sum(p.numel() for p in model.parameters())
     assert num_parameters / 1e9 == pytest.approx(published[size], abs=5e-4)
+
+
+def test_flex_attention_gets_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+    from transformers.integrations import flex_attention
+
+    importlib.import_module("gpu.models").cast_for_flex()
+    monkeypatch.setattr(flex_attention, "flex_attention_forward", lambda _, *heads: heads)
+    forward = transformers.AttentionInterface()["flex_attention"]
+    query, key, value = (torch.ones(1, heads, 4, 8) for heads in (4, 2, 2))
+    with torch.autocast("cpu", torch.bfloat16):  # as Qwen3 hands them over
+        heads = forward(None, query, key, value.bfloat16())
+    assert {head.dtype for head in heads} == {torch.bfloat16}
+    assert forward(None, query, key, value)[0] is query
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_checkpointing_warns_of_no_old_name() -> None:
+    models = importlib.import_module("gpu.models")
+    for setting in models.SETTINGS:
+        model = models.built("0.6B", WHERE, setting)
+        assert model.model.layers[0].gradient_checkpointing is setting.checkpointing
 
 
 # --- the page of a GPU ---------------------------------------------------------------------------

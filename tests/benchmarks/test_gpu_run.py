@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("transformers")
 
 import gpu.run as run
-from gpu.cells import Cell
+from gpu.cells import CELLS, Cell
 from gpu.saved import Results
 from gpu.tables import write_page
 from gpu.where import Where
@@ -106,7 +106,9 @@ def test_what_is_measured_is_skipped_until_the_code_changes(
     results = Results(measured, WHERE)
     before = {name: results.load(name) for name in MEASURED}
     path = results.folder / "fields.json"
-    path.write_text(json.dumps({**before["fields"], "key": {**results.key, "code": "older"}}))
+    path.write_text(
+        json.dumps({**before["fields"], "key": {**results.key("fields"), "code": "older"}})
+    )
     assert results.load("fields") is None
     assert results.any("fields")["key"]["code"] == "older"
     assert called(measured, "--cells", ",".join(MEASURED)) == 0
@@ -226,6 +228,8 @@ def test_a_stopped_run_stops_its_cell_and_writes_the_page(tmp_path: Path) -> Non
     [
         (torch.OutOfMemoryError("CUDA: 9 GiB"), "out of memory: OutOfMemoryError: CUDA: 9 GiB"),
         (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), "out of memory: RuntimeError: CUBLAS_"),
+        (RuntimeError("CUDA error: out of memory"), "out of memory: RuntimeError: CUDA error"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "out of memory: RuntimeError: Tri"),
         (ValueError("wrong"), "ValueError: wrong"),
     ],
 )
@@ -259,3 +263,73 @@ def test_a_failed_check_is_on_the_page_and_in_the_exit_code(tmp_path: Path) -> N
     assert '| b | {"is_ok": false, "different": ["labels"]} |' in page.read_text()
     assert "| checks of correctness that fail | 1 | at most 0 | MISSED |" in page.read_text()
     assert called(tmp_path, "--table") == 1
+
+
+def test_an_error_in_a_cell_of_correctness_is_a_failed_check(tmp_path: Path) -> None:
+    results = Results(tmp_path, WHERE)
+    results.save("fields", {"checks": [{"name": "a", "is_ok": True}]})
+    results.save("head-loss", {"error": "RuntimeError: no kernel image"})
+    results.save("logits-0.6B", {"error": "out of memory: 9 GiB"})  # of speed: not measured
+    page, failed = write_page(tmp_path, results, WHERE)
+    assert failed == 1
+    text = page.read_text()
+    assert '| head-loss | {"error": "RuntimeError: no kernel image"} |' in text
+    assert "| checks of correctness that fail | 1 | at most 0 | MISSED |" in text
+    assert "1 checks pass, 1 fail" in text
+    assert "| logits-0.6B | out of memory: 9 GiB |" in text
+    assert called(tmp_path, "--table") == 1
+
+
+def test_what_changed_is_measured_again_and_nothing_else(tmp_path: Path) -> None:
+    """A repair of one part of a first run does not throw the rest of it away."""
+    saved = importlib.import_module("gpu.saved")
+    for folder in ("torch_collate_kit", "benchmarks", "examples", "tests"):
+        for source in (saved.ROOT / folder).rglob("*.py"):
+            copy = tmp_path / source.relative_to(saved.ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(source.read_bytes())
+    names = [cell.name for cell in CELLS]
+
+    def changed_by(path: str) -> set[str]:
+        before = {name: saved.code_digest(name, tmp_path) for name in names}
+        with open(tmp_path / path, "a") as file:
+            file.write("# another line\n")
+        return {name for name in names if saved.code_digest(name, tmp_path) != before[name]}
+
+    peers = {"trainers-0.6B", "trainers-1.7B", "liger-0.6B"}
+    assert changed_by("benchmarks/gpu/peers.py") == peers
+    assert changed_by("benchmarks/gpu/tables.py") == set()
+    assert changed_by("tests/gpu/test_batch_gpu.py") == {"gpu-tests"}
+    assert changed_by("tests/batch_samples.py") == {"fields", "gpu-tests"}
+    for path in ("torch_collate_kit/losses/linear_nll.py", "benchmarks/gpu/training.py"):
+        assert changed_by(path) == set(names), path
+    assert len({saved.code_digest(name) for name in ("padding-0.6B", "prefetch-0.6B")}) == 2
+
+
+def test_a_cell_sees_one_gpu_and_says_what_it_printed_when_it_is_stopped(
+    process: Callable[..., bool], results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert process("echo device $CUDA_VISIBLE_DEVICES; sleep 60", limit=1, left=20)
+    assert results.load("fields")["output"] == "device 2\n"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert process("echo device $CUDA_VISIBLE_DEVICES; exit 3", limit=20, left=20)
+    assert results.load("fields")["output"] == "device 0\n"
+
+
+def test_the_tests_of_the_gpu_are_counted(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = importlib.import_module("gpu.batches")
+    found = batches.gpu_tests(WHERE)
+    assert found["counts"].keys() == {"skipped"}
+    assert found["counts"]["skipped"] > 100
+    assert found["checks"][0]["is_ok"]
+    assert "test_the_detector_detects SKIPPED" in capfd.readouterr().out  # in the cell's log
+    monkeypatch.setattr(Where, "is_cuda", True)
+    for lines, is_ok in (
+        (["== 300 skipped in 3 s =="], False),  # no success on a GPU
+        (["== 299 passed, 1 skipped in 3 s ==", "a warning at the end"], True),
+    ):
+        monkeypatch.setattr(batches, "_echoed", lambda *_, lines=lines: (0, lines))
+        assert batches.gpu_tests(WHERE)["checks"][0]["is_ok"] is is_ok

@@ -40,7 +40,7 @@ def test_bad_input_raises_what_the_contract_says(case: BadInput):
         ({"input_ids": [5, -6]}, "example 1: input_ids is -6 at token 1"),
         ({"input_ids": [5, 6.0]}, r"example 1: input_ids\[1\] is 6.0"),
         ({"input_ids": (5, 6.0)}, r"example 1: input_ids\[1\] is 6.0"),
-        ({"input_ids": []}, "example 1 is empty"),
+        ({"input_ids": []}, "example 1: input_ids is empty"),
         ({"input_ids": [5], "labels": [5]}, "example 1 and example 0 differ in labels"),
     ],
 )
@@ -55,9 +55,9 @@ def test_the_message_names_the_token_of_the_example_after_a_split():
         collate([{"input_ids": [1]}, {"input_ids": [1, 2, 3, 4, 5, 6, -9]}])
 
 
-def test_the_message_names_the_token_of_a_response_mask():
+def test_the_message_names_the_response_token_of_a_response_mask():
     example = {"input_ids": [5, 6, 7, 8], "loss_mask": [1, -2], "num_actions": 2}
-    with pytest.raises(DataError, match=r"example 0: loss_mask is -2\.0 at token 3"):
+    with pytest.raises(DataError, match=r"example 0: loss_mask is -2\.0 at response token 1"):
         PaddedCollator(0)([example])
 
 
@@ -113,7 +113,10 @@ def test_weights_are_refused_where_only_labels_are_passed_on():
         ({"input_ids": 5}, "collate one example as a list"),
         ({"input_ids": torch.tensor([5, 6])}, "collate one example as a list"),
         (iter([]), r"of a dataset pass dataset\[i:j\]"),
-        ([{"input_ids": [5], "attention_mask": 1}], "example 0: attention_mask has 1, input_ids"),
+        (
+            [{"input_ids": [5], "attention_mask": 1}],
+            "example 0: attention_mask is int; give a list",
+        ),
     ],
 )
 def test_near_misses_name_the_way_out(examples, message):

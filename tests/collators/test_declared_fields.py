@@ -254,7 +254,7 @@ def test_a_rank_without_examples_has_them_too() -> None:
         (
             PerToken(torch.int8),
             [1, 2],
-            "example 0: mine has 2 entries, the example has 3 tokens; give one entry per token",
+            "example 0: mine has 2 entries, input_ids has 3 tokens; give one entry per token",
         ),
         (
             PerToken(torch.int8),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -15,10 +16,13 @@ from typing import Any
 import drawn_images
 import numpy as np
 import pytest
+import torch
+import trained_model
 import transformers
 import vlm_sft
 from datasets import Dataset
 from PIL import Image
+from torch._dynamo.utils import counters
 
 import torch_collate_kit as kit
 
@@ -108,6 +112,27 @@ def test_resume_is_exact(base: tuple[dict[str, Any], Path], run: Run, tmp_path: 
     assert weights[0] == weights[1]
     with pytest.raises(SystemExit, match=r"^vlm_sft.py: --resume: .* had --max-patches 48$"):
         run(f"{BASE} --resume --max-patches 49", again)
+
+
+def test_the_layers_of_the_text_model_are_compiled_once(
+    base: tuple[dict[str, Any], Path], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever images a row has, or none; the backend needs no C++ compiler."""
+    compile_layers = functools.partial(trained_model.compile_layers, backend="aot_eager")
+    monkeypatch.setattr(trained_model, "compile_layers", compile_layers)
+    torch._dynamo.reset()
+    counters.clear()
+    before = torch._dynamo.config.optimize_ddp
+    with (
+        torch.compiler.config.patch(dynamic_sources=""),
+        torch._dynamo.config.patch(optimize_ddp=before, error_on_recompile=True),
+    ):
+        compiled = run(f"{TINY} --max-steps 4 --compile", tmp_path)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert sum(counters["graph_break"].values()) == 0, counters["graph_break"]
+    torch._dynamo.reset()
+    assert {s["cells"] % 256 for s in compiled["steps"]} == {0}  # of one width
+    assert compiled["losses"] == pytest.approx(base[0]["losses"], rel=1e-5)
 
 
 def test_two_ranks_have_the_losses_of_one(

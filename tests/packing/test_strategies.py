@@ -29,9 +29,9 @@ def fill_of(bins: list[list[int]], *, pieces: bool) -> list[tuple[int, int]]:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[np.ndarray, int, int | None]:
-    """Sizes, capacity, most pieces a row; few distinct sizes, so that groups are large."""
-    capacity = draw(st.integers(1, 40))
-    menu = draw(st.lists(st.integers(1, capacity), min_size=1, max_size=6))
+    """Sizes, capacity, most pieces a row; few distinct sizes in large groups, or many."""
+    capacity, num_sizes = draw(st.tuples(st.integers(1, 40), st.just(6)) | st.just((200, 60)))
+    menu = draw(st.lists(st.integers(1, capacity), min_size=1, max_size=num_sizes))
     sizes = draw(st.lists(st.sampled_from(menu), min_size=1, max_size=60))
     return np.array(sizes), capacity, draw(st.none() | st.integers(1, 6))
 

@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a mask that is short": ({"loss_mask": [0, 1]}, "row 2: loss_mask has 2 entries, input_ids"),
     "a float id": ({"input_ids": [1.5] * 8}, "row 2: input_ids[0] is 1.5"),
     "a negative id": ({"input_ids": [-5] * 8}, "row 2: input_ids is -5 at token 0"),
-    "no token": ({"input_ids": [], "loss_mask": []}, "row 2 is empty"),
+    "no token": ({"input_ids": [], "loss_mask": []}, "row 2: input_ids is empty"),
     "a negative weight": ({"loss_mask": [-1.0] * 8}, "row 2: loss_mask is -1.0 at token 0"),
     "nan": ({"loss_mask": [float("nan")] * 8}, "row 2: loss_mask is nan at token 0"),
     "padded": ({"attention_mask": [0] + [1] * 7}, "row 2: attention_mask contains a 0"),

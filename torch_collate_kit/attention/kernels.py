@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Segments", "attend", "same_dtype"]
+__all__ = ["Segments", "attend", "load_kernel", "same_dtype"]
 
 
 class Segments(NamedTuple):
@@ -53,7 +52,7 @@ def attend(
     # [B, H, T, D] -> [B * T, H, D]: consecutive rows, as the boundaries count them
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     window = None if window is None or window >= width else window
-    kernel = _load_kernel() if _fits_kernel(query, value) else None
+    kernel = load_kernel() if _fits_kernel(query, value) else None
     if kernel is not None and (window is None or kernel.takes_window):
         output = kernel.run(query, key, value, segments, scale, window)
     else:
@@ -196,14 +195,19 @@ def _causal_sdpa(
     return output.transpose(1, 2)
 
 
-@functools.cache
-def _load_kernel() -> _Kernel | None:
-    """torch's varlen kernel, or None if torch has none."""
-    try:
+_LOADED: list[_Kernel] = []
+
+
+def load_kernel() -> _Kernel:
+    """torch's varlen kernel, imported once.
+
+    In a list: of functools.cache torch.compile warns, and traces the import and the signature.
+    """
+    if not _LOADED:
         from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return _Kernel(varlen_attn)
+
+        _LOADED.append(_Kernel(varlen_attn))
+    return _LOADED[0]
 
 
 class _Kernel:
@@ -211,7 +215,7 @@ class _Kernel:
 
     def __init__(self, varlen_attn: Callable[..., Any]) -> None:
         self._run = varlen_attn
-        self._accepted = inspect.signature(varlen_attn).parameters
+        self._accepted = frozenset(inspect.signature(varlen_attn).parameters)
         self.takes_window = "window_size" in self._accepted
 
     def run(

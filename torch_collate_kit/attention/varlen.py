@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_collate_kit._checks import needed_package
-from torch_collate_kit.attention.kernels import Segments, attend, same_dtype
+from torch_collate_kit.attention.kernels import Segments, attend, load_kernel, same_dtype
 from torch_collate_kit.attention.models import sliding_window as window_of
 
 __all__ = ["register_torch_varlen"]
@@ -81,6 +81,8 @@ def register_torch_varlen() -> None:
     """
     transformers = needed_package("transformers", "register_torch_varlen")
     transformers.AttentionInterface.register(_NAME, _attention_forward)
+    if torch.cuda.is_available():  # not in the first step of a model that is compiled
+        load_kernel()
     # A name without an entry here gets no mask at all from transformers: generate() would leak.
     transformers.AttentionMaskInterface.register(_NAME, _attention_mask)
 

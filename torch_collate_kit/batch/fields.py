@@ -17,7 +17,6 @@ from torch_collate_kit.ragged import Ragged
 
 __all__ = [
     "IGNORE_INDEX",
-    "OWN_FIELDS",
     "Field",
     "FieldSpec",
     "PerExample",
@@ -95,12 +94,3 @@ class PerImage:
 
 
 FieldSpec = PerToken | PerResponseToken | PerExample | PerRoutedToken | PerImage
-
-OWN_FIELDS: dict[str, FieldSpec] = {
-    "rewards": PerResponseToken(torch.float32),
-    "rollout_logprobs": PerResponseToken(torch.float32),
-    "advantages": PerResponseToken(torch.float32),
-    "rollout_expert_indices": PerRoutedToken(torch.int16),
-    "pixel_values": PerImage(torch.float32),
-    "image_grid_thw": PerImage(torch.int64),
-}

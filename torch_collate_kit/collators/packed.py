@@ -29,9 +29,13 @@ from torch_collate_kit.packing.planner import plan_of
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.fields import DeclaredFields
-from torch_collate_kit.reading.raw import KNOWN, Examples
-from torch_collate_kit.reading.rollouts import ROLLOUT_KEYS, are_rollouts, read_rollouts
-from torch_collate_kit.reading.sft import read_columns
+from torch_collate_kit.reading.raw import (
+    KNOWN,
+    ROLLOUT_KEYS,
+    Examples,
+    unknown_images,
+)
+from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["PackedCollator", "changed_options"]
@@ -195,10 +199,7 @@ class PackedCollator(Generic[B]):
             part = examples.part
             columns = self._read_part(part, examples.examples)
         else:
-            if are_rollouts(examples):
-                columns = self._read_rollouts(examples)
-            else:
-                columns = self._read(examples)
+            columns = self._read(examples, rollouts=None)
             part = RankPlan.whole(self.plan(columns.lengths, self._images(columns)))
         batch = self._place(columns, part)
         if not self.model_inputs:
@@ -206,11 +207,17 @@ class PackedCollator(Generic[B]):
         _refuse_weights(batch)
         return cast(B, batch.model_inputs())
 
-    def _read(self, examples: Examples) -> ExampleColumns:
+    def _read(self, examples: Examples, *, rollouts: bool | None = False) -> ExampleColumns:
         columns = read_columns(
-            examples, train_all=self.train_all, fields=self.fields, vision=self.vision
+            examples,
+            rollouts=rollouts,
+            train_all=self.train_all,
+            fields=self.fields,
+            vision=self.vision,
         )
-        if self.model_inputs and columns.target is None and not self.train_all:
+        if columns.are_rollouts:
+            self._check_rollouts(columns)
+        elif self.model_inputs and columns.target is None and not self.train_all:
             raise DataError(
                 "example 0 has no loss target: transformers.Trainer and TRL remove a loss_mask "
                 "column before the collator sees it; give labels (tokenize_chat with labels=True), "
@@ -218,14 +225,9 @@ class PackedCollator(Generic[B]):
             )
         return columns
 
-    def _read_rollouts(self, examples: Examples) -> ExampleColumns:
-        rollouts = read_rollouts(examples, self.fields, self.vision)
+    def _check_rollouts(self, rollouts: ExampleColumns) -> None:
         if rollouts.images is not None and self.vision is None:
-            first = min(rollouts.images.units)
-            raise DataError(
-                f"example {first} has pixel_values, and the collator does not know the images of "
-                "the model; give it the processor in place of the tokenizer"
-            )
+            raise unknown_images(f"example {min(rollouts.images.units)}")
         if self.train_all:
             raise ValueError(
                 "train_all=True is for examples with input_ids; of a rollout its loss_mask says "
@@ -245,7 +247,6 @@ class PackedCollator(Generic[B]):
                 f"than the {capacity} that fit in a row with max_tokens={max_tokens}, and a "
                 'rollout is never cut; raise max_tokens, or pass overflow="drop"'
             )
-        return rollouts
 
     def _read_part(self, part: RankPlan, examples: Examples) -> ExampleColumns:
         """Examples that a sampler or a stream has planned; none, if the rank has none."""

@@ -19,7 +19,7 @@ from torch_collate_kit.collators.assembly import (
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.fields import DeclaredFields
 from torch_collate_kit.reading.raw import KNOWN, Examples
-from torch_collate_kit.reading.sft import read_columns
+from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["PaddedCollator"]

@@ -18,8 +18,8 @@ from torch_collate_kit.collators.assembly import (
     vision_of,
 )
 from torch_collate_kit.reading.fields import DeclaredFields
-from torch_collate_kit.reading.raw import Examples
-from torch_collate_kit.reading.rollouts import ROLLOUT_KEYS, read_rollouts
+from torch_collate_kit.reading.raw import ROLLOUT_KEYS, Examples
+from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["RolloutCollator"]
@@ -82,7 +82,7 @@ class RolloutCollator:
         return call_repr(self, str(self.pad_token_id), **changed_settings(self))
 
     def __call__(self, examples: Examples) -> Batch:
-        rollouts = read_rollouts(examples, self.fields, self.vision)
+        rollouts = read_columns(examples, rollouts=True, fields=self.fields, vision=self.vision)
         if self.max_seq_len is not None:
             _warn_of_long(rollouts.lengths, self.max_seq_len)
         multiple = self.pad_to_multiple_of or 1

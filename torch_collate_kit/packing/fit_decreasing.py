@@ -7,7 +7,7 @@ sizes more than on the number of pieces. There is at least one piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
@@ -68,14 +68,18 @@ def _fill_best(
     counts: list[int],
     capacity: int,
     max_pieces: int | None,
-    opened: OpenRows | None = None,
+    opened: OpenRows | None,
 ) -> tuple[Ints, Ints, Ints, int]:
     """The fills in turn, and the number of rows.
 
-    A fill is a run of rows, numbered as they are opened, that take ``each`` pieces of one size:
-    first row, number of rows, each. The rows of a run are equally full until another fill splits
-    it. It is one integer, ``first * unit + number``; run 1 is the rows that are not yet opened.
-    ``opened`` rows come first, and take pieces before a new row does.
+    A fill is a run of rows, numbered as they are opened, that take ``each`` pieces: first row,
+    number of rows, each. Rows that have room for at most what is left of a size take pieces of this
+    size alone. A row with room for more goes on with the next sizes, as long as it has room for all
+    pieces of a size and no row that waits has room for one: that row would be the fuller one.
+
+    The rows of a run are equally full until another fill splits it. It is one integer, ``first *
+    unit + number``; run 1 is the rows that are not yet opened. ``opened`` rows come first, and take
+    pieces before a new row does.
 
     A run's place in best-fit order is one integer, ``run - (key + 1) * unit``: ``key`` is its free
     space, or where pieces are limited ``space * stride + free slots``, and of equally full runs the
@@ -86,58 +90,77 @@ def _fill_best(
     which takes 80 ms in a process with torch.
     """
     stride, closes = (1, 0) if max_pieces is None else (max_pieces + 1, 1)
-    num_opened = 0 if opened is None else len(opened.space)
-    num_pieces = sum(counts)
+    sizes = [*(size * stride for size in distinct), 0] if closes else [*distinct, 0]
+    num_pieces, num_opened = sum(counts), 0 if opened is None else len(opened.space)
     unit = num_pieces + num_opened + 3  # more than there can be runs, or rows
     runs = [0, num_opened * unit + num_pieces + 1]
     with_room = [1 - (capacity * stride + (max_pieces or 0) + 1) * unit]
     waiting: list[int] = []
     filled: list[int] = []
     eachs: list[int] = []
-    size_unit, slot_unit = stride * unit, closes * unit
-    shortest = distinct[-1] * size_unit
     if opened is not None:
-        keys = opened.space * stride + opened.slots * closes
-        fits = (opened.space >= distinct[-1]) & (opened.slots > 0)
-        # Descending keys make ascending places, and a sorted list is a heap.
-        starts = np.flatnonzero(np.diff(keys, prepend=-1))
-        for first, end in pairwise([*starts.tolist(), num_opened]):
-            if fits[first]:
-                waiting.append(len(runs) - (int(keys[first]) + 1) * unit)
-                runs.append(first * unit + end - first)
-    for size, count in zip(distinct, counts, strict=True):
-        room = size * size_unit
-        while waiting and waiting[0] < -room:
+        for first, number, key in _equally_full(opened, distinct[-1], stride, closes):
+            waiting.append(len(runs) - (key + 1) * unit)
+            runs.append(first * unit + number)
+    i = 0
+    while i < len(counts):
+        size, count = sizes[i], counts[i]
+        i += 1
+        while waiting and waiting[0] < -size * unit:
             with_room.append(heappop(waiting))
         while count:
             place = with_room[-1]
-            run = place % unit
+            run, key = place % unit, -place // unit
             rows = runs[run]
             number = rows % unit
-            each = used = 1
-            if count > 1:
-                each = -place // room
-                if closes:
-                    each = min(each, -place // unit % stride)
-                if count < each:  # one row takes the rest, and has room for more
-                    each = count
-                else:
-                    used = min(count // each, number)
+            each = key // size
+            if closes:
+                each = min(each, key % stride)
+            if each <= count:
+                used = min(count // each, number)
+                count -= used * each
+                key -= each * (size + closes)
+            else:
+                used, each = 1, count
+                key -= count * (size + closes)
+                too_long = -waiting[0] // unit if waiting else 0
+                while (size := sizes[i]) > too_long:
+                    count = counts[i]
+                    if count * size > key or (closes and count > key % stride):
+                        break
+                    key -= count * (size + closes)
+                    each += count
+                    i += 1
+                count = 0
             if used < number:
                 runs[run] = rows + used * unit - used
                 rows += used - number
             else:
                 del with_room[-1]
-            place += len(runs) - run + each * (room + slot_unit)
+            # A row closes without room for the shortest piece, or without a free slot.
+            if key >= sizes[-2] and (not closes or key % stride):
+                heappush(waiting, len(runs) - (key + 1) * unit)
             runs.append(rows)
             filled.append(rows)
             eachs.append(each)
-            count -= used * each
-            # A row closes without room for the shortest piece, or without a free slot.
-            if place < -shortest and (not closes or -place // unit % stride):
-                heappush(waiting, place)
     firsts, num_taken = np.divmod(_int_array(filled), unit)
     return firsts, num_taken, _int_array(eachs), runs[1] // unit
+
+
+def _equally_full(
+    opened: OpenRows, shortest: int, stride: int, closes: int
+) -> Iterator[tuple[int, int, int]]:
+    """The first row, number of rows and key of each run of opened rows that can take a piece.
+
+    ``opened`` rows are in descending order of their keys. These make ascending places, and a sorted
+    list is a heap.
+    """
+    keys = opened.space * stride + opened.slots * closes
+    fits = (opened.space >= shortest) & (opened.slots > 0)
+    starts = np.flatnonzero(np.diff(keys, prepend=-1)).tolist()
+    for first, end in pairwise([*starts, len(keys)]):
+        if fits[first]:
+            yield first, end - first, int(keys[first])
 
 
 def first_fit_decreasing(

@@ -113,12 +113,6 @@ class ExampleColumns:
         """int64 [N], tokens per example."""
         return self.input_ids.lengths
 
-    @property
-    def columns(self) -> dict[str, Numbers]:
-        """The columns of the fields, and that of the loss target in the form in which it came."""
-        target = {} if self.target is None else {str(self.target_name): self.target}
-        return target | {column.name: column.values for column in self.fields}
-
     def place(self, pieces: Pieces) -> PlacedColumns:
         """What the pieces hold; the first token of each is not trained, as nothing predicts it.
 
@@ -151,6 +145,19 @@ class ExampleColumns:
             counts,
             num_trained,
         )
+
+    def checked(self) -> dict[str, Ragged]:
+        """All columns but those of images as ndarrays, a row per example, in the dtypes of a batch.
+
+        Raises:
+            DataError: as of ``place``.
+        """
+        images = None if self.images is None else replace(self.images, arrays={})
+        placed = replace(self, images=images).place(whole_examples(self.lengths))
+        return {
+            name: Ragged(column.values.numpy(), column.offsets)
+            for name, column in placed.columns.items()
+        }
 
     def num_loss_tokens(self, image_token_id: int | None) -> np.ndarray:
         """Trained tokens of each example: int64 [N], by its ids where it has image tokens.
@@ -216,8 +223,8 @@ class ExampleColumns:
             return np.ones(int(entries.lengths.sum()), dtype=np.bool_)
         if self.target_name == "labels":
             return placed_labels(self.target, entries)
-        hidden = None if self.num_actions is None else self.lengths - self.num_actions
-        return placed_weights(str(self.target_name), self.target, entries, hidden)
+        unit = "token" if self.num_actions is None else "response token"
+        return placed_weights(str(self.target_name), self.target, entries, unit)
 
     def _ids(self, pieces: Pieces) -> np.ndarray:
         """int32 where they fit, else int64: a copy."""
@@ -230,11 +237,16 @@ class ExampleColumns:
         if int(values.min()) >= 0 and int(values.max()) <= np.iinfo(np.int64).max:
             return values.astype(np.int64)
         is_bad = values.astype(np.int64) < 0
-        i, token = first_bad(is_bad, pieces)
-        raise DataError(
-            f"example {i}: input_ids is {values[is_bad][0]} at token {token}; token ids are 0 or "
-            "more (-100 belongs into labels)"
-        )
+        raise self._bad_id(values[is_bad][0], *first_bad(is_bad, pieces))
+
+    def _bad_id(self, token_id: int, example: int, token: int) -> DataError:
+        name, wanted = "input_ids", "token ids are 0 or more (-100 belongs into labels)"
+        if self.are_rollouts:
+            name, wanted = "prompt_ids", "token ids are 0 or more"
+            num_prompt = int((self.lengths - self.num_actions)[example])
+            if token >= num_prompt:
+                name, token = "response_ids", token - num_prompt
+        return DataError(f"example {example}: {name} is {token_id} at token {token}; {wanted}")
 
 
 def _by_rows(values: np.ndarray | Tensor, entries: Pieces) -> Ragged:

@@ -10,21 +10,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_collate_kit.batch.fields import FieldSpec, PerExample, PerResponseToken, PerToken
+from torch_collate_kit.batch.fields import (
+    FieldSpec,
+    PerExample,
+    PerResponseToken,
+    PerRoutedToken,
+    PerToken,
+)
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.arrays import route_column
 from torch_collate_kit.reading.numbers import (
+    Kind,
     Numbers,
+    as_tensor,
     first_bad,
     joined,
     number_column,
     taken,
     with_row,
 )
-from torch_collate_kit.reading.raw import one_value
+from torch_collate_kit.reading.scalars import scalar_column
 
-__all__ = ["DeclaredFields", "FieldColumn", "checked_fields", "read_declared"]
+__all__ = [
+    "DeclaredFields",
+    "FieldColumn",
+    "Specs",
+    "checked_fields",
+    "read_fields",
+]
 
 # Type codes of arrays that torch takes; not of the other 64-bit integers, nor of a longer float.
 _TORCH_CODES = "?bhilBHILefd"
@@ -32,6 +47,8 @@ _TORCH_CODES = "?bhilBHILefd"
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _DTYPES = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DeclaredFields = Mapping[str, PerToken | PerResponseToken | PerExample]
+Specs = Mapping[str, PerToken | PerResponseToken | PerRoutedToken | PerExample]
+_BATCH_NAMES = {"logprobs": "rollout_logprobs"}  # of our own fields that have another name there
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,8 @@ class FieldColumn:
     name: str
     spec: FieldSpec
     values: Numbers
+    key: str | None = None
+    """Of a field of our own: its key in the examples. Its numbers must be finite."""
 
     def with_row(self, num_tokens: int) -> FieldColumn:
         """With an example of so many tokens that has no response: pads per token, else nothing."""
@@ -69,19 +88,31 @@ class FieldColumn:
             values = values.astype(
                 {"u": np.uint64, "i": np.int64}.get(values.dtype.kind, np.float64)
             )
-        column = torch.from_numpy(values if values.base is None else values.copy())
-        if not isinstance(self.spec, PerToken | PerResponseToken | PerExample):
-            return column, entries
-        cast = column.to(self.spec.dtype)
-        is_lost = _is_lost(values, cast)
-        if is_lost is not None:
-            i, entry = first_bad(is_lost, entries)
-            at = "" if isinstance(self.spec, PerExample) else f"[{entry}]"
-            raise DataError(
-                f"example {i}: {self.name}{at} is {values[is_lost][0]}, which {self.spec.dtype} "
-                "does not hold; declare another dtype, or give other numbers"
-            )
+        column = as_tensor(np.ascontiguousarray(values))
+        is_routes = isinstance(self.spec, PerRoutedToken)
+        cast = column.to(column.dtype if is_routes else self.spec.dtype)
+        if cast is column and values.base is not None:
+            cast = column.clone()  # it was a view of what was given
+        if is_routes:
+            return cast, entries
+        is_bad = _is_lost(values, cast) if self.key is None else _is_infinite(cast)
+        if is_bad is not None:
+            raise self._bad_number(values[is_bad][0], *first_bad(is_bad, entries))
         return cast, entries
+
+    def _bad_number(self, number: Any, example: int, entry: int) -> DataError:
+        if self.key is not None:
+            is_logprob = self.key == "logprobs"
+            hint = "of a token that the policy did not sample give 0.0, or " if is_logprob else ""
+            return DataError(
+                f"example {example}: {self.key} is {number} at response token {entry}; it must be "
+                f"finite in float32: {hint}filter such rollouts out"
+            )
+        at = "" if isinstance(self.spec, PerExample) else f"[{entry}]"
+        return DataError(
+            f"example {example}: {self.name}{at} is {number}, which {self.spec.dtype} does not "
+            "hold; declare another dtype, or give other numbers"
+        )
 
 
 def _is_lost(values: np.ndarray, cast: Tensor) -> np.ndarray | None:
@@ -95,6 +126,14 @@ def _is_lost(values: np.ndarray, cast: Tensor) -> np.ndarray | None:
     else:
         return None
     return is_lost if is_lost.any() else None
+
+
+def _is_infinite(cast: Tensor) -> np.ndarray | None:
+    """Where a number is not finite; None: nowhere, for which the sum is enough to look at."""
+    if cast.sum().isfinite():
+        return None
+    is_bad = ~cast.isfinite().numpy()
+    return is_bad if is_bad.any() else None
 
 
 def checked_fields(fields: DeclaredFields | None, taken_names: tuple[str, ...]) -> DeclaredFields:
@@ -140,61 +179,90 @@ def checked_fields(fields: DeclaredFields | None, taken_names: tuple[str, ...]) 
     return dict(fields)
 
 
-def read_declared(
+def read_fields(
     raw: Mapping[str, Any],
-    fields: DeclaredFields,
+    own: Specs,
+    declared: Specs,
     lengths: np.ndarray,
-    responses: np.ndarray | None,
-) -> list[FieldColumn]:
-    """Check that every example has its entries; the numbers are looked at when they are placed.
+    num_actions: np.ndarray | None,
+    *,
+    rollouts: bool,
+) -> dict[str, FieldColumn]:
+    """The columns of our own fields and of those that a user declares, by their key in examples.
 
-    ``lengths`` and ``responses`` int64 [N]: tokens and response tokens of each example.
+    Their numbers are looked at when they are placed. ``lengths`` and ``num_actions`` int64 [N]:
+    tokens and response tokens of each example.
 
     Raises:
         DataError: a field is missing, or has another number of entries.
     """
-    columns = []
-    for name, spec in fields.items():
-        if name not in raw:
+    columns = {}
+    for key, spec in {**own, **declared}.items():
+        if key not in raw:
             raise DataError(
-                f"example 0 has no {name}, which fields declares; give every example one, or "
+                f"example 0 has no {key}, which fields declares; give every example one, or "
                 "leave it out of fields"
             )
+        values: Numbers
         if isinstance(spec, PerExample):
-            columns.append(FieldColumn(name, spec, _per_example(name, raw[name])))
-            continue
-        expected, what = lengths, "token"
-        if isinstance(spec, PerResponseToken):
-            what = "response token"
-            if responses is None:
-                raise DataError(
-                    f"fields declares {name} per response token, and the examples have no "
-                    "num_actions, which says how many these are; give it, or declare PerToken"
-                )
-            expected = responses
-        whole = not (spec.dtype.is_floating_point or spec.dtype == torch.bool)
-        column = number_column(name, raw[name], "whole numbers" if whole else "numbers")
-        wrong = np.flatnonzero(column.lengths != expected)
-        if len(wrong):
-            i = int(wrong[0])
-            raise DataError(
-                f"example {i}: {name} has {column.lengths[i]} entries, the example has "
-                f"{expected[i]} {what}s; give one entry per {what}"
-            )
-        columns.append(FieldColumn(name, spec, column))
+            values = _numbers(key, raw[key])
+        elif isinstance(spec, PerRoutedToken):
+            values = route_column(raw[key], lengths)
+        else:
+            expected = num_actions if isinstance(spec, PerResponseToken) else lengths
+            values = _rows(key, raw[key], spec, expected, rollouts=rollouts)
+        is_own = key in own
+        name = _BATCH_NAMES.get(key, key) if is_own else key
+        columns[key] = FieldColumn(name, spec, values, key if is_own else None)
     return columns
 
 
-def _per_example(name: str, column: Any) -> Ragged:
-    if not isinstance(column, np.ndarray) or column.ndim != 1 or column.dtype.kind not in "iufb":
-        numbers = [one_value(value) for value in column]
-        for i, number in enumerate(numbers):
-            if not isinstance(number, int | float):
-                raise DataError(
-                    f"example {i}: {name} is {number!r:.40} ({type(number).__name__}); it is "
-                    "declared PerExample, so give one number"
-                )
-        column = np.array(numbers)
-        if column.dtype.hasobject:
-            raise DataError(f"{name} has a number beyond 64 bits; give numbers that fit")
-    return Ragged(column, np.arange(len(column) + 1))
+def _numbers(key: str, column: Any) -> Ragged:
+    wanted = "it is declared PerExample, so give one number"
+    numbers = scalar_column(key, column, "iufb", wanted)
+    if numbers.dtype.hasobject:
+        raise DataError(f"{key} has a number beyond 64 bits; give numbers that fit")
+    return Ragged(numbers, np.arange(len(numbers) + 1))
+
+
+def _rows(
+    key: str,
+    column: Any,
+    spec: PerToken | PerResponseToken,
+    expected: np.ndarray | None,
+    *,
+    rollouts: bool,
+) -> Numbers:
+    """A column with so many entries per example."""
+    if expected is None:
+        raise DataError(
+            f"fields declares {key} per response token, and the examples have no num_actions, "
+            "which says how many these are; give it, or declare PerToken"
+        )
+    kind: Kind = "labels" if key == "labels" else "whole numbers"
+    if spec.dtype.is_floating_point or spec.dtype == torch.bool:
+        kind = "numbers"
+    numbers = number_column(key, column, kind)
+    wrong = np.flatnonzero(numbers.lengths != expected)
+    if len(wrong):
+        i = int(wrong[0])
+        raise _uneven(key, spec, i, numbers.lengths[i], expected[i], rollouts)
+    return numbers
+
+
+def _uneven(
+    name: str, spec: PerToken | PerResponseToken, index: int, got: int, of: int, rollouts: bool
+) -> DataError:
+    """An example has ``got`` entries of a field, and ``of`` tokens that need one each."""
+    if isinstance(spec, PerToken):
+        found = f"{'the rollout' if rollouts else 'input_ids'} has {of} tokens"
+        wanted = "one entry per token"
+        if name == "loss_mask":
+            wanted += " (or pass num_actions too, if it is the mask of the last tokens)"
+    elif rollouts:
+        found = f"response_ids has {of} tokens"
+        numbers = {"rewards": "one number for the last token, or ", "advantages": "one number, or "}
+        wanted = f"{numbers.get(name, '')}one entry per response token"
+    else:
+        found, wanted = f"num_actions={of}", "one entry for each of the last num_actions tokens"
+    return DataError(f"example {index}: {name} has {got} entries, {found}; give {wanted}")

@@ -1,42 +1,111 @@
-"""Examples in, raw columns out: the known keys, one entry per example, nothing converted."""
+"""Examples in, raw columns out: the known keys, one entry per example, nothing converted.
+
+Keys are checked here: those that are missing, say two things, or look like a known one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.vision import VisionLayout
+from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 __all__ = [
+    "IMAGES",
     "KNOWN",
+    "MEDIA",
+    "ROLLOUT_KEYS",
     "TARGETS",
+    "TOKEN_TYPES",
+    "VIDEOS",
     "Examples",
-    "bare_key",
+    "are_rollouts",
     "check_even",
     "check_keys",
-    "first_keys",
     "first_with",
-    "flag_column",
-    "id_column",
     "is_respelt",
     "is_sequence",
-    "one_value",
-    "raw_columns",
+    "raw_examples",
+    "raw_rollouts",
+    "unknown_images",
 ]
 
 TARGETS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
 KNOWN = ("input_ids", *TARGETS, "num_actions", "attention_mask")
+_REQUIRED = ("prompt_ids", "response_ids", "rewards", "loss_mask")
+ROLLOUT_KEYS = (
+    *_REQUIRED,
+    "logprobs",
+    "advantages",
+    "uid",
+    "trajectory_id",
+    "is_last_step",
+    "rollout_expert_indices",
+)
+IMAGES = ("pixel_values", "image_grid_thw")
+VIDEOS = ("pixel_values_videos", "video_grid_thw")
+MEDIA = (*IMAGE_FIELDS, *VIDEOS)
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # follow from the ids
 Examples = Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 
-def raw_columns(
-    examples: Examples, known: Sequence[str], ids: str, hint: str, sometimes: Sequence[str] = ()
+def raw_examples(
+    examples: Examples, fields: Iterable[str], vision: VisionLayout | None, *, train_all: bool
+) -> dict[str, Any]:
+    """The columns of SFT examples, also of ``fields`` and of what the model of ``vision`` reads."""
+    of_images = () if vision is None else (*vision.fields, *TOKEN_TYPES)
+    media = () if vision is None else (*MEDIA, *of_images)
+    known, hint = (*KNOWN, *fields), "tokenize the text first"
+    raw = _raw_columns(examples, known, "input_ids", hint, sometimes=media)
+    owners = {key: f"example {i}" for key, i in first_with(examples).items()}
+    if vision is None and "pixel_values" in owners and "pixel_values" not in fields:
+        raise unknown_images(owners["pixel_values"])
+    check_keys(owners, train_all=train_all, declared=(*fields, *of_images))
+    return raw
+
+
+def raw_rollouts(
+    examples: Examples, fields: Iterable[str], vision: VisionLayout | None
+) -> dict[str, Any]:
+    """The columns of rollouts; an optional one that is None in all of them is not there."""
+    of_images = IMAGES if vision is None else (*MEDIA, *vision.fields)
+    known, hint = (*ROLLOUT_KEYS, *fields), f"a rollout has {', '.join(_REQUIRED)}"
+    raw = _raw_columns(examples, known, "response_ids", hint, sometimes=of_images)
+    needed = (*_REQUIRED, *fields)
+    raw = {k: column for k, column in raw.items() if k in needed or not _is_all_none(column)}
+    _check_rollout_keys(raw, [key for key in map(str, _first_keys(examples)) if key not in fields])
+    return raw
+
+
+def unknown_images(owner: str) -> DataError:
+    """Images, and no processor that says what they are."""
+    return DataError(
+        f"{owner} has pixel_values, and the collator does not know the images of the model; give "
+        "it the processor in place of the tokenizer"
+    )
+
+
+def are_rollouts(examples: Examples) -> bool:
+    """Whether the examples come as prompt and response; with ``input_ids`` too, as a whole."""
+    if not isinstance(examples, Mapping) and (not is_sequence(examples) or not len(examples)):
+        return False
+    keys = _first_keys(examples)
+    if not isinstance(keys, Mapping):
+        return False
+    if "input_ids" in keys:
+        return all(key in keys for key in _REQUIRED)
+    return "prompt_ids" in keys or "response_ids" in keys
+
+
+def _raw_columns(
+    examples: Examples, known: Sequence[str], ids: str, hint: str, sometimes: Sequence[str]
 ) -> dict[str, Any]:
     """The known columns: a Ragged or a list each. ``ids`` is the one that counts the examples.
 
@@ -63,24 +132,21 @@ def raw_columns(
             'df.to_dict("records")'
         )
     if ids not in raw:
-        given = sorted(map(str, first_keys(examples)))
+        given = sorted(map(str, _first_keys(examples)))
         if ids == "input_ids" and {"prompt_ids", "response_ids"} & set(given):
             hint = "rollouts go into RolloutCollator, or into PackedCollator without a sampler"
         if ids == "response_ids" and "input_ids" in given:
             hint += "; examples with input_ids go into PaddedCollator"
         raise DataError(f"no {ids} in example 0, got keys {given}; {hint}")
     for key, column in raw.items():
-        if not hasattr(column, "__len__") or getattr(column, "ndim", 1) == 0:
+        if _num_rows(column) is None:
             raise DataError(
                 f"column {key} is {type(column).__name__}, which has no rows; a mapping is taken "
                 "as columns, with one entry per example"
             )
-    num_examples = len(raw[ids])
-    if not num_examples:
+    if not len(raw[ids]):
         raise DataError("the batch is empty (0 examples); give at least one")
-    for key, column in raw.items():
-        if len(column) != num_examples:
-            raise DataError(f"column {key} has {len(column)} rows, {ids} has {num_examples}")
+    check_even(raw, ids)
     return raw
 
 
@@ -111,7 +177,7 @@ def _num_rows(column: Any) -> int | None:
     return None if getattr(column, "ndim", 1) == 0 else len(column)
 
 
-def first_keys(examples: Examples) -> Mapping[str, Any]:
+def _first_keys(examples: Examples) -> Mapping[str, Any]:
     """A mapping with the keys of example 0."""
     return examples if isinstance(examples, Mapping) else examples[0]
 
@@ -126,6 +192,15 @@ def first_with(examples: Examples) -> dict[str, int]:
         if example.keys() != first:
             found |= dict.fromkeys(example.keys() - found.keys(), i)
     return found
+
+
+def _is_all_none(column: Any) -> bool:
+    """Whether an optional column stands for one that is not there."""
+    if isinstance(column, Ragged | Tensor):
+        return False
+    if isinstance(column, np.ndarray) and not column.dtype.hasobject:
+        return False
+    return all(entry is None for entry in column)
 
 
 def _is_one_example(column: Any) -> bool:
@@ -177,17 +252,6 @@ def is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def one_value(value: Any) -> Any:
-    """The number in a NumPy scalar, or in an array or tensor of one entry."""
-    if isinstance(value, Tensor):
-        is_dense = value.layout is torch.strided and not (value.is_meta or value.is_nested)
-        return value.item() if is_dense and value.numel() == 1 else value
-    if isinstance(value, np.ma.MaskedArray):  # of a masked entry it would be 0
-        return value
-    single = isinstance(value, np.generic | np.ndarray) and value.size == 1
-    return value.item() if single else value
-
-
 def check_keys(
     owners: Mapping[str, str], *, train_all: bool, declared: tuple[str, ...] = ()
 ) -> None:
@@ -228,6 +292,26 @@ def check_keys(
         )
 
 
+def _check_rollout_keys(raw: Mapping[str, Any], given: list[str]) -> None:
+    missing = [key for key in _REQUIRED if key not in raw]
+    if missing:
+        raise DataError(
+            f"no {' and no '.join(missing)} in example 0, got keys {sorted(given)}; a "
+            f"rollout has {', '.join(_REQUIRED)}"
+        )
+    for name in (name for name in (*ROLLOUT_KEYS, *IMAGES) if name not in raw):
+        for key in (key for key in given if key not in (*ROLLOUT_KEYS, *IMAGES)):
+            if _bare_key(key) == _bare_key(name) or (name == "logprobs" and _is_logprobs(key)):
+                raise DataError(
+                    f"example 0 has no {name}, but {key!r} looks like it; rename it to {name}, or "
+                    "remove it"
+                )
+
+
+def _is_logprobs(key: str) -> bool:
+    return "logprob" in _bare_key(key) or _bare_key(key).endswith("logp")
+
+
 @lru_cache(maxsize=4096)
 def _respelt(key: str, declared: tuple[str, ...]) -> str | None:
     """The known key that this one is, but for case, "_", a plural, or one slip of the hand."""
@@ -241,13 +325,13 @@ def is_respelt(key: str, name: str) -> bool:
     >>> is_respelt("contents", "content"), is_respelt("tool_call_id", "tool_calls")
     (True, False)
     """
-    return _is_one_slip(bare_key(key), bare_key(name))
+    return _is_one_slip(_bare_key(key), _bare_key(name))
 
 
-def bare_key(key: str) -> str:
+def _bare_key(key: str) -> str:
     """A key but for case, what is no letter or digit, and a plural.
 
-    >>> bare_key("Log_Probs")
+    >>> _bare_key("Log_Probs")
     'logprob'
     """
     return "".join(filter(str.isalnum, key.lower())).rstrip("s")
@@ -260,50 +344,3 @@ def _is_one_slip(a: str, b: str) -> bool:
     while a and b and a[-1] == b[-1]:
         a, b = a[:-1], b[:-1]
     return (len(a) < 2 and len(b) < 2) or (len(a) == 2 and a == b[::-1])
-
-
-def id_column(name: str, column: Iterable[Any], row: str = "example") -> list[Hashable]:
-    """Uids as plain values that can be hashed; ``row`` is the word for what has one.
-
-    >>> id_column("uid", [np.int64(3), "a"])
-    [3, 'a']
-    """
-    if set(map(type, column := list(column))) <= {str, int}:
-        return column
-    uids = [one_value(value) for value in column]
-    for i, uid in enumerate(uids):
-        if isinstance(uid, Tensor) or not _is_hashable(uid):  # equal tensors differ as keys
-            raise DataError(
-                f"{row} {i}: {name} is {uid!r:.40} ({type(uid).__name__}); rollouts are grouped "
-                "by it, so give a string or an integer"
-            )
-        if uid is None or (uid == uid) is not True:  # NaN and NA: pandas' missing values
-            owner = "prompt" if name == "uid" else "trajectory"
-            without = f", or no {name} in any example" if row == "example" else ""
-            raise DataError(f"{row} {i}: {name} is {uid}; give the id of its {owner}{without}")
-    return uids
-
-
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)  # of a tuple that holds a list, isinstance(value, Hashable) says True
-    except TypeError:
-        return False
-    return True
-
-
-def flag_column(name: str, column: Iterable[Any], row: str = "example") -> list[bool]:
-    """True and False, or 0 and 1, as bools.
-
-    >>> flag_column("is_last_step", np.array([0, 1]))
-    [False, True]
-    """
-    if isinstance(column, np.ndarray) and column.dtype == np.bool_ and column.ndim == 1:
-        return column.tolist()
-    if set(map(type, column := list(column))) == {bool}:
-        return column
-    flags = [one_value(value) for value in column]
-    for i, flag in enumerate(flags):
-        if not isinstance(flag, bool | int | float) or flag not in (0, 1):
-            raise DataError(f"{row} {i}: {name} is {flag!r:.40}; it must be True or False")
-    return [bool(flag) for flag in flags]

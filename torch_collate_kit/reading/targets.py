@@ -10,14 +10,7 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.numbers import Numbers, first_bad, taken
 
-__all__ = [
-    "as_flags",
-    "count_trained",
-    "is_bad_weight",
-    "placed_labels",
-    "placed_weights",
-    "weight_error",
-]
+__all__ = ["count_trained", "placed_labels", "placed_weights"]
 
 # Divided by the loss tokens of a batch, up to 10**8, it is still a normal float32.
 _LEAST_WEIGHT = 1e-30
@@ -43,60 +36,43 @@ def placed_labels(column: Numbers, pieces: Pieces) -> np.ndarray:
     return labels.astype(np.int32 if fits else np.int64)
 
 
-def placed_weights(
-    name: str, column: Numbers, pieces: Pieces, num_before: np.ndarray | None
-) -> np.ndarray:
+def placed_weights(name: str, column: Numbers, pieces: Pieces, unit: str) -> np.ndarray:
     """The weights of these pieces, bool where they are 0 and 1, else float32: a copy.
 
-    ``num_before`` int64 [N]: tokens of each example before its first weight; None for 0.
+    ``unit``: what has a weight, a "token" or a "response token".
 
     Raises:
         DataError: a weight that is negative, not finite in float32, or lost in it.
     """
-    weights = taken(as_flags(column) if isinstance(column, Ragged) else column, pieces)
+    if isinstance(column, Ragged):  # bools are put in order in less memory
+        column = Ragged(_as_flags(column.values), column.offsets)
+    weights = _as_flags(taken(column, pieces))
     if weights.dtype == np.bool_:
-        return weights.copy()
-    flags = _flags(weights)
-    if flags is not None:
-        return flags
-    is_bad = is_bad_weight(weights)
+        return weights if weights.base is None else weights.copy()
+    with np.errstate(over="ignore"):
+        kept = weights.astype(np.float32)
+    is_bad = ~((weights == 0) | ((kept >= _LEAST_WEIGHT) & (kept < np.inf)))
     if is_bad.any():
         i, entry = first_bad(is_bad, pieces)
-        token = entry if num_before is None else entry + int(num_before[i])
         weight = float(weights[is_bad][0])
-        raise weight_error(f"example {i}: {name}", weight, entry, f"token {token}")
-    return weights.astype(np.float32)
-
-
-def as_flags(column: Ragged) -> Ragged:
-    """A column that holds nothing but 0 and 1 as bools, which are put in order in less memory."""
-    if column.values.dtype == np.bool_:
-        return column
-    flags = _flags(column.values)
-    return column if flags is None else Ragged(flags, column.offsets)
-
-
-def _flags(values: np.ndarray) -> np.ndarray | None:
-    """Values that are all 0 and 1 as bools."""
-    trained: np.ndarray = values != 0
-    return trained if np.count_nonzero(values == 1) == np.count_nonzero(trained) else None
-
-
-def is_bad_weight(values: np.ndarray) -> np.ndarray:
-    """Where a weight is negative, not finite in float32, or lost in it."""
-    with np.errstate(over="ignore"):
-        kept = values.astype(np.float32)
-    return ~((values == 0) | ((kept >= _LEAST_WEIGHT) & (kept < np.inf)))
-
-
-def weight_error(column: str, value: float, entry: int, place: str) -> DataError:
-    """What is wrong with a weight: entry ``entry`` of its column, at this token."""
-    if 0 < value < 1:
-        return DataError(
-            f"{column}[{entry}] is {value}, which float32 loses; a weight must be 0 or at "
-            f"least {_LEAST_WEIGHT}: give 0 where nothing is trained"
+        if 0 < weight < 1:
+            raise DataError(
+                f"example {i}: {name}[{entry}] is {weight}, which float32 loses; a weight must be "
+                f"0 or at least {_LEAST_WEIGHT}: give 0 where nothing is trained"
+            )
+        raise DataError(
+            f"example {i}: {name} is {weight} at {unit} {entry}; weights must be finite and 0 or "
+            "more"
         )
-    return DataError(f"{column} is {value} at {place}; weights must be finite and 0 or more")
+    return kept
+
+
+def _as_flags(values: np.ndarray) -> np.ndarray:
+    """Values that are all 0 and 1 as bools; others as they are."""
+    if values.dtype == np.bool_:
+        return values
+    trained: np.ndarray = values != 0
+    return trained if np.count_nonzero(values == 1) == np.count_nonzero(trained) else values
 
 
 def count_trained(trained: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -11,9 +11,8 @@ import numpy as np
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.numbers import joined
 from torch_collate_kit.reading.raw import is_sequence
-from torch_collate_kit.reading.rollouts import read_rollouts
+from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.rl.groups import checked_trajectory_ids
 
 __all__ = ["merge_steps"]
@@ -62,7 +61,7 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         )
     if not examples:
         return []
-    rollouts = read_rollouts(examples)
+    rollouts = read_columns(examples, rollouts=True)
     found = rollouts.per_example
     for key, name in (("uid", "uids"), ("is_last_step", "is_last_step")):
         if name not in found:
@@ -73,13 +72,15 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if "trajectory_ids" in found:
         names = list(zip(uids, found["trajectory_ids"], strict=True))
         checked_trajectory_ids(names, np.array(last), np.arange(len(last)), row="example")
+    columns = rollouts.checked()
     chains = [[0]]
     for i in range(1, len(examples)):
-        if uids[i] == uids[i - 1] and not last[i - 1] and _continues(rollouts, i - 1, i):
+        is_next = uids[i] == uids[i - 1] and not last[i - 1]
+        if is_next and _continues(rollouts, columns["input_ids"], i):
             chains[-1].append(i)
         else:
             chains.append([i])
-    return [_merged(examples, rollouts, chain) for chain in chains]
+    return [_merged(examples, rollouts, columns, chain) for chain in chains]
 
 
 def _num_prompt(rollouts: ExampleColumns, step: int) -> int:
@@ -87,12 +88,11 @@ def _num_prompt(rollouts: ExampleColumns, step: int) -> int:
     return int(rollouts.lengths[step] - rollouts.num_actions[step])
 
 
-def _continues(rollouts: ExampleColumns, earlier: int, later: int) -> bool:
-    """Whether the later prompt begins with all tokens, and all images, of the earlier step."""
-    ids = joined(rollouts.input_ids)
-    tokens, prompt = ids[earlier], ids[later][: _num_prompt(rollouts, later)]
+def _continues(rollouts: ExampleColumns, ids: Ragged, later: int) -> bool:
+    """Whether its prompt begins with all tokens, and all images, of the step before."""
+    tokens, prompt = ids[later - 1], ids[later][: _num_prompt(rollouts, later)]
     arrays = {} if rollouts.images is None else rollouts.images.arrays
-    pairs = [(of.get(earlier), of.get(later)) for of in arrays.values()]
+    pairs = [(of.get(later - 1), of.get(later)) for of in arrays.values()]
     return np.array_equal(prompt[: len(tokens)], tokens) and all(
         first is None or (then is not None and np.array_equal(then[: len(first)], first))
         for first, then in pairs
@@ -100,20 +100,24 @@ def _continues(rollouts: ExampleColumns, earlier: int, later: int) -> bool:
 
 
 def _merged(
-    examples: Sequence[Mapping[str, Any]], rollouts: ExampleColumns, chain: Sequence[int]
+    examples: Sequence[Mapping[str, Any]],
+    rollouts: ExampleColumns,
+    columns: Mapping[str, Ragged],
+    chain: Sequence[int],
 ) -> dict[str, Any]:
     merged = dict(examples[chain[-1]])
     if len(chain) == 1:
         return merged
     merged["prompt_ids"] = examples[chain[0]]["prompt_ids"]
-    tokens = joined(rollouts.input_ids)[chain[-1]][_num_prompt(rollouts, chain[0]) :]
+    tokens = columns["input_ids"][chain[-1]][_num_prompt(rollouts, chain[0]) :]
     merged["response_ids"] = tokens.astype(np.int64)
-    for field, column in rollouts.columns.items():
-        if field == "rollout_expert_indices":
-            merged[field] = _joined_routes(joined(column), chain)
+    merged["loss_mask"] = _joined_responses(rollouts, columns["loss_weights"], chain)
+    for field in rollouts.fields:
+        column = columns[field.name]
+        if field.name == "rollout_expert_indices":
+            merged[field.name] = _joined_routes(column, chain)
         else:
-            key = "logprobs" if field == "rollout_logprobs" else field  # as examples name it
-            merged[key] = _joined_responses(rollouts, joined(column), chain)
+            merged[str(field.key)] = _joined_responses(rollouts, column, chain)
     return merged
 
 

@@ -23,7 +23,7 @@ from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing.fitting import cut_to_fit, num_pieces
 from torch_collate_kit.packing.images import ImageLoad, image_load
 from torch_collate_kit.reading.raw import KNOWN, Examples
-from torch_collate_kit.reading.sft import read_columns
+from torch_collate_kit.reading.reader import read_columns
 
 __all__ = ["ENTRY", "place_after", "reader_of"]
 

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from torch_collate_kit.batch import IGNORE_INDEX
-from torch_collate_kit.batch.placement import whole_examples
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.media import MEDIA
-from torch_collate_kit.reading.numbers import joined
-from torch_collate_kit.reading.raw import first_with
-from torch_collate_kit.reading.rollouts import are_rollouts, read_rollouts
-from torch_collate_kit.reading.sft import read_columns
+from torch_collate_kit.reading.raw import MEDIA, first_with
+from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Refused
 from torch_collate_kit.vision import VisionLayout
 
@@ -112,9 +108,7 @@ class RowReader:
         )
 
     def _found(self, examples: Any, vision: VisionLayout | None) -> ExampleColumns:
-        if are_rollouts(examples):
-            return read_rollouts(examples, vision=vision)
-        return read_columns(examples, train_all=self.train_all, vision=vision)
+        return read_columns(examples, rollouts=None, train_all=self.train_all, vision=vision)
 
     def _is_of_images(self, examples: Any) -> bool:
         """Whether an example that was refused is taken without its images."""
@@ -151,11 +145,8 @@ def _form(found: ExampleColumns) -> str:
 
 
 def _flat(found: ExampleColumns) -> dict[str, np.ndarray]:
-    """The columns, placed as a collator places whole examples, which checks every value."""
-    images = None if found.images is None else replace(found.images, arrays={})
-    fields = found.fields if found.are_rollouts else []
-    placed = replace(found, fields=fields, images=images).place(whole_examples(found.lengths))
-    values = {name: np.asarray(column.values) for name, column in placed.columns.items()}
+    """The columns, after every value was checked as a collator checks it."""
+    values = {name: column.values for name, column in found.checked().items()}
     columns = {"ids": values["input_ids"], "lengths": found.lengths}
     if "labels" in values:
         labels = values["labels"]
@@ -163,26 +154,26 @@ def _flat(found: ExampleColumns) -> dict[str, np.ndarray]:
     trained = values["loss_weights"] != 0
     if not found.are_rollouts:
         return columns | {"trained": trained}
-    return columns | _of_rollouts(found, trained)
+    return columns | _of_rollouts(found, values)
 
 
-def _of_rollouts(found: ExampleColumns, trained: np.ndarray) -> dict[str, np.ndarray]:
-    """The columns that rollouts have: ``trained`` is of response tokens, bool [A]."""
+def _of_rollouts(found: ExampleColumns, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The columns that rollouts have: ``values`` are of response tokens."""
     assert found.num_actions is not None
     num_actions, lengths = found.num_actions, found.lengths
-    fields = {column.name: joined(column.values) for column in found.fields}
-    rewards = fields["rewards"]
     responses = span_indices(np.cumsum(lengths) - num_actions, num_actions)
     columns = {
         "trained": np.zeros(int(lengths.sum()), dtype=np.bool_),
         "num_actions": num_actions,
-        "scores": np.add.reduceat(rewards.values, rewards.offsets[:-1], dtype=np.float64),
+        "scores": np.add.reduceat(
+            values["rewards"], np.cumsum(num_actions) - num_actions, dtype=np.float64
+        ),
         "is_last_step": np.array(found.per_example.get("is_last_step", [True] * len(lengths))),
     }
-    columns["trained"][responses] = trained
-    if "rollout_logprobs" in fields:
+    columns["trained"][responses] = values["loss_weights"] != 0
+    if "rollout_logprobs" in values:
         columns["logprobs"] = np.full(len(columns["trained"]), np.nan, dtype=np.float32)
-        columns["logprobs"][responses] = fields["rollout_logprobs"].values
+        columns["logprobs"][responses] = values["rollout_logprobs"]
     if "uids" in found.per_example:
         columns["uids"] = np.fromiter(found.per_example["uids"], dtype=object)
     return columns

@@ -1,0 +1,193 @@
+"""Examples in, columns out, checked. A rollout is an example in other words.
+
+Its prompt and response are one sequence, whose response tokens are the last ``num_actions``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_collate_kit.batch import IGNORE_INDEX
+from torch_collate_kit.batch.fields import PerResponseToken, PerRoutedToken, PerToken
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.examples import ExampleColumns
+from torch_collate_kit.reading.fields import DeclaredFields, Specs, read_fields
+from torch_collate_kit.reading.media import read_images, token_type_fields
+from torch_collate_kit.reading.numbers import (
+    Numbers,
+    in_pairs,
+    joined,
+    number_column,
+)
+from torch_collate_kit.reading.raw import (
+    IMAGES,
+    TARGETS,
+    Examples,
+    are_rollouts,
+    raw_examples,
+    raw_rollouts,
+)
+from torch_collate_kit.reading.scalars import flag_column, id_column, scalar_column, spread_numbers
+from torch_collate_kit.vision import VisionLayout
+
+__all__ = ["read_columns"]
+
+# What the columns of SFT examples and of rollouts have one entry of, besides ids.
+_SFT_FIELDS: Specs = {
+    "loss_mask": PerToken(torch.float32),
+    "labels": PerToken(torch.int64, IGNORE_INDEX),
+    "assistant_masks": PerToken(torch.float32),
+    "completion_mask": PerToken(torch.float32),
+    "attention_mask": PerToken(torch.float32),
+}
+_ROLLOUT_FIELDS: Specs = {
+    "rewards": PerResponseToken(torch.float32),
+    "loss_mask": PerResponseToken(torch.float32),
+    "logprobs": PerResponseToken(torch.float32),
+    "advantages": PerResponseToken(torch.float32),
+    "rollout_expert_indices": PerRoutedToken(torch.int16),
+}
+# Of rollouts with images whose model is not known: they are carried along.
+_UNKNOWN_MODEL = VisionLayout("qwen2_vl", image_token_id=None, patch_shape=(1, 1, 1))
+
+
+def read_columns(
+    examples: Examples,
+    *,
+    rollouts: bool | None = False,
+    train_all: bool = False,
+    fields: DeclaredFields | None = None,
+    vision: VisionLayout | None = None,
+) -> ExampleColumns:
+    """Check the examples (DataError names the bad one) and look at them as columns.
+
+    ``rollouts``: that is what they are; None: their keys tell. ``train_all``: SFT examples have no
+    target, whatever other keys they have. ``fields`` are read too, and of a model with ``vision``
+    the images.
+    """
+    fields = fields or {}
+    num_actions: np.ndarray | None
+    if rollouts is None:
+        rollouts = are_rollouts(examples)
+    if rollouts:
+        raw = raw_rollouts(examples, fields, vision)
+        input_ids, num_actions = _joined(raw)
+        if vision is None and any(name in raw for name in IMAGES):
+            vision = _UNKNOWN_MODEL
+    else:
+        raw = raw_examples(examples, fields, vision, train_all=train_all)
+        input_ids = _ids("input_ids", raw["input_ids"])
+        num_actions = _num_actions(raw, input_ids.lengths)
+    return _read(raw, input_ids, num_actions, fields, vision, rollouts=rollouts)
+
+
+def _joined(raw: dict[str, Any]) -> tuple[Numbers, np.ndarray]:
+    """Prompts and responses as ids and ``num_actions``; the single numbers in ``raw`` as rows."""
+    prompts, responses = (_ids(name, raw[name]) for name in ("prompt_ids", "response_ids"))
+    for name in ("rewards", "advantages"):
+        if name in raw:
+            raw[name] = spread_numbers(name, raw[name], responses.lengths)
+    return in_pairs(prompts, responses), responses.lengths
+
+
+def _read(
+    raw: Mapping[str, Any],
+    input_ids: Numbers,
+    num_actions: np.ndarray | None,
+    fields: DeclaredFields,
+    vision: VisionLayout | None,
+    *,
+    rollouts: bool,
+) -> ExampleColumns:
+    """All other columns."""
+    table = _ROLLOUT_FIELDS if rollouts else _SFT_FIELDS
+    own = {key: spec for key, spec in table.items() if key in raw}
+    if num_actions is not None:
+        own["loss_mask"] = _ROLLOUT_FIELDS["loss_mask"]
+    types = {} if vision is None or rollouts else token_type_fields(raw, vision)
+    declared = {**fields, **types}
+    columns = read_fields(raw, own, declared, input_ids.lengths, num_actions, rollouts=rollouts)
+    images = None if vision is None else read_images(raw, vision, input_ids)
+    made = ["response_mask", *(columns[key].name for key in own)] if rollouts else []
+    if "rollout_expert_indices" in own:
+        made.append("router_padding_mask")
+    if "attention_mask" in own:
+        _check_attention_mask(joined(columns.pop("attention_mask").values))
+    target = _target_name(own)
+    return ExampleColumns(
+        input_ids,
+        target,
+        None if target is None else columns.pop(target).values,
+        num_actions,
+        list(columns.values()),
+        (*made, *fields, *(() if images is None else images.arrays)),
+        images,
+        _per_example(raw) if rollouts else {},
+        rollouts,
+    )
+
+
+def _ids(name: str, column: Any) -> Numbers:
+    ids = number_column(name, column, "ids")
+    lengths = ids.lengths
+    if not lengths.all():
+        i = int(np.flatnonzero(lengths == 0)[0])
+        why = "filter it out"
+        if name == "prompt_ids":
+            why = "nothing would predict its first response token; put the BOS token there"
+        raise DataError(f"example {i}: {name} is empty (0 tokens); {why}")
+    return ids
+
+
+def _target_name(own: Collection[str]) -> str | None:
+    given = [key for key in TARGETS if key in own]
+    if len(given) > 1:
+        raise DataError(
+            f"example 0 says twice where its loss is: {' and '.join(given)}; keep one of them"
+        )
+    return given[0] if given else None
+
+
+def _num_actions(raw: Mapping[str, Any], lengths: np.ndarray) -> np.ndarray | None:
+    if "num_actions" not in raw:
+        return None
+    if "loss_mask" not in raw:
+        raise DataError(
+            "example 0 has num_actions but no loss_mask; give the mask of its last num_actions "
+            "tokens, or remove num_actions"
+        )
+    wanted = "it must be an integer, the number of tokens at the end that loss_mask covers"
+    counts = scalar_column("num_actions", raw["num_actions"], "iu", wanted)
+    bad = np.flatnonzero((counts < 0) | (counts > lengths))
+    if len(bad):
+        i = int(bad[0])
+        raise DataError(
+            f"example {i} has num_actions={counts[i]}, but {lengths[i]} tokens; it counts the "
+            "tokens at the end, 0 to all of them"
+        )
+    return counts.astype(np.int64, copy=False)
+
+
+def _check_attention_mask(mask: Ragged) -> None:
+    if not mask.values.all():
+        first = np.flatnonzero(mask.values == 0)[0]
+        i = int(np.searchsorted(mask.offsets, first, side="right")) - 1
+        raise DataError(
+            f"example {i}: attention_mask contains a 0, so the example is padded already; "
+            "tokenize without padding, collators pad"
+        )
+
+
+def _per_example(raw: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Row metadata of rollouts."""
+    found: dict[str, list[Any]] = {
+        f"{key}s": id_column(key, raw[key]) for key in ("uid", "trajectory_id") if key in raw
+    }
+    if "is_last_step" in raw:
+        found["is_last_step"] = flag_column("is_last_step", raw["is_last_step"])
+    return found
