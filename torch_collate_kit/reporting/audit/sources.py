@@ -76,10 +76,10 @@ def _read_rows(dataset: Any, reader: RowReader) -> AuditColumns:
         raise DataError(_EMPTY.format(rows="rows"))
     for start in range(0, num_rows, _ROWS_AT_A_TIME):
         reader.read(rows, start, min(start + _ROWS_AT_A_TIME, num_rows))
-    columns = reader.columns()
-    if not len(columns.lengths) and not any(row.of_images for row in columns.refused):
-        raise DataError(columns.refused[0].message)
-    return columns
+    read = reader.columns()
+    if not len(read.lengths) and not any(row.of_images for row in read.refused):
+        raise DataError(read.refused[0].message)
+    return read
 
 
 def _keys(dataset: Any) -> Sequence[str]:
