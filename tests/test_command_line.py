@@ -224,6 +224,13 @@ def test_tokens_and_rollouts_are_explained(run: Run) -> None:
     assert texts == [repr(byte_tokenizer(TEMPLATE).decode([i])) for i in (5, 6, 7, 8)]
 
 
+def test_rollouts_are_never_cut(run: Run) -> None:
+    whole = run("explain", "rollouts.jsonl")
+    code, out, err = run("explain", "rollouts.jsonl", "--max-tokens", "2")
+    assert (code, out) == whole[:2]
+    assert err == "note: rollouts are never cut, so --max-tokens changes nothing\n"
+
+
 # --- what goes wrong -----------------------------------------------------------------------------
 
 CHAT_OPTIONS = ("--tokenizer", "tokenizer")
@@ -391,6 +398,14 @@ def test_a_pipe_that_is_closed_early() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=600) == 141
+
+
+def test_an_output_that_is_closed() -> None:
+    line = [sys.executable, "-m", "torch_collate_kit", "audit", "tokens.jsonl"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *line]
+    done = subprocess.run(closed, stderr=subprocess.PIPE, text=True, env=environment, timeout=600)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_interrupt() -> None:

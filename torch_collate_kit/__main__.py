@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with quiet():
             code: int = options.run(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the shell: `>&-`
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_PIPE

@@ -232,6 +232,11 @@ def test_labels_one_token_off(by: int, tokenizer: Any) -> None:
     assert "labels_shifted" not in audit(rows).names, "equal tokens are no evidence"
 
 
+def test_the_last_label_of_a_row_has_no_next_token() -> None:
+    rows = [{"input_ids": [5, 6, 7, 8], "labels": [-100, 7, 8, 9]}]
+    assert found(audit(rows)) == {"labels_shifted": [0]}
+
+
 def test_labels_of_another_text() -> None:
     rows = [labels_of(row) for row in rows_like()]
     rows[2]["labels"] = [-100] * 5 + [30, 31, 32]

@@ -134,6 +134,17 @@ def test_columns_of_different_lengths(tokenizer: Any) -> None:
         audit({"messages": [[]], "tools": [None, None]}, tokenizer)
 
 
+def test_what_is_said_of_all_rows_is_no_column(tokenizer: Any) -> None:
+    rows = {key: [row[key] for row in ROWS] for key in ROWS[0]}
+    chats = {"messages": [record("w7", "w20")["messages"], record("w8", "w21")["messages"]]}
+    for data in (rows, chats):
+        expected = audit(data, tokenizer).to_dict()
+        for said in ("ab", "a longer text", 3, np.array(3)):
+            assert audit({"source": said, **data}, tokenizer).to_dict() == expected
+    with pytest.raises(DataError, match="has 'source' and no loss target"):
+        audit({"source": "ab", "input_ids": rows["input_ids"]}, tokenizer)
+
+
 def test_no_record_at_all(tokenizer: Any) -> None:
     import datasets
 
@@ -258,6 +269,17 @@ def test_placeholders_that_disagree_with_the_images() -> None:
     columns = {key: [row[key] for row in rows] for key in rows[0]}
     assert audit(columns).to_dict() == blind.to_dict()
     assert blind["images_not_checked"].severity == "note"
+
+
+def test_copies_of_rows_with_images_are_not_counted() -> None:
+    layout = VisionLayout("qwen3_vl", image_token_id=39, merge_size=2, patch_shape=(3, 2, 196))
+    columns: dict[str, list[Any]] = {}
+    for row in [image_row(layout, 4)] * 2 + [{"input_ids": [7, 8], "loss_mask": [0, 1]}] * 2:
+        for key in image_row(layout, 4):
+            columns.setdefault(key, []).append(row.get(key))
+    finding = audit(columns, vision=layout)["duplicates"]
+    assert finding.rows.tolist() == [2, 3]
+    assert "drop the copies (1)" in finding.message
 
 
 def test_chat_records_with_images() -> None:

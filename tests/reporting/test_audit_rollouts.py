@@ -56,6 +56,14 @@ def test_any_number_of_tokens_of_a_tool(tool: int) -> None:
     assert serious([moved(r, 1) for r in rollouts]) == {"logprobs_shifted": [0, 1, 2, 3]}
 
 
+def test_a_response_that_ends_with_a_tool_says_nothing_of_a_shift() -> None:
+    rollouts = [moved(rollout(i), 1) for i in range(4)]
+    for r in rollouts:
+        r["loss_mask"][-2:] = [0, 0]
+        r["logprobs"][-2:] = [-0.3, 0.0]
+    assert serious(rollouts)["logprobs_shifted"] == [0, 1, 2, 3]
+
+
 def test_real_values_of_a_tool_are_no_evidence() -> None:
     rollouts = [rollout(i, tool=1 + i % 2) for i in range(8)]
     for i, r in enumerate(rollouts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,6 +81,10 @@ def _batches(
     record = data.rows[number]
     try:
         if data.kind == "rollouts":
+            if options.max_tokens is not None:
+                print(
+                    "note: rollouts are never cut, so --max-tokens changes nothing", file=sys.stderr
+                )
             return [RolloutCollator(0)([record])]
         if data.kind == "tokens":
             return [_collated(record, options)]

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
 from torch_collate_kit.reporting.audit.findings import Severity
 
 __all__ = ["contradictory_answers", "duplicates", "same_spans"]
 
-_TOKENS_AT_A_TIME = 1 << 20
 _MEANT, _MANY = 0.5, 20  # half of at least 20 rows: several answers per prompt are the design
 
 
 def duplicates(columns: AuditColumns) -> Found | None:
     """Rows with the same tokens, all of them: the first and its copies.
 
-    Rows are compared token by token where their hashes agree. Silent about rows with images, which
-    are not compared. Of rollouts it is a note, since a policy may well give one answer twice.
+    Silent about rows with images, which are not compared. Of rollouts it is a note, since a policy
+    may well give one answer twice.
     """
     groups = same_spans(columns.ids, columns.starts, columns.lengths)
     counts = np.bincount(groups)
@@ -67,77 +65,10 @@ def contradictory_answers(columns: AuditColumns) -> Found | None:
 def same_spans(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """int64 [N], equal numbers for spans with equal ids: the place of the first such span.
 
-    Spans have one id or more, and come in the order of the ids.
-
     >>> same_spans(np.array([5, 6, 7, 5, 6]), np.array([0, 2, 3]), np.array([2, 1, 2])).tolist()
     [0, 1, 0]
     """
-    hashes = _hashes(ids, starts, lengths)
-    _, first, groups = np.unique(hashes, return_index=True, return_inverse=True)
-    firsts = first[groups.reshape(-1)]
-    copies = np.flatnonzero(firsts != np.arange(len(starts)))
-    if not len(copies):
-        return firsts
-    is_same = _are_equal(ids, starts, lengths, copies, firsts[copies])
-    for place in copies[~is_same].tolist():  # different ids with one hash: next to never
-        firsts[place] = _first_equal(ids, starts, lengths, place)
-    return firsts
-
-
-def _hashes(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """uint64 [N]: sums of what each id becomes with its place in the span, a block at a time."""
-    found = np.empty(len(starts), dtype=np.uint64)
-    before = np.append(0, np.cumsum(lengths))
-    begin = 0
-    while begin < len(starts):
-        end = int(np.searchsorted(before, before[begin] + _TOKENS_AT_A_TIME, side="right")) - 1
-        end = max(end, begin + 1)
-        own = lengths[begin:end]
-        offsets = np.cumsum(own) - own
-        places = np.arange(int(own.sum())) - np.repeat(offsets, own)
-        taken = ids[places + np.repeat(starts[begin:end], own)]
-        mixed = _mixed(taken.astype(np.uint64) + places.astype(np.uint64) * _STEP)
-        found[begin:end] = np.add.reduceat(mixed, offsets) + own.astype(np.uint64)
-        begin = end
-    return found
-
-
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-
-
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """splitmix64's finalizer: every bit of a value changes half of the bits."""
-    values ^= values >> np.uint64(30)
-    values *= _FIRST
-    values ^= values >> np.uint64(27)
-    values *= _SECOND
-    values ^= values >> np.uint64(31)
-    return values
-
-
-def _are_equal(
-    ids: np.ndarray,
-    starts: np.ndarray,
-    lengths: np.ndarray,
-    some: np.ndarray,
-    others: np.ndarray,
-) -> np.ndarray:
-    """bool, for each pair of spans whether their ids are equal."""
-    is_same: np.ndarray = lengths[some] == lengths[others]
-    pairs = np.flatnonzero(is_same)
-    own = lengths[some[pairs]]
-    if len(pairs):
-        mine = ids[span_indices(starts[some[pairs]], own)]
-        theirs = ids[span_indices(starts[others[pairs]], own)]
-        is_same[pairs] = np.logical_and.reduceat(mine == theirs, np.cumsum(own) - own)
-    return is_same
-
-
-def _first_equal(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, place: int) -> int:
-    """The first span that has the ids of this one."""
-    span = ids[starts[place] : starts[place] + lengths[place]]
-    for i in np.flatnonzero(lengths[:place] == lengths[place]).tolist():
-        if np.array_equal(ids[starts[i] : starts[i] + lengths[i]], span):
-            return int(i)
-    return place
+    known: dict[bytes, int] = {}  # faster than hashes of whole columns, but for very short spans
+    spans = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
+    firsts = (known.setdefault(ids[a:b].tobytes(), i) for i, (a, b) in enumerate(spans))
+    return np.fromiter(firsts, dtype=np.int64, count=len(starts))

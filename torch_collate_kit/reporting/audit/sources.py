@@ -66,18 +66,20 @@ def _read_rows(dataset: Any, reader: RowReader) -> AuditColumns:
 
     def rows(start: int, stop: int) -> Any:
         if isinstance(dataset, Mapping):
-            return {key: column[start:stop] for key, column in dataset.items()}
+            others = {key: column for key, column in dataset.items() if key not in columns}
+            return {key: column[start:stop] for key, column in columns.items()} | others
         return dataset[start:stop]
 
-    num_rows = len(next(iter(dataset.values()))) if isinstance(dataset, Mapping) else len(dataset)
+    columns = _columns(dataset) if isinstance(dataset, Mapping) else {}
+    num_rows = len(next(iter(columns.values()))) if columns else len(dataset)
     if not num_rows:
         raise DataError(_EMPTY.format(rows="rows"))
     for start in range(0, num_rows, _ROWS_AT_A_TIME):
         reader.read(rows, start, min(start + _ROWS_AT_A_TIME, num_rows))
-    columns = reader.columns()
-    if not len(columns.lengths) and not any(row.of_images for row in columns.refused):
-        raise DataError(columns.refused[0].message)
-    return columns
+    read = reader.columns()
+    if not len(read.lengths) and not any(row.of_images for row in read.refused):
+        raise DataError(read.refused[0].message)
+    return read
 
 
 def _keys(dataset: Any) -> Sequence[str]:
@@ -95,6 +97,17 @@ def _keys(dataset: Any) -> Sequence[str]:
     if not len(dataset):
         raise DataError(_EMPTY.format(rows="rows"))
     return list(next((row for row in dataset if isinstance(row, Mapping)), ["input_ids"]))
+
+
+def _columns(dataset: Mapping[str, Any]) -> dict[str, Any]:
+    """Without texts and numbers that are said of all rows."""
+    return {
+        key: column
+        for key, column in dataset.items()
+        if hasattr(column, "__len__")
+        and not isinstance(column, str | bytes)
+        and getattr(column, "ndim", 1) > 0
+    }
 
 
 def _has_mappings(dataset: Any) -> bool:
@@ -140,8 +153,9 @@ def _records(dataset: Any) -> Any:
     if is_a(dataset, "pyarrow", "Table"):
         return dataset.to_pylist()
     if isinstance(dataset, Mapping):
-        by_row = zip(*dataset.values(), strict=True)
-        return [dict(zip(dataset, row, strict=True)) for row in by_row]
+        columns = _columns(dataset)
+        by_row = zip(*columns.values(), strict=True)
+        return [dict(zip(columns, row, strict=True)) for row in by_row]
     return dataset
 
 
