@@ -239,6 +239,19 @@ def test_the_first_setting_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(optimizer, torch.optim.AdamW)
 
 
+def test_a_setting_must_fit_rows_of_full_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As wide as any later row, or memory runs out in the middle of a comparison."""
+    speed, layouts = importlib.import_module("gpu.speed"), []
+
+    def watched(mix: Any, layout: Any, where: Where) -> Any:
+        layouts.append(layout)
+        return loader_of(mix, layout, where)
+
+    monkeypatch.setattr(speed, "loader_of", watched)
+    speed.prepared(WHERE, "0.6B", 8192)
+    assert layouts == [Layout("packed", fixed_width=True)] * 2
+
+
 @pytest.mark.parametrize("size", ["0.6B", "1.7B", "4B", "8B"])
 def test_models_have_their_sizes(size: str) -> None:
     """The published numbers of parameters."""
