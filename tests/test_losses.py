@@ -551,6 +551,14 @@ def test_logits_with_too_few_or_too_many_columns_of_a_batch() -> None:
         token_loss(torch.zeros(5, 7, 11), batch, num_loss_tokens=1)
 
 
+def test_a_batch_on_another_device_than_the_logits() -> None:
+    batch = PaddedCollator(0)(EXAMPLES)
+    logits = torch.empty(*batch["input_ids"].shape, 11, device="meta")
+    for target in (batch, batch["labels"]):
+        with pytest.raises(ValueError, match=r"logits are on meta, labels on cpu; move the batch"):
+            token_loss(logits, target, num_loss_tokens=1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -202,6 +202,19 @@ def test_a_frozen_head_and_hidden_states_without_gradient() -> None:
     torch.testing.assert_close(torch.autograd.grad(3 * loss, head.weight)[0], expected[2])
 
 
+def test_on_the_meta_device_shapes_follow() -> None:
+    """As a dry run of a large model does, which has no numbers; autocast knows no such device."""
+    batch = PackedCollator(0, max_tokens=9)(EXAMPLES).to("meta")
+    hidden = torch.empty(*batch["input_ids"].shape, HIDDEN, device="meta", requires_grad=True)
+    head = a_head(bias=True, dtype=torch.float32).to("meta")
+    loss = token_loss(hidden, batch, num_loss_tokens=7, head=head)
+    loss.backward()
+    assert (loss.shape, loss.dtype, loss.device.type) == ((), torch.float32, "meta")
+    for tensor in (hidden, head.weight, head.bias):
+        assert tensor.grad is not None
+        assert tensor.grad.shape == tensor.shape
+
+
 def test_a_second_backward_pass_is_refused() -> None:
     batch = PackedCollator(0, max_tokens=24)(EXAMPLES)
     hidden = hidden_of(batch)

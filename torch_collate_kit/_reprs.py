@@ -1,4 +1,4 @@
-"""How objects show their settings: as the call that makes them, without what is the default."""
+"""What reprs are made of: the call that makes an object, without what is the default; counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from inspect import signature
 from typing import Any
 
-__all__ = ["Shown", "call_repr", "changed_settings", "dataclass_repr"]
+__all__ = ["Shown", "call_repr", "changed_settings", "dataclass_repr", "plural"]
 
 
 def call_repr(owner: Any, *positional: str, **settings: Any) -> str:
@@ -69,6 +69,15 @@ class Shown:
             return f"<{kind} of {len(value):,}>"
         except TypeError:
             return f"<{kind}>"
+
+
+def plural(number: int, noun: str) -> str:
+    """A number and what is counted.
+
+    >>> plural(1, "row"), plural(2000, "row")
+    ('1 row', '2,000 rows')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _is_same(value: Any, default: Any) -> bool:

@@ -243,8 +243,7 @@ def _digest_of_step(parts: list[Any], *, same_rows: bool) -> str:
         whole = [torch.cat([part[name] for part in parts]) for name in names]
         return batch_digest([whole, _num_loss_tokens(parts)])
     if same_rows and all(isinstance(part, RankPlan) for part in parts):
-        plan = {f.name: getattr(parts[0].plan, f.name) for f in dataclasses.fields(parts[0].plan)}
-        return batch_digest([plan, _num_loss_tokens(parts)])
+        return batch_digest([parts[0].plan, _num_loss_tokens(parts)])
     examples = sorted(example for part in parts for example in _examples_of(part))
     return batch_digest([examples, _num_loss_tokens(parts)])
 

@@ -148,6 +148,8 @@ def test_the_example_of_a_bad_expert_is_named_past_empty_routes(empty: int) -> N
         ({"rewards": torch.tensor(1.0)}, "column rewards is Tensor, which has no rows"),
         ({"rewards": np.array(1.0)}, "column rewards is ndarray, which has no rows"),
         ({"rewards": None}, "column rewards is NoneType"),
+        ({"uid": "ab"}, "column uid is str, which has no rows"),
+        ({"uid": "abc"}, "column uid is str, which has no rows"),
         ({"rewards": (x for x in "ab")}, "column rewards is generator"),
         ({"prompt_ids": None}, "column prompt_ids is NoneType"),
         ({"response_ids": [7, 8]}, r"collate one example as a list: \[example\]"),

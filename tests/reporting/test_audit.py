@@ -13,7 +13,7 @@ import pytest
 from tests.reporting.audit_words import BOS, EOS, PAD, TEMPLATE, chat, rows_like, word_tokenizer
 from torch_collate_kit import audit
 from torch_collate_kit.reporting import AuditReport, Finding
-from torch_collate_kit.reporting.audit.messages import MESSAGES
+from torch_collate_kit.reporting.audit.checks import CHECKS
 
 Row = dict[str, Any]
 MASKED = [3, 7, 8, 2, 4, 20, 9, 2]
@@ -325,4 +325,4 @@ def test_every_finding_is_on_the_page_with_its_severity() -> None:
     page = (Path(__file__).parents[2] / "docs" / "audit_checks.md").read_text(encoding="utf-8")
     cells = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
     listed = {name.strip("| `"): severity for name, severity, *_ in cells}
-    assert listed == {name: message.severity for name, message in MESSAGES.items()}
+    assert listed == {check.name: check.severity for check in CHECKS}

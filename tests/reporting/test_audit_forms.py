@@ -12,7 +12,7 @@ import torch
 from tests.reporting.audit_words import TEMPLATE, chat, rows_like, word_tokenizer
 from tests.vision.families import FAMILIES
 from torch_collate_kit import DataError, Ragged, TokenizedDataset, VisionLayout, audit
-from torch_collate_kit.reporting.audit import reading
+from torch_collate_kit.reporting.audit import sources
 
 ROWS = [*rows_like(5), {**chat([30], [31]), "loss_mask": [0] * 6}, rows_like(2)[1]]
 EXPECTED = {"no_trained_token": [5], "duplicates": [1, 6]}
@@ -69,7 +69,7 @@ def test_every_form_gives_the_same_report(tmp_path: Path, tokenizer: Any) -> Non
 
 def test_many_rows_are_read_in_parts(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = audit(ROWS, tokenizer).to_dict()
-    monkeypatch.setattr(reading, "_ROWS_AT_A_TIME", 2)
+    monkeypatch.setattr(sources, "_ROWS_AT_A_TIME", 2)
     assert audit(ROWS, tokenizer).to_dict() == whole
 
 
@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a mask that is short": ({"loss_mask": [0, 1]}, "row 2: loss_mask has 2 entries, input_ids"),
     "a float id": ({"input_ids": [1.5] * 8}, "row 2: input_ids[0] is 1.5"),
     "a negative id": ({"input_ids": [-5] * 8}, "row 2: input_ids is -5 at token 0"),
-    "no token": ({"input_ids": [], "loss_mask": []}, "row 2 is empty"),
+    "no token": ({"input_ids": [], "loss_mask": []}, "row 2: input_ids is empty"),
     "a negative weight": ({"loss_mask": [-1.0] * 8}, "row 2: loss_mask is -1.0 at token 0"),
     "nan": ({"loss_mask": [float("nan")] * 8}, "row 2: loss_mask is nan at token 0"),
     "padded": ({"attention_mask": [0] + [1] * 7}, "row 2: attention_mask contains a 0"),

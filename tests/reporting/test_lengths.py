@@ -68,13 +68,26 @@ def test_padded_rows_of_a_dataset_and_of_a_table():
     datasets, pa = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
     rows = [{"input_ids": [5, 6], "attention_mask": [1, 1]}] * 3
     padded = [*rows, {"input_ids": [5, 0], "attention_mask": [1, 0]}]
-    for made in (datasets.Dataset.from_list, pa.Table.from_pylist):
+    for made in (datasets.Dataset.from_list, pa.Table.from_pylist, TokenizedDataset):
         assert data_lengths(made(rows)).lengths.tolist() == [2, 2, 2]
         with pytest.raises(DataError, match="example 3 is padded"):
             data_lengths(made(padded))
     shuffled = datasets.Dataset.from_list(padded).select([3, 0])
     with pytest.raises(DataError, match="example 0 is padded"):
         data_lengths(shuffled)
+
+
+def test_padded_rows_of_a_file(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"input_ids": [5, 6], "attention_mask": [1, 1]}] * 5000
+    data = datasets.Dataset.from_list([*rows, {"input_ids": [5, 0], "attention_mask": [1, 0]}])
+    data.save_to_disk(tmp_path / "saved")
+    data.to_parquet(tmp_path / "rows.parquet")
+    (arrow,) = (tmp_path / "saved").glob("*.arrow")
+    for path in (arrow, tmp_path / "rows.parquet"):
+        with pytest.raises(DataError, match="example 5000 is padded"):
+            data_lengths(path)
+        assert data_lengths(TokenizedDataset(path, columns=["input_ids"])).lengths.sum() == 10_002
 
 
 def test_lengths_of_arrow_and_of_a_path(tmp_path):

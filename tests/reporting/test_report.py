@@ -129,9 +129,10 @@ def test_lines_fit_100_characters():
 def test_html_has_the_same_figures_with_the_recommended_row_bold():
     report = packing_report([5, 3, 9, 2], 10, show=False)
     html = report._repr_html_()
-    assert html.count("<tr>") == 5
-    assert '<td style="text-align:left"><b>best_fit_decreasing</b></td>' in html
-    assert '<td style="text-align:left">sequential</td>' in html
+    assert html.count("<tr>") == 4
+    bold = html.split('<tr style="font-weight:bold">')[1].split("</tr>")[0]
+    assert '<td style="text-align:left;white-space:pre">best_fit_decreasing</td>' in bold
+    assert '<td style="text-align:left;white-space:pre">sequential</td>' in html
     assert "padding 47.2% -&gt; 5.0% at max_tokens=10" in html
 
 

@@ -223,6 +223,29 @@ def test_where_an_example_is_cut(family: str, seed: int) -> None:
                     columns.images.kept(pieces)
 
 
+@pytest.mark.parametrize("family", list(LAYOUTS))
+@FEWER
+@given(seeds)
+def test_a_budget_of_patches_cuts_before_an_image(family: str, seed: int) -> None:
+    """The first image over the budget goes, and all that comes after it."""
+    _, [example] = drawn_examples(seed, family, "labels", count=1)
+    columns = read_columns([example.given], vision=LAYOUTS[family])
+    assert columns.images is not None
+    patches = columns.images.patches[0]
+    first_tokens = [i for i, token in enumerate(example.ids) if token == TOKEN]
+    for budget in range(sum(patches) + 1):
+        kept = sum(total <= budget for total in np.cumsum(patches).tolist())
+        expected = len(example.ids)
+        if kept < len(patches):
+            if not LAYOUTS[family].counts_images:
+                kept = 0  # images are not told from tiles
+            if family == "llava_onevision" and kept == 1:
+                kept = 0  # alone it would be taken for one that is cut into tiles
+            expected = first_tokens[sum(image["tokens"] for image in example.images[:kept])]
+        lengths, found = columns.images.cuts(len(example.ids), budget)
+        assert (lengths.tolist(), found) == ([expected], [patches[:kept]])
+
+
 def test_an_example_with_images_is_not_split() -> None:
     layout = LAYOUTS["gemma3"]
     example = {"input_ids": [9] * 3 + [70] * 9, "pixel_values": np.zeros((1, 3, 2, 2))}

@@ -195,25 +195,19 @@ def _causal_sdpa(
     return output.transpose(1, 2)
 
 
-_LOADED: list[_Kernel | None] = []
+_LOADED: list[_Kernel] = []
 
 
-def load_kernel() -> _Kernel | None:
-    """torch's varlen kernel, or None if torch has none; imported once.
+def load_kernel() -> _Kernel:
+    """torch's varlen kernel, imported once.
 
     In a list: of functools.cache torch.compile warns, and traces the import and the signature.
     """
     if not _LOADED:
-        _LOADED.append(_import_kernel())
-    return _LOADED[0]
-
-
-def _import_kernel() -> _Kernel | None:
-    try:
         from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return _Kernel(varlen_attn)
+
+        _LOADED.append(_Kernel(varlen_attn))
+    return _LOADED[0]
 
 
 class _Kernel:

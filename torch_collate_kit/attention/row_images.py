@@ -13,11 +13,10 @@ from torch import Tensor
 from torch_collate_kit.attention.row_segments import RowSegments
 from torch_collate_kit.batch.mrope import mrope_positions
 from torch_collate_kit.vision import VisionLayout
+from torch_collate_kit.vision.families import PIXEL_FIELDS
 from torch_collate_kit.vision.layout import ImageUnits
 
 __all__ = ["RowImages", "is_image"]
-
-_TILED = ("pixel_values", "pixel_attention_mask")
 
 
 @dataclass(frozen=True)
@@ -46,18 +45,18 @@ class RowImages:
         """
         fields = {name: inputs[name] for name in layout.family.fields if name in inputs}
         if layout.family.joins_tiles:
-            fields = {k: v.flatten(0, 1) if k in _TILED else v for k, v in fields.items()}
+            fields = {name: values.flatten(0, 1) for name, values in fields.items()}
         units = _units(layout, fields)
         is_placeholder = is_image(inputs["input_ids"], layout).flatten()
         cells = torch.nonzero(is_placeholder).flatten().cpu().numpy()
         ends = np.cumsum(units.tokens)
-        sizes = {"patch": units.patches.sum(), "tile": units.tiles.sum(), "image": len(ends)}
         for name, values in fields.items():
             per = layout.family.fields[name].per
-            if per != "example" and len(values) != sizes[per]:
+            expected = int(units.entries(per).sum())
+            if per != "example" and len(values) != expected:
                 raise ValueError(
                     f"{name} has {len(values)} {per} entries, but the images described are "
-                    f"{sizes[per]}; pass what Batch.model_inputs() returns"
+                    f"{expected}; pass what Batch.model_inputs() returns"
                 )
         if units.tokens.sum() != len(cells):
             raise ValueError(
@@ -82,10 +81,9 @@ class RowImages:
 
     def changed(self, unit: int) -> Tensor:
         """``pixel_values`` in which every number of one image has changed by 2: a copy."""
-        first, last = self._range(self.layout.family.fields["pixel_values"].per, unit, unit + 1)
         pixels = self.fields["pixel_values"].clone()
-        own = pixels[first:last]
-        pixels[first:last] = torch.where(own > 0, own - 2, own + 2)
+        own = pixels[self._range("pixel_values", unit, unit + 1)]
+        own.copy_(torch.where(own > 0, own - 2, own + 2))
         return pixels[None] if self.layout.family.joins_tiles else pixels
 
     def of_segment(self, segment: int) -> dict[str, Tensor]:
@@ -95,14 +93,11 @@ class RowImages:
             return {}
         fields = {}
         for name, values in self.fields.items():
-            per = self.layout.family.fields[name].per
-            if per == "example":
+            if self.layout.family.fields[name].per == "example":
                 fields[name] = values.new_tensor([len(own)])
                 continue
-            first, last = self._range(per, int(own[0]), int(own[-1]) + 1)
-            cut = values[first:last]
-            joined = self.layout.family.joins_tiles and name in _TILED
-            fields[name] = cut[None] if joined else cut
+            cut = values[self._range(name, int(own[0]), int(own[-1]) + 1)]
+            fields[name] = cut[None] if self.layout.family.joins_tiles else cut
         return fields
 
     def token_inputs(self, ids_T: Tensor, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -123,12 +118,10 @@ class RowImages:
             inputs[types] = is_placeholder.long()[None]
         return inputs
 
-    def _range(self, per: str, first: int, last: int) -> tuple[int, int]:
-        """The entries of images ``first`` to ``last`` in a field with one entry per ``per``."""
-        counts = {"patch": self.units.patches, "tile": self.units.tiles}.get(per)
-        if counts is None:
-            return first, last
-        return int(counts[:first].sum()), int(counts[:last].sum())
+    def _range(self, name: str, first: int, last: int) -> slice:
+        """The entries of images ``first`` to ``last`` - 1 in a field."""
+        counts = self.units.entries(self.layout.family.fields[name].per)
+        return slice(int(counts[:first].sum()), int(counts[:last].sum()))
 
 
 def is_image(ids: Tensor, layout: VisionLayout) -> Tensor:
@@ -138,11 +131,10 @@ def is_image(ids: Tensor, layout: VisionLayout) -> Tensor:
 
 
 def _units(layout: VisionLayout, fields: Mapping[str, Tensor]) -> ImageUnits:
-    if not fields:
-        nothing = np.zeros(0, dtype=np.int64)
-        return ImageUnits(nothing, nothing, nothing)
-    known = {k: v.cpu().numpy() for k, v in fields.items() if k not in _TILED}
-    known["pixel_values"] = np.empty(len(fields["pixel_values"]))  # only their number counts
+    known = {  # of pixels only their number counts
+        name: np.empty(len(values)) if name in PIXEL_FIELDS else values.cpu().numpy()
+        for name, values in fields.items()
+    }
     if "batch_num_images" not in known:
         return layout.units(known)
     counts = known["batch_num_images"]  # several images of an example are not cut into tiles

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -44,11 +44,12 @@ class Slot(NamedTuple):
 
 
 def gather(
-    fields: Mapping[Key, Tensor | Ragged], *, pin: bool = False
+    fields: Mapping[Key, Tensor | Ragged], *, pin: bool = False, share: bool = False
 ) -> tuple[Tensor, dict[Key, Slot]]:
     """A new uint8 buffer with the bytes of all fields, on the device of the first, and where.
 
-    With ``pin`` in page-locked memory.
+    With ``pin`` in page-locked memory; with ``share``, where the first is in host memory, in memory
+    that other processes get without a copy.
     """
     slots: dict[Key, Slot] = {}
     sources: list[Tensor] = []
@@ -64,10 +65,42 @@ def gather(
         sources.append(source)
         end = start + math.prod(source.shape) * source.dtype.itemsize
     size = -(-end // _ALIGNMENT) * _ALIGNMENT  # torch.load reads a storage as its widest dtype
-    buffer = torch.empty(size, dtype=torch.uint8, device=sources[0].device, pin_memory=pin)
+    device = sources[0].device
+    if share and device.type == "cpu" and size:  # no memory at all cannot be shared
+        return _shared(sources, list(slots.values()), size), slots
+    buffer = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin)
     for source, slot in zip(sources, slots.values(), strict=True):
         _view(buffer, slot).copy_(source.detach())
     return buffer, slots
+
+
+def _shared(sources: Sequence[Tensor], slots: Sequence[Slot], size: int) -> Tensor:
+    """uint8 [size] in shared memory, with the bytes of the sources.
+
+    Torch shares it as it is, and would copy any other memory. Written through its addresses, the
+    new memory would take a page fault per 4 KB (10 MB: 6 ms), as the file that it is it does not
+    (3.5 ms).
+    """
+    untyped_storage: Any = torch.UntypedStorage
+    storage = untyped_storage._new_shared(size)  # as default_collate does in a worker
+    buffer = torch.empty(0, dtype=torch.uint8).set_(storage)
+    processes: Any = torch.multiprocessing
+    if processes.get_sharing_strategy() != "file_descriptor":
+        for source, slot in zip(sources, slots, strict=True):
+            _view(buffer, slot).copy_(source.detach())
+        return buffer
+    descriptor, _ = storage._share_fd_cpu_()  # stays the storage's
+    with open(descriptor, "wb", closefd=False) as file:
+        for source, slot in zip(sources, slots, strict=True):
+            file.seek(slot.start)
+            file.write(_bytes_of(source))
+    return buffer
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """In the order of the elements; of a contiguous tensor no copy."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.flatten().view(torch.uint8).numpy().data
 
 
 def carve(buffer: Tensor, slots: Mapping[Key, Slot]) -> dict[Key, Tensor | Ragged]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from torch_collate_kit.batch import rows
 from torch_collate_kit.batch.buffer import Slot, carve, gather
@@ -148,9 +149,11 @@ class Storage:
         storage = replace(self, metadata={**self.metadata, "loss_mask_divisor": divisor})
         return storage.with_given({} if mask is None else {"loss_mask": mask * (before / divisor)})
 
-    def in_one_buffer(self, *, pin: bool = False) -> tuple[Tensor, dict[Key, Slot]]:
+    def in_one_buffer(
+        self, *, pin: bool = False, share: bool = False
+    ) -> tuple[Tensor, dict[Key, Slot]]:
         """The buffer, and where everything lies there; a copy, unless it is in one already."""
-        return gather(self.items(), pin=pin) if self.buffer is None else self.buffer
+        return gather(self.items(), pin=pin, share=share) if self.buffer is None else self.buffer
 
     def moved(self, device: torch.device, *, non_blocking: bool) -> Storage | None:
         """In one buffer on another device; None if all of it is there."""
@@ -173,11 +176,26 @@ class Storage:
         return _rebuilt(buffer, slots, columns, self.row_metadata, self.metadata)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        buffer, slots = self.in_one_buffer()
+        is_worker = get_worker_info() is not None  # whose batches go to another process
+        try:
+            buffer, slots = self.in_one_buffer(share=is_worker)
+        except (OSError, RuntimeError) as error:
+            if not is_worker:
+                raise
+            return _not_shared, (self.nbytes, str(error))
         columns = None if self.columns is None else self.columns.emptied()
         if columns is not None and buffer.device.type == "cpu":  # the placement is in the buffer
             columns = replace(columns, placement=replace(columns.placement, segments={}))
         return _rebuilt, (buffer, slots, columns, rows.owned(self.row_metadata), self.metadata)
+
+
+def _not_shared(nbytes: int, error: str) -> Any:
+    """Raises where the batch is received: a worker that cannot pickle prints, and sends nothing."""
+    raise RuntimeError(
+        f"a DataLoader worker could not put a batch of {nbytes:,} bytes into shared memory: "
+        f"{error}; give the container more of it (docker run --shm-size=8g), or take fewer "
+        "workers, a lower prefetch_factor or smaller batches"
+    )
 
 
 def _rebuilt(

@@ -33,7 +33,6 @@ from torch_collate_kit.reading.raw import (
     KNOWN,
     ROLLOUT_KEYS,
     Examples,
-    are_rollouts,
     unknown_images,
 )
 from torch_collate_kit.reading.reader import read_columns
@@ -200,7 +199,7 @@ class PackedCollator(Generic[B]):
             part = examples.part
             columns = self._read_part(part, examples.examples)
         else:
-            columns = self._read(examples, rollouts=are_rollouts(examples))
+            columns = self._read(examples, rollouts=None)
             part = RankPlan.whole(self.plan(columns.lengths, self._images(columns)))
         batch = self._place(columns, part)
         if not self.model_inputs:
@@ -208,7 +207,7 @@ class PackedCollator(Generic[B]):
         _refuse_weights(batch)
         return cast(B, batch.model_inputs())
 
-    def _read(self, examples: Examples, *, rollouts: bool = False) -> ExampleColumns:
+    def _read(self, examples: Examples, *, rollouts: bool | None = False) -> ExampleColumns:
         columns = read_columns(
             examples,
             rollouts=rollouts,
@@ -216,7 +215,7 @@ class PackedCollator(Generic[B]):
             fields=self.fields,
             vision=self.vision,
         )
-        if rollouts:
+        if columns.are_rollouts:
             self._check_rollouts(columns)
         elif self.model_inputs and columns.target is None and not self.train_all:
             raise DataError(

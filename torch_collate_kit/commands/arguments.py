@@ -5,13 +5,26 @@ from __future__ import annotations
 import argparse
 from typing import Any, NamedTuple
 
+from torch_collate_kit.chat import tokenize_chat_dataset
 from torch_collate_kit.commands.terminal import use_cache_if_offline
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading import read_records
+from torch_collate_kit.loading import TokenizedDataset, read_records
 from torch_collate_kit.vision import load_processor
 
-__all__ = ["Records", "add_data_arguments", "chat_options", "number", "read_data"]
+__all__ = [
+    "FILES",
+    "Records",
+    "add_data_arguments",
+    "chat_options",
+    "number",
+    "read_data",
+    "tokenized_chats",
+]
 
+FILES = (
+    "a .jsonl, .json, .parquet or .arrow file, a saved dataset folder or a hub name, of chats, "
+    "tokenized rows or rollouts"
+)
 _CHATS = ("messages", "conversations", "instruction", "prompt")
 _FORMS = (
     "chats (messages, conversations, prompt and completion, instruction and output), tokenized "
@@ -43,7 +56,7 @@ def number(text: str) -> int:
     return value
 
 
-def add_data_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+def add_data_arguments(parser: argparse.ArgumentParser, what: str = FILES) -> None:
     """DATA, and how it is read."""
     parser.add_argument("data", metavar="DATA", help=what)
     parser.add_argument("--split", default="train", help="of a dataset with several (train)")
@@ -106,3 +119,10 @@ def chat_options(options: argparse.Namespace) -> dict[str, Any]:
             "folder or model of a processor"
         )
     return chosen | {"tokenizer": loaded}
+
+
+def tokenized_chats(rows: Any, options: argparse.Namespace, **settings: Any) -> TokenizedDataset:
+    """A dataset of chats as tokens; ``settings`` are those of ``tokenize_chat_dataset``."""
+    chosen = chat_options(options)
+    tokenized, _ = tokenize_chat_dataset(rows, **chosen, **settings)
+    return TokenizedDataset(tokenized, vision=chosen.get("processor"))

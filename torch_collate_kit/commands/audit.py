@@ -25,11 +25,7 @@ def add_audit(commands: Any) -> None:
         description="Find training targets that look right and are not. Exits with 1 if there "
         "are errors or warnings.",
     )
-    add_data_arguments(
-        parser,
-        "a .jsonl, .json, .parquet or .arrow file, a saved dataset folder or a hub name, of "
-        "chats, tokenized rows or rollouts",
-    )
+    add_data_arguments(parser)
     parser.add_argument(
         "--max-tokens", type=number, metavar="N", help="the length at which examples are cut"
     )

@@ -32,11 +32,7 @@ def add_explain(commands: Any) -> None:
         help="show a record token by token: text, label, weight",
         description="Show a record token by token, as a collator makes a row of it.",
     )
-    add_data_arguments(
-        parser,
-        "a .jsonl, .json, .parquet or .arrow file, a saved dataset folder or a hub name, of "
-        "chats, tokenized rows or rollouts",
-    )
+    add_data_arguments(parser)
     parser.add_argument("--row", type=int, default=0, metavar="N", help="which record (0)")
     parser.add_argument("--max-tokens", type=number, metavar="N", help="cut it to N tokens")
     parser.add_argument(

@@ -9,25 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.chat import tokenize_chat_dataset
 from torch_collate_kit.commands.arguments import (
+    FILES,
     add_data_arguments,
-    chat_options,
     number,
     read_data,
+    tokenized_chats,
 )
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.packing.options import STRATEGIES
 from torch_collate_kit.reporting import packing_report
 
 __all__ = ["add_report"]
-
-_DATA = (
-    "a .jsonl, .json, .parquet or .arrow file, a saved dataset folder or a hub name, of chats, "
-    "tokenized rows or rollouts; or an .npy file of lengths"
-)
 
 
 def add_report(commands: Any) -> None:
@@ -37,7 +31,7 @@ def add_report(commands: Any) -> None:
         help="compare padding and packing on your data, and recommend a row length",
         description="Compare padded rows with packed ones, and recommend a row length.",
     )
-    add_data_arguments(parser, _DATA)
+    add_data_arguments(parser, f"{FILES}; or an .npy file of lengths")
     parser.add_argument(
         "--max-tokens", type=number, nargs="+", metavar="N", help="row lengths to compare"
     )
@@ -96,11 +90,5 @@ def _lengths(options: argparse.Namespace) -> Any:
 
 def _tokens(options: argparse.Namespace) -> Any:
     """What ``packing_report`` takes."""
-    data = read_data(options)
-    if data.kind == "rollouts":
-        return {name: data.rows[name] for name in ("prompt_ids", "response_ids")}
-    if data.kind == "tokens":
-        return data.rows
-    chosen = chat_options(options)
-    tokenized, _ = tokenize_chat_dataset(data.rows, num_proc=options.num_proc, **chosen)
-    return TokenizedDataset(tokenized, vision=chosen.get("processor"))
+    rows, kind = read_data(options)
+    return tokenized_chats(rows, options, num_proc=options.num_proc) if kind == "chats" else rows

@@ -7,13 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch_collate_kit.chat import tokenize_chat_dataset
 from torch_collate_kit.commands.arguments import (
     Records,
     add_data_arguments,
-    chat_options,
     number,
     read_data,
+    tokenized_chats,
 )
 from torch_collate_kit.commands.saved_sampler import sampler_of, saved_state
 from torch_collate_kit.errors import DataError
@@ -78,19 +77,15 @@ def _run(options: argparse.Namespace) -> int:
 def _tokenized(records: Records, options: argparse.Namespace) -> TokenizedDataset:
     if records.kind == "tokens":
         return TokenizedDataset(records.rows, train_all=options.train_all)
-    chosen = chat_options(options) | {"max_length": options.max_length}
-    tokenized, _ = tokenize_chat_dataset(records.rows, **chosen)
-    return TokenizedDataset(tokenized, vision=chosen.get("processor"))
+    return tokenized_chats(records.rows, options, max_length=options.max_length)
 
 
 def _described(
     data: TokenizedDataset, indices: list[int], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """What there is to say of each example; its text is cut to what is to be shown."""
-    tokenizer = None
-    if options.tokenizer is not None:
-        loaded = load_processor(options.tokenizer)
-        tokenizer = getattr(loaded, "tokenizer", loaded)
+    loaded = None if options.tokenizer is None else load_processor(options.tokenizer)
+    tokenizer = getattr(loaded, "tokenizer", loaded)
     rows = [data[index] for index in indices]
     alone = TokenizedDataset(rows, train_all=options.train_all, vision=data.vision)
     found = []

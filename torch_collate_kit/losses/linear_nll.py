@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class _LinearNll(torch.autograd.Function):
         for start in range(0, len(hidden), _CHUNK):
             part = slice(start, start + _CHUNK)
             states = hidden[part].to(dtype)
-            with torch.autocast(hidden.device.type, enabled=False):
+            with _without_autocast(hidden.device.type):
                 logits = F.linear(states, used_weight, used_bias).to(nll.dtype)
                 nll[part], slope = _nll_and_slope(
                     logits, targets[part], loss_weights[part], softcap, any(wanted)
@@ -112,9 +113,16 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _dtype_of_products(hidden: Tensor) -> torch.dtype:
     """What autocast casts to, else the dtype of the hidden states; float32 for float16."""
     device, dtype = hidden.device.type, hidden.dtype
-    if dtype != torch.float64 and torch.is_autocast_enabled(device):
+    can_autocast = torch.amp.is_autocast_available(device)
+    if can_autocast and dtype != torch.float64 and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     return _wide(dtype)
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    if not torch.amp.is_autocast_available(device):  # meta, which torch.autocast refuses
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def _nll_and_slope(

@@ -139,7 +139,7 @@ def token_loss(
         labels, divisor = batch_or_labels, 1
         mask = labels[..., 1:] != IGNORE_INDEX
     response_length = mask.shape[-1]
-    _check_shapes(logits, labels, response_length, from_batch=batch is not None)
+    _check_fit(logits, labels, response_length, from_batch=batch is not None)
     targets = labels[..., labels.shape[-1] - response_length :]
     if return_per_token_outputs:
         if batch is None:
@@ -275,9 +275,7 @@ def _check_head(hidden: Tensor, head: Any, softcap: float | None) -> None:
         )
 
 
-def _check_shapes(
-    logits: Tensor, labels: Tensor, response_length: int, *, from_batch: bool
-) -> None:
+def _check_fit(logits: Tensor, labels: Tensor, response_length: int, *, from_batch: bool) -> None:
     fits = logits.ndim == labels.ndim + 1 and logits.shape[:-2] == labels.shape[:-1]
     if fits and logits.shape[-2] != labels.shape[-1]:
         fits = from_batch and response_length < logits.shape[-2] < labels.shape[-1]
@@ -287,4 +285,9 @@ def _check_shapes(
         raise ValueError(
             f"logits have shape {list(logits.shape)}, labels {list(labels.shape)}; logits must be "
             f"{wanted}{also}: give those of the same rows, not shifted"
+        )
+    if logits.device != labels.device:
+        raise ValueError(
+            f"logits are on {logits.device}, labels on {labels.device}; move the batch to the "
+            "device of the model first, batch.to(device)"
         )

@@ -24,6 +24,7 @@ from torch_collate_kit.reading.arrays import route_column
 from torch_collate_kit.reading.numbers import (
     Kind,
     Numbers,
+    as_tensor,
     first_bad,
     joined,
     number_column,
@@ -33,7 +34,6 @@ from torch_collate_kit.reading.numbers import (
 from torch_collate_kit.reading.scalars import scalar_column
 
 __all__ = [
-    "BATCH_NAMES",
     "DeclaredFields",
     "FieldColumn",
     "Specs",
@@ -48,7 +48,7 @@ _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 _DTYPES = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DeclaredFields = Mapping[str, PerToken | PerResponseToken | PerExample]
 Specs = Mapping[str, PerToken | PerResponseToken | PerRoutedToken | PerExample]
-BATCH_NAMES = {"logprobs": "rollout_logprobs"}  # of our own fields that have another name there
+_BATCH_NAMES = {"logprobs": "rollout_logprobs"}  # of our own fields that have another name there
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,13 @@ class FieldColumn:
             values = values.astype(
                 {"u": np.uint64, "i": np.int64}.get(values.dtype.kind, np.float64)
             )
-        column = torch.from_numpy(values if values.base is None else values.copy())
-        if isinstance(self.spec, PerRoutedToken):
-            return column, entries
-        cast = column.to(self.spec.dtype)
+        column = as_tensor(np.ascontiguousarray(values))
+        is_routes = isinstance(self.spec, PerRoutedToken)
+        cast = column.to(column.dtype if is_routes else self.spec.dtype)
+        if cast is column and values.base is not None:
+            cast = column.clone()  # it was a view of what was given
+        if is_routes:
+            return cast, entries
         is_bad = _is_lost(values, cast) if self.key is None else _is_infinite(cast)
         if is_bad is not None:
             raise self._bad_number(values[is_bad][0], *first_bad(is_bad, entries))
@@ -209,7 +212,7 @@ def read_fields(
             expected = num_actions if isinstance(spec, PerResponseToken) else lengths
             values = _rows(key, raw[key], spec, expected, rollouts=rollouts)
         is_own = key in own
-        name = BATCH_NAMES.get(key, key) if is_own else key
+        name = _BATCH_NAMES.get(key, key) if is_own else key
         columns[key] = FieldColumn(name, spec, values, key if is_own else None)
     return columns
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,10 @@ from torch_collate_kit.batch.fields import PerImage, PerToken
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.image_checks import arrays_of, checked_images
-from torch_collate_kit.reading.numbers import Numbers, joined
+from torch_collate_kit.reading.arrays import checked_images, image_arrays
+from torch_collate_kit.reading.numbers import Numbers, as_tensor, joined
 from torch_collate_kit.reading.raw import MEDIA, TOKEN_TYPES, VIDEOS
-from torch_collate_kit.vision.families import ImageField
+from torch_collate_kit.vision.families import ImageField, num_kept
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
 
 __all__ = [
@@ -71,8 +70,7 @@ class Images:
     def cut_before(self, example: int, limit: int) -> int:
         """The most tokens of an example, up to ``limit``, that end inside no image.
 
-        Of several images that are not cut into tiles one alone cannot be kept: it would be taken
-        for an image that is (LLaVA-OneVision).
+        The images that are kept are those of ``num_kept``.
         """
         places, unit = self._places(example), self.units.get(example)
         if unit is None or not len(places) or places[-1] < limit:
@@ -80,8 +78,7 @@ class Images:
         ends = self._ends(example) if self.layout.counts_images else places[-1:] + 1
         firsts = places[np.append(0, np.cumsum(unit.tokens)[:-1])] if len(ends) > 1 else places[:1]
         kept = int(np.count_nonzero(ends <= limit))
-        if kept == 1 and "batch_num_images" in self.arrays:
-            kept = 0  # LLaVA-OneVision cuts an image into tiles where it is the only one
+        kept = num_kept(self.arrays, kept, of=len(unit.tokens))
         return min(limit, int(firsts[kept]))
 
     def cuts(self, max_tokens: int, max_patches: int | None) -> tuple[np.ndarray, list[list[int]]]:
@@ -97,12 +94,11 @@ class Images:
             fit = int(np.count_nonzero(np.cumsum(unit.patches) <= most))
             if fit < len(unit.patches):
                 fit = fit if self.layout.counts_images else 0
-                if fit == 1 and "batch_num_images" in self.arrays:
-                    fit = 0
+                fit = num_kept(self.arrays, fit, of=len(unit.tokens))
                 limit = int(self._places(i)[int(unit.tokens[:fit].sum())])
             lengths[i] = self.cut_before(i, min(limit, max_tokens))
-            num_kept = int(np.count_nonzero(self._ends(i) <= lengths[i]))
-            patches[i] = unit.patches[:num_kept].tolist()
+            whole = int(np.count_nonzero(self._ends(i) <= lengths[i]))
+            patches[i] = unit.patches[:whole].tolist()
         return lengths, patches
 
     def kept(self, pieces: Pieces) -> np.ndarray:
@@ -167,8 +163,7 @@ class Images:
             if per == "example":  # how many images are kept, not how many there were
                 array = kept[piece : piece + 1]
             elif per != "unknown":
-                of = {"patch": unit.patches, "tile": unit.tiles}.get(per, np.ones_like(unit.tokens))
-                array = array[: int(of[:number].sum())]
+                array = array[: int(unit.entries(per)[:number].sum())]
             parts[piece] = array
         return parts
 
@@ -214,20 +209,11 @@ def _write(array: np.ndarray, part: Tensor) -> None:
     """torch takes no array that has negative strides, or bytes in another order."""
     is_taken = array.dtype.isnative and array.dtype != np.longdouble
     if is_taken and min(array.strides, default=0) >= 0:
-        part.copy_(_as_tensor(array))
+        part.copy_(as_tensor(array))
     elif part.dtype == torch.bfloat16:  # NumPy has none
         part.copy_(torch.from_numpy(array.astype(np.float32)))
     else:
         part.numpy()[...] = array
-
-
-def _as_tensor(array: np.ndarray) -> Tensor:
-    """A view. Of an array that is not writable, as Arrow's are, torch would warn on every call."""
-    if array.flags.writeable:
-        return torch.from_numpy(array)
-    own = array.__array_interface__
-    alias = SimpleNamespace(__array_interface__={**own, "data": (own["data"][0], False)}, of=array)
-    return torch.from_numpy(np.asarray(alias))
 
 
 def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -292,7 +278,7 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
                 "without an image"
             )
     arrays = {
-        name: arrays_of(name, entries, field)
+        name: image_arrays(name, entries, field)
         for (name, field), entries in zip(fields.items(), given.values(), strict=True)
     }
     units: dict[int, ImageUnits] = {}

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -27,6 +28,7 @@ __all__ = [
     "Kind",
     "Numbers",
     "are_int32_ids",
+    "as_tensor",
     "first_bad",
     "in_pairs",
     "joined",
@@ -96,13 +98,12 @@ def number_column(name: str, column: Any, kind: Kind) -> Numbers:
             advice = f"not integers; {advice} with .astype(np.int64)"
         separator = ", " if typecode == "q" else "; "
         raise DataError(f"example {i}: {name} has dtype {dtype}{separator}{advice}")
-    if len(rows) == 1:
-        return Ragged(rows[0], offsets)
     if kind == "whole numbers" and len(dtypes) > 1:
         rows = [_whole(name, i, row) for i, row in enumerate(rows)]
     # a uint64 among int64s would make them floats
     mixed = {"q": np.int64, "d": np.float64}[typecode] if len(dtypes) > 1 else None
-    return Ragged(np.concatenate(rows, dtype=mixed, casting="same_kind"), offsets)
+    is_flat = len(rows) == 1
+    return Ragged(rows[0] if is_flat else np.concatenate(rows, dtype=mixed), offsets)
 
 
 def _whole(name: str, index: int, row: np.ndarray) -> np.ndarray:
@@ -220,6 +221,15 @@ def _bad_entry(name: str, index: int, row: list[Any], typecode: str) -> DataErro
             wanted = "an integer that fits 64 bits" if typecode == "q" else "a number"
             return DataError(f"{where} ({type(entry).__name__}); it must be {wanted}")
     raise AssertionError("the row converts one by one but not as a whole")
+
+
+def as_tensor(array: np.ndarray) -> Tensor:
+    """A view. Of an array that is not writable, as Arrow's are, torch would warn on every call."""
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    own = array.__array_interface__
+    alias = SimpleNamespace(__array_interface__={**own, "data": (own["data"][0], False)}, of=array)
+    return torch.from_numpy(np.asarray(alias))
 
 
 def joined(column: Numbers) -> Ragged:

@@ -61,7 +61,7 @@ def raw_examples(
 ) -> dict[str, Any]:
     """The columns of SFT examples, also of ``fields`` and of what the model of ``vision`` reads."""
     of_images = () if vision is None else (*vision.fields, *TOKEN_TYPES)
-    media = () if vision is None else (*MEDIA, *TOKEN_TYPES, *vision.fields)
+    media = () if vision is None else (*MEDIA, *of_images)
     known, hint = (*KNOWN, *fields), "tokenize the text first"
     raw = _raw_columns(examples, known, "input_ids", hint, sometimes=media)
     owners = {key: f"example {i}" for key, i in first_with(examples).items()}
@@ -139,17 +139,14 @@ def _raw_columns(
             hint += "; examples with input_ids go into PaddedCollator"
         raise DataError(f"no {ids} in example 0, got keys {given}; {hint}")
     for key, column in raw.items():
-        if not hasattr(column, "__len__") or getattr(column, "ndim", 1) == 0:
+        if _num_rows(column) is None:
             raise DataError(
                 f"column {key} is {type(column).__name__}, which has no rows; a mapping is taken "
                 "as columns, with one entry per example"
             )
-    num_examples = len(raw[ids])
-    if not num_examples:
+    if not len(raw[ids]):
         raise DataError("the batch is empty (0 examples); give at least one")
-    for key, column in raw.items():
-        if len(column) != num_examples:
-            raise DataError(f"column {key} has {len(column)} rows, {ids} has {num_examples}")
+    check_even(raw, ids)
     return raw
 
 

@@ -10,33 +10,29 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import PerResponseToken, PerRoutedToken, PerToken
-from torch_collate_kit.batch.placement import whole_examples
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.fields import BATCH_NAMES, DeclaredFields, Specs, read_fields
+from torch_collate_kit.reading.fields import DeclaredFields, Specs, read_fields
 from torch_collate_kit.reading.media import read_images, token_type_fields
 from torch_collate_kit.reading.numbers import (
     Numbers,
-    first_bad,
     in_pairs,
     joined,
     number_column,
-    tensor_to_numpy,
 )
 from torch_collate_kit.reading.raw import (
     IMAGES,
     TARGETS,
     Examples,
-    is_sequence,
+    are_rollouts,
     raw_examples,
     raw_rollouts,
 )
-from torch_collate_kit.reading.scalars import flag_column, id_column, one_value, scalar_column
+from torch_collate_kit.reading.scalars import flag_column, id_column, scalar_column, spread_numbers
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["read_columns"]
@@ -63,18 +59,21 @@ _UNKNOWN_MODEL = VisionLayout("qwen2_vl", image_token_id=None, patch_shape=(1, 1
 def read_columns(
     examples: Examples,
     *,
-    rollouts: bool = False,
+    rollouts: bool | None = False,
     train_all: bool = False,
     fields: DeclaredFields | None = None,
     vision: VisionLayout | None = None,
 ) -> ExampleColumns:
     """Check the examples (DataError names the bad one) and look at them as columns.
 
-    ``rollouts``: that is what they are. ``train_all``: SFT examples have no target, whatever other
-    keys they have. ``fields`` are read too, and of a model with ``vision`` the images.
+    ``rollouts``: that is what they are; None: their keys tell. ``train_all``: SFT examples have no
+    target, whatever other keys they have. ``fields`` are read too, and of a model with ``vision``
+    the images.
     """
     fields = fields or {}
     num_actions: np.ndarray | None
+    if rollouts is None:
+        rollouts = are_rollouts(examples)
     if rollouts:
         raw = raw_rollouts(examples, fields, vision)
         input_ids, num_actions = _joined(raw)
@@ -84,33 +83,7 @@ def read_columns(
         raw = raw_examples(examples, fields, vision, train_all=train_all)
         input_ids = _ids("input_ids", raw["input_ids"])
         num_actions = _num_actions(raw, input_ids.lengths)
-    table = _ROLLOUT_FIELDS if rollouts else _SFT_FIELDS
-    own = {key: spec for key, spec in table.items() if key in raw}
-    if num_actions is not None:
-        own["loss_mask"] = _ROLLOUT_FIELDS["loss_mask"]
-    types = {} if vision is None or rollouts else token_type_fields(raw, vision)
-    declared = {**fields, **types}
-    columns = read_fields(raw, own, declared, input_ids.lengths, num_actions, rollouts=rollouts)
-    names = [*(_names(own) if rollouts else ()), *fields]
-    if "attention_mask" in own:
-        _check_attention_mask(joined(columns.pop("attention_mask").values))
-    target = _target_name(own)
-    weights = None if target is None else columns.pop(target).values
-    images = None if vision is None else read_images(raw, vision, input_ids)
-    names += [] if images is None else images.arrays
-    per_example = _per_example(raw) if rollouts else {}
-    fields_read = list(columns.values())
-    return ExampleColumns(
-        input_ids,
-        target,
-        weights,
-        num_actions,
-        fields_read,
-        tuple(names),
-        images,
-        per_example,
-        rollouts,
-    )
+    return _read(raw, input_ids, num_actions, fields, vision, rollouts=rollouts)
 
 
 def _joined(raw: dict[str, Any]) -> tuple[Numbers, np.ndarray]:
@@ -118,14 +91,45 @@ def _joined(raw: dict[str, Any]) -> tuple[Numbers, np.ndarray]:
     prompts, responses = (_ids(name, raw[name]) for name in ("prompt_ids", "response_ids"))
     for name in ("rewards", "advantages"):
         if name in raw:
-            raw[name] = _spread(name, raw[name], responses.lengths)
+            raw[name] = spread_numbers(name, raw[name], responses.lengths)
     return in_pairs(prompts, responses), responses.lengths
 
 
-def _names(own: Collection[str]) -> list[str]:
-    """The fields of a batch that follow from these columns of rollouts."""
-    routes = ("router_padding_mask",) if "rollout_expert_indices" in own else ()
-    return ["response_mask", *(BATCH_NAMES.get(key, key) for key in own), *routes]
+def _read(
+    raw: Mapping[str, Any],
+    input_ids: Numbers,
+    num_actions: np.ndarray | None,
+    fields: DeclaredFields,
+    vision: VisionLayout | None,
+    *,
+    rollouts: bool,
+) -> ExampleColumns:
+    """All other columns."""
+    table = _ROLLOUT_FIELDS if rollouts else _SFT_FIELDS
+    own = {key: spec for key, spec in table.items() if key in raw}
+    if num_actions is not None:
+        own["loss_mask"] = _ROLLOUT_FIELDS["loss_mask"]
+    types = {} if vision is None or rollouts else token_type_fields(raw, vision)
+    declared = {**fields, **types}
+    columns = read_fields(raw, own, declared, input_ids.lengths, num_actions, rollouts=rollouts)
+    images = None if vision is None else read_images(raw, vision, input_ids)
+    made = ["response_mask", *(columns[key].name for key in own)] if rollouts else []
+    if "rollout_expert_indices" in own:
+        made.append("router_padding_mask")
+    if "attention_mask" in own:
+        _check_attention_mask(joined(columns.pop("attention_mask").values))
+    target = _target_name(own)
+    return ExampleColumns(
+        input_ids,
+        target,
+        None if target is None else columns.pop(target).values,
+        num_actions,
+        list(columns.values()),
+        (*made, *fields, *(() if images is None else images.arrays)),
+        images,
+        _per_example(raw) if rollouts else {},
+        rollouts,
+    )
 
 
 def _ids(name: str, column: Any) -> Numbers:
@@ -171,7 +175,8 @@ def _num_actions(raw: Mapping[str, Any], lengths: np.ndarray) -> np.ndarray | No
 
 def _check_attention_mask(mask: Ragged) -> None:
     if not mask.values.all():
-        i, _ = first_bad(mask.values == 0, whole_examples(mask.lengths))
+        first = np.flatnonzero(mask.values == 0)[0]
+        i = int(np.searchsorted(mask.offsets, first, side="right")) - 1
         raise DataError(
             f"example {i}: attention_mask contains a 0, so the example is padded already; "
             "tokenize without padding, collators pad"
@@ -186,59 +191,3 @@ def _per_example(raw: Mapping[str, Any]) -> dict[str, list[Any]]:
     if "is_last_step" in raw:
         found["is_last_step"] = flag_column("is_last_step", raw["is_last_step"])
     return found
-
-
-def _spread(name: str, column: Any, lengths: np.ndarray) -> Any:
-    """Numbers to rows: a reward to the last token, an advantage to every token."""
-    if isinstance(column, Ragged):
-        return column
-    if isinstance(column, np.ndarray | Tensor) and column.ndim == 1:
-        column = tensor_to_numpy(name, None, column) if isinstance(column, Tensor) else column
-        if column.dtype.kind in "iufb":
-            return _rows_of(name, column, lengths)
-        column = column.tolist()
-    types = set(map(type, column))
-    if types == {list} or (types == {np.ndarray} and all(value.ndim for value in column)):
-        return column
-    is_number = [_is_number(value) for value in column]
-    numbers = np.zeros(len(lengths))
-    for i, (value, is_one) in enumerate(zip(column, is_number, strict=True)):
-        if is_one:
-            numbers[i] = _number(name, i, value)
-        elif not is_sequence(value) and not isinstance(value, np.ndarray | Tensor):
-            kind = "None" if value is None else type(value).__name__
-            raise DataError(
-                f"example {i}: {name} is {kind}; give one number, or one per response token"
-            )
-    rows = _rows_of(name, numbers, lengths)
-    if all(is_number):
-        return rows
-    parts = zip(column, rows, is_number, strict=True)
-    return [row if is_one else value for value, row, is_one in parts]
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, np.ndarray | Tensor):
-        return value.ndim == 0
-    return isinstance(value, int | float | np.number | np.bool_)
-
-
-def _number(name: str, index: int, value: Any) -> float:
-    number = one_value(value)
-    try:
-        if isinstance(number, str | bytes):
-            raise TypeError
-        return float(number)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise DataError(
-            f"example {index}: {name} is {number!r:.40} ({type(number).__name__}); give one number "
-            "that float32 holds, or one per response token"
-        ) from None
-
-
-def _rows_of(name: str, numbers: np.ndarray, lengths: np.ndarray) -> Ragged:
-    if name == "advantages":
-        return Ragged.from_lengths(np.repeat(numbers, lengths), lengths)
-    rows = Ragged.from_lengths(np.zeros(int(lengths.sum())), lengths)
-    rows.values[rows.offsets[1:] - 1] = numbers
-    return rows

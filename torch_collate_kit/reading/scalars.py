@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.numbers import tensor_to_numpy
+from torch_collate_kit.reading.raw import is_sequence
 
-__all__ = ["flag_column", "id_column", "one_value", "scalar_column"]
+__all__ = ["flag_column", "id_column", "one_value", "scalar_column", "spread_numbers"]
 
 _KINDS = {bool: "b", int: "i", float: "f"}
 
@@ -92,3 +95,63 @@ def flag_column(name: str, column: Iterable[Any], row: str = "example") -> list[
         if not isinstance(flag, bool | int | float) or flag not in (0, 1):
             raise DataError(f"{row} {i}: {name} is {flag!r:.40}; it must be True or False")
     return [bool(flag) for flag in flags]
+
+
+def spread_numbers(name: str, column: Any, lengths: np.ndarray) -> Any:
+    """Numbers to rows: a reward to the last token, an advantage to every token."""
+    if isinstance(column, Ragged):
+        return column
+    if isinstance(column, np.ndarray | Tensor) and column.ndim == 1:
+        column = tensor_to_numpy(name, None, column) if isinstance(column, Tensor) else column
+        if column.dtype.kind in "iufb":
+            return _rows_of(name, column, lengths)
+        column = column.tolist()
+    types = set(map(type, column))
+    if types == {list} or (types == {np.ndarray} and all(value.ndim for value in column)):
+        return column
+    is_number = [_is_number(value) for value in column]
+    numbers = np.zeros(len(lengths))
+    for i, (value, is_one) in enumerate(zip(column, is_number, strict=True)):
+        if is_one:
+            numbers[i] = _number(name, i, value)
+        elif not is_sequence(value) and not isinstance(value, np.ndarray | Tensor):
+            kind = "None" if value is None else type(value).__name__
+            raise DataError(
+                f"example {i}: {name} is {kind}; give one number, or one per response token"
+            )
+    rows = _rows_of(name, numbers, lengths)
+    if all(is_number):
+        return rows
+    parts = zip(column, rows, is_number, strict=True)
+    return [row if is_one else value for value, row, is_one in parts]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, np.ndarray | Tensor):
+        return value.ndim == 0
+    return isinstance(value, int | float | np.number | np.bool_)
+
+
+def _number(name: str, index: int, value: Any) -> float:
+    number = one_value(value)
+    try:
+        if isinstance(number, str | bytes):
+            raise TypeError
+        return float(number)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise DataError(
+            f"example {index}: {name} is {number!r:.40} ({type(number).__name__}); give one number "
+            "that float32 holds, or one per response token"
+        ) from None
+
+
+def _rows_of(name: str, numbers: np.ndarray, lengths: np.ndarray) -> Ragged:
+    with np.errstate(over="ignore"):
+        short = numbers.astype(np.float32)
+    if np.isfinite(short).all():  # else it is refused, as it was given
+        numbers = short
+    if name == "advantages":
+        return Ragged.from_lengths(np.repeat(numbers, lengths), lengths)
+    rows = Ragged.from_lengths(np.zeros(int(lengths.sum()), dtype=numbers.dtype), lengths)
+    rows.values[rows.offsets[1:] - 1] = numbers
+    return rows

@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int, checked_lengths
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.packing.images import Patches
+from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.raw import check_even, is_sequence
 
 __all__ = ["DataLengths", "checked_limits", "data_lengths"]
 
-_Ints = npt.NDArray[np.int64]
 _IDS = (("input_ids",), ("prompt_ids", "response_ids"))
 _ROWS = 4096  # read at a time
 _HINT = (
@@ -73,43 +72,79 @@ def checked_limits(max_tokens: int | Sequence[int]) -> list[int]:
 
 
 def _found(data: Any) -> DataLengths:
-    if isinstance(data, str | Path) or type(data).__module__.startswith(("datasets.", "pyarrow.")):
-        names = getattr(data, "column_names", ["input_ids"])
+    module = type(data).__module__
+    if isinstance(data, str | Path) or module.startswith(("datasets.", "pyarrow.")):
+        names = getattr(data, "column_names", None)
         if isinstance(names, list) and "input_ids" not in names:
-            return DataLengths(_of_columns({name: _column(data, name) for name in names}))
-        if isinstance(names, list) and "attention_mask" in names:
-            _check_masks(data)
-        data = TokenizedDataset(data, columns=["input_ids"])
+            data = {name: _column(data, name) for name in names}
+        else:
+            data = _tokenized(data)
     if isinstance(data, Batch):
         raise TypeError(
             "data is a Batch, whose rows are padded or packed already; pass the examples that the "
             "batch was made of"
         )
-    if isinstance(data, TokenizedDataset) and data.vision is not None:
-        return DataLengths(data.lengths, data.patches, data.vision.smallest_tokens)
-    if isinstance(data, Mapping):
-        return DataLengths(_of_columns(data))
-    if hasattr(data, "lengths"):  # a TokenizedDataset or a Ragged
+    if isinstance(data, TokenizedDataset):
+        _check_masks(data)
+        if data.vision is not None:
+            return DataLengths(data.lengths, data.patches, data.vision.smallest_tokens)
+    if isinstance(data, TokenizedDataset | Ragged):
         return DataLengths(data.lengths)
     if is_sequence(data) and any(isinstance(entry, Mapping) for entry in data[:1]):
-        return DataLengths(np.array([_length(i, example) for i, example in enumerate(data)]))
+        data = _columns_of(data)
+    if isinstance(data, Mapping):
+        return DataLengths(_num_tokens(data))
     if not hasattr(data, "__len__") or isinstance(data, bytes):
         raise TypeError(f"data must have lengths, got {type(data).__name__}; {_HINT}")
     return DataLengths(data)
 
 
-def _length(i: int, example: Any) -> int:
-    """Tokens of an example or a rollout."""
-    if isinstance(example, Mapping):
-        for names in _IDS:
-            if all(name in example for name in names):
-                _check_not_padded(i, example.get("attention_mask"))
-                return sum(_num_ids(i, name, example[name]) for name in names)
-    keys = sorted(map(str, example)) if isinstance(example, Mapping) else type(example).__name__
-    raise DataError(
-        f"example {i} has no input_ids, got {keys}; tokenize it first (tokenize_chat), or pass "
-        "lengths"
-    )
+def _tokenized(source: Any) -> TokenizedDataset:
+    """Its token ids, and masks if it has them."""
+    try:
+        return TokenizedDataset(source, columns=["input_ids", "attention_mask"])
+    except ValueError:
+        return TokenizedDataset(source, columns=["input_ids"])
+
+
+def _column(dataset: Any, name: str) -> Any:
+    """A column of a datasets.Dataset or of a pyarrow Table."""
+    is_table = type(dataset).__module__.startswith("pyarrow.")
+    return dataset.column(name).to_pylist() if is_table else dataset.with_format(None)[name]
+
+
+def _columns_of(examples: Sequence[Any]) -> dict[str, list[Any]]:
+    """The ids of examples, or of rollouts, and their masks."""
+    names = next((names for names in _IDS if all(name in examples[0] for name in names)), _IDS[0])
+    for i, example in enumerate(examples):
+        if not isinstance(example, Mapping) or any(name not in example for name in names):
+            is_mapping = isinstance(example, Mapping)
+            keys = sorted(map(str, example)) if is_mapping else type(example).__name__
+            raise DataError(
+                f"example {i} has no {names[0]}, got {keys}; tokenize it first (tokenize_chat), or "
+                "pass lengths"
+            )
+    columns = {name: [example[name] for example in examples] for name in names}
+    return columns | {"attention_mask": [example.get("attention_mask") for example in examples]}
+
+
+def _num_tokens(columns: Mapping[str, Any]) -> Any:
+    """int64 [N], of each example or rollout."""
+    names = next((names for names in _IDS if all(name in columns for name in names)), None)
+    if names is None:
+        raise DataError(f"no input_ids among the columns {sorted(map(str, columns))}; {_HINT}")
+    if not hasattr(next(iter(columns[names[0]]), []), "__len__"):
+        raise DataError(
+            f"a mapping is taken as columns, but its {names[0]} are the tokens of one example; "
+            "pass a list: [example]"
+        )
+    check_even(columns, names[0])
+    masks = columns.get("attention_mask")
+    for i, mask in enumerate(() if masks is None else masks):
+        if mask is not None and 0 in mask:
+            raise _padded_error(i)
+    counts = [[_num_ids(i, name, row) for i, row in enumerate(columns[name])] for name in names]
+    return np.array(counts, dtype=np.int64).sum(axis=0)
 
 
 def _num_ids(i: int, name: str, ids: Any) -> int:
@@ -122,48 +157,18 @@ def _num_ids(i: int, name: str, ids: Any) -> int:
     return len(ids)
 
 
-def _check_not_padded(i: int, attention_mask: Any) -> None:
-    if attention_mask is not None and 0 in attention_mask:
-        raise DataError(
-            f"example {i} is padded: its attention_mask has a 0, and pads would count as tokens; "
-            "tokenize without padding"
-        )
+def _check_masks(data: TokenizedDataset) -> None:
+    """That no row is padded; reads the masks, some rows at a time."""
+    for start in range(0, len(data), _ROWS):
+        rows = np.arange(start, min(start + _ROWS, len(data)))
+        masks = data._column_at("attention_mask", rows)
+        if isinstance(masks, Ragged) and not masks.values.all():
+            place = int((masks.values == 0).argmax())
+            raise _padded_error(start + int(np.searchsorted(masks.offsets, place, "right")) - 1)
 
 
-def _check_masks(dataset: Any) -> None:
-    """The attention masks of a datasets.Dataset or of a pyarrow Table, some rows at a time."""
-    is_table = type(dataset).__module__.startswith("pyarrow.")
-    start = 0
-    batches = dataset.to_batches(_ROWS) if is_table else dataset.with_format("arrow").iter(_ROWS)
-    for batch in batches:
-        column = batch.column(batch.schema.get_field_index("attention_mask"))
-        for chunk in getattr(column, "chunks", [column]):
-            if not np.asarray(chunk.flatten()).all():
-                for i, mask in enumerate(chunk.to_pylist(), start=start):
-                    _check_not_padded(i, mask)
-            start += len(chunk)
-
-
-def _column(dataset: Any, name: str) -> Any:
-    """A column of a datasets.Dataset or of a pyarrow Table."""
-    is_table = type(dataset).__module__.startswith("pyarrow.")
-    return dataset.column(name).to_pylist() if is_table else dataset.with_format(None)[name]
-
-
-def _of_columns(columns: Mapping[str, Any]) -> _Ints:
-    for names in _IDS:
-        if all(name in columns for name in names):
-            if not hasattr(next(iter(columns[names[0]]), []), "__len__"):
-                raise DataError(
-                    f"a mapping is taken as columns, but its {names[0]} are the tokens of one "
-                    "example; pass a list: [example]"
-                )
-            check_even(columns, names[0])
-            masks = columns.get("attention_mask")
-            for i, mask in enumerate(() if masks is None else masks):
-                _check_not_padded(i, mask)
-            counts = [
-                [_num_ids(i, name, row) for i, row in enumerate(columns[name])] for name in names
-            ]
-            return np.array(counts, dtype=np.int64).sum(axis=0)
-    raise DataError(f"no input_ids among the columns {sorted(map(str, columns))}; {_HINT}")
+def _padded_error(i: int) -> DataError:
+    return DataError(
+        f"example {i} is padded: its attention_mask has a 0, and pads would count as tokens; "
+        "tokenize without padding"
+    )

@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from torch_collate_kit._reprs import plural
+from torch_collate_kit.packing.rows import Ints
 from torch_collate_kit.reporting.candidates import PADDED
 
 __all__ = ["capacities_to_try", "recommended"]
 
 _MOST_PADDING = 0.02
 _NEARLY = 0.005
-_Ints = npt.NDArray[np.int64]
 
 
-def capacities_to_try(lengths: _Ints, align: int) -> list[int]:
+def capacities_to_try(lengths: Ints, align: int) -> list[int]:
     """Powers of two, from what holds 99% of the examples to twice what holds all, and two between.
 
     >>> capacities_to_try(np.array([5, 90, 300]), 1)
@@ -105,11 +105,7 @@ def _notes(
 def _losses(candidate: Mapping[str, Any], num_tokens: int) -> str:
     """What does not fit, such as "drops 3 examples (1.2% of the tokens)"."""
     dropped, cut = candidate["num_dropped"], candidate["num_cut"]
-    parts = [f"drops {_examples(dropped)}"] if dropped else []
-    parts += [f"cuts {_examples(cut)}"] if cut else []
+    parts = [f"drops {plural(dropped, 'example')}"] if dropped else []
+    parts += [f"cuts {plural(cut, 'example')}"] if cut else []
     share = (candidate["num_dropped_tokens"] + candidate["num_cut_tokens"]) / num_tokens
     return f"{' and '.join(parts)} ({share:.2%} of the tokens lost)"
-
-
-def _examples(number: int) -> str:
-    return f"{number:,} example{'s' if number > 1 else ''}"

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from torch_collate_kit._checks import (
     checked_bool,
@@ -17,6 +16,7 @@ from torch_collate_kit._checks import (
 )
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
 from torch_collate_kit.packing.images import ImageLoad, Patches, image_load
+from torch_collate_kit.packing.rows import Ints
 from torch_collate_kit.reporting.candidates import candidates_of
 from torch_collate_kit.reporting.lengths import checked_limits, data_lengths
 from torch_collate_kit.reporting.recommendation import capacities_to_try, recommended
@@ -27,7 +27,6 @@ __all__ = ["PackingReport", "packing_report"]
 _STRATEGIES = ("best_fit_decreasing", "balanced", "sequential")
 _LARGEST = 1 << 62
 _KEYS = {"data", "options", "candidates", "recommended"}
-_Ints = npt.NDArray[np.int64]
 
 
 class PackingReport(dict[str, Any]):
@@ -170,14 +169,13 @@ def _packings(
 
 
 def _report(
-    lengths: _Ints,
+    lengths: Ints,
     images: ImageLoad | None,
     packings: Sequence[PackingOptions],
     batch_size: int | None,
     padded_batch_size: int,
 ) -> PackingReport:
-    found = candidates_of(lengths, packings, images, batch_size, padded_batch_size)
-    candidates = [candidate.as_dict() for candidate in found]
+    candidates = list(candidates_of(lengths, packings, images, batch_size, padded_batch_size))
     num_tokens = int(lengths.sum())
     options = packings[0].as_state()
     for name in ("max_tokens", "strategy"):

@@ -6,50 +6,36 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.reporting.candidates import PADDED
 
 __all__ = ["as_html", "as_text", "headline"]
 
 _WIDTH = 100
+_LEFT = ("layout",)
 _Report = Mapping[str, Any]
 
 
 def as_text(report: _Report) -> str:
     """Lines of at most 100 characters: the data, a table, what is recommended."""
-    header, rows = _table(report)
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [*_intro(report), "", _line(header, widths)]
-    last = None
-    for candidate, row in zip(report["candidates"], rows, strict=True):
-        if last not in (None, candidate["max_tokens"]):
-            lines.append("")
-        last = candidate["max_tokens"]
-        lines.append(_line(row, widths))
-    return "\n".join([*lines, "", headline(report), *_recommendation(report)])
+    names, rows = _table(report)
+    header, *lines = text_table(names, rows, _LEFT)
+    texts = [*_intro(report, names), "", header]
+    for i, (candidate, line) in enumerate(zip(report["candidates"], lines, strict=True)):
+        begins_group = i > 0 and candidate["strategy"] == PADDED
+        texts += ["", line] if begins_group else [line]
+    return "\n".join([*texts, "", headline(report), *_recommendation(report)])
 
 
 def as_html(report: _Report) -> str:
     """The same with a table; the recommended row is bold."""
-    header, rows = _table(report)
-    lines = [_html_row("th", header)]
-    for candidate, row in zip(report["candidates"], rows, strict=True):
-        lines.append(_html_row("td", row, is_bold=_is_best(report, candidate)))
-    before = "<br>".join(map(escape, _intro(report)))
+    names, rows = _table(report)
+    best = [report["recommended"][key] for key in ("max_tokens", "strategy")]
+    found = [[c["max_tokens"], c["strategy"]] for c in report["candidates"]]
+    table = html_table(names, rows, _LEFT, ["font-weight:bold" * (of == best) for of in found])
+    before = "<br>".join(map(escape, _intro(report, names)))
     after = "<br>".join(map(escape, _recommendation(report)))
-    return (
-        f"<div><p>{before}</p><table>{''.join(lines)}</table>"
-        f"<p><b>{escape(headline(report))}</b><br>{after}</p></div>"
-    )
-
-
-def _html_row(tag: str, cells: Sequence[str], *, is_bold: bool = False) -> str:
-    texts = [f"<b>{escape(cell)}</b>" if is_bold else escape(cell) for cell in cells]
-    sides = ["left" if i == 1 else "right" for i in range(len(cells))]
-    tagged = (
-        f'<{tag} style="text-align:{side}">{text}</{tag}>'
-        for side, text in zip(sides, texts, strict=True)
-    )
-    return f"<tr>{''.join(tagged)}</tr>"
+    return f"<div><p>{before}</p>{table}<p><b>{escape(headline(report))}</b><br>{after}</p></div>"
 
 
 def headline(report: _Report) -> str:
@@ -73,12 +59,8 @@ def _fits_nothing(report: _Report) -> bool:
     return all(candidate.get("num_tokens") == 0 for candidate in report["candidates"])
 
 
-def _is_best(report: _Report, candidate: Mapping[str, Any]) -> bool:
-    best = report["recommended"]
-    return all(candidate[key] == best[key] for key in ("max_tokens", "strategy"))
-
-
-def _intro(report: _Report) -> list[str]:
+def _intro(report: _Report, names: Sequence[str]) -> list[str]:
+    """What the data are, and what the columns of these ``names`` say."""
     data, options = report["data"], report["options"]
     lines = [
         f"{data['num_examples']:,} examples, {data['num_tokens']:,} tokens; median "
@@ -87,11 +69,11 @@ def _intro(report: _Report) -> list[str]:
     batch = options["batch_size"]
     packed = "all examples together" if batch is None else f"{batch:,} examples at a time"
     lines.append(f"packed {packed}; padded in batches of {options['padded_batch_size']:,}")
-    if options["dp"] > 1:
+    if "rank cost" in names:
         lines.append(
             f"{options['dp']} ranks; rank tokens and cost: the slowest rank of a step / the mean"
         )
-    if any(c["num_dropped_tokens"] + c["num_cut_tokens"] for c in report["candidates"]):
+    if "lost" in names:
         lines.append("dropped or cut: examples that do not fit; lost: their share of the tokens")
     if options["align"] > 1:
         lines.append(f"examples aligned to {options['align']} tokens")
@@ -133,14 +115,6 @@ def _time(seconds: float) -> str:
     if not seconds:
         return ""  # padded rows need no plan
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    texts = [
-        f"{cell:<{width}}" if i == 1 else f"{cell:>{width}}"
-        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    return "  ".join(texts).rstrip()
 
 
 def _recommendation(report: _Report) -> list[str]:

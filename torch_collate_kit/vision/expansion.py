@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.vision.families import PIXEL_FIELDS, num_kept
 from torch_collate_kit.vision.images import ImageFiles
 from torch_collate_kit.vision.layout import VisionLayout
 from torch_collate_kit.vision.sizes import SizesOnly
@@ -25,7 +26,6 @@ _MARKS = re.compile(f"[{_BEGIN}{_END}]")
 # What chat templates write around a placeholder and belongs to the image.
 _OPENINGS = ("<|vision_start|>", "<|begin_of_image|>")
 _CLOSINGS = ("<|vision_end|>", "<|end_of_image|>")
-_BIG = ("pixel_values", "pixel_attention_mask")
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,7 @@ class Expansion:
 
     def num_kept(self, count: int) -> int:
         """How many of the first ``count`` images may stay when those after them are left out."""
-        # LLaVA-OneVision cuts an image into tiles only where it is alone.
-        alone = count == 1 < len(self.images) and "batch_num_images" in self.fields
-        return 0 if alone else count
+        return num_kept(self.fields, count, of=len(self.images))
 
 
 class ImageProcessing(NamedTuple):
@@ -182,7 +180,7 @@ class ImageProcessing(NamedTuple):
         return found, rows
 
     def _wanted(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if self.pixels or name not in _BIG]
+        return [name for name in names if self.pixels or name not in PIXEL_FIELDS]
 
 
 def image_processing(processor: Any, files: ImageFiles, pixels: bool) -> ImageProcessing:

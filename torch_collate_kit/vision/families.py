@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["FAMILIES", "IMAGE_FIELDS", "OTHER", "Family", "ImageField", "family_of"]
+__all__ = [
+    "FAMILIES",
+    "IMAGE_FIELDS",
+    "OTHER",
+    "PIXEL_FIELDS",
+    "Family",
+    "ImageField",
+    "family_of",
+    "num_kept",
+]
 
 
 class ImageField(NamedTuple):
@@ -113,6 +123,7 @@ FAMILIES = (
     ),
 )
 IMAGE_FIELDS = tuple(dict.fromkeys(name for family in FAMILIES for name in family.fields))
+PIXEL_FIELDS = ("pixel_values", "pixel_attention_mask")  # large; the others say what these are
 OTHER = Family(
     "other",
     (),
@@ -136,3 +147,15 @@ def family_of(processor: Any = None, config: Any = None) -> Family:
         return next((family for family in FAMILIES if model_type in family.model_types), OTHER)
     names = {base.__name__ for base in type(processor).__mro__}
     return next((family for family in FAMILIES if names & set(family.processors)), OTHER)
+
+
+def num_kept(fields: Collection[str], count: int, *, of: int) -> int:
+    """How many of its first ``count`` images an example keeps when those after them are cut off.
+
+    Where fields say how many images an example has (LLaVA-OneVision), an image is cut into tiles
+    only if it is alone, so the first one of several cannot be kept alone.
+
+    >>> num_kept(("image_sizes", "batch_num_images"), 1, of=3)
+    0
+    """
+    return 0 if "batch_num_images" in fields and count == 1 < of else count

@@ -12,7 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._reprs import dataclass_repr
-from torch_collate_kit.vision.families import FAMILIES, OTHER, Family, ImageField, family_of
+from torch_collate_kit.vision.families import (
+    FAMILIES,
+    OTHER,
+    PIXEL_FIELDS,
+    Family,
+    ImageField,
+    family_of,
+)
 
 __all__ = ["ImageUnits", "VisionLayout"]
 
@@ -29,6 +36,10 @@ class ImageUnits(NamedTuple):
     """What it counts in ``max_patches``: patches, or tiles in families that cut images up."""
     tiles: _Ints
     """Its tiles; 1 in families without tiles."""
+
+    def entries(self, per: str) -> _Ints:
+        """Entries of each in a field that has one per "patch", "tile" or "image"; int64 [U]."""
+        return {"patch": self.patches, "tile": self.tiles}.get(per, np.ones_like(self.tokens))
 
 
 @dataclass(frozen=True)
@@ -180,8 +191,7 @@ class VisionLayout:
         >>> VisionLayout("qwen3_vl", image_token_id=9).patches({"image_grid_thw": [[1, 4, 6]]})
         [24]
         """
-        small = {name for name, field in self.fields.items() if field.num_dims <= 2} | {"num_tiles"}
-        small -= {"pixel_values"}
+        small = {*self.fields, "num_tiles"}.difference(PIXEL_FIELDS)
         fields = {k: np.asarray(example[k]) for k in small if example.get(k) is not None}
         pixels = example.get("pixel_values")
         if not fields and pixels is not None:  # the number of tiles is enough

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,6 +17,7 @@ from tests.loading.dataset.dataset_oracle import (
 )
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.vision import VisionLayout
 
 # ---------------------------------------------------------------- nulls
 
@@ -172,3 +174,13 @@ def test_a_loader_without_a_collate_fn_is_told_to_have_one(num_workers):
     columns = TokenizedDataset(ROWS).__getitems__([0])
     with pytest.raises(KeyError, match="reward"):
         columns["reward"]
+
+
+def test_images_of_another_family_than_vision_have_no_patches():
+    row = {"input_ids": [1], "pixel_values": np.zeros((1, 3, 2, 2)), "image_sizes": [[2, 2]]}
+    qwen = VisionLayout("qwen3_vl", image_token_id=9, merge_size=2)
+    ds = TokenizedDataset([row], train_all=True, vision=qwen)
+    with pytest.raises(
+        ValueError, match="the source has image_sizes, which qwen3_vl models do not"
+    ):
+        _ = ds.patches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import weakref
 from itertools import islice
 from multiprocessing import active_children
 from multiprocessing.util import Finalize
@@ -167,6 +168,26 @@ def test_the_collate_function_gets_batches(num_workers: int) -> None:
     with make(num_workers=num_workers, collate_fn=Doubled()) as loader:
         found = [None if x is None else int(x) for x in loader]
     assert found == [None if x == 100 else 2 * x for x in ORDER]
+
+
+def test_a_batch_that_the_loop_gave_up_is_freed_before_the_next_is_made() -> None:
+    made: list[weakref.ref[dict[str, Any]]] = []
+    num_alive: list[int] = []
+
+    class Own(dict[str, Any]):
+        """A dict that can be pointed to weakly."""
+
+    def collate(batch: Batch) -> dict[str, Any]:
+        num_alive.append(sum(ref() is not None for ref in made))
+        own = Own(batch)
+        made.append(weakref.ref(own))
+        return own
+
+    with make(prefetch=False, collate_fn=collate) as loader:
+        for batch in loader:
+            assert batch["input_ids"].shape == (1, 4)
+            del batch
+    assert num_alive == [0] * len(ORDER)
 
 
 def test_without_a_collate_function_a_batch_stays_what_it_is() -> None:

@@ -1,4 +1,4 @@
-"""What every cell of some rows holds: a token, an image, padding; and which cells are trained."""
+"""What every cell of some rows holds, one by one, in blocks, and in runs that look the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_collate_kit.batch.fields import IGNORE_INDEX
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged, span_indices
 
-__all__ = ["Cells", "Kind", "cells_of", "example_numbers", "examples_per_row"]
+__all__ = ["Cells", "Kind", "Runs", "cells_of", "example_numbers", "examples_per_row", "runs_of"]
 
 
 class Kind(IntEnum):
@@ -38,6 +38,54 @@ class Cells(NamedTuple):
     """int64 [R, W]: the segment of the row that a token belongs to; -1 where there is none."""
     trained: np.ndarray | None
     """bool [R, W]; None where that is not known without waiting for a device."""
+    num_examples: np.ndarray
+    """int64 [R]: the examples of each row, which are its first segments."""
+
+    @property
+    def is_own(self) -> np.ndarray:
+        """bool [R, W]: a token or an image of an example."""
+        return (self.kinds == Kind.TOKEN) | (self.kinds == Kind.IMAGE)
+
+    @property
+    def examples(self) -> np.ndarray:
+        """int64 [R, W]: the number of its example among those of all rows; -1 where none is."""
+        before = np.cumsum(self.num_examples) - self.num_examples
+        return np.where(self.is_own, before[:, None] + self.segments, -1)
+
+    def in_blocks(self, most: int) -> tuple[Cells, int]:
+        """At most so many blocks per row, of what most of their cells hold; the cells of a block.
+
+        The last block of a row may have fewer.
+        """
+        num_rows, width = self.kinds.shape
+        size = 1
+        while size * most < width:
+            size *= 2
+        shown = np.where(self.is_own, self.segments + 1, 0) * 8 + self.kinds
+        codes = np.zeros((num_rows, -(-width // size)), dtype=np.int64)
+        trained = None if self.trained is None else np.zeros(codes.shape, dtype=bool)
+        for row, number in np.ndindex(codes.shape):
+            block = slice(number * size, (number + 1) * size)
+            found, counts = np.unique(shown[row, block], return_counts=True)
+            codes[row, number] = found[counts.argmax()]
+            if self.trained is not None and trained is not None:
+                is_most = shown[row, block] == codes[row, number]
+                trained[row, number] = self.trained[row, block][is_most].mean() >= 0.5
+        kinds, segments = (codes % 8).astype(np.uint8), codes // 8 - 1
+        return Cells(kinds, segments, trained, self.num_examples), size
+
+
+class Runs(NamedTuple):
+    """Neighbouring cells of a row that look the same; int64 [N] each."""
+
+    rows: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    kinds: np.ndarray
+    segments: np.ndarray
+    examples: np.ndarray
+    trained: np.ndarray
+    """1, or 0 where it is not trained or that is not known."""
 
 
 def examples_per_row(stored: Storage) -> np.ndarray | None:
@@ -72,16 +120,18 @@ def cells_of(stored: Storage) -> Cells | None:
     >>> cells_of(Storage(None, {"input_ids": torch.tensor([[5, 6]])})).segments.tolist()
     [[0, 0]]
     """
-    columns, counts = stored.columns, examples_per_row(stored)
-    if columns is not None:
-        kinds, segments = _of_columns(columns, counts)
-    elif (found := _of_dense(stored.given, counts)) is not None:
+    counts = examples_per_row(stored)
+    if stored.columns is not None:
+        kinds, segments = _of_columns(stored.columns, counts)
+    elif (found := _of_dense(stored.given)) is not None:
         kinds, segments = found
+        if counts is None:
+            counts = segments.max(axis=1, initial=-1) + 1
+        kinds[segments >= counts[:, None]] = Kind.FILLER
     else:
         return None
-    if columns is None or "loss_mask" in stored.given:
-        return Cells(kinds, segments, _trained_by_fields(stored.given, kinds.shape))
-    return Cells(kinds, segments, _trained_by_columns(columns, kinds.shape))
+    assert counts is not None
+    return Cells(kinds, segments, _trained(stored, kinds.shape), counts)
 
 
 def _of_columns(columns: Columns, counts: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -105,7 +155,8 @@ def _of_columns(columns: Columns, counts: Any) -> tuple[np.ndarray, np.ndarray]:
     return kinds.reshape(shape), segments.reshape(shape)
 
 
-def _of_dense(given: dict[str, Any], counts: Any) -> tuple[np.ndarray, np.ndarray] | None:
+def _of_dense(given: dict[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Kinds and segments, fillers taken for tokens."""
     ids: Any = given.get("input_ids")
     if not _is_readable(ids) or ids.ndim != 2:
         return None
@@ -116,34 +167,29 @@ def _of_dense(given: dict[str, Any], counts: Any) -> tuple[np.ndarray, np.ndarra
     kinds = np.where(is_token, Kind.TOKEN, Kind.PAD).astype(np.uint8)
     segments = np.zeros(ids.shape, dtype=np.int64)
     boundaries = given.get("cu_seq_lens")
-    for row in range(len(ids)):
-        if isinstance(boundaries, Ragged) and _is_readable(boundaries.values):
-            edges = np.asarray(boundaries[row])
+    if isinstance(boundaries, Ragged) and _is_readable(boundaries.values):
+        for row, edges in enumerate(map(np.asarray, boundaries)):
             segments[row] = np.searchsorted(edges[1:], np.arange(ids.shape[1]), side="right")
-            has_tokens = np.isin(segments[row], segments[row][is_token[row]])
-            kinds[row][has_tokens & ~is_token[row]] = Kind.GAP
-        if counts is not None:
-            kinds[row][is_token[row] & (segments[row] >= counts[row])] = Kind.FILLER
+            in_use = np.isin(segments[row], segments[row][is_token[row]])
+            kinds[row][in_use & ~is_token[row]] = Kind.GAP
     return kinds, np.where(is_token, segments, -1)
 
 
-def _trained_by_fields(given: dict[str, Any], shape: tuple[int, ...]) -> np.ndarray | None:
-    """Cells that ``loss_mask`` weights, or those of ``labels`` where there is no mask."""
+def _trained(stored: Storage, shape: tuple[int, ...]) -> np.ndarray | None:
+    """By the columns, or where fields were given by ``loss_mask``, else by ``labels``."""
+    columns, given = stored.columns, stored.given
+    trained = np.zeros(shape, dtype=bool)
+    if columns is not None and "loss_mask" not in given:
+        if not _is_readable(columns.values[columns.target].values):
+            return None
+        cells = columns.placement.cells(str(columns.specs[columns.target].count))
+        trained.reshape(-1)[cells] = columns.is_trained().numpy()
+        return trained
     name, ignored = ("loss_mask", 0) if "loss_mask" in given else ("labels", IGNORE_INDEX)
     values: Any = given.get(name)
     if not _is_readable(values) or values.ndim != 2 or values.shape[1] > shape[1]:
         return None
-    trained = np.zeros(shape, dtype=bool)
     trained[:, shape[1] - values.shape[1] :] = (values.detach() != ignored).numpy()
-    return trained
-
-
-def _trained_by_columns(columns: Columns, shape: tuple[int, ...]) -> np.ndarray | None:
-    if not _is_readable(columns.values[columns.target].values):
-        return None
-    trained = np.zeros(shape, dtype=bool)
-    cells = columns.placement.cells(str(columns.specs[columns.target].count))
-    trained.reshape(-1)[cells] = columns.is_trained().numpy()
     return trained
 
 
@@ -152,3 +198,25 @@ def _is_readable(values: Any) -> bool:
     return isinstance(values, np.ndarray) or (
         isinstance(values, Tensor) and values.device.type == "cpu"
     )
+
+
+def runs_of(cells: Cells) -> Runs:
+    """The runs of all rows, row by row.
+
+    >>> import torch
+    >>> cells = cells_of(Storage(None, {"input_ids": torch.tensor([[5, 6], [7, 8]])}))
+    >>> runs = runs_of(cells)
+    >>> runs.rows.tolist(), runs.lengths.tolist(), runs.examples.tolist()
+    ([0, 1], [2, 2], [0, 1])
+    """
+    size, width = cells.kinds.size, max(1, cells.kinds.shape[1])
+    kinds, segments = cells.kinds.ravel().astype(np.int64), cells.segments.ravel()
+    trained = np.zeros_like(kinds) if cells.trained is None else cells.trained.ravel().astype(int)
+    codes = (segments + 1) * 16 + kinds * 2 + trained
+    is_first = np.ones(size, dtype=bool)
+    is_first[1:] = codes[1:] != codes[:-1]
+    is_first[::width] = True
+    first = np.flatnonzero(is_first)
+    rows, starts = np.divmod(first, width)
+    of_first = (values[first] for values in (kinds, segments, cells.examples.ravel(), trained))
+    return Runs(rows, starts, np.diff(first, append=size), *of_first)

@@ -1,8 +1,8 @@
-"""A row of a batch token by token, as a table to read and as records for programs."""
+"""A row of a batch, token by token: which row, and what every cell of it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any
 
@@ -11,21 +11,21 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_optional_int
 from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
-from torch_collate_kit.batch.showing.cells import Cells, Kind, cells_of
+from torch_collate_kit.batch.showing.cells import Cells, cells_of
 from torch_collate_kit.batch.showing.explanation import Explanation
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 
 __all__ = ["explained", "row_of"]
 
-_OWN = ("input_ids", "position_ids", "labels", "loss_weights", "loss_mask")
-_UNSHOWN = ("attention_mask", "response_mask", "router_padding_mask")
+_TITLES = {"input_ids": "id", "position_ids": "position", "labels": "label"}
+_UNSHOWN = ("loss_weights", "loss_mask", "attention_mask", "response_mask", "router_padding_mask")
 
 
 def explained(
     one: Mapping[str, Any],
     stored: Storage,
-    name: str,
+    title: str,
     tokenizer: Any,
     *,
     example: int | None,
@@ -38,27 +38,18 @@ def explained(
     cells = cells_of(stored)
     if cells is None:
         raise ValueError(f"the batch has no input_ids [R, W] to explain; it has {', '.join(one)}")
-    indices = stored.row_metadata.get("example_indices")
-    names = _of_examples([*map(int, indices[0])], cells) if isinstance(indices, Ragged) else []
-    picked = np.flatnonzero((cells.kinds[0] != Kind.PAD) & (cells.kinds[0] != Kind.GAP))
-    begin, end, _ = slice(start, stop).indices(cells.kinds.shape[1])
-    picked = picked[(picked >= begin) & (picked < end)]
+    width = cells.kinds.shape[1]
+    columns = _columns(one, stored, cells)
+    picked = [cell for cell in columns["cell"][start:stop] if cells.segments[0, cell] >= 0]
     if example is not None:
-        picked = picked[[names[cell] == example for cell in picked]]
-    columns: dict[str, list[Any]] = {"cell": picked.tolist()}
-    if names:
-        columns["example"] = [names[cell] for cell in picked]
-    columns |= {name: of[picked].tolist() for name, of in _own_columns(one, cells).items()}
-    columns |= {
-        name: [of[cell] for cell in picked] for name, of in _others(one, stored, cells).items()
-    }
+        picked = [cell for cell in picked if columns["example"][cell] == example]
     is_part = example is not None or start is not None or stop is not None
     return Explanation(
-        f"{name}: {_counts(cells)}{'' if example is None else f', example {example} of it'}",
-        columns,
+        f"{title}: {_counts(cells)}{'' if example is None else f', example {example} of it'}",
+        {name: [values[cell] for cell in picked] for name, values in columns.items()},
         tokenizer,
         max_tokens=max_tokens,
-        width=None if is_part else cells.kinds.shape[1],
+        width=None if is_part else width,
     )
 
 
@@ -101,42 +92,43 @@ def _of_examples(values: list[Any], cells: Cells) -> list[Any]:
     return [values[i] if 0 <= i < len(values) else None for i in cells.segments[0].tolist()]
 
 
-def _own_columns(one: Mapping[str, Any], cells: Cells) -> dict[str, np.ndarray]:
-    """What every batch has; each [W]."""
-    width = cells.kinds.shape[1]
-    columns = {"segment": cells.segments[0]} if "cu_seq_lens" in one else {}
-    columns["id"] = one["input_ids"][0].numpy()
-    for name, field in {"position": "position_ids", "label": "labels"}.items():
-        if field in one and getattr(one[field], "shape", None) == (1, width):
-            columns[name] = one[field][0].numpy()
-    if "loss_mask" in one:
-        mask = one["loss_mask"]
-        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] <= width:
-            columns["weight"] = np.zeros(width)
-            columns["weight"][width - mask.shape[1] :] = mask[0].detach().double().numpy()
+def _columns(one: Mapping[str, Any], stored: Storage, cells: Cells) -> dict[str, list[Any]]:
+    """What there is of every cell, with all fields that have a value per token, response token or
+    example; a list [W] of each."""
+    width, mask = cells.kinds.shape[1], one.get("loss_mask")
+    columns: dict[str, list[Any]] = {"cell": [*range(width)]}
+    indices = stored.row_metadata.get("example_indices")
+    if isinstance(indices, Ragged):
+        columns["example"] = _of_examples([*map(int, indices[0])], cells)
+    if "cu_seq_lens" in one:
+        columns["segment"] = cells.segments[0].tolist()
+    for field, name in _TITLES.items():
+        values = _of_cells(one.get(field), width, [width])
+        if values is not None:
+            columns[name] = values
+    weights = _of_cells(mask, width, range(width + 1))
+    if weights is not None:
+        columns["weight"] = [float(weight or 0) for weight in weights]
+    responses = stored.metadata.get("response_length", getattr(mask, "shape", (0,))[-1])
+    specs = {} if stored.columns is None else stored.columns.specs
+    for name in one:
+        values, spec = None, specs.get(name)
+        if name in (*_TITLES, *_UNSHOWN) or (spec is None and name not in stored.given):
+            continue
+        if isinstance(spec, PerExample):
+            values = _of_examples(one[name][0].tolist(), cells)
+        elif spec is None or isinstance(spec, PerToken | PerResponseToken):
+            values = _of_cells(one[name], width, [width, min(width, responses)])
+        if values is not None and isinstance(spec, PerResponseToken) and stored.placement:
+            shown = {*stored.placement.cells("responses").tolist()}
+            values = [value if i in shown else None for i, value in enumerate(values)]
+        if values is not None:
+            columns[name] = values
     return columns
 
 
-def _others(one: Mapping[str, Any], stored: Storage, cells: Cells) -> dict[str, list[Any]]:
-    """Fields with one value per token, response token or example; each [W], None without one."""
-    width, mask = cells.kinds.shape[1], one.get("loss_mask")
-    responses = stored.metadata.get("response_length", getattr(mask, "shape", (0, None))[-1])
-    specs = {} if stored.columns is None else stored.columns.specs
-    others: dict[str, list[Any]] = {}
-    for name in one:
-        spec = specs.get(name)
-        if name in (*_OWN, *_UNSHOWN) or (spec is None and name not in stored.given):
-            continue
-        if isinstance(spec, PerExample):
-            others[name] = _of_examples(one[name][0].tolist(), cells)
-        elif spec is None or isinstance(spec, PerToken | PerResponseToken):
-            field = one[name]
-            if not isinstance(field, Tensor) or field.ndim != 2 or field.shape[1] > width:
-                continue
-            if field.shape[1] in (width, responses):  # [R, A] is right-aligned
-                values = [None] * (width - field.shape[1]) + field[0].tolist()
-                if stored.placement is not None and isinstance(spec, PerResponseToken):
-                    shown = {*stored.placement.cells("responses").tolist()}
-                    values = [value if i in shown else None for i, value in enumerate(values)]
-                others[name] = values
-    return others
+def _of_cells(field: Any, width: int, sizes: Sequence[int]) -> list[Any] | None:
+    """A field ``[1, W]``, or right-aligned ``[1, A]``, of one of these sizes; else None."""
+    if not isinstance(field, Tensor) or field.ndim != 2 or field.shape[1] not in sizes:
+        return None
+    return [None] * (width - field.shape[1]) + field[0].tolist()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from html import escape
 from typing import Any
-from unicodedata import combining, east_asian_width
 
+from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch.fields import IGNORE_INDEX
+from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.batch.showing.token_text import token_texts
 
 __all__ = ["Explanation"]
 
 _MAX_TEXT = 32
 _LEFT = ("text",)
+_TRAINED = "background:#009E7344;font-weight:bold"
 
 
 class Explanation:
@@ -90,7 +92,7 @@ class Explanation:
                 lines.append([_shown(name, value) for name, value in shown.items()])
                 expected = shown["cell"] + 1
             if hidden and part is parts[0]:
-                lines.append(f"... {hidden:,} more token{'' if hidden == 1 else 's'}")
+                lines.append(f"... {plural(hidden, 'more token')}")
                 expected = None
         if self._width is not None and expected is not None:
             lines += _skipped(expected, self._width)
@@ -98,51 +100,25 @@ class Explanation:
 
     def __str__(self) -> str:
         names, lines = self._lines()
-        rows = [line for line in lines if isinstance(line, list)]
-        widths = [max(map(_columns, column)) for column in zip(names, *rows, strict=True)]
-
-        def joined(cells: list[str]) -> str:
-            padded = [
-                cell + " " * (width - _columns(cell))
-                if name in _LEFT
-                else " " * (width - _columns(cell)) + cell
-                for name, cell, width in zip(names, cells, widths, strict=True)
-            ]
-            return "  ".join(padded).rstrip()
-
-        text = [line if isinstance(line, str) else joined(line) for line in lines]
-        return "\n".join([self.title, joined(names), *text])
+        return "\n".join([self.title, *text_table(names, lines, _LEFT)])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         names, lines = self._lines()
-        sides = ["left" if name in _LEFT else "right" for name in names]
-        head = "".join(
-            f'<th style="text-align:{side}">{escape(name)}</th>'
-            for name, side in zip(names, sides, strict=True)
-        )
         weight = names.index("weight") if "weight" in names else None
-        body = ""
-        for line in lines:
-            if isinstance(line, str):
-                body += f'<tr><td colspan="{len(names)}"><i>{line}</i></td></tr>'
-                continue
-            is_trained = weight is not None and line[weight] != "-"
-            style = ' style="background:#009E7344;font-weight:bold"' if is_trained else ""
-            cells = "".join(
-                f'<td style="text-align:{side};white-space:pre">{escape(cell)}</td>'
-                for cell, side in zip(line, sides, strict=True)
-            )
-            body += f"<tr{style}>{cells}</tr>"
-        table = f'<table style="color:inherit"><tr>{head}</tr>{body}</table>'
+        styles = [
+            "" if weight is None or isinstance(line, str) or line[weight] == "-" else _TRAINED
+            for line in lines
+        ]
+        table = html_table(names, lines, _LEFT, styles)
         return f"<div><b>{escape(self.title)}</b>{table}</div>"
 
 
 def _skipped(expected: int | None, cell: int) -> list[str]:
     """A line about the cells without a token before ``cell``."""
     count = 0 if expected is None else cell - expected
-    return [f"... {count:,} cell{'' if count == 1 else 's'} of padding"] if count > 0 else []
+    return [f"... {plural(count, 'cell')} of padding"] if count > 0 else []
 
 
 def _shown(name: str, value: Any) -> str:
@@ -154,8 +130,3 @@ def _shown(name: str, value: Any) -> str:
         return f"{value + 0.0:.4g}"  # no -0
     text = str(value)
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 4] + "..." + text[-1]
-
-
-def _columns(text: str) -> int:
-    """How wide a terminal shows it."""
-    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)

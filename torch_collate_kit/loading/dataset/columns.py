@@ -32,55 +32,51 @@ class ListColumn:
         self.dtype = np.dtype(dtype)
         self._values: list[memoryview] = []
         self._offsets: list[memoryview] = []
-        self._width: int | None = None  # of lists of a fixed size, which have no offsets
         self._suspects: dict[int, pa.Array] = {}  # chunks with a null somewhere
-        self._is_in_bits = False  # Arrow booleans, eight in a byte
-        firsts, counts = [], [0]
+        self._is_in_bits = False  # Arrow booleans, eight in a byte, of which offsets count bits
+        counts = [0]
         for chunk in chunks:
-            if not len(chunk):  # Arrow may leave the buffers of an empty chunk out
-                continue
-            counts.append(len(chunk))
-            if isinstance(chunk, Ragged):
-                self._offsets.append(chunk.offsets.data)
-                self._values.append(chunk.values.data.toreadonly())
-            else:
-                firsts.append(self._add(chunk))
+            if len(chunk):  # Arrow may leave the buffers of an empty chunk out
+                self._add(chunk)
+                counts.append(len(chunk))
         self._starts = np.cumsum(counts)  # int64 [chunks + 1], the first row of each
-        self._shifts = np.array(firsts, dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def _add(self, chunk: pa.Array) -> int:
-        """Adds a chunk of Arrow lists, and returns where in their buffer its values start."""
+    def _add(self, chunk: Ragged | pa.Array) -> None:
+        if isinstance(chunk, Ragged):
+            offsets, values = chunk.offsets, chunk.values
+        else:
+            offsets, values = self._of_arrow(chunk)
+        self._offsets.append(offsets.data)
+        self._values.append(values.data.toreadonly())
+
+    def _of_arrow(self, chunk: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+        """Where the lists of a chunk start in the buffer of its values, and this buffer."""
         # Not flatten(): with one null row it copies the whole chunk. `.values` ignores the slice,
         # and so do the offsets that belong to it.
         values = chunk.values
-        self._width = getattr(chunk.type, "list_size", None)
-        if self._width is None:
-            self._offsets.append(chunk.offsets.to_numpy().data)
+        width = getattr(chunk.type, "list_size", None)
+        if width is None:
+            offsets = chunk.offsets.to_numpy()
         else:
-            values = values[chunk.offset * self._width :]
+            offsets = np.arange(chunk.offset, chunk.offset + len(chunk) + 1) * width
         if chunk.null_count or values.null_count:
             self._suspects[len(self._values)] = chunk
-        data = memoryview(values.buffers()[-1] or b"").toreadonly()  # None: only empty lists
         self._is_in_bits = self.dtype == np.bool_
-        if not self._is_in_bits:  # what lies under a null is arbitrary
-            first, size = values.offset, self.dtype.itemsize
-            data = data[first * size : (first + len(values)) * size]
-            data = np.frombuffer(data, dtype=self.dtype).data
-        self._values.append(data)
-        return int(values.offset)
+        dtype = np.dtype(np.uint8) if self._is_in_bits else self.dtype
+        data = memoryview(values.buffers()[-1] or b"")  # None: only empty lists
+        data = data[: len(data) // dtype.itemsize * dtype.itemsize]
+        # not to_numpy(), since what lies under a null is arbitrary
+        return offsets + values.offset if values.offset else offsets, np.frombuffer(data, dtype)
 
     def _places(
         self, rows: np.ndarray, named: np.ndarray, *, look_inside: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
         """Chunk and row in it, of every row; a null row, or a null in one, is an error."""
-        if len(self._values) == 1:
-            chunks = np.zeros_like(rows)
-        else:
-            chunks = np.searchsorted(self._starts, rows, side="right") - 1
-            rows = rows - self._starts[chunks]
+        chunks = np.searchsorted(self._starts, rows, side="right") - 1
+        rows = rows - self._starts[chunks]
         if self._suspects:
             places = zip(named.tolist(), chunks.tolist(), rows.tolist(), strict=True)
             for i, chunk, row in places:
@@ -92,8 +88,6 @@ class ListColumn:
         """int64, of all rows or of the given ones, from offsets alone; a null row is an error."""
         parts = [np.diff(np.asarray(offsets)) for offsets in self._offsets]
         lengths = np.concatenate([np.empty(0, dtype=np.int64), *parts])
-        if self._width is not None:
-            lengths = np.full(len(self), self._width)
         for i, chunk in self._suspects.items():
             lengths[self._starts[i] + np.flatnonzero(chunk.is_null())] = -1
         lengths = lengths if rows is None else lengths[rows]
@@ -102,7 +96,7 @@ class ListColumn:
         return lengths
 
     def row(self, row: np.ndarray, named: np.ndarray) -> np.ndarray:
-        """The one row, as a read-only view (bool: a copy, Arrow has it in bits)."""
+        """The one row, as a read-only view (of Arrow booleans a copy)."""
         chunks, row = self._places(row, named)
         starts, stops = self._bounds(chunks, row)
         if self._is_in_bits:
@@ -126,8 +120,6 @@ class ListColumn:
 
     def _bounds(self, chunks: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where the rows start and stop in the values of their chunk."""
-        if self._width is not None:
-            return rows * self._width, (rows + 1) * self._width
         if len(self._offsets) == 1:
             offsets = np.asarray(self._offsets[0])
             return offsets[rows], offsets[rows + 1]
@@ -137,13 +129,11 @@ class ListColumn:
 
     def _bools(self, chunks: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """Copies the bytes that hold the rows, unpacks them at once, and takes the rows of that."""
-        lengths, starts = stops - starts, starts + self._shifts[chunks]
-        first, stop = starts >> 3, (starts + lengths + 7) >> 3
+        first, stop = starts >> 3, (stops + 7) >> 3
         packed = _joined(self._values, chunks, first, stop, np.uint8)
-        bits = np.unpackbits(packed, bitorder="little")
-        before = np.cumsum(stop - first) - (stop - first)  # bytes of the rows before
-        starts = starts + 8 * (before - first)
-        return _joined([bits.data], np.zeros_like(chunks), starts, starts + lengths, np.bool_)
+        bits = np.unpackbits(packed, bitorder="little").data
+        shifts = 8 * (np.cumsum(stop - first) - stop)  # from the buffer to what was copied
+        return _joined([bits], np.zeros_like(chunks), starts + shifts, stops + shifts, np.bool_)
 
 
 class NumberColumn:

@@ -35,6 +35,7 @@ from torch_collate_kit.packing import PlannedExamples, RankPlan
 from torch_collate_kit.ragged import row_indices
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.vision import VisionLayout
+from torch_collate_kit.vision.families import PIXEL_FIELDS
 
 __all__ = ["TokenizedDataset"]
 
@@ -112,7 +113,6 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         if not isinstance(tokens, ListColumn):
             raise DataError("input_ids holds one number per row; it must be a list of token ids")
         self._tokens = tokens
-        self._num_rows = len(tokens if self._mapping is None else self._mapping)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -157,7 +157,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         return f"TokenizedDataset({len(self):,} examples{tokens}; {names}{settings})"
 
     def __len__(self) -> int:
-        return self._num_rows
+        return len(self._tokens if self._mapping is None else self._mapping)
 
     def __getitem__(self, index: int | slice) -> dict[str, Any]:
         if isinstance(index, slice):
@@ -227,12 +227,18 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         if self._vision is None:
             raise ValueError("patches follow from the model's processor; pass vision=processor")
         images = {k: of for k, of in self._columns.items() if isinstance(of, ArrayColumn)}
+        others = sorted(images.keys() - self._vision.fields.keys())
+        if others:
+            raise ValueError(
+                f"the source has {', '.join(others)}, which {self._vision.family_name} models do "
+                "not have; pass vision= of the model that it was processed for"
+            )
         everything = np.arange(len(self))
         rows = everything if self._mapping is None else self._mapping.take(everything, everything)
         found: dict[str, list[Any]] = {
             name: column.take(rows, everything)
             for name, column in images.items()
-            if self._vision.fields[name].num_dims < 3 and self._vision.fields[name].per != "patch"
+            if name not in PIXEL_FIELDS
         }
         if "pixel_values" in images and not found:  # only tiles, of which their number is enough
             counts = images["pixel_values"].outer_lengths()[rows]
@@ -263,6 +269,13 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         """Tokens of these rows alone: int64."""
         named, rows = self._rows(indices)
         return self._tokens.lengths_at(rows, named)
+
+    def _column_at(self, name: str, indices: np.ndarray) -> Any:
+        """These rows of one column alone: a Ragged of lists, else an array; None without it."""
+        if name not in self._columns:
+            return None
+        named, rows = self._rows(indices)
+        return self._columns[name].take(rows, named)
 
     def __getstate__(self) -> dict[str, Any]:
         source = to_state(self._source)

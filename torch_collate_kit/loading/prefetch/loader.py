@@ -20,7 +20,7 @@ from torch_collate_kit.loading.prefetch.resumable_loaders import resumable_loade
 from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExample, SkippedExamples
 from torch_collate_kit.loading.prefetch.timeline import StepTimes, Timeline
 from torch_collate_kit.loading.prefetch.watchdog import checked_seconds
-from torch_collate_kit.loading.sampler.arguments import is_same
+from torch_collate_kit.loading.sampler.state_values import is_same
 
 __all__ = ["PrefetchLoader"]
 
@@ -200,6 +200,7 @@ class PrefetchLoader:
                 if batch is not END:
                     num_taken, num_empty = num_taken + 1, 0
                     yield batch
+                    del batch  # it would be held beside the next
                     self._check_loop(loop)
                     self._timeline.trained()
                     if self._run is run or not run.is_over:  # else reshuffle() has ended it

@@ -103,6 +103,7 @@ class StreamLoader(PositionedLoader):
                 batch = turn.batch
                 del turn
                 yield batch
+                del batch  # it would be held beside the next
 
     def mark(self) -> Positions:
         return dict(self._received)

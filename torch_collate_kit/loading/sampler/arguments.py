@@ -1,23 +1,17 @@
-"""Checks of arguments and states, seeded orders, and each rank's part of a batch."""
+"""Checks of arguments, seeded generators, and each rank's part of a batch."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import zlib
-from collections.abc import Mapping, Sequence, Sized
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sized
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
-from torch_collate_kit.errors import StateError
 
 Indices: TypeAlias = npt.NDArray[np.int64]
-_BLOCK, _MAX_THREADS = 2**22, 8
-_MAX_WORD = 2**32 - 1  # one word of a SeedSequence each, or (2**32 + 1, 0) would be (1, 1)
+MAX_WORD = 2**32 - 1  # one word of a SeedSequence each, or (2**32 + 1, 0) would be (1, 1)
 
 
 def rank_slice(num_examples: int, rank: int, world_size: int) -> slice:
@@ -102,91 +96,9 @@ def checked_order(indices: npt.ArrayLike, epoch: int, length: int) -> Indices:
     return own
 
 
-def digest_of(counts: Sequence[Indices]) -> str:
-    """A digest of counts per example, such as lengths, by which a state tells them from others."""
-    found = hashlib.blake2b(digest_size=16)
-    for of_source in counts:
-        found.update(np.ascontiguousarray(of_source, dtype="<i8").data)
-    return found.hexdigest()
-
-
-def digest_in_blocks(counts: Indices) -> str:
-    """A digest of very many counts: threads hash a block of them each, 0.6 s per 1e8 and core.
-
-    >>> digest_in_blocks(np.arange(3)) == digest_in_blocks(np.array([0, 2, 1]))
-    False
-    """
-    counts = np.ascontiguousarray(counts, dtype="<i8")
-    blocks = [counts[i : i + _BLOCK].data for i in range(0, len(counts), _BLOCK)]
-    with ThreadPoolExecutor(_MAX_THREADS) as threads:  # hashlib releases the GIL
-        digests = threads.map(lambda block: hashlib.sha256(block).digest(), blocks)
-        return hashlib.sha256(b"".join(digests)).hexdigest()[:32]
-
-
-def is_same(found: Any, expected: Any) -> bool:
-    """Whether an entry of a state is the expected JSON value, of the same types all through.
-
-    >>> is_same([1, "a"], [1, "a"]), is_same(True, 1), is_same(np.arange(2), 1)
-    (True, False, False)
-    """
-    if type(found) is not type(expected):
-        return False
-    if isinstance(expected, dict):
-        same_keys = found.keys() == expected.keys()
-        return same_keys and all(is_same(found[key], value) for key, value in expected.items())
-    if isinstance(expected, list):
-        return len(found) == len(expected) and all(map(is_same, found, expected))
-    return bool(found == expected)
-
-
-def told_apart(these: Mapping[str, Any], others: Mapping[str, Any]) -> str:
-    """What both have and is not the same, as these have it."""
-    told = []
-    for key in [key for key in these if key in others]:
-        mine, other = these[key], others[key]
-        if isinstance(mine, dict) and isinstance(other, dict) and mine.keys() == other.keys():
-            told += [f"{k}={v!r}" for k, v in mine.items() if not is_same(v, other[k])]
-        elif not is_same(mine, other):
-            told.append(f"{key}={mine!r}")
-    return ", ".join(told)
-
-
 def checked_word(name: str, value: Any) -> int:
     """``value`` as an int that fills one word of a SeedSequence: 0 .. 2**32 - 1."""
     number = checked_int(name, value, minimum=0)
-    if number > _MAX_WORD:
-        raise ValueError(f"{name} must be at most {_MAX_WORD}, got {number}; take it modulo 2**32")
+    if number > MAX_WORD:
+        raise ValueError(f"{name} must be at most {MAX_WORD}, got {number}; take it modulo 2**32")
     return number
-
-
-def state_int(name: str, value: Any) -> int:
-    """``value`` when it is an int of 0 .. 2**32 - 1, else StateError."""
-    if type(value) is not int or not 0 <= value <= _MAX_WORD:
-        raise StateError(
-            f"state has {name}={value!r}, not an int between 0 and {_MAX_WORD}; "
-            "pass what state_dict() gave"
-        )
-    return value
-
-
-def text_of_ints(numbers: npt.ArrayLike) -> str:
-    """Many ints of 64 bits as a short text: about a byte each where they are small.
-
-    >>> text = text_of_ints([[0, n] for n in range(-500, 500)])
-    >>> len(text) < 2000, ints_of_text("numbers", text, shape=(-1, 2))[1]
-    (True, [0, -499])
-    """
-    planes = np.array(numbers, dtype="<i8").view(np.uint8).reshape(-1, 8).T
-    return base64.b85encode(zlib.compress(planes.tobytes(), 9)).decode()
-
-
-def ints_of_text(name: str, text: str, *, shape: tuple[int, ...]) -> list[Any]:
-    """The numbers of ``text_of_ints``, else StateError."""
-    try:
-        planes = np.frombuffer(zlib.decompress(base64.b85decode(text)), np.uint8).reshape(8, -1)
-        numbers: list[Any] = np.array(planes.T, order="C").view("<i8").reshape(shape).tolist()
-    except (ValueError, zlib.error) as error:
-        raise StateError(
-            f"state has {name}={text!r}, which cannot be read; pass what state_dict() gave"
-        ) from error
-    return numbers

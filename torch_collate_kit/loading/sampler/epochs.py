@@ -20,12 +20,10 @@ from torch_collate_kit.loading.sampler.arguments import (
     checked_rank,
     checked_shuffle,
     checked_word,
-    is_same,
     rank_slice,
-    state_int,
-    told_apart,
 )
 from torch_collate_kit.loading.sampler.layouts import Layouts
+from torch_collate_kit.loading.sampler.state_values import is_same, state_int, told_apart
 
 __all__ = ["NEW_RUN", "EpochSampler", "Plan"]
 
@@ -227,7 +225,11 @@ class EpochSampler(ABC):
         >>> sampler.examples(7, 1).tolist(), sampler.examples(7, 1, rank=1).tolist()
         ([4, 5, 6, 7], [6, 7])
         """
-        epoch, step = self._checked_step(epoch, step)
+        epoch, step = checked_word("epoch", epoch), checked_int("step", step, minimum=0)
+        if step >= (num_steps := self._num_steps(epoch)):
+            raise ValueError(
+                f"step must be below {num_steps}, the steps of epoch {epoch}; got {step}"
+            )
         self._check_known(epoch)
         batch = self._plan(epoch, step)(step)
         if rank is None:
@@ -390,11 +392,3 @@ class EpochSampler(ABC):
                 f"got {step}"
             )
         return (epoch + 1, 0) if step and step == num_steps else (epoch, step)
-
-    def _checked_step(self, epoch: int, step: int) -> tuple[int, int]:
-        epoch, step = checked_word("epoch", epoch), checked_int("step", step, minimum=0)
-        if step >= (num_steps := self._num_steps(epoch)):
-            raise ValueError(
-                f"step must be below {num_steps}, the steps of epoch {epoch}; got {step}"
-            )
-        return epoch, step

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.sampler.state_values import are_pairs, is_count
 
 __all__ = ["Growth"]
 
@@ -25,16 +26,15 @@ class Growth:
     @classmethod
     def of_state(cls, changes: Any) -> Growth:
         """From what ``as_state`` gave; StateError if it is anything else."""
-        pairs = isinstance(changes, list) and all(isinstance(at, (list, tuple)) for at in changes)
-        if not pairs or not changes or any(len(at) != 2 for at in changes):
-            raise _damaged(changes)
-        numbers = [n for at in changes for n in at]
-        if not all(type(n) is int and 0 <= n <= _MAX_COUNT for n in numbers):
-            raise _damaged(changes)
+        numbers = [n for at in changes for n in at] if are_pairs(changes) else []
         epochs, sizes = numbers[::2], numbers[1::2]
-        is_rising = epochs == sorted(set(epochs)) and sizes == sorted(sizes)
-        if epochs[0] != 0 or not is_rising or sizes[0] < 1:
-            raise _damaged(changes)
+        are_counts = numbers and all(is_count(n, _MAX_COUNT) for n in numbers)
+        is_rising = are_counts and epochs == sorted(set(epochs)) and sizes == sorted(sizes)
+        if not is_rising or epochs[0] != 0 or sizes[0] < 1:
+            raise StateError(
+                f"state has num_examples={changes!r}, not a list of [epoch, examples from it on]; "
+                "pass what state_dict() gave"
+            )
         return cls(list(zip(epochs, sizes, strict=True)))
 
     def to(self, num_examples: int, *, from_epoch: int) -> Growth:
@@ -62,10 +62,3 @@ class Growth:
     def as_state(self) -> list[list[int]]:
         """All changes, those to come as well: [epoch, examples from it on]."""
         return [list(change) for change in self._changes]
-
-
-def _damaged(changes: Any) -> StateError:
-    return StateError(
-        f"state has num_examples={changes!r}, not a list of [epoch, examples from it on]; pass "
-        "what state_dict() gave"
-    )

@@ -42,23 +42,19 @@ class KeyedPermutation:
         return self._walked(indices, backward=True)
 
     def _walked(self, values: npt.NDArray[np.int64], *, backward: bool) -> npt.NDArray[np.int64]:
-        network = self._backward if backward else self._forward
-        found = network(values.astype(np.uint64))
+        found = self._network(values.astype(np.uint64), backward)
         while (outside := np.flatnonzero(found >= self._size)).size:
-            found[outside] = network(found[outside])
+            found[outside] = self._network(found[outside], backward)
         return found.astype(np.int64)
 
-    def _forward(self, values: _Words) -> _Words:
-        changed, other = values >> self._num_low, values & self._masks[1]
-        for key, mask in self._rounds:
+    def _network(self, values: _Words, backward: bool) -> _Words:
+        """Backward the halves have changed places, and the last round is the first."""
+        high, low = values >> self._num_low, values & self._masks[1]
+        changed, other = (low, high) if backward else (high, low)
+        for key, mask in reversed(self._rounds) if backward else self._rounds:
             changed, other = other, changed ^ (_mixed(other ^ key) & mask)
-        return (changed << self._num_low) | other
-
-    def _backward(self, values: _Words) -> _Words:
-        other, changed = values >> self._num_low, values & self._masks[1]
-        for key, mask in reversed(self._rounds):
-            changed, other = other, changed ^ (_mixed(other ^ key) & mask)
-        return (other << self._num_low) | changed
+        high, low = (other, changed) if backward else (changed, other)
+        return (high << self._num_low) | low
 
 
 def _mask(num_bits: int) -> np.uint64:

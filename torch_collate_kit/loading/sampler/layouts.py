@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.arguments import is_same
+from torch_collate_kit.loading.sampler.state_values import is_count, is_same
 
 __all__ = ["Layouts"]
 
 _MOST = 50  # entries; about 30 bytes each in a state
-_MAX_COUNT = 2**32 - 1
 _Position: TypeAlias = tuple[int, int]
 
 
@@ -47,7 +46,7 @@ class Layouts:
             settings = {**settings, **entry[2]}
             num_ranks = settings.get("world_size", settings.get("dp"))
             is_whole = settings.keys() == like.keys()  # from the first entry on
-            if not is_whole or type(num_ranks) is not int or not 1 <= num_ranks <= _MAX_COUNT:
+            if not is_whole or not num_ranks or not is_count(num_ranks):
                 raise _damaged(entries)
             layouts._entries.append(((entry[0], entry[1]), settings))
         positions = [at for at, _ in layouts._entries]
@@ -108,7 +107,7 @@ def _is_entry(entry: Any) -> bool:
     """Whether it is [epoch, step, settings]."""
     if not isinstance(entry, (list, tuple)) or len(entry) != 3 or not isinstance(entry[2], dict):
         return False
-    return all(type(n) is int and 0 <= n <= _MAX_COUNT for n in entry[:2])
+    return all(map(is_count, entry[:2]))
 
 
 def _damaged(entries: Any) -> StateError:

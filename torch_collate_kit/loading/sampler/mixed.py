@@ -11,21 +11,18 @@ import hashlib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence, Sized
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.arguments import (
-    Indices,
-    digest_of,
-    ints_of_text,
-    text_of_ints,
-)
+from torch_collate_kit.loading.sampler.arguments import Indices
 from torch_collate_kit.loading.sampler.epochs import EpochSampler, Plan
 from torch_collate_kit.loading.sampler.fair_schedule import Place
 from torch_collate_kit.loading.sampler.mixture import Mixture, checked_sources
+from torch_collate_kit.loading.sampler.state_values import digest_of, ints_of_text, text_of_ints
 
 __all__ = ["MixedSampler"]
 
@@ -80,6 +77,7 @@ class MixedSampler(EpochSampler):
         self._mixture = Mixture(sizes, weights, arrays, seed=self._seed, shuffle=self._shuffle)
         self._lengths_digest = digest_of(arrays) if arrays else None
         self._known: dict[int, Place] = {}  # by the examples before them
+        self._latest_place: Place | None = None  # after the batch taken last
         self._set_steps_per_epoch(num_steps, stop)
 
     def _set_steps_per_epoch(self, num_steps: int | None, stop: str | None) -> None:
@@ -94,10 +92,10 @@ class MixedSampler(EpochSampler):
             return
         checked_choice("stop", stop, (None, "first", "all"))
         self._stop = stop or "first"
-        self._num_examples = self._mixture.num_examples(last=self._stop == "all")
+        self._examples_per_epoch = self._mixture.num_examples(last=self._stop == "all")
         if self._num_steps(0) < 1:
             raise ValueError(
-                f"a source ends after {float(self._num_examples):.4g} examples, fewer "
+                f"a source ends after {float(self._examples_per_epoch):.4g} examples, fewer "
                 f"than batch_size={self._num_global}, so that stop='first' leaves no step; use "
                 "stop='all', num_steps=..., or a lower batch_size"
             )
@@ -119,7 +117,7 @@ class MixedSampler(EpochSampler):
         """Where an epoch starts, in steps of the whole stream."""
         if self._steps_per_epoch is not None:
             return epoch * self._steps_per_epoch
-        end = epoch * self._num_examples / self._num_global
+        end = epoch * self._examples_per_epoch / self._num_global
         return int(end) if self._stop == "first" else -int(-end // 1)
 
     def _num_steps(self, epoch: int) -> int:
@@ -128,6 +126,9 @@ class MixedSampler(EpochSampler):
     def _place(self, epoch: int, step: int, *, near: Place | None = None) -> Place:
         """The place before a step, from the nearest known one; ``near`` is one before it."""
         num_taken = (self._first_step(epoch) + step) * self._num_global
+        latest = self._latest_place  # one read: another thread may be at another place
+        if latest is not None and latest.num_taken == num_taken:
+            return latest
         if 0 not in self._known:  # not before: by tokens it needs the orders
             self._known[0] = self._mixture.place([0] * len(self._mixture.sizes))
         known = max(known for known in list(self._known) if known <= num_taken)
@@ -146,7 +147,14 @@ class MixedSampler(EpochSampler):
             self._known[place.num_taken] = place
 
     def _plan(self, epoch: int, step: int) -> Plan:
-        return _Batches(self, epoch)
+        return partial(self._batch, epoch)
+
+    def _batch(self, epoch: int, step: int) -> Indices:
+        before = self._place(epoch, step)
+        batch, after = self._mixture.take(before, self._num_global)
+        self._keep(before, after)
+        self._latest_place = after
+        return batch
 
     def _check_known(self, epoch: int) -> None:
         """All are: nothing is forgotten."""
@@ -215,24 +223,6 @@ class MixedSampler(EpochSampler):
                 f"{list(map(str, mixture.shares))}; pass what state_dict() gave"
             )
         self._known = {**self._known, num_examples: place}  # not that of the sampler that loads
-
-
-class _Batches:
-    """The global batches of an epoch; one after the other they cost their own picks only."""
-
-    def __init__(self, sampler: MixedSampler, epoch: int) -> None:
-        self._sampler, self._epoch = sampler, epoch
-        self._next: tuple[int, Place] | None = None
-
-    def __call__(self, step: int) -> Indices:
-        sampler, place = self._sampler, None
-        if self._next is not None and self._next[0] == step:
-            place = self._next[1]
-        before = place or sampler._place(self._epoch, step)
-        batch, after = sampler._mixture.take(before, sampler.num_examples_per_step)
-        sampler._keep(before, after)
-        self._next = step + 1, after
-        return batch
 
 
 def _listed(values: Sequence[Any], like: Any) -> list[Any] | str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -15,23 +15,10 @@ __all__ = ["ArrayOrder", "EpochOrder", "KeyedOrder", "epoch_order"]
 _BLOCK = 8192  # positions computed together: a call of a keyed permutation costs 80 us
 
 
-class EpochOrder(Protocol):
-    """The indices of an epoch in the order in which they are read.
-
-    A reshuffle at ``num_done`` puts those that come after so many in a new order.
-    """
-
-    def __len__(self) -> int: ...
-
-    def take(self, start: int, stop: int) -> Indices:
-        """The indices at positions ``start`` to ``stop`` - 1, or to the end: int64."""
-
-    def places(self, index: int) -> list[int]:
-        """The positions at which an index comes, ascending."""
-
-
 class ArrayOrder:
     """An order held in memory, 8 bytes per example.
+
+    A reshuffle after ``num_done`` examples puts those that come later in a new order.
 
     >>> order = ArrayOrder(np.array([2, 0, 1]), (0, 0), reshuffled_after=[2])
     >>> order.take(1, 9).tolist(), order.places(2)
@@ -51,15 +38,17 @@ class ArrayOrder:
         return len(self._indices)
 
     def take(self, start: int, stop: int) -> Indices:
+        """The indices at positions ``start`` to ``stop`` - 1, or to the end: int64."""
         return self._indices[start:stop]
 
     def places(self, index: int) -> list[int]:
+        """The positions at which an index comes, ascending."""
         found: list[int] = np.flatnonzero(self._indices == index).tolist()
         return found
 
 
 class KeyedOrder:
-    """An order in O(1) memory, see ``KeyedPermutation``.
+    """An order in O(1) memory, see ``KeyedPermutation``; otherwise as ``ArrayOrder``.
 
     >>> order = KeyedOrder(5, (0, 1), reshuffled_after=[2])
     >>> indices = order.take(0, 9).tolist()
@@ -104,6 +93,9 @@ class KeyedOrder:
             if place[0] >= num_done:
                 place = num_done + permutation.inverse(place - num_done)
         return [int(place[0])]
+
+
+EpochOrder: TypeAlias = ArrayOrder | KeyedOrder
 
 
 def epoch_order(

@@ -22,14 +22,17 @@ from torch_collate_kit.loading.sampler.arguments import (
     checked_length,
     checked_order,
     checked_tail,
-    ints_of_text,
     seeded_generator,
-    state_int,
-    text_of_ints,
 )
 from torch_collate_kit.loading.sampler.epochs import NEW_RUN, EpochSampler, Plan
 from torch_collate_kit.loading.sampler.growth import Growth
 from torch_collate_kit.loading.sampler.orders import ArrayOrder, EpochOrder, epoch_order
+from torch_collate_kit.loading.sampler.state_values import (
+    are_pairs,
+    ints_of_text,
+    state_int,
+    text_of_ints,
+)
 
 __all__ = ["Order", "OrderedSampler", "PrefetchingSampler"]
 
@@ -278,8 +281,7 @@ class OrderedSampler(EpochSampler):
         if isinstance(records, str):
             distances = ints_of_text("reshuffles", records, shape=(-1, 2))
             records = np.cumsum(distances, axis=0).tolist()
-        pairs = isinstance(records, list) and all(isinstance(at, (list, tuple)) for at in records)
-        if not pairs or any(len(at) != 2 for at in records):
+        if not are_pairs(records):
             raise StateError(
                 f"state has reshuffles={records!r}, not a list of [epoch, step]; "
                 "pass what state_dict() gave"

@@ -2,98 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from torch_collate_kit._checks import checked_bool, checked_optional_int
-from torch_collate_kit.reporting.audit import (
-    cut_checks,
-    end_checks,
-    id_checks,
-    label_checks,
-    repeat_checks,
-    rollout_checks,
-    target_checks,
-    template_checks,
-)
-from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
-from torch_collate_kit.reporting.audit.excerpts import excerpt, printable
+from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.reporting.audit.checks import CHECKS, NEEDS, Check
+from torch_collate_kit.reporting.audit.columns import Found
 from torch_collate_kit.reporting.audit.findings import AuditReport, Finding
-from torch_collate_kit.reporting.audit.messages import MESSAGES
-from torch_collate_kit.reporting.audit.reading import ReadRows, Refused
-from torch_collate_kit.reporting.audit.sources import ChatSettings, read_dataset
+from torch_collate_kit.reporting.audit.sources import read_dataset
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["audit"]
 
-
-@dataclass(frozen=True)
-class _Check:
-    """A check, and what it needs: names that :data:`_NEEDS` explains."""
-
-    run: Callable[[AuditColumns], Found | None]
-    needs: tuple[str, ...] = ()
-    of_template: bool = False
-    """Whether it is a check of the template, and not of rows alone."""
-
-
-_NEEDS: dict[str, tuple[str, Callable[[AuditColumns], bool]]] = {
-    "max_tokens": ("max_tokens=", lambda c: c.max_tokens is not None),
-    "tokenizer": ("a tokenizer", lambda c: c.vocabulary.tokenizer is not None),
-    "size": ("a tokenizer with a size", lambda c: c.vocabulary.size is not None),
-    "bos": ("a tokenizer with a BOS token", lambda c: c.vocabulary.bos_id is not None),
-    "eos": ("a tokenizer with an EOS token", lambda c: c.vocabulary.eos_id is not None),
-    "pad": ("a tokenizer with a pad token", lambda c: c.vocabulary.pad_id is not None),
-    "header": (
-        "a tokenizer whose chat template has a generation prompt",
-        lambda c: bool(c.vocabulary.header_ids),
-    ),
-    "template": (
-        "a tokenizer with a chat template",
-        lambda c: c.vocabulary.template is not None,
-    ),
-}
-
-_CHECKS = (
-    _Check(target_checks.masks_all_zero),
-    _Check(target_checks.no_trained_token),
-    _Check(target_checks.masks_all_one),
-    _Check(target_checks.generation_prompt_trained, ("header",)),
-    _Check(target_checks.empty_thinking_trained, ("tokenizer",)),
-    _Check(cut_checks.target_truncated, ("max_tokens",)),
-    _Check(cut_checks.prompt_longer_than_row, ("max_tokens",)),
-    _Check(cut_checks.eos_truncated, ("eos",)),
-    _Check(end_checks.eos_never_trained, ("eos",)),
-    _Check(end_checks.eos_not_trained, ("eos",)),
-    _Check(end_checks.eos_masked_as_pad, ("eos", "pad")),
-    _Check(end_checks.pad_trained, ("pad",)),
-    _Check(end_checks.padded_rows, ("pad",)),
-    _Check(id_checks.double_bos, ("bos",)),
-    _Check(id_checks.bos_in_some_rows, ("bos",)),
-    _Check(id_checks.id_out_of_vocabulary, ("size",)),
-    _Check(label_checks.labels_shifted),
-    _Check(label_checks.labels_not_input_ids),
-    _Check(label_checks.mask_shifted, ("header", "eos")),
-    _Check(repeat_checks.duplicates),
-    _Check(repeat_checks.contradictory_answers),
-    _Check(rollout_checks.reward_without_variance),
-    _Check(rollout_checks.logprobs_shifted),
-    _Check(rollout_checks.logprobs_positive),
-    _Check(template_checks.template_not_prefix_stable, ("template",), of_template=True),
-    _Check(template_checks.eos_does_not_end_turns, ("template", "eos"), of_template=True),
-)
-_NOTHING = np.empty(0, dtype=np.int64)
-_NO_ROWS = AuditColumns(_NOTHING, _NOTHING, _NOTHING, np.empty(0, dtype=np.bool_), False)
 _ORDER = ("error", "warning", "note")
 _LARGEST = 1 << 62  # no row is longer, and a place in the dataset added to it is still int64
-_NO_ANSWER = (
-    "none of the records, {rows}, has an answer that would be trained, so there is nothing to "
-    "learn from; give each a turn of the assistant"
-)
 
 
 def audit(
@@ -147,90 +72,64 @@ def audit(
         dataset,
         train_all=checked_bool("train_all", train_all),
         vision=vision,
-        chat=ChatSettings(tokenizer, train_on, tools, kwargs, image_root),
+        chat_options=lambda: _chat_options(
+            tokenizer, image_root, train_on=train_on, tools=tools, chat_template_kwargs=kwargs
+        ),
     )
-    vocabulary = Vocabulary.of(tokenizer, kwargs)
-    columns = replace(read.columns or _NO_ROWS, vocabulary=vocabulary, max_tokens=max_tokens)
-    found, not_checked = _run(columns)
-    findings = [*_of_reading(read), *_with_records(found, read, columns)]
+    columns = replace(read, vocabulary=Vocabulary(tokenizer, kwargs), max_tokens=max_tokens)
+    findings: list[Finding] = []
+    not_checked: dict[str, str] = {}
+    for check in CHECKS if len(columns.lengths) else (of for of in CHECKS if not of.of_rows):
+        missing = [NEEDS[need][0] for need in check.needs if not NEEDS[need][1](columns)]
+        found = None if missing else check.run(columns)
+        if missing:
+            not_checked[check.name] = missing[0]
+        elif found is not None:
+            findings.append(_finding(check, found, columns.num_read))
     findings.sort(key=lambda finding: _ORDER.index(finding.severity))
     return AuditReport(
         findings,
-        num_rows=len(read.refused) + len(read.without_answer) + len(columns.lengths),
+        num_rows=len(columns.refused) + len(columns.without_answer) + len(columns.lengths),
         num_tokens=len(columns.ids),
         not_checked=not_checked,
     )
 
 
-def _run(columns: AuditColumns) -> tuple[list[Finding], dict[str, str]]:
-    """What all checks find, and what those need that could not run."""
-    findings: list[Finding] = []
-    not_checked: dict[str, str] = {}
-    for check in _CHECKS:
-        name = check.run.__name__
-        missing = [_NEEDS[need][0] for need in check.needs if not _NEEDS[need][1](columns)]
-        if not len(columns.lengths) and not check.of_template:
-            continue
-        if missing:
-            not_checked[name] = missing[0]
-            continue
-        found = check.run(columns)
-        if found is not None:
-            findings.append(_finding(name, columns, found))
-    return findings, not_checked
+def _chat_options(tokenizer: Any, image_root: Any, **options: Any) -> ChatOptions:
+    """What tokenize_chat is called with: of a processor images are read, but not their pixels."""
+    if hasattr(tokenizer, "image_processor"):
+        return ChatOptions(None, tokenizer, pixels=False, image_root=image_root, **options)
+    if tokenizer is None:
+        raise ValueError(
+            "the rows are chat records, which only a tokenizer makes tokens of; pass the "
+            "tokenizer that the model is trained with"
+        )
+    return ChatOptions(tokenizer, **options)
 
 
-def _finding(name: str, columns: AuditColumns, found: Found) -> Finding:
-    message = MESSAGES[name]
-    numbers = np.unique(columns.numbers[found.rows])
-    total = len(np.unique(columns.numbers))
+def _finding(check: Check, found: Found, num_read: int) -> Finding:
+    total = num_read if found.num_rows is None else found.num_rows
+    rows = f"{len(found.rows):,} of {total:,} row{'s' * (total != 1)}"
     return Finding(
-        name,
-        found.severity or message.severity,
-        message.text.format(rows=_of(len(numbers), total), **found.values),
-        numbers,
-        printable(excerpt(columns, found)),
+        check.name,
+        found.severity or check.severity,
+        _printable(check.message.format(rows=rows, **found.values)),
+        found.rows,
+        _printable(found.example),
     )
 
 
-def _with_records(findings: list[Finding], read: ReadRows, columns: AuditColumns) -> list[Finding]:
-    """With the chat records that give no row among those without a trained token."""
-    skipped = read.without_answer
-    if not len(skipped):
-        return findings
-    name = "no_trained_token" if len(columns.lengths) else "masks_all_zero"
-    example = f"row {skipped[0]}: nothing in the record would be trained"
-    known = next((finding for finding in findings if finding.name == name), None)
-    numbers = skipped if known is None else np.union1d(known.rows, skipped)
-    text = (MESSAGES[name].text if len(columns.lengths) else _NO_ANSWER).format(
-        rows=_of(len(numbers), len(np.unique(columns.numbers)) + len(skipped))
+def _printable(text: str) -> str:
+    """``text`` with control characters escaped, so that data cannot steer a terminal.
+
+    >>> print(_printable("a\\x1b[31mb"))
+    a\\x1b[31mb
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter
+        if letter.isprintable() or letter in "\n\t"
+        else letter.encode("unicode_escape").decode()
+        for letter in text
     )
-    shown = known.example if known is not None else example
-    found = Finding(name, MESSAGES[name].severity, text, numbers, shown)
-    return [found, *(finding for finding in findings if finding.name != name)]
-
-
-def _of(count: int, total: int) -> str:
-    return f"{count:,} of {total:,} row{'s' * (total != 1)}"
-
-
-def _of_reading(read: ReadRows) -> list[Finding]:
-    """What the readers refused, and what they were not told to read."""
-    total = len(read.refused) + (0 if read.columns is None else len(read.columns.lengths))
-    findings = []
-    for name, of_images in (("placeholders_disagree_with_grids", True), ("refused", False)):
-        rows = [row for row in read.refused if row.of_images == of_images]
-        if rows:
-            findings.append(_of_refused(name, rows, total))
-    if read.has_unread_images:
-        message = MESSAGES["images_not_checked"]
-        findings.append(Finding("images_not_checked", message.severity, message.text))
-    return findings
-
-
-def _of_refused(name: str, rows: list[Refused], total: int) -> Finding:
-    message = MESSAGES[name]
-    numbers = np.array([row.number for row in rows], dtype=np.int64)
-    reason = printable(rows[0].message)
-    text = message.text.format(rows=_of(len(rows), total), reason=reason)
-    return Finding(name, message.severity, text, numbers, reason)

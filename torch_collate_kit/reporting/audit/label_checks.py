@@ -18,17 +18,11 @@ def labels_shifted(columns: AuditColumns) -> Found | None:
     Needs labels. Of the labels of a row, two at least, 90% must be the neighbour's ids, and less
     than half the ids at their own place; so a row of equal tokens is no evidence.
     """
-    shifts = _shifted(columns)
-    if shifts is None:
-        return None
-    to_next, to_last = shifts
-    rows = np.flatnonzero(to_next | to_last)
-    if not len(rows):
-        return None
+    to_next, to_last = _shifted(columns)
     directions = ["labels[i] is input_ids[i + 1]"] * bool(to_next.any())
     directions += ["labels[i] is input_ids[i - 1]"] * bool(to_last.any())
-    place = int(columns.first_trained[rows[0]])
-    return Found(rows, (place, place + 1), values={"direction": " or ".join(directions)})
+    direction = " or ".join(directions)
+    return columns.found_in(to_next | to_last, columns.first_trained, direction=direction)
 
 
 def labels_not_input_ids(columns: AuditColumns) -> Found | None:
@@ -36,16 +30,9 @@ def labels_not_input_ids(columns: AuditColumns) -> Found | None:
 
     Needs labels. Silent about rows that :func:`labels_shifted` names.
     """
-    shifts = _shifted(columns)
-    if shifts is None:
-        return None
-    same = _share_of_labels(columns, 0)
-    is_other = (same < _DISAGREE) & (columns.num_trained > 0) & ~shifts[0] & ~shifts[1]
-    rows = np.flatnonzero(is_other)
-    if not len(rows):
-        return None
-    place = int(columns.first_trained[rows[0]])
-    return Found(rows, (place, place + 1))
+    to_next, to_last = _shifted(columns)
+    is_other = (_share_of_labels(columns, 0) < _DISAGREE) & ~to_next & ~to_last
+    return columns.found_in(is_other, columns.first_trained)
 
 
 def mask_shifted(columns: AuditColumns) -> Found | None:
@@ -60,28 +47,25 @@ def mask_shifted(columns: AuditColumns) -> Found | None:
     width, num_tokens = len(columns.vocabulary.prompt_ids), len(columns.ids)
     prompts = columns.places_of(columns.vocabulary.prompt_ids) + width
     prompts = prompts[prompts < columns.ends[columns.rows_of(prompts - 1)]]
-    trained = columns.trained
-    edges = np.flatnonzero(np.diff(trained, prepend=False, append=False))
+    edges = np.flatnonzero(np.diff(columns.trained, prepend=False, append=False))
     begins, stops = edges[::2], edges[1::2]
     is_late = np.isin(begins, prompts + 1) & columns.is_end[np.maximum(stops - 2, 0)]
     is_late &= ~columns.is_end[stops - 1]
     ends_early = columns.is_end[np.minimum(stops, num_tokens - 1)] & (stops < num_tokens)
     is_early = np.isin(begins, prompts - 1) & ends_early
-    rows = np.unique(columns.rows_of(begins[is_late | is_early]))
-    shifts = _shifted(columns)
-    if shifts is not None:
-        rows = rows[~(shifts[0] | shifts[1])[rows]]
-    if not len(rows):
-        return None
+    is_found = np.zeros(len(columns.lengths), dtype=np.bool_)
+    is_found[columns.rows_of(begins[is_late | is_early])] = True
+    to_next, to_last = _shifted(columns)
     directions = ["late"] * bool(is_late.any()) + ["early"] * bool(is_early.any())
-    place = int(columns.first_trained[rows[0]])
-    return Found(rows, (place, place + 1), values={"direction": " or ".join(directions)})
+    return columns.found_in(
+        is_found & ~to_next & ~to_last,
+        columns.first_trained,
+        direction=" or ".join(directions),
+    )
 
 
-def _shifted(columns: AuditColumns) -> tuple[np.ndarray, np.ndarray] | None:
+def _shifted(columns: AuditColumns) -> tuple[np.ndarray, np.ndarray]:
     """bool [N] each: labels of the next tokens, labels of those before."""
-    if columns.labels is None:
-        return None
     is_other = _share_of_labels(columns, 0) < _DISAGREE
     if not is_other.any():  # the usual case, in one pass
         return is_other, is_other
@@ -95,24 +79,16 @@ def _shifted(columns: AuditColumns) -> tuple[np.ndarray, np.ndarray] | None:
 def _share_of_labels(columns: AuditColumns, shift: int) -> np.ndarray:
     """float64 [N], how many of the labels of a row are the ids ``shift`` tokens further on.
 
-    A label whose neighbour is outside the row does not count. 1 where a row has no label.
+    A label whose neighbour is outside the row does not count. 1 where there is no label at all.
     """
-    assert columns.labels is not None
-    places = columns.trained_places
-    if not len(places):
+    if columns.labels is None or not len(columns.ids):
         return np.ones(len(columns.lengths))
-    others = np.clip(places + shift, 0, len(columns.ids) - 1)
-    is_same = columns.labels[places] == columns.ids[others]
-    counts = columns.num_trained.copy()
-    if shift:
-        rows = columns.rows_of(places)
-        is_outside = (places + shift < columns.starts[rows]) | (
-            places + shift >= columns.ends[rows]
-        )
-        is_same &= ~is_outside
-        counts -= np.bincount(rows[is_outside], minlength=len(counts))
-    before = np.append(0, np.cumsum(is_same))
-    stops = np.cumsum(columns.num_trained)
-    same = before[stops] - before[stops - columns.num_trained]
+    is_counted = columns.trained.copy()
+    if shift == 1:  # the first token of a row is not trained, so it has a neighbour before
+        is_counted[columns.ends - 1] = False
+    is_same = is_counted & (columns.labels == np.roll(columns.ids, -shift))
+    counts, same = (
+        np.add.reduceat(of, columns.starts, dtype=np.int64) for of in (is_counted, is_same)
+    )
     shares: np.ndarray = np.where(counts > 0, same / np.maximum(counts, 1), 0.0 if shift else 1.0)
     return shares

@@ -22,15 +22,10 @@ def duplicates(columns: AuditColumns) -> Found | None:
     """
     groups = same_spans(columns.ids, columns.starts, columns.lengths)
     counts = np.bincount(groups)
-    is_copied = counts[groups] > 1
-    if columns.has_image is not None:
-        is_copied &= ~columns.has_image
-    rows = np.flatnonzero(is_copied)
-    if not len(rows):
-        return None
-    severity: Severity | None = "note" if columns.rollouts is not None else None
-    values = {"copies": f"{len(rows) - np.count_nonzero(counts > 1):,}"}
-    return Found(rows, severity=severity, values=values)
+    is_copied = (counts[groups] > 1) & ~columns.has_image
+    num_copies = np.count_nonzero(is_copied) - len(np.unique(groups[is_copied]))
+    severity: Severity | None = "note" if columns.are_rollouts else None
+    return columns.found_in(is_copied, severity=severity, copies=f"{num_copies:,}")
 
 
 def contradictory_answers(columns: AuditColumns) -> Found | None:
@@ -42,33 +37,30 @@ def contradictory_answers(columns: AuditColumns) -> Found | None:
     which are not compared. Where at least half of 20 rows or more have company it is a note, since
     several answers were meant.
     """
-    if columns.rollouts is not None or not columns.has_target:
+    if columns.are_rollouts or not columns.has_target:
         return None
-    first, last = columns.first_trained, columns.last_trained
-    is_one_run = (last - first + 1 == columns.num_trained) & (columns.num_trained > 0)
-    is_asked = is_one_run & (first > columns.starts + 1) & (columns.ends - last <= 3)
-    if columns.has_image is not None:
-        is_asked &= ~columns.has_image
-    rows = np.flatnonzero(is_asked)
-    if not len(rows):
+    first, stop = columns.first_trained, columns.last_trained + 1
+    is_one_run = (stop - first == columns.num_trained) & (columns.num_trained > 0)
+    is_asked = is_one_run & (first > columns.starts + 1) & (columns.ends - stop <= 2)
+    is_asked &= ~columns.has_image
+    if not is_asked.any():
         return None
-    starts, answers = columns.starts[rows], first[rows]
+    starts, answers, stops = columns.starts[is_asked], first[is_asked], stop[is_asked]
     prompts = same_spans(columns.ids, starts, answers - starts)
-    texts = same_spans(columns.ids, answers, last[rows] + 1 - answers)
+    texts = same_spans(columns.ids, answers, stops - answers)
     pairs = np.unique(np.stack([prompts, texts]), axis=1)
     different = np.bincount(pairs[0])  # answers per prompt
-    is_found = different[prompts] > 1
-    if not is_found.any():
-        return None
-    found = rows[is_found]
-    is_meant = len(found) >= _MANY and len(found) >= _MEANT * len(columns.lengths)
-    several = different[different > 1]
-    row = found[0]
-    return Found(
-        found,
-        (int(first[row]), int(last[row]) + 1),
-        "note" if is_meant else None,
-        {"answers": f"{int(several.sum()):,}", "prompts": f"{len(several):,}"},
+    is_found = np.zeros_like(is_asked)
+    is_found[is_asked] = different[prompts] > 1
+    several, num_found = different[different > 1], np.count_nonzero(is_found)
+    is_meant = num_found >= _MANY and num_found >= _MEANT * len(is_found)
+    return columns.found_in(
+        is_found,
+        first,
+        stop,
+        severity="note" if is_meant else None,
+        answers=f"{several.sum():,}",
+        prompts=f"{len(several):,}",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_collate_kit.reporting.audit.columns import AuditColumns, Found, RolloutColumns
+from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
 from torch_collate_kit.reporting.audit.repeat_checks import same_spans
 
 __all__ = ["logprobs_positive", "logprobs_shifted", "reward_without_variance"]
@@ -23,44 +23,39 @@ def reward_without_variance(columns: AuditColumns) -> Found | None:
     steps the last step counts. Silent about groups of one. A note, and a warning where it is more
     than four of five groups.
     """
-    rollouts = columns.rollouts
-    if rollouts is None:
+    if columns.scores is None or columns.is_last_step is None or not columns.is_last_step.any():
         return None
-    chosen = np.arange(len(columns.lengths))
-    if rollouts.is_last_step is not None:
-        chosen = np.flatnonzero(rollouts.is_last_step)
-    groups = _groups(columns, rollouts)[chosen]
-    scores = rollouts.scores[chosen]
-    if not len(groups):
-        return None
-    order = np.argsort(groups, kind="stable")
-    firsts = np.flatnonzero(np.diff(groups[order], prepend=-1))
-    counts = np.diff(np.append(firsts, len(order)))
-    least = np.minimum.reduceat(scores[order], firsts)
-    most = np.maximum.reduceat(scores[order], firsts)
-    is_group, is_flat = counts > 1, (counts > 1) & (least == most)
+    chosen = np.flatnonzero(columns.is_last_step)
+    groups, scores = _groups(columns)[chosen], columns.scores[chosen]
+    _, groups, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    least, most = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
+    np.minimum.at(least, groups, scores)
+    np.maximum.at(most, groups, scores)
+    is_flat = (counts > 1) & (least == most)
     if not is_flat.any():
         return None
-    rows = np.sort(chosen[order[np.repeat(is_flat, counts)]])
-    share = is_flat.sum() / is_group.sum()
+    num_flat, num_groups = np.count_nonzero(is_flat), np.count_nonzero(counts > 1)
+    share = num_flat / num_groups
     kinds = ("highest", most == scores.max()), ("lowest", most == scores.min())
-    same = [f"{int((is_flat & is_kind).sum()):,} have the {kind}" for kind, is_kind in kinds]
-    values = {
-        "groups": f"{int(is_flat.sum()):,}",
-        "all_groups": f"{int(is_group.sum()):,}",
-        "share": share,
-        "all_same": f"{same[0]} of the dataset, {same[1]}",
-    }
-    return Found(rows, severity="warning" if share > _MOST else None, values=values)
+    same = [f"{np.count_nonzero(is_flat & is_kind):,} have the {kind}" for kind, is_kind in kinds]
+    is_found = np.zeros(len(columns.lengths), dtype=np.bool_)
+    is_found[chosen] = is_flat[groups]
+    return columns.found_in(
+        is_found,
+        severity="warning" if share > _MOST else None,
+        groups=f"{num_flat:,}",
+        all_groups=f"{num_groups:,}",
+        share=share,
+        all_same=f"{same[0]} of the dataset, {same[1]}",
+    )
 
 
-def _groups(columns: AuditColumns, rollouts: RolloutColumns) -> np.ndarray:
+def _groups(columns: AuditColumns) -> np.ndarray:
     """int64 [N], a number for each prompt."""
-    if rollouts.uids is None:
-        prompts = columns.lengths - rollouts.num_actions
-        return same_spans(columns.ids, columns.starts, prompts)
+    if columns.uids is None:
+        return same_spans(columns.ids, columns.starts, columns.responses - columns.starts)
     known: dict[object, int] = {}
-    return np.array([known.setdefault(uid, len(known)) for uid in rollouts.uids])
+    return np.array([known.setdefault(uid, len(known)) for uid in columns.uids])
 
 
 def logprobs_positive(columns: AuditColumns) -> Found | None:
@@ -68,15 +63,12 @@ def logprobs_positive(columns: AuditColumns) -> Found | None:
 
     Needs rollouts with logprobs.
     """
-    rollouts = columns.rollouts
-    if rollouts is None or rollouts.logprobs is None:
+    if columns.logprobs is None:
         return None
-    places = np.flatnonzero(rollouts.logprobs > _ROUNDING)
+    places = np.flatnonzero(columns.logprobs > _ROUNDING)
     if not len(places):
         return None
-    return columns.found_at(
-        _tokens(columns, rollouts, places), value=float(rollouts.logprobs[places[0]])
-    )
+    return columns.found_at(places, value=float(columns.logprobs[places[0]]))
 
 
 def logprobs_shifted(columns: AuditColumns) -> Found | None:
@@ -96,37 +88,26 @@ def logprobs_shifted(columns: AuditColumns) -> Found | None:
 
     Silent where a tool's tokens have real values, or where exact zeros are frequent.
     """
-    rollouts = columns.rollouts
-    if rollouts is None or rollouts.logprobs is None:
+    if columns.logprobs is None:
         return None
-    is_zero = rollouts.logprobs == 0
-    rows, place, evidence = _shifted_runs(rollouts, is_zero)
-    if not len(rows):
-        rows, place, evidence = _shifted_ends(columns, rollouts, is_zero)
-    if not len(rows):
-        return None
-    token = int(_tokens(columns, rollouts, np.array([place]))[0])
-    return Found(rows, (token, token + 1), values={"evidence": evidence})
+    is_zero = columns.logprobs == 0
+    is_out = ~(columns.trained | np.isnan(columns.logprobs))  # in a response, not sampled
+    return _shifted_runs(columns, is_zero, is_out) or _shifted_ends(columns, is_zero)
 
 
-_Shift = tuple[np.ndarray, int, str]
-_NO_SHIFT: _Shift = np.empty(0, dtype=np.int64), 0, ""
-
-
-def _shifted_runs(rollouts: RolloutColumns, is_zero: np.ndarray) -> _Shift:
+def _shifted_runs(columns: AuditColumns, is_zero: np.ndarray, is_out: np.ndarray) -> Found | None:
     """By runs of tokens of weight 0 inside a response: the rows of those that show a shift."""
-    offsets, is_out = rollouts.offsets, rollouts.weights == 0
-    edges = np.zeros(len(is_out) + 1, dtype=np.bool_)
-    edges[offsets] = True
-    begins = np.flatnonzero(is_out & (edges[:-1] | ~np.append(False, is_out[:-1])))
-    stops = np.flatnonzero(is_out & (edges[1:] | ~np.append(is_out[1:], False))) + 1
-    inside = ~edges[begins] & ~edges[stops]
+    edges = np.flatnonzero(np.diff(is_out, prepend=False, append=False))
+    begins, stops = edges[::2], edges[1::2]  # each in one row, as rows begin with a prompt
+    rows = columns.rows_of(begins)
+    inside = (begins > columns.responses[rows]) & (stops < columns.ends[rows])
     begins, stops = begins[inside], stops[inside]
     if not len(begins):
-        return _NO_SHIFT
+        return None
     before = np.append(0, np.cumsum(is_zero))
     is_one_off = before[stops] - before[begins] == stops - begins - 1
-    is_inner = ~is_out & ~edges[:-1] & ~edges[1:]  # a shift fills up the first or the last
+    is_inner = columns.trained.copy()  # a shift fills up the first or the last
+    is_inner[columns.responses] = is_inner[columns.ends - 1] = False
     num_zeros, num_inner = int((is_zero & is_inner).sum()), max(int(is_inner.sum()), 1)
     for odd, beyond, neighbour in (
         (begins, stops, "before"),
@@ -139,40 +120,32 @@ def _shifted_runs(rollouts: RolloutColumns, is_zero: np.ndarray) -> _Shift:
         chance = max(num_others / num_inner, _LEAST_CHANCE)
         if num_shifted < _NEARLY_ALL * is_like.sum() or chance**num_shifted > _SURE:
             continue
-        rows = np.unique(np.searchsorted(offsets, begins[is_shifted], side="right") - 1)
         evidence = (
             "the zeros of tokens that the policy did not sample stand one column off, so each "
             f"value is of the token {neighbour} it"
         )
-        return rows, int(odd[is_shifted][0]), evidence
-    return _NO_SHIFT
+        return columns.found_at(odd[is_shifted], evidence=evidence)
+    return None
 
 
-def _shifted_ends(columns: AuditColumns, rollouts: RolloutColumns, is_zero: np.ndarray) -> _Shift:
+def _shifted_ends(columns: AuditColumns, is_zero: np.ndarray) -> Found | None:
     """By the zero that fills up the first or the last column: all rows that have it."""
-    rows = np.flatnonzero(rollouts.num_actions > 2)
-    if len(rows) < _LEAST_ROWS:
-        return _NO_SHIFT
-    first, last = rollouts.offsets[rows], rollouts.offsets[rows + 1] - 1
-    inner = is_zero & (rollouts.weights != 0)
-    for ends, neighbour in ((first, "before"), (last, "after")):
-        is_filled = is_zero[ends] & (rollouts.weights[ends] != 0)
-        others = inner.sum() - inner[ends].sum()
-        if is_filled.mean() < _NEARLY_ALL or others > _HARDLY_ANY * (len(inner) - len(ends)):
+    is_long = columns.ends - columns.responses > 2
+    if np.count_nonzero(is_long) < _LEAST_ROWS:
+        return None
+    first, last = columns.responses[is_long], columns.ends[is_long] - 1
+    num_tokens = int((columns.ends - columns.responses).sum())
+    is_zero = is_zero & columns.trained
+    for ends, where, neighbour in ((first, "first", "before"), (last, "last", "after")):
+        is_filled = is_zero[ends]
+        num_others = np.count_nonzero(is_zero) - np.count_nonzero(is_filled)
+        if is_filled.mean() < _NEARLY_ALL or num_others > _HARDLY_ANY * (num_tokens - len(ends)):
             continue
-        tokens = columns.ids[_tokens(columns, rollouts, ends)]
-        if np.unique(tokens, return_counts=True)[1].max() > len(ends) / 2:
+        if np.unique(columns.ids[ends], return_counts=True)[1].max() > len(ends) / 2:
             continue
-        where = "first" if neighbour == "before" else "last"
         evidence = (
             f"the {where} token of a response has the log-probability 0.0 and hardly any other "
             f"has, so each value is of the token {neighbour} it"
         )
-        return rows[is_filled], int(ends[is_filled][0]), evidence
-    return _NO_SHIFT
-
-
-def _tokens(columns: AuditColumns, rollouts: RolloutColumns, places: np.ndarray) -> np.ndarray:
-    """int64, among all tokens, of places among the response tokens."""
-    rows = np.searchsorted(rollouts.offsets, places, side="right") - 1
-    return columns.ends[rows] - rollouts.num_actions[rows] + places - rollouts.offsets[rows]
+        return columns.found_at(ends[is_filled], evidence=evidence)
+    return None

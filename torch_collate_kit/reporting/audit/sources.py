@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,17 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.sources import is_a
 from torch_collate_kit.reading.raw import check_even
-from torch_collate_kit.reporting.audit.columns import AuditColumns
-from torch_collate_kit.reporting.audit.reading import ReadRows, Refused, read_rows
+from torch_collate_kit.reporting.audit.columns import AuditColumns, Refused
+from torch_collate_kit.reporting.audit.reading import RowReader
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["ChatSettings", "read_dataset"]
+__all__ = ["read_dataset"]
 
-_CHAT_KEYS = ("messages", "conversations", "instruction", "prompt")
 _TOKEN_KEYS = ("input_ids", "prompt_ids", "response_ids")
+_CHAT_KEYS = ("messages", "conversations", "instruction", "prompt")
+_ROWS_AT_A_TIME = 4096
 _RECORDS_AT_A_TIME = 256
+_EMPTY = "the dataset is empty (0 {rows}); give at least one"
 _FORMS = (
     "a list of examples, rollouts or chat records (of a DataFrame df.to_dict('records'), of a "
     "stream its first rows), a mapping of columns, a TokenizedDataset, a datasets.Dataset (of a "
@@ -31,37 +33,13 @@ _FORMS = (
 )
 
 
-@dataclass(frozen=True)
-class ChatSettings:
-    """What tokenize_chat is called with."""
-
-    tokenizer: Any
-    train_on: str = "all"
-    tools: Any = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    image_root: Any = None
-
-    def options(self) -> ChatOptions:
-        """Of a processor images are read too, but not their pixels."""
-        chosen: dict[str, Any] = {
-            "train_on": self.train_on,
-            "tools": self.tools,
-            "chat_template_kwargs": self.template_kwargs,
-        }
-        if hasattr(self.tokenizer, "image_processor"):
-            images = {"pixels": False, "image_root": self.image_root}
-            return ChatOptions(None, self.tokenizer, **chosen, **images)
-        if self.tokenizer is None:
-            raise ValueError(
-                "the rows are chat records, which only a tokenizer makes tokens of; pass the "
-                "tokenizer that the model is trained with"
-            )
-        return ChatOptions(self.tokenizer, **chosen)
-
-
 def read_dataset(
-    dataset: Any, *, train_all: bool, vision: VisionLayout | None, chat: ChatSettings
-) -> ReadRows:
+    dataset: Any,
+    *,
+    train_all: bool,
+    vision: VisionLayout | None,
+    chat_options: Callable[[], ChatOptions],
+) -> AuditColumns:
     """The rows of a dataset in any form.
 
     Raises:
@@ -69,31 +47,37 @@ def read_dataset(
         TypeError: no known form.
     """
     keys = _keys(dataset)
-    ids = next((key for key in (*_TOKEN_KEYS, *_CHAT_KEYS) if key in keys), None)
-    if isinstance(dataset, Mapping) and ids is not None:
-        check_even(dataset, ids)
-    is_text = any(key in keys for key in _CHAT_KEYS) and not any(key in keys for key in _TOKEN_KEYS)
-    if is_text:
-        return _read_chats(dataset, chat)
-    has_rows = isinstance(dataset, Mapping) or (
-        isinstance(dataset, Sequence) and any(isinstance(row, Mapping) for row in dataset)
-    )
-    if is_a(dataset, "datasets", "Dataset") and "input_ids" not in keys:
-        dataset, has_rows = dataset.with_format("numpy"), True
-    if not has_rows and not isinstance(dataset, TokenizedDataset):
-        dataset = TokenizedDataset(dataset, train_all=train_all)
+    first = next((key for key in (*_TOKEN_KEYS, *_CHAT_KEYS) if key in keys), None)
+    if isinstance(dataset, Mapping) and first is not None:
+        check_even(dataset, first)
+    if first in _CHAT_KEYS:
+        return _read_chats(dataset, chat_options())
     if isinstance(dataset, TokenizedDataset):
-        train_all, vision = dataset._train_all, vision or dataset._vision
-    num_rows = len(next(iter(dataset.values()))) if isinstance(dataset, Mapping) else len(dataset)
-    if not num_rows:
-        raise DataError("the dataset is empty (0 rows); give at least one")
+        train_all, vision = dataset._train_all, vision or dataset.vision
+    elif is_a(dataset, "datasets", "Dataset") and "input_ids" not in keys:
+        dataset = dataset.with_format("numpy")
+    elif not isinstance(dataset, Mapping) and not _has_mappings(dataset):
+        dataset = TokenizedDataset(dataset, train_all=train_all)
+    return _read_rows(dataset, RowReader(train_all, vision))
+
+
+def _read_rows(dataset: Any, reader: RowReader) -> AuditColumns:
+    """Examples or rollouts, in a sequence or in columns."""
 
     def rows(start: int, stop: int) -> Any:
         if isinstance(dataset, Mapping):
             return {key: column[start:stop] for key, column in dataset.items()}
         return dataset[start:stop]
 
-    return read_rows(rows, num_rows, train_all=train_all, vision=vision)
+    num_rows = len(next(iter(dataset.values()))) if isinstance(dataset, Mapping) else len(dataset)
+    if not num_rows:
+        raise DataError(_EMPTY.format(rows="rows"))
+    for start in range(0, num_rows, _ROWS_AT_A_TIME):
+        reader.read(rows, start, min(start + _ROWS_AT_A_TIME, num_rows))
+    columns = reader.columns()
+    if not len(columns.lengths) and not any(row.of_images for row in columns.refused):
+        raise DataError(columns.refused[0].message)
+    return columns
 
 
 def _keys(dataset: Any) -> Sequence[str]:
@@ -109,75 +93,68 @@ def _keys(dataset: Any) -> Sequence[str]:
     if not isinstance(dataset, Sequence) or isinstance(dataset, bytes):
         raise TypeError(f"dataset is a {type(dataset).__name__}; pass {_FORMS}")
     if not len(dataset):
-        raise DataError("the dataset is empty (0 rows); give at least one")
+        raise DataError(_EMPTY.format(rows="rows"))
     return list(next((row for row in dataset if isinstance(row, Mapping)), ["input_ids"]))
 
 
-def _read_chats(records: Any, chat: ChatSettings) -> ReadRows:
+def _has_mappings(dataset: Any) -> bool:
+    return isinstance(dataset, Sequence) and any(isinstance(row, Mapping) for row in dataset)
+
+
+def _read_chats(dataset: Any, options: ChatOptions) -> AuditColumns:
     """Tokenize chat records, whose rows are numbered as the records are."""
-    options = chat.options()
-    is_arrow = is_a(records, "datasets", "Dataset")
-    if is_a(records, "pyarrow", "Table"):
-        records, is_arrow = records.to_pylist(), True
-    if isinstance(records, Mapping):
-        by_row = zip(*records.values(), strict=True)
-        records = [dict(zip(records, row, strict=True)) for row in by_row]
+    records = _records(dataset)
     if not len(records):
-        raise DataError("the dataset is empty (0 records); give at least one")
-    rows: list[dict[str, Any]] = []
-    numbers: list[int] = []
+        raise DataError(_EMPTY.format(rows="records"))
+    is_dataset = is_a(dataset, "datasets", "Dataset")
+    is_arrow = is_dataset or is_a(dataset, "pyarrow", "Table")
+    image_token_id = None if options.images is None else options.images.layout.image_token_id
+    reader = RowReader()
     without_answer: list[int] = []
-    refused: list[Refused] = []
-    for start in _starts(len(records), shows_progress=is_a(records, "datasets", "Dataset")):
-        stop = min(start + _RECORDS_AT_A_TIME, len(records))
-        some = {i: records[i] for i in range(start, stop)}
-        for i in [i for i, record in some.items() if not isinstance(record, Mapping)]:
-            what = f"a record is a mapping, such as one with messages, got {type(some[i]).__name__}"
-            refused.append(Refused(i, f"row {i}: {what}"))
-            del some[i]
-        results = tokenize_records(some.values(), options, from_arrow=is_arrow)
-        for number, found in zip(some, results, strict=True):
+    for part in _parts(len(records), shows_progress=is_dataset):
+        given = {i: records[i] for i in part}
+        known = {i: record for i, record in given.items() if isinstance(record, Mapping)}
+        for i in given.keys() - known.keys():
+            what = (
+                f"a record is a mapping, such as one with messages, got {type(given[i]).__name__}"
+            )
+            reader.refused.append(Refused(i, f"row {i}: {what}"))
+        examples: list[dict[str, Any]] = []
+        numbers: list[int] = []
+        results = tokenize_records(known.values(), options, from_arrow=is_arrow)
+        for i, found in zip(known, results, strict=True):
             if isinstance(found, DataError):
-                refused.append(Refused(number, f"row {number}: {found}"))
+                reader.refused.append(Refused(i, f"row {i}: {found}"))
                 continue
-            kept = [row for row in found if not row["skip_reason"]]
-            rows += [{key: row[key] for key in ("input_ids", "loss_mask")} for row in kept]
-            numbers += [number] * len(kept)
-            if not kept:
-                without_answer.append(number)
-    columns: AuditColumns | None = None
-    if rows:
-        image_token = None if options.images is None else options.images.layout.image_token_id
-        columns = _columns_of(rows, numbers, image_token)
-    refused.sort(key=lambda row: row.number)
-    skipped = np.array(without_answer, dtype=np.int64)
-    return ReadRows(columns, refused, without_answer=skipped)
+            kept = [example for example in found if not example["skip_reason"]]
+            examples += kept
+            numbers += [i] * len(kept)
+            without_answer += [] if kept else [i]
+        if examples:
+            reader.read_chats(examples, numbers, image_token_id)
+    return replace(reader.columns(), without_answer=np.array(without_answer, dtype=np.int64))
 
 
-def _columns_of(
-    rows: list[dict[str, Any]], numbers: list[int], image_token: int | None
-) -> AuditColumns:
-    """Tokenized rows, which every reader takes."""
-    columns = read_rows(lambda start, stop: rows[start:stop], len(rows)).columns
-    assert columns is not None
-    has_image = None
-    if image_token is not None:
-        has_image = np.logical_or.reduceat(columns.ids == image_token, columns.starts)
-    return replace(
-        columns,
-        numbers=np.array(numbers),
-        has_image=has_image,
-    )
+def _records(dataset: Any) -> Any:
+    """What ``len`` and ``[i]`` say of chat records in any form."""
+    if is_a(dataset, "pyarrow", "Table"):
+        return dataset.to_pylist()
+    if isinstance(dataset, Mapping):
+        by_row = zip(*dataset.values(), strict=True)
+        return [dict(zip(dataset, row, strict=True)) for row in by_row]
+    return dataset
 
 
-def _starts(num_records: int, *, shows_progress: bool) -> Iterator[int]:
-    """Where each part of the records begins; of a Dataset with progress, as its map shows it."""
+def _parts(num_records: int, *, shows_progress: bool) -> Iterator[range]:
+    """The records, some at a time; of a Dataset with progress, as its map shows it."""
+    starts = range(0, num_records, _RECORDS_AT_A_TIME)
+    parts = (range(start, min(start + _RECORDS_AT_A_TIME, num_records)) for start in starts)
     if not shows_progress:
-        yield from range(0, num_records, _RECORDS_AT_A_TIME)
+        yield from parts
         return
     from datasets.utils import tqdm
 
     with tqdm(total=num_records, desc="Tokenizing chats", unit=" examples") as bar:
-        for start in range(0, num_records, _RECORDS_AT_A_TIME):
-            yield start
-            bar.update(min(_RECORDS_AT_A_TIME, num_records - start))
+        for part in parts:
+            yield part
+            bar.update(len(part))

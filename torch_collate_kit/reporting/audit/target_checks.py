@@ -17,10 +17,10 @@ __all__ = [
     "no_trained_token",
 ]
 
-_EMPTY_THINKING = re.compile(r"<(think|thinking|reasoning)>\s*</\1>")
-_MIXED = 0.5  # of the rows; where fewer are fully trained than are not, the rest says it is a slip
 _THINKING_TAGS = ("think", "thinking", "reasoning")
+_EMPTY_THINKING = re.compile(rf"<({'|'.join(_THINKING_TAGS)})>\s*</\1>")
 _WHITE_SPACE = ("\n\n", "\n", "", " ", "\n\n\n\n")
+_MIXED = 0.5  # of the rows; where fewer are fully trained than are not, the rest says it is a slip
 
 
 def no_trained_token(columns: AuditColumns) -> Found | None:
@@ -31,14 +31,34 @@ def no_trained_token(columns: AuditColumns) -> Found | None:
     """
     if not columns.trained_places.size:
         return None
+    if len(columns.without_answer):  # the other records have trained tokens
+        return _without_answer(columns)
     return columns.found_in(columns.num_trained == 0)
 
 
 def masks_all_zero(columns: AuditColumns) -> Found | None:
-    """That no row of the dataset has a trained token."""
+    """That no row of the dataset has a trained token, or no chat record an answer."""
     if columns.trained_places.size:
         return None
-    return columns.found_in(np.ones(len(columns.lengths), dtype=np.bool_))
+    if len(columns.without_answer):
+        what = (
+            "an answer that would be trained, so there is nothing to learn from; give each a turn "
+            "of the assistant"
+        )
+        return _without_answer(columns, things="records", what=what)
+    what = (
+        "a trained token, so the loss is 0: the loss target marks nothing; mark the answers, as "
+        "tokenize_chat does"
+    )
+    everything = np.ones(len(columns.lengths), dtype=np.bool_)
+    return columns.found_in(everything, things="rows", what=what)
+
+
+def _without_answer(columns: AuditColumns, **values: str) -> Found:
+    """The records that gave no row."""
+    rows = columns.without_answer
+    example = f"row {rows[0]}: nothing in the record would be trained"
+    return Found(rows, example, values=values, num_rows=columns.num_read + len(rows))
 
 
 def masks_all_one(columns: AuditColumns) -> Found | None:
@@ -51,7 +71,7 @@ def masks_all_one(columns: AuditColumns) -> Found | None:
     rollouts, whose prompts are never trained.
     """
     is_full = columns.is_fully_trained
-    if columns.rollouts is not None or not is_full.any():
+    if columns.are_rollouts or not is_full.any():
         return None
     headers = columns.headers
     rows = columns.rows_of(headers)
@@ -103,18 +123,17 @@ def empty_thinking_trained(columns: AuditColumns) -> Found | None:
             if columns.trained[place:stop].any():
                 text = vocabulary.text(columns.ids[max(place - 2, 0) : stop + 2].tolist())
                 if _EMPTY_THINKING.search(text) and _begins_target(columns, place):
-                    found.append((place, stop))
+                    found.append((place, len(pattern)))
     if not found:
         return None
-    place, stop = min(found)
-    rows = np.unique(columns.rows_of(np.array([first for first, _ in found])))
-    return Found(rows, (place, stop))
+    found.sort()
+    return columns.found_at(np.array([place for place, _ in found]), found[0][1])
 
 
 def _begins_target(columns: AuditColumns, place: int) -> bool:
     """Whether at most white space is trained before ``place``, in its row and after a header."""
     vocabulary, header = columns.vocabulary, columns.vocabulary.header_ids
-    begin = int(columns.starts[columns.rows_of(np.array(place))])
+    begin = int(columns.starts[columns.rows_of(place)])
     for start in range(place, begin, -1):
         after_header = header and tuple(columns.ids[:start][-len(header) :].tolist()) == header
         if after_header or not columns.trained[start - 1]:

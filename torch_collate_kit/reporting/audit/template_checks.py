@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,6 @@ from torch_collate_kit.chat.preview import CASES
 from torch_collate_kit.chat.template import ChatTemplate
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
-from torch_collate_kit.reporting.audit.findings import Severity
 
 __all__ = ["eos_does_not_end_turns", "template_not_prefix_stable"]
 
@@ -28,11 +28,11 @@ def _talk(*answers: str, system: str = "") -> list[dict[str, Any]]:
     return messages
 
 
-_PLAIN = {
+_CASES = {
     "three turns": _talk("One.", "Two.", "Three."),
     "three turns after a system message": _talk("One.", "Two.", "Three.", system="Be kind."),
+    "a tool call": [*CASES["tool call"], *_talk("Yes.")],
 }
-_CALLS = {"a tool call": [*CASES["tool call"], *_talk("Yes.")]}
 _THINKING = {
     "thinking as reasoning_content": CASES["thinking twice"],
     "thinking within the text": _talk(*(f"<think>\nHm.\n</think>\n\n{i}." for i in range(2))),
@@ -52,16 +52,11 @@ def template_not_prefix_stable(columns: AuditColumns) -> Found | None:
     assert template is not None
     rows = _rows_of_several_turns(columns)
     is_followed = len(rows) > 0 or not len(columns.lengths)  # without rows: all were refused
-    for cases, matters in (
-        (_PLAIN, is_followed),
-        (_CALLS, is_followed),
-        (_THINKING, is_followed and _has_thinking(columns)),
-    ):
-        for case, messages in cases.items():
-            drift = _drift(template, messages)
-            if drift:
-                severity: Severity | None = None if matters else "note"
-                return Found(rows, None, severity, {"case": case}, drift)
+    for case, messages in (_CASES | _THINKING).items():
+        drift = _drift(template, messages)
+        if drift:
+            matters = is_followed and (case not in _THINKING or _has_thinking(columns))
+            return Found(rows, drift, None if matters else "note", {"case": case})
     return None
 
 
@@ -74,26 +69,20 @@ def eos_does_not_end_turns(columns: AuditColumns) -> Found | None:
     if len(vocabulary.end_ids) < 2:
         return None
     eos, end = (repr(vocabulary.text([token])) for token in vocabulary.end_ids)
-    nothing = np.empty(0, dtype=np.int64)
-    return Found(nothing, values={"eos": eos, "end": end}, example="")
+    return Found(np.empty(0, dtype=np.int64), values={"eos": eos, "end": end})
 
 
 def _rows_of_several_turns(columns: AuditColumns) -> np.ndarray:
-    """int64, rows with the header of an answer twice."""
+    """int64, the numbers of rows with the header of an answer twice."""
     counts = np.bincount(columns.rows_of(columns.headers_of_turns), minlength=len(columns.lengths))
-    return np.flatnonzero(counts > 1)
+    return np.unique(columns.numbers[counts > 1])
 
 
 def _has_thinking(columns: AuditColumns) -> bool:
     if not len(columns.lengths):
         return True  # all rows were refused, for this maybe
-    ids = columns.vocabulary.encode("a\n<think>\nb")
-    inner = columns.vocabulary.encode("a\n")
-    shared = next(
-        (i for i, pair in enumerate(zip(ids, inner, strict=False)) if pair[0] != pair[1]),
-        len(inner),
-    )
-    pattern = ids[shared : len(ids) - len(columns.vocabulary.encode("\nb"))]
+    ids, before, after = map(columns.vocabulary.encode, ("a\n<think>\nb", "a\n", "\nb"))
+    pattern = ids[_num_shared(ids, before) : len(ids) - len(after)]
     return bool(len(columns.places_of(pattern)))
 
 
@@ -117,8 +106,13 @@ def _drift(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
 
 def _difference(seen: str, trained: str) -> str:
     """Both texts from shortly before the place where they part, which is marked."""
-    pairs = zip(seen, trained, strict=False)
-    same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(seen), len(trained)))
+    same = _num_shared(seen, trained)
     before = seen[max(same - _SHOWN, 0) : same]
     here, there = (f"{before}\u27e6{text[same : same + _SHOWN]}\u27e7" for text in (seen, trained))
     return f"the model is asked with {here!r}, and trained with {there!r}"
+
+
+def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many entries from the start on are the same."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torch_collate_kit._checks import checked_int
+from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.showing import Kind
+from torch_collate_kit.batch.showing.cells import Kind
 from torch_collate_kit.packing import ModelCost, PackingPlan
+from torch_collate_kit.reporting.candidates import PADDED
 from torch_collate_kit.reporting.plots.style import (
     COLORS,
     axes_for,
     cells_to_draw,
     grouped_bars,
-    legend_below,
-    plural,
     tint,
 )
 from torch_collate_kit.reporting.report import PackingReport
@@ -65,31 +65,25 @@ def plot_balance(
     >>> plot_balance(pack([5, 3, 9, 2], 10, rows_multiple_of=2)).get_title()
     'heaviest of 2 ranks: +5.3% tokens, +5.3% cost'
     """
-    if not isinstance(balanced, Batch):
-        if not isinstance(balanced, PackingPlan | PackingReport):
-            raise TypeError(
-                f"plot_balance draws a PackingPlan, a PackingReport or a Batch, got "
-                f"{type(balanced).__name__}; pass pack(...), packing_report(...) or a batch"
-            )
-        if num_ranks is not None or cost is not None:
-            raise TypeError(
-                f"num_ranks and cost are for a Batch; a {type(balanced).__name__} has its own"
-            )
-    if isinstance(balanced, PackingReport):
-        return _draw_report(balanced, ax)
-    if isinstance(balanced, PackingPlan):
-        groups = _of_plan(balanced)
-    else:
+    if isinstance(balanced, Batch):
         ranks = 1 if num_ranks is None else checked_int("num_ranks", num_ranks)
         groups = _of_batch(balanced, ranks, ModelCost() if cost is None else cost)
+        return _draw_ranks(groups, ax)
+    if not isinstance(balanced, PackingPlan | PackingReport):
+        raise TypeError(
+            f"plot_balance draws a PackingPlan, a PackingReport or a Batch, got "
+            f"{type(balanced).__name__}; pass pack(...), packing_report(...) or a batch"
+        )
+    if num_ranks is not None or cost is not None:
+        raise TypeError(
+            f"num_ranks and cost are for a Batch; a {type(balanced).__name__} has its own"
+        )
+    if isinstance(balanced, PackingReport):
+        return _draw_report(balanced, ax)
+    groups = {"tokens": balanced.tokens_per_rank, "cost": balanced.cost_per_rank}
+    if balanced.vision_costs.any():
+        groups["vision cost"] = balanced.vision_cost_per_rank
     return _draw_ranks(groups, ax)
-
-
-def _of_plan(plan: PackingPlan) -> dict[str, np.ndarray]:
-    groups = {"tokens": plan.tokens_per_rank, "cost": plan.cost_per_rank}
-    if plan.vision_costs.any():
-        groups["vision cost"] = plan.vision_cost_per_rank
-    return groups
 
 
 def _of_batch(batch: Batch, num_ranks: int, cost: ModelCost) -> dict[str, np.ndarray]:
@@ -100,24 +94,22 @@ def _of_batch(batch: Batch, num_ranks: int, cost: ModelCost) -> dict[str, np.nda
     cells = cells_to_draw(batch)
     batch.chunk(num_ranks)  # ValueError, if the rows do not divide
     num_rows, width = cells.kinds.shape
-    tokens = ((cells.segments >= 0) & (cells.kinds != Kind.FILLER)).sum(axis=1)
+    tokens = cells.is_own.sum(axis=1)
     costs = np.full(num_rows, int(cost.language(np.array([width]))[0]))
     if "cu_seq_lens" in batch:
-        for row in range(num_rows):
+        for row, edges in enumerate(map(np.asarray, batch["cu_seq_lens"])):
             used = int((cells.kinds[row] != Kind.PAD).sum())
-            edges = np.asarray(batch["cu_seq_lens"][row])
             costs[row] = cost.language(np.diff(np.append(edges[edges < used], used))).sum()
     of_ranks = (of.reshape(num_ranks, -1).sum(axis=1) for of in (tokens, costs))
     return dict(zip(("tokens", "cost"), of_ranks, strict=True))
 
 
 def _draw_ranks(groups: dict[str, np.ndarray], ax: Axes | None) -> Axes:
-    """Bars above and below the mean."""
-    num_ranks = len(next(iter(groups.values())))
+    """Each rank's difference from the mean."""
+    num_ranks = len(groups["tokens"])
     ax = axes_for(ax, min(16.0, 5.0 + 0.25 * num_ranks), 3.8)
     percent = {name: 100 * (of / max(of.mean(), 1e-9) - 1) for name, of in groups.items()}
-    handles = _bars(ax, percent, [str(rank) for rank in range(num_ranks)])
-    legend_below(ax, handles)
+    _draw_bars(ax, percent, [str(rank) for rank in range(num_ranks)])
     most = ", ".join(f"{of.max():+.1f}% {name}" for name, of in percent.items())
     ax.set(
         xlabel="data-parallel rank",
@@ -129,37 +121,39 @@ def _draw_ranks(groups: dict[str, np.ndarray], ax: Axes | None) -> Axes:
 
 def _draw_report(report: PackingReport, ax: Axes | None) -> Axes:
     """The heaviest rank of each strategy."""
-    limit = report["recommended"]["max_tokens"]
-    of_limit = [c for c in report["candidates"] if c["max_tokens"] == limit]
-    ax = axes_for(ax, 3.5 + 1.2 * len(of_limit), 4.0)
+    best, ranks = report["recommended"], report["options"]["dp"]
+    found = {
+        c["strategy"]: c for c in report["candidates"] if c["max_tokens"] == best["max_tokens"]
+    }
+    ax = axes_for(ax, 3.5 + 1.2 * len(found), 4.0)
     percent = {
-        name: np.array([100 * (c[f"{name}_max_over_mean"] - 1) for c in of_limit])
+        name: np.array([100 * (c[f"{name}_max_over_mean"] - 1) for c in found.values()])
         for name in ("tokens", "cost")
     }
-    labels = [c["strategy"].replace("_", "\n") for c in of_limit]
-    handles = _bars(ax, percent, labels, are_labelled=True)
-    legend_below(ax, handles, inches=0.95)
-    ranks = report["options"]["dp"]
-    best = [c["strategy"] for c in of_limit].index(report["recommended"]["strategy"])
+    labels = [strategy.replace("_", "\n") for strategy in found]
+    _draw_bars(ax, percent, labels, are_labelled=True, inches=0.95)
+    costs = dict(zip(found, percent["cost"], strict=True))
     ax.set(
-        xlabel=f"layout, at max_tokens={limit}",
+        xlabel=f"layout, at max_tokens={best['max_tokens']}",
         ylabel="heaviest rank of a step, over the mean (%)",
         title=(
-            f"heaviest of {plural(ranks, 'rank')}: cost "
-            f"{percent['cost'][0]:+.1f}% padded, {percent['cost'][best]:+.1f}% packed"
+            f"heaviest of {plural(ranks, 'rank')}: cost {costs[PADDED]:+.1f}% padded, "
+            f"{costs[best['strategy']]:+.1f}% packed"
         ),
     )
     return ax
 
 
-def _bars(
-    ax: Any, percent: dict[str, np.ndarray], labels: list[str], *, are_labelled: bool = False
-) -> list[Any]:
-    """A group of bars for each label; entries of the legend."""
-    handles = grouped_bars(ax, percent, _LOOKS, width=0.8, are_labelled=are_labelled)
+def _draw_bars(
+    ax: Any,
+    percent: dict[str, np.ndarray],
+    ticks: list[str],
+    *,
+    are_labelled: bool = False,
+    inches: float = 0.5,
+) -> None:
+    """Above and below zero."""
+    grouped_bars(ax, percent, _LOOKS, ticks, width=0.8, are_labelled=are_labelled, inches=inches)
     ax.axhline(0, color="black", linewidth=1)
-    step = -(-len(labels) // 32)
-    ax.set_xticks(range(0, len(labels), step), labels[::step])
-    low, high = (f(float(f(of)) for of in percent.values()) for f in (min, max))
+    low, high = min(of.min() for of in percent.values()), max(of.max() for of in percent.values())
     ax.set_ylim(min(1.2 * low, -1.0 if low < 0 else 0.0), max(1.2 * high, 1.0))
-    return handles

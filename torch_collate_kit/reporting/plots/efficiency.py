@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit.reporting.candidates import PADDED
@@ -9,7 +10,6 @@ from torch_collate_kit.reporting.plots.style import (
     COLORS,
     axes_for,
     grouped_bars,
-    legend_below,
     tint,
 )
 from torch_collate_kit.reporting.report import PackingReport
@@ -56,32 +56,27 @@ def plot_efficiency(report: PackingReport, *, ax: Axes | None = None) -> Axes:
             "packing_report(data, max_tokens)"
         )
     candidates = report["candidates"]
-    limits = list(dict.fromkeys(c["max_tokens"] for c in candidates))
-    strategies = list(dict.fromkeys(c["strategy"] for c in candidates))
     ax = axes_for(ax, min(16.0, 4.5 + 0.5 * len(candidates)), 4.2)
-    highest = max(c["padding"] for c in candidates)
-    percent = {
-        strategy: [100 * c["padding"] for c in candidates if c["strategy"] == strategy]
-        for strategy in strategies
-    }
-    handles = grouped_bars(ax, percent, LOOKS, width=0.84, are_labelled=True)
-    best = report["recommended"]["max_tokens"]
-    ax.set_xticks(
-        range(len(limits)), [_group(report, limit, is_best=limit == best) for limit in limits]
-    )
+    percent: dict[str, list[float]] = {c["strategy"]: [] for c in candidates}
+    ticks = []
+    for candidate in candidates:
+        percent[candidate["strategy"]].append(100 * candidate["padding"])
+        if candidate["strategy"] == PADDED:
+            ticks.append(_tick(candidate, report["recommended"]["max_tokens"]))
+    grouped_bars(ax, percent, LOOKS, ticks, width=0.84, are_labelled=True, inches=0.75)
     ax.set(
-        ylim=(0, max(1.0, 115 * highest)),
+        ylim=(0, max(1.0, 115 * max(c["padding"] for c in candidates))),
         xlabel="max_tokens (* recommended), and what is lost",
         ylabel="padding (% of the cells)",
         title=headline(report),
     )
-    legend_below(ax, handles, inches=0.75)
     return ax
 
 
-def _group(report: PackingReport, limit: int, *, is_best: bool) -> str:
-    """A ``max_tokens``, and how many examples do not fit."""
-    of_limit = next(c for c in report["candidates"] if c["max_tokens"] == limit)
-    lost = [f"{of_limit[f'num_{word}']:,} {word}" for word in ("dropped", "cut")]
-    lines = [f"{limit:,}{' *' if is_best else ''}", *(x for x in lost if not x.startswith("0 "))]
+def _tick(candidate: Mapping[str, Any], best: int) -> str:
+    """A ``max_tokens``, with a star if it is the best, and how many examples do not fit."""
+    lines = [f"{candidate['max_tokens']:,}" + (" *" if candidate["max_tokens"] == best else "")]
+    for word in ("dropped", "cut"):
+        if candidate[f"num_{word}"]:
+            lines.append(f"{candidate[f'num_{word}']:,} {word}")
     return "\n".join(lines)

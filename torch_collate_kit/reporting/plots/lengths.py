@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torch_collate_kit._reprs import plural
 from torch_collate_kit.reporting.lengths import checked_limits, data_lengths
 from torch_collate_kit.reporting.plots.style import (
     COLORS,
     axes_for,
     legend_below,
     matplotlib_module,
-    plural,
     tint,
 )
 
@@ -52,17 +52,10 @@ def plot_lengths(
     limits = [] if max_tokens is None else checked_limits(max_tokens)
     ax = axes_for(ax, 8.0, 4.2)
     edges, is_log = _edges(lengths, limits)
-    looks: dict[str, dict[str, Any]] = {
-        "examples": {
-            "fill": True,
-            "facecolor": tint(COLORS["blue"], 0.5),
-            "edgecolor": COLORS["blue"],
-        },
-        "tokens": {"color": "black", "linewidth": 1.8},
-    }
-    for name, weights in (("examples", None), ("tokens", lengths)):
-        share, _ = np.histogram(lengths, edges, weights=weights)
-        ax.stairs(100 * share / share.sum(), edges, label=name, **looks[name])
+    shares = [100 * np.histogram(lengths, edges, weights=w)[0] for w in (None, lengths)]
+    blue: dict[str, Any] = {"facecolor": tint(COLORS["blue"], 0.5), "edgecolor": COLORS["blue"]}
+    ax.stairs(shares[0] / len(lengths), edges, label="examples", fill=True, **blue)
+    ax.stairs(shares[1] / lengths.sum(), edges, label="tokens", color="black", linewidth=1.8)
     handles, _ = ax.get_legend_handles_labels()
     handles += [_draw_limit(ax, lengths, limit, i) for i, limit in enumerate(limits)]
     ticker = matplotlib_module("ticker")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torch_collate_kit._checks import checked_int
+from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.showing import Cells, Kind
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.batch.showing.cells import Cells, Kind, Runs, example_numbers, runs_of
 from torch_collate_kit.reporting.plots.style import (
     COLORS,
     axes_for,
@@ -17,7 +17,6 @@ from torch_collate_kit.reporting.plots.style import (
     cells_to_draw,
     legend_below,
     matplotlib_module,
-    plural,
     tint,
 )
 
@@ -33,17 +32,6 @@ _LABELLED = 0.025  # of the width: a block that is narrower has no number
 _BORDERED = 0.006  # and one that is narrower than this no line
 _HATCHES = {Kind.PAD: "////", Kind.GAP: "xxxx", Kind.FILLER: "++"}
 _NAMES = {Kind.PAD: "padding", Kind.GAP: "alignment gap", Kind.FILLER: "filler, of no example"}
-
-
-class _Runs(NamedTuple):
-    """Neighbouring cells of a row that look the same; int64 [N] each."""
-
-    rows: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-    kinds: np.ndarray
-    segments: np.ndarray
-    trained: np.ndarray
 
 
 def plot_rows(batch: Batch, *, max_rows: int = 40, ax: Axes | None = None) -> Axes:
@@ -85,7 +73,7 @@ def plot_rows(batch: Batch, *, max_rows: int = 40, ax: Axes | None = None) -> Ax
             "batch with at least one token"
         )
     ax = axes_for(ax, 9.0, min(12.0, 1.6 + 0.27 * num_rows))
-    runs = _runs(cells)
+    runs = runs_of(cells)
     handles = _draw_blocks(ax, runs, is_known=cells.trained is not None)
     _draw_borders(ax, runs, width)
     if num_rows <= _NUMBERED_ROWS:
@@ -102,28 +90,12 @@ def plot_rows(batch: Batch, *, max_rows: int = 40, ax: Axes | None = None) -> Ax
     return ax
 
 
-def _runs(cells: Cells) -> _Runs:
-    """The runs of all rows, row by row."""
-    num_rows, width = cells.kinds.shape
-    kinds, segments = cells.kinds.ravel().astype(np.int64), cells.segments.ravel()
-    trained = np.zeros_like(kinds) if cells.trained is None else cells.trained.ravel().astype(int)
-    codes = (segments + 1) * 16 + kinds * 2 + trained
-    is_first = np.ones(num_rows * width, dtype=bool)
-    is_first[1:] = codes[1:] != codes[:-1]
-    is_first[::width] = True
-    first = np.flatnonzero(is_first)
-    lengths = np.diff(np.append(first, num_rows * width))
-    rows, starts = np.divmod(first, width)
-    return _Runs(rows, starts, lengths, kinds[first], segments[first], trained[first])
-
-
-def _draw_blocks(ax: Any, runs: _Runs, *, is_known: bool) -> list[Any]:
+def _draw_blocks(ax: Any, runs: Runs, *, is_known: bool) -> list[Any]:
     """A collection for each look; the entries of the legend."""
     patch = matplotlib_module("patches").Patch
     handles = []
-    is_token = (runs.kinds == Kind.TOKEN) | (runs.kinds == Kind.IMAGE)
     for is_trained, name in ((1, "trained"), (0, "not trained" if is_known else "tokens")):
-        chosen = is_token & (runs.trained == is_trained)
+        chosen = (runs.examples >= 0) & (runs.trained == is_trained)
         for i, color in enumerate(_CYCLE):
             face = COLORS[color] if is_trained else tint(COLORS[color])
             of_color = chosen & (runs.segments % len(_CYCLE) == i)
@@ -142,7 +114,7 @@ def _draw_blocks(ax: Any, runs: _Runs, *, is_known: bool) -> list[Any]:
     return handles
 
 
-def _add(ax: Any, runs: _Runs, chosen: np.ndarray, name: str, **look: Any) -> bool:
+def _add(ax: Any, runs: Runs, chosen: np.ndarray, name: str, **look: Any) -> bool:
     """The chosen runs as rectangles; whether there are any."""
     if not chosen.any():
         return False
@@ -156,7 +128,7 @@ def _add(ax: Any, runs: _Runs, chosen: np.ndarray, name: str, **look: Any) -> bo
     return True
 
 
-def _draw_borders(ax: Any, runs: _Runs, width: int) -> None:
+def _draw_borders(ax: Any, runs: Runs, width: int) -> None:
     """A line where an example begins or padding does, unless it would hide what is between."""
     begins = np.ones(len(runs.rows), dtype=bool)
     begins[1:] = (runs.segments[1:] != runs.segments[:-1]) | (runs.rows[1:] != runs.rows[:-1])
@@ -166,21 +138,19 @@ def _draw_borders(ax: Any, runs: _Runs, width: int) -> None:
     ax.vlines(x, y - _HEIGHT / 2, y + _HEIGHT / 2, color="black", linewidth=0.8)
 
 
-def _draw_numbers(ax: Any, batch: Batch, runs: _Runs, width: int) -> None:
-    """The number of each example that is wide enough, in its first block's middle."""
-    indices = batch.row_metadata.get("example_indices")
-    is_token = np.flatnonzero((runs.segments >= 0) & (runs.kinds != Kind.FILLER))
-    keys = np.stack([runs.rows[is_token], runs.segments[is_token]])
-    _, first, of = np.unique(keys, axis=1, return_index=True, return_inverse=True)
-    sizes = np.bincount(of.ravel(), weights=runs.lengths[is_token], minlength=len(first))
-    for size, run in zip(sizes.tolist(), is_token[first].tolist(), strict=True):
-        row, segment = int(runs.rows[run]), int(runs.segments[run])
-        number: Any = row if indices is None else None
-        if isinstance(indices, Ragged):
-            number = indices[row][segment]
-        if number is None or size < _LABELLED * width:
-            continue
-        boxed_number(ax, runs.starts[run] + size / 2, row, int(number))
+def _draw_numbers(ax: Any, batch: Batch, runs: Runs, width: int) -> None:
+    """The number of each example that is wide enough, in the middle of its tokens."""
+    names = example_numbers(batch.stored())
+    if names is None and "example_indices" in batch.row_metadata:
+        return
+    is_own = np.flatnonzero(runs.examples >= 0)
+    examples, first, of = np.unique(runs.examples[is_own], return_index=True, return_inverse=True)
+    sizes = np.bincount(of, weights=runs.lengths[is_own])
+    for example, size, run in zip(examples, sizes, is_own[first], strict=True):
+        row = int(runs.rows[run])
+        if size >= _LABELLED * width:
+            number = row if names is None else int(names[example])
+            boxed_number(ax, runs.starts[run] + size / 2, row, number)
 
 
 def _title(cells: Cells, num_rows: int) -> str:
@@ -188,7 +158,7 @@ def _title(cells: Cells, num_rows: int) -> str:
     rows = plural(drawn, "row")
     if drawn < num_rows:
         rows = f"first {drawn:,} of {num_rows:,} rows"
-    num_tokens = int(((cells.kinds == Kind.TOKEN) | (cells.kinds == Kind.IMAGE)).sum())
+    num_tokens = int(cells.is_own.sum())
     padding = 1 - num_tokens / cells.kinds.size
     trained = "" if cells.trained is None else f", {int(cells.trained.sum()):,} trained"
     return f"{rows} of {width:,} cells: {num_tokens:,} tokens, {padding:.1%} padding{trained}"

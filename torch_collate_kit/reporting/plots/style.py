@@ -9,7 +9,7 @@ import numpy as np
 
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.showing import Cells, cells_of
+from torch_collate_kit.batch.showing.cells import Cells, cells_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,11 +22,11 @@ __all__ = [
     "grouped_bars",
     "legend_below",
     "matplotlib_module",
-    "plural",
     "tint",
 ]
 
 _LETTERS_PER_INCH = 14  # of small print
+_MOST_TICKS = 32
 
 # Of Okabe and Ito, https://jfly.uni-koeln.de/color/
 COLORS = {
@@ -82,11 +82,13 @@ def grouped_bars(
     ax: Axes,
     groups: Mapping[str, np.ndarray | Sequence[float]],
     looks: Mapping[str, dict[str, Any]],
+    ticks: Sequence[str],
     *,
     width: float,
     are_labelled: bool,
-) -> list[Any]:
-    """A bar of each group around 0, around 1 and so on, ``width`` together; legend entries."""
+    inches: float = 0.5,
+) -> None:
+    """A bar of each group around each tick, ``width`` together, and a legend below."""
     size = width / len(groups)
     handles = []
     for i, (name, heights) in enumerate(groups.items()):
@@ -95,7 +97,9 @@ def grouped_bars(
         if are_labelled:
             ax.bar_label(bars, [f"{height:.1f}" for height in heights], fontsize=7, padding=1)
         handles.append(bars)
-    return handles
+    step = -(-len(ticks) // _MOST_TICKS)
+    ax.set_xticks(range(0, len(ticks), step), ticks[::step])
+    legend_below(ax, handles, inches=inches)
 
 
 def boxed_number(ax: Axes, x: float, y: float, number: int) -> None:
@@ -129,12 +133,3 @@ def legend_below(ax: Axes, handles: list[Any], *, inches: float = 0.5) -> None:
         frameon=False,
         fontsize="small",
     )
-
-
-def plural(number: int, noun: str) -> str:
-    """A number and what is counted.
-
-    >>> plural(1, "row"), plural(2000, "row")
-    ('1 row', '2,000 rows')
-    """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

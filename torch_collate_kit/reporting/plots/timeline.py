@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import checked_int
+from torch_collate_kit._reprs import plural
 from torch_collate_kit.loading import PrefetchLoader, StepTimes
 from torch_collate_kit.reporting.plots.style import (
     COLORS,
@@ -13,7 +14,6 @@ from torch_collate_kit.reporting.plots.style import (
     boxed_number,
     legend_below,
     matplotlib_module,
-    plural,
     tint,
 )
 
@@ -24,17 +24,12 @@ __all__ = ["plot_timeline"]
 
 _LANES = ("batch is built", "training loop")
 _HEIGHT = 0.7
-_LOOKS: dict[str, dict[str, Any]] = {
-    "collated": {"facecolor": COLORS["blue"], "hatch": ""},
-    "copied": {"facecolor": COLORS["orange"], "hatch": "xx"},
-    "waited for": {"facecolor": "white", "hatch": "////"},
-    "trained on": {"facecolor": tint(COLORS["green"], 0.45), "hatch": ""},
-}
-_SPANS = {  # the lane, and when it began and ended
-    "collated": (0, "collate_began", "collate_ended"),
-    "copied": (0, "collate_ended", "copy_ended"),
-    "waited for": (1, "wait_began", "wait_ended"),
-    "trained on": (1, "wait_ended", "train_ended"),
+_SPANS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
+    # the lane, when it began and ended, and its look
+    "collated": (0, "collate_began", "collate_ended", {"facecolor": COLORS["blue"]}),
+    "copied": (0, "collate_ended", "copy_ended", {"facecolor": COLORS["orange"], "hatch": "xx"}),
+    "waited for": (1, "wait_began", "wait_ended", {"facecolor": "white", "hatch": "////"}),
+    "trained on": (1, "wait_ended", "train_ended", {"facecolor": tint(COLORS["green"], 0.45)}),
 }
 
 
@@ -76,12 +71,12 @@ def plot_timeline(
     origin = min(min(step.collate_began, step.wait_began) for step in steps)
     patch = matplotlib_module("patches").Patch
     handles = []
-    for name, (lane, began, ended) in _SPANS.items():
+    for name, (lane, began, ended, look) in _SPANS.items():
         times = [(getattr(step, began), getattr(step, ended)) for step in steps]
         spans = [(a - origin, b - a) for a, b in times if b is not None and b > a]
         if not spans:
             continue
-        look = {"label": name, "edgecolor": "black", **_LOOKS[name]}
+        look = {"label": name, "edgecolor": "black", **look}
         handles.append(patch(**look))
         ax.broken_barh(spans, (lane - _HEIGHT / 2, _HEIGHT), linewidth=0.6, **look)
     _number(ax, steps, origin)

@@ -1,4 +1,4 @@
-"""The special tokens at the ends of a row: BOS, EOS and pads."""
+"""Single tokens: BOS, EOS, pads, and ids beyond the vocabulary."""
 
 from __future__ import annotations
 
@@ -8,25 +8,54 @@ from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
 from torch_collate_kit.reporting.audit.findings import Severity
 
 __all__ = [
+    "bos_in_some_rows",
+    "double_bos",
     "eos_masked_as_pad",
     "eos_never_trained",
     "eos_not_trained",
+    "id_out_of_vocabulary",
     "pad_trained",
     "padded_rows",
 ]
 
 
-def _unlearnt_ends(columns: AuditColumns) -> np.ndarray:
-    """int64, tokens that end an answer and are not trained, though the token before them is.
+def id_out_of_vocabulary(columns: AuditColumns) -> Found | None:
+    """Rows with an id, or a label, that is not below the size of the vocabulary.
 
-    Of rollouts only the last token of a row: before a tool's answer the end may be the template's.
+    Needs a tokenizer with ``len()``. Negative ids are refused by the readers.
     """
-    is_end, trained = columns.is_end, columns.trained
-    is_missed = is_end[1:] & ~trained[1:] & trained[:-1] & ~is_end[:-1]
-    places = np.flatnonzero(is_missed) + 1
-    if columns.rollouts is not None:
-        return places[np.isin(places, columns.ends - 1)]
-    return places[~np.isin(places, columns.starts)]
+    size = columns.vocabulary.size or 0
+    is_beyond = columns.ids >= size
+    if columns.labels is not None:
+        is_beyond |= columns.labels >= size
+    places = np.flatnonzero(is_beyond)
+    if not len(places):
+        return None
+    first = int(places[0])
+    beyond = int(columns.ids[first])
+    if beyond < size and columns.labels is not None:
+        beyond = int(columns.labels[first])
+    return columns.found_at(places, id=beyond, size=f"{size:,}")
+
+
+def double_bos(columns: AuditColumns) -> Found | None:
+    """Rows whose first two tokens are BOS. Needs a tokenizer with a BOS."""
+    bos = columns.vocabulary.bos_id
+    starts = columns.starts[columns.lengths > 1]
+    is_twice = (columns.ids[starts] == bos) & (columns.ids[starts + 1] == bos)
+    return columns.found_at(starts[is_twice], 2, bos=bos)
+
+
+def bos_in_some_rows(columns: AuditColumns) -> Found | None:
+    """Rows without a BOS at the start, where at least half of the rows have one.
+
+    Needs a tokenizer with a BOS that is not its EOS.
+    """
+    vocabulary = columns.vocabulary
+    has_bos = columns.ids[columns.starts] == vocabulary.bos_id
+    if vocabulary.bos_id == vocabulary.eos_id or has_bos.sum() * 2 < len(has_bos):
+        return None
+    return columns.found_at(columns.starts[~has_bos], bos=vocabulary.bos_id)
 
 
 def eos_never_trained(columns: AuditColumns) -> Found | None:
@@ -36,20 +65,28 @@ def eos_never_trained(columns: AuditColumns) -> Found | None:
     well. A warning where that may be meant: rollouts, texts without a loss target, and targets of a
     single token. Silent where nothing is trained.
     """
-    if not columns.trained_places.size or columns.trains_end:
+    targets = columns.ids if columns.labels is None else columns.labels
+    is_end = np.isin(targets[columns.trained_places], columns.vocabulary.end_ids)
+    if is_end.any():
         return None
-    rows = np.flatnonzero(columns.num_trained)
-    place = int(columns.last_trained[rows[0]])
-    severity: Severity | None = "warning" if columns.rollouts is not None else None
+    has_target = columns.num_trained > 0
+    severity: Severity | None = "warning" if columns.are_rollouts else None
     which, way_out = "with a target", "add it to the end of every answer, and train it"
     if not columns.has_target:
         severity, which = "warning", "that are trained as a whole"
         way_out = "add it to the end of every text, unless a text goes on in the next row"
-    elif (columns.num_trained[rows] == 1).all() and columns.rollouts is None:
+    elif not columns.are_rollouts and (columns.num_trained[has_target] == 1).all():
         severity, which = "warning", "with a single trained token"
         way_out = "that is right if the token is a class; else add it to the end of every answer"
-    values = {"ends": _names(columns), "which": which, "way_out": way_out}
-    return Found(rows, (place, place + 1), severity, values)
+    ends = _names(columns)
+    return columns.found_in(
+        has_target,
+        columns.last_trained,
+        severity=severity,
+        ends=ends,
+        which=which,
+        way_out=way_out,
+    )
 
 
 def eos_not_trained(columns: AuditColumns) -> Found | None:
@@ -104,6 +141,19 @@ def padded_rows(columns: AuditColumns) -> Found | None:
         is_run = (ids[first] == pad) & (ids[first + 1] == pad)
         found.append(first[is_run & ~columns.trained[first + 1]])
     return columns.found_at(np.unique(np.concatenate(found)), 2, pad=pad)
+
+
+def _unlearnt_ends(columns: AuditColumns) -> np.ndarray:
+    """int64, tokens that end an answer and are not trained, though the token before them is.
+
+    Of rollouts only the last token of a row: before a tool's answer the end may be the template's.
+    """
+    is_end, trained = columns.is_end, columns.trained
+    is_missed = is_end[1:] & ~trained[1:] & trained[:-1] & ~is_end[:-1]
+    places = np.flatnonzero(is_missed) + 1
+    if columns.are_rollouts:
+        return places[np.isin(places, columns.ends - 1)]
+    return places[~np.isin(places, columns.starts)]
 
 
 def _in_last_run(columns: AuditColumns, is_pad: np.ndarray) -> np.ndarray:

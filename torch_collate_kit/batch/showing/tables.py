@@ -1,0 +1,68 @@
+"""Tables as text and as HTML: numbers on the right, and the columns that are named on the left.
+
+A row is its cells, or words that stand on a line of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from html import escape
+from unicodedata import combining, east_asian_width
+
+__all__ = ["html_table", "text_table"]
+
+
+def text_table(
+    names: Sequence[str], rows: Sequence[Sequence[str] | str], left: Collection[str]
+) -> list[str]:
+    """A line with the names of the columns, and one per row.
+
+    >>> text_table(["id", "text"], [["5", "a"], "...", ["1,234", "b"]], left=["text"])
+    ['   id  text', '    5  a', '...', '1,234  b']
+    """
+    cells = [row for row in rows if not isinstance(row, str)]
+    widths = [max(map(_width, column)) for column in zip(names, *cells, strict=True)]
+    lines = []
+    for row in (names, *rows):
+        if isinstance(row, str):
+            lines.append(row)
+            continue
+        line = ""
+        for name, cell, width in zip(names, row, widths, strict=True):
+            space = " " * (width - _width(cell))
+            line += f"{cell}{space}  " if name in left else f"{space}{cell}  "
+        lines.append(line.rstrip())
+    return lines
+
+
+def _width(text: str) -> int:
+    """How wide a terminal shows it."""
+    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def html_table(
+    names: Sequence[str],
+    rows: Sequence[Sequence[str] | str],
+    left: Collection[str],
+    styles: Sequence[str],
+) -> str:
+    """The same with a CSS style for each row, which may be empty.
+
+    >>> html_table(["text"], [["<b>"]], ["text"], [""])
+    '<table style="color:inherit"><tr><th style="text-align:left">text</th></tr><tr><td
+    style="text-align:left;white-space:pre">&lt;b&gt;</td></tr></table>'
+    """
+    sides = ["left" if name in left else "right" for name in names]
+    html = ""
+    for name, side in zip(names, sides, strict=True):
+        html += f'<th style="text-align:{side}">{escape(name)}</th>'
+    html = f"<tr>{html}</tr>"
+    for row, style in zip(rows, styles, strict=True):
+        html += f'<tr style="{style}">' if style else "<tr>"
+        if isinstance(row, str):
+            html += f'<td colspan="{len(names)}"><i>{escape(row)}</i></td>'
+        else:
+            for cell, side in zip(row, sides, strict=True):
+                html += f'<td style="text-align:{side};white-space:pre">{escape(cell)}</td>'
+        html += "</tr>"
+    return f'<table style="color:inherit">{html}</table>'

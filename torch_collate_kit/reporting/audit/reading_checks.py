@@ -1,0 +1,33 @@
+"""Rows that could not be read, and images that were not."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
+
+__all__ = ["images_not_checked", "placeholders_disagree_with_grids", "refused"]
+
+
+def placeholders_disagree_with_grids(columns: AuditColumns) -> Found | None:
+    """Rows that a reader refuses with their images, and takes without them."""
+    return _refused(columns, of_images=True)
+
+
+def refused(columns: AuditColumns) -> Found | None:
+    """Rows that a reader refuses, and with it every collator."""
+    return _refused(columns, of_images=False)
+
+
+def images_not_checked(columns: AuditColumns) -> Found | None:
+    """That there are images, and no processor that says how many tokens they take."""
+    return Found(np.empty(0, dtype=np.int64)) if columns.has_unread_images else None
+
+
+def _refused(columns: AuditColumns, *, of_images: bool) -> Found | None:
+    rows = [row for row in columns.refused if row.of_images == of_images]
+    if not rows:
+        return None
+    numbers, reason = np.array([row.number for row in rows], dtype=np.int64), rows[0].message
+    num_rows = len(columns.refused) + columns.num_read
+    return Found(numbers, reason, values={"reason": reason}, num_rows=num_rows)
