@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +131,14 @@ def test_every_layout_has_the_same_examples() -> None:
     assert tokens[0] == tokens[1] == tokens[2]
 
 
+@pytest.fixture
+def no_accelerator_stays() -> Iterator[None]:
+    """What transformers.Trainer sets up is one per process, and other tests set up another."""
+    yield
+    importlib.import_module("accelerate.state").AcceleratorState._reset_state(True)
+
+
+@pytest.mark.usefixtures("no_accelerator_stays")
 def test_trainer_has_our_losses() -> None:
     peers = importlib.import_module("gpu.peers")
     trainers = ["ours: packed, torch_varlen", "Trainer, flattened, torch_varlen"]
