@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -33,8 +34,11 @@ from tqdm import tqdm
 import torch_collate_kit as kit
 from torch_collate_kit import rl
 
-COUNTS = """iterations prompts group_size prompts_per_mini_batch rows_per_micro_batch max_turns
-max_new_tokens threads"""
+# Options that must be 1 or more; other numbers must be 0 or more.
+COUNTS = {
+    *("prompts", "group_size", "max_turns", "max_new_tokens", "iterations", "threads"),
+    *("prompts_per_mini_batch", "rows_per_micro_batch"),
+}
 SECONDS = ("rollout_seconds", "collate_seconds", "train_seconds")
 # From the conversations so far to (token ids, log-probabilities) of the turns that follow.
 Player = Callable[[list[list[int]]], list[tuple[list[int], list[float]]]]
@@ -63,9 +67,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--threads", type=int, help="CPU threads of a rank; none: all cores")
     args = parser.parse_args()
     for name, value in vars(args).items():
-        lowest = 1 if name in COUNTS.split() else 0
+        lowest = 1 if name in COUNTS else 0
         if isinstance(value, (int, float)) and not value >= lowest:  # refuses nan too
             fail(f"--{name.replace('_', '-')} {value}: must be {lowest} or more")
+    if args.learning_rate == math.inf:
+        fail("--learning-rate inf: must be finite")
     if args.group_size < 2:
         fail("--group-size 1: a trajectory alone has nothing to be compared with, take 2 or more")
     if args.prompts % args.prompts_per_mini_batch:

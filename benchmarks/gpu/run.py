@@ -53,6 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = given.out or (ROOT / "build" if given.tiny else ROOT / "benchmarks" / "results")
     results = Results(out, where)
     try:
+        results.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"{results.folder}: {error.strerror}; pass --out with a folder to write to")
+    try:
         cells = chosen(parts=given.parts.split(","), names=_names(given.cells), tiny=given.tiny)
     except ValueError as error:
         parser.error(str(error))

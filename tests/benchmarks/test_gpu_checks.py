@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +131,14 @@ def test_every_layout_has_the_same_examples() -> None:
     assert tokens[0] == tokens[1] == tokens[2]
 
 
+@pytest.fixture
+def no_accelerator_stays() -> Iterator[None]:
+    """What transformers.Trainer sets up is one per process, and other tests set up another."""
+    yield
+    importlib.import_module("accelerate.state").AcceleratorState._reset_state(True)
+
+
+@pytest.mark.usefixtures("no_accelerator_stays")
 def test_trainer_has_our_losses() -> None:
     peers = importlib.import_module("gpu.peers")
     trainers = ["ours: packed, torch_varlen", "Trainer, flattened, torch_varlen"]
@@ -237,6 +246,19 @@ def test_the_first_setting_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -
     assert str(setting) == "bf16 weights, gradient checkpointing"
     assert too_large == ["float32 weights, bf16 autocast", "bf16 weights"]
     assert isinstance(optimizer, torch.optim.AdamW)
+
+
+def test_a_setting_must_fit_rows_of_full_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As wide as any later row, or memory runs out in the middle of a comparison."""
+    speed, layouts = importlib.import_module("gpu.speed"), []
+
+    def watched(mix: Any, layout: Any, where: Where) -> Any:
+        layouts.append(layout)
+        return loader_of(mix, layout, where)
+
+    monkeypatch.setattr(speed, "loader_of", watched)
+    speed.prepared(WHERE, "0.6B", 8192)
+    assert layouts == [Layout("packed", fixed_width=True)] * 2
 
 
 @pytest.mark.parametrize("size", ["0.6B", "1.7B", "4B", "8B"])

@@ -144,6 +144,14 @@ def test_wrong_options_are_refused(
     assert message in capsys.readouterr().err
 
 
+def test_results_need_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gpu").write_text("a file")
+    with pytest.raises(SystemExit) as stopped:
+        called(tmp_path)
+    assert stopped.value.code == 2
+    assert "cpu-tiny: Not a directory; pass --out with a folder to" in capsys.readouterr().err
+
+
 def test_without_a_gpu_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -305,6 +305,7 @@ def test_clipped_loss(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--rows-per-micro-batch 0", "--rows-per-micro-batch 0: must be 1 or more"),
         ("--learning-rate -0.1", "--learning-rate -0.1: must be 0 or more"),
         ("--learning-rate nan", "--learning-rate nan: must be 0 or more"),
+        ("--learning-rate inf", "--learning-rate inf: must be finite"),
         ("--warm-start-steps -1", "--warm-start-steps -1: must be 0 or more"),
         ("--group-size 1", "--group-size 1: a trajectory alone has nothing to be compared with"),
         ("--prompts 10", "--prompts 10: must be a multiple of --prompts-per-mini-batch 4"),

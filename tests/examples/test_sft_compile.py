@@ -158,9 +158,10 @@ def test_a_seeded_mix_compiles_once(kind: str, attention: str) -> None:
     assert_compiled_once_and_equal(tiny_model(kind, attention), batches, attention)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_with_gradient_checkpointing() -> None:
     model = tiny_model("qwen3")
-    model.gradient_checkpointing_enable()
+    trained_model.checkpoint_activations(model)
     assert_compiled_once_and_equal(model, micro_batches(seeded_mix(80), 6))
 
 
