@@ -24,7 +24,6 @@ import drawn_images
 import numpy as np
 import run_log
 import sft
-import sft_options
 import transformers
 from accelerate.utils import DistributedDataParallelKwargs
 from read_data import fail, images_as_files, read_dataset
@@ -41,14 +40,14 @@ UNUSED_ALLOWED = DistributedDataParallelKwargs(find_unused_parameters=True)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = sft_options.argument_parser()
+    parser = sft.argument_parser()
     parser.set_defaults(output_dir=Path("outputs/vlm_sft"), num_conversations=7200)
     parser.set_defaults(batch_size=16)
     add = parser.add_argument_group("images").add_argument
     add("--image-root", type=Path, help="folder that paths of images start at and may not leave")
     add("--max-patches", type=int, help="of a row's images; none: 128, with --model no limit")
     add("--padded", dest="no_packing", action="store_true", help="as --no-packing")
-    args = sft_options.parse_arguments(parser, from_scratch=1.5e-3, max_tokens=512)
+    args = sft.parse_arguments(parser, from_scratch=1.5e-3, max_tokens=512)
     if args.max_patches is None and not args.model:
         args.max_patches = 128
     if args.max_patches == 0:

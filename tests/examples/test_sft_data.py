@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import sft
-import sft_options
 import synthetic_chat
 from datasets import Dataset
 
@@ -21,7 +20,7 @@ LINE = json.dumps(RECORD) + "\n"
 
 def arguments(monkeypatch: pytest.MonkeyPatch, *options: object) -> Any:
     monkeypatch.setattr(sys, "argv", ["sft.py", *map(str, options)])
-    return sft_options.parse_arguments(sft_options.argument_parser(), from_scratch=2e-3)
+    return sft.parse_arguments(sft.argument_parser(), from_scratch=2e-3)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 
 import attention_choice
 import pytest
-import sft_options
+import sft
 import torch
 import trained_model
 import transformers
@@ -231,7 +231,7 @@ def test_all_attention_can_be_asked_for() -> None:
     """And the batch knows what each of them takes."""
     for name in attention_choice.NAMES:
         assert TWO.model_inputs(name)["use_cache"] is False
-    help_text = sft_options.argument_parser().format_help()
+    help_text = sft.argument_parser().format_help()
     assert f"{{auto,{','.join(attention_choice.NAMES)}}}" in "".join(help_text.split())
 
 
@@ -242,7 +242,7 @@ def arguments(patch: pytest.MonkeyPatch, given: str = "", *, gpu: bool = False) 
     patch.setattr(sys, "argv", ["sft.py", *given.split()])
     patch.setattr(torch.cuda, "is_available", lambda: gpu)
     patch.delenv("ACCELERATE_USE_CPU", raising=False)
-    return sft_options.parse_arguments(sft_options.argument_parser(), from_scratch=2e-3)
+    return sft.parse_arguments(sft.argument_parser(), from_scratch=2e-3)
 
 
 @pytest.mark.parametrize("gpu", [False, True])
