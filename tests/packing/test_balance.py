@@ -216,13 +216,13 @@ def test_level_always_fits_with_as_many_rows_taken_as_added(added: int) -> None:
 
 
 def test_pieces_as_large_as_int64_allows_are_dealt_like_small_ones() -> None:
-    small, unit = np.array([9, 8, 7, 5, 4, 3, 2, 1]), 2**56
+    small, unit = np.array([9, 8, 7, 5, 4, 3, 2, 1]), 2**57
     rows = Rows(np.arange(8), np.array([0, 2, 4, 8]))
 
     def leveled(tokens: np.ndarray, capacity: int) -> Rows:
         sizes = Sizes(tokens, np.zeros_like(tokens))
         limits = Limits(capacity, 0)
-        return level(rows, sizes, 6, limits=limits, image_weights=sizes.patches, most=3)
+        return level(rows, sizes, 8, limits=limits, image_weights=sizes.patches, most=3)
 
     expected = leveled(small, 20)
     assert expected.offsets.tolist() != rows.offsets.tolist()
