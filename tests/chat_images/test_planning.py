@@ -80,8 +80,9 @@ def test_gemma_with_crops_is_processed_and_its_pixels_dropped() -> None:
     """Nothing tells the number of crops from the size; its units are the same as with pixels."""
     processor = processors.gemma3()
     crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 20}
-    vars(processor.image_processor).update(crops)
-    processor.images_kwargs = {**getattr(processor, "images_kwargs", {}), **crops}  # asked first
+    if not hasattr(processor, "images_kwargs"):
+        pytest.skip("a processor of this transformers cannot be told to crop by default")
+    processor.images_kwargs = {**processor.images_kwargs, **crops}
     rng = np.random.default_rng(0)
     images = [draw(rng, 60, 180), draw(rng, 50, 50)]
     record = {"messages": chat([image(), text("and"), image()], "Yes."), "images": images}
