@@ -245,7 +245,7 @@ def test_dropped_examples_alone_make_one_dummy_row() -> None:
     ("bad", "message"),
     [
         ({"input_ids": [1] * 13}, "example 23 of the stream has 13 tokens, more than the 12 that"),
-        ({"input_ids": []}, "example 23 of the stream: input_ids is empty"),
+        ({"input_ids": []}, "example 23 of the stream is empty"),
         ({"text": "hi"}, r"no input_ids in example 23 of the stream, got keys \['text'\]"),
         ("hi", "example 23 of the stream is a str; an example is a mapping"),
         ({"input_ids": 5}, "example 23 of the stream: input_ids"),

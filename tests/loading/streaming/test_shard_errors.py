@@ -126,7 +126,7 @@ def test_a_wrong_example_is_named_by_its_position(
     source: Any, options: dict[str, Any], message: str
 ) -> None:
     wrong = [*EXAMPLES[:9], {"input_ids": []}, *EXAMPLES[10:]]
-    with pytest.raises(DataError, match=f"{message}: input_ids is empty"):
+    with pytest.raises(DataError, match=f"{message} is empty"):
         list(make(source(wrong), **options))
     wrong[9] = {"input_ids": [1, -5, 2]}  # found when its batch is made
     with pytest.raises(DataError, match=f"{message}: input_ids is -5 at token 1"):

@@ -134,7 +134,7 @@ def test_skipped_examples_are_counted_once_and_logged_once(caplog: Any) -> None:
         "skipped: example 3 of the stream: input_ids is -9 at token 1; token ids are 0 or more "
         "(-100 belongs into labels) (1 of at most 100)" in texts
     )
-    assert texts[-1].startswith("skipped: example 59 of the stream: input_ids is empty")
+    assert texts[-1].startswith("skipped: example 59 of the stream is empty")
     assert texts[-1].endswith("(9 of at most 100)")
     caplog.clear()
     num_given, texts_again = 0, []
@@ -196,7 +196,7 @@ def test_too_many_in_a_row_raise(source: Any) -> None:
     assert len(tokens_of(list(make(data, max_skipped_in_a_row=4)))) > 0
     message = (
         "4 examples in a row are wrong, more than max_skipped_in_a_row=3; the last one: example 9 "
-        "of the stream: input_ids is empty"
+        "of the stream is empty"
     )
     with pytest.raises(DataError, match=message):
         list(make(data, max_skipped_in_a_row=3))
