@@ -61,7 +61,8 @@ def checked_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
     Raises:
         TypeError: the lengths are not integers.
         ValueError: they are not one-dimensional.
-        DataError: a length is zero, negative or too large for int64; the message names the example.
+        DataError: a length is zero or negative (the message names the example), or int64 does not
+            hold it, or the sum of all.
     """
     hint = "pass one int per example, such as [len(ids) for ids in input_ids]"
     if isinstance(lengths, np.ma.MaskedArray):
@@ -86,11 +87,16 @@ def checked_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
             f"example {first} has length {int(array[first])}, but a length must be at least 1; "
             "remove empty examples before packing"
         )
-    longest = int(array.argmax())
-    if int(array[longest]) > np.iinfo(np.int64).max:
+    longest, most = int(array.argmax()), np.iinfo(np.int64).max
+    if int(array[longest]) > most:
         raise DataError(
             f"example {longest} has length {int(array[longest])}, more than int64 can hold; "
             "check how the lengths were computed"
+        )
+    if int(array[longest]) * len(array) > most and (total := sum(array.tolist())) > most:
+        raise DataError(
+            f"all lengths together are {total}, more than int64 can hold; check how the lengths "
+            "were computed"
         )
     return array.astype(np.int64, copy=False)
 

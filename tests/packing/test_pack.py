@@ -207,6 +207,7 @@ def test_an_example_of_exactly_one_row_is_not_over_long() -> None:
         ([3, True], TypeError, "lengths[1] is True, a bool; pass one int per example"),
         (np.array([True]), TypeError, "lengths must be integers, got dtype bool: lengths[0] is"),
         (np.array([1, 2**63], dtype=np.uint64), DataError, "example 1 has length 922337203685477"),
+        ([2**62, 2**62], DataError, "all lengths together are 9223372036854775808, more than"),
         (
             [1, 2**70],
             DataError,
