@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.oracle_packing import next_fit, one_by_one
-from torch_collate_kit.packing.balance import level
+from torch_collate_kit.packing.balance import level, over_ranks
 from torch_collate_kit.packing.fit_decreasing import best_fit_decreasing
 from torch_collate_kit.packing.in_order import split_evenly
-from torch_collate_kit.packing.ranks import over_ranks
 from torch_collate_kit.packing.rows import Limits, Rows, Sizes
 
 

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.packing.test_two_budgets import assert_lawful, members, problems
-from torch_collate_kit.packing import ranks
-from torch_collate_kit.packing.balance import level
+from torch_collate_kit.packing import balance
+from torch_collate_kit.packing.balance import level, over_ranks
 from torch_collate_kit.packing.fit_decreasing import best_fit_decreasing
-from torch_collate_kit.packing.ranks import over_ranks
 from torch_collate_kit.packing.rows import Limits, Rows, Sizes
 from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
@@ -123,7 +122,7 @@ def test_swaps_only_make_ranks_more_even(case: tuple[int, list[tuple[int, int]]]
         return heaviest(rows.reshape(num_ranks, -1), costs, image_costs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "_SWAPS_PER_RANK", 0)
+        patch.setattr(balance, "_SWAPS_PER_RANK", 0)
         before = evenness()
     after = evenness()
     assert after <= before + 1e-9

@@ -15,7 +15,7 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.rows import cat, is_per_row, take
 from torch_collate_kit.batch.trimming import cells_per_row
 from torch_collate_kit.packing import ModelCost
-from torch_collate_kit.packing.ranks import over_ranks
+from torch_collate_kit.packing.balance import over_ranks
 from torch_collate_kit.packing.rows import row_sums
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.rl.boundaries import checked_boundaries
