@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from tests.packing.oracle_packing import next_fit, one_by_one
 from torch_collate_kit.packing.balance import level, over_ranks
-from torch_collate_kit.packing.fit_decreasing import best_fit_decreasing
-from torch_collate_kit.packing.in_order import split_evenly
 from torch_collate_kit.packing.rows import Limits, Rows, Sizes
+from torch_collate_kit.packing.strategies import best_fit_decreasing, split_evenly
 
 
 def of_text(tokens: np.ndarray) -> Sizes:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.packing.test_two_budgets import assert_lawful, members, problems
 from torch_collate_kit.packing import balance
 from torch_collate_kit.packing.balance import level, over_ranks
-from torch_collate_kit.packing.fit_decreasing import best_fit_decreasing
 from torch_collate_kit.packing.rows import Limits, Rows, Sizes
+from torch_collate_kit.packing.strategies import best_fit_decreasing
 from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
 
