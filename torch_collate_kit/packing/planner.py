@@ -10,10 +10,15 @@ import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int, checked_lengths
 from torch_collate_kit.packing.balance import level, over_ranks
-from torch_collate_kit.packing.fitting import FittedPieces, cut_to_fit
-from torch_collate_kit.packing.images import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.layout import ParallelLayout
 from torch_collate_kit.packing.options import PackingOptions, packing_options
+from torch_collate_kit.packing.pieces import (
+    FittedPieces,
+    ImageLoad,
+    Patches,
+    cut_to_fit,
+    image_load,
+)
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
 from torch_collate_kit.packing.strategies import (

@@ -15,7 +15,7 @@ from torch_collate_kit._checks import (
     needed_package,
 )
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
-from torch_collate_kit.packing.images import ImageLoad, Patches, image_load
+from torch_collate_kit.packing.pieces import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.rows import Ints
 from torch_collate_kit.reporting.candidates import candidates_of
 from torch_collate_kit.reporting.lengths import checked_limits, data_lengths

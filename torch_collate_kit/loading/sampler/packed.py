@@ -16,9 +16,8 @@ from torch_collate_kit.loading.sampler.epochs import NEW_RUN
 from torch_collate_kit.loading.sampler.shuffled import Order, OrderedSampler
 from torch_collate_kit.loading.sampler.state_values import digest_in_blocks, digest_of, is_same
 from torch_collate_kit.packing import PackingOptions, RankPlan
-from torch_collate_kit.packing.fitting import cut_to_fit
-from torch_collate_kit.packing.images import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.options import packing_options
+from torch_collate_kit.packing.pieces import ImageLoad, Patches, cut_to_fit, image_load
 from torch_collate_kit.packing.planner import plan_of
 
 if TYPE_CHECKING:
