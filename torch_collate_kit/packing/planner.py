@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int, checked_lengths
 from torch_collate_kit.packing.balance import level, over_ranks
-from torch_collate_kit.packing.layout import ParallelLayout
-from torch_collate_kit.packing.options import PackingOptions, packing_options
+from torch_collate_kit.packing.options import PackingOptions, ParallelLayout, packing_options
 from torch_collate_kit.packing.pieces import (
     FittedPieces,
     ImageLoad,
