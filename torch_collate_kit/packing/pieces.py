@@ -74,20 +74,20 @@ def image_load(patches: Patches | ImageLoad, num_examples: int, cost: ModelCost)
     """
     if isinstance(patches, ImageLoad):
         return patches
-    values, offsets = _joined(patches)
+    values, offsets = _patches_of_images(patches)
     number = len(values if offsets is None else offsets[1:])
     if number != num_examples:
         raise ValueError(
             f"patches has {number} entries, but there are {num_examples} examples; {_HINT}"
         )
-    values = _checked(values, offsets)
+    values = _checked_patches(values, offsets)
     costs = cost.vision(values)
     if offsets is None:
         return ImageLoad(values, costs)
     return ImageLoad(row_sums(values, offsets), row_sums(costs, offsets))
 
 
-def _joined(patches: Any) -> tuple[npt.NDArray[Any], Ints | None]:
+def _patches_of_images(patches: Any) -> tuple[npt.NDArray[Any], Ints | None]:
     """The patches of all images, and where those of each example begin; None: one of each."""
     kinds = set(map(type, patches)) if isinstance(patches, Sequence) else {type(patches)}
     if np.ma.MaskedArray in kinds:
@@ -115,7 +115,7 @@ def _are_ints(kinds: set[type]) -> bool:
     return bool not in kinds and all(issubclass(kind, int | np.integer) for kind in kinds)
 
 
-def _checked(values: npt.NDArray[Any], offsets: Ints | None) -> Ints:
+def _checked_patches(values: npt.NDArray[Any], offsets: Ints | None) -> Ints:
     if not len(values):
         return np.zeros(0, dtype=np.int64)
     if values.dtype.kind not in "iu":
@@ -193,7 +193,7 @@ def cut_to_fit(
     with_images = too_long[images.patches[too_long] > 0]
     if overflow == "raise" or (len(with_images) and (overflow == "split" or images.cuts is None)):
         unfit = too_long if overflow == "raise" else with_images
-        raise _error(unfit, lengths, limits, packing, images)
+        raise _does_not_fit(unfit, lengths, limits, packing, images)
     if overflow == "truncate":
         shortened = np.minimum(lengths, limits)
         if len(with_images):
@@ -253,7 +253,7 @@ def _cut_before_images(
     return lengths, left
 
 
-def _error(
+def _does_not_fit(
     unfit: Ints, lengths: Ints, limits: Ints, packing: PackingOptions, images: ImageLoad
 ) -> DataError:
     """What is wrong with the first of the examples that do not fit, and how many others do not."""

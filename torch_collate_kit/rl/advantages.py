@@ -116,9 +116,10 @@ def compute_advantages(
     given = wide(rewards)
     last = last_steps(is_last_step, trajectory_ids, keys, rows)
     if estimator in _OUTCOME:
+        scores, names, trajectory_of = _scores(given, last, rows, keys)
+        outcomes = _group_advantages(scores, names, estimator, epsilon, group_of_one)
         per_row = np.zeros(len(rewards))
-        options = {"estimator": estimator, "epsilon": epsilon, "group_of_one": group_of_one}
-        per_row[rows] = _outcomes(given, last, rows, keys, options)
+        per_row[rows] = outcomes[trajectory_of]
         advantages = torch.where(valid, torch.from_numpy(per_row).to(given)[:, None], 0)
     else:
         if not last.all():
@@ -131,27 +132,10 @@ def compute_advantages(
             values, lam, whiten = torch.zeros_like(given), 1.0, True
         critic = values.detach().to(given)
         refuse_cells(~critic.isfinite() & valid, critic, _NOT_FINITE)
-        advantages = gae(given, critic, valid, gamma=gamma, lam=lam)
+        advantages = _gae(given, critic, valid, gamma=gamma, lam=lam)
         if whiten:
             advantages = whitened(advantages, valid, epsilon=epsilon)
     return narrow(advantages, like=rewards)
-
-
-def _outcomes(
-    rewards: Tensor,
-    last: np.ndarray,
-    rows: np.ndarray,
-    keys: list[Hashable],
-    options: dict[str, Any],
-) -> np.ndarray:
-    """The advantage of each of ``rows``, which is that of its trajectory: float64 [N]."""
-    is_earlier = torch.zeros(len(rewards), 1, dtype=torch.bool)
-    is_earlier[rows[~last]] = True
-    refuse_cells((rewards != 0) & is_earlier.to(rewards.device), rewards, _LOST)
-    numbers = trajectories(last, [keys[i] for i in rows.tolist()], rows)
-    ends = rows[last]
-    scores = rewards.sum(dim=1).cpu().double().numpy()[ends]
-    return group_advantages(scores, [keys[i] for i in ends.tolist()], **options)[numbers]
 
 
 def _check(rewards: Any, response_mask: Any, estimator: str, values: Any, whiten: bool) -> None:
@@ -182,18 +166,29 @@ def _check_rewards(rewards: Tensor, valid: Tensor) -> None:
     refuse_cells((rewards != 0) & ~valid & is_real, rewards, where + why)
 
 
-def group_advantages(
+def _scores(
+    rewards: Tensor, last: np.ndarray, rows: np.ndarray, keys: list[Hashable]
+) -> tuple[np.ndarray, list[Hashable], np.ndarray]:
+    """The score and the uid of each trajectory, and the trajectory of each of ``rows``."""
+    is_earlier = torch.zeros(len(rewards), 1, dtype=torch.bool)
+    is_earlier[rows[~last]] = True
+    refuse_cells((rewards != 0) & is_earlier.to(rewards.device), rewards, _LOST)
+    uids = [keys[i] for i in rows.tolist()]
+    trajectory_of = trajectories(last, uids, rows)
+    scores = rewards.sum(dim=1).cpu().double().numpy()[rows[last]]
+    return scores, [uids[i] for i in np.flatnonzero(last).tolist()], trajectory_of
+
+
+def _group_advantages(
     scores: np.ndarray,
     uids: Sequence[Hashable],
-    *,
     estimator: str,
     epsilon: float,
     group_of_one: str,
 ) -> np.ndarray:
     """The advantage of every score among the scores of its uid: float64 [N], as ``scores``.
 
-    >>> options = {"estimator": "rloo", "epsilon": 1e-6, "group_of_one": "score"}
-    >>> group_advantages(np.array([1.0, 3.0, 7.0]), "aab", **options).tolist()
+    >>> _group_advantages(np.array([1.0, 3.0, 7.0]), "aab", "rloo", 1e-6, "score").tolist()
     [-2.0, 2.0, 7.0]
     """
     groups, names = group_numbers(uids)
@@ -230,7 +225,7 @@ def group_advantages(
     return np.where(is_alone[groups], scores, advantages) if group_of_one == "score" else advantages
 
 
-def gae(rewards: Tensor, values: Tensor, valid: Tensor, *, gamma: float, lam: float) -> Tensor:
+def _gae(rewards: Tensor, values: Tensor, valid: Tensor, *, gamma: float, lam: float) -> Tensor:
     """Generalized advantage estimates [B, A], a scan from the right; cells not valid are skipped.
 
     With values of 0 and ``lam=1`` these are the discounted sums of the rewards from each cell on.
