@@ -1,4 +1,4 @@
-"""Balance: pieces over a given number of rows, and rows over ranks.
+"""Balance: pieces over a multiple of the ranks, in rows, and these rows over the ranks.
 
 Pieces by tokens, not by cost: a row with fewer tokens than another is padded, and costs as much.
 Rows by what they cost the language model, and the vision tower.
@@ -10,14 +10,64 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
+from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, stable_argsort
+from torch_collate_kit.packing.strategies import split_evenly
 
-__all__ = ["level", "over_ranks"]
+__all__ = ["for_ranks", "level", "over_ranks"]
 
+# Levelling takes apart at most this many rows per rank: a few hundred rows have enough pieces for
+# the few rows that rounding adds, and redistributing a million pieces one by one would be slow.
+_LEVELLED_ROWS_PER_RANK = 32
 _CLOSED = 1 << 96  # the weight of a row without a free slot: more than any int64 weights together
 _TOTAL = 1 << 30  # costs are scaled to about this sum, so that a product of two sums fits int64
 _EVEN = 1000  # ranks within 1 / _EVEN of the mean are even
 _SWAPS_PER_RANK = 16
+
+
+def for_ranks(
+    rows: Rows, sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOptions
+) -> Rows:
+    """Filled rows, as many as a multiple of the ranks, evened out and given to these.
+
+    ``vision_costs``, int64 [S], are those of the images of each piece.
+    """
+    num_ranks, strategy = packing.num_ranks, packing.strategy
+    is_balanced, in_order = strategy == "balanced", strategy == "sequential"
+    if num_ranks == 1 and not is_balanced:
+        return rows
+    num_filled = len(rows.offsets) - 1
+    num_rows = -(-num_filled // num_ranks) * num_ranks
+    if not len(rows.order):
+        return Rows(rows.order, np.zeros(num_rows + 1, dtype=np.int64))
+    costs = sizes
+    if packing.balance == "attention" and num_ranks > 1:
+        # A model without a vision part has no cost of images, and patches are made even.
+        costs = Sizes(
+            packing.cost.language(sizes.tokens),
+            vision_costs if limits.patches and vision_costs.any() else sizes.patches,
+        )
+    if in_order:
+        rows = split_evenly(sizes, num_rows, limits)
+    else:
+        rows = level(
+            rows,
+            sizes,
+            num_rows,
+            limits=limits,
+            image_weights=sizes.patches if is_balanced else costs.patches,
+            most=num_filled if is_balanced else _LEVELLED_ROWS_PER_RANK * num_ranks,
+        )
+    if num_ranks == 1:
+        return rows
+    given = over_ranks(
+        None if packing.balance is None else rows.totals(costs.tokens),
+        num_rows,
+        num_ranks,
+        keep_order=in_order,
+        image_costs=rows.totals(costs.patches) if limits.patches else None,
+    )
+    return rows.take(given)
 
 
 def level(
