@@ -40,13 +40,7 @@ def for_ranks(
     num_rows = -(-num_filled // num_ranks) * num_ranks
     if not len(rows.order):
         return Rows(rows.order, np.zeros(num_rows + 1, dtype=np.int64))
-    costs = sizes
-    if packing.balance == "attention" and num_ranks > 1:
-        # A model without a vision part has no cost of images, and patches are made even.
-        costs = Sizes(
-            packing.cost.language(sizes.tokens),
-            vision_costs if limits.patches and vision_costs.any() else sizes.patches,
-        )
+    costs = _costs(sizes, limits, vision_costs, packing)
     if in_order:
         rows = split_evenly(sizes, num_rows, limits)
     else:
@@ -60,14 +54,25 @@ def for_ranks(
         )
     if num_ranks == 1:
         return rows
+    if packing.balance is None:  # round robin
+        return rows.take(np.arange(num_rows).reshape(-1, num_ranks).T.ravel())
     given = over_ranks(
-        None if packing.balance is None else rows.totals(costs.tokens),
-        num_rows,
+        rows.totals(costs.tokens),
         num_ranks,
         keep_order=in_order,
         image_costs=rows.totals(costs.patches) if limits.patches else None,
     )
     return rows.take(given)
+
+
+def _costs(sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOptions) -> Sizes:
+    """What is made even over ranks, of each piece: cost in the model and its vision tower."""
+    if packing.balance != "attention" or packing.num_ranks == 1:
+        return sizes
+    of_images = sizes.patches
+    if limits.patches and vision_costs.any():  # a model without a vision part has none
+        of_images = vision_costs
+    return Sizes(packing.cost.language(sizes.tokens), of_images)
 
 
 def level(
@@ -220,32 +225,27 @@ def _with_a_row_split(rows: Rows, sizes: Sizes, limits: Limits) -> Rows:
 
 
 def over_ranks(
-    costs: Ints | None,
-    num_rows: int,
-    num_ranks: int,
-    *,
-    keep_order: bool,
-    image_costs: Ints | None = None,
+    costs: Ints, num_ranks: int, *, keep_order: bool, image_costs: Ints | None = None
 ) -> Ints:
-    """Row numbers in shard-major order, equally many per rank: int64 [num_rows].
+    """Row numbers in shard-major order, equally many per rank: int64 [R], as ``costs``.
 
     Rows are taken in groups of ``num_ranks``, one row for each rank. Groups are formed in
     descending order of cost, so that the i-th rows of all ranks cost nearly the same, or with
     ``keep_order`` in the given order. Within a group the most expensive row goes to the rank with
     the lowest total cost so far. The totals of the ranks then differ by at most the largest
-    difference within a group. ``costs=None`` assigns rows round-robin.
+    difference within a group.
 
     With ``image_costs`` groups are formed in descending order of these, so that rows with images
     are the same ones on all ranks, but for one group. Both costs count. Ranks whose totals still
     differ then swap rows of a group. The most expensive images come last: DDP exchanges gradients
     in the backward pass of the last row, and demands some of the vision tower there.
 
-    >>> over_ranks(np.array([1, 2, 3, 9]), 4, 2, keep_order=False).tolist()
+    >>> over_ranks(np.array([1, 2, 3, 9]), 2, keep_order=False).tolist()
     [3, 0, 2, 1]
     """
-    places = order = np.arange(num_rows)
-    if costs is None or num_ranks == 1:
-        return order.reshape(-1, num_ranks).T.ravel()
+    places = order = np.arange(len(costs))
+    if num_ranks == 1:
+        return order
     if image_costs is not None and not image_costs.any():
         image_costs = None
     both = costs

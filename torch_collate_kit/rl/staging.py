@@ -159,7 +159,7 @@ def _stage(
     mini.row_metadata["row_indices"][stop - start :] = -1
     if costs is not None:
         own = np.append(costs[start:stop], np.zeros(len(mini) - len(whole), np.int64))
-        mini = mini.select(over_ranks(own, len(mini), dp_size, keep_order=False))
+        mini = mini.select(over_ranks(own, dp_size, keep_order=False))
     widths = cells_per_row(mini)
     if widths is not None:
         mini.metadata["row_widths"] = widths.reshape(dp_size, -1)
