@@ -1,4 +1,4 @@
-"""PackingOptions: one object behind pack, collator, sampler and stream; the ParallelLayout in it."""
+"""PackingOptions and ParallelLayout: one object behind pack, collator, sampler and stream."""
 
 from __future__ import annotations
 

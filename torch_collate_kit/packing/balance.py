@@ -67,7 +67,7 @@ def for_ranks(
 
 def _costs(sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOptions) -> Sizes:
     """What is made even over ranks, of each piece: cost in the model and its vision tower."""
-    if packing.balance != "attention" or packing.num_ranks == 1:
+    if packing.balance != "attention":
         return sizes
     of_images = sizes.patches
     if limits.patches and vision_costs.any():  # a model without a vision part has none
