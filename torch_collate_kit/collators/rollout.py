@@ -17,7 +17,7 @@ from torch_collate_kit.collators.assembly import (
     padded_batch,
     vision_of,
 )
-from torch_collate_kit.reading.fields import DeclaredFields
+from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.raw import ROLLOUT_KEYS, Examples
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.vision import VisionLayout

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.numbers import tensor_to_numpy
+from torch_collate_kit.reading.columns import tensor_to_numpy
 from torch_collate_kit.reading.raw import is_sequence
 from torch_collate_kit.vision.families import PIXEL_FIELDS, ImageField
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout

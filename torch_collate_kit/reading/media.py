@@ -16,7 +16,8 @@ from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.arrays import checked_images, image_arrays
-from torch_collate_kit.reading.numbers import Numbers, as_tensor, joined
+from torch_collate_kit.reading.columns import Numbers
+from torch_collate_kit.reading.entries import as_tensor, joined
 from torch_collate_kit.reading.raw import MEDIA, TOKEN_TYPES, VIDEOS
 from torch_collate_kit.vision.families import ImageField, num_kept
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout, is_no_image

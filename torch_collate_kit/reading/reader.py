@@ -6,24 +6,35 @@ Its prompt and response are one sequence, whose response tokens are the last ``n
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from torch_collate_kit.batch import IGNORE_INDEX
-from torch_collate_kit.batch.fields import PerResponseToken, PerRoutedToken, PerToken
+from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerRoutedToken, PerToken
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.fields import DeclaredFields, Specs, read_fields
-from torch_collate_kit.reading.media import read_images, token_type_fields
-from torch_collate_kit.reading.numbers import (
+from torch_collate_kit.reading.arrays import route_column
+from torch_collate_kit.reading.columns import (
+    Kind,
     Numbers,
-    in_pairs,
-    joined,
+    Rows,
+    flag_column,
+    id_column,
     number_column,
+    scalar_column,
+    spread_numbers,
 )
+from torch_collate_kit.reading.entries import (
+    DeclaredFields,
+    FieldColumn,
+    are_int32_ids,
+    joined,
+)
+from torch_collate_kit.reading.examples import ExampleColumns
+from torch_collate_kit.reading.media import read_images, token_type_fields
 from torch_collate_kit.reading.raw import (
     IMAGES,
     TARGETS,
@@ -32,11 +43,12 @@ from torch_collate_kit.reading.raw import (
     raw_examples,
     raw_rollouts,
 )
-from torch_collate_kit.reading.scalars import flag_column, id_column, scalar_column, spread_numbers
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["read_columns"]
 
+Specs = Mapping[str, PerToken | PerResponseToken | PerRoutedToken | PerExample]
+_BATCH_NAMES = {"logprobs": "rollout_logprobs"}  # of our own fields that have another name there
 # What the columns of SFT examples and of rollouts have one entry of, besides ids.
 _SFT_FIELDS: Specs = {
     "loss_mask": PerToken(torch.float32),
@@ -92,7 +104,24 @@ def _joined(raw: dict[str, Any]) -> tuple[Numbers, np.ndarray]:
     for name in ("rewards", "advantages"):
         if name in raw:
             raw[name] = spread_numbers(name, raw[name], responses.lengths)
-    return in_pairs(prompts, responses), responses.lengths
+    return _in_pairs(prompts, responses), responses.lengths
+
+
+def _in_pairs(first: Numbers, second: Numbers) -> Ragged:
+    """Row i of the one column and row i of the other as one row: int32 where both fit, or int64."""
+    is_narrow = all(isinstance(of, Ragged) and are_int32_ids(of.values) for of in (first, second))
+    parts: list[Any] = [None] * (2 * len(first))
+    parts[::2], parts[1::2] = _row_arrays(first), _row_arrays(second)
+    dtype = np.int32 if is_narrow else np.int64
+    values = np.concatenate(parts, dtype=dtype, casting="unsafe")
+    return Ragged.from_lengths(values, first.lengths + second.lengths)
+
+
+def _row_arrays(column: Numbers) -> list[np.ndarray]:
+    if isinstance(column, Rows):
+        return column.arrays
+    values = column.values
+    return [values[start:stop] for start, stop in pairwise(column.offsets.tolist())]
 
 
 def _read(
@@ -111,7 +140,7 @@ def _read(
         own["loss_mask"] = _ROLLOUT_FIELDS["loss_mask"]
     types = {} if vision is None or rollouts else token_type_fields(raw, vision)
     declared = {**fields, **types}
-    columns = read_fields(raw, own, declared, input_ids.lengths, num_actions, rollouts=rollouts)
+    columns = _read_fields(raw, own, declared, input_ids.lengths, num_actions, rollouts=rollouts)
     images = None if vision is None else read_images(raw, vision, input_ids)
     made = ["response_mask", *(columns[key].name for key in own)] if rollouts else []
     if "rollout_expert_indices" in own:
@@ -129,6 +158,95 @@ def _read(
         _per_example(raw) if rollouts else {},
         rollouts,
     )
+
+
+def _read_fields(
+    raw: Mapping[str, Any],
+    own: Specs,
+    declared: Specs,
+    lengths: np.ndarray,
+    num_actions: np.ndarray | None,
+    *,
+    rollouts: bool,
+) -> dict[str, FieldColumn]:
+    """The columns of our own fields and of those that a user declares, by their key in examples.
+
+    Their numbers are looked at when they are placed. ``lengths`` and ``num_actions`` int64 [N]:
+    tokens and response tokens of each example.
+
+    Raises:
+        DataError: a field is missing, or has another number of entries.
+    """
+    columns = {}
+    for key, spec in {**own, **declared}.items():
+        if key not in raw:
+            raise DataError(
+                f"example 0 has no {key}, which fields declares; give every example one, or "
+                "leave it out of fields"
+            )
+        values: Numbers
+        if isinstance(spec, PerExample):
+            values = _numbers(key, raw[key])
+        elif isinstance(spec, PerRoutedToken):
+            values = route_column(raw[key], lengths)
+        else:
+            expected = num_actions if isinstance(spec, PerResponseToken) else lengths
+            values = _rows(key, raw[key], spec, expected, rollouts=rollouts)
+        is_own = key in own
+        name = _BATCH_NAMES.get(key, key) if is_own else key
+        columns[key] = FieldColumn(name, spec, values, key if is_own else None)
+    return columns
+
+
+def _numbers(key: str, column: Any) -> Ragged:
+    wanted = "it is declared PerExample, so give one number"
+    numbers = scalar_column(key, column, "iufb", wanted)
+    if numbers.dtype.hasobject:
+        raise DataError(f"{key} has a number beyond 64 bits; give numbers that fit")
+    return Ragged(numbers, np.arange(len(numbers) + 1))
+
+
+def _rows(
+    key: str,
+    column: Any,
+    spec: PerToken | PerResponseToken,
+    expected: np.ndarray | None,
+    *,
+    rollouts: bool,
+) -> Numbers:
+    """A column with so many entries per example."""
+    if expected is None:
+        raise DataError(
+            f"fields declares {key} per response token, and the examples have no num_actions, "
+            "which says how many these are; give it, or declare PerToken"
+        )
+    kind: Kind = "labels" if key == "labels" else "whole numbers"
+    if spec.dtype.is_floating_point or spec.dtype == torch.bool:
+        kind = "numbers"
+    numbers = number_column(key, column, kind)
+    wrong = np.flatnonzero(numbers.lengths != expected)
+    if len(wrong):
+        i = int(wrong[0])
+        raise _uneven(key, spec, i, numbers.lengths[i], expected[i], rollouts)
+    return numbers
+
+
+def _uneven(
+    name: str, spec: PerToken | PerResponseToken, index: int, got: int, of: int, rollouts: bool
+) -> DataError:
+    """An example has ``got`` entries of a field, and ``of`` tokens that need one each."""
+    if isinstance(spec, PerToken):
+        found = f"{'the rollout' if rollouts else 'input_ids'} has {of} tokens"
+        wanted = "one entry per token"
+        if name == "loss_mask":
+            wanted += " (or pass num_actions too, if it is the mask of the last tokens)"
+    elif rollouts:
+        found = f"response_ids has {of} tokens"
+        numbers = {"rewards": "one number for the last token, or ", "advantages": "one number, or "}
+        wanted = f"{numbers.get(name, '')}one entry per response token"
+    else:
+        found, wanted = f"num_actions={of}", "one entry for each of the last num_actions tokens"
+    return DataError(f"example {index}: {name} has {got} entries, {found}; give {wanted}")
 
 
 def _ids(name: str, column: Any) -> Numbers:
