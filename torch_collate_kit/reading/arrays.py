@@ -10,13 +10,16 @@ from torch import Tensor
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.columns import tensor_to_numpy
-from torch_collate_kit.reading.raw import is_sequence
+from torch_collate_kit.reading.columns import Numbers, tensor_to_numpy
+from torch_collate_kit.reading.entries import joined
+from torch_collate_kit.reading.images import Images
+from torch_collate_kit.reading.raw import MEDIA, VIDEOS, is_sequence
 from torch_collate_kit.vision.families import PIXEL_FIELDS, ImageField
-from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
+from torch_collate_kit.vision.layout import ImageUnits, VisionLayout, is_no_image
 
-__all__ = ["checked_images", "image_arrays", "route_column"]
+__all__ = ["read_images", "route_column"]
 
+_OPTIONAL = ("pixel_attention_mask",)  # without it a tile is seen as a whole
 _MOST_EXPERTS = np.iinfo(np.int16).max
 _SHAPES = {
     ("patch", 2): "floats [patches, patch size]",
@@ -62,7 +65,68 @@ def route_column(column: Any, lengths: np.ndarray) -> Ragged:
     return Ragged.from_lengths(flat.astype(np.uint8 if few else np.int16), counts)
 
 
-def image_arrays(name: str, entries: Mapping[int, Any], field: ImageField) -> dict[int, np.ndarray]:
+def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers) -> Images:
+    """The images of the examples; None, or nothing at all, stands for an example without images.
+
+    Raises:
+        DataError: fields of a wrong shape, or that disagree with each other or with the number of
+            placeholders among the ids.
+    """
+    fields = layout.fields
+    _refuse_other_media(raw, layout)
+    given = {
+        name: {i: entry for i, entry in enumerate(raw.get(name, ())) if not is_no_image(entry)}
+        for name in fields
+    }
+    owners = sorted({i for entries in given.values() for i in entries})
+    for i in owners:
+        needed = [name for name in fields if name not in _OPTIONAL and not layout.other_fields]
+        missing = [name for name in needed if i not in given[name]]
+        if missing:
+            raise DataError(
+                f"example {i} has {', '.join(name for name in fields if i in given[name])} and no "
+                f"{', '.join(missing)}; give all that the processor returned, or none of them "
+                "without an image"
+            )
+    arrays = {
+        name: _image_arrays(name, entries, field)
+        for (name, field), entries in zip(fields.items(), given.values(), strict=True)
+    }
+    units: dict[int, ImageUnits] = {}
+    laid: dict[str, dict[int, np.ndarray]] = {name: {} for name in fields}
+    for i in owners:
+        own = {name: of[i] for name, of in arrays.items() if i in of}
+        if "pixel_attention_mask" in fields and "pixel_attention_mask" not in own:
+            shape = own["pixel_values"].shape
+            own["pixel_attention_mask"] = np.ones((*shape[:-3], *shape[-2:]), dtype=bool)
+        own, units[i] = _checked_images(i, own, layout)
+        for name, array in own.items():
+            laid[name][i] = array
+    images = Images(layout, input_ids, units, laid)
+    _check_placeholders(images)
+    return images
+
+
+def _refuse_other_media(raw: Mapping[str, Any], layout: VisionLayout) -> None:
+    """They would be lost."""
+    fields = layout.fields
+    for name in (name for name in MEDIA if name in raw and name not in fields):
+        i = next((i for i, entry in enumerate(raw[name]) if entry is not None), None)
+        if i is not None:
+            hint = (
+                "videos are not supported, give images"
+                if name in VIDEOS
+                else "use the processor of the model"
+            )
+            raise DataError(
+                f"example {i} has {name}, which is no image field of {layout.family_name} models "
+                f"({', '.join(fields) or 'none is known'}); {hint}"
+            )
+
+
+def _image_arrays(
+    name: str, entries: Mapping[int, Any], field: ImageField
+) -> dict[int, np.ndarray]:
     """A field of images as ndarrays by example; those of an unknown family have any dimensions."""
     if field.per != "unknown":
         shape = _SHAPES[field.per, field.num_dims]
@@ -82,64 +146,7 @@ def image_arrays(name: str, entries: Mapping[int, Any], field: ImageField) -> di
     return arrays
 
 
-def _arrays(
-    name: str,
-    entries: Mapping[int, Any],
-    num_dims: int,
-    kinds: str,
-    shape: str,
-    *,
-    or_padded: bool = False,
-) -> dict[int, np.ndarray]:
-    """Entries by their example, as ndarrays of that many dimensions and one of these kinds.
-
-    ``or_padded``: one dimension more is taken, too.
-    """
-    arrays: dict[int, np.ndarray] = {}
-    for i, entry in entries.items():
-        array = _as_array(name, i, entry, shape)
-        if array.ndim not in (num_dims, num_dims + or_padded) or array.dtype.kind not in kinds:
-            raise DataError(
-                f"example {i}: {name} has shape {array.shape} and dtype {array.dtype}; give {shape}"
-            )
-        first = next(iter(arrays), i)
-        trailing = array.shape[array.ndim - num_dims + 1 :]
-        other = arrays.get(first, array)
-        if trailing != other.shape[other.ndim - num_dims + 1 :]:
-            raise DataError(
-                f"example {i}: {name} has shape {array.shape}, example {first} has "
-                f"{arrays[first].shape}; only the first dimension may differ"
-            )
-        arrays[i] = array
-    return arrays
-
-
-def _as_array(name: str, index: int, entry: Any, shape: str) -> np.ndarray:
-    if isinstance(entry, Tensor):
-        return tensor_to_numpy(name, index, entry)
-    parts = entry if is_sequence(entry) else [entry]
-    if any(isinstance(part, np.ma.MaskedArray) for part in parts):
-        raise DataError(
-            f"example {index}: {name} is a masked array, whose mask would be lost; give "
-            ".filled(value)"
-        )
-    if isinstance(entry, np.ndarray):
-        return entry
-    if not is_sequence(entry):
-        kind = "None" if entry is None else type(entry).__name__
-        raise DataError(f"example {index}: {name} is {kind}; give {shape}")
-    if entry and all(isinstance(part, Tensor) for part in entry):
-        entry = [tensor_to_numpy(name, index, part) for part in entry]
-    try:
-        return np.asarray(entry)
-    except (TypeError, ValueError, RuntimeError):
-        raise DataError(
-            f"example {index}: {name} is a list whose parts differ in shape or are no numbers; "
-            f"give {shape}"
-        ) from None
-
-
-def checked_images(
+def _checked_images(
     index: int, fields: dict[str, np.ndarray], layout: VisionLayout
 ) -> tuple[dict[str, np.ndarray], ImageUnits]:
     """The fields of one example with tiles laid flat, and its images.
@@ -244,3 +251,82 @@ def _laid_flat(fields: dict[str, np.ndarray], units: ImageUnits | None) -> dict[
 
 def _real(array: np.ndarray, is_real: np.ndarray) -> np.ndarray:
     return array.reshape(-1, *array.shape[2:]) if is_real.all() else array[is_real]
+
+
+def _check_placeholders(images: Images) -> None:
+    token, ids = images.layout.image_token_id, joined(images.input_ids)
+    if token is None:
+        return
+    is_placeholder = ids.values == token
+    before = np.append(0, np.cumsum(is_placeholder))
+    found = np.diff(before[ids.offsets])
+    described = np.zeros_like(found)
+    for i, unit in images.units.items():
+        described[i] = unit.tokens.sum()
+    if images.layout.other_fields:  # how many an image takes is not known
+        found = np.minimum(found, 1)
+    wrong = np.flatnonzero(found != described)
+    if len(wrong):
+        i = int(wrong[0])
+        what = f"images that take {described[i]}" if i in images.units else "no image"
+        raise DataError(
+            f"example {i} has {found[i]} image placeholders (token {token}) in its ids, and {what};"
+            " give the ids and the image fields that the processor returned together, uncut"
+        )
+
+
+def _arrays(
+    name: str,
+    entries: Mapping[int, Any],
+    num_dims: int,
+    kinds: str,
+    shape: str,
+    *,
+    or_padded: bool = False,
+) -> dict[int, np.ndarray]:
+    """Entries by their example, as ndarrays of that many dimensions and one of these kinds.
+
+    ``or_padded``: one dimension more is taken, too.
+    """
+    arrays: dict[int, np.ndarray] = {}
+    for i, entry in entries.items():
+        array = _as_array(name, i, entry, shape)
+        if array.ndim not in (num_dims, num_dims + or_padded) or array.dtype.kind not in kinds:
+            raise DataError(
+                f"example {i}: {name} has shape {array.shape} and dtype {array.dtype}; give {shape}"
+            )
+        first = next(iter(arrays), i)
+        trailing = array.shape[array.ndim - num_dims + 1 :]
+        other = arrays.get(first, array)
+        if trailing != other.shape[other.ndim - num_dims + 1 :]:
+            raise DataError(
+                f"example {i}: {name} has shape {array.shape}, example {first} has "
+                f"{arrays[first].shape}; only the first dimension may differ"
+            )
+        arrays[i] = array
+    return arrays
+
+
+def _as_array(name: str, index: int, entry: Any, shape: str) -> np.ndarray:
+    if isinstance(entry, Tensor):
+        return tensor_to_numpy(name, index, entry)
+    parts = entry if is_sequence(entry) else [entry]
+    if any(isinstance(part, np.ma.MaskedArray) for part in parts):
+        raise DataError(
+            f"example {index}: {name} is a masked array, whose mask would be lost; give "
+            ".filled(value)"
+        )
+    if isinstance(entry, np.ndarray):
+        return entry
+    if not is_sequence(entry):
+        kind = "None" if entry is None else type(entry).__name__
+        raise DataError(f"example {index}: {name} is {kind}; give {shape}")
+    if entry and all(isinstance(part, Tensor) for part in entry):
+        entry = [tensor_to_numpy(name, index, part) for part in entry]
+    try:
+        return np.asarray(entry)
+    except (TypeError, ValueError, RuntimeError):
+        raise DataError(
+            f"example {index}: {name} is a list whose parts differ in shape or are no numbers; "
+            f"give {shape}"
+        ) from None

@@ -31,7 +31,7 @@ from torch_collate_kit.reading.entries import (
     taken,
     with_row,
 )
-from torch_collate_kit.reading.media import Images
+from torch_collate_kit.reading.images import Images
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["ExampleColumns", "PlacedColumns"]

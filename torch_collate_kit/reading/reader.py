@@ -16,7 +16,7 @@ from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerRoutedToken, PerToken
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.arrays import route_column
+from torch_collate_kit.reading.arrays import read_images, route_column
 from torch_collate_kit.reading.columns import (
     Kind,
     Numbers,
@@ -34,10 +34,10 @@ from torch_collate_kit.reading.entries import (
     joined,
 )
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.media import read_images, token_type_fields
 from torch_collate_kit.reading.raw import (
     IMAGES,
     TARGETS,
+    TOKEN_TYPES,
     Examples,
     are_rollouts,
     raw_examples,
@@ -138,7 +138,7 @@ def _read(
     own = {key: spec for key, spec in table.items() if key in raw}
     if num_actions is not None:
         own["loss_mask"] = _ROLLOUT_FIELDS["loss_mask"]
-    types = {} if vision is None or rollouts else token_type_fields(raw, vision)
+    types = {} if vision is None or rollouts else _token_types(raw, vision)
     declared = {**fields, **types}
     columns = _read_fields(raw, own, declared, input_ids.lengths, num_actions, rollouts=rollouts)
     images = None if vision is None else read_images(raw, vision, input_ids)
@@ -158,6 +158,23 @@ def _read(
         _per_example(raw) if rollouts else {},
         rollouts,
     )
+
+
+def _token_types(raw: Mapping[str, Any], layout: VisionLayout) -> dict[str, PerToken]:
+    """The token types among ``raw`` that are read: where the model makes positions of them.
+
+    Raises:
+        DataError: a model that needs them, and examples without.
+    """
+    if layout.family.positions != "model":
+        return {}
+    needed = layout.family.token_types
+    if needed and needed not in raw:
+        raise DataError(
+            f"example 0 has no {needed}, by which the model tells the prompt from the answer; give "
+            "all that the processor returned"
+        )
+    return {name: PerToken(torch.int64) for name in TOKEN_TYPES if name in raw}
 
 
 def _read_fields(
