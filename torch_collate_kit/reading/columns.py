@@ -9,7 +9,7 @@ floats as ids; ``np.fromiter`` would cut 1.5 to 1 without a word.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -51,6 +51,12 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.arrays)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.arrays[index]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter(self.arrays)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -159,7 +165,7 @@ def _packer(length: int, typecode: str) -> Callable[..., bytes]:
     return struct.Struct(f"{length}{typecode}").pack
 
 
-def _row_array(name: str, index: int, row: Any, typecode: str = "q") -> np.ndarray:
+def _row_array(name: str, index: int, row: Any, typecode: str) -> np.ndarray:
     """One entry of a column as a flat array."""
     if isinstance(row, Tensor):
         row = tensor_to_numpy(name, index, row)

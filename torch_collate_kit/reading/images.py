@@ -13,7 +13,6 @@ from torch_collate_kit.batch.buffer import fresh_bytes
 from torch_collate_kit.batch.fields import PerImage
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.columns import Numbers
 from torch_collate_kit.reading.entries import as_tensor
 from torch_collate_kit.vision.families import ImageField, num_kept
@@ -56,9 +55,7 @@ class Images:
 
     def _places(self, example: int) -> np.ndarray:
         """int64, the tokens of an example that are placeholders."""
-        ids = self.input_ids
-        row = ids[example] if isinstance(ids, Ragged) else ids.arrays[example]
-        return np.flatnonzero(row == self.layout.image_token_id)
+        return np.flatnonzero(self.input_ids[example] == self.layout.image_token_id)
 
     def cut_before(self, example: int, limit: int) -> int:
         """The most tokens of an example, up to ``limit``, that end inside no image.
