@@ -156,8 +156,7 @@ def _checked_images(
     """
     grid = fields.get("image_grid_thw")
     if grid is not None:
-        _check_grid(index, grid, layout)
-        _check_patch_size(index, fields["pixel_values"], layout)
+        _check_grid(index, grid, fields["pixel_values"], layout)
     sizes = fields.get("image_sizes")
     if sizes is not None and (sizes.shape[1] != 2 or (sizes < 1).any()):
         raise DataError(
@@ -167,8 +166,7 @@ def _checked_images(
     units = None if sizes is None else layout.units(fields)
     if layout.other_fields:
         return fields, layout.units(fields)
-    _check_shapes(index, fields, units)
-    fields = _laid_flat(fields, units)
+    fields = _laid_flat(index, fields, units)
     units = layout.units(fields) if units is None else units
     for name, array in fields.items():
         what = layout.fields[name].per
@@ -190,22 +188,7 @@ def _checked_images(
     return fields, units
 
 
-def _check_shapes(index: int, fields: dict[str, np.ndarray], units: ImageUnits | None) -> None:
-    """That what is padded to the same number of tiles can be laid flat."""
-    pixels, mask = fields["pixel_values"], fields.get("pixel_attention_mask")
-    if mask is not None and mask.shape != (*pixels.shape[:-3], *pixels.shape[-2:]):
-        raise DataError(
-            f"example {index}: pixel_attention_mask has shape {mask.shape}, pixel_values has "
-            f"{pixels.shape}; give what the processor returned"
-        )
-    if units is not None and pixels.ndim == 5 and len(pixels) != len(units.tiles):
-        raise DataError(
-            f"example {index}: pixel_values has {len(pixels)} images, image_sizes has "
-            f"{len(units.tiles)}; give what the processor returned"
-        )
-
-
-def _check_grid(index: int, grid: np.ndarray, layout: VisionLayout) -> None:
+def _check_grid(index: int, grid: np.ndarray, pixels: np.ndarray, layout: VisionLayout) -> None:
     if (grid < 1).any():
         raise DataError(
             f"example {index}: image_grid_thw has the size {grid.min()}, and sizes are 1 or more; "
@@ -221,9 +204,6 @@ def _check_grid(index: int, grid: np.ndarray, layout: VisionLayout) -> None:
             f"example {index}: image_grid_thw has {grid.tolist()!r:.60}, whose height or width is "
             f"no multiple of merge_size={layout.merge_size}; use the processor of the model"
         )
-
-
-def _check_patch_size(index: int, pixels: np.ndarray, layout: VisionLayout) -> None:
     channels, num_frames, size = layout.patch_shape
     if num_frames > 1 and pixels.shape[1] != channels * num_frames * size:
         raise DataError(
@@ -232,21 +212,33 @@ def _check_patch_size(index: int, pixels: np.ndarray, layout: VisionLayout) -> N
         )
 
 
-def _laid_flat(fields: dict[str, np.ndarray], units: ImageUnits | None) -> dict[str, np.ndarray]:
+def _laid_flat(
+    index: int, fields: dict[str, np.ndarray], units: ImageUnits | None
+) -> dict[str, np.ndarray]:
     """Without the padding of images to the same number of tiles."""
     pixels, mask = fields["pixel_values"], fields.get("pixel_attention_mask")
-    if pixels.ndim == 5:
-        rows, columns = pixels.shape[:2]
-        is_real: Any = np.ones((rows, columns), dtype=bool)
-        if units is not None:  # LLaVA
-            is_real = np.arange(columns) < units.tiles[:rows, None]
-        elif mask is not None:
-            is_real = mask.reshape(rows, columns, -1).any(axis=2)
-        fields = {
-            name: _real(array, is_real) if name in PIXEL_FIELDS else array
-            for name, array in fields.items()
-        }
-    return fields
+    if mask is not None and mask.shape != (*pixels.shape[:-3], *pixels.shape[-2:]):
+        raise DataError(
+            f"example {index}: pixel_attention_mask has shape {mask.shape}, pixel_values has "
+            f"{pixels.shape}; give what the processor returned"
+        )
+    if pixels.ndim != 5:
+        return fields
+    rows, columns = pixels.shape[:2]
+    is_real: Any = np.ones((rows, columns), dtype=bool)
+    if units is not None:  # LLaVA
+        if rows != len(units.tiles):
+            raise DataError(
+                f"example {index}: pixel_values has {rows} images, image_sizes has "
+                f"{len(units.tiles)}; give what the processor returned"
+            )
+        is_real = np.arange(columns) < units.tiles[:, None]
+    elif mask is not None:
+        is_real = mask.reshape(rows, columns, -1).any(axis=2)
+    return {
+        name: _real(array, is_real) if name in PIXEL_FIELDS else array
+        for name, array in fields.items()
+    }
 
 
 def _real(array: np.ndarray, is_real: np.ndarray) -> np.ndarray:

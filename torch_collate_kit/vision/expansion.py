@@ -95,9 +95,8 @@ class ImageProcessing(NamedTuple):
         if not places:
             _check_no_token(text, token)
             return Expansion(text, [], [], [], {}, {})
-        from_sizes = not self.pixels and not _option(self.processor, "do_pan_and_scan")
-        images = [self._image(source, where, from_sizes) for where, source in sources]
-        pieces, output = self._process(text, images, from_sizes)
+        images = [self._image(source, where) for where, source in sources]
+        pieces, output = self._process(text, images)
         expanded, edges = "".join(pieces), [0, *itertools.accumulate(map(len, pieces))]
         spans = list(zip(edges[1:-1:2], edges[2::2], strict=True))
         for outside in pieces[::2]:
@@ -113,20 +112,25 @@ class ImageProcessing(NamedTuple):
         found = {name: fields[name] for name in self._wanted(fields)}
         return found or {"num_tiles": np.ones(1, dtype=np.int64)}
 
-    def _image(self, source: Any, where: str, from_sizes: bool) -> Any:
+    @property
+    def _from_sizes(self) -> bool:
+        """Whether the processor is called with sizes alone; Gemma-3 cuts crops by the pixels."""
+        return not self.pixels and not _option(self.processor, "do_pan_and_scan")
+
+    def _image(self, source: Any, where: str) -> Any:
         """The image, or an array of its size that takes no memory."""
-        if from_sizes:
+        if self._from_sizes:
             return np.broadcast_to(np.uint8(0), (*self.files.size(source, where), 3))
         return self.files.load(source, where)
 
-    def _process(self, text: str, images: list[Any], from_sizes: bool) -> tuple[list[str], Any]:
+    def _process(self, text: str, images: list[Any]) -> tuple[list[str], Any]:
         """The text as it reaches the tokenizer, and the processor's output.
 
         Of the text every other piece is what the processor writes for an image.
         """
         processor = copy.copy(self.processor)
         processor.tokenizer = recorder = _Recorder(self.processor.tokenizer)
-        if from_sizes:
+        if self._from_sizes:
             processor.image_processor = _SizesOnly(self.processor.image_processor, self.layout)
         marked = text.replace(self.placeholder, _BEGIN + self.placeholder + _END)
         try:
@@ -134,8 +138,8 @@ class ImageProcessing(NamedTuple):
                 text=[marked],
                 images=[images],
                 add_special_tokens=False,
-                return_tensors=None if from_sizes else "pt",
-                **({} if from_sizes else {"do_convert_rgb": True}),
+                return_tensors=None if self._from_sizes else "pt",
+                **({} if self._from_sizes else {"do_convert_rgb": True}),
             )
         except (ValueError, TypeError, ZeroDivisionError) as error:
             sizes = ", ".join(f"{height} x {width}" for height, width in map(_size, images))
