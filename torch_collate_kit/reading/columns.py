@@ -41,6 +41,7 @@ _KINDS: dict[Kind, tuple[str, str, str]] = {
     "numbers": (*_FLOAT, "give numbers"),
     "whole numbers": ("q", "iufb", "give numbers"),  # as integers, where they come in lists
 }
+_TYPES = {bool: "b", int: "i", float: "f"}  # of single values, and the kinds of their dtypes
 
 
 class Rows:
@@ -74,11 +75,11 @@ def number_column(name: str, column: Any, kind: Kind) -> Numbers:
     """
     typecode, kinds, advice = _KINDS[kind]
     if isinstance(column, Ragged):
-        values = column.flat_values
-        flat = values if isinstance(values, np.ndarray) else tensor_to_numpy(name, None, values)
+        flat, offsets = column.values, column.offsets
+        flat = tensor_to_numpy(name, None, flat) if isinstance(flat, Tensor) else flat
         if flat.ndim != 1:
             raise DataError(f"column {name} has {flat.ndim}-D values; a column holds flat rows")
-        rows, offsets = [flat], column.offsets - column.offsets[0]
+        rows = [flat]
     else:
         types = set(map(type, column))
         if types == {list}:
@@ -99,8 +100,7 @@ def number_column(name: str, column: Any, kind: Kind) -> Numbers:
         rows = [_whole(name, i, row) for i, row in enumerate(rows)]
     # a uint64 among int64s would make them floats
     mixed = {"q": np.int64, "d": np.float64}[typecode] if len(dtypes) > 1 else None
-    is_flat = len(rows) == 1
-    return Ragged(rows[0] if is_flat else np.concatenate(rows, dtype=mixed), offsets)
+    return Ragged(rows[0] if len(rows) == 1 else np.concatenate(rows, dtype=mixed), offsets)
 
 
 def _whole(name: str, index: int, row: np.ndarray) -> np.ndarray:
@@ -218,9 +218,6 @@ def _bad_entry(name: str, index: int, row: list[Any], typecode: str) -> DataErro
             wanted = "an integer that fits 64 bits" if typecode == "q" else "a number"
             return DataError(f"{where} ({type(entry).__name__}); it must be {wanted}")
     raise AssertionError("the row converts one by one but not as a whole")
-
-
-_TYPES = {bool: "b", int: "i", float: "f"}
 
 
 def _one_value(value: Any) -> Any:

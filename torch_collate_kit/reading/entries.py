@@ -88,7 +88,7 @@ def taken(column: Numbers, pieces: Pieces) -> np.ndarray:
     """
     examples, starts, lengths, _ = pieces
     if not len(examples):
-        return (column.values if isinstance(column, Ragged) else column.arrays[0])[:0]
+        return joined(column).values[:0]
     if isinstance(column, Rows):
         chosen = [column.arrays[i] for i in examples.tolist()]
         if starts.any() or not np.array_equal(lengths, column.lengths[examples]):
