@@ -13,12 +13,11 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import rows
-from torch_collate_kit.batch.added_rows import padded
 from torch_collate_kit.batch.dense import make_field
 from torch_collate_kit.batch.fields import Field
-from torch_collate_kit.batch.joining import joined
 from torch_collate_kit.batch.model_inputs import model_inputs
 from torch_collate_kit.batch.placement import Placement
+from torch_collate_kit.batch.row_changes import joined, padded
 from torch_collate_kit.batch.showing.drawing import described
 from torch_collate_kit.batch.showing.explaining import explained, row_of
 from torch_collate_kit.batch.showing.explanation import Explanation
