@@ -18,10 +18,9 @@ from torch_collate_kit.batch.fields import Field
 from torch_collate_kit.batch.model_inputs import model_inputs
 from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.row_changes import joined, padded
-from torch_collate_kit.batch.showing.drawing import described
+from torch_collate_kit.batch.showing.drawing import described, html_of
 from torch_collate_kit.batch.showing.explaining import explained, row_of
 from torch_collate_kit.batch.showing.explanation import Explanation
-from torch_collate_kit.batch.showing.html import html_of
 from torch_collate_kit.batch.storage import Storage, tensor_of
 from torch_collate_kit.ragged import Ragged, row_indices
 
