@@ -19,8 +19,7 @@ from torch_collate_kit.batch.model_inputs import model_inputs
 from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.row_changes import joined, padded
 from torch_collate_kit.batch.showing.drawing import described, html_of
-from torch_collate_kit.batch.showing.explaining import explained, row_of
-from torch_collate_kit.batch.showing.explanation import Explanation
+from torch_collate_kit.batch.showing.explanation import Explanation, explained, row_of
 from torch_collate_kit.batch.storage import Storage, tensor_of
 from torch_collate_kit.ragged import Ragged, row_indices
 
