@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import rows
+from torch_collate_kit.batch.buffer import tensor_of
 from torch_collate_kit.batch.dense import make_field
 from torch_collate_kit.batch.fields import Field
 from torch_collate_kit.batch.model_inputs import model_inputs
@@ -20,7 +21,7 @@ from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.row_changes import joined, padded
 from torch_collate_kit.batch.showing.drawing import described, html_of
 from torch_collate_kit.batch.showing.explanation import Explanation, explained, row_of
-from torch_collate_kit.batch.storage import Storage, tensor_of
+from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged, row_indices
 
 __all__ = ["Batch"]

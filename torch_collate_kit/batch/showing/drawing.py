@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from torch_collate_kit._reprs import plural
+from torch_collate_kit.batch.buffer import tensor_of
 from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.showing.cells import (
     Cells,
@@ -25,7 +26,7 @@ from torch_collate_kit.batch.showing.cells import (
     examples_per_row,
     runs_of,
 )
-from torch_collate_kit.batch.storage import Storage, tensor_of
+from torch_collate_kit.batch.storage import Storage
 
 __all__ = ["described", "html_of", "title"]
 

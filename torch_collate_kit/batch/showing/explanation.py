@@ -1,4 +1,4 @@
-"""A row of a batch token by token, with the text of every token and all that the batch holds of it."""
+"""A row of a batch token by token: the text of each, and all that the batch holds of it."""
 
 from __future__ import annotations
 
