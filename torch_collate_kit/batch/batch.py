@@ -217,10 +217,7 @@ class Batch(Mapping[str, Field]):
         added = -len(self) % checked_int("multiple_of", multiple_of)
         if not added:
             return self
-        storage = self.stored()
-        if storage.columns is not None:
-            storage = storage.with_given({"sub_seq_lengths": self["sub_seq_lengths"]})
-        return Batch.of_storage(padded(storage, added))
+        return Batch.of_storage(padded(self.stored(), added))
 
     def stored(self) -> Storage:
         """All that is stored, with the fields that were changed in place since they were made.
@@ -379,9 +376,15 @@ class Batch(Mapping[str, Field]):
         """
         row = row_of(self.stored(), row, example)
         one = self[row : row + 1].to("cpu").divide_loss_mask(1)
-        name = f"row {row} of {len(self)}"
-        limits = {"example": example, "start": start, "stop": stop, "max_tokens": max_tokens}
-        return explained(one, one.stored(), name, tokenizer, **limits)
+        return explained(
+            one,
+            one.stored(),
+            f"row {row} of {len(self)}",
+            tokenizer,
+            example=example,
+            cells=slice(start, stop),
+            max_tokens=max_tokens,
+        )
 
     def __repr__(self) -> str:
         return described(self.stored())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.batch.columns import Columns
+from torch_collate_kit.batch.dense import make_field
 from torch_collate_kit.batch.fields import (
     IGNORE_INDEX,
     Field,
@@ -19,7 +20,7 @@ from torch_collate_kit.batch.fields import (
     PerToken,
 )
 from torch_collate_kit.batch.placement import Placement
-from torch_collate_kit.batch.rows import cat, equal, take, with_empty_rows
+from torch_collate_kit.batch.rows import cat, equal, take
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 
@@ -27,9 +28,9 @@ __all__ = ["cells_per_row", "joined", "padded", "trimmed"]
 
 _LOSS_MASKS = ("loss_mask", "response_mask")
 _TARGETS = ("rewards", "advantages", "returns")  # 0 whatever their shape: one per row, say
-_FILL = {"labels": IGNORE_INDEX, **dict.fromkeys((*_LOSS_MASKS, *_TARGETS), 0)}
-_EMPTY = ("sub_seq_lengths", *_FILL)  # where they are ragged
-_FILL["router_padding_mask"] = 1  # True: a router counts and balances none of their tokens
+_UNTRAINED = {"labels": IGNORE_INDEX, **dict.fromkeys((*_LOSS_MASKS, *_TARGETS), 0)}
+_EMPTY = ("sub_seq_lengths", *_UNTRAINED)  # where they are ragged
+_FILL = {**_UNTRAINED, "router_padding_mask": 1}  # True: a router counts none of their tokens
 
 
 def joined(
@@ -127,13 +128,17 @@ def padded(storage: Storage, added: int) -> Storage:
     """With ``added`` rows at the end, which have nothing to train and nothing to count.
 
     They repeat row 0, so that every model can run them, and have no loss, no response, no route and
-    no sub-sequence. ``sub_seq_lengths`` must be given beside columns.
+    no sub-sequence.
     """
+    if storage.columns is not None and "sub_seq_lengths" not in storage.given:
+        # from the columns, it would count the segments that are repeated
+        lengths = make_field("sub_seq_lengths", storage.columns, {}, storage.metadata)
+        storage = storage.with_given({"sub_seq_lengths": lengths})
     num_dummy_rows = storage.metadata.get("num_dummy_rows", 0) + added
     return Storage(
-        None if storage.columns is None else _columns(storage.columns, added),
-        _given(storage, added),
-        {k: _row_metadata(k, value, added) for k, value in storage.row_metadata.items()},
+        None if storage.columns is None else _padded_columns(storage.columns, added),
+        _padded_given(storage, added),
+        {k: _padded_row_metadata(k, value, added) for k, value in storage.row_metadata.items()},
         {**storage.metadata, "num_dummy_rows": num_dummy_rows},
     )
 
@@ -143,17 +148,22 @@ def _repeated(value: Any, added: int) -> Any:
     return take(value, np.append(np.arange(len(value)), np.zeros(added, dtype=np.int64)))
 
 
+def _with_empty_rows(ragged: Ragged, added: int) -> Ragged:
+    """The same rows, and ``added`` empty ones after them: values are shared."""
+    return Ragged(ragged.values, np.append(ragged.offsets, [ragged.offsets[-1]] * added))
+
+
 def _filled(ragged: Ragged, added: int, value: int) -> Ragged:
     ragged.values[ragged.offsets[-1 - added] :] = value
     return ragged
 
 
-def _columns(columns: Columns, added: int) -> Columns:
+def _padded_columns(columns: Columns, added: int) -> Columns:
     untrained = {"loss_weights": 0, "labels": IGNORE_INDEX}
 
     def column(name: str, values: Ragged) -> Ragged:
         if not isinstance(columns.specs[name], PerToken | PerImage):
-            return with_empty_rows(values, added)
+            return _with_empty_rows(values, added)
         repeated = _repeated(values, added)
         return _filled(repeated, added, untrained[name]) if name in untrained else repeated
 
@@ -164,7 +174,7 @@ def _columns(columns: Columns, added: int) -> Columns:
     return columns.change(column, counts)
 
 
-def _given(storage: Storage, added: int) -> dict[str, Any]:
+def _padded_given(storage: Storage, added: int) -> dict[str, Any]:
     """Dense fields; those that have a column are padded as it is.
 
     Those not named above repeat row 0, but floating-point fields whose rows have the shape of a
@@ -178,7 +188,7 @@ def _given(storage: Storage, added: int) -> dict[str, Any]:
         spec = specs.get(name)
         if isinstance(field, Ragged):
             is_empty = name in _EMPTY or isinstance(spec, PerExample)
-            given[name] = (with_empty_rows if is_empty else _repeated)(field, added)
+            given[name] = (_with_empty_rows if is_empty else _repeated)(field, added)
             continue
         given[name] = new = _repeated(field, added)
         if isinstance(spec, PerResponseToken):
@@ -190,9 +200,9 @@ def _given(storage: Storage, added: int) -> dict[str, Any]:
     return given
 
 
-def _row_metadata(key: str, value: Any, added: int) -> Any:
+def _padded_row_metadata(key: str, value: Any, added: int) -> Any:
     if isinstance(value, Ragged):
-        return with_empty_rows(value, added)
+        return _with_empty_rows(value, added)
     repeated = _repeated(value, added)
     if key == "is_last_step":
         repeated[-added:] = [True] * added if isinstance(repeated, list) else True

@@ -75,10 +75,12 @@ def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
 
 
 def _width(batch: Batch) -> int:
+    """The cells of a row, of a batch that says where its examples lie."""
     if not all(isinstance(batch.row_metadata.get(name), Ragged) for name in _NEEDED):
         raise ValueError(
             "the batch was built without the row metadata of a collator, so it does not say where "
-            'examples lie; pass {"labels": batch["labels"], "position_ids": batch["position_ids"]}'
+            "examples lie; pass the Batch that the collator returned, or to unpack() "
+            '{"labels": batch["labels"], "position_ids": batch["position_ids"]}'
         )
     placement = batch.placement
     return int(batch["input_ids"].shape[1]) if placement is None else placement.width
@@ -204,7 +206,12 @@ def cells_by_example(
     nothing predicts. Cells are counted over all rows of ``[R, num_columns]``. The pieces of a split
     example are joined in order. Only a batch that was built from dense tensors is read from its
     device.
+
+    Raises:
+        ValueError: a batch without the row metadata of a collator, or with a piece of an example
+            twice; too few columns.
     """
+    width = _width(batch)
     per_row = batch.row_metadata["example_indices"].lengths  # 0 in an added row
     owners, firsts, responses = (
         np.asarray(batch.row_metadata[name].values)
@@ -219,24 +226,24 @@ def cells_by_example(
             f"a piece of example {owners[again[0]]} is in the batch twice, so its values have no "
             "order; take them before batches are joined or rows repeated"
         )
-    after, lengths = _pieces(batch, per_row)
+    begins, lengths = _pieces(batch, per_row)
+    after = width - begins - lengths  # the cells of the row after a piece
     counts = {"responses": responses, "tokens": lengths, "predicted": lengths - 1}[count][order]
     cells = cells_of_spans(rows[order], after[order] + counts, counts, num_columns)
-    begins = np.flatnonzero(np.diff(owners, prepend=-1))
+    first_pieces = np.flatnonzero(np.diff(owners, prepend=-1))
     before = np.append(0, np.cumsum(counts))
-    return owners[begins], Ragged(cells, before[np.append(begins, len(owners))])
+    return owners[first_pieces], Ragged(cells, before[np.append(first_pieces, len(owners))])
 
 
 def _pieces(batch: Batch, num_pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of the first pieces of every row, which are those of examples: int64 [S] each.
 
-    The cells of the row after the tokens of a piece, and its tokens.
+    The cell of its row where a piece begins, and its tokens.
     """
     if (placement := batch.placement) is not None:
-        width = placement.width
         starts, lengths = (placement.segments[name] for name in ("starts", "lengths"))
     else:
-        width, lengths = batch["input_ids"].shape[1], batch["sub_seq_lengths"].to("cpu")
+        lengths = batch["sub_seq_lengths"].to("cpu")
         if "cu_seq_lens" in batch:
             starts = batch["cu_seq_lens"].to("cpu")
         else:
@@ -245,7 +252,7 @@ def _pieces(batch: Batch, num_pieces: np.ndarray) -> tuple[np.ndarray, np.ndarra
         np.asarray(of.values, dtype=np.int64)[span_indices(of.offsets[:-1], num_pieces)]
         for of in (starts, lengths)
     )
-    return width - first - length, length
+    return first, length
 
 
 def cells_of_spans(

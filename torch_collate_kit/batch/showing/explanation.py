@@ -37,23 +37,24 @@ def explained(
     tokenizer: Any,
     *,
     example: int | None,
-    start: int | None,
-    stop: int | None,
+    cells: slice,
     max_tokens: int | None,
 ) -> Explanation:
     """As ``Batch.explain``: one row in host memory, its dense fields and all that is stored."""
     checked_optional_int("max_tokens", max_tokens, hint="None shows all tokens")
-    cells = cells_of(stored)
-    if cells is None:
+    of_row = cells_of(stored)
+    if of_row is None:
         raise ValueError(f"the batch has no input_ids [R, W] to explain; it has {', '.join(one)}")
-    width = cells.kinds.shape[1]
-    columns = _columns_of(one, stored, cells)
-    picked = [cell for cell in columns["cell"][start:stop] if cells.segments[0, cell] >= 0]
+    width = of_row.kinds.shape[1]
+    columns = _columns_of(one, stored, of_row)
+    title = f"{title}: {_counts(of_row)}"
+    picked = [cell for cell in columns["cell"][cells] if of_row.segments[0, cell] >= 0]
     if example is not None:
         picked = [cell for cell in picked if columns["example"][cell] == example]
-    is_part = example is not None or start is not None or stop is not None
+        title = f"{title}, example {example} of it"
+    is_part = example is not None or cells != slice(None)
     return Explanation(
-        f"{title}: {_counts(cells)}{'' if example is None else f', example {example} of it'}",
+        title,
         {name: [values[cell] for cell in picked] for name, values in columns.items()},
         tokenizer,
         max_tokens=max_tokens,
@@ -85,14 +86,15 @@ def row_of(stored: Storage, row: int | None, example: int | None) -> int:
 
 
 def _listed(rows: list[int]) -> str:
-    plural = "" if len(rows) == 1 else "s"
-    return f"row{plural} {', '.join(map(str, rows[:5]))}{', ...' if len(rows) > 5 else ''}"
+    noun = "row" if len(rows) == 1 else "rows"
+    return f"{noun} {', '.join(map(str, rows[:5]))}{', ...' if len(rows) > 5 else ''}"
 
 
 def _counts(cells: Cells) -> str:
     is_token = cells.segments[0] >= 0
     trained = "" if cells.trained is None else f", {int(cells.trained.sum()):,} trained"
-    return f"{int(is_token.sum()):,} tokens in {is_token.size:,} cells{trained}"
+    tokens, of_row = plural(int(is_token.sum()), "token"), plural(is_token.size, "cell")
+    return f"{tokens} in {of_row}{trained}"
 
 
 def _of_examples(values: list[Any], cells: Cells) -> list[Any]:
