@@ -61,11 +61,11 @@ def described(stored: Storage) -> str:
     cells = _first_rows(stored)
     if cells is not None:
         blocks, size = cells.in_blocks(_WIDTH - 10)
-        rows = _drawn_rows(blocks)
+        rows = _text_rows(blocks)
         lines += [f"  row {i} |{row}|" for i, row in enumerate(rows)]
         if stored.num_rows > len(rows):
-            lines.append(f"  ... {stored.num_rows - len(rows):,} more rows")
-        if legend := _legend(blocks, size, is_made=stored.columns is not None):
+            lines.append(f"  ... {plural(stored.num_rows - len(rows), 'more row')}")
+        if legend := _text_legend(blocks, size, is_made=stored.columns is not None):
             lines.append(fill(legend, _WIDTH, initial_indent="  ", subsequent_indent="  "))
     for name, fields in _field_lines(stored).items():
         text = f"{name}: {fields}"
@@ -134,7 +134,7 @@ def _form(value: Any) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _drawn_rows(blocks: Cells) -> list[str]:
+def _text_rows(blocks: Cells) -> list[str]:
     """A letter or symbol for each block."""
     trained = np.zeros_like(blocks.kinds) if blocks.trained is None else blocks.trained
     looks = np.stack([blocks.kinds, blocks.examples, trained], axis=-1)
@@ -148,7 +148,7 @@ def _symbol(kind: Kind, example: int, is_trained: bool) -> str:
     return letter.upper() if is_trained else letter
 
 
-def _legend(blocks: Cells, size: int, *, is_made: bool) -> str:
+def _text_legend(blocks: Cells, size: int, *, is_made: bool) -> str:
     is_known = blocks.trained is not None
     found = {*blocks.kinds.ravel().tolist()}
     parts = []
@@ -171,7 +171,7 @@ def html_of(stored: Storage) -> str:
         rows = _html_rows(blocks, size, cells.kinds.shape[1], example_numbers(stored))
         parts += rows
         if stored.num_rows > len(rows):
-            parts.append(f"<div>... {stored.num_rows - len(rows):,} more rows</div>")
+            parts.append(f"<div>... {plural(stored.num_rows - len(rows), 'more row')}</div>")
         parts.append(_html_legend(blocks))
     lines = _field_lines(stored).items()
     fields = "".join(f"<div><b>{name}</b>: {escape(fields)}</div>" for name, fields in lines)
