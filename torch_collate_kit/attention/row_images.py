@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.attention.row_segments import RowSegments
-from torch_collate_kit.batch.mrope import mrope_positions
+from torch_collate_kit.batch.dense import mrope_positions
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import PIXEL_FIELDS
 from torch_collate_kit.vision.layout import ImageUnits
