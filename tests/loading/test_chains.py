@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.loading import chains
-from torch_collate_kit.loading.sampler.layouts import Layouts
+from torch_collate_kit.loading.sampler.lineage import Layouts
 from torch_collate_kit.loading.sampler.orders import KeyedOrder
 
 

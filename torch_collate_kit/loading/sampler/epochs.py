@@ -22,7 +22,7 @@ from torch_collate_kit.loading.sampler.arguments import (
     checked_word,
     rank_slice,
 )
-from torch_collate_kit.loading.sampler.layouts import Layouts
+from torch_collate_kit.loading.sampler.lineage import Layouts
 from torch_collate_kit.loading.sampler.state_values import is_same, state_int, told_apart
 
 __all__ = ["NEW_RUN", "EpochSampler", "Plan"]

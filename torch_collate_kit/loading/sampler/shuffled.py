@@ -25,7 +25,7 @@ from torch_collate_kit.loading.sampler.arguments import (
     seeded_generator,
 )
 from torch_collate_kit.loading.sampler.epochs import NEW_RUN, EpochSampler, Plan
-from torch_collate_kit.loading.sampler.growth import Growth
+from torch_collate_kit.loading.sampler.lineage import Growth
 from torch_collate_kit.loading.sampler.orders import ArrayOrder, EpochOrder, epoch_order
 from torch_collate_kit.loading.sampler.state_values import (
     are_pairs,

@@ -1,4 +1,4 @@
-"""How a run was divided over ranks, from which step on: what a state says of it."""
+"""What a state tells of the run so far: its ranks by step, and its number of examples by epoch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.state_values import is_count, is_same
+from torch_collate_kit.loading.sampler.state_values import are_pairs, is_count, is_same
 
-__all__ = ["Layouts"]
+__all__ = ["Growth", "Layouts"]
 
-_MOST = 50  # entries; about 30 bytes each in a state
+_MOST_LAYOUTS = 50  # about 30 bytes each in a state
+_MAX_COUNT = 2**63 - 1
 _Position: TypeAlias = tuple[int, int]
 
 
@@ -60,7 +61,7 @@ class Layouts:
         if position < first:
             raise StateError(
                 f"the layout of epoch {position[0]} step {position[1]} is not known: a state keeps "
-                f"the last {_MOST} changes of it at most, back to epoch {first[0]} step "
+                f"the last {_MOST_LAYOUTS} changes of it at most, back to epoch {first[0]} step "
                 f"{first[1]}; its examples are known without a rank"
             )
         return next(settings for at, settings in reversed(self._entries) if at <= position)
@@ -80,7 +81,7 @@ class Layouts:
         """These settings from ``position`` on, and nothing after."""
         self._entries = [entry for entry in self._entries if entry[0] < position]
         if not self._entries or not is_same(self._entries[-1][1], dict(settings)):
-            self._entries = [*self._entries, (position, dict(settings))][-_MOST:]
+            self._entries = [*self._entries, (position, dict(settings))][-_MOST_LAYOUTS:]
 
     def until(self, position: _Position, *, max_bytes: int) -> list[list[Any]]:
         """The entries up to a position, for a state of it: as many of the last as fit, as JSON."""
@@ -115,3 +116,55 @@ def _damaged(entries: Any) -> StateError:
         f"state has layouts={entries!r}, not a list of [epoch, step, settings] in order, none "
         "after its position; pass what state_dict() gave"
     )
+
+
+class Growth:
+    """The number of examples by epoch: more from some epochs on.
+
+    >>> growth = Growth([(0, 100)]).to(120, from_epoch=3)
+    >>> growth.at(2), growth.at(3), growth.before(4), growth.as_state()
+    (100, 120, 420, [[0, 100], [3, 120]])
+    """
+
+    def __init__(self, changes: list[tuple[int, int]]) -> None:
+        self._changes = changes  # (epoch, examples from it on)
+
+    @classmethod
+    def of_state(cls, changes: Any) -> Growth:
+        """From what ``as_state`` gave; StateError if it is anything else."""
+        numbers = [n for at in changes for n in at] if are_pairs(changes) else []
+        epochs, sizes = numbers[::2], numbers[1::2]
+        are_counts = numbers and all(is_count(n, _MAX_COUNT) for n in numbers)
+        is_rising = are_counts and epochs == sorted(set(epochs)) and sizes == sorted(sizes)
+        if not is_rising or epochs[0] != 0 or sizes[0] < 1:
+            raise StateError(
+                f"state has num_examples={changes!r}, not a list of [epoch, examples from it on]; "
+                "pass what state_dict() gave"
+            )
+        return cls(list(zip(epochs, sizes, strict=True)))
+
+    def to(self, num_examples: int, *, from_epoch: int) -> Growth:
+        """With so many examples from an epoch on, in place of changes to come."""
+        if num_examples == self.last:
+            return self
+        before = [change for change in self._changes if change[0] < from_epoch]
+        return Growth([*before, (from_epoch, num_examples)])
+
+    @property
+    def last(self) -> int:
+        """What there is now."""
+        return self._changes[-1][1]
+
+    def at(self, epoch: int) -> int:
+        """Examples of an epoch."""
+        return next(n for first, n in reversed(self._changes) if first <= epoch)
+
+    def before(self, epoch: int) -> int:
+        """Examples of all epochs before one."""
+        starts = [min(first, epoch) for first, _ in self._changes] + [epoch]
+        sizes = [n for _, n in self._changes]
+        return sum(n * (b - a) for n, a, b in zip(sizes, starts, starts[1:], strict=False))
+
+    def as_state(self) -> list[list[int]]:
+        """All changes, those to come as well: [epoch, examples from it on]."""
+        return [list(change) for change in self._changes]
