@@ -1,4 +1,4 @@
-"""Checks of arguments, seeded generators, and each rank's part of a batch."""
+"""Checks of the arguments of samplers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,6 @@ from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 MAX_WORD = 2**32 - 1  # one word of a SeedSequence each, or (2**32 + 1, 0) would be (1, 1)
-
-
-def rank_slice(num_examples: int, rank: int, world_size: int) -> slice:
-    """The rank-th of ``world_size`` contiguous runs of a batch; the first ones may be longer."""
-    each, longer = divmod(num_examples, world_size)
-    start = rank * each + min(rank, longer)
-    return slice(start, start + each + (rank < longer))
-
-
-def seeded_generator(*words: int) -> np.random.Generator:
-    """A generator that depends on (seed, epoch, ...)."""
-    return np.random.default_rng(np.random.SeedSequence(words))
 
 
 def checked_length(data: int | Sized, name: str = "data") -> int:

@@ -20,7 +20,6 @@ from torch_collate_kit.loading.sampler.arguments import (
     checked_rank,
     checked_shuffle,
     checked_word,
-    rank_slice,
 )
 from torch_collate_kit.loading.sampler.lineage import Layouts
 from torch_collate_kit.loading.sampler.state_values import is_same, state_int, told_apart
@@ -100,7 +99,9 @@ class EpochSampler(ABC):
 
     def _pick(self, batch: Indices) -> Any:
         """What this rank is given of a global batch, in the order in which it reads it."""
-        mine: list[int] = batch[rank_slice(len(batch), self._rank, self._world_size)].tolist()
+        each, longer = divmod(len(batch), self._world_size)  # the first ranks may have one more
+        start = self._rank * each + min(self._rank, longer)
+        mine: list[int] = batch[start : start + each + (self._rank < longer)].tolist()
         return mine
 
     @abstractmethod

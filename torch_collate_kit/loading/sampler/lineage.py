@@ -7,7 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.state_values import are_pairs, is_count, is_same
+from torch_collate_kit.loading.sampler.state_values import (
+    are_pairs,
+    damaged_state,
+    is_count,
+    is_same,
+)
 
 __all__ = ["Growth", "Layouts"]
 
@@ -72,9 +77,8 @@ class Layouts:
             try:
                 make(settings)
             except (TypeError, ValueError, OverflowError) as error:
-                raise StateError(
-                    f"state has a layout of epoch {epoch} step {step} that no run can have had: "
-                    f"{error}; pass what state_dict() gave"
+                raise damaged_state(
+                    f"a layout of epoch {epoch} step {step} that no run can have had: {error}"
                 ) from error
 
     def change(self, position: _Position, settings: Mapping[str, Any]) -> None:
@@ -112,9 +116,9 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _damaged(entries: Any) -> StateError:
-    return StateError(
-        f"state has layouts={entries!r}, not a list of [epoch, step, settings] in order, none "
-        "after its position; pass what state_dict() gave"
+    return damaged_state(
+        f"layouts={entries!r}, not a list of [epoch, step, settings] in order, none after its "
+        "position"
     )
 
 
@@ -137,9 +141,8 @@ class Growth:
         are_counts = numbers and all(is_count(n, _MAX_COUNT) for n in numbers)
         is_rising = are_counts and epochs == sorted(set(epochs)) and sizes == sorted(sizes)
         if not is_rising or epochs[0] != 0 or sizes[0] < 1:
-            raise StateError(
-                f"state has num_examples={changes!r}, not a list of [epoch, examples from it on]; "
-                "pass what state_dict() gave"
+            raise damaged_state(
+                f"num_examples={changes!r}, not a list of [epoch, examples from it on]"
             )
         return cls(list(zip(epochs, sizes, strict=True)))
 

@@ -17,11 +17,15 @@ from typing import Any
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_choice, checked_int, checked_lengths
-from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.sampler.arguments import Indices, checked_length
 from torch_collate_kit.loading.sampler.epochs import EpochSampler, Plan
 from torch_collate_kit.loading.sampler.mixture import Mixture, Place
-from torch_collate_kit.loading.sampler.state_values import digest_of, ints_of_text, text_of_ints
+from torch_collate_kit.loading.sampler.state_values import (
+    damaged_state,
+    digest_of,
+    ints_of_text,
+    text_of_ints,
+)
 
 __all__ = ["MixedSampler"]
 
@@ -205,22 +209,20 @@ class MixedSampler(EpochSampler):
             ahead = ints_of_text("taken", taken, shape=(1 + len(self._mixture.sizes),))
             counts = self._mixture.taken(ahead)
         if not isinstance(counts, list) or any(type(n) is not int or n < 0 for n in counts):
-            raise StateError(
-                f"state has taken={taken!r}, not a list of counts; pass what state_dict() gave"
-            )
+            raise damaged_state(f"taken={taken!r}, not a list of counts")
         num_sources, num_examples = len(self._mixture.sizes), num_steps * self._num_global
         if len(counts) != num_sources or sum(counts) != num_examples:
-            raise StateError(
-                f"state has taken={taken!r}, but after {num_steps} steps the {num_sources} sources "
-                f"have given {num_examples} examples in all; pass what state_dict() gave"
+            raise damaged_state(
+                f"taken={taken!r}, but after {num_steps} steps the {num_sources} sources have "
+                f"given {num_examples} examples in all"
             )
         mixture, place = self._mixture, self._mixture.place(counts)
         known = self._known.get(num_examples) if mixture.lengths else self._place(epoch, step)
         is_right = place == known if known else mixture.is_fair(place)
         if not is_right or (ahead is not None and mixture.ahead(place) != ahead):
-            raise StateError(
-                f"state has taken={taken!r}, which is not in the proportions of weights="
-                f"{list(map(str, mixture.shares))}; pass what state_dict() gave"
+            raise damaged_state(
+                f"taken={taken!r}, which is not in the proportions of weights="
+                f"{list(map(str, mixture.shares))}"
             )
         self._known = {**self._known, num_examples: place}  # not that of the sampler that loads
 

@@ -8,9 +8,16 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit.loading.sampler.arguments import Indices, seeded_generator
+from torch_collate_kit.loading.sampler.arguments import Indices
 
-__all__ = ["ArrayOrder", "EpochOrder", "KeyedOrder", "KeyedPermutation", "epoch_order"]
+__all__ = [
+    "ArrayOrder",
+    "EpochOrder",
+    "KeyedOrder",
+    "KeyedPermutation",
+    "epoch_order",
+    "seeded_generator",
+]
 
 _NUM_ROUNDS = 12  # even, so that both halves end where they began
 _Words = npt.NDArray[np.uint64]
@@ -35,9 +42,6 @@ class ArrayOrder:
             rest = seeded_generator(*words, count).permutation(indices[num_done:])
             indices = np.concatenate([indices[:num_done], rest])
         self._indices = indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
 
     def take(self, start: int, stop: int) -> Indices:
         """The indices at positions ``start`` to ``stop`` - 1, or to the end: int64."""
@@ -69,9 +73,6 @@ class KeyedOrder:
                 self._permutations.append((num_done, rest))
         self._block = 0, np.zeros(0, dtype=np.int64)  # its first position, and its indices
 
-    def __len__(self) -> int:
-        return self._size
-
     def take(self, start: int, stop: int) -> Indices:
         stop = min(stop, self._size)
         first, block = self._block  # one read: another thread may be at another place
@@ -98,6 +99,11 @@ class KeyedOrder:
 
 
 EpochOrder: TypeAlias = ArrayOrder | KeyedOrder
+
+
+def seeded_generator(*words: int) -> np.random.Generator:
+    """A generator that depends on (seed, epoch, ...)."""
+    return np.random.default_rng(np.random.SeedSequence(words))
 
 
 def epoch_order(

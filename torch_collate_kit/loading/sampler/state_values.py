@@ -78,13 +78,15 @@ def are_pairs(value: Any) -> bool:
     return are and all(len(at) == 2 for at in value)
 
 
+def damaged_state(found: str) -> StateError:
+    """The error of a state that no sampler gave."""
+    return StateError(f"state has {found}; pass what state_dict() gave")
+
+
 def state_int(name: str, value: Any) -> int:
     """``value`` when it is an int of 0 .. 2**32 - 1, else StateError."""
     if not is_count(value):
-        raise StateError(
-            f"state has {name}={value!r}, not an int between 0 and {MAX_WORD}; "
-            "pass what state_dict() gave"
-        )
+        raise damaged_state(f"{name}={value!r}, not an int between 0 and {MAX_WORD}")
     number: int = value
     return number
 
@@ -106,7 +108,5 @@ def ints_of_text(name: str, text: str, *, shape: tuple[int, ...]) -> list[Any]:
         planes = np.frombuffer(zlib.decompress(base64.b85decode(text)), np.uint8).reshape(8, -1)
         numbers: list[Any] = np.array(planes.T, order="C").view("<i8").reshape(shape).tolist()
     except (ValueError, zlib.error) as error:
-        raise StateError(
-            f"state has {name}={text!r}, which cannot be read; pass what state_dict() gave"
-        ) from error
+        raise damaged_state(f"{name}={text!r}, which cannot be read") from error
     return numbers
