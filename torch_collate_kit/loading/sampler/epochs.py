@@ -14,15 +14,17 @@ import numpy as np
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import call_repr
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.arguments import (
+from torch_collate_kit.loading.sampler.checks import (
     Indices,
     checked_batch_size,
     checked_rank,
     checked_shuffle,
     checked_word,
+    is_same,
+    state_int,
+    told_apart,
 )
-from torch_collate_kit.loading.sampler.lineage import Layouts
-from torch_collate_kit.loading.sampler.state_values import is_same, state_int, told_apart
+from torch_collate_kit.loading.sampler.states import Layouts
 
 __all__ = ["NEW_RUN", "EpochSampler", "Plan"]
 

@@ -17,15 +17,10 @@ from typing import Any
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_choice, checked_int, checked_lengths
-from torch_collate_kit.loading.sampler.arguments import Indices, checked_length
+from torch_collate_kit.loading.sampler.checks import Indices, checked_length, damaged_state
 from torch_collate_kit.loading.sampler.epochs import EpochSampler, Plan
 from torch_collate_kit.loading.sampler.mixture import Mixture, Place
-from torch_collate_kit.loading.sampler.state_values import (
-    damaged_state,
-    digest_of,
-    ints_of_text,
-    text_of_ints,
-)
+from torch_collate_kit.loading.sampler.states import digest_of, ints_of_text, text_of_ints
 
 __all__ = ["MixedSampler"]
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torch_collate_kit.loading.sampler.arguments import Indices
+from torch_collate_kit.loading.sampler.checks import Indices
 from torch_collate_kit.loading.sampler.orders import EpochOrder, epoch_order
 
 __all__ = ["Mixture", "Place"]

@@ -11,10 +11,10 @@ import numpy.typing as npt
 from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit._reprs import Shown, changed_settings
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading.sampler.arguments import Indices, checked_rank
+from torch_collate_kit.loading.sampler.checks import Indices, checked_rank, is_same
 from torch_collate_kit.loading.sampler.epochs import NEW_RUN
 from torch_collate_kit.loading.sampler.shuffled import Order, OrderedSampler
-from torch_collate_kit.loading.sampler.state_values import digest_in_blocks, digest_of, is_same
+from torch_collate_kit.loading.sampler.states import digest_in_blocks, digest_of
 from torch_collate_kit.packing import PackingOptions, RankPlan
 from torch_collate_kit.packing.fitting import cut_to_fit
 from torch_collate_kit.packing.images import ImageLoad, Patches, image_load

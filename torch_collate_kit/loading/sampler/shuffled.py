@@ -17,27 +17,23 @@ import numpy.typing as npt
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit._reprs import Shown
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.arguments import (
+from torch_collate_kit.loading.sampler.checks import (
     Indices,
+    are_pairs,
     checked_length,
     checked_order,
     checked_tail,
+    damaged_state,
+    state_int,
 )
 from torch_collate_kit.loading.sampler.epochs import NEW_RUN, EpochSampler, Plan
-from torch_collate_kit.loading.sampler.lineage import Growth
 from torch_collate_kit.loading.sampler.orders import (
     ArrayOrder,
     EpochOrder,
     epoch_order,
     seeded_generator,
 )
-from torch_collate_kit.loading.sampler.state_values import (
-    are_pairs,
-    damaged_state,
-    ints_of_text,
-    state_int,
-    text_of_ints,
-)
+from torch_collate_kit.loading.sampler.states import Growth, ints_of_text, text_of_ints
 
 __all__ = ["Order", "OrderedSampler", "PrefetchingSampler"]
 

@@ -1,23 +1,32 @@
-"""What a state tells of the run so far: its ranks by step, and its number of examples by epoch."""
+"""What a sampler's state holds besides its position, and how that is written as small JSON."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.state_values import (
+from torch_collate_kit.loading.sampler.checks import (
+    Indices,
     are_pairs,
     damaged_state,
     is_count,
     is_same,
 )
 
-__all__ = ["Growth", "Layouts"]
+__all__ = ["Growth", "Layouts", "digest_in_blocks", "digest_of", "ints_of_text", "text_of_ints"]
 
 _MOST_LAYOUTS = 50  # about 30 bytes each in a state
 _MAX_COUNT = 2**63 - 1
+_BLOCK, _MAX_THREADS = 2**22, 8  # counts hashed at a time, by so many threads
 _Position: TypeAlias = tuple[int, int]
 
 
@@ -171,3 +180,45 @@ class Growth:
     def as_state(self) -> list[list[int]]:
         """All changes, those to come as well: [epoch, examples from it on]."""
         return [list(change) for change in self._changes]
+
+
+def digest_of(counts: Sequence[Indices]) -> str:
+    """A digest of counts per example, such as lengths, by which a state tells them from others."""
+    found = hashlib.blake2b(digest_size=16)
+    for of_source in counts:
+        found.update(np.ascontiguousarray(of_source, dtype="<i8").data)
+    return found.hexdigest()
+
+
+def digest_in_blocks(counts: Indices) -> str:
+    """A digest of very many counts: threads hash a block of them each, 0.6 s per 1e8 and core.
+
+    >>> digest_in_blocks(np.arange(3)) == digest_in_blocks(np.array([0, 2, 1]))
+    False
+    """
+    counts = np.ascontiguousarray(counts, dtype="<i8")
+    blocks = [counts[i : i + _BLOCK].data for i in range(0, len(counts), _BLOCK)]
+    with ThreadPoolExecutor(_MAX_THREADS) as threads:  # hashlib releases the GIL
+        digests = threads.map(lambda block: hashlib.sha256(block).digest(), blocks)
+        return hashlib.sha256(b"".join(digests)).hexdigest()[:32]
+
+
+def text_of_ints(numbers: npt.ArrayLike) -> str:
+    """Many ints of 64 bits as a short text: about a byte each where they are small.
+
+    >>> text = text_of_ints([[0, n] for n in range(-500, 500)])
+    >>> len(text) < 2000, ints_of_text("numbers", text, shape=(-1, 2))[1]
+    (True, [0, -499])
+    """
+    planes = np.array(numbers, dtype="<i8").view(np.uint8).reshape(-1, 8).T
+    return base64.b85encode(zlib.compress(planes.tobytes(), 9)).decode()
+
+
+def ints_of_text(name: str, text: str, *, shape: tuple[int, ...]) -> list[Any]:
+    """The numbers of ``text_of_ints``, else StateError."""
+    try:
+        planes = np.frombuffer(zlib.decompress(base64.b85decode(text)), np.uint8).reshape(8, -1)
+        numbers: list[Any] = np.array(planes.T, order="C").view("<i8").reshape(shape).tolist()
+    except (ValueError, zlib.error) as error:
+        raise damaged_state(f"{name}={text!r}, which cannot be read") from error
+    return numbers
