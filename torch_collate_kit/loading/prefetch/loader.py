@@ -20,7 +20,7 @@ from torch_collate_kit.loading.prefetch.resumable_loaders import resumable_loade
 from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExample, SkippedExamples
 from torch_collate_kit.loading.prefetch.timeline import StepTimes, Timeline
 from torch_collate_kit.loading.prefetch.watchdog import checked_seconds
-from torch_collate_kit.loading.sampler.state_values import is_same
+from torch_collate_kit.loading.sampler.checks import is_same
 
 __all__ = ["PrefetchLoader"]
 
