@@ -22,8 +22,7 @@ from torch_collate_kit.loading import (
     SkippedExample,
     TokenizedDataset,
 )
-from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExamples
-from torch_collate_kit.loading.prefetch.skipping import Failed, LeftOut
+from torch_collate_kit.loading.prefetch.skipped_examples import Failed, LeftOut, SkippedExamples
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.testing import assert_exact_resume, batch_digest
 

@@ -15,8 +15,7 @@ from torch_collate_kit.loading.prefetch.async_collator import AsyncBatchCollator
 from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy
 from torch_collate_kit.loading.prefetch.positioned import LoaderPosition
 from torch_collate_kit.loading.prefetch.resumable_loaders import ResumableLoader
-from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExamples
-from torch_collate_kit.loading.prefetch.skipping import Collated, LeftOut
+from torch_collate_kit.loading.prefetch.skipped_examples import Collated, LeftOut, SkippedExamples
 from torch_collate_kit.loading.prefetch.timeline import BuildTimes
 from torch_collate_kit.loading.prefetch.watchdog import Watchdog
 
