@@ -120,8 +120,9 @@ class Watchdog:
 
     A second thread must look at the clock, since the one that waits may be deep in somebody's code.
     It sleeps for ``warn_after`` seconds at a time, so a step costs two assignments. It ends with
-    ``stop``, or when nobody has the watchdog any more. A forked process has none. ``collating`` is
-    the identifier of the thread that collates or waits for a worker; whoever builds batches sets it.
+    ``stop``, or when nobody has the watchdog any more. A forked process has none.
+    ``collating`` is the identifier of the thread that collates or waits for a worker; whoever
+    builds batches sets it.
     """
 
     def __init__(self, warn_after: float | None) -> None:
