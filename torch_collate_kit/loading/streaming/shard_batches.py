@@ -6,20 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.streaming.readers import reader_of
 from torch_collate_kit.loading.streaming.shards import Stream
-from torch_collate_kit.loading.streaming.skipping import (
-    ErrorPolicy,
-    Skipped,
-    WrongExamples,
-    plan_without,
-)
-from torch_collate_kit.loading.streaming.states import Position
-from torch_collate_kit.loading.streaming.windows import PlannedEntries, Windows
+from torch_collate_kit.loading.streaming.skipping import ErrorPolicy, Skipped, WrongExamples
+from torch_collate_kit.loading.streaming.states import Place, Position
+from torch_collate_kit.loading.streaming.windows import Windows
 from torch_collate_kit.packing import PackingPlan, PlannedExamples
 
 __all__ = ["ShardBatches"]
@@ -65,11 +59,10 @@ class ShardBatches:
     def __iter__(self) -> Iterator[tuple[Batch | dict[str, Any], Position]]:
         at = self._position
         outcomes: list[Skipped | None] = []
-        for planned, next_window in self._not_given(at):
-            batch, wrong = self._collated(planned)
-            if self._policy.skips:
-                outcomes += _outcomes(planned.entries, wrong)
-            del planned  # its entries would be held beside the next buffer
+        for entries, plan, next_window in self._not_given(at):
+            batch, became = self._wrong.collated(entries, plan, self._collate)
+            outcomes += became
+            del entries, plan  # they would be held beside the next buffer
             at = at._replace(num_batches=at.num_batches + 1)
             if next_window is not None:
                 at = at._replace(place=next_window, num_batches=0)
@@ -89,11 +82,11 @@ class ShardBatches:
         if self._shard is not None:
             batch.metadata |= {"shard": self._shard, "step": after.num_given - 1, **self._epoch}
 
-    def _not_given(self, at: Position) -> Iterator[tuple[PlannedEntries, Any]]:
+    def _not_given(self, at: Position) -> Iterator[tuple[np.ndarray, PackingPlan, Place | None]]:
         """The batches of the window that follow, and those of all later windows."""
         batches = iter(self._windows)
         for num_skipped in range(at.num_batches):
-            if next(batches, (None, at.place))[1] is not None:  # the window ends
+            if next(batches, (None, None, at.place))[-1] is not None:  # the window ends
                 raise StateError(
                     f"the state is {at.num_batches} batches after example {at.place.num_read} of "
                     f"the stream, where at most {num_skipped + 1} follow now; the source is not "
@@ -101,53 +94,11 @@ class ShardBatches:
                 )
         yield from batches
 
-    def _collated(
-        self, planned: PlannedEntries
-    ) -> tuple[Batch | dict[str, Any] | None, dict[int, Skipped]]:
-        """The batch, or None if nothing is left of it, and what was left out, by its number."""
-        entries, wrong = planned.entries, dict[int, Skipped]()
+    def _collate(self, entries: np.ndarray, plan: PackingPlan) -> Batch | dict[str, Any]:
+        """DataError: one of the entries is wrong; the message names its position."""
         try:
-            return self._collate(entries, planned.plan), wrong
-        except DataError as error:
-            if self._policy.skips:
-                wrong = self._wrong_alone(planned)
-            if not wrong:
-                raise self._wrong.named(error, entries["position"].tolist()) from error
-        is_wrong = np.zeros(len(entries), dtype=bool)
-        is_wrong[list(wrong)] = True
-        plan = plan_without(planned.plan, is_wrong)
-        if not len(plan.example_indices):
-            return None, wrong
-        entries = entries[~is_wrong]
-        try:
-            return self._collate(entries, plan), wrong
+            examples = self._reader.examples(entries)
+            batch: Batch | dict[str, Any] = self._collator(PlannedExamples(plan, examples))
         except DataError as error:
             raise self._wrong.named(error, entries["position"].tolist()) from error
-
-    def _wrong_alone(self, planned: PlannedEntries) -> dict[int, Skipped]:
-        """The examples of a batch that cannot be collated alone, by their number in it."""
-        wrong = {}
-        plan = planned.plan
-        # those that overflow drops are read, too
-        for number in np.union1d(plan.example_indices, plan.dropped).tolist():
-            others = np.arange(len(planned.entries)) != number
-            entry = planned.entries[~others]
-            try:
-                self._collate(entry, plan_without(plan, others))
-            except DataError as error:
-                position = int(entry["position"][0])
-                wrong[number] = Skipped(position, str(self._wrong.named(error, [position])))
-        return wrong
-
-    def _collate(self, entries: npt.NDArray[np.void], plan: PackingPlan) -> Batch | dict[str, Any]:
-        examples = self._reader.examples(entries)
-        batch: Batch | dict[str, Any] = self._collator(PlannedExamples(plan, examples))
         return batch
-
-
-def _outcomes(entries: npt.NDArray[np.void], wrong: dict[int, Skipped]) -> list[Skipped | None]:
-    """What became of the examples of a batch, and of those before them that could not be packed."""
-    outcomes: list[Skipped | None] = []
-    for number, before in enumerate(entries["skipped"]):
-        outcomes += [*before, wrong.get(number)]
-    return outcomes
