@@ -1,22 +1,31 @@
-"""The batches of one shard: read, planned in windows, collated, and without wrong examples."""
+"""The batches of a stream's shards, in the turns in which a process gives them out.
+
+Shards give batches in rounds: a batch of every shard, then the next of every shard. A round is the
+same for any number of ranks and workers, because what a shard gives depends on nothing else, and
+which shards have a turn is decided by their numbers of batches alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
 
 import numpy as np
+from torch.utils.data import get_worker_info
 
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.streaming.readers import reader_of
 from torch_collate_kit.loading.streaming.shards import Stream
 from torch_collate_kit.loading.streaming.skipping import ErrorPolicy, Skipped, WrongExamples
-from torch_collate_kit.loading.streaming.states import Place, Position
+from torch_collate_kit.loading.streaming.states import Place, Position, positions_in, state_of
 from torch_collate_kit.loading.streaming.windows import Windows
 from torch_collate_kit.packing import PackingPlan, PlannedExamples
 
-__all__ = ["ShardBatches"]
+__all__ = ["DividedStream", "ShardBatches", "Turn", "in_rounds"]
 
 _NUM_BUFFERS = 8  # of a window; 4 lose 0.9% on lengths spread evenly, for half the reading
 
@@ -102,3 +111,148 @@ class ShardBatches:
         except DataError as error:
             raise self._wrong.named(error, entries["position"].tolist()) from error
         return batch
+
+
+class Turn(NamedTuple):
+    """A shard's turn in a round. With workers a turn without a batch keeps their places."""
+
+    shard: int | None = None
+    batch: Any = None
+    after: Position | None = None  # of the shard; None if it has not changed
+
+    @property
+    def has_batch(self) -> bool:
+        """Not None: a loader's ``collate_fn`` may return that."""
+        return self.after is not None and not self.after.has_ended
+
+
+_NO_TURN = Turn()
+
+
+@dataclass(frozen=True)
+class DividedStream:
+    """The shards of one process, or those of a rank over the workers of a DataLoader.
+
+    It does not move. Who reads keeps the position of each shard: the dataset, or a loader whose
+    workers have copies, which are told where to begin and return where a shard is with every batch.
+    """
+
+    stream: Stream
+    read: Callable[..., Iterable[tuple[Any, Position]]]
+    """``read(shard, position, epoch=...)`` gives batches, each with the position after it."""
+    settings: Mapping[str, Any]
+    """All that shapes batches besides the division; a state must have the same."""
+    num_workers: int
+    worker: int | None
+    """None: the shards of all workers."""
+    saved: Mapping[str, Any] | None
+    """The state that the dataset has loaded for its next pass."""
+
+    @property
+    def epoch(self) -> int | None:
+        """The source's own epoch, if it has one."""
+        return self.stream.epoch
+
+    @property
+    def _shards(self) -> range:
+        shards = self.stream.shards(self.num_workers)
+        return shards if self.worker is None else shards[self.worker :: max(1, self.num_workers)]
+
+    def beginning(self) -> dict[int, Position]:
+        """The positions at the beginning of a pass.
+
+        Raises:
+            ValueError: more workers than shards.
+        """
+        return dict.fromkeys(self._shards, Position())
+
+    def start(self) -> dict[int, Position]:
+        """The positions where the dataset itself would begin: those of a state that it has loaded.
+
+        Raises:
+            StateError: a state without shards, which workers cannot divide.
+        """
+        if self.saved is None:
+            return self.beginning()
+        by_dataset = self if self.num_workers else replace(self, worker=0)
+        return by_dataset.positions_in(self.saved)
+
+    def turns(self, positions: Mapping[int, Position], epoch: int | None) -> Iterator[Turn]:
+        """The turns of this process's shards in pass ``epoch``, in a worker or outside one."""
+        read = partial(self.read, epoch=epoch)
+        worker = get_worker_info()
+        if worker is None or self.worker is not None:
+            return in_rounds(self._shards, positions, read)
+        of_worker = {"worker": worker.id, "num_workers": worker.num_workers}
+        return in_rounds(self._shards, positions, read, **of_worker)
+
+    def state_at(self, positions: Mapping[int, Position], epoch: int | None) -> dict[str, Any]:
+        """The state of these shards; ``epoch`` is the source's."""
+        return state_of(self._all_settings() | {"epoch": epoch}, positions)
+
+    def positions_in(self, state: Mapping[str, Any]) -> dict[int, Position]:
+        """The positions of these shards.
+
+        Raises:
+            StateError: the state does not fit, or is damaged.
+        """
+        packing = self.stream.collator.packing
+        return positions_in(state, self._all_settings(), packing, self._shards)
+
+    def _all_settings(self) -> dict[str, Any]:
+        stream = self.stream
+        division: dict[str, Any] = {"num_shards": stream.num_shards}
+        if stream.num_shards is None:
+            rank, world_size = stream.node
+            division = {"rank": rank, "world_size": world_size, "num_workers": self.num_workers}
+            division |= {"num_shards": None} if self.worker is None else {"worker": self.worker}
+        return {
+            **self.settings,
+            **division,
+            "presharded": stream.presharded,
+            "epoch": stream.epoch,
+        }
+
+
+def in_rounds(
+    shards: range,
+    positions: Mapping[int, Position],
+    read: Callable[[int, Position], Iterable[tuple[Any, Position]]],
+    *,
+    worker: int = 0,
+    num_workers: int = 1,
+) -> Iterator[Turn]:
+    """The turns of a worker's shards, from ``positions`` (of all ``shards``) until all have ended.
+
+    Every worker has equally many turns in a round. So the workers' turns, one of each in rotation
+    as a DataLoader takes them, are those of a single process: the shards in order, round by round.
+    """
+    mine = shards[worker::num_workers]
+    num_turns = -(-len(shards) // num_workers)
+    live = {shard: positions[shard] for shard in mine if not positions[shard].has_ended}
+    batches: dict[int, Iterator[tuple[Any, Position]]] = {}
+    counts = [at.num_given for at in positions.values() if not at.has_ended]
+    for step in count(min(counts, default=0)):
+        if not live:
+            return
+        for i in range(num_turns):
+            shard = mine[i] if i < len(mine) else None
+            if shard is None or shard not in live or live[shard].num_given > step:
+                turn = _NO_TURN
+            else:
+                if shard not in batches:
+                    batches[shard] = iter(read(shard, live[shard]))
+                turn = _next_turn(shard, live, batches[shard])
+            if turn.after is not None or num_workers > 1:
+                yield turn
+            del turn  # its batch would be held beside the next
+
+
+def _next_turn(
+    shard: int, live: dict[int, Position], batches: Iterator[tuple[Any, Position]]
+) -> Turn:
+    given = next(batches, None)
+    if given is None:
+        return Turn(shard, after=live.pop(shard)._replace(has_ended=True))
+    batch, live[shard] = given
+    return Turn(shard, batch, live[shard])
