@@ -20,7 +20,7 @@ from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy
 from torch_collate_kit.loading.prefetch.positioned import LoaderPosition
 from torch_collate_kit.loading.prefetch.resumable_loaders import ResumableLoader
-from torch_collate_kit.loading.prefetch.skipped_examples import Collated, LeftOut, SkippedExamples
+from torch_collate_kit.loading.prefetch.skipped_examples import Collated, SkippedExamples
 from torch_collate_kit.loading.prefetch.waits import BuildTimes, Watchdog
 
 __all__ = ["END", "AsyncBatchCollator", "ReadAhead"]
@@ -177,10 +177,9 @@ def _compute_into(future: Future[T], compute: Callable[[int], T], step: int) -> 
 class _Built(NamedTuple):
     """A batch on its way to its device, or END, and what there is to know of it."""
 
-    batch: Any
+    collated: Collated
     mark: Any  # of the position after it
     times: BuildTimes
-    left_out: LeftOut | None = None  # where examples that fail are left out
 
 
 class ReadAhead:
@@ -222,7 +221,7 @@ class ReadAhead:
             built: _Built = self._collator.get(step)
         finally:
             self._watchdog.wait_ends()
-        batch = built.batch
+        batch = built.collated.batch
         if self.num_steps is not None and (batch is END) != (step >= self.num_steps):
             raise StateError(
                 f"epoch {epoch} has {self.num_steps} steps, but the loader yields "
@@ -232,8 +231,7 @@ class ReadAhead:
         if batch is END:
             self._has_ended = True
             return END, built.times
-        if built.left_out is not None:
-            self._skipped.add(epoch, step, built.left_out)
+        self._skipped.add(epoch, step, built.collated)
         following = LoaderPosition(epoch, step + 1, built.mark)
         if self._prefetch and following.step != self.num_steps:
             self._collator.submit(following.step)
@@ -263,25 +261,26 @@ def _build(
     watchdog.collating = threading.get_ident()
     began = time.perf_counter()
     batch = next(batches, END)
-    collated = copied = time.perf_counter()
+    ended = copied = time.perf_counter()
+    collated = batch if isinstance(batch, Collated) else Collated(batch)
     if batch is END:
-        return _Built(END, None, BuildTimes(began, collated, copied))
+        return _Built(collated, None, BuildTimes(began, ended, copied))
     mark = loader.mark()
-    batch, left_out = batch if isinstance(batch, Collated) else (batch, None)
-    batch = _named(batch, epoch, step, left_out, keep=not loader.has_sampler)
+    batch = _named(collated, epoch, step, keep=not loader.has_sampler)
     if to_device is not None:
         batch = to_device.send(batch)
         copied = time.perf_counter()
-    return _Built(batch, mark, BuildTimes(began, collated, copied), left_out)
+    return _Built(collated._replace(batch=batch), mark, BuildTimes(began, ended, copied))
 
 
-def _named(batch: Any, epoch: int, step: int, left_out: LeftOut | None, *, keep: bool) -> Any:
+def _named(collated: Collated, epoch: int, step: int, *, keep: bool) -> Any:
     """A Batch with its epoch and step in its metadata, and what it is without; others as is."""
+    batch = collated.batch
     if not isinstance(batch, Batch):
         return batch
     named = copy.copy(batch)  # a collate function may keep its own
     names: dict[str, Any] = {"epoch": epoch, "step": step}
-    if left_out is not None and left_out.failed:
-        names["skipped"] = [failed.example for failed in left_out.failed]
+    if collated.failed:
+        names["skipped"] = [failed.example for failed in collated.failed]
     named.metadata = {**batch.metadata, **names, **(batch.metadata if keep else {})}
     return named

@@ -23,7 +23,6 @@ from torch_collate_kit.packing import RankPlan
 __all__ = [
     "Collated",
     "Failed",
-    "LeftOut",
     "SkippedExample",
     "SkippedExamples",
     "skip_failing_examples",
@@ -48,18 +47,12 @@ class Failed(NamedTuple):
     """Its traceback, as text: not every error can be sent by a worker."""
 
 
-class LeftOut(NamedTuple):
-    """How many examples were to be read for a batch, and those that were left out."""
-
-    num_examples: int
-    failed: tuple[Failed, ...] = ()
-
-
 class Collated(NamedTuple):
-    """A batch, and what was left out of it."""
+    """A batch, how many examples were to be read for it, and those that were left out."""
 
     batch: Any
-    left_out: LeftOut
+    num_examples: int = 0
+    failed: tuple[Failed, ...] = ()
 
 
 def skip_failing_examples(loader: Any) -> None:
@@ -95,12 +88,12 @@ class _SkippingCollate:
     def __call__(self, indices: Any) -> Collated:
         num_examples = len(indices) if isinstance(indices, Sized) else 1
         try:
-            return Collated(self._batch(indices), LeftOut(num_examples))
+            return Collated(self._batch(indices), num_examples)
         except _NEVER_SKIPPED:
             raise
         except Exception as error:
             failed = tuple(self._failing(indices))
-            return Collated(self._rest(indices, failed, error), LeftOut(num_examples, failed))
+            return Collated(self._rest(indices, failed, error), num_examples, failed)
 
     def _batch(self, indices: Any) -> Any:
         """As a DataLoader makes it."""
@@ -188,10 +181,10 @@ class SkippedExamples:
         limits = {"max_skipped": self.max_skipped, "max_skipped_in_a_row": self.max_in_a_row}
         return {name: limit for name, limit in limits.items() if limit != _DEFAULTS[name]}
 
-    def add(self, epoch: int, step: int, left_out: LeftOut) -> None:
+    def add(self, epoch: int, step: int, collated: Collated) -> None:
         """Counts and logs what a batch is without; nothing is changed if it is too much."""
-        longest, in_a_row = _runs(self._in_a_row, left_out)
-        failed = left_out.failed
+        longest, in_a_row = _runs(self._in_a_row, collated)
+        failed = collated.failed
         found = [SkippedExample(epoch, step, of.example, of.error) for of in failed]
         examples = [*self.examples, *found]
         if found and len(examples) > self.max_skipped:
@@ -239,13 +232,13 @@ class SkippedExamples:
         return loaded
 
 
-def _runs(in_a_row: int, left_out: LeftOut) -> tuple[int, int]:
+def _runs(in_a_row: int, collated: Collated) -> tuple[int, int]:
     """The longest run of examples left out, and the one that the batch ends with."""
-    failed = {of.position for of in left_out.failed}
+    failed = {of.position for of in collated.failed}
     if not failed:  # as nearly always: without a loop
-        return 0, 0 if left_out.num_examples else in_a_row
+        return 0, 0 if collated.num_examples else in_a_row
     longest = 0
-    for position in range(left_out.num_examples):
+    for position in range(collated.num_examples):
         in_a_row = in_a_row + 1 if position in failed else 0
         longest = max(longest, in_a_row)
     return longest, in_a_row
