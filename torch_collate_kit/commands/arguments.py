@@ -9,6 +9,7 @@ from torch_collate_kit.chat import tokenize_chat_dataset
 from torch_collate_kit.commands.terminal import use_cache_if_offline
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset, read_records
+from torch_collate_kit.reporting.audit.reading import CHAT_KEYS
 from torch_collate_kit.vision import load_processor
 
 __all__ = [
@@ -25,7 +26,6 @@ FILES = (
     "a .jsonl, .json, .parquet or .arrow file, a saved dataset folder or a hub name, of chats, "
     "tokenized rows or rollouts"
 )
-_CHATS = ("messages", "conversations", "instruction", "prompt")
 _FORMS = (
     "chats (messages, conversations, prompt and completion, instruction and output), tokenized "
     "rows (input_ids) or rollouts (prompt_ids, response_ids)"
@@ -93,7 +93,7 @@ def read_data(options: argparse.Namespace) -> Records:
         return Records(rows, "tokens")
     if {"prompt_ids", "response_ids"} <= {*names}:
         return Records(rows, "rollouts")
-    if any(name in names for name in _CHATS):
+    if any(name in names for name in CHAT_KEYS):
         if options.tokenizer is None:
             raise DataError(
                 f"{options.data} holds chats, which only a tokenizer makes tokens of; pass "

@@ -11,7 +11,7 @@ from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.reporting.audit.checks import CHECKS, NEEDS, Check
 from torch_collate_kit.reporting.audit.columns import Found
 from torch_collate_kit.reporting.audit.findings import AuditReport, Finding
-from torch_collate_kit.reporting.audit.sources import read_dataset
+from torch_collate_kit.reporting.audit.reading import read_dataset
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 from torch_collate_kit.vision import VisionLayout
 
