@@ -5,13 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from torch_collate_kit.ragged import span_indices
+from torch_collate_kit.reporting.audit.check import check
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
 
-__all__ = ["eos_truncated", "prompt_longer_than_row", "target_truncated"]
+__all__ = ["CHECKS"]
 
 _USUAL = 0.5  # of the rows with a target: if so many end it with EOS, the others should
 
 
+@check(
+    "warning",
+    "in {rows} a part of the target is beyond max_tokens={max_tokens}, {lost} of {targets} "
+    'trained tokens: overflow="truncate" loses them; raise max_tokens, split the rows, or drop '
+    "them",
+    needs=("max_tokens",),
+)
 def target_truncated(columns: AuditColumns) -> Found | None:
     """Rows that keep a part of their target and lose the rest when cut at ``max_tokens``.
 
@@ -30,6 +38,12 @@ def target_truncated(columns: AuditColumns) -> Found | None:
     )
 
 
+@check(
+    "warning",
+    "in {rows} the prompt alone fills max_tokens={max_tokens}, so a row that is cut there has "
+    "no target left; raise max_tokens, or drop them",
+    needs=("max_tokens",),
+)
 def prompt_longer_than_row(columns: AuditColumns) -> Found | None:
     """Rows whose first trained token is beyond ``max_tokens``, so that no target is left.
 
@@ -40,6 +54,12 @@ def prompt_longer_than_row(columns: AuditColumns) -> Found | None:
     return columns.found_in(is_lost, first, columns.ends, max_tokens=max_tokens)
 
 
+@check(
+    "warning",
+    "{rows} lose the end of their answer, {where}, so they teach the model not to stop; drop "
+    "them, or raise the limit that cuts them",
+    needs=("eos",),
+)
 def eos_truncated(columns: AuditColumns) -> Found | None:
     """Rows whose answer is there but for its EOS.
 
@@ -84,3 +104,10 @@ def _is_near_end(columns: AuditColumns, places: np.ndarray) -> np.ndarray:
     for i in (1, 2):
         found |= columns.is_end[np.maximum(places - i, columns.starts)]
     return found
+
+
+CHECKS = (
+    target_truncated,
+    prompt_longer_than_row,
+    eos_truncated,
+)

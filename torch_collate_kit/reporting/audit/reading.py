@@ -6,7 +6,6 @@ Rows that a reader refuses are set aside with its message, and the rest is read 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -182,16 +181,6 @@ def _parts(num_records: int, *, shows_progress: bool) -> Iterator[range]:
             bar.update(len(part))
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Some rows, all of which the reader took."""
-
-    form: str
-    """Where their loss is; of rollouts what else they have."""
-    columns: dict[str, np.ndarray]
-    """The columns of AuditColumns, by name: rows of one form have the same."""
-
-
 @dataclass
 class _RowReader:
     """Reads rows, some at a time, and halves what is refused until it is a single row."""
@@ -199,7 +188,8 @@ class _RowReader:
     train_all: bool = False
     vision: VisionLayout | None = None
     refused: list[Refused] = field(default_factory=list)
-    _blocks: list[_Block] = field(default_factory=list)
+    _blocks: dict[str, list[dict[str, np.ndarray]]] = field(default_factory=dict)
+    """By the form of the rows, of which some were read at a time: columns of AuditColumns."""
     _has_unread_images: bool = False
 
     def read(self, rows: Callable[[int, int], Any], start: int, stop: int) -> None:
@@ -226,7 +216,7 @@ class _RowReader:
         if found.images is not None:
             has_image[[*found.images.units]] = True
         columns |= {"numbers": np.arange(start, stop), "has_image": has_image}
-        self._blocks.append(_Block(_form(found), columns))
+        self._blocks.setdefault(_form(found), []).append(columns)
 
     def read_chats(
         self, examples: Sequence[Mapping[str, Any]], numbers: list[int], image_token_id: int | None
@@ -239,25 +229,21 @@ class _RowReader:
             starts = np.cumsum(columns["lengths"]) - columns["lengths"]
             has_image |= np.logical_or.reduceat(columns["ids"] == image_token_id, starts)
         columns |= {"numbers": np.array(numbers), "has_image": has_image}
-        self._blocks.append(_Block("loss_mask", columns))
+        self._blocks.setdefault("loss_mask", []).append(columns)
 
     def columns(self) -> AuditColumns:
         """All rows of the usual form; those of another are refused."""
-        counts: Counter[str] = Counter()
-        for block in self._blocks:
-            counts[block.form] += len(block.columns["numbers"])
-        usual = max(counts, key=counts.__getitem__, default=_NO_TARGET)
-        for block in (block for block in self._blocks if block.form != usual):
-            what = f"it has {block.form}, the others have {usual}; give every row the same keys"
-            numbers = block.columns["numbers"].tolist()
-            self.refused += [Refused(i, f"row {i}: {what}") for i in numbers]
-        kept = [block.columns for block in self._blocks if block.form == usual]
-        joined: dict[str, Any] = {
-            name: np.concatenate([columns[name] for columns in kept])
-            for name in (kept[0] if kept else ())
+        joined = {
+            form: {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+            for form, blocks in self._blocks.items()
         }
+        usual = max(joined, key=lambda form: len(joined[form]["numbers"]), default=_NO_TARGET)
+        columns: dict[str, Any] = joined.pop(usual, {})
+        for form, others in joined.items():
+            what = f"it has {form}, the others have {usual}; give every row the same keys"
+            self.refused += [Refused(i, f"row {i}: {what}") for i in others["numbers"].tolist()]
         return AuditColumns(
-            **joined,
+            **columns,
             has_target=usual != _NO_TARGET,
             refused=sorted(self.refused, key=lambda row: row.number),
             has_unread_images=self._has_unread_images,

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from torch_collate_kit.reporting.audit.check import check
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
 from torch_collate_kit.reporting.audit.findings import Severity
 
-__all__ = ["contradictory_answers", "duplicates", "same_spans"]
+__all__ = ["CHECKS", "same_spans"]
 
 _MEANT, _MANY = 0.5, 20  # half of at least 20 rows: several answers per prompt are the design
 
 
+@check(
+    "warning",
+    "{rows} have the same tokens as another one; drop the copies ({copies}), unless the weight "
+    "that they get is meant",
+)
 def duplicates(columns: AuditColumns) -> Found | None:
     """Rows with the same tokens, all of them: the first and its copies.
 
@@ -26,6 +32,11 @@ def duplicates(columns: AuditColumns) -> Found | None:
     return columns.found_in(is_copied, severity=severity, copies=f"{num_copies:,}")
 
 
+@check(
+    "warning",
+    "{rows} give {answers} different answers to {prompts} prompts; keep one answer for each, "
+    "unless several are meant",
+)
 def contradictory_answers(columns: AuditColumns) -> Found | None:
     """Rows with the same prompt, and other answers.
 
@@ -72,3 +83,9 @@ def same_spans(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.n
     spans = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
     firsts = (known.setdefault(ids[a:b].tobytes(), i) for i, (a, b) in enumerate(spans))
     return np.fromiter(firsts, dtype=np.int64, count=len(starts))
+
+
+CHECKS = (
+    duplicates,
+    contradictory_answers,
+)

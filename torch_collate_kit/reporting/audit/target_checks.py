@@ -6,16 +6,11 @@ import re
 
 import numpy as np
 
+from torch_collate_kit.reporting.audit.check import check
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 
-__all__ = [
-    "empty_thinking_trained",
-    "generation_prompt_trained",
-    "masks_all_one",
-    "masks_all_zero",
-    "no_trained_token",
-]
+__all__ = ["CHECKS"]
 
 _THINKING_TAGS = ("think", "thinking", "reasoning")
 _EMPTY_THINKING = re.compile(rf"<({'|'.join(_THINKING_TAGS)})>\s*</\1>")
@@ -23,6 +18,11 @@ _WHITE_SPACE = ("\n\n", "\n", "", " ", "\n\n\n\n")
 _MIXED = 0.5  # of the rows; where fewer are fully trained than are not, the rest says it is a slip
 
 
+@check(
+    "warning",
+    "{rows} have no trained token: they take time and teach nothing; drop them, or correct "
+    "their loss target",
+)
 def no_trained_token(columns: AuditColumns) -> Found | None:
     """Rows without a trained token, and chat records from which no row could be made.
 
@@ -36,6 +36,11 @@ def no_trained_token(columns: AuditColumns) -> Found | None:
     return columns.found_in(columns.num_trained == 0)
 
 
+@check(
+    "error",
+    "none of the {things}, {rows}, has {what}",
+    of_rows=False,
+)
 def masks_all_zero(columns: AuditColumns) -> Found | None:
     """That no row of the dataset has a trained token, or no chat record an answer."""
     if columns.trained_places.size:
@@ -61,6 +66,11 @@ def _without_answer(columns: AuditColumns, **values: str) -> Found:
     return Found(rows, example, values=values, num_rows=columns.num_read + len(rows))
 
 
+@check(
+    "warning",
+    "{rows} train every token, though {why}; prompts are trained too: mark the answers alone, "
+    "as tokenize_chat does",
+)
 def masks_all_one(columns: AuditColumns) -> Found | None:
     """Rows of which every token is trained though they hold a prompt.
 
@@ -92,6 +102,12 @@ def masks_all_one(columns: AuditColumns) -> Found | None:
     return columns.found_in(is_long, why="the other rows leave their prompt out")
 
 
+@check(
+    "warning",
+    "{rows} train the header that the chat template writes before an answer, which the model "
+    "is given at inference; begin the target after it",
+    needs=("header",),
+)
 def generation_prompt_trained(columns: AuditColumns) -> Found | None:
     """Rows that train a token of the header before an answer, such as ``<|im_start|>assistant``.
 
@@ -108,6 +124,12 @@ def generation_prompt_trained(columns: AuditColumns) -> Found | None:
     return columns.found_at(headers[is_trained], width)
 
 
+@check(
+    "warning",
+    "{rows} train an empty thinking block, which teaches the model not to think; leave it out "
+    "of the target (with enable_thinking=False many templates put it into the prompt)",
+    needs=("tokenizer",),
+)
 def empty_thinking_trained(columns: AuditColumns) -> Found | None:
     """Rows that begin what is trained of a turn with a thinking block that has no text in it.
 
@@ -162,3 +184,12 @@ def _thinking_patterns(vocabulary: Vocabulary) -> set[tuple[int, ...]]:
             if starts and stops:
                 patterns.add(ids[starts[-1] : stops[0]])
     return patterns
+
+
+CHECKS = (
+    masks_all_zero,
+    no_trained_token,
+    masks_all_one,
+    generation_prompt_trained,
+    empty_thinking_trained,
+)

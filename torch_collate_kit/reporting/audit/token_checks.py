@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from torch_collate_kit.reporting.audit.check import check
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
 from torch_collate_kit.reporting.audit.findings import Severity
 
-__all__ = [
-    "bos_in_some_rows",
-    "double_bos",
-    "eos_masked_as_pad",
-    "eos_never_trained",
-    "eos_not_trained",
-    "id_out_of_vocabulary",
-    "pad_trained",
-    "padded_rows",
-]
+__all__ = ["CHECKS"]
 
 
+@check(
+    "error",
+    "{rows} have ids that the tokenizer does not have, such as {id}: its vocabulary has {size} "
+    "tokens; use the tokenizer that made the ids, or add the missing tokens to it",
+    needs=("size",),
+)
 def id_out_of_vocabulary(columns: AuditColumns) -> Found | None:
     """Rows with an id, or a label, that is not below the size of the vocabulary.
 
@@ -38,6 +36,12 @@ def id_out_of_vocabulary(columns: AuditColumns) -> Found | None:
     return columns.found_at(places, id=beyond, size=f"{size:,}")
 
 
+@check(
+    "warning",
+    "{rows} begin with two BOS tokens (id {bos}), which no model has seen: the chat template "
+    "writes one, and the tokenizer another; pass add_special_tokens=False",
+    needs=("bos",),
+)
 def double_bos(columns: AuditColumns) -> Found | None:
     """Rows whose first two tokens are BOS. Needs a tokenizer with a BOS."""
     bos = columns.vocabulary.bos_id
@@ -46,6 +50,11 @@ def double_bos(columns: AuditColumns) -> Found | None:
     return columns.found_at(starts[is_twice], 2, bos=bos)
 
 
+@check(
+    "note",
+    "{rows} do not begin with BOS (id {bos}), while the others do; tokenize all rows the same way",
+    needs=("bos",),
+)
 def bos_in_some_rows(columns: AuditColumns) -> Found | None:
     """Rows without a BOS at the start, where at least half of the rows have one.
 
@@ -58,6 +67,11 @@ def bos_in_some_rows(columns: AuditColumns) -> Found | None:
     return columns.found_at(columns.starts[~has_bos], bos=vocabulary.bos_id)
 
 
+@check(
+    "error",
+    "no trained token is {ends}, in {rows} {which}, so the model never learns to stop; {way_out}",
+    needs=("eos",),
+)
 def eos_never_trained(columns: AuditColumns) -> Found | None:
     """That no trained token of the dataset ends an answer.
 
@@ -89,6 +103,12 @@ def eos_never_trained(columns: AuditColumns) -> Found | None:
     )
 
 
+@check(
+    "warning",
+    "{rows} have {ends} after an answer but do not train it, while other answers do; extend "
+    "their target by one token",
+    needs=("eos",),
+)
 def eos_not_trained(columns: AuditColumns) -> Found | None:
     """Rows where the EOS after a trained answer is not trained, while others train theirs.
 
@@ -103,6 +123,12 @@ def eos_not_trained(columns: AuditColumns) -> Found | None:
     return columns.found_at(_unlearnt_ends(columns), ends=_names(columns))
 
 
+@check(
+    "error",
+    "{rows} do not train the EOS after their answer: the pad token is the EOS token, and a "
+    "collator that hides pads hid it too; mask by position, or set another pad token",
+    needs=("eos", "pad"),
+)
 def eos_masked_as_pad(columns: AuditColumns) -> Found | None:
     """Rows where the EOS after a trained answer is not trained, and the pad token is the EOS.
 
@@ -115,6 +141,12 @@ def eos_masked_as_pad(columns: AuditColumns) -> Found | None:
     return columns.found_at(places[columns.ids[places] == vocabulary.eos_id])
 
 
+@check(
+    "error",
+    "{rows} train pad tokens (id {pad}); pads are no target: tokenize without padding, "
+    "collators pad",
+    needs=("pad",),
+)
 def pad_trained(columns: AuditColumns) -> Found | None:
     """Rows that train the pad token.
 
@@ -128,6 +160,12 @@ def pad_trained(columns: AuditColumns) -> Found | None:
     return columns.found_at(np.flatnonzero(is_pad & columns.trained), pad=vocabulary.pad_id)
 
 
+@check(
+    "warning",
+    "{rows} are padded already (id {pad}), and collators take these pads for text; tokenize "
+    "without padding",
+    needs=("pad",),
+)
 def padded_rows(columns: AuditColumns) -> Found | None:
     """Rows that begin or end with two or more untrained pads.
 
@@ -172,3 +210,15 @@ def _in_last_run(columns: AuditColumns, is_pad: np.ndarray) -> np.ndarray:
 def _names(columns: AuditColumns) -> str:
     vocabulary = columns.vocabulary
     return " or ".join(repr(vocabulary.text([token])) for token in vocabulary.end_ids)
+
+
+CHECKS = (
+    eos_never_trained,
+    eos_not_trained,
+    eos_masked_as_pad,
+    pad_trained,
+    padded_rows,
+    double_bos,
+    bos_in_some_rows,
+    id_out_of_vocabulary,
+)
