@@ -9,11 +9,9 @@ from typing import Any
 from torch_collate_kit._checks import checked_bool, checked_optional_int
 from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.reporting.audit import (
-    cut_checks,
     label_checks,
-    reading_checks,
-    repeat_checks,
     rollout_checks,
+    row_checks,
     target_checks,
     template_checks,
     token_checks,
@@ -27,12 +25,11 @@ __all__ = ["CHECKS", "audit"]
 
 # Findings of one severity are in this order
 CHECKS = (
-    *reading_checks.CHECKS,
+    *row_checks.REFUSED,
     *target_checks.CHECKS,
-    *cut_checks.CHECKS,
     *token_checks.CHECKS,
     *label_checks.CHECKS,
-    *repeat_checks.CHECKS,
+    *row_checks.REPEATED,
     *rollout_checks.CHECKS,
     *template_checks.CHECKS,
 )

@@ -6,7 +6,7 @@ import numpy as np
 
 from torch_collate_kit.reporting.audit.check import check
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
-from torch_collate_kit.reporting.audit.repeat_checks import same_spans
+from torch_collate_kit.reporting.audit.row_checks import same_spans
 
 __all__ = ["CHECKS"]
 
