@@ -12,8 +12,7 @@ from torch_collate_kit.reporting.plots.style import (
     grouped_bars,
     tint,
 )
-from torch_collate_kit.reporting.report import PackingReport
-from torch_collate_kit.reporting.tables import headline
+from torch_collate_kit.reporting.report import PackingReport, headline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
