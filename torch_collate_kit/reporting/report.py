@@ -63,10 +63,28 @@ class PackingReport(dict[str, Any]):
         return needed_package("pandas", "PackingReport.to_frame").DataFrame(self["candidates"])
 
     def __repr__(self) -> str:
-        return as_text(self) if self.keys() >= _KEYS else super().__repr__()
+        """Lines of at most 100 characters: the data, a table, what is recommended."""
+        if not self.keys() >= _KEYS:
+            return super().__repr__()
+        names, rows = _table(self)
+        header, *lines = text_table(names, rows, _LEFT)
+        texts = [*_intro(self, names), "", header]
+        for i, (candidate, line) in enumerate(zip(self["candidates"], lines, strict=True)):
+            begins_group = i > 0 and candidate["strategy"] == PADDED
+            texts += ["", line] if begins_group else [line]
+        return "\n".join([*texts, "", headline(self), *_recommendation(self)])
 
     def _repr_html_(self) -> str | None:
-        return as_html(self) if self.keys() >= _KEYS else None
+        """The same with a table; the recommended row is bold."""
+        if not self.keys() >= _KEYS:
+            return None
+        names, rows = _table(self)
+        best = [self["recommended"][key] for key in ("max_tokens", "strategy")]
+        found = [[c["max_tokens"], c["strategy"]] for c in self["candidates"]]
+        table = html_table(names, rows, _LEFT, ["font-weight:bold" * (of == best) for of in found])
+        before = "<br>".join(map(escape, _intro(self, names)))
+        after = "<br>".join(map(escape, _recommendation(self)))
+        return f"<div><p>{before}</p>{table}<p><b>{escape(headline(self))}</b><br>{after}</p></div>"
 
 
 def packing_report(
@@ -199,28 +217,6 @@ def _report(
         candidates=candidates,
         recommended=recommended(candidates, num_tokens),
     )
-
-
-def as_text(report: PackingReport) -> str:
-    """Lines of at most 100 characters: the data, a table, what is recommended."""
-    names, rows = _table(report)
-    header, *lines = text_table(names, rows, _LEFT)
-    texts = [*_intro(report, names), "", header]
-    for i, (candidate, line) in enumerate(zip(report["candidates"], lines, strict=True)):
-        begins_group = i > 0 and candidate["strategy"] == PADDED
-        texts += ["", line] if begins_group else [line]
-    return "\n".join([*texts, "", headline(report), *_recommendation(report)])
-
-
-def as_html(report: PackingReport) -> str:
-    """The same with a table; the recommended row is bold."""
-    names, rows = _table(report)
-    best = [report["recommended"][key] for key in ("max_tokens", "strategy")]
-    found = [[c["max_tokens"], c["strategy"]] for c in report["candidates"]]
-    table = html_table(names, rows, _LEFT, ["font-weight:bold" * (of == best) for of in found])
-    before = "<br>".join(map(escape, _intro(report, names)))
-    after = "<br>".join(map(escape, _recommendation(report)))
-    return f"<div><p>{before}</p>{table}<p><b>{escape(headline(report))}</b><br>{after}</p></div>"
 
 
 def headline(report: PackingReport) -> str:
