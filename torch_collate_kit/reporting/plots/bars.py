@@ -37,7 +37,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "balanced": {"facecolor": COLORS["green"], "hatch": ".."},
     "sequential": {"facecolor": tint(COLORS["orange"], 0.7), "hatch": "\\\\\\\\"},
 }
-_RANK_LOOKS: dict[str, dict[str, Any]] = {
+_LOOKS = LOOKS | {
     "tokens": {"facecolor": tint(COLORS["sky"], 0.6), "hatch": ""},
     "cost": {"facecolor": COLORS["blue"], "hatch": ""},
     "vision cost": {"facecolor": tint(COLORS["orange"], 0.7), "hatch": "////"},
@@ -77,7 +77,7 @@ def plot_efficiency(report: PackingReport, *, ax: Axes | None = None) -> Axes:
         percent[candidate["strategy"]].append(100 * candidate["padding"])
         if candidate["strategy"] == PADDED:
             ticks.append(_tick(candidate, report["recommended"]["max_tokens"]))
-    _grouped_bars(ax, percent, LOOKS, ticks, width=0.84, are_labelled=True, inches=0.75)
+    _grouped_bars(ax, percent, ticks, width=0.84, are_labelled=True, inches=0.75)
     ax.set(
         ylim=(0, max(1.0, 115 * max(c["padding"] for c in candidates))),
         xlabel="max_tokens (* recommended), and what is lost",
@@ -216,9 +216,7 @@ def _draw_bars(
     inches: float = 0.5,
 ) -> None:
     """Above and below zero."""
-    _grouped_bars(
-        ax, percent, _RANK_LOOKS, ticks, width=0.8, are_labelled=are_labelled, inches=inches
-    )
+    _grouped_bars(ax, percent, ticks, width=0.8, are_labelled=are_labelled, inches=inches)
     ax.axhline(0, color="black", linewidth=1)
     low, high = min(of.min() for of in percent.values()), max(of.max() for of in percent.values())
     ax.set_ylim(min(1.2 * low, -1.0 if low < 0 else 0.0), max(1.2 * high, 1.0))
@@ -227,19 +225,18 @@ def _draw_bars(
 def _grouped_bars(
     ax: Axes,
     groups: Mapping[str, np.ndarray | Sequence[float]],
-    looks: Mapping[str, dict[str, Any]],
     ticks: Sequence[str],
     *,
     width: float,
     are_labelled: bool,
-    inches: float = 0.5,
+    inches: float,
 ) -> None:
     """A bar of each group around each tick, ``width`` together, and a legend below."""
     size = width / len(groups)
     handles = []
     for i, (name, heights) in enumerate(groups.items()):
         places = np.arange(len(heights)) + (i - (len(groups) - 1) / 2) * size
-        bars = ax.bar(places, heights, size, label=name, edgecolor="black", **looks[name])
+        bars = ax.bar(places, heights, size, label=name, edgecolor="black", **_LOOKS[name])
         if are_labelled:
             ax.bar_label(bars, [f"{height:.1f}" for height in heights], fontsize=7, padding=1)
         handles.append(bars)
