@@ -1,4 +1,4 @@
-"""``explain``: one record token by token, as a collator makes a row of it."""
+"""``explain`` and ``template``: what is trained, of a record and with a chat template."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.preview import preview, verdict_table
 from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.commands.arguments import (
@@ -18,10 +21,11 @@ from torch_collate_kit.commands.arguments import (
     chat_options,
     number,
     read_data,
+    use_cache_if_offline,
 )
 from torch_collate_kit.errors import DataError
 
-__all__ = ["add_explain"]
+__all__ = ["add_explain", "add_template"]
 
 _ROW = "row 0 of 1"
 
@@ -44,10 +48,10 @@ def add_explain(commands: Any) -> None:
         "--show", type=number, default=60, metavar="N", help="tokens to show, first and last (60)"
     )
     shown.add_argument("--all", action="store_true", help="show all tokens")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_explain)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _explain(options: argparse.Namespace) -> int:
     data = read_data(options)
     num_records = len(data.rows)
     if not -num_records <= options.row < num_records:
@@ -113,3 +117,32 @@ def _collated(example: Mapping[str, Any], options: argparse.Namespace) -> Batch:
         0, max_tokens=options.max_tokens, overflow="truncate", train_all=options.train_all
     )
     return collate([example])
+
+
+def add_template(commands: Any) -> None:
+    """The command's parser."""
+    parser = commands.add_parser(
+        "template", help="show what is trained with a chat template, and what it drops"
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME_OR_FILE",
+        help="a tokenizer's folder or hub name, or a .jinja file",
+    )
+    parser.add_argument(
+        "--all", type=Path, metavar="FOLDER", help="print a table of the .jinja files in a folder"
+    )
+    parser.set_defaults(run=partial(_template, parser))
+
+
+def _template(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    names = list(options.names)
+    if options.all is not None:
+        names += sorted(map(str, options.all.glob("*.jinja")))
+    if not names:
+        parser.error("no template given: name a tokenizer or a .jinja file")
+    use_cache_if_offline(names)
+    one = len(names) == 1 and options.all is None
+    print(preview(names[0]) if one else verdict_table(names), end="")
+    return 0
