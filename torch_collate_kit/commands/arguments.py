@@ -21,7 +21,9 @@ __all__ = [
     "OFFLINE",
     "Records",
     "add_data_arguments",
+    "add_train_all",
     "chat_options",
+    "loaded_tokenizer",
     "number",
     "read_data",
     "tokenized_chats",
@@ -86,6 +88,13 @@ def add_data_arguments(parser: argparse.ArgumentParser, what: str = FILES) -> No
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def add_train_all(parser: argparse.ArgumentParser) -> None:
+    """As of the collators."""
+    parser.add_argument(
+        "--train-all", action="store_true", help="tokenized rows without a loss target are meant"
+    )
+
+
 def read_data(options: argparse.Namespace) -> Records:
     """The dataset of the arguments.
 
@@ -113,29 +122,37 @@ def read_data(options: argparse.Namespace) -> Records:
     raise DataError(f"{options.data}: has the columns {', '.join(names)}; it must hold {_FORMS}")
 
 
-def chat_options(options: argparse.Namespace) -> dict[str, Any]:
-    """What the tokenizing functions take: ``tokenizer`` or ``processor``, and options.
+def loaded_tokenizer(options: argparse.Namespace) -> Any:
+    """The tokenizer or processor of the arguments; None if they name none.
 
     Raises:
         OSError: there is no such tokenizer.
     """
+    if options.tokenizer is None:
+        return None
     loaded = load_processor(options.tokenizer)
-    chosen = {"train_on": options.train_on}
-    if hasattr(loaded, "image_processor"):
-        return chosen | {"processor": loaded, "pixels": False, "image_root": options.image_root}
-    if options.image_root is not None:
+    if options.image_root is not None and not hasattr(loaded, "image_processor"):
         raise ValueError(
             f"--image-root is for images, and {options.tokenizer} is a tokenizer alone; name the "
             "folder or model of a processor"
         )
-    return chosen | {"tokenizer": loaded}
+    return loaded
+
+
+def chat_options(loaded: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """What the tokenizing functions take: ``loaded`` as tokenizer or processor, and options."""
+    if not hasattr(loaded, "image_processor"):
+        return {"tokenizer": loaded, "train_on": options.train_on}
+    images = {"processor": loaded, "pixels": False, "image_root": options.image_root}
+    return {"tokenizer": None, "train_on": options.train_on, **images}
 
 
 def tokenized_chats(rows: Any, options: argparse.Namespace, **settings: Any) -> TokenizedDataset:
     """A dataset of chats as tokens; ``settings`` are those of ``tokenize_chat_dataset``."""
-    chosen = chat_options(options)
-    tokenized, _ = tokenize_chat_dataset(rows, **chosen, **settings)
-    return TokenizedDataset(tokenized, vision=chosen.get("processor"))
+    loaded = loaded_tokenizer(options)
+    tokenized, _ = tokenize_chat_dataset(rows, **chat_options(loaded, options), **settings)
+    is_processor = hasattr(loaded, "image_processor")
+    return TokenizedDataset(tokenized, vision=loaded if is_processor else None)
 
 
 def use_cache_if_offline(names: Iterable[str | None]) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 from torch_collate_kit.commands.arguments import (
     FILES,
     add_data_arguments,
-    chat_options,
+    add_train_all,
+    loaded_tokenizer,
     number,
     read_data,
     tokenized_chats,
@@ -107,25 +108,19 @@ def add_audit(commands: Any) -> None:
     parser.add_argument(
         "--max-tokens", type=number, metavar="N", help="the length at which examples are cut"
     )
-    parser.add_argument(
-        "--train-all", action="store_true", help="tokenized rows without a loss target are meant"
-    )
+    add_train_all(parser)
     parser.set_defaults(run=_audit)
 
 
 def _audit(options: argparse.Namespace) -> int:
     data = read_data(options)
-    chosen: dict[str, Any] = {}
-    if options.tokenizer is not None:
-        loaded = chat_options(options)
-        chosen["tokenizer"] = loaded.get("processor", loaded.get("tokenizer"))
     report = audit(
         data.rows,
+        loaded_tokenizer(options),
         max_tokens=options.max_tokens,
         train_all=options.train_all,
         train_on=options.train_on,
         image_root=options.image_root,
-        **chosen,
     )
     print(json.dumps(report.to_dict(), indent=2) if options.json else report)
     return 0 if report.ok else 1

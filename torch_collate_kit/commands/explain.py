@@ -18,7 +18,9 @@ from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutC
 from torch_collate_kit.commands.arguments import (
     Records,
     add_data_arguments,
+    add_train_all,
     chat_options,
+    loaded_tokenizer,
     number,
     read_data,
     use_cache_if_offline,
@@ -40,9 +42,7 @@ def add_explain(commands: Any) -> None:
     add_data_arguments(parser)
     parser.add_argument("--row", type=int, default=0, metavar="N", help="which record (0)")
     parser.add_argument("--max-tokens", type=number, metavar="N", help="cut it to N tokens")
-    parser.add_argument(
-        "--train-all", action="store_true", help="tokenized rows without a loss target are meant"
-    )
+    add_train_all(parser)
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(
         "--show", type=number, default=60, metavar="N", help="tokens to show, first and last (60)"
@@ -60,10 +60,9 @@ def _explain(options: argparse.Namespace) -> int:
             f"{num_records - 1:,}"
         )
     number = options.row % num_records
-    chosen = {} if options.tokenizer is None else chat_options(options)
-    tokenizer = chosen.get("processor", chosen.get("tokenizer"))
+    tokenizer = loaded_tokenizer(options)
     most = None if options.all else options.show
-    batches = _batches(data, number, options, chosen)
+    batches = _batches(data, number, options, tokenizer)
     found = [batch.explain(0, tokenizer, max_tokens=most) for batch in batches]
     for i, one in enumerate(found):
         of = f", example {i + 1} of {len(found)} of it" if len(found) > 1 else ""
@@ -79,7 +78,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _batches(
-    data: Records, number: int, options: argparse.Namespace, chosen: dict[str, Any]
+    data: Records, number: int, options: argparse.Namespace, tokenizer: Any
 ) -> list[Batch]:
     """A batch of one row for each example that the record makes."""
     record = data.rows[number]
@@ -92,16 +91,16 @@ def _batches(
             return [RolloutCollator(0)([record])]
         if data.kind == "tokens":
             return [_collated(record, options)]
+        chosen = ChatOptions(**chat_options(tokenizer, options))
         return [_collated(example, options) for example in _tokenized(record, chosen)]
     except DataError as error:
         text = str(error).removeprefix("example 0: ").removeprefix("example 0 ")
         raise DataError(f"record {number}: {text}") from error
 
 
-def _tokenized(record: Mapping[str, Any], chosen: dict[str, Any]) -> list[dict[str, Any]]:
+def _tokenized(record: Mapping[str, Any], chosen: ChatOptions) -> list[dict[str, Any]]:
     """The examples of a chat that are trained."""
-    settings = {"tokenizer": None, **chosen}
-    (found,) = tokenize_records([record], ChatOptions(**settings), from_arrow=True)
+    (found,) = tokenize_records([record], chosen, from_arrow=True)
     if isinstance(found, DataError):
         raise found
     kept = [example for example in found if not example["skip_reason"]]

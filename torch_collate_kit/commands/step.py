@@ -15,6 +15,7 @@ import numpy as np
 from torch_collate_kit.commands.arguments import (
     Records,
     add_data_arguments,
+    add_train_all,
     number,
     read_data,
     tokenized_chats,
@@ -56,9 +57,7 @@ def add_step(commands: Any) -> None:
     parser.add_argument("--step", type=int, required=True, metavar="N", help="of the epoch, from 0")
     parser.add_argument("--rank", type=int, metavar="N", help="only what this rank read")
     parser.add_argument("--max-length", type=number, metavar="N", help="chats were cut to N tokens")
-    parser.add_argument(
-        "--train-all", action="store_true", help="tokenized rows without a loss target are meant"
-    )
+    add_train_all(parser)
     parser.add_argument(
         "--show", type=number, default=200, metavar="N", help="characters of each example (200)"
     )

@@ -16,7 +16,7 @@ from torch_collate_kit.reporting.audit import (
     template_checks,
     token_checks,
 )
-from torch_collate_kit.reporting.audit.findings import AuditReport, Finding
+from torch_collate_kit.reporting.audit.findings import SEVERITIES, AuditReport, Finding
 from torch_collate_kit.reporting.audit.reading import read_dataset
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 from torch_collate_kit.vision import VisionLayout
@@ -33,7 +33,6 @@ CHECKS = (
     *rollout_checks.CHECKS,
     *template_checks.CHECKS,
 )
-_ORDER = ("error", "warning", "note")
 _LARGEST = 1 << 62  # no row is longer, and a place in the dataset added to it is still int64
 
 
@@ -104,7 +103,7 @@ def audit(
             not_checked[check.name] = missing
         elif finding is not None:
             findings.append(finding)
-    findings.sort(key=lambda finding: _ORDER.index(finding.severity))
+    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return AuditReport(
         findings,
         num_rows=len(columns.refused) + len(columns.without_answer) + len(columns.lengths),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from torch_collate_kit._reprs import plural
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
 from torch_collate_kit.reporting.audit.findings import Finding, Severity
 
@@ -61,7 +62,7 @@ class Check:
         if found is None:
             return None
         total = columns.num_read if found.num_rows is None else found.num_rows
-        rows = f"{len(found.rows):,} of {total:,} row{'s' * (total != 1)}"
+        rows = f"{len(found.rows):,} of {plural(total, 'row')}"
         message = self.message.format(rows=rows, **found.values)
         severity = found.severity or self.severity
         return Finding(

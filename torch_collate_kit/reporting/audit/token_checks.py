@@ -20,7 +20,7 @@ __all__ = ["CHECKS"]
 def id_out_of_vocabulary(columns: AuditColumns) -> Found | None:
     """Rows with an id, or a label, that is not below the size of the vocabulary.
 
-    Needs a tokenizer with ``len()``. Negative ids are refused by the readers.
+    Negative ids are refused by the readers.
     """
     size = columns.vocabulary.size or 0
     is_beyond = columns.ids >= size
@@ -43,7 +43,7 @@ def id_out_of_vocabulary(columns: AuditColumns) -> Found | None:
     needs=("bos",),
 )
 def double_bos(columns: AuditColumns) -> Found | None:
-    """Rows whose first two tokens are BOS. Needs a tokenizer with a BOS."""
+    """Rows whose first two tokens are BOS."""
     bos = columns.vocabulary.bos_id
     starts = columns.starts[columns.lengths > 1]
     is_twice = (columns.ids[starts] == bos) & (columns.ids[starts + 1] == bos)
