@@ -56,11 +56,10 @@ def labels_not_input_ids(columns: AuditColumns) -> Found | None:
 def mask_shifted(columns: AuditColumns) -> Found | None:
     """Rows whose trained runs begin and end one token late, or one token early.
 
-    Needs a chat template with a generation prompt, and an EOS. Late is a run that leaves out the
-    first token after the generation prompt and goes on one token after the EOS; early is one that
-    begins with the last token of the generation prompt and stops right before the EOS. One of the
-    two alone is no evidence: a prompt may open a thinking block. Silent about rows that
-    :func:`labels_shifted` names.
+    Late is a run that leaves out the first token after the generation prompt and goes on one token
+    after the EOS; early is one that begins with the last token of the generation prompt and stops
+    right before the EOS. One of the two alone is no evidence: a prompt may open a thinking block.
+    Silent about rows that :func:`labels_shifted` names.
     """
     width, num_tokens = len(columns.vocabulary.prompt_ids), len(columns.ids)
     prompts = columns.places_of(columns.vocabulary.prompt_ids) + width

@@ -113,9 +113,8 @@ def masks_all_one(columns: AuditColumns) -> Found | None:
 def generation_prompt_trained(columns: AuditColumns) -> Found | None:
     """Rows that train a token of the header before an answer, such as ``<|im_start|>assistant``.
 
-    Needs a chat template with a generation prompt. White space around the header is not looked at,
-    because it may be part of a token of the answer. Silent about rows that are trained as a whole,
-    which :func:`masks_all_one` names.
+    White space around the header is not looked at, because it may be part of a token of the answer.
+    Silent about rows that are trained as a whole, which :func:`masks_all_one` names.
     """
     width = len(columns.vocabulary.header_ids)
     headers = columns.headers_of_turns
@@ -135,9 +134,9 @@ def generation_prompt_trained(columns: AuditColumns) -> Found | None:
 def empty_thinking_trained(columns: AuditColumns) -> Found | None:
     """Rows that begin what is trained of a turn with a thinking block that has no text in it.
 
-    Needs a tokenizer. Candidates are the ids of ``<think></think>`` with usual white space between
-    the tags; each is decoded, and must read so. Silent about other tags than think, thinking and
-    reasoning, and about a block after a text, which may be about such tags.
+    Candidates are the ids of ``<think></think>`` with usual white space between the tags; each is
+    decoded, and must read so. Silent about other tags than think, thinking and reasoning, and about
+    a block after a text, which may be about such tags.
     """
     vocabulary = columns.vocabulary
     found: list[tuple[int, int]] = []
@@ -198,8 +197,8 @@ def _thinking_patterns(vocabulary: Vocabulary) -> set[tuple[int, ...]]:
 def target_truncated(columns: AuditColumns) -> Found | None:
     """Rows that keep a part of their target and lose the rest when cut at ``max_tokens``.
 
-    Needs ``max_tokens``. Silent about rows that lose all of it, which
-    :func:`prompt_longer_than_row` names, and about rows of which only untrained tokens are cut.
+    Silent about rows that lose all of it, which :func:`prompt_longer_than_row` names, and about
+    rows of which only untrained tokens are cut.
     """
     limits, is_lost = _cut_targets(columns)
     lost = span_indices(limits[is_lost], (columns.ends - limits)[is_lost])
@@ -222,7 +221,7 @@ def target_truncated(columns: AuditColumns) -> Found | None:
 def prompt_longer_than_row(columns: AuditColumns) -> Found | None:
     """Rows whose first trained token is beyond ``max_tokens``, so that no target is left.
 
-    Needs ``max_tokens``. Silent about rows without a target.
+    Silent about rows without a target.
     """
     first, max_tokens = columns.first_trained, columns.max_tokens
     is_lost = first >= columns.starts + (max_tokens or 0)
@@ -238,11 +237,11 @@ def prompt_longer_than_row(columns: AuditColumns) -> Found | None:
 def eos_truncated(columns: AuditColumns) -> Found | None:
     """Rows whose answer is there but for its EOS.
 
-    Needs a tokenizer with an EOS. Either the last trained token is an EOS beyond ``max_tokens``,
-    with a part of the target before it; or the row ends within its answer, while at least half of
-    the rows end theirs with EOS, after which white space may follow, of a token or two. A rollout
-    that ends without EOS was stopped by the limit of generation, which is a note and not a warning.
-    Silent where few rows train an EOS at all: that is
+    Either the last trained token is an EOS beyond ``max_tokens``, with a part of the target before
+    it; or the row ends within its answer, while at least half of the rows end theirs with EOS,
+    after which white space may follow, of a token or two. A rollout that ends without EOS was
+    stopped by the limit of generation, which is a note and not a warning. Silent where few rows
+    train an EOS at all: that is
     :func:`~torch_collate_kit.reporting.audit.token_checks.eos_never_trained`.
     """
     has_target = columns.num_trained > 0

@@ -79,7 +79,7 @@ def template_not_prefix_stable(columns: AuditColumns) -> Found | None:
 def eos_does_not_end_turns(columns: AuditColumns) -> Found | None:
     """That the template ends an answer with another token than the tokenizer's EOS.
 
-    Needs a tokenizer with an EOS and a chat template that writes a token after an answer.
+    Silent where the template writes no token after an answer.
     """
     vocabulary = columns.vocabulary
     if len(vocabulary.end_ids) < 2:

@@ -75,9 +75,9 @@ def bos_in_some_rows(columns: AuditColumns) -> Found | None:
 def eos_never_trained(columns: AuditColumns) -> Found | None:
     """That no trained token of the dataset ends an answer.
 
-    Needs a tokenizer with an EOS; the token with which the chat template ends an answer counts as
-    well. A warning where that may be meant: rollouts, texts without a loss target, and targets of a
-    single token. Silent where nothing is trained.
+    The token with which the chat template ends an answer counts as EOS. A warning where that may be
+    meant: rollouts, texts without a loss target, and targets of a single token. Silent where
+    nothing is trained.
     """
     targets = columns.ids if columns.labels is None else columns.labels
     is_end = np.isin(targets[columns.trained_places], columns.vocabulary.end_ids)
@@ -112,8 +112,8 @@ def eos_never_trained(columns: AuditColumns) -> Found | None:
 def eos_not_trained(columns: AuditColumns) -> Found | None:
     """Rows where the EOS after a trained answer is not trained, while others train theirs.
 
-    Needs a tokenizer with an EOS. Silent where none is trained, which :func:`eos_never_trained`
-    says, and where the pad token is the EOS, which :func:`eos_masked_as_pad` explains.
+    Silent where none is trained, which :func:`eos_never_trained` says, and where the pad token is
+    the EOS, which :func:`eos_masked_as_pad` explains.
     """
     vocabulary = columns.vocabulary
     if vocabulary.pad_id == vocabulary.eos_id:
@@ -132,7 +132,7 @@ def eos_not_trained(columns: AuditColumns) -> Found | None:
 def eos_masked_as_pad(columns: AuditColumns) -> Found | None:
     """Rows where the EOS after a trained answer is not trained, and the pad token is the EOS.
 
-    Needs a tokenizer with one id for both. Silent where they differ.
+    Silent where the two ids differ.
     """
     vocabulary = columns.vocabulary
     if vocabulary.pad_id != vocabulary.eos_id:
@@ -150,8 +150,8 @@ def eos_masked_as_pad(columns: AuditColumns) -> Found | None:
 def pad_trained(columns: AuditColumns) -> Found | None:
     """Rows that train the pad token.
 
-    Needs a tokenizer with a pad token. Where it is the EOS too, the second and further ones at the
-    end of a row are pads; where it differs, every one is.
+    Where it is the EOS too, the second and further ones at the end of a row are pads; where it
+    differs, every one is.
     """
     vocabulary = columns.vocabulary
     is_pad = columns.ids == vocabulary.pad_id
@@ -169,7 +169,7 @@ def pad_trained(columns: AuditColumns) -> Found | None:
 def padded_rows(columns: AuditColumns) -> Found | None:
     """Rows that begin or end with two or more untrained pads.
 
-    Needs a tokenizer with a pad token. Silent about a single one, which may be an EOS.
+    Silent about a single one, which may be an EOS.
     """
     pad, ids = columns.vocabulary.pad_id, columns.ids
     rows = columns.lengths > 2
