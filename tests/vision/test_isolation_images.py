@@ -17,9 +17,7 @@ from tests.vision.alone import alone, mrope_positions
 from tests.vision.families import FAMILIES, MROPE, Example
 from torch_collate_kit.attention import check_isolation
 from torch_collate_kit.attention.alone import _inputs_alone
-from torch_collate_kit.attention.packed_inputs import PackedInputs
-from torch_collate_kit.attention.row_images import RowImages
-from torch_collate_kit.attention.row_segments import find_segments
+from torch_collate_kit.attention.packed_inputs import PackedInputs, RowImages, find_segments
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.errors import IsolationError

@@ -15,8 +15,7 @@ from torch_collate_kit.attention.forward import (
     lowest_precision,
     shape_of,
 )
-from torch_collate_kit.attention.packed_inputs import PackedInputs
-from torch_collate_kit.attention.row_images import is_image
+from torch_collate_kit.attention.packed_inputs import PackedInputs, is_image
 from torch_collate_kit.errors import IsolationError
 
 __all__ = ["check_alone"]

@@ -23,8 +23,12 @@ from torch_collate_kit.attention.models import (
     uses_mrope,
     vocabulary,
 )
-from torch_collate_kit.attention.packed_inputs import PackedInputs, read_inputs
-from torch_collate_kit.attention.row_segments import RowSegments, find_segments
+from torch_collate_kit.attention.packed_inputs import (
+    PackedInputs,
+    RowSegments,
+    find_segments,
+    read_inputs,
+)
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.model_inputs import block_mask
 from torch_collate_kit.errors import IsolationError
