@@ -24,7 +24,10 @@ from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import PIXEL_FIELDS
 from torch_collate_kit.vision.layout import ImageUnits
 
-__all__ = ["PackedInputs", "RowImages", "RowSegments", "find_segments", "is_image", "read_inputs"]
+__all__ = ["PackedInputs", "RowImages", "RowSegments", "find_segments", "read_inputs"]
+
+
+_OF_ROWS = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class PackedInputs(NamedTuple):
@@ -33,6 +36,35 @@ class PackedInputs(NamedTuple):
     inputs: dict[str, Any]
     segments: RowSegments
     images: RowImages | None
+
+    def alone(self, segment: int) -> dict[str, Any]:
+        """The inputs of one segment as a batch of one, without what describes rows.
+
+        Positions and token types are those of the example, not cut out of the row.
+        """
+        where_RW, images = self.segments.ids_RW == segment, self.images
+        ids_T = self.inputs["input_ids"][where_RW]
+        alone: dict[str, Any] = {}
+        for name, value in self.inputs.items():
+            if name in _OF_ROWS or (images is not None and name in images.fields):
+                continue
+            is_per_cell = isinstance(value, Tensor) and value.shape[:2] == where_RW.shape
+            alone[name] = value[where_RW][None] if is_per_cell else value
+        if images is not None:
+            alone |= images.alone(segment, ids_T, self.positions_of(segment))
+        elif "position_ids" in self.inputs:
+            alone["position_ids"] = torch.arange(len(ids_T), device=ids_T.device)[None]
+        return alone
+
+    def positions_of(self, segment: int) -> Tensor | None:
+        """The positions that a segment is given: [1, T], or [3, 1, T] and [4, 1, T] of images."""
+        positions: Tensor | None = self.inputs.get("position_ids")
+        where_RW = self.segments.ids_RW == segment
+        if positions is None:
+            return None
+        if positions.ndim == 3:
+            return positions[:, where_RW][:, None]
+        return positions.expand(where_RW.shape)[where_RW][None]
 
 
 def read_inputs(
@@ -179,7 +211,7 @@ class RowImages:
         if layout.family.joins_tiles:
             fields = {name: values.flatten(0, 1) for name, values in fields.items()}
         units = _units(layout, fields)
-        is_placeholder = is_image(inputs["input_ids"], layout).flatten()
+        is_placeholder = _is_image(inputs["input_ids"], layout).flatten()
         cells = torch.nonzero(is_placeholder).flatten().cpu().numpy()
         ends = np.cumsum(units.tokens)
         for name, values in fields.items():
@@ -232,20 +264,25 @@ class RowImages:
             fields[name] = cut[None] if self.layout.family.joins_tiles else cut
         return fields
 
-    def token_inputs(self, ids_T: Tensor, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Positions of one example as a batch of one, and the types of its tokens.
+    def alone(self, segment: int, ids_T: Tensor, given: Tensor | None) -> dict[str, Tensor]:
+        """The images, positions and token types of one segment as a batch of one.
 
-        ``images`` are its fields, as :meth:`of_segment` returns them.
+        ``given`` are the positions that it has in its row.
         """
-        is_placeholder = is_image(ids_T, self.layout)
-        positions = torch.arange(len(ids_T), device=ids_T.device)[None]
-        inputs = {"position_ids": positions}
+        images = self.of_segment(segment)
+        is_placeholder = _is_image(ids_T, self.layout)
+        own = torch.arange(len(ids_T), device=ids_T.device)[None]
         if self.layout.has_mrope:
-            three = positions.expand(3, -1)
+            three = own.expand(3, -1)
             if images:
                 grids, length = images["image_grid_thw"], ids_T.new_tensor([len(ids_T)])
                 three = mrope_positions(is_placeholder, grids, length, self.layout.merge_size)
-            inputs["position_ids"] = torch.cat([positions, three])[:, None]
+            own = torch.cat([own, three])[:, None]
+            if images and given is not None and given.shape == own.shape:
+                # pads that align a segment go on counting in all four
+                is_after = is_placeholder.int().flip(0).cumsum(0).flip(0) == 0
+                own = torch.where(is_after & (given == given[:1]).all(0), given, own)
+        inputs = {**images, "position_ids": own}
         if types := self.layout.family.token_types:
             inputs[types] = is_placeholder.long()[None]
         return inputs
@@ -256,7 +293,7 @@ class RowImages:
         return slice(int(counts[:first].sum()), int(counts[:last].sum()))
 
 
-def is_image(ids: Tensor, layout: VisionLayout) -> Tensor:
+def _is_image(ids: Tensor, layout: VisionLayout) -> Tensor:
     """Where ids are placeholders of images, bool."""
     token = layout.image_token_id
     return torch.zeros_like(ids, dtype=torch.bool) if token is None else torch.eq(ids, token)
