@@ -12,8 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from torch_collate_kit.chat.images import num_images
-from torch_collate_kit.chat.locating import locate_parts
-from torch_collate_kit.chat.marking import Occurrence, Part, has_marks
+from torch_collate_kit.chat.locating import Occurrence, Part, has_marks, locate_parts
 from torch_collate_kit.chat.records import Conversation
 from torch_collate_kit.chat.styles import FORMS, Style, decoded_arguments, styled
 from torch_collate_kit.chat.template import (

@@ -9,7 +9,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch_collate_kit._checks import needed_package
-from torch_collate_kit.chat.marking import tags_of
 from torch_collate_kit.errors import DataError
 
 __all__ = ["REPEATED_KEY", "ChatTemplate", "Messages", "Refusal", "Spans", "chat_template"]
@@ -21,6 +20,7 @@ Spans = list[tuple[int, int]]
 REPEATED_KEY = "\U000ffffd"
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_TAG = re.compile(r"</?[^<>\s'\"{}]{1,40}>|\[/?[A-Z_]+\]")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _RESERVED = (
     "add_generation_prompt",
@@ -86,7 +86,7 @@ class ChatTemplate:
         self.known_texts: dict[Any, str] = {}
         self.preferred: dict[bool, Any] = {}
         self.plain_turn: Any = None
-        self.tags = tags_of(source)
+        self.tags = _tags_of(source)
         # Public templates let these decide whether the prompt opens thinking.
         self.switches = [
             {name: value}
@@ -152,3 +152,9 @@ class ChatTemplate:
             roles = ", ".join(message["role"] for message in messages)
             reason = f"the chat template cannot render the roles [{roles}]: {error}"
             raise Refusal(reason, rendered=False) from error
+
+
+def _tags_of(template: str) -> re.Pattern[str]:
+    """What looks like a tag in the source of a template, as a group to split texts by."""
+    tags = sorted(set(_TAG.findall(template)), key=len, reverse=True)
+    return re.compile("(" + ("|".join(map(re.escape, tags)) or "(?!)") + ")")
