@@ -6,8 +6,7 @@ import re
 from functools import cached_property
 
 from torch_collate_kit.chat.rendering import preferred_style
-from torch_collate_kit.chat.styles import styled
-from torch_collate_kit.chat.template import ChatTemplate, Refusal
+from torch_collate_kit.chat.template import ChatTemplate, Refusal, styled
 
 __all__ = ["PlainTurn", "plain_turn", "tag_of"]
 

@@ -14,13 +14,16 @@ from typing import Any
 from torch_collate_kit.chat.images import num_images
 from torch_collate_kit.chat.locating import Occurrence, Part, has_marks, locate_parts
 from torch_collate_kit.chat.records import Conversation
-from torch_collate_kit.chat.styles import FORMS, Style, decoded_arguments, styled
 from torch_collate_kit.chat.template import (
+    FORMS,
     REPEATED_KEY,
     ChatTemplate,
     Messages,
     Refusal,
     Spans,
+    Style,
+    decoded_arguments,
+    styled,
 )
 
 __all__ = ["Rendering", "preferred_style", "render_conversation"]

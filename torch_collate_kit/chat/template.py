@@ -1,17 +1,30 @@
-"""One chat template with the variables of a call: rendering, and what is known about it."""
+"""One chat template with the variables of a call, and the forms in which it may need messages."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch_collate_kit._checks import needed_package
+from torch_collate_kit.chat.records import text_of
 from torch_collate_kit.errors import DataError
 
-__all__ = ["REPEATED_KEY", "ChatTemplate", "Messages", "Refusal", "Spans", "chat_template"]
+__all__ = [
+    "FORMS",
+    "REPEATED_KEY",
+    "ChatTemplate",
+    "Messages",
+    "Refusal",
+    "Spans",
+    "Style",
+    "chat_template",
+    "decoded_arguments",
+    "styled",
+]
 
 Messages = list[dict[str, Any]]
 Spans = list[tuple[int, int]]
@@ -158,3 +171,66 @@ def _tags_of(template: str) -> re.Pattern[str]:
     """What looks like a tag in the source of a template, as a group to split texts by."""
     tags = sorted(set(_TAG.findall(template)), key=len, reverse=True)
     return re.compile("(" + ("|".join(map(re.escape, tags)) or "(?!)") + ")")
+
+
+FORMS = {
+    "content": ("text", "parts"),
+    "empty": ("given", "none", "left out", "text"),
+    "arguments": ("given", "mapping", "text"),
+}
+
+
+class Style(NamedTuple):
+    """How texts, empty contents beside calls, and arguments are given: one of ``FORMS`` each."""
+
+    content: str = "text"
+    empty: str = "given"
+    arguments: str = "given"
+
+
+def styled(message: dict[str, Any], style: Style) -> dict[str, Any]:
+    """The message in a form that a template may need. What it says is the same."""
+    content = message["content"]
+    if style.content == "text" and isinstance(content, str) and "tool_calls" not in message:
+        return message
+    styled = dict(message)
+    if not content and "tool_calls" in message:
+        if style.empty == "left out":
+            del styled["content"]
+        elif style.empty != "given":
+            styled["content"] = None if style.empty == "none" else ""
+    elif style.content == "text":
+        styled["content"] = text_of(content or "")
+    elif not isinstance(content, list):
+        styled["content"] = [{"type": "text", "text": content or ""}]
+    if "tool_calls" in message:
+        styled["tool_calls"] = [_styled_call(call, style) for call in message["tool_calls"]]
+    return styled
+
+
+def _styled_call(call: dict[str, Any], style: Style) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    if style.arguments == "mapping" and isinstance(arguments, str):
+        decoded = decoded_arguments(arguments)
+        arguments = arguments if decoded is None else decoded
+    elif style.arguments == "text" and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def decoded_arguments(arguments: str) -> dict[str, Any] | None:
+    """The mapping that a JSON string holds, repeated keys included."""
+    try:
+        found = json.loads(arguments, object_pairs_hook=_with_repeated_keys)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _with_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        while key in found:
+            key += REPEATED_KEY
+        found[key] = value
+    return found

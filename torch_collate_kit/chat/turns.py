@@ -11,8 +11,7 @@ from typing import Any
 from torch_collate_kit.chat.locating import shape_of
 from torch_collate_kit.chat.plain_turn import plain_turn, tag_of
 from torch_collate_kit.chat.rendering import Rendering
-from torch_collate_kit.chat.styles import styled
-from torch_collate_kit.chat.template import Messages, Refusal, Spans
+from torch_collate_kit.chat.template import Messages, Refusal, Spans, styled
 
 __all__ = ["turn_spans"]
 
