@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch_collate_kit.chat.images import num_images
 from torch_collate_kit.chat.records import Conversation
-from torch_collate_kit.chat.template import ChatTemplate, Messages, Refusal
+from torch_collate_kit.chat.template import ChatTemplate, Messages, Refusal, Style
 
 __all__ = ["Occurrence", "Part", "has_marks", "locate_parts", "shape_of"]
 
@@ -67,7 +67,7 @@ def has_marks(text: str) -> bool:
 
 
 def locate_parts(
-    template: ChatTemplate, conversation: Conversation, messages: Messages, style: Any, text: str
+    template: ChatTemplate, conversation: Conversation, messages: Messages, style: Style, text: str
 ) -> tuple[list[Part], list[Occurrence]]:
     """The parts of ``messages``, in the form of ``style``, and their places in ``text``.
 
@@ -133,7 +133,7 @@ def _learn(
 
 
 def _keys(
-    conversation: Conversation, messages: Messages, style: Any, parts: list[Part]
+    conversation: Conversation, messages: Messages, style: Style, parts: list[Part]
 ) -> Iterator[Any]:
     """For each part, and the end, what the template's text before it probably depends on.
 

@@ -6,7 +6,7 @@ import re
 from functools import cached_property
 
 from torch_collate_kit.chat.rendering import preferred_style
-from torch_collate_kit.chat.template import ChatTemplate, Refusal, styled
+from torch_collate_kit.chat.template import ChatTemplate, Refusal
 
 __all__ = ["PlainTurn", "plain_turn", "tag_of"]
 
@@ -34,7 +34,7 @@ class PlainTurn:
 
     def _text(self, *roles: str, prompt: bool = False) -> str:
         messages = [{"role": role, "content": _TEXTS[role]} for role in roles]
-        styles = [styled(message, self._style) for message in messages]
+        styles = [self._style.apply(message) for message in messages]
         return self._template.render(styles, prompt=prompt)[0]
 
     @cached_property

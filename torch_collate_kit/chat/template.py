@@ -15,22 +15,20 @@ from torch_collate_kit.errors import DataError
 
 __all__ = [
     "FORMS",
-    "REPEATED_KEY",
     "ChatTemplate",
     "Messages",
     "Refusal",
     "Spans",
     "Style",
-    "chat_template",
+    "changed_arguments",
     "decoded_arguments",
-    "styled",
 ]
 
 Messages = list[dict[str, Any]]
 Spans = list[tuple[int, int]]
 
 # Stands after a key that is in its mapping already, so that none is lost. No text keeps it.
-REPEATED_KEY = "\U000ffffd"
+_REPEATED_KEY = "\U000ffffd"
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TAG = re.compile(r"</?[^<>\s'\"{}]{1,40}>|\[/?[A-Z_]+\]")
@@ -46,24 +44,6 @@ _RESERVED = (
     "tools",
 )
 _TEMPLATES: WeakKeyDictionary[Any, dict[Any, ChatTemplate]] = WeakKeyDictionary()
-
-
-def chat_template(tokenizer: Any, kwargs: Mapping[str, Any], tools: Any) -> ChatTemplate:
-    """The template that renders with ``kwargs``; the same object for the same settings."""
-    needed_package("transformers", "tokenize_chat")
-    if not getattr(tokenizer, "chat_template", None) and not kwargs.get("chat_template"):
-        raise ValueError(
-            f"{type(tokenizer).__name__} has no chat_template; use the tokenizer of the model's "
-            "chat version, or set tokenizer.chat_template"
-        )
-    source = tokenizer.get_chat_template(kwargs.get("chat_template"), tools)
-    variables = {**tokenizer.special_tokens_map, **kwargs}
-    variables.pop("chat_template", None)
-    key = len(tokenizer), repr(variables), source
-    known = _TEMPLATES.setdefault(tokenizer, {})
-    if key not in known:
-        known[key] = ChatTemplate(tokenizer, source, variables)
-    return known[key]
 
 
 class Refusal(DataError):
@@ -85,6 +65,24 @@ class ChatTemplate:
     what is around a plain answer, and where texts and :mod:`~torch_collate_kit.chat.turns` are.
     """
 
+    @classmethod
+    def of(cls, tokenizer: Any, kwargs: Mapping[str, Any], tools: Any) -> ChatTemplate:
+        """The template that renders with ``kwargs``; the same object for the same settings."""
+        needed_package("transformers", "tokenize_chat")
+        if not getattr(tokenizer, "chat_template", None) and not kwargs.get("chat_template"):
+            raise ValueError(
+                f"{type(tokenizer).__name__} has no chat_template; use the tokenizer of the "
+                "model's chat version, or set tokenizer.chat_template"
+            )
+        source = tokenizer.get_chat_template(kwargs.get("chat_template"), tools)
+        variables = {**tokenizer.special_tokens_map, **kwargs}
+        variables.pop("chat_template", None)
+        key = len(tokenizer), repr(variables), source
+        known = _TEMPLATES.setdefault(tokenizer, {})
+        if key not in known:
+            known[key] = cls(tokenizer, source, variables)
+        return known[key]
+
     def __init__(self, tokenizer: Any, source: str, variables: dict[str, Any]) -> None:
         reserved = next((name for name in _RESERVED if name in variables), None)
         if reserved is not None:
@@ -97,7 +95,7 @@ class ChatTemplate:
         self.has_generation_tags = _GENERATION_TAG.search(self.code) is not None
         self.known_turns: dict[Any, tuple[int, str]] = {}
         self.known_texts: dict[Any, str] = {}
-        self.preferred: dict[bool, Any] = {}
+        self.preferred: dict[bool, Style] = {}
         self.plain_turn: Any = None
         self.tags = _tags_of(source)
         # Public templates let these decide whether the prompt opens thinking.
@@ -141,13 +139,13 @@ class ChatTemplate:
             )
         text = texts[0]
         spans = tagged[0] if self.has_generation_tags else None
-        if REPEATED_KEY in text:
+        if _REPEATED_KEY in text:
             if spans is not None:
                 spans = [
-                    (a - text.count(REPEATED_KEY, 0, a), b - text.count(REPEATED_KEY, 0, b))
+                    (a - text.count(_REPEATED_KEY, 0, a), b - text.count(_REPEATED_KEY, 0, b))
                     for a, b in spans
                 ]
-            text = text.replace(REPEATED_KEY, "")
+            text = text.replace(_REPEATED_KEY, "")
         return text, spans
 
     @contextmanager
@@ -187,35 +185,33 @@ class Style(NamedTuple):
     empty: str = "given"
     arguments: str = "given"
 
+    def apply(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message in this form. What it says is the same."""
+        content = message["content"]
+        if self.content == "text" and isinstance(content, str) and "tool_calls" not in message:
+            return message
+        styled = dict(message)
+        if not content and "tool_calls" in message:
+            if self.empty == "left out":
+                del styled["content"]
+            elif self.empty != "given":
+                styled["content"] = None if self.empty == "none" else ""
+        elif self.content == "text":
+            styled["content"] = text_of(content or "")
+        elif not isinstance(content, list):
+            styled["content"] = [{"type": "text", "text": content or ""}]
+        if "tool_calls" in message:
+            styled["tool_calls"] = [self._apply_to_call(call) for call in message["tool_calls"]]
+        return styled
 
-def styled(message: dict[str, Any], style: Style) -> dict[str, Any]:
-    """The message in a form that a template may need. What it says is the same."""
-    content = message["content"]
-    if style.content == "text" and isinstance(content, str) and "tool_calls" not in message:
-        return message
-    styled = dict(message)
-    if not content and "tool_calls" in message:
-        if style.empty == "left out":
-            del styled["content"]
-        elif style.empty != "given":
-            styled["content"] = None if style.empty == "none" else ""
-    elif style.content == "text":
-        styled["content"] = text_of(content or "")
-    elif not isinstance(content, list):
-        styled["content"] = [{"type": "text", "text": content or ""}]
-    if "tool_calls" in message:
-        styled["tool_calls"] = [_styled_call(call, style) for call in message["tool_calls"]]
-    return styled
-
-
-def _styled_call(call: dict[str, Any], style: Style) -> dict[str, Any]:
-    arguments = call["function"]["arguments"]
-    if style.arguments == "mapping" and isinstance(arguments, str):
-        decoded = decoded_arguments(arguments)
-        arguments = arguments if decoded is None else decoded
-    elif style.arguments == "text" and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+    def _apply_to_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        if self.arguments == "mapping" and isinstance(arguments, str):
+            decoded = decoded_arguments(arguments)
+            arguments = arguments if decoded is None else decoded
+        elif self.arguments == "text" and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def decoded_arguments(arguments: str) -> dict[str, Any] | None:
@@ -231,6 +227,37 @@ def _with_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         while key in found:
-            key += REPEATED_KEY
+            key += _REPEATED_KEY
         found[key] = value
     return found
+
+
+def changed_arguments(arguments: Any, text: str) -> str | None:
+    """What happened to arguments that are a mapping; strings in it were found by their marks."""
+    if not isinstance(arguments, Mapping) or not arguments:
+        return None
+    if json.dumps(arguments, ensure_ascii=False).replace(_REPEATED_KEY, "") in text:
+        return None
+    if repr(arguments) in text:
+        return "prints arguments as Python, not as JSON"
+    for name, value in _leaves(arguments):
+        written = (
+            {value, json.dumps(value)}
+            if isinstance(value, str)
+            else {json.dumps(value), str(value)}
+        )
+        if not any(form in text for form in written):
+            return f"drops the {name} {value!r} of its arguments"
+    return None
+
+
+def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield "key", str(key).rstrip(_REPEATED_KEY)
+            yield from _leaves(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    elif not isinstance(value, str):
+        yield "value", value

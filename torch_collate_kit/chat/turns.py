@@ -11,7 +11,7 @@ from typing import Any
 from torch_collate_kit.chat.locating import shape_of
 from torch_collate_kit.chat.plain_turn import plain_turn, tag_of
 from torch_collate_kit.chat.rendering import Rendering
-from torch_collate_kit.chat.template import Messages, Refusal, Spans, styled
+from torch_collate_kit.chat.template import Messages, Refusal, Spans
 
 __all__ = ["turn_spans"]
 
@@ -219,7 +219,7 @@ def _reply(rendering: Rendering, turn: int) -> Messages:
         for call in rendering.messages[turn].get("tool_calls", ())
     ]
     question = {"role": "user", "content": "Q"}
-    return [styled(message, rendering.style) for message in results or [question]]
+    return [rendering.style.apply(message) for message in results or [question]]
 
 
 def _inside(spans: Spans) -> Callable[[int, int], bool]:
