@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch_collate_kit.chat.images import ImageSource, num_images, read_images
 from torch_collate_kit.chat.options import ChatOptions
-from torch_collate_kit.chat.record_forms import find_texts
+from torch_collate_kit.chat.record_forms import ImageSource, find_texts, num_images, read_images
 from torch_collate_kit.chat.records import Conversation, read_record
 from torch_collate_kit.chat.rendering import Rendering, render_conversation
 from torch_collate_kit.chat.template import ChatTemplate, Refusal, Spans

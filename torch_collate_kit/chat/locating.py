@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch_collate_kit.chat.images import num_images
+from torch_collate_kit.chat.record_forms import num_images
 from torch_collate_kit.chat.records import Conversation
 from torch_collate_kit.chat.template import ChatTemplate, Messages, Refusal, Style
 

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_collate_kit.chat.images import ImageSource, num_images, read_images
 from torch_collate_kit.chat.options import ChatOptions
-from torch_collate_kit.chat.record_forms import find_messages
+from torch_collate_kit.chat.record_forms import ImageSource, find_messages, num_images, read_images
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.raw import is_respelt
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch_collate_kit.chat.images import num_images
 from torch_collate_kit.chat.locating import Occurrence, Part, has_marks, locate_parts
+from torch_collate_kit.chat.record_forms import num_images
 from torch_collate_kit.chat.records import Conversation
 from torch_collate_kit.chat.template import (
     FORMS,
