@@ -107,10 +107,7 @@ def _by_marks(
     if documents is not None:
         documents = marker.copy(documents, -1, "documents", "document")
     copy, _ = template.render(marked, conversation.tools, documents)
-    occurrences, changed = _locate(text, copy, marker.parts)
-    if changed is not None:
-        raise _changed(marker.parts, occurrences, text, changed)
-    return marker.parts, occurrences
+    return marker.parts, _locate(text, copy, marker.parts)
 
 
 def _learn(
@@ -165,18 +162,6 @@ def shape_of(message: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _changed(parts: list[Part], found: list[Occurrence], text: str, place: int) -> Refusal:
-    """The refusal of a text that cannot be aligned after ``place``."""
-    seen = {id(occurrence.part) for occurrence in found}
-    part = next((part for part in parts if id(part) not in seen), None)
-    where = "the messages" if part is None else f"messages[{part.message}] {part.where}"
-    return Refusal(
-        f"the chat template changes {where}, or depends on its text, so it is not known which "
-        f"characters are its own (after {text[max(place - 20, 0) : place + 20]!r})",
-        "change the record, or set another tokenizer.chat_template",
-    )
-
-
 class _Marker:
     """Makes the marked copy of a conversation for one template, or only lists its ``parts``."""
 
@@ -199,10 +184,10 @@ class _Marker:
         marked = dict(message)
         content = message.get("content")
         if isinstance(content, str):
-            marked["content"] = self._content(content, message["role"], index, "content")
+            marked["content"] = self._content(content, message["role"], index)
         elif isinstance(content, list):
             marked["content"] = [
-                {**part, "text": self._content(part["text"], message["role"], index, "content")}
+                {**part, "text": self._content(part["text"], message["role"], index)}
                 if isinstance(part, dict) and isinstance(part.get("text"), str)
                 else part
                 for part in content
@@ -226,18 +211,18 @@ class _Marker:
         arguments = self.copy(function["arguments"], index, f"{where} arguments", "argument")
         return {**call, "function": {**function, "name": name, "arguments": arguments}}
 
-    def _content(self, text: str, role: str, index: int, where: str) -> str:
+    def _content(self, text: str, role: str, index: int) -> str:
         """Thinking that is written into the content is a part of its own."""
         if role != "assistant" or _THINK_END not in text:
-            return self._text(text, index, where, "content")
+            return self._text(text, index, "content", "content")
         thinking, end, answer = text.rpartition(_THINK_END)
         opened, start, thinking = thinking.rpartition("<think>")
         return (
-            self._text(opened, index, where, "content")
+            self._text(opened, index, "content", "content")
             + start
-            + self._text(thinking, index, f"thinking inside {where}", "thinking")
+            + self._text(thinking, index, "thinking inside content", "thinking")
             + end
-            + self._text(answer, index, where, "content")
+            + self._text(answer, index, "content", "content")
         )
 
     def _text(self, text: str, message: int, where: str, kind: str) -> str:
@@ -269,21 +254,32 @@ class _Marker:
         return marked
 
 
-def _locate(text: str, marked: str, parts: list[Part]) -> tuple[list[Occurrence], int | None]:
-    """The places of ``parts`` in the order of the text, and the position of what cannot be matched.
-
-    ``text`` and ``marked`` are the two renderings.
-    """
+def _locate(text: str, marked: str, parts: list[Part]) -> list[Occurrence]:
+    """The places of ``parts``, in the order of the text, by its ``marked`` rendering."""
     found: list[Occurrence] = []
     end = 0
     while (mark := _MARKS.search(marked, end)) is not None:
         part = parts[ord(mark[0]) - _FIRST_MARK]
         place = _match(text, marked, mark.start(), part, end)
         if place is None or text[end : place.start] != marked[end : place.start]:
-            return found, end
+            raise _changed(parts, found, text, end)
         found.append(place)
         end = place.end
-    return found, None if text[end:] == marked[end:] else end
+    if text[end:] != marked[end:]:
+        raise _changed(parts, found, text, end)
+    return found
+
+
+def _changed(parts: list[Part], found: list[Occurrence], text: str, place: int) -> Refusal:
+    """The refusal of a text that cannot be aligned after ``place``."""
+    seen = {id(occurrence.part) for occurrence in found}
+    part = next((part for part in parts if id(part) not in seen), None)
+    where = "the messages" if part is None else f"messages[{part.message}] {part.where}"
+    return Refusal(
+        f"the chat template changes {where}, or depends on its text, so it is not known which "
+        f"characters are its own (after {text[max(place - 20, 0) : place + 20]!r})",
+        "change the record, or set another tokenizer.chat_template",
+    )
 
 
 def _locate_after(text: str, parts: list[Part], known: list[str | None]) -> list[Occurrence] | None:
