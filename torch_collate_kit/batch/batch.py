@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import rows
 from torch_collate_kit.batch.added_rows import padded
+from torch_collate_kit.batch.buffer import tensor_of
 from torch_collate_kit.batch.dense import make_field
 from torch_collate_kit.batch.fields import Field
 from torch_collate_kit.batch.joining import joined
@@ -23,7 +24,7 @@ from torch_collate_kit.batch.showing.drawing import described
 from torch_collate_kit.batch.showing.explaining import explained, row_of
 from torch_collate_kit.batch.showing.explanation import Explanation
 from torch_collate_kit.batch.showing.html import html_of
-from torch_collate_kit.batch.storage import Storage, tensor_of
+from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged, row_indices
 
 __all__ = ["Batch"]

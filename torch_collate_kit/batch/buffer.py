@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["Slot", "carve", "fresh_bytes", "gather"]
+__all__ = ["Slot", "carve", "fresh_bytes", "gather", "slots_of", "tensor_of"]
 
 _ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
 _HUGE_PAGE = 1 << 21
@@ -43,6 +43,28 @@ class Slot(NamedTuple):
     offsets: np.ndarray | None
 
 
+def tensor_of(field: Tensor | Ragged) -> Tensor:
+    """The tensor of a field, or of the values of a ragged one."""
+    return field if isinstance(field, Tensor) else torch.as_tensor(field.values)
+
+
+def slots_of(fields: Mapping[Key, Tensor | Ragged]) -> dict[Key, Slot]:
+    """Where the fields lie in a buffer of theirs: one after the other, in their order."""
+    slots: dict[Key, Slot] = {}
+    end = 0
+    for key, field in fields.items():
+        tensor = tensor_of(field)
+        offsets = field.offsets if isinstance(field, Ragged) else None
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        slots[key] = Slot(start, tuple(tensor.shape), tensor.dtype, offsets)
+        end = _stop(slots[key])
+    return slots
+
+
+def _stop(slot: Slot) -> int:
+    return slot.start + math.prod(slot.shape) * slot.dtype.itemsize
+
+
 def gather(
     fields: Mapping[Key, Tensor | Ragged], *, pin: bool = False, share: bool = False
 ) -> tuple[Tensor, dict[Key, Slot]]:
@@ -51,21 +73,10 @@ def gather(
     With ``pin`` in page-locked memory; with ``share``, where the first is in host memory, in memory
     that other processes get without a copy.
     """
-    slots: dict[Key, Slot] = {}
-    sources: list[Tensor] = []
-    end = 0
-    for key, field in fields.items():
-        offsets = None
-        if isinstance(field, Ragged):
-            offsets, source = field.offsets, torch.as_tensor(field.values)
-        else:
-            source = field
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        slots[key] = Slot(start, tuple(source.shape), source.dtype, offsets)
-        sources.append(source)
-        end = start + math.prod(source.shape) * source.dtype.itemsize
-    size = -(-end // _ALIGNMENT) * _ALIGNMENT  # torch.load reads a storage as its widest dtype
-    device = sources[0].device
+    slots = slots_of(fields)
+    sources = [tensor_of(field) for field in fields.values()]
+    size = -(-max(map(_stop, slots.values())) // _ALIGNMENT) * _ALIGNMENT  # for torch.load, which
+    device = sources[0].device  # reads a storage as its widest dtype
     if share and device.type == "cpu" and size:  # no memory at all cannot be shared
         return _shared(sources, list(slots.values()), size), slots
     buffer = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin)
@@ -115,5 +126,4 @@ def carve(buffer: Tensor, slots: Mapping[Key, Slot]) -> dict[Key, Tensor | Ragge
 
 
 def _view(buffer: Tensor, slot: Slot) -> Tensor:
-    stop = slot.start + math.prod(slot.shape) * slot.dtype.itemsize
-    return buffer[slot.start : stop].view(slot.dtype).view(slot.shape)
+    return buffer[slot.start : _stop(slot)].view(slot.dtype).view(slot.shape)

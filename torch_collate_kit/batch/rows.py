@@ -36,7 +36,7 @@ def equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
     if isinstance(a, Ragged) and isinstance(b, Ragged):
-        return a.values.dtype == b.values.dtype and a == b
+        return torch.as_tensor(a.values).dtype == torch.as_tensor(b.values).dtype and a == b
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return a.dtype == b.dtype and np.array_equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):

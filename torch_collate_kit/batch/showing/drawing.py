@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from torch_collate_kit._reprs import plural
+from torch_collate_kit.batch.buffer import tensor_of
 from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.showing.cells import (
     Cells,
@@ -17,7 +18,7 @@ from torch_collate_kit.batch.showing.cells import (
     example_numbers,
     examples_per_row,
 )
-from torch_collate_kit.batch.storage import Storage, tensor_of
+from torch_collate_kit.batch.storage import Storage
 
 __all__ = ["NAMES", "described", "field_lines", "first_rows", "title"]
 
