@@ -373,3 +373,10 @@ def test_a_buffer_may_end_within_a_number():
     values = pa.Array.from_buffers(pa.int64(), 2, [None, pa.py_buffer(numbers + b"\0" * 3)])
     ds = TokenizedDataset(pa.table({"input_ids": pa.ListArray.from_arrays([0, 2], values)}))
     assert ds[0]["input_ids"].tolist() == [5, 6]
+
+
+def test_patches_are_those_of_the_selected_rows():
+    vision = VisionLayout("qwen3_vl", image_token_id=9, merge_size=2)
+    rows = [{"input_ids": [9, 5], "image_grid_thw": [[1, 2, 2 * n]]} for n in (1, 2, 3)]
+    selected = datasets.Dataset.from_list(rows).select([2, 0])
+    assert TokenizedDataset(selected, train_all=True, vision=vision).patches == [[12], [4]]

@@ -80,7 +80,7 @@ class EpochSampler(ABC):
         self._shuffle = checked_shuffle(shuffle)
         self._epoch, self._step = 0, 0  # of the next iter()
         self._latest: StepIterator | None = None
-        self._layouts = Layouts(self._layout())
+        self._layouts = Layouts([((0, 0), self._layout())])
 
     @abstractmethod
     def _num_steps(self, epoch: int) -> int:
@@ -350,7 +350,7 @@ class EpochSampler(ABC):
                 f"state is of step {step}, but epoch {epoch} has {num_steps} steps; {NEW_RUN}"
             )
         self._load_extra(state, epoch, step)
-        self._layouts = Layouts.of(state["layouts"], (epoch, step), self._layout())
+        self._layouts = Layouts.of_state(state["layouts"], (epoch, step), self._layout())
         layout = self._layouts.at((epoch, step))
         self._jump(epoch, step)
         return layout

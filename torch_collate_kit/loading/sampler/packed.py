@@ -91,9 +91,7 @@ class PackedBatchSampler(OrderedSampler):
         if self._packing.overflow == "raise" or patches is not None:
             # Names an example that does not fit, before the first batch.
             cut_to_fit(self._lengths, self._packing, self._images)
-        self._counts = None
-        if num_loss_tokens is not None:
-            self._counts = self._checked_counts(num_loss_tokens)
+        self._counts = None if num_loss_tokens is None else self._checked_counts(num_loss_tokens)
         super().__init__(
             len(self._lengths),
             batch_size,
@@ -165,10 +163,8 @@ class PackedBatchSampler(OrderedSampler):
 
     def _check_same_tokens(self, before: PackingOptions) -> None:
         """That examples which were too long then, and lost tokens, lose the same ones now."""
-        now, keeps = self._packing, ("raise", "split")
-        if before == now or (before.overflow in keeps and now.overflow in keeps):
-            return
-        if self._lost(before) != self._lost(now):
+        now = self._packing
+        if before != now and self._lost(before) != self._lost(now):
             raise StateError(
                 f"state is of max_tokens={before.max_tokens}, overflow={before.overflow!r}, this "
                 f"sampler has max_tokens={now.max_tokens}, overflow={now.overflow!r}, which drops "

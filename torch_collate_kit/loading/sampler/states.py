@@ -35,7 +35,7 @@ class Layouts:
 
     An entry holds all settings from its position on; in a state, those that its step has changed.
 
-    >>> layouts = Layouts({"world_size": 8})
+    >>> layouts = Layouts([((0, 0), {"world_size": 8})])
     >>> layouts.change((0, 340), {"world_size": 6})
     >>> layouts.at((0, 339)), layouts.at((2, 0))
     ({'world_size': 8}, {'world_size': 6})
@@ -43,18 +43,18 @@ class Layouts:
     [[0, 0, {'world_size': 8}], [0, 340, {'world_size': 6}]]
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._entries: list[tuple[_Position, dict[str, Any]]] = [((0, 0), dict(settings))]
+    def __init__(self, entries: list[tuple[_Position, dict[str, Any]]]) -> None:
+        self._entries = entries  # (position, settings from it on)
 
     @classmethod
-    def of(cls, entries: Any, position: _Position, like: Mapping[str, Any]) -> Layouts:
+    def of_state(cls, entries: Any, position: _Position, like: Mapping[str, Any]) -> Layouts:
         """From the entries of a state of this position, of settings ``like`` these.
 
         Raises:
             StateError: they are not that.
         """
-        layouts, settings = cls({}), dict[str, Any]()
-        layouts._entries = []
+        found: list[tuple[_Position, dict[str, Any]]] = []
+        settings: dict[str, Any] = {}
         for entry in entries if isinstance(entries, list) else []:
             if not _is_entry(entry) or not entry[2].keys() <= like.keys():
                 raise _damaged(entries)
@@ -63,11 +63,11 @@ class Layouts:
             is_whole = settings.keys() == like.keys()  # from the first entry on
             if not is_whole or not num_ranks or not is_count(num_ranks):
                 raise _damaged(entries)
-            layouts._entries.append(((entry[0], entry[1]), settings))
-        positions = [at for at, _ in layouts._entries]
+            found.append(((entry[0], entry[1]), settings))
+        positions = [at for at, _ in found]
         if not positions or positions != sorted(set(positions)) or positions[-1] > position:
             raise _damaged(entries)
-        return layouts
+        return cls(found)
 
     def at(self, position: _Position) -> dict[str, Any]:
         """The settings of a step; StateError if they are no longer known."""
