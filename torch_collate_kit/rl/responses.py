@@ -18,8 +18,8 @@ from torch_collate_kit.batch.unpacking import (
 )
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.fields import FieldColumn
-from torch_collate_kit.reading.numbers import number_column
+from torch_collate_kit.reading.columns import number_column
+from torch_collate_kit.reading.entries import FieldColumn
 from torch_collate_kit.rl.response_tensors import checked_mask, checked_tensors
 
 __all__ = ["from_response_values", "response_values"]
