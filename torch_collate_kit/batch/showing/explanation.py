@@ -13,13 +13,7 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_optional_int
 from torch_collate_kit._reprs import plural
-from torch_collate_kit.batch.fields import (
-    IGNORE_INDEX,
-    PerExample,
-    PerImage,
-    PerResponseToken,
-    PerRoutedToken,
-)
+from torch_collate_kit.batch.fields import IGNORE_INDEX, PerExample, PerResponseToken, PerToken
 from torch_collate_kit.batch.showing.cells import Cells, cells_of
 from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.batch.storage import Storage
@@ -139,7 +133,8 @@ def _values_of(
     spec = None if stored.columns is None else stored.columns.specs.get(name)
     if isinstance(spec, PerExample):
         return _of_examples(one[name][0].tolist(), cells)
-    if isinstance(spec, PerImage | PerRoutedToken) or (spec is None and name not in stored.given):
+    is_per_token = isinstance(spec, PerToken | PerResponseToken)
+    if not is_per_token and (spec is not None or name not in stored.given):
         return None
     width, mask = cells.kinds.shape[1], one.get("loss_mask")
     responses = stored.metadata.get("response_length", getattr(mask, "shape", (0,))[-1])
