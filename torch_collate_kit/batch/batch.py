@@ -395,6 +395,5 @@ class Batch(Mapping[str, Field]):
 
 def _version(field: Field) -> int:
     """Goes up with every change in place; of a NumPy array or an inference tensor nobody counts."""
-    tensor = field.values if isinstance(field, Ragged) else field
-    counted = isinstance(tensor, Tensor) and not tensor.is_inference()
-    return tensor._version if counted else 0
+    tensor = tensor_of(field)
+    return 0 if tensor.is_inference() else tensor._version

@@ -253,9 +253,10 @@ def trimmed(storage: Storage, *, multiple_of: int = 1) -> Storage:
         return Ragged(of.values - first, of.offsets) if name == "starts" else of
 
     cells, of_responses = slice(first, stop), slice(kept - response_length, kept)
-    sizes = {"width": width, "response_length": response_length}
     return Storage(
-        columns.change(lambda _, column: column, moved, **sizes),
+        columns.change(
+            lambda _, column: column, moved, width=width, response_length=response_length
+        ),
         {k: _cut(k, field, before, cells, of_responses) for k, field in storage.given.items()},
         storage.row_metadata,
         {**storage.metadata, "response_length": response_length},

@@ -103,9 +103,8 @@ def _of_examples(values: list[Any], cells: Cells) -> list[Any]:
 
 
 def _columns_of(one: Mapping[str, Any], stored: Storage, cells: Cells) -> dict[str, list[Any]]:
-    """What there is of every cell, with all fields that have a value per token, response token or
-    example; a list [W] of each."""
-    width, mask = cells.kinds.shape[1], one.get("loss_mask")
+    """What there is of every cell, a list [W] of each."""
+    width = cells.kinds.shape[1]
     columns: dict[str, list[Any]] = {"cell": [*range(width)]}
     indices = stored.row_metadata.get("example_indices")
     if isinstance(indices, Ragged):
@@ -116,25 +115,34 @@ def _columns_of(one: Mapping[str, Any], stored: Storage, cells: Cells) -> dict[s
         values = _of_cells(one.get(field), width, [width])
         if values is not None:
             columns[name] = values
-    weights = _of_cells(mask, width, range(width + 1))
+    weights = _of_cells(one.get("loss_mask"), width, range(width + 1))
     if weights is not None:
         columns["weight"] = [float(weight or 0) for weight in weights]
-    responses = stored.metadata.get("response_length", getattr(mask, "shape", (0,))[-1])
-    specs = {} if stored.columns is None else stored.columns.specs
-    for name in one:
-        values, spec = None, specs.get(name)
-        if name in (*_TITLES, *_UNSHOWN) or (spec is None and name not in stored.given):
-            continue
-        if isinstance(spec, PerExample):
-            values = _of_examples(one[name][0].tolist(), cells)
-        elif spec is None or isinstance(spec, PerToken | PerResponseToken):
-            values = _of_cells(one[name], width, [width, min(width, responses)])
-        if values is not None and isinstance(spec, PerResponseToken) and stored.placement:
-            shown = {*stored.placement.cells("responses").tolist()}
-            values = [value if i in shown else None for i, value in enumerate(values)]
+    others = [name for name in one if name not in (*_TITLES, *_UNSHOWN)]
+    for name in others:
+        values = _values_of(name, one, stored, cells)
         if values is not None:
             columns[name] = values
     return columns
+
+
+def _values_of(
+    name: str, one: Mapping[str, Any], stored: Storage, cells: Cells
+) -> list[Any] | None:
+    """Of a field that is stored, per token, response token or example; None of any other."""
+    spec = None if stored.columns is None else stored.columns.specs.get(name)
+    if isinstance(spec, PerExample):
+        return _of_examples(one[name][0].tolist(), cells)
+    is_per_token = isinstance(spec, PerToken | PerResponseToken)
+    if not is_per_token and (spec is not None or name not in stored.given):
+        return None
+    width, mask = cells.kinds.shape[1], one.get("loss_mask")
+    responses = stored.metadata.get("response_length", getattr(mask, "shape", (0,))[-1])
+    values = _of_cells(one[name], width, [width, min(width, responses)])
+    if values is None or not isinstance(spec, PerResponseToken) or stored.placement is None:
+        return values
+    shown = {*stored.placement.cells("responses").tolist()}
+    return [value if i in shown else None for i, value in enumerate(values)]
 
 
 def _of_cells(field: Any, width: int, sizes: Sequence[int]) -> list[Any] | None:
