@@ -207,14 +207,15 @@ def test_text_positions_in_all_four_rows_are_apart_and_wrong(name: str, align: i
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "varlen"])
-def test_one_wrong_position_of_an_image_is_found(attention: str) -> None:
+@pytest.mark.parametrize("after", [0, 1], ids=["image", "text after it"])
+def test_one_wrong_position_is_found(after: int, attention: str) -> None:
     how = VARLEN if attention == "varlen" else attention
     of_text = "torch_varlen" if attention == "varlen" else attention
     inputs = inputs_of("qwen2_5_vl", pack("qwen2_5_vl"), of_text)
     is_image = inputs["input_ids"] == FAMILIES["qwen2_5_vl"].image_token_id
     row, column = torch.nonzero(is_image)[-1].tolist()
     inputs["position_ids"] = inputs["position_ids"].clone()
-    inputs["position_ids"][3, row, column] += 7
+    inputs["position_ids"][3, row, column + after] += 7
     with pytest.raises(IsolationError, match=r"its position_ids are not those that it has alone"):
         check("qwen2_5_vl", inputs, how)
 
