@@ -18,8 +18,8 @@ from torch_collate_kit.attention.models import (
     sliding_window,
 )
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.dense import mrope_positions
 from torch_collate_kit.batch.model_inputs import needs_image_blocks
-from torch_collate_kit.batch.mrope import mrope_positions
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import PIXEL_FIELDS
 from torch_collate_kit.vision.layout import ImageUnits
