@@ -167,6 +167,15 @@ def test_repeated_keys_are_not_lost_in_a_mapping() -> None:
         check(result, tokenizer, HEAD, turn, head, "yo<|im_end|>", "\n")
 
 
+def test_repeated_keys_are_not_lost_where_each_argument_is_written_alone() -> None:
+    call = "{% for k, v in c.function.arguments.items() %} {{ k }}={{ v }}{% endfor %}"
+    template = CALLS.replace(" {{ c.function.arguments }}", call)
+    assert template != CALLS
+    tokenizer = byte_tokenizer(template)
+    result = tokenize_chat(with_call(arguments='{"a": "1", "a": "2"}'), tokenizer)
+    check(result, tokenizer, CHATML_HEAD, "<call>f a=1 a=2</call><|im_end|>", "\n")
+
+
 def test_none_in_arguments_stays_unless_arrow_put_it_there() -> None:
     tokenizer = byte_tokenizer(TAGS)
     record = with_call(arguments={"a": None, "b": "é"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -206,16 +207,32 @@ def test_text_positions_in_all_four_rows_are_apart_and_wrong(name: str, align: i
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "varlen"])
-def test_one_wrong_position_of_an_image_is_found(attention: str) -> None:
+@pytest.mark.parametrize("after", [0, 1], ids=["image", "text after it"])
+def test_one_wrong_position_is_found(after: int, attention: str) -> None:
     how = VARLEN if attention == "varlen" else attention
     of_text = "torch_varlen" if attention == "varlen" else attention
     inputs = inputs_of("qwen2_5_vl", pack("qwen2_5_vl"), of_text)
     is_image = inputs["input_ids"] == FAMILIES["qwen2_5_vl"].image_token_id
     row, column = torch.nonzero(is_image)[-1].tolist()
     inputs["position_ids"] = inputs["position_ids"].clone()
-    inputs["position_ids"][3, row, column] += 7
+    inputs["position_ids"][3, row, column + after] += 7
     with pytest.raises(IsolationError, match=r"its position_ids are not those that it has alone"):
         check("qwen2_5_vl", inputs, how)
+
+
+def test_wrong_positions_of_an_example_without_an_image_are_found() -> None:
+    """Only pads after an image may count on in all four rows; here boundaries tell segments."""
+    inputs = inputs_of("qwen2_5_vl", pack("qwen2_5_vl"), "torch_varlen")
+    is_image = (inputs["input_ids"] == FAMILIES["qwen2_5_vl"].image_token_id).flatten()
+    cu_seq_lens = inputs["cu_seq_lens_q"].tolist()
+    start, stop = next(
+        (a, b) for a, b in itertools.pairwise(cu_seq_lens) if b - a > 2 and not is_image[a:b].any()
+    )
+    row, first = divmod(start, inputs["input_ids"].shape[1])
+    inputs["position_ids"] = inputs["position_ids"].clone()
+    inputs["position_ids"][:, row, first : first + stop - start] *= 3
+    with pytest.raises(IsolationError, match=r"its position_ids are not those that it has alone"):
+        check("qwen2_5_vl", inputs, VARLEN)
 
 
 def test_gemma3_with_the_masks_of_the_model_is_caught_where_it_is_wrong() -> None:

@@ -1,4 +1,4 @@
-"""One chat template with the variables of a call, and the forms in which it may need messages."""
+"""One chat template with the variables of a call: rendering, in the form of messages it needs."""
 
 from __future__ import annotations
 
