@@ -153,7 +153,7 @@ def test_no_record_at_all(tokenizer: Any) -> None:
             audit(data, tokenizer)
 
 
-def test_data_that_cannot_be_read_at_all() -> None:
+def test_data_that_cannot_be_read_at_all(tokenizer: Any) -> None:
     import datasets
 
     with pytest.raises(DataError, match=r"the dataset is empty \(0 rows\); give at least one"):
@@ -171,6 +171,8 @@ def test_data_that_cannot_be_read_at_all() -> None:
         audit(ROWS, 0)
     with pytest.raises(ValueError, match="only a tokenizer makes tokens of; pass the tokenizer"):
         audit([{"messages": []}])
+    with pytest.raises(ValueError, match=r"image_root is for images, .* pass the processor"):
+        audit([record("Hi", "Yes")], tokenizer, image_root="images")
     with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
         audit(ROWS, max_tokens=0)
 
