@@ -11,8 +11,7 @@ import numpy as np
 
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.packing import PackingOptions, PackingPlan
-from torch_collate_kit.packing.fitting import FittedPieces, cut_to_fit
-from torch_collate_kit.packing.images import ImageLoad
+from torch_collate_kit.packing.pieces import FittedPieces, ImageLoad, cut_to_fit
 from torch_collate_kit.packing.planner import plan_of
 from torch_collate_kit.packing.rows import Ints, row_sums
 

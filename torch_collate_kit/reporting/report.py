@@ -17,7 +17,7 @@ from torch_collate_kit._checks import (
 )
 from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
-from torch_collate_kit.packing.images import ImageLoad, Patches, image_load
+from torch_collate_kit.packing.pieces import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.rows import Ints
 from torch_collate_kit.reporting.candidates import (
     PADDED,
