@@ -106,6 +106,8 @@ def test_a_row_of_another_form(tokenizer: Any) -> None:
     report = audit(rows, tokenizer)
     assert serious(report) == {"refused": [3], **EXPECTED}
     assert "row 3: it has labels, the others have loss_mask" in report["refused"].message
+    rows[4]["input_ids"] = [-5] * 8  # found before row 3, whose form is known at the end alone
+    assert audit(rows, tokenizer)["refused"].rows.tolist() == [3, 4]
 
 
 def test_nulls_are_refused_and_the_other_rows_are_looked_at(tokenizer: Any) -> None:
