@@ -106,6 +106,8 @@ def test_a_row_of_another_form(tokenizer: Any) -> None:
     report = audit(rows, tokenizer)
     assert serious(report) == {"refused": [3], **EXPECTED}
     assert "row 3: it has labels, the others have loss_mask" in report["refused"].message
+    rows[4]["input_ids"] = [-5] * 8  # found before row 3, whose form is known at the end alone
+    assert audit(rows, tokenizer)["refused"].rows.tolist() == [3, 4]
 
 
 def test_nulls_are_refused_and_the_other_rows_are_looked_at(tokenizer: Any) -> None:
@@ -153,7 +155,7 @@ def test_no_record_at_all(tokenizer: Any) -> None:
             audit(data, tokenizer)
 
 
-def test_data_that_cannot_be_read_at_all() -> None:
+def test_data_that_cannot_be_read_at_all(tokenizer: Any) -> None:
     import datasets
 
     with pytest.raises(DataError, match=r"the dataset is empty \(0 rows\); give at least one"):
@@ -171,6 +173,8 @@ def test_data_that_cannot_be_read_at_all() -> None:
         audit(ROWS, 0)
     with pytest.raises(ValueError, match="only a tokenizer makes tokens of; pass the tokenizer"):
         audit([{"messages": []}])
+    with pytest.raises(ValueError, match=r"image_root is for images, .* pass the processor"):
+        audit([record("Hi", "Yes")], tokenizer, image_root="images")
     with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
         audit(ROWS, max_tokens=0)
 

@@ -181,6 +181,13 @@ def test_an_answer_that_was_stopped_is_a_note() -> None:
     assert report["eos_truncated"].rows.tolist() == [4]
 
 
+def test_findings_of_one_severity_are_in_the_order_of_the_checks() -> None:
+    rollouts = [rollout(0)] * 2 + [rollout(i) for i in range(4, 12)]
+    report = audit(rollouts, word_tokenizer())
+    notes = [finding.name for finding in report.findings if finding.severity == "note"]
+    assert notes == ["duplicates", "reward_without_variance"]
+
+
 def test_columns_of_rollouts() -> None:
     from torch_collate_kit import Ragged
 

@@ -121,4 +121,9 @@ def _chat_options(tokenizer: Any, image_root: Any, **options: Any) -> ChatOption
             "the rows are chat records, which only a tokenizer makes tokens of; pass the "
             "tokenizer that the model is trained with"
         )
+    if image_root is not None:
+        raise ValueError(
+            "image_root is for images, which a tokenizer alone does not read; pass the processor "
+            "in place of the tokenizer"
+        )
     return ChatOptions(tokenizer, **options)
