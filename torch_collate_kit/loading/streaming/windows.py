@@ -22,7 +22,7 @@ import numpy as np
 from torch_collate_kit.loading.streaming.readers import ENTRY, place_after
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import PackingOptions, PackingPlan
-from torch_collate_kit.packing.images import ImageLoad
+from torch_collate_kit.packing.pieces import ImageLoad
 from torch_collate_kit.packing.planner import fill_rows, rows_alone
 
 __all__ = ["Windows"]
