@@ -355,6 +355,19 @@ def test_a_loader_that_raises_keeps_what_was_skipped_before():
         assert loader.skipped == []
 
 
+def test_a_loader_that_raises_does_not_count_in_a_row():
+    """It does not know which examples of its batches follow one another."""
+    with loader_of(Broken(bad=set(ORDER[0][2:]))) as loader:
+        next(loader.steps(1))
+        state = loader.state_dict()
+    assert state["skipped_in_a_row"] == 2
+    with loader_of(EXAMPLES, on_error="raise") as loader:
+        loader.load_state_dict(state)
+        next(loader.steps(1))
+        after = loader.state_dict()
+    assert (after["skipped"], after["skipped_in_a_row"]) == (state["skipped"], 2)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -142,3 +142,13 @@ def test_a_wrong_row_beside_a_piece_is_not_cut_to_fit(
     settings = SETTINGS | {"overflow": "split", "max_tokens": 6}
     with pytest.raises(DataError, match=f"example 1 of the stream: {message}"):
         list(PackedIterableDataset(TokenizedDataset(table), **settings))
+
+
+def test_every_split_row_is_checked_before_a_piece_is_given_out() -> None:
+    rows = [[1] * 26, [2] * 14, [3] * 20]
+    table = pa.table({"input_ids": rows, "labels": [*rows[:2], [3] * 21]})
+    settings = SETTINGS | {"overflow": "split", "max_tokens": 6, "buffer_size": 30}
+    found: list[Any] = []
+    with pytest.raises(DataError, match="example 2 of the stream: labels has 21 entries"):
+        found.extend(PackedIterableDataset(TokenizedDataset(table), **settings))
+    assert found == []

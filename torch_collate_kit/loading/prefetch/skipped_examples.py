@@ -51,7 +51,7 @@ class Collated(NamedTuple):
     """A batch, how many examples were to be read for it, and those that were left out."""
 
     batch: Any
-    num_examples: int = 0
+    num_examples: int = 0  # where none is left out, nobody counts them
     failed: tuple[Failed, ...] = ()
 
 

@@ -182,37 +182,38 @@ class _RowReader:
             counts[0] -= self._num_pieces(np.array([self._before.start]))[0]
             num_used = 1 + int(np.searchsorted(np.cumsum(counts), num_entries))
             positions, lengths = positions[:num_used], lengths[:num_used]
-            self._check(positions, lengths)
+            self._check(positions[lengths == 0][:1])
+            entries = self._entries_of(positions, lengths)
+            # before any of its pieces is given out
+            self._check(np.unique(entries["position"][entries["is_piece"]]))
         except DataError as error:
             if len(span) > 1:
                 return self._read(len(span) // 2)  # those before the wrong one are given out
             self._wrong.leave_out(error, span[0])
             self._positions, self._before = self._positions[1:], Place(span[0] + 1)
             return np.empty(0, dtype=ENTRY)
-        entries = self._entries_of(positions, lengths)
         self._positions = self._positions[len(positions) :]
         self._before = Place(int(positions[-1]) + 1)
         return entries
 
-    def _check(self, positions: np.ndarray, lengths: np.ndarray) -> None:
-        is_empty = lengths == 0
-        if is_empty.any():
-            _check(self._collator, self._dataset.__getitems__(positions[is_empty][:1]))
-        cut_to_fit(lengths, self._collator.packing, ImageLoad.none(len(lengths)))
-        is_split = self._num_pieces(lengths) > 1
-        if is_split.any():  # before any of its pieces is given out
-            _check(self._collator, self._dataset.__getitems__(positions[is_split]))
+    def _check(self, positions: np.ndarray) -> None:
+        if len(positions):
+            _check(self._collator, self._dataset.__getitems__(positions))
 
     def _num_pieces(self, lengths: np.ndarray) -> np.ndarray:
         return num_pieces(lengths, self._collator.packing, ImageLoad.none(len(lengths)))
 
     def _entries_of(self, positions: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The pieces of each example; of the first one only those after the place."""
+        """The pieces of each example; of the first one only those after the place.
+
+        Raises:
+            DataError: an example is too long.
+        """
         packing = self._collator.packing
         rows, starts, num_tokens = np.arange(len(lengths)), np.zeros_like(lengths), lengths
+        fitted = cut_to_fit(lengths, packing, ImageLoad.none(len(lengths)))
         if packing.overflow == "split":
-            images = ImageLoad.none(len(lengths))
-            rows, starts, num_tokens = cut_to_fit(lengths, packing, images)[:3]
+            rows, starts, num_tokens = fitted[:3]
             left = np.flatnonzero((rows > 0) | (starts >= self._before.start))
             rows, starts, num_tokens = rows[left], starts[left], num_tokens[left]
         is_last = starts + num_tokens == lengths[rows]
