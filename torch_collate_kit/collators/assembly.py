@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.columns import Columns
-from torch_collate_kit.batch.fields import PerToken
-from torch_collate_kit.batch.placement import Placement, padded, whole_examples
+from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
+from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import unchecked
-from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
-from torch_collate_kit.reading.fields import DeclaredFields, checked_fields
+from torch_collate_kit.reading.entries import DeclaredFields
+from torch_collate_kit.reading.examples import PlacedColumns
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = [
@@ -23,17 +23,12 @@ __all__ = [
     "made_of_images",
     "own_fields",
     "pad_token_id_of",
-    "padded_batch",
     "vision_of",
 ]
 
-_NOTHING_LOST: dict[str, Any] = {  # metadata of a layout that has a row for every example
-    "num_dummy_rows": 0,
-    "num_dropped": 0,
-    "num_cut": 0,
-    "dropped": (),
-    "cut": (),
-}
+# Dtypes that torch computes with; of the others it has little more than the name.
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_DTYPES = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def vision_of(tokenizer: Any, vision: VisionLayout | None) -> VisionLayout | None:
@@ -62,10 +57,49 @@ def own_fields(
     """What a user declares, as a dict; ``names`` are the keys and fields of the collator.
 
     Raises:
-        TypeError, ValueError: a wrong declaration, or a name that a batch has already.
+        TypeError: no mapping of names to PerToken, PerResponseToken or PerExample with a dtype.
+        ValueError: a name that is a key or a field already.
+
+    >>> own_fields({"domain": PerExample(torch.int64)}, ("input_ids",), vision=None)
+    {'domain': PerExample(dtype=torch.int64)}
     """
-    images = () if vision is None else tuple(vision.fields)
-    return checked_fields(fields, (*names, "loss_weights", *made_of_images(vision), *images))
+    if fields is None:
+        return {}
+    if not isinstance(fields, Mapping):
+        raise TypeError(
+            f"fields must map names to PerToken, PerResponseToken or PerExample, got {fields!r:.60}"
+        )
+    of_images = () if vision is None else (*made_of_images(vision), *vision.fields)
+    taken_names = (*names, "loss_weights", *of_images)
+    for name, spec in fields.items():
+        _check_spec(name, spec)
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"fields names {name!r}, which is no name; use letters and _")
+        if name in taken_names:
+            raise ValueError(
+                f"fields names {name!r}, which the collator reads or makes itself; rename yours"
+            )
+        pad = getattr(spec, "pad", 0)
+        if torch.tensor(pad, dtype=torch.float64).to(spec.dtype).double().item() != pad:
+            raise ValueError(f"fields[{name!r}] has pad={pad}, which {spec.dtype} does not hold")
+    return dict(fields)
+
+
+def _check_spec(name: str, spec: Any) -> None:
+    if not isinstance(spec, PerToken | PerResponseToken | PerExample):
+        raise TypeError(
+            f"fields[{name!r}] must be a PerToken, PerResponseToken or PerExample, got "
+            f"{spec!r:.60}; for instance PerToken(torch.float32)"
+        )
+    if not isinstance(spec.dtype, torch.dtype) or spec.dtype.is_complex:
+        raise TypeError(
+            f"fields[{name!r}] must have a torch dtype of real numbers, got {spec.dtype!r}"
+        )
+    if not isinstance(spec, PerExample) and spec.dtype not in _DTYPES:
+        raise TypeError(
+            f"fields[{name!r}] has {spec.dtype}, which torch does not place; "
+            "give a signed integer, uint8, bool, or a float of 16 bits or more"
+        )
 
 
 def pad_token_id_of(tokenizer: Any) -> int:
@@ -91,35 +125,6 @@ def pad_token_id_of(tokenizer: Any) -> int:
     if pad_token_id < 0:
         raise ValueError(f"pad_token_id must be 0 or more, got {pad_token_id}; embeddings index it")
     return pad_token_id
-
-
-def padded_batch(
-    examples: ExampleColumns,
-    names: tuple[str, ...],
-    *,
-    padding_side: Literal["left", "right"],
-    pad_to_multiple_of: int | None,
-    pad_token_id: int,
-    vision: VisionLayout | None,
-    normalize_loss: bool,
-) -> Batch:
-    """The Batch with one example per row. ``names`` are its fields."""
-    lengths, multiple = examples.lengths, pad_to_multiple_of or 1
-    width = -(-int(lengths.max()) // multiple) * multiple
-    placed = examples.place(whole_examples(lengths))
-    # the widest run of cells from a row's first response token to its end
-    pads = 0 if padding_side == "left" else width - lengths
-    num_actions = placed.counts["responses"]
-    response_cells = np.where(num_actions > 0, num_actions + pads, 0)
-    segments = padded(placed.counts, width, padding_side=padding_side)
-    return assemble(
-        placed,
-        Placement(width, int(response_cells.max()), pad_token_id, False, segments, vision),
-        names,
-        normalize_loss=normalize_loss,
-        row_metadata=examples.per_example,
-        metadata={"num_examples": len(lengths), **_NOTHING_LOST},
-    )
 
 
 def assemble(

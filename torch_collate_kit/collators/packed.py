@@ -27,8 +27,8 @@ from torch_collate_kit.packing.options import packing_options
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.planner import plan_of
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.fields import DeclaredFields
 from torch_collate_kit.reading.raw import (
     KNOWN,
     ROLLOUT_KEYS,

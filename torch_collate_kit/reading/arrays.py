@@ -10,13 +10,16 @@ from torch import Tensor
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.numbers import tensor_to_numpy
-from torch_collate_kit.reading.raw import is_sequence
+from torch_collate_kit.reading.columns import Numbers, tensor_to_numpy
+from torch_collate_kit.reading.entries import joined
+from torch_collate_kit.reading.images import Images
+from torch_collate_kit.reading.raw import MEDIA, VIDEOS, is_sequence
 from torch_collate_kit.vision.families import PIXEL_FIELDS, ImageField
-from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
+from torch_collate_kit.vision.layout import ImageUnits, VisionLayout, is_no_image
 
-__all__ = ["checked_images", "image_arrays", "route_column"]
+__all__ = ["read_images", "route_column"]
 
+_OPTIONAL = ("pixel_attention_mask",)  # without it a tile is seen as a whole
 _MOST_EXPERTS = np.iinfo(np.int16).max
 _SHAPES = {
     ("patch", 2): "floats [patches, patch size]",
@@ -62,7 +65,68 @@ def route_column(column: Any, lengths: np.ndarray) -> Ragged:
     return Ragged.from_lengths(flat.astype(np.uint8 if few else np.int16), counts)
 
 
-def image_arrays(name: str, entries: Mapping[int, Any], field: ImageField) -> dict[int, np.ndarray]:
+def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers) -> Images:
+    """The images of the examples; None, or nothing at all, stands for an example without images.
+
+    Raises:
+        DataError: fields of a wrong shape, or that disagree with each other or with the number of
+            placeholders among the ids.
+    """
+    fields = layout.fields
+    _refuse_other_media(raw, layout)
+    given = {
+        name: {i: entry for i, entry in enumerate(raw.get(name, ())) if not is_no_image(entry)}
+        for name in fields
+    }
+    owners = sorted({i for entries in given.values() for i in entries})
+    for i in owners:
+        needed = [name for name in fields if name not in _OPTIONAL and not layout.other_fields]
+        missing = [name for name in needed if i not in given[name]]
+        if missing:
+            raise DataError(
+                f"example {i} has {', '.join(name for name in fields if i in given[name])} and no "
+                f"{', '.join(missing)}; give all that the processor returned, or none of them "
+                "without an image"
+            )
+    arrays = {
+        name: _image_arrays(name, entries, field)
+        for (name, field), entries in zip(fields.items(), given.values(), strict=True)
+    }
+    units: dict[int, ImageUnits] = {}
+    laid: dict[str, dict[int, np.ndarray]] = {name: {} for name in fields}
+    for i in owners:
+        own = {name: of[i] for name, of in arrays.items() if i in of}
+        if "pixel_attention_mask" in fields and "pixel_attention_mask" not in own:
+            shape = own["pixel_values"].shape
+            own["pixel_attention_mask"] = np.ones((*shape[:-3], *shape[-2:]), dtype=bool)
+        own, units[i] = _checked_images(i, own, layout)
+        for name, array in own.items():
+            laid[name][i] = array
+    images = Images(layout, input_ids, units, laid)
+    _check_placeholders(images)
+    return images
+
+
+def _refuse_other_media(raw: Mapping[str, Any], layout: VisionLayout) -> None:
+    """They would be lost."""
+    fields = layout.fields
+    for name in (name for name in MEDIA if name in raw and name not in fields):
+        i = next((i for i, entry in enumerate(raw[name]) if entry is not None), None)
+        if i is not None:
+            hint = (
+                "videos are not supported, give images"
+                if name in VIDEOS
+                else "use the processor of the model"
+            )
+            raise DataError(
+                f"example {i} has {name}, which is no image field of {layout.family_name} models "
+                f"({', '.join(fields) or 'none is known'}); {hint}"
+            )
+
+
+def _image_arrays(
+    name: str, entries: Mapping[int, Any], field: ImageField
+) -> dict[int, np.ndarray]:
     """A field of images as ndarrays by example; those of an unknown family have any dimensions."""
     if field.per != "unknown":
         shape = _SHAPES[field.per, field.num_dims]
@@ -80,6 +144,127 @@ def image_arrays(name: str, entries: Mapping[int, Any], field: ImageField) -> di
                 "declare a VisionLayout of a family in docs/vision.md, or use images of one size"
             )
     return arrays
+
+
+def _checked_images(
+    index: int, fields: dict[str, np.ndarray], layout: VisionLayout
+) -> tuple[dict[str, np.ndarray], ImageUnits]:
+    """The fields of one example with tiles laid flat, and its images.
+
+    Raises:
+        DataError: fields that disagree with each other, or are not of this model.
+    """
+    grid = fields.get("image_grid_thw")
+    if grid is not None:
+        _check_grid(index, grid, fields["pixel_values"], layout)
+    sizes = fields.get("image_sizes")
+    if sizes is not None and (sizes.shape[1] != 2 or (sizes < 1).any()):
+        raise DataError(
+            f"example {index}: image_sizes is {sizes.tolist()!r:.60}; give height and width of "
+            "each image, as the processor returned them"
+        )
+    units = None if sizes is None else layout.units(fields)
+    if layout.other_fields:
+        return fields, layout.units(fields)
+    fields = _laid_flat(index, fields, units)
+    units = layout.units(fields) if units is None else units
+    for name, array in fields.items():
+        what = layout.fields[name].per
+        expected = int(units.entries(what).sum())
+        if what == "example":
+            if array.tolist() != [len(units.tokens)]:
+                raise DataError(
+                    f"example {index}: {name} is {array.tolist()}, but the example has "
+                    f"{len(units.tokens)} images; give what the processor returned for it alone"
+                )
+        elif len(array) != expected:
+            described = "the sizes of its images describe"
+            if grid is not None:
+                described = f"image_grid_thw of shape {grid.shape} describes"
+            raise DataError(
+                f"example {index}: {name} has {len(array)} {what}{'e' * (what == 'patch')}s"
+                f", {described} {expected}; give what the processor returned"
+            )
+    return fields, units
+
+
+def _check_grid(index: int, grid: np.ndarray, pixels: np.ndarray, layout: VisionLayout) -> None:
+    if (grid < 1).any():
+        raise DataError(
+            f"example {index}: image_grid_thw has the size {grid.min()}, and sizes are 1 or more; "
+            "give what the processor returned"
+        )
+    if grid.shape[1] != 3:
+        raise DataError(
+            f"example {index}: image_grid_thw has shape {grid.shape}; give [images, 3], as the "
+            "processor returned it"
+        )
+    if (grid[:, 1:] % layout.merge_size).any():
+        raise DataError(
+            f"example {index}: image_grid_thw has {grid.tolist()!r:.60}, whose height or width is "
+            f"no multiple of merge_size={layout.merge_size}; use the processor of the model"
+        )
+    channels, num_frames, size = layout.patch_shape
+    if num_frames > 1 and pixels.shape[1] != channels * num_frames * size:
+        raise DataError(
+            f"example {index}: pixel_values has patches of {pixels.shape[1]} numbers, the model's "
+            f"have {channels * num_frames * size}; use the processor of the model"
+        )
+
+
+def _laid_flat(
+    index: int, fields: dict[str, np.ndarray], units: ImageUnits | None
+) -> dict[str, np.ndarray]:
+    """Without the padding of images to the same number of tiles."""
+    pixels, mask = fields["pixel_values"], fields.get("pixel_attention_mask")
+    if mask is not None and mask.shape != (*pixels.shape[:-3], *pixels.shape[-2:]):
+        raise DataError(
+            f"example {index}: pixel_attention_mask has shape {mask.shape}, pixel_values has "
+            f"{pixels.shape}; give what the processor returned"
+        )
+    if pixels.ndim != 5:
+        return fields
+    rows, columns = pixels.shape[:2]
+    is_real: Any = np.ones((rows, columns), dtype=bool)
+    if units is not None:  # LLaVA
+        if rows != len(units.tiles):
+            raise DataError(
+                f"example {index}: pixel_values has {rows} images, image_sizes has "
+                f"{len(units.tiles)}; give what the processor returned"
+            )
+        is_real = np.arange(columns) < units.tiles[:, None]
+    elif mask is not None:
+        is_real = mask.reshape(rows, columns, -1).any(axis=2)
+    return {
+        name: _real(array, is_real) if name in PIXEL_FIELDS else array
+        for name, array in fields.items()
+    }
+
+
+def _real(array: np.ndarray, is_real: np.ndarray) -> np.ndarray:
+    return array.reshape(-1, *array.shape[2:]) if is_real.all() else array[is_real]
+
+
+def _check_placeholders(images: Images) -> None:
+    token, ids = images.layout.image_token_id, joined(images.input_ids)
+    if token is None:
+        return
+    is_placeholder = ids.values == token
+    before = np.append(0, np.cumsum(is_placeholder))
+    found = np.diff(before[ids.offsets])
+    described = np.zeros_like(found)
+    for i, unit in images.units.items():
+        described[i] = unit.tokens.sum()
+    if images.layout.other_fields:  # how many an image takes is not known
+        found = np.minimum(found, 1)
+    wrong = np.flatnonzero(found != described)
+    if len(wrong):
+        i = int(wrong[0])
+        what = f"images that take {described[i]}" if i in images.units else "no image"
+        raise DataError(
+            f"example {i} has {found[i]} image placeholders (token {token}) in its ids, and {what};"
+            " give the ids and the image fields that the processor returned together, uncut"
+        )
 
 
 def _arrays(
@@ -137,110 +322,3 @@ def _as_array(name: str, index: int, entry: Any, shape: str) -> np.ndarray:
             f"example {index}: {name} is a list whose parts differ in shape or are no numbers; "
             f"give {shape}"
         ) from None
-
-
-def checked_images(
-    index: int, fields: dict[str, np.ndarray], layout: VisionLayout
-) -> tuple[dict[str, np.ndarray], ImageUnits]:
-    """The fields of one example with tiles laid flat, and its images.
-
-    Raises:
-        DataError: fields that disagree with each other, or are not of this model.
-    """
-    grid = fields.get("image_grid_thw")
-    if grid is not None:
-        _check_grid(index, grid, layout)
-        _check_patch_size(index, fields["pixel_values"], layout)
-    sizes = fields.get("image_sizes")
-    if sizes is not None and (sizes.shape[1] != 2 or (sizes < 1).any()):
-        raise DataError(
-            f"example {index}: image_sizes is {sizes.tolist()!r:.60}; give height and width of "
-            "each image, as the processor returned them"
-        )
-    units = None if sizes is None else layout.units(fields)
-    if layout.other_fields:
-        return fields, layout.units(fields)
-    _check_shapes(index, fields, units)
-    fields = _laid_flat(fields, units)
-    units = layout.units(fields) if units is None else units
-    for name, array in fields.items():
-        what = layout.fields[name].per
-        expected = int(units.entries(what).sum())
-        if what == "example":
-            if array.tolist() != [len(units.tokens)]:
-                raise DataError(
-                    f"example {index}: {name} is {array.tolist()}, but the example has "
-                    f"{len(units.tokens)} images; give what the processor returned for it alone"
-                )
-        elif len(array) != expected:
-            described = "the sizes of its images describe"
-            if grid is not None:
-                described = f"image_grid_thw of shape {grid.shape} describes"
-            raise DataError(
-                f"example {index}: {name} has {len(array)} {what}{'e' * (what == 'patch')}s"
-                f", {described} {expected}; give what the processor returned"
-            )
-    return fields, units
-
-
-def _check_shapes(index: int, fields: dict[str, np.ndarray], units: ImageUnits | None) -> None:
-    """That what is padded to the same number of tiles can be laid flat."""
-    pixels, mask = fields["pixel_values"], fields.get("pixel_attention_mask")
-    if mask is not None and mask.shape != (*pixels.shape[:-3], *pixels.shape[-2:]):
-        raise DataError(
-            f"example {index}: pixel_attention_mask has shape {mask.shape}, pixel_values has "
-            f"{pixels.shape}; give what the processor returned"
-        )
-    if units is not None and pixels.ndim == 5 and len(pixels) != len(units.tiles):
-        raise DataError(
-            f"example {index}: pixel_values has {len(pixels)} images, image_sizes has "
-            f"{len(units.tiles)}; give what the processor returned"
-        )
-
-
-def _check_grid(index: int, grid: np.ndarray, layout: VisionLayout) -> None:
-    if (grid < 1).any():
-        raise DataError(
-            f"example {index}: image_grid_thw has the size {grid.min()}, and sizes are 1 or more; "
-            "give what the processor returned"
-        )
-    if grid.shape[1] != 3:
-        raise DataError(
-            f"example {index}: image_grid_thw has shape {grid.shape}; give [images, 3], as the "
-            "processor returned it"
-        )
-    if (grid[:, 1:] % layout.merge_size).any():
-        raise DataError(
-            f"example {index}: image_grid_thw has {grid.tolist()!r:.60}, whose height or width is "
-            f"no multiple of merge_size={layout.merge_size}; use the processor of the model"
-        )
-
-
-def _check_patch_size(index: int, pixels: np.ndarray, layout: VisionLayout) -> None:
-    channels, num_frames, size = layout.patch_shape
-    if num_frames > 1 and pixels.shape[1] != channels * num_frames * size:
-        raise DataError(
-            f"example {index}: pixel_values has patches of {pixels.shape[1]} numbers, the model's "
-            f"have {channels * num_frames * size}; use the processor of the model"
-        )
-
-
-def _laid_flat(fields: dict[str, np.ndarray], units: ImageUnits | None) -> dict[str, np.ndarray]:
-    """Without the padding of images to the same number of tiles."""
-    pixels, mask = fields["pixel_values"], fields.get("pixel_attention_mask")
-    if pixels.ndim == 5:
-        rows, columns = pixels.shape[:2]
-        is_real: Any = np.ones((rows, columns), dtype=bool)
-        if units is not None:  # LLaVA
-            is_real = np.arange(columns) < units.tiles[:rows, None]
-        elif mask is not None:
-            is_real = mask.reshape(rows, columns, -1).any(axis=2)
-        fields = {
-            name: _real(array, is_real) if name in PIXEL_FIELDS else array
-            for name, array in fields.items()
-        }
-    return fields
-
-
-def _real(array: np.ndarray, is_real: np.ndarray) -> np.ndarray:
-    return array.reshape(-1, *array.shape[2:]) if is_real.all() else array[is_real]

@@ -17,18 +17,21 @@ from torch_collate_kit.batch.placement import Pieces, whole_examples
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.ragged import Ragged, span_indices, unchecked
-from torch_collate_kit.reading.fields import DeclaredFields, FieldColumn
-from torch_collate_kit.reading.media import Images
-from torch_collate_kit.reading.numbers import (
-    Numbers,
+from torch_collate_kit.reading.columns import Numbers
+from torch_collate_kit.reading.entries import (
+    DeclaredFields,
+    FieldColumn,
     are_int32_ids,
+    count_trained,
     first_bad,
     joined,
     own_copy,
+    placed_labels,
+    placed_weights,
     taken,
     with_row,
 )
-from torch_collate_kit.reading.targets import count_trained, placed_labels, placed_weights
+from torch_collate_kit.reading.images import Images
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["ExampleColumns", "PlacedColumns"]

@@ -132,12 +132,20 @@ def _raw_columns(
             'df.to_dict("records")'
         )
     if ids not in raw:
-        given = sorted(map(str, _first_keys(examples)))
-        if ids == "input_ids" and {"prompt_ids", "response_ids"} & set(given):
-            hint = "rollouts go into RolloutCollator, or into PackedCollator without a sampler"
-        if ids == "response_ids" and "input_ids" in given:
-            hint += "; examples with input_ids go into PaddedCollator"
-        raise DataError(f"no {ids} in example 0, got keys {given}; {hint}")
+        raise _without_ids(sorted(map(str, _first_keys(examples))), ids, hint)
+    _check_rows(raw, ids)
+    return raw
+
+
+def _without_ids(given: list[str], ids: str, hint: str) -> DataError:
+    if ids == "input_ids" and {"prompt_ids", "response_ids"} & set(given):
+        hint = "rollouts go into RolloutCollator, or into PackedCollator without a sampler"
+    if ids == "response_ids" and "input_ids" in given:
+        hint += "; examples with input_ids go into PaddedCollator"
+    return DataError(f"no {ids} in example 0, got keys {given}; {hint}")
+
+
+def _check_rows(raw: Mapping[str, Any], ids: str) -> None:
     for key, column in raw.items():
         is_text = isinstance(column, str | bytes)
         if is_text or not hasattr(column, "__len__") or getattr(column, "ndim", 1) == 0:
@@ -151,7 +159,6 @@ def _raw_columns(
     for key, column in raw.items():
         if len(column) != num_examples:
             raise DataError(f"column {key} has {len(column)} rows, {ids} has {num_examples}")
-    return raw
 
 
 def check_even(columns: Mapping[str, Any], first: str) -> None:

@@ -12,40 +12,49 @@ import numpy as np
 import torch
 
 from torch_collate_kit.batch import IGNORE_INDEX
-from torch_collate_kit.batch.fields import PerResponseToken, PerRoutedToken, PerToken
+from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerRoutedToken, PerToken
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.fields import DeclaredFields, Specs, read_fields
-from torch_collate_kit.reading.media import read_images, token_type_fields
-from torch_collate_kit.reading.numbers import (
+from torch_collate_kit.reading.arrays import read_images, route_column
+from torch_collate_kit.reading.columns import (
+    Kind,
     Numbers,
-    in_pairs,
-    joined,
+    flag_column,
+    id_column,
     number_column,
+    scalar_column,
+    spread_numbers,
 )
+from torch_collate_kit.reading.entries import (
+    DeclaredFields,
+    FieldColumn,
+    are_int32_ids,
+    joined,
+)
+from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.raw import (
     IMAGES,
     TARGETS,
+    TOKEN_TYPES,
     Examples,
     are_rollouts,
     raw_examples,
     raw_rollouts,
 )
-from torch_collate_kit.reading.scalars import flag_column, id_column, scalar_column, spread_numbers
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["read_columns"]
 
+_BATCH_NAMES = {"logprobs": "rollout_logprobs"}  # of our own fields that have another name there
 # What the columns of SFT examples and of rollouts have one entry of, besides ids.
-_SFT_FIELDS: Specs = {
+_SFT_FIELDS: Mapping[str, PerToken] = {
     "loss_mask": PerToken(torch.float32),
     "labels": PerToken(torch.int64, IGNORE_INDEX),
     "assistant_masks": PerToken(torch.float32),
     "completion_mask": PerToken(torch.float32),
     "attention_mask": PerToken(torch.float32),
 }
-_ROLLOUT_FIELDS: Specs = {
+_ROLLOUT_FIELDS: Mapping[str, PerResponseToken | PerRoutedToken] = {
     "rewards": PerResponseToken(torch.float32),
     "loss_mask": PerResponseToken(torch.float32),
     "logprobs": PerResponseToken(torch.float32),
@@ -71,64 +80,157 @@ def read_columns(
     the images.
     """
     fields = fields or {}
-    num_actions: np.ndarray | None
     if rollouts is None:
         rollouts = are_rollouts(examples)
-    if rollouts:
-        raw = raw_rollouts(examples, fields, vision)
-        input_ids, num_actions = _joined(raw)
-        if vision is None and any(name in raw for name in IMAGES):
-            vision = _UNKNOWN_MODEL
-    else:
+    if not rollouts:
         raw = raw_examples(examples, fields, vision, train_all=train_all)
         input_ids = _ids("input_ids", raw["input_ids"])
         num_actions = _num_actions(raw, input_ids.lengths)
-    return _read(raw, input_ids, num_actions, fields, vision, rollouts=rollouts)
-
-
-def _joined(raw: dict[str, Any]) -> tuple[Numbers, np.ndarray]:
-    """Prompts and responses as ids and ``num_actions``; the single numbers in ``raw`` as rows."""
+        types = {} if vision is None else _token_types(raw, vision)
+        return _read(raw, input_ids, num_actions, {**fields, **types}, vision, rollouts=False)
+    raw = raw_rollouts(examples, fields, vision)
+    if vision is None and any(name in raw for name in IMAGES):
+        vision = _UNKNOWN_MODEL
     prompts, responses = (_ids(name, raw[name]) for name in ("prompt_ids", "response_ids"))
+    num_actions = responses.lengths
     for name in ("rewards", "advantages"):
         if name in raw:
-            raw[name] = spread_numbers(name, raw[name], responses.lengths)
-    return in_pairs(prompts, responses), responses.lengths
+            raw[name] = spread_numbers(name, raw[name], num_actions)
+    return _read(raw, _in_pairs(prompts, responses), num_actions, fields, vision, rollouts=True)
+
+
+def _in_pairs(first: Numbers, second: Numbers) -> Ragged:
+    """Row i of the one column and row i of the other as one row: int32 where both fit, or int64."""
+    is_narrow = all(isinstance(of, Ragged) and are_int32_ids(of.values) for of in (first, second))
+    parts: list[Any] = [None] * (2 * len(first))
+    parts[::2], parts[1::2] = first, second
+    dtype = np.int32 if is_narrow else np.int64
+    values = np.concatenate(parts, dtype=dtype, casting="unsafe")
+    return Ragged.from_lengths(values, first.lengths + second.lengths)
 
 
 def _read(
     raw: Mapping[str, Any],
     input_ids: Numbers,
     num_actions: np.ndarray | None,
-    fields: DeclaredFields,
+    declared: DeclaredFields,
     vision: VisionLayout | None,
     *,
     rollouts: bool,
 ) -> ExampleColumns:
-    """All other columns."""
-    table = _ROLLOUT_FIELDS if rollouts else _SFT_FIELDS
+    """All other columns. What they have one entry of must be there; numbers are looked at later."""
+    table, lengths = _ROLLOUT_FIELDS if rollouts else _SFT_FIELDS, input_ids.lengths
     own = {key: spec for key, spec in table.items() if key in raw}
     if num_actions is not None:
         own["loss_mask"] = _ROLLOUT_FIELDS["loss_mask"]
-    types = {} if vision is None or rollouts else token_type_fields(raw, vision)
-    declared = {**fields, **types}
-    columns = read_fields(raw, own, declared, input_ids.lengths, num_actions, rollouts=rollouts)
+    fields = {}
+    for key, spec in {**own, **declared}.items():
+        values = _field(key, spec, raw, lengths, num_actions, rollouts=rollouts)
+        name = _BATCH_NAMES.get(key, key) if key in own else key
+        fields[key] = FieldColumn(name, spec, values, key if key in own else None)
     images = None if vision is None else read_images(raw, vision, input_ids)
-    made = ["response_mask", *(columns[key].name for key in own)] if rollouts else []
+    made = ["response_mask", *(fields[key].name for key in own)] if rollouts else []
     if "rollout_expert_indices" in own:
         made.append("router_padding_mask")
     if "attention_mask" in own:
-        _check_attention_mask(joined(columns.pop("attention_mask").values))
+        _check_attention_mask(joined(fields.pop("attention_mask").values))
     target = _target_name(own)
     return ExampleColumns(
         input_ids,
-        None if target is None else columns.pop(target),
+        None if target is None else fields.pop(target),
         num_actions,
-        list(columns.values()),
+        list(fields.values()),
         (*made, *declared, *(() if images is None else images.arrays)),
         images,
         _per_example(raw) if rollouts else {},
         rollouts,
     )
+
+
+def _token_types(raw: Mapping[str, Any], layout: VisionLayout) -> dict[str, PerToken]:
+    """The token types among ``raw`` that are read: where the model makes positions of them.
+
+    Raises:
+        DataError: a model that needs them, and examples without.
+    """
+    if layout.family.positions != "model":
+        return {}
+    needed = layout.family.token_types
+    if needed and needed not in raw:
+        raise DataError(
+            f"example 0 has no {needed}, by which the model tells the prompt from the answer; give "
+            "all that the processor returned"
+        )
+    return {name: PerToken(torch.int64) for name in TOKEN_TYPES if name in raw}
+
+
+def _field(
+    key: str,
+    spec: PerToken | PerResponseToken | PerRoutedToken | PerExample,
+    raw: Mapping[str, Any],
+    lengths: np.ndarray,
+    num_actions: np.ndarray | None,
+    *,
+    rollouts: bool,
+) -> Numbers:
+    """One field, of our own or declared. ``lengths`` and ``num_actions``: int64 [N].
+
+    Raises:
+        DataError: it is missing, or has another number of entries than tokens that need one.
+    """
+    if key not in raw:
+        raise DataError(
+            f"example 0 has no {key}, which fields declares; give every example one, or "
+            "leave it out of fields"
+        )
+    if isinstance(spec, PerExample):
+        wanted = "it is declared PerExample, so give one number"
+        numbers = scalar_column(key, raw[key], "iufb", wanted)
+        if numbers.dtype.hasobject:
+            raise DataError(f"{key} has a number beyond 64 bits; give numbers that fit")
+        return Ragged(numbers, np.arange(len(numbers) + 1))
+    if isinstance(spec, PerRoutedToken):
+        return route_column(raw[key], lengths)
+    expected = num_actions if isinstance(spec, PerResponseToken) else lengths
+    if expected is None:
+        raise DataError(
+            f"fields declares {key} per response token, and the examples have no num_actions, "
+            "which says how many these are; give it, or declare PerToken"
+        )
+    kind: Kind = "labels" if key == "labels" else "whole numbers"
+    if spec.dtype.is_floating_point or spec.dtype == torch.bool:
+        kind = "numbers"
+    rows = number_column(key, raw[key], kind)
+    _check_lengths(key, spec, rows.lengths, expected, rollouts=rollouts)
+    return rows
+
+
+def _check_lengths(
+    key: str,
+    spec: PerToken | PerResponseToken,
+    lengths: np.ndarray,
+    expected: np.ndarray,
+    *,
+    rollouts: bool,
+) -> None:
+    """That every example has as many entries of a field as tokens that need one each."""
+    wrong = np.flatnonzero(lengths != expected)
+    if not len(wrong):
+        return
+    i = int(wrong[0])
+    if isinstance(spec, PerToken):
+        found = f"{'the rollout' if rollouts else 'input_ids'} has {expected[i]} tokens"
+        wanted = "one entry per token"
+        if key == "loss_mask":
+            wanted += " (or pass num_actions too, if it is the mask of the last tokens)"
+    elif rollouts:
+        found = f"response_ids has {expected[i]} tokens"
+        numbers = {"rewards": "one number for the last token, or ", "advantages": "one number, or "}
+        wanted = f"{numbers.get(key, '')}one entry per response token"
+    else:
+        found = f"num_actions={expected[i]}"
+        wanted = "one entry for each of the last num_actions tokens"
+    raise DataError(f"example {i}: {key} has {lengths[i]} entries, {found}; give {wanted}")
 
 
 def _ids(name: str, column: Any) -> Numbers:

@@ -8,7 +8,7 @@ import numpy as np
 
 from torch_collate_kit._checks import checked_int, checked_optional_int
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.trimming import cells_per_row, trimmed
+from torch_collate_kit.batch.row_changes import cells_per_row, trimmed
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.rows import Ints
 from torch_collate_kit.rl.staging import warn_if_images_differ
@@ -88,7 +88,7 @@ def micro_batches(
             of_rows = [of[rows[i]] for of, rows in zip(has_image, ranks, strict=True)]
             warn_if_images_differ(of_rows, f"micro-batch {i}")
     return [
-        trimmed(batch.select(rows), multiple_of=multiple)
+        Batch.of_storage(trimmed(batch.select(rows).stored(), multiple_of=multiple))
         for rows in micro_batch_rows(own, max_tokens, count)
     ]
 
@@ -103,7 +103,7 @@ def _row_widths(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
             "rl.stage_mini_batches(batch, boundaries, dp_size), for one rank and one mini-batch "
             "stage_mini_batches(batch, [0, len(batch)], 1)"
         )
-    own = cells_per_row(batch)
+    own = cells_per_row(batch.stored())
     if own is None or not any(np.array_equal(widths, own) for widths in of_ranks):
         raise ValueError(
             f"the {len(batch)} rows of the batch are not the {of_ranks.shape[1]} rows of a rank "

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from torch_collate_kit.batch import Batch, PerResponseToken
 from torch_collate_kit.batch.placement import whole_examples
-from torch_collate_kit.batch.response_spans import (
+from torch_collate_kit.batch.unpacking import (
     cells_by_example,
     cells_of_spans,
     values_of_cells,
 )
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.fields import FieldColumn
-from torch_collate_kit.reading.numbers import number_column
+from torch_collate_kit.reading.columns import number_column
+from torch_collate_kit.reading.entries import FieldColumn
 from torch_collate_kit.rl.response_tensors import checked_mask, checked_tensors
 
 __all__ = ["from_response_values", "response_values"]

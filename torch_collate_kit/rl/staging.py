@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.row_changes import cells_per_row
 from torch_collate_kit.batch.rows import cat, is_per_row, take
-from torch_collate_kit.batch.trimming import cells_per_row
 from torch_collate_kit.packing import ModelCost
 from torch_collate_kit.packing.balance import over_ranks
 from torch_collate_kit.packing.rows import row_sums
@@ -160,7 +160,7 @@ def _stage(
     if costs is not None:
         own = np.append(costs[start:stop], np.zeros(len(mini) - len(whole), np.int64))
         mini = mini.select(over_ranks(own, dp_size, keep_order=False))
-    widths = cells_per_row(mini)
+    widths = cells_per_row(mini.stored())
     if widths is not None:
         mini.metadata["row_widths"] = widths.reshape(dp_size, -1)
     has_image = _rows_with_images(mini)

@@ -1,23 +1,28 @@
-"""A rendered chat and its images -> the text with all placeholders, and the processor's fields."""
+"""A rendered chat and its images -> the text with all placeholders, and the processor's fields.
+
+What does not need pixels is known from the sizes of the images alone.
+"""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.vision.families import PIXEL_FIELDS
-from torch_collate_kit.vision.images import ImageFiles
+from torch_collate_kit.vision.families import PIXEL_FIELDS, family_of
+from torch_collate_kit.vision.images import ImageFiles, image_files
 from torch_collate_kit.vision.layout import VisionLayout
-from torch_collate_kit.vision.sizes import SizesOnly
 
-__all__ = ["Expansion", "ImageProcessing", "image_processing"]
+__all__ = ["Expansion", "ImageProcessing", "image_grid", "image_processing"]
 
 _Fields = dict[str, np.ndarray]
 _Places = list[tuple[int, int]]
@@ -90,9 +95,8 @@ class ImageProcessing(NamedTuple):
         if not places:
             _check_no_token(text, token)
             return Expansion(text, [], [], [], {}, {})
-        from_sizes = not self.pixels and not _option(self.processor, "do_pan_and_scan")
-        images = [self._image(source, where, from_sizes) for where, source in sources]
-        pieces, output = self._process(text, images, from_sizes)
+        images = [self._image(source, where) for where, source in sources]
+        pieces, output = self._process(text, images)
         expanded, edges = "".join(pieces), [0, *itertools.accumulate(map(len, pieces))]
         spans = list(zip(edges[1:-1:2], edges[2::2], strict=True))
         for outside in pieces[::2]:
@@ -108,29 +112,34 @@ class ImageProcessing(NamedTuple):
         found = {name: fields[name] for name in self._wanted(fields)}
         return found or {"num_tiles": np.ones(1, dtype=np.int64)}
 
-    def _image(self, source: Any, where: str, from_sizes: bool) -> Any:
+    @property
+    def _from_sizes(self) -> bool:
+        """Whether the processor is called with sizes alone; Gemma-3 cuts crops by the pixels."""
+        return not self.pixels and not _option(self.processor, "do_pan_and_scan")
+
+    def _image(self, source: Any, where: str) -> Any:
         """The image, or an array of its size that takes no memory."""
-        if from_sizes:
+        if self._from_sizes:
             return np.broadcast_to(np.uint8(0), (*self.files.size(source, where), 3))
         return self.files.load(source, where)
 
-    def _process(self, text: str, images: list[Any], from_sizes: bool) -> tuple[list[str], Any]:
+    def _process(self, text: str, images: list[Any]) -> tuple[list[str], Any]:
         """The text as it reaches the tokenizer, and the processor's output.
 
         Of the text every other piece is what the processor writes for an image.
         """
         processor = copy.copy(self.processor)
         processor.tokenizer = recorder = _Recorder(self.processor.tokenizer)
-        if from_sizes:
-            processor.image_processor = SizesOnly(self.processor.image_processor, self.layout)
+        if self._from_sizes:
+            processor.image_processor = _SizesOnly(self.processor.image_processor, self.layout)
         marked = text.replace(self.placeholder, _BEGIN + self.placeholder + _END)
         try:
             output = processor(
                 text=[marked],
                 images=[images],
                 add_special_tokens=False,
-                return_tensors=None if from_sizes else "pt",
-                **({} if from_sizes else {"do_convert_rgb": True}),
+                return_tensors=None if self._from_sizes else "pt",
+                **({} if self._from_sizes else {"do_convert_rgb": True}),
             )
         except (ValueError, TypeError, ZeroDivisionError) as error:
             sizes = ", ".join(f"{height} x {width}" for height, width in map(_size, images))
@@ -244,3 +253,112 @@ def _with_ends(text: str, start: int, end: int) -> tuple[int, int]:
 def _size(image: Any) -> tuple[int, int]:
     """Height and width."""
     return image.shape[:2] if isinstance(image, np.ndarray) else image.size[::-1]
+
+
+class _SizesOnly:
+    """Stands for an image processor; knows its fields from sizes, but for the pixels.
+
+    A processor with this one inside writes the same placeholders. It is called with arrays of which
+    only the shape is read, [height, width, ...].
+    """
+
+    def __init__(self, images: Any, layout: VisionLayout) -> None:
+        self._images, self._layout = images, layout
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._images, name)
+
+    def fetch_images(self, images: Any) -> Any:
+        """The images themselves: there is nothing to load."""
+        return images
+
+    def __call__(self, images: Any, **options: Any) -> dict[str, Any]:
+        sizes = [image.shape[:2] for image in _images_of(images)]
+        family = self._layout.family
+        if family.has_grids:
+            grids = [_grid_of_size(self._images, *size) for size in sizes]
+            return {"image_grid_thw": np.stack(grids)}
+        if family.name == "gemma3":
+            return {"num_crops": [0] * len(sizes)}
+        if family.has_sizes:  # they read the size of a tile from the tiles
+            side = self._layout.tile_size
+            fields = {
+                "pixel_values": np.broadcast_to(np.float32(0), (1, 1, 3, side, side)),
+                "image_sizes": np.array(sizes, dtype=np.int64),
+            }
+            more = {"batch_num_images": np.array([len(sizes)])}
+            return fields | (more if "batch_num_images" in family.fields else {})
+        counts = [self._images.get_number_of_image_patches(*size, options) for size in sizes]
+        if family.name == "internvl":
+            return {"num_patches": counts, "pixel_values": np.empty((sum(counts), 0))}
+        return {"rows": [[rows for _, rows, _ in counts]], "cols": [[cols for *_, cols in counts]]}
+
+
+def _images_of(images: Any) -> list[np.ndarray]:
+    if isinstance(images, Sequence):
+        return [image for inner in images for image in _images_of(inner)]
+    return [images]
+
+
+def image_grid(image: Any, processor: Any) -> npt.NDArray[np.int64]:
+    """The ``image_grid_thw`` row of an image: frames, patches down, patches across; int64 [3].
+
+    Reads only the header of a file. ``image`` is a path, bytes, a data URI, a PIL image, or the
+    dict of a ``datasets.Image`` column. Models of the Qwen-VL and GLM-V kind have grids; their
+    patches of an image are the product, and its tokens that divided by ``merge_size`` squared.
+
+    Raises:
+        DataError: no readable image, or one that the processor refuses.
+        ValueError: the processor makes no grids.
+        ImportError: Pillow is not installed.
+
+    >>> image_grid("photo.jpg", processor=None)
+    Traceback (most recent call last):
+    ValueError: NoneType makes no image_grid_thw; image_grid is for processors of Qwen-VL and GLM-V
+    """
+    if not family_of(processor).has_grids:
+        raise ValueError(
+            f"{type(processor).__name__} makes no image_grid_thw; image_grid is for processors of "
+            "Qwen-VL and GLM-V"
+        )
+    height, width = image_files().size(image, "the image")
+    try:
+        return _grid_of_size(processor.image_processor, height, width)
+    except ValueError as error:
+        raise DataError(f"the processor refuses {height} x {width} pixels: {error}") from error
+
+
+def _grid_of_size(images: Any, height: int, width: int) -> npt.NDArray[np.int64]:
+    """The grid that the image processor ``images`` cuts an image of this size into; int64 [3]."""
+    side = int(images.patch_size)
+    if images.do_resize:
+        resize = _smart_resize(images)
+        size, options = images.size, {}
+        if "num_frames" in inspect.signature(resize).parameters:  # GLM
+            frames = int(images.temporal_patch_size)
+            options = {"num_frames": frames, "temporal_factor": frames}
+        height, width = resize(
+            height=height,
+            width=width,
+            factor=side * int(images.merge_size),
+            min_pixels=_edge(size, "shortest_edge"),
+            max_pixels=_edge(size, "longest_edge"),
+            **options,
+        )
+    return np.array([1, height // side, width // side])
+
+
+def _smart_resize(images: Any) -> Any:
+    """The function in the module of the image processor that says what it resizes to."""
+    for base in type(images).__mro__:
+        module = sys.modules[base.__module__]
+        if hasattr(module, "smart_resize"):
+            return module.smart_resize
+    raise ValueError(
+        f"the module of {type(images).__name__} has no smart_resize, so sizes are known only from "
+        "the pixels; pass pixels=True"
+    )
+
+
+def _edge(size: Any, name: str) -> int:
+    return int(size[name] if isinstance(size, dict) else getattr(size, name))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.numbers import tensor_to_numpy
+from torch_collate_kit.reading.columns import tensor_to_numpy
 from torch_collate_kit.reading.raw import KNOWN, TOKEN_TYPES, check_keys
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 

@@ -1,4 +1,4 @@
-"""Columns of numbers: read from any form, and taken in the order of a batch's rows.
+"""A column, in any form -> ndarrays, checked: rows of numbers, or one value per example.
 
 Ragged columns are read where they lie, arrays are joined only in the order of the rows, and Python
 lists are converted once per column (10 to 15 ns per token, the most expensive step of all: hand
@@ -9,40 +9,29 @@ floats as ids; ``np.fromiter`` would cut 1.5 to 1 without a word.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.ragged import Ragged, take_spans, unchecked
+from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.raw import is_sequence
 
 __all__ = [
     "Kind",
     "Numbers",
-    "are_int32_ids",
-    "as_tensor",
-    "first_bad",
-    "in_pairs",
-    "joined",
+    "Rows",
+    "flag_column",
+    "id_column",
     "number_column",
-    "own_copy",
-    "row_array",
-    "taken",
+    "scalar_column",
+    "spread_numbers",
     "tensor_to_numpy",
-    "with_row",
 ]
-
-# Type codes of arrays that torch takes; not of the other 64-bit integers, nor of a longer float.
-_TORCH_CODES = "?bhilBHILefd"
-_INT32_MAX = np.iinfo(np.int32).max
 
 Kind = Literal["ids", "labels", "numbers", "whole numbers"]
 _INT, _FLOAT = ("q", "iu"), ("d", "iufb")  # type code of lists, kinds of dtypes that are taken
@@ -52,6 +41,7 @@ _KINDS: dict[Kind, tuple[str, str, str]] = {
     "numbers": (*_FLOAT, "give numbers"),
     "whole numbers": ("q", "iufb", "give numbers"),  # as integers, where they come in lists
 }
+_TYPES = {bool: "b", int: "i", float: "f"}  # of single values, and the kinds of their dtypes
 
 
 class Rows:
@@ -62,6 +52,12 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.arrays)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.arrays[index]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter(self.arrays)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -79,11 +75,11 @@ def number_column(name: str, column: Any, kind: Kind) -> Numbers:
     """
     typecode, kinds, advice = _KINDS[kind]
     if isinstance(column, Ragged):
-        values = column.flat_values
-        flat = values if isinstance(values, np.ndarray) else tensor_to_numpy(name, None, values)
+        flat, offsets = column.values, column.offsets
+        flat = tensor_to_numpy(name, None, flat) if isinstance(flat, Tensor) else flat
         if flat.ndim != 1:
             raise DataError(f"column {name} has {flat.ndim}-D values; a column holds flat rows")
-        rows, offsets = [flat], column.offsets - column.offsets[0]
+        rows = [flat]
     else:
         types = set(map(type, column))
         if types == {list}:
@@ -91,7 +87,7 @@ def number_column(name: str, column: Any, kind: Kind) -> Numbers:
         whole = _whole_rows(list(column), kinds) if types == {np.ndarray} else None
         if whole is not None:
             return whole
-        rows = [row_array(name, i, row, typecode) for i, row in enumerate(column)]
+        rows = [_row_array(name, i, row, typecode) for i, row in enumerate(column)]
         offsets = np.cumsum([0, *map(len, rows)])
     dtypes = {row.dtype for row in rows}
     if any(dtype.kind not in kinds for dtype in dtypes):
@@ -104,8 +100,7 @@ def number_column(name: str, column: Any, kind: Kind) -> Numbers:
         rows = [_whole(name, i, row) for i, row in enumerate(rows)]
     # a uint64 among int64s would make them floats
     mixed = {"q": np.int64, "d": np.float64}[typecode] if len(dtypes) > 1 else None
-    is_flat = len(rows) == 1
-    return Ragged(rows[0] if is_flat else np.concatenate(rows, dtype=mixed), offsets)
+    return Ragged(rows[0] if len(rows) == 1 else np.concatenate(rows, dtype=mixed), offsets)
 
 
 def _whole(name: str, index: int, row: np.ndarray) -> np.ndarray:
@@ -170,7 +165,7 @@ def _packer(length: int, typecode: str) -> Callable[..., bytes]:
     return struct.Struct(f"{length}{typecode}").pack
 
 
-def row_array(name: str, index: int, row: Any, typecode: str = "q") -> np.ndarray:
+def _row_array(name: str, index: int, row: Any, typecode: str) -> np.ndarray:
     """One entry of a column as a flat array."""
     if isinstance(row, Tensor):
         row = tensor_to_numpy(name, index, row)
@@ -225,98 +220,139 @@ def _bad_entry(name: str, index: int, row: list[Any], typecode: str) -> DataErro
     raise AssertionError("the row converts one by one but not as a whole")
 
 
-def as_tensor(array: np.ndarray) -> Tensor:
-    """A view of the array where torch takes it, else of a copy: in a dtype that torch has."""
-    if array.dtype.char not in _TORCH_CODES or not array.dtype.isnative:
-        array = array.astype({"u": np.uint64, "i": np.int64}.get(array.dtype.kind, np.float64))
-    if min(array.strides, default=0) < 0:
-        array = array.copy()
-    if array.flags.writeable:
-        return torch.from_numpy(array)
-    own = array.__array_interface__  # torch would warn of what is not writable, as Arrow's are
-    alias = SimpleNamespace(__array_interface__={**own, "data": (own["data"][0], False)}, of=array)
-    return torch.from_numpy(np.asarray(alias))
+def _one_value(value: Any) -> Any:
+    """The number in a NumPy scalar, or in an array or tensor of one entry."""
+    if isinstance(value, Tensor):
+        is_dense = value.layout is torch.strided and not (value.is_meta or value.is_nested)
+        return value.item() if is_dense and value.numel() == 1 else value
+    if isinstance(value, np.ma.MaskedArray):  # of a masked entry it would be 0
+        return value
+    single = isinstance(value, np.generic | np.ndarray) and value.size == 1
+    return value.item() if single else value
 
 
-def joined(column: Numbers) -> Ragged:
-    """The column as one flat array, in the order of the examples."""
+def scalar_column(name: str, column: Any, kinds: str, wanted: str) -> np.ndarray:
+    """Numbers of these kinds of dtypes: [N]; Python's own where one is beyond 64 bits.
+
+    >>> scalar_column("domain", [3, np.int8(4)], "iu", "give an integer")
+    array([3, 4])
+    """
+    if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in kinds:
+        return column
+    numbers = [_one_value(value) for value in column]
+    for i, number in enumerate(numbers):
+        kind = next((kind for type_, kind in _TYPES.items() if isinstance(number, type_)), "?")
+        if kind not in kinds:
+            found = f"{number!r:.40} ({type(number).__name__})"
+            raise DataError(f"example {i}: {name} is {found}; {wanted}")
+    try:
+        return np.array(numbers, dtype=np.int64 if kinds == "iu" else None)
+    except OverflowError:
+        return np.array(numbers, dtype=object)
+
+
+def id_column(name: str, column: Iterable[Any], row: str = "example") -> list[Hashable]:
+    """Uids as plain values that can be hashed; ``row`` is the word for what has one.
+
+    >>> id_column("uid", [np.int64(3), "a"])
+    [3, 'a']
+    """
+    if set(map(type, column := list(column))) <= {str, int}:
+        return column
+    uids = [_one_value(value) for value in column]
+    for i, uid in enumerate(uids):
+        if isinstance(uid, Tensor) or not _is_hashable(uid):  # equal tensors differ as keys
+            raise DataError(
+                f"{row} {i}: {name} is {uid!r:.40} ({type(uid).__name__}); rollouts are grouped "
+                "by it, so give a string or an integer"
+            )
+        if uid is None or (uid == uid) is not True:  # NaN and NA: pandas' missing values
+            owner = "prompt" if name == "uid" else "trajectory"
+            without = f", or no {name} in any example" if row == "example" else ""
+            raise DataError(f"{row} {i}: {name} is {uid}; give the id of its {owner}{without}")
+    return uids
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)  # of a tuple that holds a list, isinstance(value, Hashable) says True
+    except TypeError:
+        return False
+    return True
+
+
+def flag_column(name: str, column: Iterable[Any], row: str = "example") -> list[bool]:
+    """True and False, or 0 and 1, as bools.
+
+    >>> flag_column("is_last_step", np.array([0, 1]))
+    [False, True]
+    """
+    if isinstance(column, np.ndarray) and column.dtype == np.bool_ and column.ndim == 1:
+        return column.tolist()
+    if set(map(type, column := list(column))) == {bool}:
+        return column
+    flags = [_one_value(value) for value in column]
+    for i, flag in enumerate(flags):
+        if not isinstance(flag, bool | int | float) or flag not in (0, 1):
+            raise DataError(f"{row} {i}: {name} is {flag!r:.40}; it must be True or False")
+    return [bool(flag) for flag in flags]
+
+
+def spread_numbers(name: str, column: Any, lengths: np.ndarray) -> Any:
+    """Numbers to rows: a reward to the last token, an advantage to every token."""
     if isinstance(column, Ragged):
         return column
-    return unchecked(_concatenated(column.arrays), column.offsets)
+    if isinstance(column, np.ndarray | Tensor) and column.ndim == 1:
+        column = tensor_to_numpy(name, None, column) if isinstance(column, Tensor) else column
+        if column.dtype.kind in "iufb":
+            return _spread(name, column, lengths)
+        column = column.tolist()
+    types = set(map(type, column))
+    if types == {list} or (types == {np.ndarray} and all(value.ndim for value in column)):
+        return column
+    is_number = [_is_number(value) for value in column]
+    numbers = np.zeros(len(lengths))
+    for i, (value, is_one) in enumerate(zip(column, is_number, strict=True)):
+        if is_one:
+            numbers[i] = _number(name, i, value)
+        elif not is_sequence(value) and not isinstance(value, np.ndarray | Tensor):
+            kind = "None" if value is None else type(value).__name__
+            raise DataError(
+                f"example {i}: {name} is {kind}; give one number, or one per response token"
+            )
+    rows = _spread(name, numbers, lengths)
+    if all(is_number):
+        return rows
+    parts = zip(column, rows, is_number, strict=True)
+    return [row if is_one else value for value, row, is_one in parts]
 
 
-def _concatenated(arrays: list[Any]) -> np.ndarray:
-    """Flat arrays of one dtype as one: a copy, in three quarters of the time of NumPy's."""
+def _is_number(value: Any) -> bool:
+    if isinstance(value, np.ndarray | Tensor):
+        return value.ndim == 0
+    return isinstance(value, int | float | np.number | np.bool_)
+
+
+def _number(name: str, index: int, value: Any) -> float:
+    number = _one_value(value)
     try:
-        return np.frombuffer(bytearray().join(arrays), dtype=arrays[0].dtype)
-    except TypeError:  # one of them is not contiguous
-        return np.concatenate(arrays)
+        if isinstance(number, str | bytes):
+            raise TypeError
+        return float(number)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise DataError(
+            f"example {index}: {name} is {number!r:.40} ({type(number).__name__}); give one number "
+            "that float32 holds, or one per response token"
+        ) from None
 
 
-def with_row(column: Numbers, row: np.ndarray) -> Ragged:
-    """The column with one more row, in the dtype of its numbers."""
-    flat = joined(column)
-    return Ragged.cat([flat, Ragged(row.astype(flat.values.dtype), [0, len(row)])])
-
-
-def in_pairs(first: Numbers, second: Numbers) -> Ragged:
-    """Row i of the one column and row i of the other as one row: int32 where both fit, or int64."""
-    is_narrow = all(isinstance(of, Ragged) and are_int32_ids(of.values) for of in (first, second))
-    parts: list[Any] = [None] * (2 * len(first))
-    parts[::2], parts[1::2] = _rows_of(first), _rows_of(second)
-    dtype = np.int32 if is_narrow else np.int64
-    values = np.concatenate(parts, dtype=dtype, casting="unsafe")
-    return Ragged.from_lengths(values, first.lengths + second.lengths)
-
-
-def _rows_of(column: Numbers) -> list[np.ndarray]:
-    if isinstance(column, Rows):
-        return column.arrays
-    values = column.values
-    return [values[start:stop] for start, stop in pairwise(column.offsets.tolist())]
-
-
-def taken(column: Numbers, pieces: Pieces) -> np.ndarray:
-    """The entries ``starts`` to ``starts + lengths`` of the examples, one piece after the other.
-
-    The result may be a view of the column.
-    """
-    examples, starts, lengths, _ = pieces
-    if not len(examples):
-        return (column.values if isinstance(column, Ragged) else column.arrays[0])[:0]
-    if isinstance(column, Rows):
-        chosen = [column.arrays[i] for i in examples.tolist()]
-        if starts.any() or not np.array_equal(lengths, column.lengths[examples]):
-            spans_of = zip(chosen, starts.tolist(), (starts + lengths).tolist(), strict=True)
-            chosen = [array[start:stop] for array, start, stop in spans_of]
-        return _concatenated(chosen)
-    first = column.offsets[:-1][examples] + starts
-    if (first[1:] == first[:-1] + lengths[:-1]).all():  # in order, and without a hole
-        return column.values[first[0] : first[-1] + lengths[-1]]
-    return take_spans(column.values, first, lengths)
-
-
-def own_copy(values: np.ndarray, column: Numbers) -> np.ndarray:
-    """Values that were taken of a column: a copy if they are a view of it."""
-    is_view = isinstance(column, Ragged) and np.may_share_memory(values, column.values)
-    return values.copy() if is_view else values
-
-
-def first_bad(is_bad: np.ndarray, pieces: Pieces) -> tuple[int, int]:
-    """The first bad one of the entries that were taken: its example, and its place there."""
-    entry = int(np.flatnonzero(is_bad)[0])
-    ends = np.cumsum(pieces.lengths)
-    piece = int(np.searchsorted(ends, entry, side="right"))
-    before = entry - int(ends[piece] - pieces.lengths[piece])
-    return int(pieces.examples[piece]), before + int(pieces.starts[piece])
-
-
-def are_int32_ids(values: np.ndarray) -> bool:
-    """Whether all of a column are ids that int32 holds."""
-    if not values.size:
-        return True
-    if values.dtype.kind == "i" and values.dtype.itemsize >= 4:
-        # one pass for both ends: as unsigned numbers, negative ones are the largest
-        values = values.view(values.dtype.str.replace("i", "u"))
-    is_negative = values.dtype.kind == "i" and int(values.min()) < 0
-    return not is_negative and int(values.max()) <= _INT32_MAX
+def _spread(name: str, numbers: np.ndarray, lengths: np.ndarray) -> Ragged:
+    with np.errstate(over="ignore"):
+        short = numbers.astype(np.float32)
+    if np.isfinite(short).all():  # else it is refused, as it was given
+        numbers = short
+    if name == "advantages":
+        return Ragged.from_lengths(np.repeat(numbers, lengths), lengths)
+    rows = Ragged.from_lengths(np.zeros(int(lengths.sum()), dtype=numbers.dtype), lengths)
+    rows.values[rows.offsets[1:] - 1] = numbers
+    return rows

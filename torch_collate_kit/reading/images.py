@@ -1,33 +1,25 @@
-"""The images of examples: what a vision processor returned, checked, as columns per image."""
+"""The images of examples: where a cut may be, and what the pieces of a batch have of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torch_collate_kit.batch.buffer import fresh_bytes
-from torch_collate_kit.batch.fields import PerImage, PerToken
+from torch_collate_kit.batch.fields import PerImage
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.arrays import checked_images, image_arrays
-from torch_collate_kit.reading.numbers import Numbers, as_tensor, joined
-from torch_collate_kit.reading.raw import MEDIA, TOKEN_TYPES, VIDEOS
+from torch_collate_kit.reading.columns import Numbers
+from torch_collate_kit.reading.entries import as_tensor
 from torch_collate_kit.vision.families import ImageField, num_kept
-from torch_collate_kit.vision.layout import ImageUnits, VisionLayout, is_no_image
+from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
 
-__all__ = [
-    "Images",
-    "read_images",
-    "token_type_fields",
-]
+__all__ = ["Images"]
 
-_OPTIONAL = ("pixel_attention_mask",)  # without it a tile is seen as a whole
 _PATCHES_IN_CACHE = 128  # 0.8 MB of float32; fewer at a time take longer (measured)
 
 
@@ -63,9 +55,7 @@ class Images:
 
     def _places(self, example: int) -> np.ndarray:
         """int64, the tokens of an example that are placeholders."""
-        ids = self.input_ids
-        row = ids[example] if isinstance(ids, Ragged) else ids.arrays[example]
-        return np.flatnonzero(row == self.layout.image_token_id)
+        return np.flatnonzero(self.input_ids[example] == self.layout.image_token_id)
 
     def cut_before(self, example: int, limit: int) -> int:
         """The most tokens of an example, up to ``limit``, that end inside no image.
@@ -220,101 +210,3 @@ def _shape_of_none(name: str, field: ImageField, layout: VisionLayout) -> tuple[
     if field.per in ("tile", "unknown"):
         return (size, size) if field.per == "tile" else (0,)
     return {"image_grid_thw": (3,), "image_sizes": (2,), "batch_num_images": ()}[name]
-
-
-def token_type_fields(raw: Mapping[str, Any], layout: VisionLayout) -> dict[str, PerToken]:
-    """The token types among ``raw`` that are read: where the model makes positions of them.
-
-    Raises:
-        DataError: a model that needs them, and examples without.
-    """
-    if layout.family.positions != "model":
-        return {}
-    needed = layout.family.token_types
-    if needed and needed not in raw:
-        raise DataError(
-            f"example 0 has no {needed}, by which the model tells the prompt from the answer; give "
-            "all that the processor returned"
-        )
-    return {name: PerToken(torch.int64) for name in TOKEN_TYPES if name in raw}
-
-
-def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers) -> Images:
-    """The images of the examples; None, or nothing at all, stands for an example without images.
-
-    Raises:
-        DataError: fields of a wrong shape, or that disagree with each other or with the number of
-            placeholders among the ids.
-    """
-    fields = layout.fields
-    _refuse_other_media(raw, layout)
-    given = {
-        name: {i: entry for i, entry in enumerate(raw.get(name, ())) if not is_no_image(entry)}
-        for name in fields
-    }
-    owners = sorted({i for entries in given.values() for i in entries})
-    for i in owners:
-        needed = [name for name in fields if name not in _OPTIONAL and not layout.other_fields]
-        missing = [name for name in needed if i not in given[name]]
-        if missing:
-            raise DataError(
-                f"example {i} has {', '.join(name for name in fields if i in given[name])} and no "
-                f"{', '.join(missing)}; give all that the processor returned, or none of them "
-                "without an image"
-            )
-    arrays = {
-        name: image_arrays(name, entries, field)
-        for (name, field), entries in zip(fields.items(), given.values(), strict=True)
-    }
-    units: dict[int, ImageUnits] = {}
-    laid: dict[str, dict[int, np.ndarray]] = {name: {} for name in fields}
-    for i in owners:
-        own = {name: of[i] for name, of in arrays.items() if i in of}
-        if "pixel_attention_mask" in fields and "pixel_attention_mask" not in own:
-            shape = own["pixel_values"].shape
-            own["pixel_attention_mask"] = np.ones((*shape[:-3], *shape[-2:]), dtype=bool)
-        own, units[i] = checked_images(i, own, layout)
-        for name, array in own.items():
-            laid[name][i] = array
-    images = Images(layout, input_ids, units, laid)
-    _check_placeholders(images)
-    return images
-
-
-def _refuse_other_media(raw: Mapping[str, Any], layout: VisionLayout) -> None:
-    """They would be lost."""
-    fields = layout.fields
-    for name in (name for name in MEDIA if name in raw and name not in fields):
-        i = next((i for i, entry in enumerate(raw[name]) if entry is not None), None)
-        if i is not None:
-            hint = (
-                "videos are not supported, give images"
-                if name in VIDEOS
-                else "use the processor of the model"
-            )
-            raise DataError(
-                f"example {i} has {name}, which is no image field of {layout.family_name} models "
-                f"({', '.join(fields) or 'none is known'}); {hint}"
-            )
-
-
-def _check_placeholders(images: Images) -> None:
-    token, ids = images.layout.image_token_id, joined(images.input_ids)
-    if token is None:
-        return
-    is_placeholder = ids.values == token
-    before = np.append(0, np.cumsum(is_placeholder))
-    found = np.diff(before[ids.offsets])
-    described = np.zeros_like(found)
-    for i, unit in images.units.items():
-        described[i] = unit.tokens.sum()
-    if images.layout.other_fields:  # how many an image takes is not known
-        found = np.minimum(found, 1)
-    wrong = np.flatnonzero(found != described)
-    if len(wrong):
-        i = int(wrong[0])
-        what = f"images that take {described[i]}" if i in images.units else "no image"
-        raise DataError(
-            f"example {i} has {found[i]} image placeholders (token {token}) in its ids, and {what};"
-            " give the ids and the image fields that the processor returned together, uncut"
-        )

@@ -1,0 +1,298 @@
+"""The entries of a column that the pieces of a batch have, in the order of its rows, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_collate_kit.batch import IGNORE_INDEX
+from torch_collate_kit.batch.fields import (
+    FieldSpec,
+    PerExample,
+    PerResponseToken,
+    PerRoutedToken,
+    PerToken,
+)
+from torch_collate_kit.batch.placement import Pieces
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.ragged import Ragged, take_spans, unchecked
+from torch_collate_kit.reading.columns import Numbers, Rows
+
+__all__ = [
+    "DeclaredFields",
+    "FieldColumn",
+    "are_int32_ids",
+    "as_tensor",
+    "count_trained",
+    "first_bad",
+    "joined",
+    "own_copy",
+    "placed_labels",
+    "placed_weights",
+    "taken",
+    "with_row",
+]
+
+DeclaredFields = Mapping[str, PerToken | PerResponseToken | PerExample]
+# Type codes of arrays that torch takes; not of the other 64-bit integers, nor of a longer float.
+_TORCH_CODES = "?bhilBHILefd"
+_INT32_MAX = np.iinfo(np.int32).max
+# Divided by the loss tokens of a batch, up to 10**8, it is still a normal float32.
+_LEAST_WEIGHT = 1e-30
+
+
+def as_tensor(array: np.ndarray) -> Tensor:
+    """A view of the array where torch takes it, else of a copy: in a dtype that torch has."""
+    if array.dtype.char not in _TORCH_CODES or not array.dtype.isnative:
+        array = array.astype({"u": np.uint64, "i": np.int64}.get(array.dtype.kind, np.float64))
+    if min(array.strides, default=0) < 0:
+        array = array.copy()
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    own = array.__array_interface__  # torch would warn of what is not writable, as Arrow's are
+    alias = SimpleNamespace(__array_interface__={**own, "data": (own["data"][0], False)}, of=array)
+    return torch.from_numpy(np.asarray(alias))
+
+
+def joined(column: Numbers) -> Ragged:
+    """The column as one flat array, in the order of the examples."""
+    if isinstance(column, Ragged):
+        return column
+    return unchecked(_concatenated(column.arrays), column.offsets)
+
+
+def _concatenated(arrays: list[Any]) -> np.ndarray:
+    """Flat arrays of one dtype as one: a copy, in three quarters of the time of NumPy's."""
+    try:
+        return np.frombuffer(bytearray().join(arrays), dtype=arrays[0].dtype)
+    except TypeError:  # one of them is not contiguous
+        return np.concatenate(arrays)
+
+
+def with_row(column: Numbers, row: np.ndarray) -> Ragged:
+    """The column with one more row, in the dtype of its numbers."""
+    flat = joined(column)
+    return Ragged.cat([flat, Ragged(row.astype(flat.values.dtype), [0, len(row)])])
+
+
+def taken(column: Numbers, pieces: Pieces) -> np.ndarray:
+    """The entries ``starts`` to ``starts + lengths`` of the examples, one piece after the other.
+
+    The result may be a view of the column.
+    """
+    examples, starts, lengths, _ = pieces
+    if not len(examples):
+        return joined(column).values[:0]
+    if isinstance(column, Rows):
+        chosen = [column.arrays[i] for i in examples.tolist()]
+        if starts.any() or not np.array_equal(lengths, column.lengths[examples]):
+            spans_of = zip(chosen, starts.tolist(), (starts + lengths).tolist(), strict=True)
+            chosen = [array[start:stop] for array, start, stop in spans_of]
+        return _concatenated(chosen)
+    first = column.offsets[:-1][examples] + starts
+    if (first[1:] == first[:-1] + lengths[:-1]).all():  # in order, and without a hole
+        return column.values[first[0] : first[-1] + lengths[-1]]
+    return take_spans(column.values, first, lengths)
+
+
+def own_copy(values: np.ndarray, column: Numbers) -> np.ndarray:
+    """Values that were taken of a column: a copy if they are a view of it."""
+    is_view = isinstance(column, Ragged) and np.may_share_memory(values, column.values)
+    return values.copy() if is_view else values
+
+
+def first_bad(is_bad: np.ndarray, pieces: Pieces) -> tuple[int, int]:
+    """The first bad one of the entries that were taken: its example, and its place there."""
+    entry = int(np.flatnonzero(is_bad)[0])
+    ends = np.cumsum(pieces.lengths)
+    piece = int(np.searchsorted(ends, entry, side="right"))
+    before = entry - int(ends[piece] - pieces.lengths[piece])
+    return int(pieces.examples[piece]), before + int(pieces.starts[piece])
+
+
+def are_int32_ids(values: np.ndarray) -> bool:
+    """Whether all of a column are ids that int32 holds."""
+    if not values.size:
+        return True
+    if values.dtype.kind == "i" and values.dtype.itemsize >= 4:
+        # one pass for both ends: as unsigned numbers, negative ones are the largest
+        values = values.view(values.dtype.str.replace("i", "u"))
+    is_negative = values.dtype.kind == "i" and int(values.min()) < 0
+    return not is_negative and int(values.max()) <= _INT32_MAX
+
+
+def placed_labels(column: Numbers, pieces: Pieces) -> np.ndarray:
+    """The labels of these pieces, int32 where they fit, else int64: a copy.
+
+    Raises:
+        DataError: a label that is negative, but not -100.
+    """
+    labels = taken(column, pieces)
+    # beyond int64 they would become negative numbers
+    signed = labels.view(np.int64) if labels.dtype == np.uint64 else labels
+    is_bad = (signed < 0) & (signed != IGNORE_INDEX)
+    if is_bad.any():
+        i, token = first_bad(is_bad, pieces)
+        raise DataError(
+            f"example {i}: labels is {labels[is_bad][0]} at token {token}; a label is a token "
+            f"id, or {IGNORE_INDEX} where nothing is trained"
+        )
+    fits = not labels.size or labels.max() <= np.iinfo(np.int32).max
+    return labels.astype(np.int32 if fits else np.int64)
+
+
+def placed_weights(name: str, column: Numbers, pieces: Pieces, unit: str) -> np.ndarray:
+    """The weights of these pieces, bool where they are 0 and 1, else float32: a copy.
+
+    ``unit``: what has a weight, a "token" or a "response token".
+
+    Raises:
+        DataError: a weight that is negative, not finite in float32, or lost in it.
+    """
+    given = column
+    if isinstance(column, Ragged):  # bools are put in order in less memory
+        given = unchecked(_as_flags(column.values), column.offsets)
+    weights = _as_flags(taken(given, pieces))
+    if weights.dtype == np.bool_:
+        return own_copy(weights, column)
+    with np.errstate(over="ignore"):
+        kept = weights.astype(np.float32)
+    is_bad = ~((weights == 0) | ((kept >= _LEAST_WEIGHT) & (kept < np.inf)))
+    if is_bad.any():
+        i, entry = first_bad(is_bad, pieces)
+        weight = float(weights[is_bad][0])
+        if 0 < weight < 1:
+            raise DataError(
+                f"example {i}: {name}[{entry}] is {weight}, which float32 loses; a weight must be "
+                f"0 or at least {_LEAST_WEIGHT}: give 0 where nothing is trained"
+            )
+        raise DataError(
+            f"example {i}: {name} is {weight} at {unit} {entry}; weights must be finite and 0 or "
+            "more"
+        )
+    return kept
+
+
+def _as_flags(values: np.ndarray) -> np.ndarray:
+    """Values that are all 0 and 1 as bools; others as they are."""
+    if values.dtype == np.bool_:
+        return values
+    trained: np.ndarray = values != 0
+    return trained if np.count_nonzero(values == 1) == np.count_nonzero(trained) else values
+
+
+def count_trained(trained: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Trained tokens of each piece, and tokens from its first trained one to its end: int64 [S].
+
+    ``trained`` bool [T]: the tokens of the pieces one after the other. ``lengths`` int64 [S]. The
+    second is of pieces whose first token is not trained, so that no run of trained tokens begins in
+    the piece before. There are few runs, so counting by runs costs next to nothing.
+
+    >>> trained = np.array([False, True, True, False, False, True, False])
+    >>> counts, until_end = count_trained(trained, np.array([3, 4]))
+    >>> counts.tolist(), until_end.tolist()
+    ([2, 1], [2, 2])
+    """
+    edges = np.flatnonzero(trained[1:] != trained[:-1]) + 1
+    if trained[:1].any():
+        edges = np.append(0, edges)
+    if trained[-1:].any():
+        edges = np.append(edges, len(trained))
+    begins, ends = edges[::2], edges[1::2]
+    bounds = np.append(0, np.cumsum(lengths))
+    if not len(begins):
+        return np.zeros_like(lengths), np.zeros_like(lengths)
+    num_before = np.searchsorted(begins, bounds)  # runs that begin before each bound
+    # of the last run before a bound, the part after the bound belongs to the next piece
+    last = num_before - 1
+    until = np.cumsum(ends - begins)[last] - np.maximum(ends[last] - bounds, 0)
+    until[last < 0] = 0
+    first = np.append(begins, len(trained))[num_before[:-1]]
+    return until[1:] - until[:-1], np.maximum(bounds[1:] - first, 0)
+
+
+@dataclass(frozen=True)
+class FieldColumn:
+    """A field as it was read: checked, one row of entries per example, in their order."""
+
+    name: str
+    spec: FieldSpec
+    values: Numbers
+    key: str | None = None
+    """Of a field of our own: its key in the examples. Its numbers must be finite."""
+
+    def with_row(self, num_tokens: int) -> FieldColumn:
+        """With an example of so many tokens that has no response: pads per token, else nothing."""
+        number = num_tokens if self.spec.count == "lengths" else 0
+        pad = self.spec.pad if isinstance(self.spec, PerToken) else 0
+        empty = np.zeros((number, *joined(self.values).values.shape[1:]))
+        return replace(self, values=with_row(self.values, empty + pad))
+
+    def place(self, pieces: Pieces, responses: Pieces) -> tuple[Tensor, Pieces]:
+        """The entries that these pieces have, one after the other, a copy; and which they are.
+
+        Numbers are in the dtype of the field, routes in the one they came in. ``responses`` are the
+        response tokens of the pieces, as their example numbers its own.
+
+        Raises:
+            DataError: a number that the dtype does not hold.
+        """
+        entries = pieces
+        if self.spec.count == "responses":
+            entries = responses
+        elif self.spec.count != "lengths":
+            lengths = self.values.lengths[pieces.examples]
+            entries = pieces._replace(starts=np.zeros_like(lengths), lengths=lengths)
+        values = taken(self.values, entries)
+        column = as_tensor(values)
+        is_routes = isinstance(self.spec, PerRoutedToken)
+        cast = column.to(column.dtype if is_routes else self.spec.dtype)
+        if cast is column:
+            cast = as_tensor(own_copy(values, self.values))
+        if is_routes:
+            return cast, entries
+        is_bad = _is_lost(values, cast) if self.key is None else _is_infinite(cast)
+        if is_bad is not None:
+            raise self._bad_number(values[is_bad][0], *first_bad(is_bad, entries))
+        return cast, entries
+
+    def _bad_number(self, number: Any, example: int, entry: int) -> DataError:
+        if self.key is not None:
+            is_logprob = self.key == "logprobs"
+            hint = "of a token that the policy did not sample give 0.0, or " if is_logprob else ""
+            return DataError(
+                f"example {example}: {self.key} is {number} at response token {entry}; it must be "
+                f"finite in float32: {hint}filter such rollouts out"
+            )
+        at = "" if isinstance(self.spec, PerExample) else f"[{entry}]"
+        return DataError(
+            f"example {example}: {self.name}{at} is {number}, which {self.spec.dtype} does not "
+            "hold; declare another dtype, or give other numbers"
+        )
+
+
+def _is_lost(values: np.ndarray, cast: Tensor) -> np.ndarray | None:
+    """Where a whole number is another one now, or a finite one is no longer; None: nowhere."""
+    if not cast.is_floating_point():
+        is_lost = values != cast.numpy()
+    elif cast.dtype == torch.float16 or (
+        values.dtype.kind == "f" and values.dtype.itemsize > cast.dtype.itemsize
+    ):
+        is_lost = np.isfinite(values) & ~cast.isfinite().numpy()
+    else:
+        return None
+    return is_lost if is_lost.any() else None
+
+
+def _is_infinite(cast: Tensor) -> np.ndarray | None:
+    """Where a number is not finite; None: nowhere, for which the sum is enough to look at."""
+    if cast.sum().isfinite():
+        return None
+    is_bad = ~cast.isfinite().numpy()
+    return is_bad if is_bad.any() else None
