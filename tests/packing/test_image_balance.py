@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.packing.test_two_budgets import assert_lawful, members, problems
-from torch_collate_kit.packing import balance
+from torch_collate_kit.packing import ModelCost, PackingOptions, balance, pack
 from torch_collate_kit.packing.balance import level, over_ranks
 from torch_collate_kit.packing.rows import Limits, Rows, Sizes
 from torch_collate_kit.packing.strategies import best_fit_decreasing
@@ -171,3 +171,17 @@ def test_huge_costs_do_not_overflow() -> None:
     assert heaviest(rows, costs.astype(float), image_costs.astype(float)) < 1.1
     small = over_ranks(costs >> 24, 8, keep_order=False, image_costs=image_costs >> 24)
     assert rows.ravel().tolist() == small.tolist()
+
+
+def test_the_balanced_strategy_evens_out_patches_not_what_they_cost() -> None:
+    # by cost, 36 | 12 9 9, one row would have 6 patches and the other 12
+    cost = ModelCost(1, 0, 0, 1)
+    packing = PackingOptions(4, strategy="balanced", rows_multiple_of=2, cost=cost)
+    plan = pack([1, 1, 1, 1], packing=packing, patches=[[6], [2, 2, 2], [3], [3]])
+    assert plan.row_patches.tolist() == [9, 9]
+
+
+def test_ranks_have_as_many_patches_where_the_cost_of_images_is_not_known() -> None:
+    packing = PackingOptions(1, rows_multiple_of=2, cost=ModelCost(1, 1, 0, 0))
+    plan = pack([1, 1, 1, 1], packing=packing, patches=[6, 3, 6, 3])
+    assert plan.row_patches.reshape(2, 2).sum(axis=1).tolist() == [9, 9]

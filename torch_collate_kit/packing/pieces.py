@@ -193,7 +193,7 @@ def cut_to_fit(
     with_images = too_long[images.patches[too_long] > 0]
     if overflow == "raise" or (len(with_images) and (overflow == "split" or images.cuts is None)):
         unfit = too_long if overflow == "raise" else with_images
-        raise _does_not_fit(unfit, lengths, limits, packing, images)
+        raise _unfit_error(unfit, lengths, limits, packing, images)
     if overflow == "truncate":
         shortened = np.minimum(lengths, limits)
         if len(with_images):
@@ -253,7 +253,7 @@ def _cut_before_images(
     return lengths, left
 
 
-def _does_not_fit(
+def _unfit_error(
     unfit: Ints, lengths: Ints, limits: Ints, packing: PackingOptions, images: ImageLoad
 ) -> DataError:
     """What is wrong with the first of the examples that do not fit, and how many others do not."""
