@@ -22,7 +22,7 @@ from harness import Report, Times, arguments
 from samples import IMAGE_MIXES, image_mix
 
 from torch_collate_kit import PackingPlan, Ragged, pack
-from torch_collate_kit.packing.images import image_load
+from torch_collate_kit.packing.pieces import image_load
 
 MAX_TOKENS = 8192
 BUDGETS = (8192, 12288, 16384, 20_000, 32_768)

@@ -59,6 +59,11 @@ def test_row_metadata_and_rewards_of_added_rows() -> None:
     assert batch.metadata["step"] == 1
 
 
+def test_a_router_counts_no_token_of_an_added_row() -> None:
+    batch = Batch({"router_padding_mask": torch.tensor([[False, True]])}).pad_rows(multiple_of=2)
+    assert batch["router_padding_mask"].tolist() == [[False, True], [True, True]]
+
+
 def test_what_is_multiplied_into_a_loss_is_0_in_added_rows() -> None:
     ones, mask = torch.ones(1, 3), torch.ones(1, 3, dtype=torch.int64)
     batch = Batch(

@@ -184,6 +184,8 @@ def test_only_the_first_rows_are_drawn() -> None:
     assert rows_of(batch) == ["..a", ".bB", "cCC", "..d", ".eE", "fFF", "..g", ".hH"]
     assert "\n  ... 1,192 more rows\n" in repr(batch)
     assert "... 1,192 more rows" in batch._repr_html_()
+    assert "\n  ... 1 more row\n" in repr(batch[:9])
+    assert "... 1 more row<" in batch[:9]._repr_html_()
 
 
 def test_a_share_is_not_rounded_to_all_or_nothing() -> None:

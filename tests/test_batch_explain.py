@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.batch_samples import KINDS, loose, masked_examples
 from tests.strategies import FUZZ, batches, packed_options
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.showing.token_text import token_texts
+from torch_collate_kit.batch.showing.explanation import token_texts
 from torch_collate_kit.chat.preview import byte_tokenizer
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.packing import ParallelLayout
@@ -159,6 +159,8 @@ def test_a_batch_built_from_tensors() -> None:
         str(built.explain(0))
         == "row 0 of 1: 3 tokens in 3 cells\ncell  id\n   0   5\n   1   6\n   2   7"
     )
+    one = Batch({"input_ids": torch.tensor([[5]])})
+    assert one.explain(0).title == "row 0 of 1: 1 token in 1 cell"
     masked = built.with_fields(loss_mask=torch.tensor([[0.0, 2.0]]))
     assert masked.explain(0).records()[2] == {"cell": 2, "id": 7, "weight": 2.0, "rewards": 1.0}
 

@@ -159,7 +159,7 @@ def test_numbers_that_are_too_large(run: Run, monkeypatch: pytest.MonkeyPatch) -
     def overflow(*_: object, **__: object) -> None:
         raise OverflowError("int too large")
 
-    monkeypatch.setattr("torch_collate_kit.commands.audit.audit", overflow)
+    monkeypatch.setattr("torch_collate_kit.commands.dataset.audit", overflow)
     assert run("audit", "tokens.jsonl") == (2, "", "error: int too large\n")
 
 
@@ -375,7 +375,7 @@ def test_without_a_network_nothing_is_tried_for_minutes(
         "torch_collate_kit.commands.arguments.read_records",
         lambda *_, **__: seen.append(os.environ.get("HF_HUB_OFFLINE")) or CHATS,
     )
-    monkeypatch.setattr("torch_collate_kit.commands.report._tokens", read_data_alone)
+    monkeypatch.setattr("torch_collate_kit.commands.dataset._tokens", read_data_alone)
     note = "note: huggingface.co cannot be reached; only what is in the cache is read\n"
     assert run("report", "org/data", "--max-tokens", "9")[2] == note
     assert run("report", "chats.jsonl", "--tokenizer", "tokenizer", "--max-tokens", "9")[2] == ""

@@ -530,6 +530,16 @@ def test_labels_alone_do_not_say_where_examples_lie() -> None:
         )
 
 
+@pytest.mark.parametrize("missing", ["example_indices", "example_starts", "num_actions"])
+def test_a_batch_without_the_metadata_of_a_collator_does_not_say_either(missing: str) -> None:
+    batch = PackedCollator(0, max_tokens=9)(EXAMPLES)
+    logits = Model()(batch)
+    del batch.row_metadata[missing]
+    token_loss(logits, batch, num_loss_tokens=1)
+    with pytest.raises(ValueError, match=r"where examples lie; pass the Batch that the collator"):
+        token_loss(logits, batch, num_loss_tokens=1, return_per_token_outputs=True)
+
+
 @pytest.mark.parametrize("shape", [(3, 5, 11), (2, 6, 11), (2, 4, 11), (5, 11), (1, 2, 5, 11)])
 def test_logits_of_another_shape_than_the_labels(shape: tuple[int, ...]) -> None:
     labels = torch.zeros(2, 5, dtype=torch.int64)

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import argparse
 import io
+import logging
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from torch_collate_kit._version import __version__
-from torch_collate_kit.commands.audit import add_audit
-from torch_collate_kit.commands.explain import add_explain
-from torch_collate_kit.commands.report import add_report
+from torch_collate_kit.commands.arguments import OFFLINE
+from torch_collate_kit.commands.dataset import add_audit, add_report
+from torch_collate_kit.commands.explain import add_explain, add_template
 from torch_collate_kit.commands.step import add_step
-from torch_collate_kit.commands.template import add_template
-from torch_collate_kit.commands.terminal import one_line, quiet
 from torch_collate_kit.errors import StateError
 
 __all__ = ["main"]
 
 _CLOSED_PIPE, _INTERRUPTED = 141, 130  # what a shell says of a process that such a signal ended
+_MOST = 600  # letters of an error
+_ERRORS_ONLY = {"TRANSFORMERS_VERBOSITY": "error", "DATASETS_VERBOSITY": "critical"}
+_NO_BARS = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+_SETTINGS = (*_ERRORS_ONLY, *_NO_BARS, *OFFLINE)
+_FLAGS = {"train_all=True": "--train-all"}  # as messages of the library name it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not UTF-8
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with quiet():
+        with _quiet():
             code: int = options.run(options)
         if sys.stdout is not None:  # closed by the shell: `>&-`
             sys.stdout.flush()
@@ -54,9 +61,53 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     except (OSError, ValueError, TypeError, ImportError, OverflowError, StateError) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        print(f"error: {_one_line(error)}", file=sys.stderr)
         return 2
     return code
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Progress bars only on a terminal, and no chatter of the libraries underneath."""
+    before = {name: os.environ.get(name) for name in _SETTINGS}
+    shown = {} if sys.stderr.isatty() else _NO_BARS
+    os.environ.update({**_ERRORS_ONLY, **shown})  # read when these libraries are imported
+    datasets: Any = sys.modules.get("datasets")  # imported before, by a program
+    had_bars = bool(datasets and shown and not datasets.are_progress_bars_disabled())
+    if had_bars:
+        datasets.disable_progress_bars()
+    handler = logging.StreamHandler()  # on stderr
+    handler.setFormatter(logging.Formatter("note: %(message)s"))
+    logger = logging.getLogger("torch_collate_kit")
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            yield
+    finally:
+        logger.removeHandler(handler)
+        if had_bars:
+            datasets.enable_progress_bars()
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"note: {message}", file=sys.stderr)
+
+
+def _one_line(error: BaseException) -> str:
+    """The message of an error without line breaks, and without what would fill the screen.
+
+    >>> _one_line(ValueError("one\\n  two: pass train_all=True"))
+    'one two: pass --train-all'
+    """
+    text = " ".join(str(error).split()) or type(error).__name__
+    for argument, flag in _FLAGS.items():
+        text = text.replace(argument, flag)
+    return text if len(text) <= _MOST else text[:_MOST] + "..."
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -176,8 +175,8 @@ class Ragged:
         return self.values[self.offsets[index] : self.offsets[index + 1]]
 
     def __iter__(self) -> Iterator[Any]:
-        values, offsets = self.values, self.offsets.tolist()
-        return (values[a:b] for a, b in pairwise(offsets))
+        offsets = self.offsets.tolist()
+        return map(self.values.__getitem__, map(slice, offsets[:-1], offsets[1:]))
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Ragged:
         """The rows at ``indices``, in that order: a copy."""

@@ -15,7 +15,7 @@ from tests.chat.test_chat import byte_tokenizer, chat
 from tests.chat.test_supervision import CHATML
 from torch_collate_kit import tokenize_chat
 from torch_collate_kit.chat import locating, rendering
-from torch_collate_kit.chat.marking import Occurrence, Part
+from torch_collate_kit.chat.locating import Occurrence, Part
 from torch_collate_kit.chat.turns import _inside
 from torch_collate_kit.errors import DataError
 

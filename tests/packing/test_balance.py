@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.oracle_packing import next_fit, one_by_one
-from torch_collate_kit.packing.balance import level
-from torch_collate_kit.packing.fit_decreasing import best_fit_decreasing
-from torch_collate_kit.packing.in_order import split_evenly
-from torch_collate_kit.packing.ranks import over_ranks
+from torch_collate_kit.packing import pack
+from torch_collate_kit.packing.balance import level, over_ranks
 from torch_collate_kit.packing.rows import Limits, Rows, Sizes
+from torch_collate_kit.packing.strategies import best_fit_decreasing, split_evenly
 
 
 def of_text(tokens: np.ndarray) -> Sizes:
@@ -169,11 +168,15 @@ def test_over_ranks_written_out() -> None:
     costs = np.array([7, 1, 5, 6, 2, 9])
     # by cost: 9 7 | 6 5 | 2 1; the second rank is behind after each group, but for the last one:
     # 9 | 7, then 5 | 6 (14, 13), then 1 | 2
-    assert over_ranks(costs, 6, 2, keep_order=False).tolist() == [5, 2, 1, 0, 3, 4]
+    assert over_ranks(costs, 2, keep_order=False).tolist() == [5, 2, 1, 0, 3, 4]
     # in order: 7 1 | 5 6 | 2 9: 7 | 1, then 5 | 6 (12, 7), then 2 | 9
-    assert over_ranks(costs, 6, 2, keep_order=True).tolist() == [0, 2, 4, 1, 3, 5]
-    assert over_ranks(None, 6, 2, keep_order=False).tolist() == [0, 2, 4, 1, 3, 5]
-    assert over_ranks(costs, 6, 1, keep_order=True).tolist() == [0, 1, 2, 3, 4, 5]
+    assert over_ranks(costs, 2, keep_order=True).tolist() == [0, 2, 4, 1, 3, 5]
+    assert over_ranks(costs, 1, keep_order=True).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_without_balance_rows_go_round_robin() -> None:
+    plan = pack([9, 4, 8, 5, 7, 6], 9, rows_multiple_of=2, balance=None, strategy="sequential")
+    assert plan.bins == [[0], [2], [4], [1], [3], [5]]
 
 
 @given(
@@ -194,7 +197,7 @@ def test_over_ranks_sums_differ_by_at_most_one_groups_range(
 ) -> None:
     num_ranks, costs = case
     array = np.array(costs)
-    rows = over_ranks(array, len(costs), num_ranks, keep_order=keep_order)
+    rows = over_ranks(array, num_ranks, keep_order=keep_order)
     assert sorted(rows.tolist()) == list(range(len(costs)))
     by_rank = array[rows].reshape(num_ranks, -1)
     ranges = by_rank.max(axis=0) - by_rank.min(axis=0)

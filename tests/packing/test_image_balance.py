@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.packing.test_two_budgets import assert_lawful, members, problems
-from torch_collate_kit.packing import ranks
-from torch_collate_kit.packing.balance import level
-from torch_collate_kit.packing.fit_decreasing import best_fit_decreasing
-from torch_collate_kit.packing.ranks import over_ranks
+from torch_collate_kit.packing import balance
+from torch_collate_kit.packing.balance import level, over_ranks
 from torch_collate_kit.packing.rows import Limits, Rows, Sizes
+from torch_collate_kit.packing.strategies import best_fit_decreasing
 from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
 
@@ -96,9 +95,9 @@ def test_rows_with_images_are_the_same_on_all_ranks(
     costs, image_costs = (np.array(values, dtype=np.int64) for values in zip(*pairs, strict=True))
     if num_ranks == 1 or not image_costs.any():
         return
-    rows = over_ranks(
-        costs, len(costs), num_ranks, keep_order=keep_order, image_costs=image_costs
-    ).reshape(num_ranks, -1)
+    rows = over_ranks(costs, num_ranks, keep_order=keep_order, image_costs=image_costs).reshape(
+        num_ranks, -1
+    )
     assert sorted(rows.ravel().tolist()) == list(range(len(costs)))
     expected = np.arange(len(costs)) if keep_order else np.lexsort((-costs, -image_costs))
     groups = expected.reshape(-1, num_ranks)[:: 1 if keep_order else -1]
@@ -119,16 +118,16 @@ def test_swaps_only_make_ranks_more_even(case: tuple[int, list[tuple[int, int]]]
         return
 
     def evenness() -> float:
-        rows = over_ranks(costs, len(costs), num_ranks, keep_order=False, image_costs=image_costs)
+        rows = over_ranks(costs, num_ranks, keep_order=False, image_costs=image_costs)
         return heaviest(rows.reshape(num_ranks, -1), costs, image_costs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "_SWAPS_PER_RANK", 0)
+        patch.setattr(balance, "_SWAPS_PER_RANK", 0)
         before = evenness()
     after = evenness()
     assert after <= before + 1e-9
     # No single swap of two rows at one index makes the heaviest rank lighter than it is now.
-    rows = over_ranks(costs, len(costs), num_ranks, keep_order=False, image_costs=image_costs)
+    rows = over_ranks(costs, num_ranks, keep_order=False, image_costs=image_costs)
     rows = rows.reshape(num_ranks, -1)
     if after > 1.001:
         for index, (one, other) in product(range(rows.shape[1]), permutations(range(num_ranks), 2)):
@@ -155,12 +154,12 @@ def heaviest_of(
 def test_two_costs_written_out() -> None:
     # by images: 9 9 | 1 1; tokens 10 2 | 10 2: one rank would get both long rows, but for the swap
     costs, image_costs = np.array([10, 2, 10, 2]), np.array([9, 9, 1, 1])
-    rows = over_ranks(costs, 4, 2, keep_order=False, image_costs=image_costs).reshape(2, 2)
+    rows = over_ranks(costs, 2, keep_order=False, image_costs=image_costs).reshape(2, 2)
     assert costs[rows].sum(axis=1).tolist() == [12, 12]
     assert image_costs[rows].tolist() == [[1, 9], [1, 9]]
     # groups 5 4 | 4 3: tokens 4 4 and images 9 7 are more even than tokens 2 6 and images 8 8
     costs, image_costs = np.array([1, 3, 3, 1]), np.array([5, 4, 4, 3])
-    rows = over_ranks(costs, 4, 2, keep_order=False, image_costs=image_costs).reshape(2, 2)
+    rows = over_ranks(costs, 2, keep_order=False, image_costs=image_costs).reshape(2, 2)
     assert costs[rows].sum(axis=1).tolist() == [4, 4]
     assert sorted(image_costs[rows].sum(axis=1).tolist()) == [7, 9]
 
@@ -168,7 +167,7 @@ def test_two_costs_written_out() -> None:
 def test_huge_costs_do_not_overflow() -> None:
     rng = np.random.default_rng(0)
     costs, image_costs = rng.integers(2**50, 2**54, 64), rng.integers(2**50, 2**54, 64)
-    rows = over_ranks(costs, 64, 8, keep_order=False, image_costs=image_costs).reshape(8, -1)
+    rows = over_ranks(costs, 8, keep_order=False, image_costs=image_costs).reshape(8, -1)
     assert heaviest(rows, costs.astype(float), image_costs.astype(float)) < 1.1
-    small = over_ranks(costs >> 24, 64, 8, keep_order=False, image_costs=image_costs >> 24)
+    small = over_ranks(costs >> 24, 8, keep_order=False, image_costs=image_costs >> 24)
     assert rows.ravel().tolist() == small.tolist()

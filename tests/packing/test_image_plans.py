@@ -16,8 +16,8 @@ from tests.packing.image_mixes import MIXES, mix, totals
 from tests.packing.oracle_packing import needed_dummies
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ModelCost, PackingOptions, PackingPlan, ParallelLayout, pack
-from torch_collate_kit.packing.images import ImageLoad, image_load
 from torch_collate_kit.packing.options import STRATEGIES
+from torch_collate_kit.packing.pieces import ImageLoad, image_load
 from torch_collate_kit.packing.planner import fill_rows, plan_of, rows_alone
 from torch_collate_kit.ragged import Ragged
 

@@ -11,7 +11,7 @@ import torch
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout, pack
-from torch_collate_kit.packing.images import ImageLoad, image_load
+from torch_collate_kit.packing.pieces import ImageLoad, image_load
 from torch_collate_kit.ragged import Ragged
 
 COST = ModelCost(vision_linear=10, vision_quadratic=1)

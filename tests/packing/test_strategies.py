@@ -8,9 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.oracle_packing import fewest_rows, next_fit, one_by_one
-from torch_collate_kit.packing.fit_decreasing import best_fit_decreasing, first_fit_decreasing
-from torch_collate_kit.packing.in_order import sequential
 from torch_collate_kit.packing.rows import Limits, Rows, Sizes, stable_argsort
+from torch_collate_kit.packing.strategies import (
+    best_fit_decreasing,
+    first_fit_decreasing,
+    sequential,
+)
 
 
 def bins_of(rows: Rows, sizes: np.ndarray) -> list[list[int]]:

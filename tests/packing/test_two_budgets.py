@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.packing.oracle_packing import fewest_rows_of_both, fits, into_rows
-from torch_collate_kit.packing.fit_decreasing import (
+from torch_collate_kit.packing.rows import Limits, Rows, Sizes
+from torch_collate_kit.packing.strategies import (
     OpenRows,
     best_fit_decreasing,
     first_fit_decreasing,
 )
-from torch_collate_kit.packing.rows import Limits, Rows, Sizes
 from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
 FILLS = {True: best_fit_decreasing, False: first_fit_decreasing}

@@ -13,7 +13,7 @@ import pytest
 from tests.reporting.audit_words import BOS, EOS, PAD, TEMPLATE, chat, rows_like, word_tokenizer
 from torch_collate_kit import audit
 from torch_collate_kit.reporting import AuditReport, Finding
-from torch_collate_kit.reporting.audit.checks import CHECKS
+from torch_collate_kit.reporting.audit.auditing import CHECKS
 
 Row = dict[str, Any]
 MASKED = [3, 7, 8, 2, 4, 20, 9, 2]

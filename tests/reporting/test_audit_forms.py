@@ -12,7 +12,7 @@ import torch
 from tests.reporting.audit_words import TEMPLATE, chat, rows_like, word_tokenizer
 from tests.vision.families import FAMILIES
 from torch_collate_kit import DataError, Ragged, TokenizedDataset, VisionLayout, audit
-from torch_collate_kit.reporting.audit import sources
+from torch_collate_kit.reporting.audit import reading
 
 ROWS = [*rows_like(5), {**chat([30], [31]), "loss_mask": [0] * 6}, rows_like(2)[1]]
 EXPECTED = {"no_trained_token": [5], "duplicates": [1, 6]}
@@ -69,7 +69,7 @@ def test_every_form_gives_the_same_report(tmp_path: Path, tokenizer: Any) -> Non
 
 def test_many_rows_are_read_in_parts(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = audit(ROWS, tokenizer).to_dict()
-    monkeypatch.setattr(sources, "_ROWS_AT_A_TIME", 2)
+    monkeypatch.setattr(reading, "_ROWS_AT_A_TIME", 2)
     assert audit(ROWS, tokenizer).to_dict() == whole
 
 

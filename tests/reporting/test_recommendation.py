@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from torch_collate_kit import packing_report
-from torch_collate_kit.reporting.recommendation import capacities_to_try, recommended
+from torch_collate_kit.reporting.candidates import capacities_to_try, recommended
 
 
 def candidate(max_tokens, padding, *, strategy="sequential", dropped=0, cut=0):

@@ -16,10 +16,7 @@ from torch import nn
 from tests.vision.alone import alone, mrope_positions
 from tests.vision.families import FAMILIES, MROPE, Example
 from torch_collate_kit.attention import check_isolation
-from torch_collate_kit.attention.alone import _inputs_alone
-from torch_collate_kit.attention.packed_inputs import PackedInputs
-from torch_collate_kit.attention.row_images import RowImages
-from torch_collate_kit.attention.row_segments import find_segments
+from torch_collate_kit.attention.packed_inputs import PackedInputs, RowImages, find_segments
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.errors import IsolationError
@@ -475,7 +472,7 @@ def test_segments_have_the_images_of_their_examples(
     for row, k, i in flat:
         segment, example = segments.rows.index(row) + k, examples[i]
         own = {k: v for k, v in family.model_inputs(example).items() if k in images.fields}
-        found = _inputs_alone(PackedInputs(inputs, segments, images), segment)
+        found = PackedInputs(inputs, segments, images).alone(segment)
         num_tokens = len(example["input_ids"])
         assert found["input_ids"][0, :num_tokens].tolist() == example["input_ids"]
         assert {k for k in found if k in images.fields} == own.keys()

@@ -1,4 +1,4 @@
-"""Whether packed examples can see each other: change one, and compare the logits of the others."""
+"""The proof that packed examples stay apart: change one, run each alone, compare the logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_collate_kit.attention.alone import check_alone
 from torch_collate_kit.attention.forward import (
     distance,
     is_2d,
@@ -23,8 +22,12 @@ from torch_collate_kit.attention.models import (
     uses_mrope,
     vocabulary,
 )
-from torch_collate_kit.attention.packed_inputs import PackedInputs, read_inputs
-from torch_collate_kit.attention.row_segments import RowSegments, find_segments
+from torch_collate_kit.attention.packed_inputs import (
+    PackedInputs,
+    RowSegments,
+    find_segments,
+    read_inputs,
+)
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.model_inputs import block_mask
 from torch_collate_kit.errors import IsolationError
@@ -35,6 +38,9 @@ __all__ = ["check_isolation"]
 # With deterministic kernels isolated logits do not move at all. These tolerances allow for rounding
 # in other kernels (a mixture of experts groups its tokens differently). A leak is far larger.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# Rows of another shape are rounded differently: by 5e-6, 7e-3 and 5e-2 (bfloat16) with 32 layers.
+# Matrix products in TF32, which a GPU may use for float32, have the precision of float16.
+_ALONE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def check_isolation(
@@ -100,13 +106,13 @@ def check_isolation(
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        logits = _check_mode(model, packed, tolerance)
-        check_alone(model, packed, logits, tolerance)
+        logits = _check_leaks(model, packed, tolerance)
+        _check_alone(model, packed, logits, tolerance)
     finally:
         for module, was_training in modes:
             module.training = was_training
     if model.training:
-        _check_mode(model, packed, tolerance)
+        _check_leaks(model, packed, tolerance)
 
 
 class _Change(NamedTuple):
@@ -149,7 +155,7 @@ def _sources(segments: RowSegments, candidates: list[int], others: set[int]) -> 
 
 
 @torch.no_grad()
-def _check_mode(model: nn.Module, packed: PackedInputs, tolerance: float | None) -> Tensor:
+def _check_leaks(model: nn.Module, packed: PackedInputs, tolerance: float | None) -> Tensor:
     """The logits of the unchanged inputs, if nothing leaks."""
     segments, before = packed.segments, logits_of(model, packed.inputs)
     allowed = _TOLERANCE[lowest_precision(model, before)] if tolerance is None else tolerance
@@ -174,7 +180,7 @@ def _check_mode(model: nn.Module, packed: PackedInputs, tolerance: float | None)
                 f"{'training' if model.training else 'eval'} mode): changing {change.what} moves "
                 f"the logits there by {leaks[worst]:.3g}, its own by {own:.3g}, and {allowed:.1g} "
                 f"of that is allowed; {len(leaks)} of {len(others)} other segments move. "
-                f"Likely reason: {_likely_reason(model, packed, change, allowed)}"
+                f"Likely reason: {_reason_of_leak(model, packed, change, allowed)}"
             )
     return before
 
@@ -202,7 +208,41 @@ def _change_tokens(model: nn.Module, ids_RW: Tensor) -> Tensor:
     return torch.where(torch.isin(ids_RW, fixed), ids_RW, changed)
 
 
-def _likely_reason(model: nn.Module, packed: PackedInputs, change: _Change, allowed: float) -> str:
+@torch.no_grad()
+def _check_alone(
+    model: nn.Module, packed: PackedInputs, logits: Tensor, tolerance: float | None
+) -> None:
+    """Raise if the logits of a segment are not those of its tokens and images alone.
+
+    ``logits`` [R, W, V] are those of the packed inputs. Every segment takes one forward pass.
+    """
+    segments = packed.segments
+    allowed = _tolerance_alone(model, logits) if tolerance is None else tolerance
+    differences: dict[int, float] = {}
+    for segment in range(len(segments.rows)):
+        alone = logits_of(model, packed.alone(segment))[0]
+        largest = float(alone.abs().nan_to_num(posinf=0).max())
+        found = float(distance(alone, logits[segments.ids_RW == segment]).max())
+        if not found <= allowed * largest:  # NaN, too
+            differences[segment] = found / largest if largest else found
+    if differences:
+        worst = max(differences, key=differences.__getitem__)
+        raise IsolationError(
+            f"{segments.name(worst)} is not what it is alone, though the others do not leak into "
+            f"it: its logits differ by {differences[worst]:.3g} of the largest, and {allowed:.1g} "
+            f"is allowed; {len(differences)} of {len(segments.rows)} segments differ. Likely "
+            f"reason: {_reason_of_difference(packed, worst)}"
+        )
+
+
+def _tolerance_alone(model: nn.Module, logits: Tensor) -> float:
+    precision = lowest_precision(model, logits)
+    if precision == torch.float32 and logits.is_cuda:
+        precision = torch.float16
+    return _ALONE[precision]
+
+
+def _reason_of_leak(model: nn.Module, packed: PackedInputs, change: _Change, allowed: float) -> str:
     inputs = packed.inputs
     attention, mask = attention_name(model) or "unknown", inputs.get("attention_mask")
     if is_2d(mask):
@@ -274,4 +314,37 @@ def _blind_mask(
     return (
         f"{blind} (gpt-oss, opt and falcon do so in transformers 5.23); a block mask keeps the "
         f'segments apart: pass Batch.model_inputs("{attention}", mask="block"{option})'
+    )
+
+
+def _reason_of_difference(packed: PackedInputs, segment: int) -> str:
+    inputs, segments, images = packed
+    mask, given = inputs.get("attention_mask"), packed.positions_of(segment)
+    if given is not None:
+        own = packed.alone(segment)["position_ids"]
+        if given.shape != own.shape:
+            return (
+                f"position_ids are {list(inputs['position_ids'].shape)}, and a row of this model "
+                f"with images needs {[len(own), *segments.ids_RW.shape]}; pass what "
+                "Batch.model_inputs() returns"
+            )
+        if not torch.equal(given, own):
+            return (
+                "its position_ids are not those that it has alone; pass what Batch.model_inputs() "
+                "returns"
+            )
+    types = "" if images is None else images.layout.family.token_types
+    if types and types not in inputs:
+        return f"{types} is not passed; pass what Batch.model_inputs() returns"
+    if types and mask is None:
+        return (
+            "the model makes blocks of images from positions that restart, and loses sight of "
+            'them; pass Batch.model_inputs("sdpa", mask="block", '
+            "sliding_window=model.config.text_config.sliding_window)"
+        )
+    if mask is not None and not is_2d(mask):
+        return f"the attention_mask {shape_of(mask)} lets tokens see too much or too little"
+    return (
+        "a part of the model depends on where in the row an example lies, or on how long the "
+        "others are; use PaddedCollator for this model"
     )

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_collate_kit.attention.forward import shape_of
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import OTHER, family_of
@@ -121,9 +120,9 @@ def refuse_lost_window(model: nn.Module, inputs: Mapping[str, Any], segments_RW:
     seen = mask if mask.dtype == torch.bool else mask >= 0
     if longest > window and not (all_slide and not seen.tril(-window).any()):
         raise ValueError(
-            f"the attention_mask {shape_of(mask)} replaces the masks of all layers, so the sliding "
-            f"window of {window} tokens is lost in segments of up to {longest}; leave it out, or, "
-            "where the model's mask does not see position_ids, pass "
+            f"the attention_mask {list(mask.shape)} replaces the masks of all layers, so the "
+            f"sliding window of {window} tokens is lost in segments of up to {longest}; leave it "
+            "out, or, where the model's mask does not see position_ids, pass "
             f'Batch.model_inputs(..., mask="block", sliding_window={window})'
         )
 

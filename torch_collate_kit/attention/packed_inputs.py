@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from torch_collate_kit.attention.models import (
@@ -14,13 +17,17 @@ from torch_collate_kit.attention.models import (
     refuse_recurrent_layers,
     sliding_window,
 )
-from torch_collate_kit.attention.row_images import RowImages
-from torch_collate_kit.attention.row_segments import RowSegments, find_segments
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.dense import mrope_positions
 from torch_collate_kit.batch.model_inputs import needs_image_blocks
 from torch_collate_kit.vision import VisionLayout
+from torch_collate_kit.vision.families import PIXEL_FIELDS
+from torch_collate_kit.vision.layout import ImageUnits
 
-__all__ = ["PackedInputs", "read_inputs"]
+__all__ = ["PackedInputs", "RowImages", "RowSegments", "find_segments", "read_inputs"]
+
+
+_OF_ROWS = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class PackedInputs(NamedTuple):
@@ -29,6 +36,35 @@ class PackedInputs(NamedTuple):
     inputs: dict[str, Any]
     segments: RowSegments
     images: RowImages | None
+
+    def alone(self, segment: int) -> dict[str, Any]:
+        """The inputs of one segment as a batch of one, without what describes rows.
+
+        Positions and token types are those of the example, not cut out of the row.
+        """
+        where_RW, images = self.segments.ids_RW == segment, self.images
+        ids_T = self.inputs["input_ids"][where_RW]
+        alone: dict[str, Any] = {}
+        for name, value in self.inputs.items():
+            if name in _OF_ROWS or (images is not None and name in images.fields):
+                continue
+            is_per_cell = isinstance(value, Tensor) and value.shape[:2] == where_RW.shape
+            alone[name] = value[where_RW][None] if is_per_cell else value
+        if images is not None:
+            alone |= images.alone(segment, ids_T, self.positions_of(segment))
+        elif "position_ids" in self.inputs:
+            alone["position_ids"] = torch.arange(len(ids_T), device=ids_T.device)[None]
+        return alone
+
+    def positions_of(self, segment: int) -> Tensor | None:
+        """The positions that a segment is given: [1, T], or [3, 1, T] and [4, 1, T] of images."""
+        positions: Tensor | None = self.inputs.get("position_ids")
+        where_RW = self.segments.ids_RW == segment
+        if positions is None:
+            return None
+        if positions.ndim == 3:
+            return positions[:, where_RW][:, None]
+        return positions.expand(where_RW.shape)[where_RW][None]
 
 
 def read_inputs(
@@ -82,3 +118,198 @@ def _model_inputs(
             f"at a time; got inputs {sorted(inputs)}"
         )
     return inputs, vision
+
+
+class RowSegments(NamedTuple):
+    """The segment of each cell [R, W], -1 where none is, and the row of each segment."""
+
+    ids_RW: Tensor
+    rows: list[int]
+
+    def name(self, segment: int) -> str:
+        row = self.rows[segment]
+        return f"row {row} segment {segment - self.rows.index(row)}"
+
+
+def find_segments(inputs: Mapping[str, Any]) -> RowSegments:
+    """By ``cu_seq_lens_q``, otherwise by positions, without cells that a 2-D mask excludes.
+
+    Raises:
+        ValueError: neither of the two, or they do not cover ``input_ids``.
+
+    >>> inputs = {"input_ids": torch.ones(1, 5), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
+    >>> find_segments(inputs).ids_RW.tolist()
+    [[0, 0, 0, 1, 1]]
+    """
+    ids = inputs["input_ids"]
+    cu_seq_lens, positions = inputs.get("cu_seq_lens_q"), inputs.get("position_ids")
+    if cu_seq_lens is not None:
+        lengths = torch.diff(cu_seq_lens.long())
+    elif positions is not None:
+        lengths = _lengths_from_positions(positions, len(ids))
+    else:
+        raise ValueError(
+            "neither cu_seq_lens_q nor position_ids is passed, so neither this check nor the model "
+            "knows the segments; pass what Batch.model_inputs() returns"
+        )
+    if int(lengths.sum()) != ids.numel():
+        raise ValueError(
+            f"the segments cover {int(lengths.sum())} tokens, but input_ids has {ids.numel()} "
+            f"cells ({list(ids.shape)}); cu_seq_lens_q must be flat over the rows"
+        )
+    cells = torch.repeat_interleave(lengths).view(ids.shape).to(ids.device)
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        cells = cells.masked_fill(mask == 0, -1)
+    # renumbered from 0, without segments that are empty or all padding, which is -1
+    found, dense = torch.unique(cells, return_inverse=True)
+    dense = dense - int(found[0] < 0)
+    row_of = dense.new_zeros(int(dense.max()) + 1)
+    rows, columns = torch.nonzero(dense >= 0, as_tuple=True)
+    row_of[dense[rows, columns]] = rows
+    return RowSegments(dense, row_of.tolist())
+
+
+def _lengths_from_positions(positions: Tensor, num_rows: int) -> Tensor:
+    """Of positions [R, W] or [1, W], of [4, R, W] with a text row first, or of [3, R, W]."""
+    if positions.ndim == 3 and len(positions) == 3:
+        # time, height and width: images repeat and skip positions, only a first token has 0 in all
+        is_first = (positions == 0).all(0)
+    else:  # as transformers sees it: a segment that counts on from the one before is part of it
+        of_text = positions.flatten(0, -2)[:num_rows].expand(num_rows, -1)
+        is_first = torch.diff(of_text, dim=1, prepend=of_text[:, :1]) != 1
+    is_first[:, 0] = True
+    starts = torch.nonzero(is_first.flatten()).flatten()
+    return torch.diff(torch.cat([starts, starts.new_full((1,), is_first.numel())]))
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """The images of model inputs, in order. U images, or tiles where images cannot be told apart.
+
+    ``fields`` are those of the family's processor, with tiles laid flat.
+    """
+
+    layout: VisionLayout
+    fields: dict[str, Tensor]
+    units: ImageUnits
+    segments: np.ndarray
+    """int64 [U], the segment of each."""
+    last_cells: np.ndarray
+    """int64 [U], the cell of its last placeholder, counted over all rows."""
+
+    @classmethod
+    def of(
+        cls, inputs: Mapping[str, Any], layout: VisionLayout, segments: RowSegments
+    ) -> RowImages:
+        """The images of model inputs; there may be none.
+
+        Raises:
+            ValueError: images that do not fit the placeholders in ``input_ids``.
+        """
+        fields = {name: inputs[name] for name in layout.family.fields if name in inputs}
+        if layout.family.joins_tiles:
+            fields = {name: values.flatten(0, 1) for name, values in fields.items()}
+        units = _units(layout, fields)
+        is_placeholder = _is_image(inputs["input_ids"], layout).flatten()
+        cells = torch.nonzero(is_placeholder).flatten().cpu().numpy()
+        ends = np.cumsum(units.tokens)
+        for name, values in fields.items():
+            per = layout.family.fields[name].per
+            expected = int(units.entries(per).sum())
+            if per != "example" and len(values) != expected:
+                raise ValueError(
+                    f"{name} has {len(values)} {per} entries, but the images described are "
+                    f"{expected}; pass what Batch.model_inputs() returns"
+                )
+        if units.tokens.sum() != len(cells):
+            raise ValueError(
+                f"input_ids has {len(cells)} image placeholders (token {layout.image_token_id}), "
+                f"but the images passed take {units.tokens.sum()}; pass all images of the rows, "
+                "and no others"
+            )
+        of_cells = segments.ids_RW.flatten().cpu().numpy()[cells]
+        first, last = of_cells[ends - units.tokens], of_cells[ends - 1]
+        if (first != last).any():
+            u = int(np.flatnonzero(first != last)[0])
+            raise ValueError(
+                f"image {u} takes {units.tokens[u]} placeholders, which lie in "
+                f"{segments.name(first[u])} and {segments.name(last[u])}; images must be in the "
+                "order of their placeholders, row by row"
+            )
+        return cls(layout, fields, units, last, cells[ends - 1])
+
+    @property
+    def what(self) -> str:
+        return "image" if self.layout.counts_images else "image tile"
+
+    def changed(self, unit: int) -> Tensor:
+        """``pixel_values`` in which every number of one image has changed by 2: a copy."""
+        pixels = self.fields["pixel_values"].clone()
+        own = pixels[self._range("pixel_values", unit, unit + 1)]
+        own.copy_(torch.where(own > 0, own - 2, own + 2))
+        return pixels[None] if self.layout.family.joins_tiles else pixels
+
+    def of_segment(self, segment: int) -> dict[str, Tensor]:
+        """The fields of the images of one segment; none if it has no images."""
+        own = np.flatnonzero(self.segments == segment)
+        if not len(own):
+            return {}
+        fields = {}
+        for name, values in self.fields.items():
+            if self.layout.family.fields[name].per == "example":
+                fields[name] = values.new_tensor([len(own)])
+                continue
+            cut = values[self._range(name, int(own[0]), int(own[-1]) + 1)]
+            fields[name] = cut[None] if self.layout.family.joins_tiles else cut
+        return fields
+
+    def alone(self, segment: int, ids_T: Tensor, given: Tensor | None) -> dict[str, Tensor]:
+        """The images, positions and token types of one segment as a batch of one.
+
+        ``given`` are the positions that it has in its row.
+        """
+        images = self.of_segment(segment)
+        is_placeholder = _is_image(ids_T, self.layout)
+        own = torch.arange(len(ids_T), device=ids_T.device)[None]
+        if self.layout.has_mrope:
+            three = own.expand(3, -1)
+            if images:
+                grids, length = images["image_grid_thw"], ids_T.new_tensor([len(ids_T)])
+                three = mrope_positions(is_placeholder, grids, length, self.layout.merge_size)
+            own = torch.cat([own, three])[:, None]
+            if images and given is not None and given.shape == own.shape:
+                # pads that align a segment go on counting in all four
+                is_after = is_placeholder.int().flip(0).cumsum(0).flip(0) == 0
+                own = torch.where(is_after & (given == given[:1]).all(0), given, own)
+        inputs = {**images, "position_ids": own}
+        if types := self.layout.family.token_types:
+            inputs[types] = is_placeholder.long()[None]
+        return inputs
+
+    def _range(self, name: str, first: int, last: int) -> slice:
+        """The entries of images ``first`` to ``last`` - 1 in a field."""
+        counts = self.units.entries(self.layout.family.fields[name].per)
+        return slice(int(counts[:first].sum()), int(counts[:last].sum()))
+
+
+def _is_image(ids: Tensor, layout: VisionLayout) -> Tensor:
+    """Where ids are placeholders of images, bool."""
+    token = layout.image_token_id
+    return torch.zeros_like(ids, dtype=torch.bool) if token is None else torch.eq(ids, token)
+
+
+def _units(layout: VisionLayout, fields: Mapping[str, Tensor]) -> ImageUnits:
+    known = {  # of pixels only their number counts
+        name: np.empty(len(values)) if name in PIXEL_FIELDS else values.cpu().numpy()
+        for name, values in fields.items()
+    }
+    if "batch_num_images" not in known:
+        return layout.units(known)
+    counts = known["batch_num_images"]  # several images of an example are not cut into tiles
+    sizes = np.split(known["image_sizes"], np.cumsum(counts)[:-1])
+    parts = [
+        layout.units({"image_sizes": of_example, "batch_num_images": count[None]})
+        for of_example, count in zip(sizes, counts, strict=True)
+    ]
+    return ImageUnits(*(np.concatenate(of) for of in zip(*parts, strict=True)))

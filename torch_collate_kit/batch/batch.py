@@ -13,17 +13,14 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import rows
-from torch_collate_kit.batch.added_rows import padded
 from torch_collate_kit.batch.buffer import tensor_of
 from torch_collate_kit.batch.dense import make_field
 from torch_collate_kit.batch.fields import Field
-from torch_collate_kit.batch.joining import joined
 from torch_collate_kit.batch.model_inputs import model_inputs
 from torch_collate_kit.batch.placement import Placement
-from torch_collate_kit.batch.showing.drawing import described
-from torch_collate_kit.batch.showing.explaining import explained, row_of
-from torch_collate_kit.batch.showing.explanation import Explanation
-from torch_collate_kit.batch.showing.html import html_of
+from torch_collate_kit.batch.row_changes import joined, padded
+from torch_collate_kit.batch.showing.drawing import described, html_of
+from torch_collate_kit.batch.showing.explanation import Explanation, explained, row_of
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged, row_indices
 
@@ -220,10 +217,7 @@ class Batch(Mapping[str, Field]):
         added = -len(self) % checked_int("multiple_of", multiple_of)
         if not added:
             return self
-        storage = self.stored()
-        if storage.columns is not None:
-            storage = storage.with_given({"sub_seq_lengths": self["sub_seq_lengths"]})
-        return Batch.of_storage(padded(storage, added))
+        return Batch.of_storage(padded(self.stored(), added))
 
     def stored(self) -> Storage:
         """All that is stored, with the fields that were changed in place since they were made.
@@ -382,9 +376,15 @@ class Batch(Mapping[str, Field]):
         """
         row = row_of(self.stored(), row, example)
         one = self[row : row + 1].to("cpu").divide_loss_mask(1)
-        name = f"row {row} of {len(self)}"
-        limits = {"example": example, "start": start, "stop": stop, "max_tokens": max_tokens}
-        return explained(one, one.stored(), name, tokenizer, **limits)
+        return explained(
+            one,
+            one.stored(),
+            f"row {row} of {len(self)}",
+            tokenizer,
+            example=example,
+            cells=slice(start, stop),
+            max_tokens=max_tokens,
+        )
 
     def __repr__(self) -> str:
         return described(self.stored())

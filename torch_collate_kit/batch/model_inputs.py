@@ -146,9 +146,8 @@ def _of_text(attention: str | Mapping[str, str]) -> str:
 
 def _is_varlen(attention: Any) -> bool:
     """Whether this attention reads boundaries; an unknown one is refused."""
-    name = str(
-        attention
-    )  # transformers' own, or a kernel of the hub: kernels-community/flash-attn2
+    name = str(attention)
+    # transformers' own, or a kernel of the hub: kernels-community/flash-attn2
     is_flash = name.startswith("flash_attention_") or ("/" in name and "flash" in name)
     if is_flash or attention == "torch_varlen":
         return True

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["PackedValues", "cat", "equal", "is_per_row", "owned", "take", "with_empty_rows"]
+__all__ = ["PackedValues", "cat", "equal", "is_per_row", "take"]
 
 
 class PackedValues(tuple[Any, ...]):
@@ -63,16 +63,3 @@ def cat(values: Sequence[Any]) -> Any:
     if isinstance(first, np.ndarray):
         return np.concatenate(values)
     return [entry for value in values for entry in value]
-
-
-def with_empty_rows(ragged: Ragged, count: int) -> Ragged:
-    """The same rows, and ``count`` empty ones after them: values are shared."""
-    return Ragged(ragged.values, np.append(ragged.offsets, [ragged.offsets[-1]] * count))
-
-
-def owned(values: dict[str, Any]) -> dict[str, Any]:
-    """The same, tensors with storage of their own: a view would ship the rows of a whole batch."""
-    return {
-        k: v.clone() if isinstance(v, Tensor) and v.nbytes < v.untyped_storage().nbytes() else v
-        for k, v in values.items()
-    }

@@ -185,7 +185,7 @@ class Storage:
         columns = None if self.columns is None else self.columns.emptied()
         if columns is not None and on_host:  # the placement is in the buffer
             columns = replace(columns, placement=replace(columns.placement, segments={}))
-        others = columns, rows.owned(self.row_metadata), self.metadata
+        others = columns, _owned(self.row_metadata), self.metadata
         if on_host and get_worker_info() is not None:  # its batches go to another process
             try:
                 return self._sent(others)
@@ -214,6 +214,14 @@ class Storage:
         message = pickle.dumps(parts, protocol=5, buffer_callback=is_small)
         buffer, slots = gather(items | arrays, share=True)
         return _received, (buffer, [slots[key] for key in arrays], message)
+
+
+def _owned(values: dict[str, Any]) -> dict[str, Any]:
+    """The same, tensors with storage of their own: a view would ship the rows of a whole batch."""
+    return {
+        k: v.clone() if isinstance(v, Tensor) and v.nbytes < v.untyped_storage().nbytes() else v
+        for k, v in values.items()
+    }
 
 
 def _received(buffer: Tensor, slots: list[Slot], message: bytes) -> Storage:

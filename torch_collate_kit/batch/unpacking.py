@@ -1,21 +1,21 @@
-"""A model's outputs per example: values out of packed or padded rows."""
+"""Where the tokens of every example lie in the rows of a batch, and a model's outputs there."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torch_collate_kit.batch.batch import Batch
+from torch_collate_kit.batch.dense import cells_of_responses
 from torch_collate_kit.batch.fields import IGNORE_INDEX
-from torch_collate_kit.batch.response_spans import cells_by_example
 from torch_collate_kit.ragged import Ragged, span_indices
 
-__all__ = ["unpack"]
+__all__ = ["cells_by_example", "cells_of_spans", "response_cells", "unpack", "values_of_cells"]
 
 Values = TypeVar("Values", bound=Tensor | np.ndarray)
 
@@ -61,7 +61,7 @@ def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
             f"{type(batch).__name__}"
         )
     if isinstance(batch, Batch):
-        width = _width(batch)
+        width = _checked_width(batch)
         _check_shape(values, len(batch), width)
         cells = _cells_of_batch(batch, values.shape[1], width)
     else:
@@ -74,11 +74,13 @@ def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
     return [picked[begin:end] for begin, end in pairwise(cells.offsets.tolist())]
 
 
-def _width(batch: Batch) -> int:
+def _checked_width(batch: Batch) -> int:
+    """The cells of a row, of a batch that says where its examples lie."""
     if not all(isinstance(batch.row_metadata.get(name), Ragged) for name in _NEEDED):
         raise ValueError(
             "the batch was built without the row metadata of a collator, so it does not say where "
-            'examples lie; pass {"labels": batch["labels"], "position_ids": batch["position_ids"]}'
+            "examples lie; pass the Batch that the collator returned, or to unpack() "
+            '{"labels": batch["labels"], "position_ids": batch["position_ids"]}'
         )
     placement = batch.placement
     return int(batch["input_ids"].shape[1]) if placement is None else placement.width
@@ -110,6 +112,75 @@ def _cells_of_batch(batch: Batch, num_columns: int, width: int) -> Ragged:
     lengths = np.zeros(num_examples, dtype=np.int64)
     lengths[examples] = cells.lengths
     return Ragged.from_lengths(cells.values, lengths)
+
+
+def cells_by_example(
+    batch: Batch, num_columns: int, count: Literal["responses", "tokens", "predicted"] = "responses"
+) -> tuple[np.ndarray, Ragged]:
+    """The examples, int64 [E] ascending, and the cells of their tokens, ragged int64.
+
+    ``count``: of their response tokens, of all tokens, or of all but the first of each piece, which
+    nothing predicts. Cells are counted over all rows of ``[R, num_columns]``. The pieces of a split
+    example are joined in order. Only a batch that was built from dense tensors is read from its
+    device.
+
+    Raises:
+        ValueError: a batch without the row metadata of a collator, or with a piece of an example
+            twice; too few columns.
+    """
+    width = _checked_width(batch)
+    per_row = batch.row_metadata["example_indices"].lengths  # 0 in an added row
+    owners, firsts, responses = (np.asarray(batch.row_metadata[k].values) for k in _NEEDED)
+    rows = np.repeat(np.arange(len(batch)), per_row)
+    order = np.lexsort((firsts, owners))
+    owners, firsts = owners[order], firsts[order]
+    again = np.flatnonzero((np.diff(owners) == 0) & (np.diff(firsts) == 0))
+    if len(again):
+        raise ValueError(
+            f"a piece of example {owners[again[0]]} is in the batch twice, so its values have no "
+            "order; take them before batches are joined or rows repeated"
+        )
+    begins, lengths = _pieces(batch, per_row)
+    after = width - begins - lengths  # the cells of the row after a piece
+    counts = {"responses": responses, "tokens": lengths, "predicted": lengths - 1}[count][order]
+    cells = cells_of_spans(rows[order], after[order] + counts, counts, num_columns)
+    first_pieces = np.flatnonzero(np.diff(owners, prepend=-1))
+    before = np.append(0, np.cumsum(counts))
+    return owners[first_pieces], Ragged(cells, before[np.append(first_pieces, len(owners))])
+
+
+def _pieces(batch: Batch, num_pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of the first pieces of every row, which are those of examples: int64 [S] each.
+
+    The cell of its row where a piece begins, and its tokens.
+    """
+    if (placement := batch.placement) is not None:
+        starts, lengths = (placement.segments[name] for name in ("starts", "lengths"))
+    else:
+        lengths = batch["sub_seq_lengths"].to("cpu")
+        if "cu_seq_lens" in batch:
+            starts = batch["cu_seq_lens"].to("cpu")
+        else:
+            starts = Ragged(batch["attention_mask"].argmax(1).cpu(), np.arange(len(batch) + 1))
+    first, length = (
+        np.asarray(of.values, dtype=np.int64)[span_indices(of.offsets[:-1], num_pieces)]
+        for of in (starts, lengths)
+    )
+    return first, length
+
+
+def cells_of_spans(
+    rows: np.ndarray, from_end: np.ndarray, counts: np.ndarray, num_columns: int
+) -> np.ndarray:
+    """The cells of spans of tokens, which begin ``from_end`` columns before their row ends: [T]."""
+    too_few = np.flatnonzero((from_end > num_columns) & (counts > 0))
+    if len(too_few):
+        i = too_few[from_end[too_few].argmax()]
+        raise ValueError(
+            f"row {rows[i]} has response tokens in its last {from_end[i]} cells, but values has "
+            f"{num_columns} columns; take the values of at least the last A cells"
+        )
+    return span_indices((rows + 1) * num_columns - from_end, counts)
 
 
 def _cells_of_inputs(inputs: Mapping[str, Any], labels: np.ndarray, num_columns: int) -> Ragged:
@@ -169,3 +240,27 @@ def _array(inputs: Mapping[str, Any], name: str, *, ndim: int = 2) -> np.ndarray
         shape = "[R, W]" if ndim == 2 else "[S + 1]"
         raise ValueError(f"{name} must be {shape}, got shape {list(array.shape)}")
     return array
+
+
+def values_of_cells(values: Tensor, cells: Ragged, dtype: torch.dtype) -> Ragged:
+    """The values ``[R, A]`` in these cells, in host memory: a copy without a graph.
+
+    >>> cells = Ragged.from_lengths(np.array([1, 2, 5]), np.array([2, 1]))
+    >>> values_of_cells(torch.arange(6).view(2, 3), cells, torch.float32).tolist()
+    [[1.0, 2.0], [5.0]]
+    """
+    places = torch.from_numpy(cells.values).to(values.device)
+    picked = values.detach().reshape(-1)[places].cpu().to(dtype)
+    return Ragged(picked.numpy(), cells.offsets)
+
+
+def response_cells(batch: Batch) -> Tensor | None:
+    """Where ``[R, A]`` holds response tokens: int64 [n], flat cells in their order, on the device.
+
+    All cells that ``loss_mask`` trains are among them. None where the batch does not say, since it
+    was built of dense fields or its ``loss_mask`` was replaced or changed. Waits for no device.
+    """
+    stored = batch.stored()
+    if stored.columns is None or "loss_mask" in stored.given:
+        return None
+    return cells_of_responses(stored.columns, batch._shared)

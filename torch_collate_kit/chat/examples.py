@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch_collate_kit.chat.images import ImageSource, num_images, read_images
 from torch_collate_kit.chat.options import ChatOptions
-from torch_collate_kit.chat.record_forms import find_texts
+from torch_collate_kit.chat.record_forms import ImageSource, find_texts, num_images, read_images
 from torch_collate_kit.chat.records import Conversation, read_record
 from torch_collate_kit.chat.rendering import Rendering, render_conversation
-from torch_collate_kit.chat.template import ChatTemplate, Refusal, Spans, chat_template
+from torch_collate_kit.chat.template import ChatTemplate, Refusal, Spans
 from torch_collate_kit.chat.turns import turn_spans
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.vision.expansion import Expansion
@@ -61,7 +60,7 @@ def text_examples(
     if not conversation.trained:
         return "no_trained_tokens" if conversation.has_assistant else "no_assistant_turn"
     tokenizer, train_on = options.tokenizer, options.train_on
-    template = chat_template(tokenizer, conversation.kwargs, conversation.tools)
+    template = ChatTemplate.of(tokenizer, conversation.kwargs, conversation.tools)
     try:
         return _examples(template, conversation, train_on)
     except Refusal as refusal:
@@ -132,7 +131,7 @@ def _cure(
     for mode, cure, advice in tries:
         changed = replace(conversation, kwargs={**conversation.kwargs, **cure})
         try:
-            _examples(chat_template(tokenizer, changed.kwargs, changed.tools), changed, mode)
+            _examples(ChatTemplate.of(tokenizer, changed.kwargs, changed.tools), changed, mode)
         except DataError:
             continue
         return advice

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_collate_kit.chat.images import ImageSource, num_images, read_images
 from torch_collate_kit.chat.options import ChatOptions
-from torch_collate_kit.chat.record_forms import find_messages
+from torch_collate_kit.chat.record_forms import ImageSource, find_messages, num_images, read_images
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.raw import is_respelt
 
@@ -60,8 +59,8 @@ def read_record(example: Mapping[str, Any], options: ChatOptions, from_arrow: bo
     first += shift
     turns = _assistant_turns(messages)
     selected = [i for i in turns if i >= first and _is_selected(listed[i - shift], i)]
-    tools = read_dicts(example.get("tools"), "`tools`") or read_dicts(options.tools, "`tools`")
-    own_kwargs = read_dicts([example.get("chat_template_kwargs") or {}], "`chat_template_kwargs`")
+    tools = _read_dicts(example.get("tools"), "`tools`") or _read_dicts(options.tools, "`tools`")
+    own_kwargs = _read_dicts([example.get("chat_template_kwargs") or {}], "`chat_template_kwargs`")
     kwargs = {**options.chat_template_kwargs, **own_kwargs[0]}
     template = options.chat_template(kwargs.get("chat_template"), tools)
     return Conversation(
@@ -69,7 +68,7 @@ def read_record(example: Mapping[str, Any], options: ChatOptions, from_arrow: bo
         has_assistant=bool(turns) and turns[-1] >= first,
         trained=selected,
         tools=tools or None,
-        documents=read_dicts(example.get("documents"), "`documents`") or None,
+        documents=_read_dicts(example.get("documents"), "`documents`") or None,
         kwargs=kwargs if template is None else {**kwargs, "chat_template": template},
         images=images,
         placeholder="" if options.images is None else options.images.placeholder,
@@ -88,7 +87,7 @@ def _is_text(part: Any) -> bool:
     return kind == "text" and isinstance(part.get("text"), str)
 
 
-def read_dicts(found: Any, what: str) -> list[dict[str, Any]]:
+def _read_dicts(found: Any, what: str) -> list[dict[str, Any]]:
     """A list of dicts, from dicts, JSON strings, or one JSON string of the whole list."""
 
     def decode(value: Any) -> Any:
@@ -187,7 +186,7 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
     message["content"] = content
     calls = found.get("tool_calls") or []
     if not isinstance(calls, (list, tuple)) or not all(isinstance(c, Mapping) for c in calls):
-        calls = read_dicts(calls, f"{where} `tool_calls`")
+        calls = _read_dicts(calls, f"{where} `tool_calls`")
     if calls:  # an empty list would count in templates that ask `'tool_calls' in message`
         message["tool_calls"] = [_read_call(call, where, from_arrow) for call in calls]
     return message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,17 +10,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch_collate_kit.chat.images import num_images
-from torch_collate_kit.chat.locating import locate_parts
-from torch_collate_kit.chat.marking import Occurrence, Part, has_marks
+from torch_collate_kit.chat.locating import Occurrence, Part, has_marks, locate_parts
+from torch_collate_kit.chat.record_forms import num_images
 from torch_collate_kit.chat.records import Conversation
-from torch_collate_kit.chat.styles import FORMS, Style, decoded_arguments, styled
 from torch_collate_kit.chat.template import (
-    REPEATED_KEY,
+    FORMS,
     ChatTemplate,
     Messages,
     Refusal,
     Spans,
+    Style,
+    changed_arguments,
+    decoded_arguments,
 )
 
 __all__ = ["Rendering", "preferred_style", "render_conversation"]
@@ -132,7 +132,7 @@ class Rendering:
         calls = self.messages[turn].get("tool_calls", ())
         start, end = self.region(turn) if calls else (0, 0)
         for call in calls:
-            changed = _changed_arguments(call["function"]["arguments"], self.text[start:end])
+            changed = changed_arguments(call["function"]["arguments"], self.text[start:end])
             if changed:
                 return f"messages[{turn}]: the chat template {changed}"
         return None
@@ -189,8 +189,7 @@ def preferred_style(template: ChatTemplate, tools: list[dict[str, Any]] | None) 
     has_tools = tools is not None
     if has_tools not in template.preferred:
         template.preferred[has_tools] = _first_style(template, tools)
-    style: Style = template.preferred[has_tools]
-    return style
+    return template.preferred[has_tools]
 
 
 def _first_style(template: ChatTemplate, tools: list[dict[str, Any]] | None) -> Style:
@@ -207,7 +206,7 @@ def _first_style(template: ChatTemplate, tools: list[dict[str, Any]] | None) -> 
 def _render(
     template: ChatTemplate, conversation: Conversation, trained: list[int], style: Style
 ) -> Rendering:
-    messages = [styled(message, style) for message in conversation.messages[: trained[-1] + 1]]
+    messages = [style.apply(message) for message in conversation.messages[: trained[-1] + 1]]
     text, tagged = template.render(messages, conversation.tools, conversation.documents)
     if has_marks(text):
         raise Refusal(
@@ -280,34 +279,3 @@ def _check_context(rendering: Rendering, trained: set[int]) -> None:
                 f"the chat template drops the tool {name!r}",
                 "remove `tools`, or set a tokenizer.chat_template that writes them",
             )
-
-
-def _changed_arguments(arguments: Any, text: str) -> str | None:
-    """What happened to arguments that are a mapping; strings in it were found by their marks."""
-    if not isinstance(arguments, Mapping) or not arguments:
-        return None
-    if json.dumps(arguments, ensure_ascii=False).replace(REPEATED_KEY, "") in text:
-        return None
-    if repr(arguments) in text:
-        return "prints arguments as Python, not as JSON"
-    for name, value in _leaves(arguments):
-        written = (
-            {value, json.dumps(value)}
-            if isinstance(value, str)
-            else {json.dumps(value), str(value)}
-        )
-        if not any(form in text for form in written):
-            return f"drops the {name} {value!r} of its arguments"
-    return None
-
-
-def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield "key", str(key).rstrip(REPEATED_KEY)
-            yield from _leaves(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
-    elif not isinstance(value, str):
-        yield "value", value

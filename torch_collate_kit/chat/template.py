@@ -1,26 +1,37 @@
-"""One chat template with the variables of a call: rendering, and what is known about it."""
+"""One chat template with the variables of a call, and the forms in which it may need messages."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch_collate_kit._checks import needed_package
-from torch_collate_kit.chat.marking import tags_of
+from torch_collate_kit.chat.records import text_of
 from torch_collate_kit.errors import DataError
 
-__all__ = ["REPEATED_KEY", "ChatTemplate", "Messages", "Refusal", "Spans", "chat_template"]
+__all__ = [
+    "FORMS",
+    "ChatTemplate",
+    "Messages",
+    "Refusal",
+    "Spans",
+    "Style",
+    "changed_arguments",
+    "decoded_arguments",
+]
 
 Messages = list[dict[str, Any]]
 Spans = list[tuple[int, int]]
 
 # Stands after a key that is in its mapping already, so that none is lost. No text keeps it.
-REPEATED_KEY = "\U000ffffd"
+_REPEATED_KEY = "\U000ffffd"
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_TAG = re.compile(r"</?[^<>\s'\"{}]{1,40}>|\[/?[A-Z_]+\]")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _RESERVED = (
     "add_generation_prompt",
@@ -33,24 +44,6 @@ _RESERVED = (
     "tools",
 )
 _TEMPLATES: WeakKeyDictionary[Any, dict[Any, ChatTemplate]] = WeakKeyDictionary()
-
-
-def chat_template(tokenizer: Any, kwargs: Mapping[str, Any], tools: Any) -> ChatTemplate:
-    """The template that renders with ``kwargs``; the same object for the same settings."""
-    needed_package("transformers", "tokenize_chat")
-    if not getattr(tokenizer, "chat_template", None) and not kwargs.get("chat_template"):
-        raise ValueError(
-            f"{type(tokenizer).__name__} has no chat_template; use the tokenizer of the model's "
-            "chat version, or set tokenizer.chat_template"
-        )
-    source = tokenizer.get_chat_template(kwargs.get("chat_template"), tools)
-    variables = {**tokenizer.special_tokens_map, **kwargs}
-    variables.pop("chat_template", None)
-    key = len(tokenizer), repr(variables), source
-    known = _TEMPLATES.setdefault(tokenizer, {})
-    if key not in known:
-        known[key] = ChatTemplate(tokenizer, source, variables)
-    return known[key]
 
 
 class Refusal(DataError):
@@ -72,6 +65,24 @@ class ChatTemplate:
     what is around a plain answer, and where texts and :mod:`~torch_collate_kit.chat.turns` are.
     """
 
+    @classmethod
+    def of(cls, tokenizer: Any, kwargs: Mapping[str, Any], tools: Any) -> ChatTemplate:
+        """The template that renders with ``kwargs``; the same object for the same settings."""
+        needed_package("transformers", "tokenize_chat")
+        if not getattr(tokenizer, "chat_template", None) and not kwargs.get("chat_template"):
+            raise ValueError(
+                f"{type(tokenizer).__name__} has no chat_template; use the tokenizer of the "
+                "model's chat version, or set tokenizer.chat_template"
+            )
+        source = tokenizer.get_chat_template(kwargs.get("chat_template"), tools)
+        variables = {**tokenizer.special_tokens_map, **kwargs}
+        variables.pop("chat_template", None)
+        key = len(tokenizer), repr(variables), source
+        known = _TEMPLATES.setdefault(tokenizer, {})
+        if key not in known:
+            known[key] = cls(tokenizer, source, variables)
+        return known[key]
+
     def __init__(self, tokenizer: Any, source: str, variables: dict[str, Any]) -> None:
         reserved = next((name for name in _RESERVED if name in variables), None)
         if reserved is not None:
@@ -84,9 +95,9 @@ class ChatTemplate:
         self.has_generation_tags = _GENERATION_TAG.search(self.code) is not None
         self.known_turns: dict[Any, tuple[int, str]] = {}
         self.known_texts: dict[Any, str] = {}
-        self.preferred: dict[bool, Any] = {}
+        self.preferred: dict[bool, Style] = {}
         self.plain_turn: Any = None
-        self.tags = tags_of(source)
+        self.tags = _tags_of(source)
         # Public templates let these decide whether the prompt opens thinking.
         self.switches = [
             {name: value}
@@ -128,13 +139,13 @@ class ChatTemplate:
             )
         text = texts[0]
         spans = tagged[0] if self.has_generation_tags else None
-        if REPEATED_KEY in text:
+        if _REPEATED_KEY in text:
             if spans is not None:
                 spans = [
-                    (a - text.count(REPEATED_KEY, 0, a), b - text.count(REPEATED_KEY, 0, b))
+                    (a - text.count(_REPEATED_KEY, 0, a), b - text.count(_REPEATED_KEY, 0, b))
                     for a, b in spans
                 ]
-            text = text.replace(REPEATED_KEY, "")
+            text = text.replace(_REPEATED_KEY, "")
         return text, spans
 
     @contextmanager
@@ -152,3 +163,101 @@ class ChatTemplate:
             roles = ", ".join(message["role"] for message in messages)
             reason = f"the chat template cannot render the roles [{roles}]: {error}"
             raise Refusal(reason, rendered=False) from error
+
+
+def _tags_of(template: str) -> re.Pattern[str]:
+    """What looks like a tag in the source of a template, as a group to split texts by."""
+    tags = sorted(set(_TAG.findall(template)), key=len, reverse=True)
+    return re.compile("(" + ("|".join(map(re.escape, tags)) or "(?!)") + ")")
+
+
+FORMS = {
+    "content": ("text", "parts"),
+    "empty": ("given", "none", "left out", "text"),
+    "arguments": ("given", "mapping", "text"),
+}
+
+
+class Style(NamedTuple):
+    """How texts, empty contents beside calls, and arguments are given: one of ``FORMS`` each."""
+
+    content: str = "text"
+    empty: str = "given"
+    arguments: str = "given"
+
+    def apply(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message in this form. What it says is the same."""
+        content = message["content"]
+        if self.content == "text" and isinstance(content, str) and "tool_calls" not in message:
+            return message
+        styled = dict(message)
+        if not content and "tool_calls" in message:
+            if self.empty == "left out":
+                del styled["content"]
+            elif self.empty != "given":
+                styled["content"] = None if self.empty == "none" else ""
+        elif self.content == "text":
+            styled["content"] = text_of(content or "")
+        elif not isinstance(content, list):
+            styled["content"] = [{"type": "text", "text": content or ""}]
+        if "tool_calls" in message:
+            styled["tool_calls"] = [self._apply_to_call(call) for call in message["tool_calls"]]
+        return styled
+
+    def _apply_to_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        if self.arguments == "mapping" and isinstance(arguments, str):
+            decoded = decoded_arguments(arguments)
+            arguments = arguments if decoded is None else decoded
+        elif self.arguments == "text" and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def decoded_arguments(arguments: str) -> dict[str, Any] | None:
+    """The mapping that a JSON string holds, repeated keys included."""
+    try:
+        found = json.loads(arguments, object_pairs_hook=_with_repeated_keys)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _with_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        while key in found:
+            key += _REPEATED_KEY
+        found[key] = value
+    return found
+
+
+def changed_arguments(arguments: Any, text: str) -> str | None:
+    """What happened to arguments that are a mapping; strings in it were found by their marks."""
+    if not isinstance(arguments, Mapping) or not arguments:
+        return None
+    if json.dumps(arguments, ensure_ascii=False).replace(_REPEATED_KEY, "") in text:
+        return None
+    if repr(arguments) in text:
+        return "prints arguments as Python, not as JSON"
+    for name, value in _leaves(arguments):
+        written = (
+            {value, json.dumps(value)}
+            if isinstance(value, str)
+            else {json.dumps(value), str(value)}
+        )
+        if not any(form in text for form in written):
+            return f"drops the {name} {value!r} of its arguments"
+    return None
+
+
+def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield "key", str(key).rstrip(_REPEATED_KEY)
+            yield from _leaves(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    elif not isinstance(value, str):
+        yield "value", value

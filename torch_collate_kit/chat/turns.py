@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from torch_collate_kit.chat.locating import shape_of
-from torch_collate_kit.chat.plain_turn import plain_turn, tag_of
-from torch_collate_kit.chat.rendering import Rendering
-from torch_collate_kit.chat.styles import styled
-from torch_collate_kit.chat.template import Messages, Refusal, Spans
+from torch_collate_kit.chat.rendering import Rendering, preferred_style
+from torch_collate_kit.chat.template import ChatTemplate, Messages, Refusal, Spans
 
-__all__ = ["turn_spans"]
+__all__ = ["PlainTurn", "plain_turn", "turn_spans"]
 
 _MAX_KNOWN_TURNS = 10_000
+_TEXTS = {"user": "Q", "assistant": "an answer"}
+_OPENING, _CLOSING = {"begin", "start", "open"}, {"end", "close"}
 
 
 def turn_spans(rendering: Rendering, turns: list[int]) -> Spans:
@@ -179,8 +181,8 @@ def _end_of_turn(rendering: Rendering, turn: int, alone: str, start: int, last: 
     if not tail or "tool_calls" not in rendering.messages[turn]:
         return None
     token = tail[-1]
-    opened = {tag_of(tag) for tag in template.added_token.findall(alone, start, token.start())}
-    name, side = tag_of(token[0])
+    opened = {_tag_of(tag) for tag in template.added_token.findall(alone, start, token.start())}
+    name, side = _tag_of(token[0])
     closes = side == "close" and ((name, "open") in opened or token[0][1] == "/")
     return None if closes or alone[token.end() :].strip() else token.end()
 
@@ -220,7 +222,7 @@ def _reply(rendering: Rendering, turn: int) -> Messages:
         for call in rendering.messages[turn].get("tool_calls", ())
     ]
     question = {"role": "user", "content": "Q"}
-    return [styled(message, rendering.style) for message in results or [question]]
+    return [rendering.style.apply(message) for message in results or [question]]
 
 
 def _inside(spans: Spans) -> Callable[[int, int], bool]:
@@ -261,3 +263,77 @@ def _confirmed(rendering: Rendering, turns: list[int], spans: Spans) -> Spans:
                 "correct the tags, or remove them all",
             )
     return spans
+
+
+def plain_turn(template: ChatTemplate) -> PlainTurn:
+    """The same object for the same template, so that each fact is found out once."""
+    if template.plain_turn is None:
+        template.plain_turn = PlainTurn(template)
+    found: PlainTurn = template.plain_turn
+    return found
+
+
+class PlainTurn:
+    """The texts of a template before and after an answer to a question, found out when asked for.
+
+    Raises:
+        Refusal: the template cannot render the question or the answer.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template, self._style = template, preferred_style(template, None)
+
+    def _text(self, *roles: str, prompt: bool = False) -> str:
+        messages = [{"role": role, "content": _TEXTS[role]} for role in roles]
+        styles = [self._style.apply(message) for message in messages]
+        return self._template.render(styles, prompt=prompt)[0]
+
+    @cached_property
+    def header(self) -> str:
+        """What the generation prompt adds after the question; "" if it changes what is before."""
+        asked = self._text("user")
+        prompt = self._text("user", prompt=True)
+        return prompt[len(asked) :] if prompt.startswith(asked) else ""
+
+    @cached_property
+    def after(self) -> str:
+        """The text after the answer, with another question."""
+        return self._text("user", "assistant", "user").partition(_TEXTS["assistant"])[2]
+
+    @cached_property
+    def end(self) -> str | None:
+        """The first added token after the answer; None if there is none.
+
+        It is the EOS token where the answer cannot be rendered.
+        """
+        try:
+            text, asked = self._text("user", "assistant"), self._text("user")
+        except Refusal:
+            return self._template.eos_token
+        where = text.rfind(_TEXTS["assistant"])
+        added = self._template.added_token
+        # The first tag of the header is closed by the end of the turn, the others before it.
+        inside = added.findall(text, len(asked), where)[1:]
+        opened = {name for name, side in map(_tag_of, inside) if side == "open"}
+        for token in added.findall(text, where):
+            name, side = _tag_of(token)
+            if token == self._template.eos_token or side == "open" or name not in opened:
+                return token
+        return None
+
+
+def _tag_of(token: str) -> tuple[str, str]:
+    """The name of a tag, and whether it opens or closes.
+
+    >>> _tag_of("<|tool_call_end|>"), _tag_of("</think>"), _tag_of("<tool_call|>")
+    (('tool_call', 'close'), ('think', 'close'), ('tool_call', 'close'))
+    >>> _tag_of("<|eot_id|>")
+    ('eot_id', 'open')
+    """
+    words = re.split(r"[_▁ -]+", token.strip("<>[]|\uff5c/").lower())
+    side = "open"
+    ends_like_gemma = token.endswith("|>") and not token.startswith("<|")
+    if token[1:2] == "/" or ends_like_gemma or _CLOSING & set(words):
+        side = "close"
+    name = "_".join(word for word in words if word not in _OPENING | _CLOSING)
+    return name, side if name else "open"

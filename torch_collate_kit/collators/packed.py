@@ -23,8 +23,8 @@ from torch_collate_kit.collators.assembly import (
 )
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions, PackingPlan, PlannedExamples, RankPlan
-from torch_collate_kit.packing.images import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.options import packing_options
+from torch_collate_kit.packing.pieces import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.planner import plan_of
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.entries import DeclaredFields

@@ -1,3 +1,3 @@
-"""The commands of ``python -m torch_collate_kit``, one file each."""
+"""The commands of ``python -m torch_collate_kit``, by what they show."""
 
 from __future__ import annotations

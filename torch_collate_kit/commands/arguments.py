@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 import argparse
+import os
+import socket
+import sys
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch_collate_kit.chat import tokenize_chat_dataset
-from torch_collate_kit.commands.terminal import use_cache_if_offline
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset, read_records
+from torch_collate_kit.loading.dataset.files import is_hub_name
+from torch_collate_kit.reporting.audit.reading import CHAT_KEYS
 from torch_collate_kit.vision import load_processor
 
 __all__ = [
     "FILES",
+    "OFFLINE",
     "Records",
     "add_data_arguments",
+    "add_train_all",
     "chat_options",
+    "loaded_tokenizer",
     "number",
     "read_data",
     "tokenized_chats",
+    "use_cache_if_offline",
 ]
 
 FILES = (
     "a .jsonl, .json, .parquet or .arrow file, a saved dataset folder or a hub name, of chats, "
     "tokenized rows or rollouts"
 )
-_CHATS = ("messages", "conversations", "instruction", "prompt")
 _FORMS = (
     "chats (messages, conversations, prompt and completion, instruction and output), tokenized "
     "rows (input_ids) or rollouts (prompt_ids, response_ids)"
 )
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+_HUB = "huggingface.co"
+_OTHER_WAYS = ("HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", *OFFLINE)
+_SECONDS = 5
 
 
 class Records(NamedTuple):
@@ -76,6 +88,13 @@ def add_data_arguments(parser: argparse.ArgumentParser, what: str = FILES) -> No
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def add_train_all(parser: argparse.ArgumentParser) -> None:
+    """As of the collators."""
+    parser.add_argument(
+        "--train-all", action="store_true", help="tokenized rows without a loss target are meant"
+    )
+
+
 def read_data(options: argparse.Namespace) -> Records:
     """The dataset of the arguments.
 
@@ -93,7 +112,7 @@ def read_data(options: argparse.Namespace) -> Records:
         return Records(rows, "tokens")
     if {"prompt_ids", "response_ids"} <= {*names}:
         return Records(rows, "rollouts")
-    if any(name in names for name in _CHATS):
+    if any(name in names for name in CHAT_KEYS):
         if options.tokenizer is None:
             raise DataError(
                 f"{options.data} holds chats, which only a tokenizer makes tokens of; pass "
@@ -103,26 +122,49 @@ def read_data(options: argparse.Namespace) -> Records:
     raise DataError(f"{options.data}: has the columns {', '.join(names)}; it must hold {_FORMS}")
 
 
-def chat_options(options: argparse.Namespace) -> dict[str, Any]:
-    """What the tokenizing functions take: ``tokenizer`` or ``processor``, and options.
+def loaded_tokenizer(options: argparse.Namespace) -> Any:
+    """The tokenizer or processor of the arguments; None if they name none.
 
     Raises:
         OSError: there is no such tokenizer.
     """
+    if options.tokenizer is None:
+        return None
     loaded = load_processor(options.tokenizer)
-    chosen = {"train_on": options.train_on}
-    if hasattr(loaded, "image_processor"):
-        return chosen | {"processor": loaded, "pixels": False, "image_root": options.image_root}
-    if options.image_root is not None:
+    if options.image_root is not None and not hasattr(loaded, "image_processor"):
         raise ValueError(
             f"--image-root is for images, and {options.tokenizer} is a tokenizer alone; name the "
             "folder or model of a processor"
         )
-    return chosen | {"tokenizer": loaded}
+    return loaded
+
+
+def chat_options(loaded: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """What the tokenizing functions take: ``loaded`` as tokenizer or processor, and options."""
+    if not hasattr(loaded, "image_processor"):
+        return {"tokenizer": loaded, "train_on": options.train_on}
+    images = {"processor": loaded, "pixels": False, "image_root": options.image_root}
+    return {"tokenizer": None, "train_on": options.train_on, **images}
 
 
 def tokenized_chats(rows: Any, options: argparse.Namespace, **settings: Any) -> TokenizedDataset:
     """A dataset of chats as tokens; ``settings`` are those of ``tokenize_chat_dataset``."""
-    chosen = chat_options(options)
-    tokenized, _ = tokenize_chat_dataset(rows, **chosen, **settings)
-    return TokenizedDataset(tokenized, vision=chosen.get("processor"))
+    loaded = loaded_tokenizer(options)
+    tokenized, _ = tokenize_chat_dataset(rows, **chat_options(loaded, options), **settings)
+    is_processor = hasattr(loaded, "image_processor")
+    return TokenizedDataset(tokenized, vision=loaded if is_processor else None)
+
+
+def use_cache_if_offline(names: Iterable[str | None]) -> None:
+    """Where a name is of the hub, and the hub cannot be reached, read what is in the cache.
+
+    The libraries underneath would try again for half a minute, for each of many files. To be called
+    before they are imported.
+    """
+    if not any(name and is_hub_name(name) for name in names) or any(map(os.getenv, _OTHER_WAYS)):
+        return
+    try:
+        socket.create_connection((_HUB, 443), timeout=_SECONDS).close()
+    except OSError:
+        os.environ.update(OFFLINE)
+        print(f"note: {_HUB} cannot be reached; only what is in the cache is read", file=sys.stderr)

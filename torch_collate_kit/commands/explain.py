@@ -1,4 +1,4 @@
-"""``explain``: one record token by token, as a collator makes a row of it."""
+"""``explain`` and ``template``: what is trained, of a record and with a chat template."""
 
 from __future__ import annotations
 
@@ -6,22 +6,28 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.preview import preview, verdict_table
 from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.commands.arguments import (
     Records,
     add_data_arguments,
+    add_train_all,
     chat_options,
+    loaded_tokenizer,
     number,
     read_data,
+    use_cache_if_offline,
 )
 from torch_collate_kit.errors import DataError
 
-__all__ = ["add_explain"]
+__all__ = ["add_explain", "add_template"]
 
 _ROW = "row 0 of 1"
 
@@ -36,18 +42,16 @@ def add_explain(commands: Any) -> None:
     add_data_arguments(parser)
     parser.add_argument("--row", type=int, default=0, metavar="N", help="which record (0)")
     parser.add_argument("--max-tokens", type=number, metavar="N", help="cut it to N tokens")
-    parser.add_argument(
-        "--train-all", action="store_true", help="tokenized rows without a loss target are meant"
-    )
+    add_train_all(parser)
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(
         "--show", type=number, default=60, metavar="N", help="tokens to show, first and last (60)"
     )
     shown.add_argument("--all", action="store_true", help="show all tokens")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_explain)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _explain(options: argparse.Namespace) -> int:
     data = read_data(options)
     num_records = len(data.rows)
     if not -num_records <= options.row < num_records:
@@ -56,10 +60,9 @@ def _run(options: argparse.Namespace) -> int:
             f"{num_records - 1:,}"
         )
     number = options.row % num_records
-    chosen = {} if options.tokenizer is None else chat_options(options)
-    tokenizer = chosen.get("processor", chosen.get("tokenizer"))
+    tokenizer = loaded_tokenizer(options)
     most = None if options.all else options.show
-    batches = _batches(data, number, options, chosen)
+    batches = _batches(data, number, options, tokenizer)
     found = [batch.explain(0, tokenizer, max_tokens=most) for batch in batches]
     for i, one in enumerate(found):
         of = f", example {i + 1} of {len(found)} of it" if len(found) > 1 else ""
@@ -75,7 +78,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _batches(
-    data: Records, number: int, options: argparse.Namespace, chosen: dict[str, Any]
+    data: Records, number: int, options: argparse.Namespace, tokenizer: Any
 ) -> list[Batch]:
     """A batch of one row for each example that the record makes."""
     record = data.rows[number]
@@ -88,16 +91,16 @@ def _batches(
             return [RolloutCollator(0)([record])]
         if data.kind == "tokens":
             return [_collated(record, options)]
+        chosen = ChatOptions(**chat_options(tokenizer, options))
         return [_collated(example, options) for example in _tokenized(record, chosen)]
     except DataError as error:
         text = str(error).removeprefix("example 0: ").removeprefix("example 0 ")
         raise DataError(f"record {number}: {text}") from error
 
 
-def _tokenized(record: Mapping[str, Any], chosen: dict[str, Any]) -> list[dict[str, Any]]:
+def _tokenized(record: Mapping[str, Any], chosen: ChatOptions) -> list[dict[str, Any]]:
     """The examples of a chat that are trained."""
-    settings = {"tokenizer": None, **chosen}
-    (found,) = tokenize_records([record], ChatOptions(**settings), from_arrow=True)
+    (found,) = tokenize_records([record], chosen, from_arrow=True)
     if isinstance(found, DataError):
         raise found
     kept = [example for example in found if not example["skip_reason"]]
@@ -113,3 +116,32 @@ def _collated(example: Mapping[str, Any], options: argparse.Namespace) -> Batch:
         0, max_tokens=options.max_tokens, overflow="truncate", train_all=options.train_all
     )
     return collate([example])
+
+
+def add_template(commands: Any) -> None:
+    """The command's parser."""
+    parser = commands.add_parser(
+        "template", help="show what is trained with a chat template, and what it drops"
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME_OR_FILE",
+        help="a tokenizer's folder or hub name, or a .jinja file",
+    )
+    parser.add_argument(
+        "--all", type=Path, metavar="FOLDER", help="print a table of the .jinja files in a folder"
+    )
+    parser.set_defaults(run=partial(_template, parser))
+
+
+def _template(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    names = list(options.names)
+    if options.all is not None:
+        names += sorted(map(str, options.all.glob("*.jinja")))
+    if not names:
+        parser.error("no template given: name a tokenizer or a .jinja file")
+    use_cache_if_offline(names)
+    one = len(names) == 1 and options.all is None
+    print(preview(names[0]) if one else verdict_table(names), end="")
+    return 0

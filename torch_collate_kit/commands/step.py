@@ -1,25 +1,39 @@
-"""``step``: the examples of any step of a saved run."""
+"""``step``: the examples of any step of a saved run, from its state and the data alone."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from torch_collate_kit.commands.arguments import (
     Records,
     add_data_arguments,
+    add_train_all,
     number,
     read_data,
     tokenized_chats,
 )
-from torch_collate_kit.commands.saved_sampler import sampler_of, saved_state
-from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading import TokenizedDataset
+from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.loading import (
+    MixedSampler,
+    PackedBatchSampler,
+    PrefetchingSampler,
+    TokenizedDataset,
+)
+from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.vision import load_processor
 
 __all__ = ["add_step"]
+
+_Sampler: TypeAlias = PrefetchingSampler | PackedBatchSampler | MixedSampler
+_KEYS = {"epoch", "step", "seed", "batch_size", "shuffle"}
 
 
 def add_step(commands: Any) -> None:
@@ -43,9 +57,7 @@ def add_step(commands: Any) -> None:
     parser.add_argument("--step", type=int, required=True, metavar="N", help="of the epoch, from 0")
     parser.add_argument("--rank", type=int, metavar="N", help="only what this rank read")
     parser.add_argument("--max-length", type=number, metavar="N", help="chats were cut to N tokens")
-    parser.add_argument(
-        "--train-all", action="store_true", help="tokenized rows without a loss target are meant"
-    )
+    add_train_all(parser)
     parser.add_argument(
         "--show", type=number, default=200, metavar="N", help="characters of each example (200)"
     )
@@ -53,12 +65,12 @@ def add_step(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    state = saved_state(options.state)
+    state = _saved_state(options.state)
     records = read_data(options)
     if records.kind == "rollouts":
         raise DataError(f"{options.data} holds rollouts, which no sampler has an order of")
     data = _tokenized(records, options)
-    sampler = sampler_of(state, data)
+    sampler = _sampler_of(state, data)
     indices = sampler.examples(options.epoch, options.step, options.rank).tolist()
     found = _described(data, indices, options)
     if options.json:
@@ -96,3 +108,115 @@ def _described(
         counts = {"num_tokens": len(ids), "num_trained": trained}
         found.append({"index": index, **counts, "text": shown})
     return found
+
+
+def _saved_state(path: Path) -> dict[str, Any]:
+    """The state of a sampler in a JSON file, at any depth, or in a checkpoint's ``run.json``.
+
+    Raises:
+        DataError: there is none.
+        OSError: the file cannot be read.
+    """
+    if path.is_dir():
+        found = sorted(path.rglob("run.json"))
+        if not found:
+            raise DataError(f"{path}: there is no run.json in it; name the file with the state")
+        path = found[-1]
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise DataError(f"{path}: is not JSON: {error}") from error
+    state = _find(content)
+    if state is None:
+        raise DataError(
+            f"{path}: there is no state of a sampler in it; save sampler.state_dict() or "
+            "loader.state_dict() as JSON"
+        )
+    return state
+
+
+def _find(content: Any) -> dict[str, Any] | None:
+    if isinstance(content, Mapping):
+        if content.keys() >= _KEYS:
+            return dict(content)
+        content = list(content.values())
+    if isinstance(content, list):
+        return next((state for state in map(_find, content) if state is not None), None)
+    return None
+
+
+def _sampler_of(state: Mapping[str, Any], data: TokenizedDataset) -> _Sampler:
+    """A sampler over ``data`` that has loaded the state.
+
+    Raises:
+        StateError: the data are not those of the run, or nobody but the run itself knows its order.
+    """
+    if state.get("custom_order"):
+        raise StateError(
+            "the order of this run is a function of its own, order=; build its sampler and call "
+            "examples(epoch, step)"
+        )
+    shared = {key: state[key] for key in ("batch_size", "seed", "shuffle")}
+    sampler: _Sampler
+    if "sizes" in state:
+        sampler = _mixed(state, data, shared)
+    elif "lengths_digest" in state:
+        sampler = _packed(state, data, shared)
+    else:
+        world_size = _layout(state)["world_size"]
+        sampler = PrefetchingSampler(data, tail=state["tail"], world_size=world_size, **shared)
+    sampler.load_state_dict(state)
+    return sampler
+
+
+def _layout(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The last one; of a state of version 1 the only one."""
+    layout: dict[str, Any] = {}
+    for _, _, changed in state.get("layouts", []):
+        layout |= changed
+    return layout or dict(state)
+
+
+def _packed(
+    state: Mapping[str, Any], data: TokenizedDataset, shared: dict[str, Any]
+) -> PackedBatchSampler:
+    layout = _layout(state)
+    packing = {key: layout[key] for key in PackingOptions(1).as_state() if key in layout}
+    return PackedBatchSampler(
+        data.lengths,
+        packing=PackingOptions.from_state(packing),
+        tail=state["tail"],
+        num_loss_tokens=None if state["loss_tokens_digest"] is None else data.num_loss_tokens,
+        patches=None if state["patches_digest"] is None else data.patches,
+        **shared,
+    )
+
+
+def _mixed(
+    state: Mapping[str, Any], data: TokenizedDataset, shared: dict[str, Any]
+) -> MixedSampler:
+    sizes = state["sizes"]
+    if isinstance(sizes, str):
+        raise StateError(
+            f"the state has only a digest of the many sources of this run ({sizes}); build its "
+            "sampler, load the state, and call examples(epoch, step)"
+        )
+    if sum(sizes) != len(data):
+        raise StateError(
+            f"state is of sources of {sizes} examples, the data has {len(data)}; pass the sources "
+            "one after the other"
+        )
+    lengths = None
+    if state["by"] == "tokens":
+        bounds = [0, *np.cumsum(sizes).tolist()]
+        lengths = [data.lengths[a:b] for a, b in pairwise(bounds)]
+    return MixedSampler(
+        sizes,
+        weights=[Fraction(share) for share in state["weights"]],
+        by=state["by"],
+        lengths=lengths,
+        num_steps=state["num_steps"],
+        stop=state["stop"],
+        world_size=_layout(state)["world_size"],
+        **shared,
+    )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from torch_collate_kit.packing.cost import ModelCost
-from torch_collate_kit.packing.layout import ParallelLayout
-from torch_collate_kit.packing.options import PackingOptions
+from torch_collate_kit.packing.options import PackingOptions, ParallelLayout
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.planner import pack
 from torch_collate_kit.packing.rank_plan import PlannedExamples, RankPlan

@@ -1,6 +1,7 @@
-"""Balancing: pieces over a given number of rows.
+"""Balance: pieces over a multiple of the ranks, in rows, and these rows over the ranks.
 
-By tokens, not by cost: a row with fewer tokens than another is padded, and costs as much.
+Pieces by tokens, not by cost: a row with fewer tokens than another is padded, and costs as much.
+Rows by what they cost the language model, and the vision tower.
 """
 
 from __future__ import annotations
@@ -9,12 +10,69 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
+from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, stable_argsort
+from torch_collate_kit.packing.strategies import split_evenly
 
-__all__ = ["level"]
+__all__ = ["for_ranks", "level", "over_ranks"]
 
-
+# Levelling takes apart at most this many rows per rank: a few hundred rows have enough pieces for
+# the few rows that rounding adds, and redistributing a million pieces one by one would be slow.
+_LEVELLED_ROWS_PER_RANK = 32
 _CLOSED = 1 << 96  # the weight of a row without a free slot: more than any int64 weights together
+_TOTAL = 1 << 30  # costs are scaled to about this sum, so that a product of two sums fits int64
+_EVEN = 1000  # ranks within 1 / _EVEN of the mean are even
+_SWAPS_PER_RANK = 16
+
+
+def for_ranks(
+    rows: Rows, sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOptions
+) -> Rows:
+    """Filled rows, as many as a multiple of the ranks, evened out and given to these.
+
+    ``vision_costs``, int64 [S], are those of the images of each piece.
+    """
+    num_ranks, strategy = packing.num_ranks, packing.strategy
+    is_balanced, in_order = strategy == "balanced", strategy == "sequential"
+    if num_ranks == 1 and not is_balanced:
+        return rows
+    num_filled = len(rows.offsets) - 1
+    num_rows = -(-num_filled // num_ranks) * num_ranks
+    if not len(rows.order):
+        return Rows(rows.order, np.zeros(num_rows + 1, dtype=np.int64))
+    costs = _costs(sizes, limits, vision_costs, packing)
+    if in_order:
+        rows = split_evenly(sizes, num_rows, limits)
+    else:
+        rows = level(
+            rows,
+            sizes,
+            num_rows,
+            limits=limits,
+            image_weights=sizes.patches if is_balanced else costs.patches,
+            most=num_filled if is_balanced else _LEVELLED_ROWS_PER_RANK * num_ranks,
+        )
+    if num_ranks == 1:
+        return rows
+    if packing.balance is None:  # round robin
+        return rows.take(np.arange(num_rows).reshape(-1, num_ranks).T.ravel())
+    given = over_ranks(
+        rows.totals(costs.tokens),
+        num_ranks,
+        keep_order=in_order,
+        image_costs=rows.totals(costs.patches) if limits.patches else None,
+    )
+    return rows.take(given)
+
+
+def _costs(sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOptions) -> Sizes:
+    """What is made even over ranks, of each piece: cost in the model and its vision tower."""
+    if packing.balance != "attention":
+        return sizes
+    of_images = sizes.patches
+    if limits.patches and vision_costs.any():  # a model without a vision part has none
+        of_images = vision_costs
+    return Sizes(packing.cost.language(sizes.tokens), of_images)
 
 
 def level(
@@ -164,3 +222,98 @@ def _with_a_row_split(rows: Rows, sizes: Sizes, limits: Limits) -> Rows:
     row_of = rows.labels()
     row_of[places[moved]] = num_rows
     return Rows.from_labels(rows.order, row_of, num_rows + 1)
+
+
+def over_ranks(
+    costs: Ints, num_ranks: int, *, keep_order: bool, image_costs: Ints | None = None
+) -> Ints:
+    """Row numbers in shard-major order, equally many per rank: int64 [R], as ``costs``.
+
+    Rows are taken in groups of ``num_ranks``, one row for each rank. Groups are formed in
+    descending order of cost, so that the i-th rows of all ranks cost nearly the same, or with
+    ``keep_order`` in the given order. Within a group the most expensive row goes to the rank with
+    the lowest total cost so far. The totals of the ranks then differ by at most the largest
+    difference within a group.
+
+    With ``image_costs`` groups are formed in descending order of these, so that rows with images
+    are the same ones on all ranks, but for one group. Both costs count. Ranks whose totals still
+    differ then swap rows of a group. The most expensive images come last: DDP exchanges gradients
+    in the backward pass of the last row, and demands some of the vision tower there.
+
+    >>> over_ranks(np.array([1, 2, 3, 9]), 2, keep_order=False).tolist()
+    [3, 0, 2, 1]
+    """
+    places = order = np.arange(len(costs))
+    if num_ranks == 1:
+        return order
+    if image_costs is not None and not image_costs.any():
+        image_costs = None
+    both = costs
+    if image_costs is not None:
+        costs, image_costs = _comparable(costs, image_costs)
+        both = costs + image_costs
+    if not keep_order:
+        order = np.lexsort((-costs,) if image_costs is None else (-costs, -image_costs))
+    if keep_order or image_costs is not None:  # else each group is in descending order already
+        order = order[np.lexsort((-both[order], places // num_ranks))]
+    order = order[np.argsort(_lightest_first(both[order], num_ranks), kind="stable")]
+    if image_costs is None:
+        return order
+    rows = _swapped(order.reshape(num_ranks, -1), costs, image_costs)
+    return (rows if keep_order else rows[:, ::-1]).ravel()
+
+
+def _lightest_first(costs: Ints, num_ranks: int) -> Ints:
+    """The rank of each row: in each group in turn, the ranks by ascending cost so far."""
+    ranks: list[int] = []
+    load = [0] * num_ranks
+    row_costs = costs.tolist()
+    for first in range(0, len(costs), num_ranks):
+        group = sorted(range(num_ranks), key=load.__getitem__)
+        ranks += group
+        for rank, cost in zip(group, row_costs[first : first + num_ranks], strict=True):
+            load[rank] += cost
+    return np.array(ranks)
+
+
+def _comparable(costs: Ints, image_costs: Ints) -> tuple[Ints, Ints]:
+    """Both scaled so that their sums are equal: what is to be even is each in relation to its sum.
+
+    In integers, so that every rank decides alike.
+    """
+    scaled = []
+    for values in (costs, image_costs):
+        shift = max(0, int(values.sum()).bit_length() - _TOTAL.bit_length() + 1)
+        scaled.append(values >> shift)
+    sums = [max(1, int(values.sum())) for values in scaled]
+    return scaled[0] * sums[1], scaled[1] * sums[0]
+
+
+def _swapped(rows: Ints, costs: Ints, image_costs: Ints) -> Ints:
+    """Rows of each rank [ranks, rows], after swaps between the heaviest rank and others.
+
+    ``costs`` are comparable. A rank is as heavy as the larger of its two totals. Each swap is of
+    two rows at one index, the one after which the heavier of both ranks is lightest.
+    """
+    rows = rows.copy()
+    num_ranks = len(rows)
+    even = int(costs.sum()) // num_ranks * (_EVEN + 1) // _EVEN
+    both = np.stack([costs[rows], image_costs[rows]])  # [2, ranks, rows]
+    for _ in range(_SWAPS_PER_RANK * num_ranks):
+        totals = both.sum(axis=2)
+        heaviest = int(totals.max(axis=0).argmax())
+        most = int(totals[:, heaviest].max())
+        if most <= even:
+            break
+        gained = both - both[:, heaviest, None]  # by the heaviest rank
+        after = np.maximum(
+            (totals[:, heaviest, None, None] + gained).max(axis=0),
+            (totals[:, :, None] - gained).max(axis=0),
+        )
+        other, index = divmod(int(after.argmin()), after.shape[1])
+        if after[other, index] >= most:
+            break
+        swap, back = [heaviest, other], [other, heaviest]
+        rows[swap, index] = rows[back, index]
+        both[:, swap, index] = both[:, back, index]
+    return rows

@@ -1,16 +1,24 @@
-"""How to pack: the options of ``pack``, the collator, the sampler and the stream."""
+"""How to pack: the options of ``pack``, the collator, the sampler and the stream.
+
+One of them is how the training run is split over devices.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from torch_collate_kit._checks import checked_choice, checked_int, checked_optional_int
+from torch_collate_kit._checks import (
+    checked_bool,
+    checked_choice,
+    checked_int,
+    checked_optional_int,
+)
 from torch_collate_kit._reprs import dataclass_repr
 from torch_collate_kit.packing.cost import ModelCost
-from torch_collate_kit.packing.layout import ParallelLayout
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict
@@ -29,7 +37,7 @@ if TYPE_CHECKING:
         rows_multiple_of: int | None
 
 
-__all__ = ["STRATEGIES", "PackingOptions", "capacity_of", "packing_options"]
+__all__ = ["STRATEGIES", "PackingOptions", "ParallelLayout", "capacity_of", "packing_options"]
 
 STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential")
 _OVERFLOWS = ("raise", "truncate", "drop", "split")
@@ -39,6 +47,54 @@ _NONE_MEANS = {
     "max_patches": "no limit",
     "rows_multiple_of": "dp",
 }
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Sizes of the parallel dimensions: data, tensor, context, pipeline; and fp8 on or off.
+
+    The four sizes are ints of at least 1 and are kept as Python ints. Immutable and hashable.
+    ``pp`` changes nothing here: pipeline stages exchange blocks of one shape, which is
+    ``PackedCollator(fixed_width=True)`` with a fixed number of rows (docs/contract.md).
+
+    Raises:
+        TypeError: a size is not an int, or ``fp8`` is not a bool.
+        ValueError: a size is below 1.
+
+    >>> layout = ParallelLayout(dp=4, tp=2, cp=2, fp8=True)
+    >>> layout.align
+    32
+    """
+
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    fp8: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "cp", "pp"):
+            hint = "1 means this kind of parallelism is off"
+            object.__setattr__(self, name, checked_int(name, getattr(self, name), hint=hint))
+        checked_bool("fp8", self.fp8)
+
+    def __repr__(self) -> str:
+        return dataclass_repr(self)
+
+    @property
+    def align(self) -> int:
+        """Every sub-sequence is padded to a multiple of this many tokens.
+
+        Sequence parallelism cuts a sub-sequence into ``tp`` parts, context parallelism into
+        ``2 * cp``: each rank takes one chunk from either end, which balances causal attention. An
+        fp8 matrix product needs a token dimension, the tokens of one context rank, that is a
+        multiple of 16.
+
+        >>> ParallelLayout(tp=4).align, ParallelLayout(tp=4, cp=2).align
+        (4, 16)
+        """
+        align = self.tp * 2 * self.cp if self.cp > 1 else self.tp
+        return math.lcm(align, 16 * self.cp) if self.fp8 else align
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,22 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int, checked_lengths
-from torch_collate_kit.packing.balance import level
-from torch_collate_kit.packing.fit_decreasing import best_fit_decreasing, first_fit_decreasing
-from torch_collate_kit.packing.fitting import FittedPieces, cut_to_fit
-from torch_collate_kit.packing.images import ImageLoad, Patches, image_load
-from torch_collate_kit.packing.in_order import sequential, split_evenly
-from torch_collate_kit.packing.layout import ParallelLayout
-from torch_collate_kit.packing.options import PackingOptions, packing_options
+from torch_collate_kit.packing.balance import for_ranks
+from torch_collate_kit.packing.options import PackingOptions, ParallelLayout, packing_options
+from torch_collate_kit.packing.pieces import (
+    FittedPieces,
+    ImageLoad,
+    Patches,
+    cut_to_fit,
+    image_load,
+)
 from torch_collate_kit.packing.plan import PackingPlan
-from torch_collate_kit.packing.ranks import over_ranks
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
+from torch_collate_kit.packing.strategies import (
+    best_fit_decreasing,
+    first_fit_decreasing,
+    sequential,
+)
 from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
 if TYPE_CHECKING:
@@ -27,10 +33,6 @@ if TYPE_CHECKING:
     from torch_collate_kit.packing.options import PackingKeywords
 
 __all__ = ["fill_rows", "pack", "part_of", "plan_of", "rows_alone"]
-
-# Levelling takes apart at most this many rows per rank: a few hundred rows have enough pieces for
-# the few rows that rounding adds, and redistributing a million pieces one by one would be slow.
-_LEVELLED_ROWS_PER_RANK = 32
 
 
 def pack(
@@ -107,8 +109,10 @@ def plan_of(
     checked = checked_lengths(lengths)
     images = None if patches is None else image_load(patches, len(checked), packing.cost)
     pieces = cut_to_fit(checked, packing, images)
-    planner = _Planner(pieces, packing, has_images=images is not None)
-    return planner.plan(planner.for_ranks(planner.filled()), packing.num_ranks)
+    sizes, limits = _measured(pieces, packing, has_images=images is not None)
+    rows = _filled(sizes, limits, packing.strategy)
+    rows = for_ranks(rows, sizes, limits, pieces.images.costs, packing)
+    return _plan(pieces, rows, packing, packing.num_ranks)
 
 
 def fill_rows(
@@ -120,8 +124,8 @@ def fill_rows(
     or of others of the run, rows reserve cells for a dummy image.
     """
     pieces = cut_to_fit(lengths, packing, images)
-    planner = _Planner(pieces, packing, has_images=images is not None)
-    return planner.plan(planner.filled(), num_ranks=1)
+    sizes, limits = _measured(pieces, packing, has_images=images is not None)
+    return _plan(pieces, _filled(sizes, limits, packing.strategy), packing, num_ranks=1)
 
 
 def rows_alone(
@@ -150,9 +154,10 @@ def rows_alone(
     pieces = FittedPieces(
         part.example_indices, part.starts, part.lengths, images, part.dropped, part.cut
     )
-    planner = _Planner(pieces, packing, has_images=True)
-    alone = planner.for_ranks(Rows(np.arange(len(part.lengths)), part.row_offsets))
-    return examples, planner.plan(alone, packing.num_ranks)
+    sizes, limits = _measured(pieces, packing, has_images=True)
+    alone = Rows(np.arange(len(part.lengths)), part.row_offsets)
+    alone = for_ranks(alone, sizes, limits, part.vision_costs, packing)
+    return examples, _plan(pieces, alone, packing, packing.num_ranks)
 
 
 def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
@@ -180,101 +185,54 @@ def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
     )
 
 
-class _Planner:
-    """Pieces, what they take, and what a row may hold; ``has_images``: it may need a dummy image.
+def _measured(
+    pieces: FittedPieces, packing: PackingOptions, *, has_images: bool
+) -> tuple[Sizes, Limits]:
+    """What the pieces take, and what a row may hold; ``has_images``: it may need a dummy image.
 
     A row may hold at most all there is: it makes the same rows, and no sum overflows.
     """
+    align, patches = packing.parallel.align, pieces.images.patches
+    cells = -(-pieces.lengths // align) * align if align > 1 else pieces.lengths
+    num_cells, num_patches = int(cells.sum()), int(patches.sum())
+    tokens = min(packing.max_tokens, num_cells)
+    text = min(packing.max_tokens - (packing.reserved if has_images else 0), num_cells)
+    most_patches = min(packing.max_patches or num_patches, num_patches)
+    limits = Limits(tokens, most_patches, packing.max_sequences_per_row, tokens - text)
+    return Sizes(cells, patches), limits
 
-    def __init__(self, pieces: FittedPieces, packing: PackingOptions, *, has_images: bool) -> None:
-        align, patches = packing.parallel.align, pieces.images.patches
-        cells = -(-pieces.lengths // align) * align if align > 1 else pieces.lengths
-        num_cells, num_patches = int(cells.sum()), int(patches.sum())
-        most_patches = num_patches if packing.max_patches is None else packing.max_patches
-        tokens = min(packing.max_tokens, num_cells)
-        text = min(packing.max_tokens - (packing.reserved if has_images else 0), num_cells)
-        self._pieces, self._packing = pieces, packing
-        self._sizes = Sizes(cells, patches)
-        self._limits = Limits(
-            tokens, min(most_patches, num_patches), packing.max_sequences_per_row, tokens - text
-        )
-        self._is_tight = most_patches < num_patches or tokens > text
 
-    def filled(self) -> Rows:
-        """The rows as the strategy opens them; one empty row of no pieces."""
-        sizes, limits, strategy = self._sizes, self._limits, self._packing.strategy
-        if not len(sizes.tokens):
-            return Rows(sizes.tokens, np.zeros(2, dtype=np.int64))
-        if strategy == "sequential":
-            return sequential(sizes, limits)
-        is_first_fit = strategy == "first_fit_decreasing"
-        fill = first_fit_decreasing if is_first_fit else best_fit_decreasing
-        if limits.patches and self._is_tight:
-            return fill_two_budgets(fill, sizes, limits)
-        return fill(sizes.tokens, limits.text, limits.pieces)
+def _filled(sizes: Sizes, limits: Limits, strategy: str) -> Rows:
+    """The rows as the strategy opens them; one empty row of no pieces."""
+    if not len(sizes.tokens):
+        return Rows(sizes.tokens, np.zeros(2, dtype=np.int64))
+    if strategy == "sequential":
+        return sequential(sizes, limits)
+    is_first_fit = strategy == "first_fit_decreasing"
+    fill = first_fit_decreasing if is_first_fit else best_fit_decreasing
+    if limits.patches and (limits.reserved or limits.patches < int(sizes.patches.sum())):
+        return fill_two_budgets(fill, sizes, limits)
+    return fill(sizes.tokens, limits.text, limits.pieces)
 
-    def for_ranks(self, rows: Rows) -> Rows:
-        """Filled rows, as many as a multiple of the ranks, evened out and given to these."""
-        sizes, limits = self._sizes, self._limits
-        num_ranks, strategy = self._packing.num_ranks, self._packing.strategy
-        is_balanced, in_order = strategy == "balanced", strategy == "sequential"
-        if num_ranks == 1 and not is_balanced:
-            return rows
-        num_filled = len(rows.offsets) - 1
-        num_rows = -(-num_filled // num_ranks) * num_ranks
-        if not len(rows.order):
-            return Rows(rows.order, np.zeros(num_rows + 1, dtype=np.int64))
-        costs = self._costs()
-        if in_order:
-            rows = split_evenly(sizes, num_rows, limits)
-        else:
-            rows = level(
-                rows,
-                sizes,
-                num_rows,
-                limits=limits,
-                image_weights=sizes.patches if is_balanced else costs.patches,
-                most=num_filled if is_balanced else _LEVELLED_ROWS_PER_RANK * num_ranks,
-            )
-        if num_ranks == 1:
-            return rows
-        given = over_ranks(
-            None if self._packing.balance is None else rows.totals(costs.tokens),
-            num_rows,
-            num_ranks,
-            keep_order=in_order,
-            image_costs=rows.totals(costs.patches) if limits.patches else None,
-        )
-        return rows.take(given)
 
-    def _costs(self) -> Sizes:
-        """What is made even over ranks, of each piece: cost in the model and its vision tower."""
-        packing, images = self._packing, self._pieces.images
-        if packing.balance != "attention" or packing.num_ranks == 1:
-            return self._sizes
-        of_images = images.patches
-        if self._limits.patches and images.costs.any():  # a model without a vision part has none
-            of_images = images.costs
-        return Sizes(packing.cost.language(self._sizes.tokens), of_images)
-
-    def plan(self, rows: Rows, num_ranks: int) -> PackingPlan:
-        """The plan of these rows."""
-        placed, packing = self._pieces.take(rows.order), self._packing
-        return PackingPlan(
-            example_indices=placed.example_indices,
-            starts=placed.starts,
-            lengths=placed.lengths,
-            row_offsets=rows.offsets,
-            max_tokens=packing.max_tokens,
-            align=packing.parallel.align,
-            num_ranks=num_ranks,
-            dropped=placed.dropped,
-            cut=placed.cut,
-            num_cut_tokens=placed.num_cut_tokens,
-            num_dropped_tokens=placed.num_dropped_tokens,
-            patches=placed.images.patches,
-            vision_costs=placed.images.costs,
-            max_patches=packing.max_patches,
-            dummy_image_tokens=packing.dummy_image_tokens,
-            cost=packing.cost,
-        )
+def _plan(pieces: FittedPieces, rows: Rows, packing: PackingOptions, num_ranks: int) -> PackingPlan:
+    """The plan of these rows."""
+    placed = pieces.take(rows.order)
+    return PackingPlan(
+        example_indices=placed.example_indices,
+        starts=placed.starts,
+        lengths=placed.lengths,
+        row_offsets=rows.offsets,
+        max_tokens=packing.max_tokens,
+        align=packing.parallel.align,
+        num_ranks=num_ranks,
+        dropped=placed.dropped,
+        cut=placed.cut,
+        num_cut_tokens=placed.num_cut_tokens,
+        num_dropped_tokens=placed.num_dropped_tokens,
+        patches=placed.images.patches,
+        vision_costs=placed.images.costs,
+        max_patches=packing.max_patches,
+        dummy_image_tokens=packing.dummy_image_tokens,
+        cost=packing.cost,
+    )

@@ -8,16 +8,17 @@ pass is the packing of one number, by histogram.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.packing.fit_decreasing import Fill, OpenRows
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
+from torch_collate_kit.packing.strategies import OpenRows
 
 __all__ = ["fill_two_budgets"]
 
+Fill = Callable[[Ints, int, int | None, OpenRows | None], Rows]
 
 # Classes of images: the larger share, of tokens or of patches, is at least num / den times the
 # smaller. Finer classes leave less of what is free unused, but large images no longer all come
@@ -40,7 +41,7 @@ def fill_two_budgets(fill: Fill, sizes: Sizes, limits: Limits) -> Rows:
     rows must hold a mixture, so in two more plans most images are first dealt out over as many rows
     as are needed at least, or 1% more. The plan with the fewest rows is taken.
 
-    >>> from torch_collate_kit.packing.fit_decreasing import best_fit_decreasing
+    >>> from torch_collate_kit.packing.strategies import best_fit_decreasing
     >>> sizes = Sizes(np.array([4, 3, 5, 2]), np.array([8, 6, 0, 0]))
     >>> rows = fill_two_budgets(best_fit_decreasing, sizes, Limits(9, 9))
     >>> rows.order.tolist(), rows.offsets.tolist()

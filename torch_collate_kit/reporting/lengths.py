@@ -12,7 +12,7 @@ from torch_collate_kit._checks import checked_int, checked_lengths
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.packing.images import Patches
+from torch_collate_kit.packing.pieces import Patches
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.raw import check_even, is_sequence
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -14,18 +15,24 @@ from torch_collate_kit._checks import (
     checked_optional_int,
     needed_package,
 )
+from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
-from torch_collate_kit.packing.images import ImageLoad, Patches, image_load
+from torch_collate_kit.packing.pieces import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.rows import Ints
-from torch_collate_kit.reporting.candidates import candidates_of
+from torch_collate_kit.reporting.candidates import (
+    PADDED,
+    candidates_of,
+    capacities_to_try,
+    recommended,
+)
 from torch_collate_kit.reporting.lengths import checked_limits, data_lengths
-from torch_collate_kit.reporting.recommendation import capacities_to_try, recommended
-from torch_collate_kit.reporting.tables import as_html, as_text
 
-__all__ = ["PackingReport", "packing_report"]
+__all__ = ["PackingReport", "headline", "packing_report"]
 
 _STRATEGIES = ("best_fit_decreasing", "balanced", "sequential")
 _LARGEST = 1 << 62
+_WIDTH = 100
+_LEFT = ("layout",)
 _KEYS = {"data", "options", "candidates", "recommended"}
 
 
@@ -56,10 +63,28 @@ class PackingReport(dict[str, Any]):
         return needed_package("pandas", "PackingReport.to_frame").DataFrame(self["candidates"])
 
     def __repr__(self) -> str:
-        return as_text(self) if self.keys() >= _KEYS else super().__repr__()
+        """Lines of at most 100 characters: the data, a table, what is recommended."""
+        if not self.keys() >= _KEYS:
+            return super().__repr__()
+        names, rows = _table(self)
+        header, *lines = text_table(names, rows, _LEFT)
+        texts = [*_intro(self, names), "", header]
+        for i, (candidate, line) in enumerate(zip(self["candidates"], lines, strict=True)):
+            begins_group = i > 0 and candidate["strategy"] == PADDED
+            texts += ["", line] if begins_group else [line]
+        return "\n".join([*texts, "", headline(self), *_recommendation(self)])
 
     def _repr_html_(self) -> str | None:
-        return as_html(self) if self.keys() >= _KEYS else None
+        """The same with a table; the recommended row is bold."""
+        if not self.keys() >= _KEYS:
+            return None
+        names, rows = _table(self)
+        best = [self["recommended"][key] for key in ("max_tokens", "strategy")]
+        found = [[c["max_tokens"], c["strategy"]] for c in self["candidates"]]
+        table = html_table(names, rows, _LEFT, ["font-weight:bold" * (of == best) for of in found])
+        before = "<br>".join(map(escape, _intro(self, names)))
+        after = "<br>".join(map(escape, _recommendation(self)))
+        return f"<div><p>{before}</p>{table}<p><b>{escape(headline(self))}</b><br>{after}</p></div>"
 
 
 def packing_report(
@@ -192,3 +217,90 @@ def _report(
         candidates=candidates,
         recommended=recommended(candidates, num_tokens),
     )
+
+
+def headline(report: PackingReport) -> str:
+    """What packing saves: the padding of padded rows, and of the recommended plan.
+
+    >>> figures = {"max_tokens": 8, "strategy": "padded", "padding": 0.45}
+    >>> best = {"max_tokens": 8, "strategy": "sequential", "padding": 0.021}
+    >>> headline(PackingReport(candidates=[figures, best], recommended=best))
+    'padding 45.0% -> 2.1% at max_tokens=8'
+    """
+    best = report["recommended"]
+    if _fits_nothing(report):
+        return f"no example fits into max_tokens={best['max_tokens']}"
+    at_best = [c for c in report["candidates"] if c["max_tokens"] == best["max_tokens"]]
+    padding = {candidate["strategy"]: candidate["padding"] for candidate in at_best}
+    before, after = padding[PADDED], padding[best["strategy"]]
+    return f"padding {before:.1%} -> {after:.1%} at max_tokens={best['max_tokens']}"
+
+
+def _fits_nothing(report: PackingReport) -> bool:
+    return all(candidate.get("num_tokens") == 0 for candidate in report["candidates"])
+
+
+def _intro(report: PackingReport, names: Sequence[str]) -> list[str]:
+    """What the data are, and what the columns of these ``names`` say."""
+    data, options = report["data"], report["options"]
+    lines = [
+        f"{data['num_examples']:,} examples, {data['num_tokens']:,} tokens; median "
+        f"{data['median']:,.0f}, longest {data['longest']:,}"
+    ]
+    batch = options["batch_size"]
+    packed = "all examples together" if batch is None else f"{batch:,} examples at a time"
+    lines.append(f"packed {packed}; padded in batches of {options['padded_batch_size']:,}")
+    if "rank cost" in names:
+        lines.append(
+            f"{options['dp']} ranks; rank tokens and cost: the slowest rank of a step / the mean"
+        )
+    if "lost" in names:
+        lines.append("dropped or cut: examples that do not fit; lost: their share of the tokens")
+    if options["align"] > 1:
+        lines.append(f"examples aligned to {options['align']} tokens")
+    return lines
+
+
+def _table(report: PackingReport) -> tuple[list[str], list[list[str]]]:
+    """Header and rows; a column that says nothing for any candidate is left out."""
+    candidates = report["candidates"]
+    columns: dict[str, list[str]] = {
+        "max_tokens": [str(c["max_tokens"]) for c in candidates],
+        "layout": [c["strategy"] for c in candidates],
+        "padding": [f"{c['padding']:.1%}" for c in candidates],
+        "efficiency": [f"{c['efficiency']:.1%}" for c in candidates],
+        "rows": [f"{c['num_rows']:,}" for c in candidates],
+    }
+    for title, name in (("dropped", "num_dropped"), ("cut", "num_cut")):
+        if any(c[name] for c in candidates):
+            columns[title] = [f"{c[name]:,}" for c in candidates]
+    num_tokens = report["data"]["num_tokens"]
+    lost = [(c["num_dropped_tokens"] + c["num_cut_tokens"]) / num_tokens for c in candidates]
+    if any(lost):
+        columns["lost"] = [f"{share:.2%}" for share in lost]
+    if report["options"]["dp"] > 1:
+        columns["rank tokens"] = [f"{c['tokens_max_over_mean']:.2f}" for c in candidates]
+        columns["rank cost"] = [f"{c['cost_max_over_mean']:.2f}" for c in candidates]
+    columns["plan"] = [_time(c["plan_seconds"]) for c in candidates]
+    for name in ("efficiency", "plan"):  # the former is 100% less the padding
+        if _width(columns) > _WIDTH:
+            del columns[name]
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def _width(columns: Mapping[str, Sequence[str]]) -> int:
+    return sum(2 + max(map(len, (title, *cells))) for title, cells in columns.items()) - 2
+
+
+def _time(seconds: float) -> str:
+    if not seconds:
+        return ""  # padded rows need no plan
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+def _recommendation(report: PackingReport) -> list[str]:
+    best = report["recommended"]
+    if _fits_nothing(report):
+        return [f"recommended: nothing; {best['reason']}"]
+    first = f"recommended: max_tokens={best['max_tokens']}, {best['strategy']}"
+    return [first, f"  {best['reason']}", *(f"  {note}" for note in best["notes"])]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool, checked_choice
-from torch_collate_kit.rl.estimators import check_epsilon, gae, group_advantages, whitened
-from torch_collate_kit.rl.groups import Uids, checked_uids, last_steps, trajectories
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.rl.groups import Uids, checked_uids, group_numbers, last_steps, trajectories
 from torch_collate_kit.rl.response_tensors import (
     checked_mask,
     checked_tensors,
@@ -20,7 +20,7 @@ from torch_collate_kit.rl.response_tensors import (
     wide,
 )
 
-__all__ = ["compute_advantages"]
+__all__ = ["check_epsilon", "compute_advantages", "whitened"]
 
 _OUTCOME = ("grpo", "grpo_no_std", "rloo", "maxrl")
 _ESTIMATORS = (*_OUTCOME, "gae", "reinforce++")
@@ -116,9 +116,10 @@ def compute_advantages(
     given = wide(rewards)
     last = last_steps(is_last_step, trajectory_ids, keys, rows)
     if estimator in _OUTCOME:
+        scores, names, trajectory_of = _scores(given, last, rows, keys)
+        outcomes = _group_advantages(scores, names, estimator, epsilon, group_of_one)
         per_row = np.zeros(len(rewards))
-        options = {"estimator": estimator, "epsilon": epsilon, "group_of_one": group_of_one}
-        per_row[rows] = _outcomes(given, last, rows, keys, options)
+        per_row[rows] = outcomes[trajectory_of]
         advantages = torch.where(valid, torch.from_numpy(per_row).to(given)[:, None], 0)
     else:
         if not last.all():
@@ -131,27 +132,10 @@ def compute_advantages(
             values, lam, whiten = torch.zeros_like(given), 1.0, True
         critic = values.detach().to(given)
         refuse_cells(~critic.isfinite() & valid, critic, _NOT_FINITE)
-        advantages = gae(given, critic, valid, gamma=gamma, lam=lam)
+        advantages = _gae(given, critic, valid, gamma=gamma, lam=lam)
         if whiten:
             advantages = whitened(advantages, valid, epsilon=epsilon)
     return narrow(advantages, like=rewards)
-
-
-def _outcomes(
-    rewards: Tensor,
-    last: np.ndarray,
-    rows: np.ndarray,
-    keys: list[Hashable],
-    options: dict[str, Any],
-) -> np.ndarray:
-    """The advantage of each of ``rows``, which is that of its trajectory: float64 [N]."""
-    is_earlier = torch.zeros(len(rewards), 1, dtype=torch.bool)
-    is_earlier[rows[~last]] = True
-    refuse_cells((rewards != 0) & is_earlier.to(rewards.device), rewards, _LOST)
-    numbers = trajectories(last, [keys[i] for i in rows.tolist()], rows)
-    ends = rows[last]
-    scores = rewards.sum(dim=1).cpu().double().numpy()[ends]
-    return group_advantages(scores, [keys[i] for i in ends.tolist()], **options)[numbers]
 
 
 def _check(rewards: Any, response_mask: Any, estimator: str, values: Any, whiten: bool) -> None:
@@ -180,3 +164,91 @@ def _check_rewards(rewards: Tensor, valid: Tensor) -> None:
     refuse_cells(~rewards.isfinite() & is_real, rewards, where + why)
     why = "response_mask is 0 there, so no token would get it; put it on a response token"
     refuse_cells((rewards != 0) & ~valid & is_real, rewards, where + why)
+
+
+def _scores(
+    rewards: Tensor, last: np.ndarray, rows: np.ndarray, keys: list[Hashable]
+) -> tuple[np.ndarray, list[Hashable], np.ndarray]:
+    """The score and the uid of each trajectory, and the trajectory of each of ``rows``."""
+    is_earlier = torch.zeros(len(rewards), 1, dtype=torch.bool)
+    is_earlier[rows[~last]] = True
+    refuse_cells((rewards != 0) & is_earlier.to(rewards.device), rewards, _LOST)
+    uids = [keys[i] for i in rows.tolist()]
+    trajectory_of = trajectories(last, uids, rows)
+    scores = rewards.sum(dim=1).cpu().double().numpy()[rows[last]]
+    return scores, [uids[i] for i in np.flatnonzero(last).tolist()], trajectory_of
+
+
+def _group_advantages(
+    scores: np.ndarray,
+    uids: Sequence[Hashable],
+    estimator: str,
+    epsilon: float,
+    group_of_one: str,
+) -> np.ndarray:
+    """The advantage of every score among the scores of its uid: float64 [N], as ``scores``.
+
+    >>> _group_advantages(np.array([1.0, 3.0, 7.0]), "aab", "rloo", 1e-6, "score").tolist()
+    [-2.0, 2.0, 7.0]
+    """
+    groups, names = group_numbers(uids)
+    sizes = np.bincount(groups, minlength=len(names))
+    is_alone = sizes == 1
+    if group_of_one == "raise" and is_alone.any():
+        raise DataError(
+            f"uid {names[int(is_alone.argmax())]!r} has only one score (so have "
+            f"{np.count_nonzero(is_alone)} of {len(sizes)} uids), and {estimator=} compares the "
+            "scores of a uid; sample its prompt more than once, filter such rows out, or pass "
+            'group_of_one="zero" (advantage 0) or "score" (its score, as if the mean were 0 and '
+            "the std 1)"
+        )
+    means = np.bincount(groups, weights=scores, minlength=len(names)) / np.maximum(sizes, 1)
+    negative = (means < 0) & ~is_alone
+    if estimator == "maxrl" and negative.any():
+        worst = int(negative.argmax())
+        raise DataError(
+            f"the mean reward of uid {names[worst]!r} is {means[worst]}: maxrl divides by it, "
+            "which would turn the advantages around; give it rewards of 0 or more, or use "
+            'estimator="grpo"'
+        )
+    deviation = scores - means[groups]  # exactly 0 in a group of one
+    others = np.maximum(sizes - 1, 1)
+    if estimator == "grpo":
+        variance = np.bincount(groups, weights=deviation**2, minlength=len(names)) / others
+        advantages = deviation / (np.sqrt(variance) + epsilon)[groups]
+    elif estimator == "rloo":  # s - (sum - s) / (n - 1), without the difference of large sums
+        advantages = deviation * (sizes / others)[groups]
+    elif estimator == "maxrl":
+        advantages = deviation / np.where(is_alone, 1, means + epsilon)[groups]
+    else:
+        advantages = deviation
+    return np.where(is_alone[groups], scores, advantages) if group_of_one == "score" else advantages
+
+
+def _gae(rewards: Tensor, values: Tensor, valid: Tensor, *, gamma: float, lam: float) -> Tensor:
+    """Generalized advantage estimates [B, A], a scan from the right; cells not valid are skipped.
+
+    With values of 0 and ``lam=1`` these are the discounted sums of the rewards from each cell on.
+    """
+    advantages = torch.zeros_like(rewards)
+    next_value = next_advantage = rewards.new_zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        error = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = error + gamma * lam * next_advantage
+        next_value = torch.where(valid[:, t], values[:, t], next_value)
+        next_advantage = torch.where(valid[:, t], advantage, next_advantage)
+        advantages[:, t] = torch.where(valid[:, t], advantage, 0)
+    return advantages
+
+
+def check_epsilon(epsilon: float) -> None:
+    if not epsilon > 0:
+        raise ValueError(f"epsilon must be above 0, got {epsilon}; it keeps a std of 0 from 0 / 0")
+
+
+def whitened(values: Tensor, valid: Tensor, *, epsilon: float) -> Tensor:
+    """``(v - mean) / (std + epsilon)`` over all valid cells, 0 elsewhere; 0 for a single cell."""
+    picked = values[valid]
+    if len(picked) < 2:
+        return torch.zeros_like(values)
+    return torch.where(valid, (values - picked.mean()) / (picked.std() + epsilon), 0)

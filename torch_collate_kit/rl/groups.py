@@ -12,7 +12,14 @@ from torch_collate_kit.batch.rows import PackedValues
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.columns import flag_column, id_column
 
-__all__ = ["Uids", "checked_trajectory_ids", "checked_uids", "last_steps", "trajectories"]
+__all__ = [
+    "Uids",
+    "checked_trajectory_ids",
+    "checked_uids",
+    "group_numbers",
+    "last_steps",
+    "trajectories",
+]
 
 Uids = Sequence[Hashable] | np.ndarray | Tensor
 
@@ -49,6 +56,13 @@ def _one_per_row(name: str, what: str, values: Any, num_rows: int | None) -> lis
             f"{name} has {len(listed)} entries for {num_rows} rows; give one {what} per row"
         )
     return listed
+
+
+def group_numbers(uids: Sequence[Hashable]) -> tuple[np.ndarray, list[Hashable]]:
+    """The group of each uid, int64 [N], and the uid of each group, in order of appearance."""
+    numbers: dict[Hashable, int] = {}
+    groups = np.array([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=np.int64)
+    return groups, list(numbers)
 
 
 def last_steps(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_collate_kit.batch import Batch, PerResponseToken
 from torch_collate_kit.batch.placement import whole_examples
-from torch_collate_kit.batch.response_spans import (
+from torch_collate_kit.batch.unpacking import (
     cells_by_example,
     cells_of_spans,
     values_of_cells,

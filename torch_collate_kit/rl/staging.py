@@ -12,10 +12,10 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.row_changes import cells_per_row
 from torch_collate_kit.batch.rows import cat, is_per_row, take
-from torch_collate_kit.batch.trimming import cells_per_row
 from torch_collate_kit.packing import ModelCost
-from torch_collate_kit.packing.ranks import over_ranks
+from torch_collate_kit.packing.balance import over_ranks
 from torch_collate_kit.packing.rows import row_sums
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.rl.boundaries import checked_boundaries
@@ -159,8 +159,8 @@ def _stage(
     mini.row_metadata["row_indices"][stop - start :] = -1
     if costs is not None:
         own = np.append(costs[start:stop], np.zeros(len(mini) - len(whole), np.int64))
-        mini = mini.select(over_ranks(own, len(mini), dp_size, keep_order=False))
-    widths = cells_per_row(mini)
+        mini = mini.select(over_ranks(own, dp_size, keep_order=False))
+    widths = cells_per_row(mini.stored())
     if widths is not None:
         mini.metadata["row_widths"] = widths.reshape(dp_size, -1)
     has_image = _rows_with_images(mini)

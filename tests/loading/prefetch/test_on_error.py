@@ -22,8 +22,7 @@ from torch_collate_kit.loading import (
     SkippedExample,
     TokenizedDataset,
 )
-from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExamples
-from torch_collate_kit.loading.prefetch.skipping import Failed, LeftOut
+from torch_collate_kit.loading.prefetch.skipped_examples import Collated, Failed, SkippedExamples
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.testing import assert_exact_resume, batch_digest
 
@@ -273,9 +272,9 @@ def test_a_message_names_the_last_twenty():
     skipped = SkippedExamples(24, 100)
     for step in range(8):
         failed = tuple(Failed(i, 10 * step + i, "", "") for i in (1, 4, 6))
-        skipped.add(0, step, LeftOut(9, failed))
+        skipped.add(0, step, Collated([], 9, failed))
     with pytest.raises(DataError) as caught:
-        skipped.add(0, 8, LeftOut(9, (Failed(0, 80, "", ""),)))
+        skipped.add(0, 8, Collated([], 9, (Failed(0, 80, "", ""),)))
     first = str(caught.value).partition(";")[0]
     names = [10 * step + i for step in range(8) for i in (1, 4, 6)][-19:]
     assert first == (

@@ -21,7 +21,7 @@ from tests.loading.hang_guard import once_main_thread_waits, our_threads
 from tests.loading.prefetch.test_fork import in_a_fork
 from tests.loading.prefetch.toy_data import COLLATORS, Watched, expected_digests, make_loader
 from torch_collate_kit.loading.prefetch import PrefetchLoader
-from torch_collate_kit.loading.prefetch.watchdog import Watchdog
+from torch_collate_kit.loading.prefetch.waits import Watchdog
 from torch_collate_kit.testing import batch_digest
 
 SOON, NEVER = 0.05, 1000.0

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_collate_kit import MixedSampler
-from torch_collate_kit.loading.sampler.fair_schedule import Place, jump, picks
+from torch_collate_kit.loading.sampler.mixture import Mixture
 
 
-def start(weights: list[int]) -> Place:
-    nothing = (0,) * len(weights)
-    return Place(0, nothing, nothing, (1,) * len(weights))
+def mixture_of(weights: list[int]) -> Mixture:
+    exact = [Fraction(weight) for weight in weights]
+    return Mixture([1] * len(weights), exact, [], seed=0, shuffle=False)
 
 
 @settings(max_examples=100, deadline=None)
@@ -28,19 +29,27 @@ def test_a_jump_comes_to_where_the_picks_come(
     weights: list[int], scale: int, first: int, count: int
 ) -> None:
     weights = [weight * scale + i for i, weight in enumerate(weights)]
-    before = picks(weights, start(weights), first, None)[1]
-    after = picks(weights, before, count, None)[1]
-    assert jump(weights, before, first + count) == after
-    assert jump(weights, start(weights), first + count) == after
+    mixture = mixture_of(weights)
+    start = mixture.place([0] * len(weights))
+    before = mixture.picks(start, first)[1]
+    after = mixture.picks(before, count)[1]
+    assert mixture.after(before, first + count) == after
+    assert mixture.after(start, first + count) == after
+
+
+def test_a_jump_of_two_sources_by_hand() -> None:
+    mixture = mixture_of([3, 1])
+    assert mixture.after(mixture.place([0, 0]), 6).taken == (5, 1)
 
 
 def test_a_jump_to_each_place_of_a_rare_source() -> None:
     """Its one example is taken somewhere in 3,000 others, which only the others decide."""
-    weights = [1, 700, 1300, 999]
-    place, taken = start(weights), set()
+    mixture = mixture_of([1, 700, 1300, 999])
+    start = mixture.place([0] * 4)
+    place, taken = start, set()
     for num_taken in range(1, 3001, 7):
-        place = picks(weights, place, num_taken - place.num_taken, None)[1]
-        assert jump(weights, start(weights), num_taken) == place
+        place = mixture.picks(place, num_taken - place.num_taken)[1]
+        assert mixture.after(start, num_taken) == place
         taken.add(place.taken[0])
     assert taken == {0, 1}
 

@@ -15,8 +15,12 @@ from hypothesis import strategies as st
 
 from torch_collate_kit import MixedSampler, PackedBatchSampler, PrefetchingSampler
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.keyed import KeyedPermutation
-from torch_collate_kit.loading.sampler.orders import ArrayOrder, EpochOrder, KeyedOrder
+from torch_collate_kit.loading.sampler.orders import (
+    ArrayOrder,
+    EpochOrder,
+    KeyedOrder,
+    KeyedPermutation,
+)
 from torch_collate_kit.testing import assert_exact_resume
 
 MASK = 2**64 - 1

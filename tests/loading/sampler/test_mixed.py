@@ -12,7 +12,8 @@ from torch.utils.data import ConcatDataset, DataLoader
 
 from tests.loading.sampler.sampler_oracle import flat, generator, read
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler import MixedSampler, mixture
+from torch_collate_kit.loading.sampler import MixedSampler
+from torch_collate_kit.loading.sampler.mixture import Mixture
 from torch_collate_kit.loading.sampler.resumable import ResumableSampler
 
 LENGTHS = [[5, 9, 2, 40], [3] * 7, [1, 30, 1, 30, 8]]
@@ -214,6 +215,18 @@ def test_ranks_in_turn_are_one_rank(world_size):
             assert {len(rank[epoch][step]) for rank in ranks} == {8 // world_size}
 
 
+def counted_picks(monkeypatch):
+    """A list that grows by the number of picks of every call."""
+    counts, picks = [], Mixture.picks
+
+    def counted(mixture, place, count):
+        counts.append(count)
+        return picks(mixture, place, count)
+
+    monkeypatch.setattr(Mixture, "picks", counted)
+    return counts
+
+
 def test_a_resumed_run_does_not_pick_again_what_was_picked(monkeypatch):
     """By tokens a state costs the picks since the last known place, and loading one costs none."""
 
@@ -224,15 +237,7 @@ def test_a_resumed_run_does_not_pick_again_what_was_picked(monkeypatch):
     sampler, resumed = make(), make()
     read(sampler, 1)
     resumed.load_state_dict(sampler.state_at(0, 2999))
-    count, picks = [], mixture.picks
-    monkeypatch.setattr(
-        mixture,
-        "picks",
-        lambda weights, place, n, units: (
-            count.append(n),
-            picks(weights, place, n, units),
-        )[1],
-    )
+    count = counted_picks(monkeypatch)
     assert len(list(resumed)) == 1
     assert count == [8]
     assert sampler.state_at(0, 2990)["step"] == 2990
@@ -244,8 +249,7 @@ def test_one_batch_after_the_other_costs_its_own_picks_alone(by, monkeypatch):
     lengths = [[3, 1, 2] * 4, [5, 9, 1] * 5]
     options = {"lengths": lengths} if by == "tokens" else {}
     sampler = MixedSampler([12, 15], 4, weights=[2, 1], by=by, num_steps=9, **options)
-    count, picks = [], mixture.picks
-    monkeypatch.setattr(mixture, "picks", lambda *given: (count.append(given[2]), picks(*given))[1])
+    count = counted_picks(monkeypatch)
     for _ in range(3):
         assert len(list(sampler)) == 9
     assert sum(count) == 3 * 9 * 4

@@ -10,7 +10,7 @@ import pytest
 
 from torch_collate_kit import MixedSampler, PrefetchingSampler
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.state_values import text_of_ints
+from torch_collate_kit.loading.sampler.states import text_of_ints
 
 THOUSAND = np.random.default_rng(0).integers(40, 400, size=1000).tolist()
 SIZES = THOUSAND[:50]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_collate_kit.loading.streaming.rounds import Turn, in_rounds
+from torch_collate_kit.loading.streaming.shard_batches import Turn, in_rounds
 from torch_collate_kit.loading.streaming.states import Place, Position
 
 

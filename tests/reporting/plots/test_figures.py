@@ -25,7 +25,7 @@ from torch_collate_kit import (
 )
 from torch_collate_kit.loading import StepTimes
 from torch_collate_kit.packing.options import STRATEGIES
-from torch_collate_kit.reporting.plots.efficiency import LOOKS
+from torch_collate_kit.reporting.plots.bars import LOOKS
 
 LENGTHS = [5, 3, 9, 2, 12, 7, 7, 1]
 STEPS = [

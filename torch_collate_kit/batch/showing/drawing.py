@@ -1,7 +1,14 @@
-"""A batch as text: what is stored, and its first rows, drawn."""
+"""A batch drawn, as text and in HTML for a notebook: its first rows, and what is stored.
+
+In HTML, without scripts or style sheets, rows are coloured bars. Trained tokens are bars of full
+height in a strong colour, others are half as high and pale, so that they differ without colours,
+too. The colours are those of Okabe and Ito, which are told apart with every kind of colour vision,
+on a light and on a dark page.
+"""
 
 from __future__ import annotations
 
+from html import escape
 from textwrap import fill
 from typing import Any
 
@@ -17,24 +24,33 @@ from torch_collate_kit.batch.showing.cells import (
     cells_of,
     example_numbers,
     examples_per_row,
+    runs_of,
 )
 from torch_collate_kit.batch.storage import Storage
 
-__all__ = ["NAMES", "described", "field_lines", "first_rows", "title"]
+__all__ = ["described", "html_of", "title"]
 
 _MAX_ROWS = 8
 _WIDTH = 80
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _SYMBOLS = {Kind.IMAGE: "#", Kind.FILLER: "+", Kind.GAP: "-", Kind.PAD: "."}
-NAMES = {
+_NAMES = {
     Kind.IMAGE: "image",
     Kind.FILLER: "filler, of no example",
     Kind.GAP: "alignment",
     Kind.PAD: "padding",
 }
+_MAX_BLOCKS = 200
+_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
+_FILLS = {
+    Kind.IMAGE: "repeating-linear-gradient(90deg,#D55E00 0 3px,#D55E0066 3px 6px)",
+    Kind.FILLER: "repeating-linear-gradient(45deg,#999 0 2px,transparent 2px 5px)",
+    Kind.GAP: "repeating-linear-gradient(90deg,#999 0 1px,transparent 1px 4px)",
+    Kind.PAD: "transparent",
+}
 
 
-def first_rows(stored: Storage) -> Cells | None:
+def _first_rows(stored: Storage) -> Cells | None:
     """The rows that are drawn; None where the batch does not say what their cells hold."""
     return cells_of(stored.change(lambda rows: rows[:_MAX_ROWS]))
 
@@ -42,16 +58,16 @@ def first_rows(stored: Storage) -> Cells | None:
 def described(stored: Storage) -> str:
     """The repr: a title, the first rows, a legend and the fields, in lines of 80 characters."""
     lines = [fill(title(stored), _WIDTH, subsequent_indent="    ")]
-    cells = first_rows(stored)
+    cells = _first_rows(stored)
     if cells is not None:
         blocks, size = cells.in_blocks(_WIDTH - 10)
-        rows = _drawn_rows(blocks)
+        rows = _text_rows(blocks)
         lines += [f"  row {i} |{row}|" for i, row in enumerate(rows)]
         if stored.num_rows > len(rows):
-            lines.append(f"  ... {stored.num_rows - len(rows):,} more rows")
-        if legend := _legend(blocks, size, is_made=stored.columns is not None):
+            lines.append(f"  ... {plural(stored.num_rows - len(rows), 'more row')}")
+        if legend := _text_legend(blocks, size, is_made=stored.columns is not None):
             lines.append(fill(legend, _WIDTH, initial_indent="  ", subsequent_indent="  "))
-    for name, fields in field_lines(stored).items():
+    for name, fields in _field_lines(stored).items():
         text = f"{name}: {fields}"
         lines.append(fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    "))
     return "\n".join(lines)
@@ -96,7 +112,7 @@ def _percent(share: float) -> str:
     return text if (text in ("0%", "100%")) == (share in (0, 1)) else f"{share:.2%}"
 
 
-def field_lines(stored: Storage) -> dict[str, str]:
+def _field_lines(stored: Storage) -> dict[str, str]:
     """The fields: what is stored of them, what is made when it is read, and what was given."""
     columns, given = stored.columns, stored.given
     lines = {}
@@ -118,7 +134,7 @@ def _form(value: Any) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _drawn_rows(blocks: Cells) -> list[str]:
+def _text_rows(blocks: Cells) -> list[str]:
     """A letter or symbol for each block."""
     trained = np.zeros_like(blocks.kinds) if blocks.trained is None else blocks.trained
     looks = np.stack([blocks.kinds, blocks.examples, trained], axis=-1)
@@ -132,7 +148,7 @@ def _symbol(kind: Kind, example: int, is_trained: bool) -> str:
     return letter.upper() if is_trained else letter
 
 
-def _legend(blocks: Cells, size: int, *, is_made: bool) -> str:
+def _text_legend(blocks: Cells, size: int, *, is_made: bool) -> str:
     is_known = blocks.trained is not None
     found = {*blocks.kinds.ravel().tolist()}
     parts = []
@@ -140,7 +156,82 @@ def _legend(blocks: Cells, size: int, *, is_made: bool) -> str:
         parts.append("letters: examples" + (", upper case where trained" if is_known else ""))
     if found and size > 1:
         parts.append(f"1 letter = {size:,} cells")
-    parts += [f"{_SYMBOLS[kind]} {name}" for kind, name in NAMES.items() if kind in found]
+    parts += [f"{_SYMBOLS[kind]} {name}" for kind, name in _NAMES.items() if kind in found]
     if not is_known and is_made:
         parts.append('batch.to("cpu") shows what is trained')
     return "; ".join(parts)
+
+
+def html_of(stored: Storage) -> str:
+    """What ``_repr_html_`` returns."""
+    parts = [f"<div><div><b>{escape(title(stored))}</b></div>"]
+    cells = _first_rows(stored)
+    if cells is not None:
+        blocks, size = cells.in_blocks(_MAX_BLOCKS)
+        rows = _html_rows(blocks, size, cells.kinds.shape[1], example_numbers(stored))
+        parts += rows
+        if stored.num_rows > len(rows):
+            parts.append(f"<div>... {plural(stored.num_rows - len(rows), 'more row')}</div>")
+        parts.append(_html_legend(blocks))
+    lines = _field_lines(stored).items()
+    fields = "".join(f"<div><b>{name}</b>: {escape(fields)}</div>" for name, fields in lines)
+    parts.append(f"<details><summary>fields</summary>{fields}</details></div>")
+    return "".join(parts)
+
+
+def _html_rows(blocks: Cells, size: int, width: int, names: np.ndarray | None) -> list[str]:
+    """A bar for each run of blocks; ``names`` are the numbers of the examples in the call."""
+    bars = [""] * len(blocks.kinds)
+    runs = runs_of(blocks)
+    num_cells = np.minimum((runs.starts + runs.lengths) * size, width) - runs.starts * size
+    looks = np.stack([runs.rows, num_cells, runs.kinds, runs.examples, runs.trained], axis=1)
+    for row, count, kind, example, trained in looks.tolist():
+        is_trained = None if blocks.trained is None else bool(trained)
+        share, look = 100 * count / width, _look(kind, example, is_trained)
+        told = _told(kind, example, is_trained, count, names)
+        bars[row] += f'<div style="width:{share:.4g}%;{look}" title="{told}"></div>'
+    return [
+        '<div style="display:flex;align-items:center;margin:2px 0">'
+        f'<code style="flex:none;width:5em">row {i}</code>'
+        '<div style="display:flex;flex:1;align-items:flex-end;height:16px;'
+        f'outline:1px solid #888">{row}</div></div>'
+        for i, row in enumerate(bars)
+    ]
+
+
+def _look(kind: Kind, example: int, is_trained: bool | None) -> str:
+    """The style of a bar; ``is_trained`` is None where that is not known."""
+    if kind != Kind.TOKEN:
+        return f"height:100%;background:{_FILLS[kind]}"
+    color = _COLORS[example % len(_COLORS)]
+    pale = is_trained is False
+    return f"height:{50 if pale else 100}%;background:{color}{'88' if pale else ''}"
+
+
+def _told(
+    kind: Kind, example: int, is_trained: bool | None, num_cells: int, names: np.ndarray | None
+) -> str:
+    """What a bar says under the pointer."""
+    cells = plural(num_cells, "cell")
+    if kind not in (Kind.TOKEN, Kind.IMAGE):
+        return f"{_NAMES[kind]}: {cells}"
+    name = "an example" if names is None else f"example {names[example]}"
+    if kind == Kind.IMAGE:
+        return f"image of {name}: {cells}"
+    trained = {None: "", True: ", trained", False: ", not trained"}[is_trained]
+    return f"{name}: {cells}{trained}"
+
+
+def _html_legend(blocks: Cells) -> str:
+    found = {*blocks.kinds.ravel().tolist()}
+    looks = {}
+    if blocks.trained is not None and Kind.TOKEN in found:
+        looks = {"trained": _look(Kind.TOKEN, 0, True), "not trained": _look(Kind.TOKEN, 0, False)}
+    looks |= {name: _look(kind, -1, None) for kind, name in _NAMES.items() if kind in found}
+    keys = "".join(
+        '<span style="display:inline-flex;align-items:flex-end;width:1.2em;height:12px;'
+        'outline:1px solid #888;margin:0 .4em 0 1em">'
+        f'<span style="width:100%;{look}"></span></span>{name}'
+        for name, look in looks.items()
+    )
+    return f'<div style="font-size:90%">one color: one example{keys}</div>'

@@ -1,20 +1,147 @@
-"""Explanation: tokens with all that a batch holds of them, as a table."""
+"""A row of a batch token by token: the text of each, and all that the batch holds of it."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from html import escape
+from operator import index
 from typing import Any
 
-from torch_collate_kit._reprs import plural
-from torch_collate_kit.batch.fields import IGNORE_INDEX
-from torch_collate_kit.batch.showing.tables import html_table, text_table
-from torch_collate_kit.batch.showing.token_text import token_texts
+import numpy as np
+from torch import Tensor
 
-__all__ = ["Explanation"]
+from torch_collate_kit._checks import checked_optional_int
+from torch_collate_kit._reprs import plural
+from torch_collate_kit.batch.fields import IGNORE_INDEX, PerExample, PerResponseToken, PerToken
+from torch_collate_kit.batch.showing.cells import Cells, cells_of
+from torch_collate_kit.batch.showing.tables import html_table, text_table
+from torch_collate_kit.batch.storage import Storage
+from torch_collate_kit.ragged import Ragged
+
+__all__ = ["Explanation", "explained", "row_of", "token_texts"]
 
 _MAX_TEXT = 32
 _LEFT = ("text",)
 _TRAINED = "background:#009E7344;font-weight:bold"
+_TITLES = {"input_ids": "id", "position_ids": "position", "labels": "label"}
+_UNSHOWN = ("loss_weights", "loss_mask", "attention_mask", "response_mask", "router_padding_mask")
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte in a SentencePiece vocabulary
+_SPACE = "\u2581"  # a space there
+
+
+def explained(
+    one: Mapping[str, Any],
+    stored: Storage,
+    title: str,
+    tokenizer: Any,
+    *,
+    example: int | None,
+    cells: slice,
+    max_tokens: int | None,
+) -> Explanation:
+    """As ``Batch.explain``: one row in host memory, its dense fields and all that is stored."""
+    checked_optional_int("max_tokens", max_tokens, hint="None shows all tokens")
+    of_row = cells_of(stored)
+    if of_row is None:
+        raise ValueError(f"the batch has no input_ids [R, W] to explain; it has {', '.join(one)}")
+    width = of_row.kinds.shape[1]
+    columns = _columns_of(one, stored, of_row)
+    title = f"{title}: {_counts(of_row)}"
+    picked = [cell for cell in columns["cell"][cells] if of_row.segments[0, cell] >= 0]
+    if example is not None:
+        picked = [cell for cell in picked if columns["example"][cell] == example]
+        title = f"{title}, example {example} of it"
+    is_part = example is not None or cells != slice(None)
+    return Explanation(
+        title,
+        {name: [values[cell] for cell in picked] for name, values in columns.items()},
+        tokenizer,
+        max_tokens=max_tokens,
+        width=None if is_part else width,
+    )
+
+
+def row_of(stored: Storage, row: int | None, example: int | None) -> int:
+    """The row that is named, counted from 0, or the first one with a piece of the example."""
+    num_rows, indices = stored.num_rows, stored.row_metadata.get("example_indices")
+    if example is not None:
+        if not isinstance(indices, Ragged):
+            raise ValueError(
+                'example needs row_metadata["example_indices"], which a collator writes, and the '
+                "batch was built without it; pass the row alone"
+            )
+        rows = [i for i in range(num_rows) if example in np.asarray(indices[i])]
+        found = f"it is in {_listed(rows)}" if rows else "it is in none of them"
+        if row is None and rows:
+            return rows[0]
+        if row is None or index(row) % max(num_rows, 1) not in rows:
+            at = f"{num_rows} rows" if row is None else f"row {row}"
+            raise ValueError(f"example {example} is not in {at} of the batch: {found}")
+    if row is None:
+        raise TypeError("explain() needs a row, or the example to look for: explain(example=3)")
+    if not -num_rows <= index(row) < num_rows:
+        raise IndexError(f"row {row} of a batch with {num_rows} rows")
+    return index(row) % num_rows
+
+
+def _listed(rows: list[int]) -> str:
+    noun = "row" if len(rows) == 1 else "rows"
+    return f"{noun} {', '.join(map(str, rows[:5]))}{', ...' if len(rows) > 5 else ''}"
+
+
+def _counts(cells: Cells) -> str:
+    is_token = cells.segments[0] >= 0
+    trained = "" if cells.trained is None else f", {int(cells.trained.sum()):,} trained"
+    tokens, of_row = plural(int(is_token.sum()), "token"), plural(is_token.size, "cell")
+    return f"{tokens} in {of_row}{trained}"
+
+
+def _of_examples(values: list[Any], cells: Cells) -> list[Any]:
+    """The value of every cell's example, by its number in the row; None where there is none."""
+    return [values[i] if 0 <= i < len(values) else None for i in cells.segments[0].tolist()]
+
+
+def _columns_of(one: Mapping[str, Any], stored: Storage, cells: Cells) -> dict[str, list[Any]]:
+    """What there is of every cell, with all fields that have a value per token, response token or
+    example; a list [W] of each."""
+    width, mask = cells.kinds.shape[1], one.get("loss_mask")
+    columns: dict[str, list[Any]] = {"cell": [*range(width)]}
+    indices = stored.row_metadata.get("example_indices")
+    if isinstance(indices, Ragged):
+        columns["example"] = _of_examples([*map(int, indices[0])], cells)
+    if "cu_seq_lens" in one:
+        columns["segment"] = cells.segments[0].tolist()
+    for field, name in _TITLES.items():
+        values = _of_cells(one.get(field), width, [width])
+        if values is not None:
+            columns[name] = values
+    weights = _of_cells(mask, width, range(width + 1))
+    if weights is not None:
+        columns["weight"] = [float(weight or 0) for weight in weights]
+    responses = stored.metadata.get("response_length", getattr(mask, "shape", (0,))[-1])
+    specs = {} if stored.columns is None else stored.columns.specs
+    for name in one:
+        values, spec = None, specs.get(name)
+        if name in (*_TITLES, *_UNSHOWN) or (spec is None and name not in stored.given):
+            continue
+        if isinstance(spec, PerExample):
+            values = _of_examples(one[name][0].tolist(), cells)
+        elif spec is None or isinstance(spec, PerToken | PerResponseToken):
+            values = _of_cells(one[name], width, [width, min(width, responses)])
+        if values is not None and isinstance(spec, PerResponseToken) and stored.placement:
+            shown = {*stored.placement.cells("responses").tolist()}
+            values = [value if i in shown else None for i, value in enumerate(values)]
+        if values is not None:
+            columns[name] = values
+    return columns
+
+
+def _of_cells(field: Any, width: int, sizes: Sequence[int]) -> list[Any] | None:
+    """A field ``[1, W]``, or right-aligned ``[1, A]``, of one of these sizes; else None."""
+    if not isinstance(field, Tensor) or field.ndim != 2 or field.shape[1] not in sizes:
+        return None
+    return [None] * (width - field.shape[1]) + field[0].tolist()
 
 
 class Explanation:
@@ -130,3 +257,72 @@ def _shown(name: str, value: Any) -> str:
         return f"{value + 0.0:.4g}"  # no -0
     text = str(value)
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 4] + "..." + text[-1]
+
+
+def token_texts(ids: list[int], tokenizer: Any) -> list[str]:
+    r"""The text of every id by itself, quoted, with white space and control characters escaped.
+
+    A token that is a part of a character in UTF-8 gives its bytes, ``b'\xe2\x82'``, and one that
+    is not in the vocabulary ``?``. ``tokenizer`` is one of transformers, or a processor.
+
+    Raises:
+        TypeError: no tokenizer.
+
+    >>> token_texts([1], tokenizer="gpt2")
+    Traceback (most recent call last):
+    TypeError: tokenizer must have decode(), got str; load it with AutoTokenizer.from_pretrained
+    """
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    if not hasattr(tokenizer, "decode"):
+        raise TypeError(
+            f"tokenizer must have decode(), got {type(tokenizer).__name__}; load it with "
+            "AutoTokenizer.from_pretrained"
+        )
+    texts = {token: _text(token, tokenizer) for token in set(ids)}
+    return [texts[token] for token in ids]
+
+
+def _text(token: int, tokenizer: Any) -> str:
+    piece = _piece(token, tokenizer)
+    if piece is None:
+        return "?"
+    text: str = tokenizer.decode([token])
+    if "\ufffd" in text:
+        part = _bytes_of(piece)
+        if part is not None:
+            return repr(part)
+    if piece.startswith(_SPACE) and not text.startswith(" "):
+        text = " " + text  # decode() drops it at the beginning of a text
+    return repr(text)
+
+
+def _piece(token: int, tokenizer: Any) -> str | None:
+    """How the vocabulary writes it; None if it is not there."""
+    if token < 0:
+        return None
+    if not hasattr(tokenizer, "convert_ids_to_tokens"):
+        return ""
+    try:
+        piece: str | None = tokenizer.convert_ids_to_tokens(token)
+    except (IndexError, KeyError, OverflowError):
+        return None
+    return piece
+
+
+def _bytes_of(piece: str) -> bytes | None:
+    """The bytes of a piece of a byte-level vocabulary; None if it is of another kind."""
+    if found := _BYTE.fullmatch(piece):
+        return bytes([int(found[1], 16)])
+    alphabet = _byte_alphabet()
+    return bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level BPE writes bytes: printable ones as they are, others from U+0100 on.
+
+    >>> _byte_alphabet()["\u0120"]
+    32
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -179,9 +179,6 @@ class ArrayColumn:
         self._chunks: list[Any] = [column] if isinstance(column, list) else column.chunks
         self._starts = np.cumsum([0, *map(len, self._chunks)])
 
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
     def row(self, row: np.ndarray, named: np.ndarray) -> np.ndarray | None:
         """The one row, a view where Arrow allows one."""
         return self.take(row, named)[0]

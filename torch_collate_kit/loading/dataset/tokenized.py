@@ -233,10 +233,9 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
                 f"the source has {', '.join(others)}, which {self._vision.family_name} models do "
                 "not have; pass vision= of the model that it was processed for"
             )
-        everything = np.arange(len(self))
-        rows = everything if self._mapping is None else self._mapping.take(everything, everything)
+        named, rows = self._rows(np.arange(len(self)))
         found: dict[str, list[Any]] = {
-            name: column.take(rows, everything)
+            name: column.take(rows, named)
             for name, column in images.items()
             if name not in PIXEL_FIELDS
         }

@@ -18,9 +18,8 @@ from torch_collate_kit.loading.prefetch.positioned import LoaderPosition
 from torch_collate_kit.loading.prefetch.read_ahead import END, ReadAhead
 from torch_collate_kit.loading.prefetch.resumable_loaders import resumable_loader
 from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExample, SkippedExamples
-from torch_collate_kit.loading.prefetch.timeline import StepTimes, Timeline
-from torch_collate_kit.loading.prefetch.watchdog import checked_seconds
-from torch_collate_kit.loading.sampler.state_values import is_same
+from torch_collate_kit.loading.prefetch.waits import StepTimes, Timeline, checked_seconds
+from torch_collate_kit.loading.sampler.checks import is_same
 
 __all__ = ["PrefetchLoader"]
 

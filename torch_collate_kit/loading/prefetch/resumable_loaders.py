@@ -20,11 +20,11 @@ from torch_collate_kit.loading.prefetch.positioned import (
     changed_copy,
     part_of_state,
 )
-from torch_collate_kit.loading.prefetch.skipping import skip_failing_examples
+from torch_collate_kit.loading.prefetch.skipped_examples import skip_failing_examples
 from torch_collate_kit.loading.prefetch.stream_loader import StreamLoader, is_stream_of_shards
 from torch_collate_kit.loading.sampler import PackedBatchSampler
+from torch_collate_kit.loading.sampler.checks import is_same
 from torch_collate_kit.loading.sampler.resumable import ResumableSampler
-from torch_collate_kit.loading.sampler.state_values import is_same
 
 __all__ = ["ResumableLoader", "resumable_loader"]
 

@@ -21,7 +21,7 @@ from torch_collate_kit.loading.prefetch.positioned import (
     changed_copy,
     part_of_state,
 )
-from torch_collate_kit.loading.sampler.arguments import checked_word
+from torch_collate_kit.loading.sampler.checks import checked_word
 
 __all__ = ["StreamLoader", "is_stream_of_shards"]
 

@@ -14,16 +14,17 @@ import numpy as np
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import call_repr
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.arguments import (
+from torch_collate_kit.loading.sampler.checks import (
     Indices,
     checked_batch_size,
     checked_rank,
     checked_shuffle,
     checked_word,
-    rank_slice,
+    is_same,
+    state_int,
+    told_apart,
 )
-from torch_collate_kit.loading.sampler.layouts import Layouts
-from torch_collate_kit.loading.sampler.state_values import is_same, state_int, told_apart
+from torch_collate_kit.loading.sampler.states import Layouts
 
 __all__ = ["NEW_RUN", "EpochSampler", "Plan"]
 
@@ -100,7 +101,9 @@ class EpochSampler(ABC):
 
     def _pick(self, batch: Indices) -> Any:
         """What this rank is given of a global batch, in the order in which it reads it."""
-        mine: list[int] = batch[rank_slice(len(batch), self._rank, self._world_size)].tolist()
+        each, longer = divmod(len(batch), self._world_size)  # the first ranks may have one more
+        start = self._rank * each + min(self._rank, longer)
+        mine: list[int] = batch[start : start + each + (self._rank < longer)].tolist()
         return mine
 
     @abstractmethod

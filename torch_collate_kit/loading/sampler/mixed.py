@@ -16,13 +16,11 @@ from typing import Any
 
 import numpy.typing as npt
 
-from torch_collate_kit._checks import checked_choice, checked_int
-from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.arguments import Indices
+from torch_collate_kit._checks import checked_choice, checked_int, checked_lengths
+from torch_collate_kit.loading.sampler.checks import Indices, checked_length, damaged_state
 from torch_collate_kit.loading.sampler.epochs import EpochSampler, Plan
-from torch_collate_kit.loading.sampler.fair_schedule import Place
-from torch_collate_kit.loading.sampler.mixture import Mixture, checked_sources
-from torch_collate_kit.loading.sampler.state_values import digest_of, ints_of_text, text_of_ints
+from torch_collate_kit.loading.sampler.mixture import Mixture, Place
+from torch_collate_kit.loading.sampler.states import digest_of, ints_of_text, text_of_ints
 
 __all__ = ["MixedSampler"]
 
@@ -72,9 +70,10 @@ class MixedSampler(EpochSampler):
     ) -> None:
         super().__init__(batch_size, seed=seed, shuffle=shuffle, rank=rank, world_size=world_size)
         checked_choice("by", by, ("examples", "tokens"))
-        sizes, arrays = checked_sources(sources, lengths, by)
+        sizes, arrays = _checked_sources(sources, lengths, by)
         self._by = by
-        self._mixture = Mixture(sizes, weights, arrays, seed=self._seed, shuffle=self._shuffle)
+        exact = _checked_weights(weights, len(sizes))
+        self._mixture = Mixture(sizes, exact, arrays, seed=self._seed, shuffle=self._shuffle)
         self._lengths_digest = digest_of(arrays) if arrays else None
         self._known: dict[int, Place] = {}  # by the examples before them
         self._latest_place: Place | None = None  # after the batch taken last
@@ -205,22 +204,20 @@ class MixedSampler(EpochSampler):
             ahead = ints_of_text("taken", taken, shape=(1 + len(self._mixture.sizes),))
             counts = self._mixture.taken(ahead)
         if not isinstance(counts, list) or any(type(n) is not int or n < 0 for n in counts):
-            raise StateError(
-                f"state has taken={taken!r}, not a list of counts; pass what state_dict() gave"
-            )
+            raise damaged_state(f"taken={taken!r}, not a list of counts")
         num_sources, num_examples = len(self._mixture.sizes), num_steps * self._num_global
         if len(counts) != num_sources or sum(counts) != num_examples:
-            raise StateError(
-                f"state has taken={taken!r}, but after {num_steps} steps the {num_sources} sources "
-                f"have given {num_examples} examples in all; pass what state_dict() gave"
+            raise damaged_state(
+                f"taken={taken!r}, but after {num_steps} steps the {num_sources} sources have "
+                f"given {num_examples} examples in all"
             )
         mixture, place = self._mixture, self._mixture.place(counts)
         known = self._known.get(num_examples) if mixture.lengths else self._place(epoch, step)
         is_right = place == known if known else mixture.is_fair(place)
         if not is_right or (ahead is not None and mixture.ahead(place) != ahead):
-            raise StateError(
-                f"state has taken={taken!r}, which is not in the proportions of weights="
-                f"{list(map(str, mixture.shares))}; pass what state_dict() gave"
+            raise damaged_state(
+                f"taken={taken!r}, which is not in the proportions of weights="
+                f"{list(map(str, mixture.shares))}"
             )
         self._known = {**self._known, num_examples: place}  # not that of the sampler that loads
 
@@ -231,3 +228,70 @@ def _listed(values: Sequence[Any], like: Any) -> list[Any] | str:
         return list(values)
     digest = hashlib.blake2b(",".join(map(str, values)).encode(), digest_size=16).hexdigest()
     return f"{len(values)} values, digest {digest}"
+
+
+def _checked_weights(weights: Sequence[Any] | None, num_sources: int) -> list[Fraction] | None:
+    """The weights as fractions; a float means the decimal it is written as."""
+    if weights is None:
+        return None
+    if isinstance(weights, (str, bytes)) or not hasattr(weights, "__len__"):
+        raise TypeError(
+            f"weights must be a sequence with a number for each source, got {weights!r}"
+        )
+    if len(weights) != num_sources:
+        raise ValueError(
+            f"weights must have one number for each of the {num_sources} sources, "
+            f"got {len(weights)}"
+        )
+    exact = []
+    for source, weight in enumerate(weights):
+        try:
+            exact.append(Fraction(str(weight)))
+        except (ValueError, ZeroDivisionError):
+            exact.append(Fraction(0))
+        if isinstance(weight, (bool, str)) or exact[-1] <= 0:
+            raise ValueError(
+                f"weights[{source}] must be a finite number above 0, got {weight!r}; "
+                "leave a source out that is not to be used"
+            )
+    return exact
+
+
+def _checked_sources(
+    sources: Sequence[Any], lengths: Sequence[Any] | None, by: str
+) -> tuple[list[int], list[Indices]]:
+    """Examples of each source, and, by tokens, each example's length."""
+    if isinstance(sources, (str, bytes)) or not hasattr(sources, "__len__") or not len(sources):
+        raise ValueError(
+            f"sources must be a sequence of at least one dataset or number of examples, "
+            f"got {sources!r}"
+        )
+    sizes = [checked_length(source, f"sources[{i}]") for i, source in enumerate(sources)]
+    if by == "examples":
+        if lengths is not None:
+            raise ValueError("lengths are used by='tokens' only, got lengths with by='examples'")
+        return sizes, []
+    if lengths is None:
+        lengths = [getattr(source, "lengths", None) for source in sources]
+    if len(lengths) != len(sizes):
+        raise ValueError(
+            f"lengths must have one entry for each of the {len(sizes)} sources, got {len(lengths)}"
+        )
+    arrays = []
+    for source, (size, given) in enumerate(zip(sizes, lengths, strict=True)):
+        if given is None:
+            raise ValueError(
+                f"by='tokens' needs the length of every example, and sources[{source}] has no "
+                "lengths; pass lengths=[...], one sequence of ints for each source"
+            )
+        try:
+            array = checked_lengths(given)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"lengths[{source}]: {error}") from error
+        if len(array) != size:
+            raise ValueError(
+                f"lengths[{source}] must have one int for each of the {size} examples of "
+                f"sources[{source}], got {len(array)}"
+            )
+        arrays.append(array)
+    return sizes, arrays

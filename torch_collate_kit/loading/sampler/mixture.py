@@ -1,20 +1,35 @@
-"""Several datasets that are read in turns, each in orders of its own."""
+"""Several datasets that are read in turns by the P-fair schedule, each in orders of its own.
+
+A unit is an example or a token. A source that the next example would put ahead by a whole example
+has to wait. Of the others, that one is next whose share reaches the end of its next example first.
+Weights are integers and so is all that is compared.
+"""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from torch_collate_kit._checks import checked_lengths
-from torch_collate_kit.loading.sampler.arguments import Indices, checked_length
-from torch_collate_kit.loading.sampler.fair_schedule import Place, jump, picks
+from torch_collate_kit.loading.sampler.checks import Indices
 from torch_collate_kit.loading.sampler.orders import EpochOrder, epoch_order
 
-__all__ = ["Mixture", "checked_sources"]
+__all__ = ["Mixture", "Place"]
+
+_MAX_INT64 = 2**63 - 1
+
+
+class Place(NamedTuple):
+    """How far a mixture has come."""
+
+    num_taken: int  # examples of all sources
+    taken: tuple[int, ...]  # examples of each source
+    used: tuple[int, ...]  # units of these
+    following: tuple[int, ...]  # units of its next example
 
 
 class Mixture:
@@ -23,17 +38,19 @@ class Mixture:
     def __init__(
         self,
         sizes: Sequence[int],
-        weights: Sequence[Any] | None,
-        lengths: Sequence[Indices] | None,
+        weights: Sequence[Fraction] | None,
+        lengths: Sequence[Indices],
         *,
         seed: int,
         shuffle: bool | str,
     ) -> None:
         self.sizes, self.lengths = list(sizes), lengths
         self.num_units = [int(n.sum()) for n in lengths] if lengths else list(sizes)
-        self.shares = _checked_shares(weights, self.num_units)
-        scale = math.lcm(*(share.denominator for share in self.shares))
-        self.weights = [int(share * scale) for share in self.shares]
+        weights = list(map(Fraction, self.num_units)) if weights is None else weights
+        total = sum(weights)
+        self.shares = [weight / total for weight in weights]
+        self._total_weight = math.lcm(*(share.denominator for share in self.shares))
+        self.weights = [int(share * self._total_weight) for share in self.shares]
         self._longest = max(int(n.max()) for n in lengths) if lengths else 1
         self._seed, self._shuffle = seed, shuffle
         self._offsets = np.cumsum([0, *self.sizes]).tolist()
@@ -67,7 +84,7 @@ class Mixture:
 
     def take(self, place: Place, count: int) -> tuple[Indices, Place]:
         """The next ``count`` examples, as indices over all sources, and the place after them."""
-        sources, after = self._picks(place, count)
+        sources, after = self.picks(place, count)
         bounds = zip(place.taken, after.taken, strict=True)
         read = [
             self._offsets[source] + self._read(source, first, stop)
@@ -78,14 +95,78 @@ class Mixture:
         indices[np.argsort(sources, kind="stable")] = np.concatenate(read)
         return indices, after
 
-    def after(self, place: Place, num_taken: int) -> Place:
-        """The place after so many examples: at once, or by tokens pick by pick."""
-        if self.lengths:
-            return self._picks(place, num_taken - place.num_taken)[1]
-        return jump(self.weights, place, num_taken)
+    def picks(self, place: Place, count: int) -> tuple[list[int], Place]:
+        """The sources of the next ``count`` examples, and the place after them."""
+        taken, used, following = map(list, place[1:])
+        weights, shares, done, picked = self.weights, self._total_weight, sum(used), []
+        for _ in range(count):
+            best, best_due, best_weight = -1, 0, 1
+            for source, weight in enumerate(weights):
+                size, due = following[source], used[source] + following[source]
+                if used[source] * shares < weight * (done + size) and (
+                    best < 0 or due * best_weight < best_due * weight
+                ):
+                    best, best_due, best_weight = source, due, weight
+            picked.append(best)
+            taken[best] += 1
+            done += best_due - used[best]
+            used[best] = best_due
+            if self.lengths:
+                following[best] = self._units(best, taken[best])
+        after = Place(place.num_taken + count, tuple(taken), tuple(used), tuple(following))
+        return picked, after
 
-    def _picks(self, place: Place, count: int) -> tuple[list[int], Place]:
-        return picks(self.weights, place, count, self._units if self.lengths else None)
+    def after(self, place: Place, num_taken: int) -> Place:
+        """The place after so many examples: by tokens pick by pick, by examples at once.
+
+        By examples the rule is "earliest deadline first" on one processor at full load: the j-th
+        example of a source may be taken after ``j * shares / weight`` others, and its share reaches
+        its end at ``(j + 1) * shares / weight``. What is due is always taken by then. So at most
+        one more of every source is: by its deadline each gets the first place, from its start on,
+        that is left by what is due. It costs about 20 ns per example since the earliest of these
+        starts.
+        """
+        if self.lengths:
+            return self.picks(place, num_taken - place.num_taken)[1]
+        weights, shares = self.weights, self._total_weight
+        taken = [num_taken * weight // shares for weight in weights]
+        starts = {
+            source: taken[source] * shares // weights[source]
+            for source in range(len(weights))
+            if taken[source] * shares < num_taken * weights[source]
+            and place.taken[source] <= taken[source]
+        }
+        first = max(place.num_taken, min(starts.values(), default=num_taken))
+        free = self._left_over(taken, place, range(first, num_taken)) if starts else []
+        for source in sorted(starts, key=lambda of: Fraction(taken[of] + 1, weights[of])):
+            at = bisect_left(free, starts[source])
+            if at < len(free):
+                del free[at]
+                taken[source] += 1
+        found = tuple(map(max, taken, place.taken))
+        return Place(num_taken, found, found, place.following)
+
+    def _left_over(self, due: Sequence[int], place: Place, where: range) -> list[int]:
+        """The places of ``where`` that the first ``due`` examples of each source leave free."""
+        weights, shares = self.weights, self._total_weight
+        begun = [min(-(-where.start * w // shares), n) for w, n in zip(weights, due, strict=True)]
+        if where.start > place.num_taken:  # nothing else was taken before
+            num_waiting = sum(begun) - where.start
+        else:
+            num_waiting = sum(begun) - sum(map(min, place.taken, due))
+        arrivals = np.zeros(len(where), dtype=np.int64)
+        for weight, start, stop in zip(weights, begun, due, strict=True):
+            if start == stop:
+                continue
+            after = start * shares - where.start * weight  # in 1 / weight of a place
+            fits = after + (stop - start) * shares <= _MAX_INT64
+            numbers = np.arange(stop - start).astype(np.int64 if fits else object)
+            starts = (numbers * shares + after) // weight
+            arrivals[starts.astype(np.int64)] += 1  # they are at least a place apart
+        num_left = np.arange(1, len(where) + 1) - num_waiting - arrivals.cumsum()
+        is_left = np.diff(np.maximum.accumulate(num_left).clip(0), prepend=0) > 0
+        left: list[int] = (where.start + np.flatnonzero(is_left)).tolist()
+        return left
 
     def place(self, taken: Sequence[int]) -> Place:
         """The place after so many examples of each source."""
@@ -99,13 +180,13 @@ class Mixture:
 
     def ahead(self, place: Place) -> list[int]:
         """The units of all sources, and by how many of them each one is ahead of its share."""
-        done, shares = sum(place.used), sum(self.weights)
+        done, shares = sum(place.used), self._total_weight
         used = zip(place.used, self.weights, strict=True)
         return [done, *(units - done * weight // shares for units, weight in used)]
 
     def taken(self, ahead: Sequence[int]) -> list[int]:
         """The examples of each source at the place of which this is ``ahead``."""
-        done, shares = ahead[0], sum(self.weights)
+        done, shares = ahead[0], self._total_weight
         units = zip(ahead[1:], self.weights, strict=True)
         found = [max(0, done * weight // shares + more) for more, weight in units]
         for source, used in enumerate(found if self.lengths else []):
@@ -123,88 +204,16 @@ class Mixture:
 
     def _lengths(self, source: int, turn: int, count: int) -> Indices:
         """Of the first ``count`` examples of a turn."""
-        assert self.lengths is not None
         return self.lengths[source][self._order(source, turn).take(0, count)]
 
     def _units(self, source: int, number: int) -> int:
         """Tokens of the ``number``-th example taken from a source."""
-        assert self.lengths is not None
         turn, at = divmod(number, self.sizes[source])
         return int(self.lengths[source][self._order(source, turn).take(at, at + 1)[0]])
 
     def num_examples(self, *, last: bool) -> Fraction:
         """Examples until the first (or the last) source has been read once, on average."""
-        shares = sum(self.weights)
-        turns = [Fraction(u, w) for u, w in zip(self.num_units, self.weights, strict=True)]
-        turn = max(turns) if last else min(turns)  # in units of all sources: times shares
-        sources = zip(self.sizes, self.num_units, self.weights, strict=True)
-        per_unit = sum((Fraction(n * w, u * shares) for n, u, w in sources), Fraction())
-        return turn * shares * per_unit
-
-
-def _checked_shares(weights: Sequence[Any] | None, default: Sequence[int]) -> list[Fraction]:
-    """The weights as fractions that add up to 1; a float means the decimal it is written as."""
-    if weights is None:
-        weights = default
-    if isinstance(weights, (str, bytes)) or not hasattr(weights, "__len__"):
-        raise TypeError(
-            f"weights must be a sequence with a number for each source, got {weights!r}"
-        )
-    if len(weights) != len(default):
-        raise ValueError(
-            f"weights must have one number for each of the {len(default)} sources, "
-            f"got {len(weights)}"
-        )
-    exact = []
-    for source, weight in enumerate(weights):
-        try:
-            exact.append(Fraction(str(weight)))
-        except (ValueError, ZeroDivisionError):
-            exact.append(Fraction(0))
-        if isinstance(weight, (bool, str)) or exact[-1] <= 0:
-            raise ValueError(
-                f"weights[{source}] must be a finite number above 0, got {weight!r}; "
-                "leave a source out that is not to be used"
-            )
-    total = sum(exact)
-    return [weight / total for weight in exact]
-
-
-def checked_sources(
-    sources: Sequence[Any], lengths: Sequence[Any] | None, by: str
-) -> tuple[list[int], list[Indices] | None]:
-    """Examples of each source, and, by tokens, each example's length."""
-    if isinstance(sources, (str, bytes)) or not hasattr(sources, "__len__") or not len(sources):
-        raise ValueError(
-            f"sources must be a sequence of at least one dataset or number of examples, "
-            f"got {sources!r}"
-        )
-    sizes = [checked_length(source, f"sources[{i}]") for i, source in enumerate(sources)]
-    if by == "examples":
-        if lengths is not None:
-            raise ValueError("lengths are used by='tokens' only, got lengths with by='examples'")
-        return sizes, None
-    if lengths is None:
-        lengths = [getattr(source, "lengths", None) for source in sources]
-    if len(lengths) != len(sizes):
-        raise ValueError(
-            f"lengths must have one entry for each of the {len(sizes)} sources, got {len(lengths)}"
-        )
-    arrays = []
-    for source, (size, given) in enumerate(zip(sizes, lengths, strict=True)):
-        if given is None:
-            raise ValueError(
-                f"by='tokens' needs the length of every example, and sources[{source}] has no "
-                "lengths; pass lengths=[...], one sequence of ints for each source"
-            )
-        try:
-            array = checked_lengths(given)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"lengths[{source}]: {error}") from error
-        if len(array) != size:
-            raise ValueError(
-                f"lengths[{source}] must have one int for each of the {size} examples of "
-                f"sources[{source}], got {len(array)}"
-            )
-        arrays.append(array)
-    return sizes, arrays
+        sources = list(zip(self.sizes, self.num_units, self.shares, strict=True))
+        turns = [units / share for _, units, share in sources]  # in units of all sources
+        per_unit = sum((size * share / units for size, units, share in sources), Fraction())
+        return (max(turns) if last else min(turns)) * per_unit

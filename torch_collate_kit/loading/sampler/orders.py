@@ -6,12 +6,21 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from torch_collate_kit.loading.sampler.arguments import Indices, seeded_generator
-from torch_collate_kit.loading.sampler.keyed import KeyedPermutation
+from torch_collate_kit.loading.sampler.checks import Indices
 
-__all__ = ["ArrayOrder", "EpochOrder", "KeyedOrder", "epoch_order"]
+__all__ = [
+    "ArrayOrder",
+    "EpochOrder",
+    "KeyedOrder",
+    "KeyedPermutation",
+    "epoch_order",
+    "seeded_generator",
+]
 
+_NUM_ROUNDS = 12  # even, so that both halves end where they began
+_Words = npt.NDArray[np.uint64]
 _BLOCK = 8192  # positions computed together: a call of a keyed permutation costs 80 us
 
 
@@ -33,9 +42,6 @@ class ArrayOrder:
             rest = seeded_generator(*words, count).permutation(indices[num_done:])
             indices = np.concatenate([indices[:num_done], rest])
         self._indices = indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
 
     def take(self, start: int, stop: int) -> Indices:
         """The indices at positions ``start`` to ``stop`` - 1, or to the end: int64."""
@@ -67,9 +73,6 @@ class KeyedOrder:
                 self._permutations.append((num_done, rest))
         self._block = 0, np.zeros(0, dtype=np.int64)  # its first position, and its indices
 
-    def __len__(self) -> int:
-        return self._size
-
     def take(self, start: int, stop: int) -> Indices:
         stop = min(stop, self._size)
         first, block = self._block  # one read: another thread may be at another place
@@ -98,6 +101,11 @@ class KeyedOrder:
 EpochOrder: TypeAlias = ArrayOrder | KeyedOrder
 
 
+def seeded_generator(*words: int) -> np.random.Generator:
+    """A generator that depends on (seed, epoch, ...)."""
+    return np.random.default_rng(np.random.SeedSequence(words))
+
+
 def epoch_order(
     size: int, shuffle: bool | str, words: tuple[int, ...], *, reshuffled_after: Sequence[int] = ()
 ) -> EpochOrder:
@@ -110,3 +118,60 @@ def epoch_order(
         return KeyedOrder(size, words, reshuffled_after=reshuffled_after)
     order = seeded_generator(*words).permutation(size) if shuffle else np.arange(size)
     return ArrayOrder(order, words, reshuffled_after=reshuffled_after)
+
+
+class KeyedPermutation:
+    """A permutation of ``range(size)`` in O(1) memory, chosen by ints such as (seed, epoch).
+
+    A Feistel network (Luby & Rackoff 1988) over the next power of two; where it leaves the range it
+    is applied again ("cycle walking", Black & Rogaway 2002). Its round function is the finalizer of
+    SplitMix64 (Steele, Lea & Flood 2014). About 0.2 us per index, in calls of thousands.
+
+    >>> permutation = KeyedPermutation(10, 0, 1)
+    >>> shuffled = permutation(np.arange(10))
+    >>> sorted(shuffled.tolist()) == list(range(10)), permutation.inverse(shuffled).tolist()
+    (True, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+    """
+
+    def __init__(self, size: int, *words: int) -> None:
+        self._size = size
+        num_bits = max(2, (size - 1).bit_length())
+        self._num_low = np.uint64(num_bits // 2)
+        self._masks = [_mask(num_bits - num_bits // 2), _mask(num_bits // 2)]  # high, low
+        keys = np.random.SeedSequence(words).generate_state(_NUM_ROUNDS, np.uint64)
+        # one mask for each key: the halves, which may differ by a bit, change places every round
+        self._rounds = [(key, self._masks[i % 2]) for i, key in enumerate(keys)]
+
+    def __call__(self, positions: Indices) -> Indices:
+        """The indices at these positions of the order: int64 of their shape."""
+        return self._walked(positions, backward=False)
+
+    def inverse(self, indices: Indices) -> Indices:
+        """The positions of these indices: int64 of their shape."""
+        return self._walked(indices, backward=True)
+
+    def _walked(self, values: Indices, *, backward: bool) -> Indices:
+        found = self._network(values.astype(np.uint64), backward)
+        while (outside := np.flatnonzero(found >= self._size)).size:
+            found[outside] = self._network(found[outside], backward)
+        return found.astype(np.int64)
+
+    def _network(self, values: _Words, backward: bool) -> _Words:
+        """Backward the halves have changed places, and the last round is the first."""
+        high, low = values >> self._num_low, values & self._masks[1]
+        changed, other = (low, high) if backward else (high, low)
+        for key, mask in reversed(self._rounds) if backward else self._rounds:
+            changed, other = other, changed ^ (_mixed(other ^ key) & mask)
+        high, low = (other, changed) if backward else (changed, other)
+        return (high << self._num_low) | low
+
+
+def _mask(num_bits: int) -> np.uint64:
+    return np.uint64((1 << num_bits) - 1)
+
+
+def _mixed(words: _Words) -> _Words:
+    """The finalizer of SplitMix64."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

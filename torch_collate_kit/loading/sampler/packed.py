@@ -11,14 +11,13 @@ import numpy.typing as npt
 from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit._reprs import Shown, changed_settings
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading.sampler.arguments import Indices, checked_rank
+from torch_collate_kit.loading.sampler.checks import Indices, checked_rank, is_same
 from torch_collate_kit.loading.sampler.epochs import NEW_RUN
 from torch_collate_kit.loading.sampler.shuffled import Order, OrderedSampler
-from torch_collate_kit.loading.sampler.state_values import digest_in_blocks, digest_of, is_same
+from torch_collate_kit.loading.sampler.states import digest_in_blocks, digest_of
 from torch_collate_kit.packing import PackingOptions, RankPlan
-from torch_collate_kit.packing.fitting import cut_to_fit
-from torch_collate_kit.packing.images import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.options import packing_options
+from torch_collate_kit.packing.pieces import ImageLoad, Patches, cut_to_fit, image_load
 from torch_collate_kit.packing.planner import plan_of
 
 if TYPE_CHECKING:
@@ -94,9 +93,7 @@ class PackedBatchSampler(OrderedSampler):
             cut_to_fit(self._lengths, self._packing, self._images)
         self._counts = None
         if num_loss_tokens is not None:
-            self._counts = _checked_counts(
-                num_loss_tokens, self._lengths, self._packing, self._images
-            )
+            self._counts = self._checked_counts(num_loss_tokens)
         super().__init__(
             len(self._lengths),
             batch_size,
@@ -109,6 +106,32 @@ class PackedBatchSampler(OrderedSampler):
             world_size=dp,
             allow_appended=allow_appended,
         )
+
+    def _checked_counts(self, num_loss_tokens: npt.ArrayLike) -> Indices:
+        """Loss tokens of every example: at most all tokens but the first, and none cut off."""
+        lengths, packing, images = self._lengths, self._packing, self._images
+        counts = np.asarray(num_loss_tokens)
+        if counts.shape != lengths.shape or counts.dtype.kind not in "iu":
+            raise ValueError(
+                f"num_loss_tokens must be one int for each of the {len(lengths)} examples, got "
+                f"shape {counts.shape}, dtype {counts.dtype}; pass dataset.num_loss_tokens"
+            )
+        wrong = (counts < 0) | (counts >= lengths)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise DataError(
+                f"example {i} has num_loss_tokens={counts[i]} of {lengths[i]} tokens; at most all "
+                "but the first are trained: pass dataset.num_loss_tokens"
+            )
+        cut = cut_to_fit(lengths, packing, images).cut
+        if len(cut):
+            limit = packing.capacity - (packing.reserved if images else 0)
+            raise ValueError(
+                f"num_loss_tokens cannot tell how many are left of example {int(cut[0])}, cut to "
+                f"{limit} tokens by overflow={packing.overflow!r}; cut it when tokenizing, or "
+                "leave num_loss_tokens out and collate with normalize_loss=False"
+            )
+        return counts.astype(np.int64)
 
     def __repr__(self) -> str:
         given = {"patches": self._images and self._images.patches, "num_loss_tokens": self._counts}
@@ -212,34 +235,3 @@ def _packing_of(layout: Mapping[str, Any]) -> PackingOptions:
     if costs is not None and not isinstance(costs, str):
         raise ValueError(f"image_costs_digest={costs!r} is no digest")
     return packing
-
-
-def _checked_counts(
-    num_loss_tokens: npt.ArrayLike,
-    lengths: Indices,
-    packing: PackingOptions,
-    images: ImageLoad | None,
-) -> Indices:
-    """Loss tokens of every example: at most all tokens but the first, and none cut off."""
-    counts = np.asarray(num_loss_tokens)
-    if counts.shape != lengths.shape or counts.dtype.kind not in "iu":
-        raise ValueError(
-            f"num_loss_tokens must be one int for each of the {len(lengths)} examples, got shape "
-            f"{counts.shape}, dtype {counts.dtype}; pass dataset.num_loss_tokens"
-        )
-    wrong = (counts < 0) | (counts >= lengths)
-    if wrong.any():
-        i = int(wrong.argmax())
-        raise DataError(
-            f"example {i} has num_loss_tokens={counts[i]} of {lengths[i]} tokens; at most all but "
-            "the first are trained: pass dataset.num_loss_tokens"
-        )
-    cut = cut_to_fit(lengths, packing, images).cut
-    if len(cut):
-        limit = packing.capacity - (packing.reserved if images else 0)
-        raise ValueError(
-            f"num_loss_tokens cannot tell how many are left of example {int(cut[0])}, cut to "
-            f"{limit} tokens by overflow={packing.overflow!r}; cut it when tokenizing, or leave "
-            " num_loss_tokens out and collate with normalize_loss=False"
-        )
-    return counts.astype(np.int64)

@@ -17,22 +17,23 @@ import numpy.typing as npt
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit._reprs import Shown
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.arguments import (
+from torch_collate_kit.loading.sampler.checks import (
     Indices,
+    are_pairs,
     checked_length,
     checked_order,
     checked_tail,
-    seeded_generator,
+    damaged_state,
+    state_int,
 )
 from torch_collate_kit.loading.sampler.epochs import NEW_RUN, EpochSampler, Plan
-from torch_collate_kit.loading.sampler.growth import Growth
-from torch_collate_kit.loading.sampler.orders import ArrayOrder, EpochOrder, epoch_order
-from torch_collate_kit.loading.sampler.state_values import (
-    are_pairs,
-    ints_of_text,
-    state_int,
-    text_of_ints,
+from torch_collate_kit.loading.sampler.orders import (
+    ArrayOrder,
+    EpochOrder,
+    epoch_order,
+    seeded_generator,
 )
+from torch_collate_kit.loading.sampler.states import Growth, ints_of_text, text_of_ints
 
 __all__ = ["Order", "OrderedSampler", "PrefetchingSampler"]
 
@@ -282,17 +283,14 @@ class OrderedSampler(EpochSampler):
             distances = ints_of_text("reshuffles", records, shape=(-1, 2))
             records = np.cumsum(distances, axis=0).tolist()
         if not are_pairs(records):
-            raise StateError(
-                f"state has reshuffles={records!r}, not a list of [epoch, step]; "
-                "pass what state_dict() gave"
-            )
+            raise damaged_state(f"reshuffles={records!r}, not a list of [epoch, step]")
         names = "a reshuffle's epoch", "a reshuffle's step"
         places = [(state_int(names[0], e), state_int(names[1], s)) for e, s in records]
         inside = all(at <= (epoch, step) for at in places)
         if not inside or places != sorted(places) or any(s > self._num_steps(e) for e, s in places):
-            raise StateError(
-                f"state has reshuffles at {records!r}, which cannot all lie, in order, before its "
-                f"position, epoch {epoch} step {step}; pass what state_dict() gave"
+            raise damaged_state(
+                f"reshuffles at {records!r}, which cannot all lie, in order, before its position, "
+                f"epoch {epoch} step {step}"
             )
         self._reshuffles = places
 

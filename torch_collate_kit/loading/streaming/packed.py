@@ -21,10 +21,8 @@ from torch_collate_kit._reprs import Shown, call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.collators.packed import changed_options
-from torch_collate_kit.loading.sampler.arguments import checked_rank
-from torch_collate_kit.loading.streaming.divided import DividedStream
-from torch_collate_kit.loading.streaming.rounds import Turn
-from torch_collate_kit.loading.streaming.shard_batches import ShardBatches
+from torch_collate_kit.loading.sampler.checks import checked_rank
+from torch_collate_kit.loading.streaming.shard_batches import DividedStream, ShardBatches, Turn
 from torch_collate_kit.loading.streaming.shards import ExampleSource, Stream
 from torch_collate_kit.loading.streaming.skipping import ErrorPolicy
 from torch_collate_kit.loading.streaming.states import Position

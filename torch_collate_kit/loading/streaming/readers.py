@@ -20,8 +20,7 @@ from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.streaming.shards import Example, Part, Stream
 from torch_collate_kit.loading.streaming.skipping import WrongExamples
 from torch_collate_kit.loading.streaming.states import Place
-from torch_collate_kit.packing.fitting import cut_to_fit, num_pieces
-from torch_collate_kit.packing.images import ImageLoad, image_load
+from torch_collate_kit.packing.pieces import ImageLoad, cut_to_fit, image_load, num_pieces
 from torch_collate_kit.reading.raw import KNOWN, Examples
 from torch_collate_kit.reading.reader import read_columns
 

@@ -1,28 +1,31 @@
-"""The batches of one shard: read, planned in windows, collated, and without wrong examples."""
+"""The batches of a stream's shards, in the turns in which a process gives them out.
+
+Shards give batches in rounds: a batch of every shard, then the next of every shard. A round is the
+same for any number of ranks and workers, because what a shard gives depends on nothing else, and
+which shards have a turn is decided by their numbers of batches alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+from torch.utils.data import get_worker_info
 
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.streaming.readers import reader_of
 from torch_collate_kit.loading.streaming.shards import Stream
-from torch_collate_kit.loading.streaming.skipping import (
-    ErrorPolicy,
-    Skipped,
-    WrongExamples,
-    plan_without,
-)
-from torch_collate_kit.loading.streaming.states import Position
-from torch_collate_kit.loading.streaming.windows import PlannedEntries, Windows
+from torch_collate_kit.loading.streaming.skipping import ErrorPolicy, Skipped, WrongExamples
+from torch_collate_kit.loading.streaming.states import Place, Position, positions_in, state_of
+from torch_collate_kit.loading.streaming.windows import Windows
 from torch_collate_kit.packing import PackingPlan, PlannedExamples
 
-__all__ = ["ShardBatches"]
+__all__ = ["DividedStream", "ShardBatches", "Turn", "in_rounds"]
 
 _NUM_BUFFERS = 8  # of a window; 4 lose 0.9% on lengths spread evenly, for half the reading
 
@@ -65,11 +68,10 @@ class ShardBatches:
     def __iter__(self) -> Iterator[tuple[Batch | dict[str, Any], Position]]:
         at = self._position
         outcomes: list[Skipped | None] = []
-        for planned, next_window in self._not_given(at):
-            batch, wrong = self._collated(planned)
-            if self._policy.skips:
-                outcomes += _outcomes(planned.entries, wrong)
-            del planned  # its entries would be held beside the next buffer
+        for entries, plan, next_window in self._not_given(at):
+            batch, became = self._wrong.collated(entries, plan, self._collate)
+            outcomes += became
+            del entries, plan  # they would be held beside the next buffer
             at = at._replace(num_batches=at.num_batches + 1)
             if next_window is not None:
                 at = at._replace(place=next_window, num_batches=0)
@@ -89,11 +91,11 @@ class ShardBatches:
         if self._shard is not None:
             batch.metadata |= {"shard": self._shard, "step": after.num_given - 1, **self._epoch}
 
-    def _not_given(self, at: Position) -> Iterator[tuple[PlannedEntries, Any]]:
+    def _not_given(self, at: Position) -> Iterator[tuple[np.ndarray, PackingPlan, Place | None]]:
         """The batches of the window that follow, and those of all later windows."""
         batches = iter(self._windows)
         for num_skipped in range(at.num_batches):
-            if next(batches, (None, at.place))[1] is not None:  # the window ends
+            if next(batches, (None, None, at.place))[-1] is not None:  # the window ends
                 raise StateError(
                     f"the state is {at.num_batches} batches after example {at.place.num_read} of "
                     f"the stream, where at most {num_skipped + 1} follow now; the source is not "
@@ -101,53 +103,156 @@ class ShardBatches:
                 )
         yield from batches
 
-    def _collated(
-        self, planned: PlannedEntries
-    ) -> tuple[Batch | dict[str, Any] | None, dict[int, Skipped]]:
-        """The batch, or None if nothing is left of it, and what was left out, by its number."""
-        entries, wrong = planned.entries, dict[int, Skipped]()
+    def _collate(self, entries: np.ndarray, plan: PackingPlan) -> Batch | dict[str, Any]:
+        """DataError: one of the entries is wrong; the message names its position."""
         try:
-            return self._collate(entries, planned.plan), wrong
-        except DataError as error:
-            if self._policy.skips:
-                wrong = self._wrong_alone(planned)
-            if not wrong:
-                raise self._wrong.named(error, entries["position"].tolist()) from error
-        is_wrong = np.zeros(len(entries), dtype=bool)
-        is_wrong[list(wrong)] = True
-        plan = plan_without(planned.plan, is_wrong)
-        if not len(plan.example_indices):
-            return None, wrong
-        entries = entries[~is_wrong]
-        try:
-            return self._collate(entries, plan), wrong
+            examples = self._reader.examples(entries)
+            batch: Batch | dict[str, Any] = self._collator(PlannedExamples(plan, examples))
         except DataError as error:
             raise self._wrong.named(error, entries["position"].tolist()) from error
-
-    def _wrong_alone(self, planned: PlannedEntries) -> dict[int, Skipped]:
-        """The examples of a batch that cannot be collated alone, by their number in it."""
-        wrong = {}
-        plan = planned.plan
-        # those that overflow drops are read, too
-        for number in np.union1d(plan.example_indices, plan.dropped).tolist():
-            others = np.arange(len(planned.entries)) != number
-            entry = planned.entries[~others]
-            try:
-                self._collate(entry, plan_without(plan, others))
-            except DataError as error:
-                position = int(entry["position"][0])
-                wrong[number] = Skipped(position, str(self._wrong.named(error, [position])))
-        return wrong
-
-    def _collate(self, entries: npt.NDArray[np.void], plan: PackingPlan) -> Batch | dict[str, Any]:
-        examples = self._reader.examples(entries)
-        batch: Batch | dict[str, Any] = self._collator(PlannedExamples(plan, examples))
         return batch
 
 
-def _outcomes(entries: npt.NDArray[np.void], wrong: dict[int, Skipped]) -> list[Skipped | None]:
-    """What became of the examples of a batch, and of those before them that could not be packed."""
-    outcomes: list[Skipped | None] = []
-    for number, before in enumerate(entries["skipped"]):
-        outcomes += [*before, wrong.get(number)]
-    return outcomes
+class Turn(NamedTuple):
+    """A shard's turn in a round. With workers a turn without a batch keeps their places."""
+
+    shard: int | None = None
+    batch: Any = None
+    after: Position | None = None  # of the shard; None if it has not changed
+
+    @property
+    def has_batch(self) -> bool:
+        """Not None: a loader's ``collate_fn`` may return that."""
+        return self.after is not None and not self.after.has_ended
+
+
+_NO_TURN = Turn()
+
+
+@dataclass(frozen=True)
+class DividedStream:
+    """The shards of one process, or those of a rank over the workers of a DataLoader.
+
+    It does not move. Who reads keeps the position of each shard: the dataset, or a loader whose
+    workers have copies, which are told where to begin and return where a shard is with every batch.
+    """
+
+    stream: Stream
+    read: Callable[..., Iterable[tuple[Any, Position]]]
+    """``read(shard, position, epoch=...)`` gives batches, each with the position after it."""
+    settings: Mapping[str, Any]
+    """All that shapes batches besides the division; a state must have the same."""
+    num_workers: int
+    worker: int | None
+    """None: the shards of all workers."""
+    saved: Mapping[str, Any] | None
+    """The state that the dataset has loaded for its next pass."""
+
+    @property
+    def epoch(self) -> int | None:
+        """The source's own epoch, if it has one."""
+        return self.stream.epoch
+
+    @property
+    def _shards(self) -> range:
+        shards = self.stream.shards(self.num_workers)
+        return shards if self.worker is None else shards[self.worker :: max(1, self.num_workers)]
+
+    def beginning(self) -> dict[int, Position]:
+        """The positions at the beginning of a pass.
+
+        Raises:
+            ValueError: more workers than shards.
+        """
+        return dict.fromkeys(self._shards, Position())
+
+    def start(self) -> dict[int, Position]:
+        """The positions where the dataset itself would begin: those of a state that it has loaded.
+
+        Raises:
+            StateError: a state without shards, which workers cannot divide.
+        """
+        if self.saved is None:
+            return self.beginning()
+        by_dataset = self if self.num_workers else replace(self, worker=0)
+        return by_dataset.positions_in(self.saved)
+
+    def turns(self, positions: Mapping[int, Position], epoch: int | None) -> Iterator[Turn]:
+        """The turns of this process's shards in pass ``epoch``, in a worker or outside one."""
+        read = partial(self.read, epoch=epoch)
+        worker = get_worker_info()
+        if worker is None or self.worker is not None:
+            return in_rounds(self._shards, positions, read)
+        of_worker = {"worker": worker.id, "num_workers": worker.num_workers}
+        return in_rounds(self._shards, positions, read, **of_worker)
+
+    def state_at(self, positions: Mapping[int, Position], epoch: int | None) -> dict[str, Any]:
+        """The state of these shards; ``epoch`` is the source's."""
+        return state_of(self._all_settings() | {"epoch": epoch}, positions)
+
+    def positions_in(self, state: Mapping[str, Any]) -> dict[int, Position]:
+        """The positions of these shards.
+
+        Raises:
+            StateError: the state does not fit, or is damaged.
+        """
+        packing = self.stream.collator.packing
+        return positions_in(state, self._all_settings(), packing, self._shards)
+
+    def _all_settings(self) -> dict[str, Any]:
+        stream = self.stream
+        division: dict[str, Any] = {"num_shards": stream.num_shards}
+        if stream.num_shards is None:
+            rank, world_size = stream.node
+            division = {"rank": rank, "world_size": world_size, "num_workers": self.num_workers}
+            division |= {"num_shards": None} if self.worker is None else {"worker": self.worker}
+        return {
+            **self.settings,
+            **division,
+            "presharded": stream.presharded,
+            "epoch": stream.epoch,
+        }
+
+
+def in_rounds(
+    shards: range,
+    positions: Mapping[int, Position],
+    read: Callable[[int, Position], Iterable[tuple[Any, Position]]],
+    *,
+    worker: int = 0,
+    num_workers: int = 1,
+) -> Iterator[Turn]:
+    """The turns of a worker's shards, from ``positions`` (of all ``shards``) until all have ended.
+
+    Every worker has equally many turns in a round. So the workers' turns, one of each in rotation
+    as a DataLoader takes them, are those of a single process: the shards in order, round by round.
+    """
+    mine = shards[worker::num_workers]
+    num_turns = -(-len(shards) // num_workers)
+    live = {shard: positions[shard] for shard in mine if not positions[shard].has_ended}
+    batches: dict[int, Iterator[tuple[Any, Position]]] = {}
+    counts = [at.num_given for at in positions.values() if not at.has_ended]
+    for step in count(min(counts, default=0)):
+        if not live:
+            return
+        for i in range(num_turns):
+            shard = mine[i] if i < len(mine) else None
+            if shard is None or shard not in live or live[shard].num_given > step:
+                turn = _NO_TURN
+            else:
+                if shard not in batches:
+                    batches[shard] = iter(read(shard, live[shard]))
+                turn = _next_turn(shard, live, batches[shard])
+            if turn.after is not None or num_workers > 1:
+                yield turn
+            del turn  # its batch would be held beside the next
+
+
+def _next_turn(
+    shard: int, live: dict[int, Position], batches: Iterator[tuple[Any, Position]]
+) -> Turn:
+    given = next(batches, None)
+    if given is None:
+        return Turn(shard, after=live.pop(shard)._replace(has_ended=True))
+    batch, live[shard] = given
+    return Turn(shard, batch, live[shard])

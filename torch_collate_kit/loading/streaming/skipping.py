@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +91,33 @@ class WrongExamples:
         self._left_out.append(skipped)
         self._policy.check_in_a_row(len(self._left_out), skipped)
 
+    def collated(
+        self, entries: np.ndarray, plan: PackingPlan, collate: Callable[..., Any]
+    ) -> tuple[Any, list[Skipped | None]]:
+        """A batch, and what became of its examples and of those that a reader left out before them.
+
+        Nothing is said to have become of them where none may be left out. The batch is None if all
+        were wrong. ``collate(entries, plan)`` raises a DataError that names the position.
+        """
+        batch, wrong = None, dict[int, Skipped]()
+        try:
+            batch = collate(entries, plan)
+        except DataError:
+            wrong = _wrong_alone(entries, plan, collate) if self._policy.skips else {}
+            if not wrong:
+                raise
+        if wrong:
+            is_wrong = np.zeros(len(entries), dtype=bool)
+            is_wrong[list(wrong)] = True
+            plan = plan_without(plan, is_wrong)
+            if len(plan.example_indices):
+                batch = collate(entries[~is_wrong], plan)
+        outcomes: list[Skipped | None] = []
+        if self._policy.skips:
+            for number, before in enumerate(entries["skipped"]):
+                outcomes += [*before, wrong.get(number)]
+        return batch, outcomes
+
     def taken(self) -> tuple[Skipped, ...]:
         """Those that were left out since the last call."""
         taken, self._left_out = tuple(self._left_out), []
@@ -110,6 +137,21 @@ class WrongExamples:
         position = int(number) if kind == "row" else positions[int(number)]  # a row is a position
         found = f"{kind} {number}"
         return DataError(message.replace(found, f"example {position} of {self._of}", 1))
+
+
+def _wrong_alone(
+    entries: np.ndarray, plan: PackingPlan, collate: Callable[..., Any]
+) -> dict[int, Skipped]:
+    """The examples of a batch that cannot be collated alone, by their number in it."""
+    wrong = {}
+    # those that overflow drops are read, too
+    for number in np.union1d(plan.example_indices, plan.dropped).tolist():
+        others = np.arange(len(entries)) != number
+        try:
+            collate(entries[~others], plan_without(plan, others))
+        except DataError as error:
+            wrong[number] = Skipped(int(entries["position"][number]), str(error))
+    return wrong
 
 
 def plan_without(plan: PackingPlan, is_wrong: npt.NDArray[np.bool_]) -> PackingPlan:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.state_values import is_same
+from torch_collate_kit.loading.sampler.checks import is_same
 from torch_collate_kit.packing import PackingOptions
 
 __all__ = ["Place", "Position", "merge_states", "positions_in", "state_of"]

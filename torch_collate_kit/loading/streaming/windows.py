@@ -15,40 +15,24 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from torch_collate_kit.loading.streaming.readers import ENTRY, place_after
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import PackingOptions, PackingPlan
-from torch_collate_kit.packing.images import ImageLoad
+from torch_collate_kit.packing.pieces import ImageLoad
 from torch_collate_kit.packing.planner import fill_rows, rows_alone
 
-__all__ = ["PlannedEntries", "Windows"]
+__all__ = ["Windows"]
 
 # A batch: ascending indices into the buffer, and the plan of these entries.
 Group: TypeAlias = tuple[np.ndarray, PackingPlan]
 
 
-class PlannedEntries(NamedTuple):
-    """The entries of a batch, and its plan."""
-
-    entries: np.ndarray
-    plan: PackingPlan
-
-    @classmethod
-    def of(cls, entries: np.ndarray, plan: PackingPlan) -> PlannedEntries:
-        """``plan`` packs the entries, which may be pieces of examples."""
-        is_piece = entries["is_piece"]
-        if is_piece.any():
-            starts = entries["start"][plan.example_indices]
-            plan = replace(plan, starts=starts, cut=np.flatnonzero(is_piece))
-        return cls(entries, plan)
-
-
 class Windows:
-    """Iterates once over batches; with the last one of a window comes the place of the next.
+    """Iterates once over batches: entries, their plan, and after a window the place of the next.
 
     At most ``buffer_size`` entries are held. A window reads at most ``num_buffers`` times as many,
     or one buffer more if whole batches did not reach past the entries that were held back.
@@ -71,7 +55,7 @@ class Windows:
         self._num_broken = 0  # entries of the buffer after which it is an unbroken piece
         self._end = Place()  # after what has been read
 
-    def __iter__(self) -> Iterator[tuple[PlannedEntries, Place | None]]:
+    def __iter__(self) -> Iterator[tuple[np.ndarray, PackingPlan, Place | None]]:
         while self._read_on():
             ended = len(self._buffer) < self._buffer_size
             groups, next_window = [], None
@@ -85,8 +69,11 @@ class Windows:
                 next_window = self._window_after(sum(len(indices) for indices, _ in groups))
             batches = self._taken_out(groups)
             while len(batches) > 1:
-                yield batches.popleft(), None
-            yield batches.popleft(), next_window  # nothing here refers to it while the buffer fills
+                yield *batches.popleft(), None
+            yield (
+                *batches.popleft(),
+                next_window,
+            )  # nothing here refers to it while the buffer fills
 
     def _read_on(self) -> bool:
         """Fills the buffer, and returns whether there is anything in it."""
@@ -112,14 +99,23 @@ class Windows:
         self._num_read, self._num_broken = len(self._buffer) - num_packed, 0
         return next_window
 
-    def _taken_out(self, groups: list[Group]) -> deque[PlannedEntries]:
+    def _taken_out(self, groups: list[Group]) -> deque[tuple[np.ndarray, PackingPlan]]:
         """Takes the entries of each group out of the buffer; the others keep their order."""
         taken = np.zeros(len(self._buffer), dtype=bool)
         taken[np.concatenate([indices for indices, _ in groups])] = True
-        batches = deque(PlannedEntries.of(self._buffer[indices], plan) for indices, plan in groups)
+        batches = deque(_planned(self._buffer[indices], plan) for indices, plan in groups)
         self._buffer = self._buffer[~taken]
         self._num_broken = min(self._num_broken, len(self._buffer))
         return batches
+
+
+def _planned(entries: np.ndarray, plan: PackingPlan) -> tuple[np.ndarray, PackingPlan]:
+    """A batch of entries, whose plan says which of them are pieces of examples, and where."""
+    is_piece = entries["is_piece"]
+    if is_piece.any():
+        starts = entries["start"][plan.example_indices]
+        plan = replace(plan, starts=starts, cut=np.flatnonzero(is_piece))
+    return entries, plan
 
 
 def _fullest_groups(

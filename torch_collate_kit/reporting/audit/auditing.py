@@ -8,16 +8,31 @@ from typing import Any
 
 from torch_collate_kit._checks import checked_bool, checked_optional_int
 from torch_collate_kit.chat.options import ChatOptions
-from torch_collate_kit.reporting.audit.checks import CHECKS, NEEDS, Check
-from torch_collate_kit.reporting.audit.columns import Found
-from torch_collate_kit.reporting.audit.findings import AuditReport, Finding
-from torch_collate_kit.reporting.audit.sources import read_dataset
+from torch_collate_kit.reporting.audit import (
+    label_checks,
+    rollout_checks,
+    row_checks,
+    target_checks,
+    template_checks,
+    token_checks,
+)
+from torch_collate_kit.reporting.audit.findings import SEVERITIES, AuditReport, Finding
+from torch_collate_kit.reporting.audit.reading import read_dataset
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["audit"]
+__all__ = ["CHECKS", "audit"]
 
-_ORDER = ("error", "warning", "note")
+# Findings of one severity are in this order
+CHECKS = (
+    *row_checks.REFUSED,
+    *target_checks.CHECKS,
+    *token_checks.CHECKS,
+    *label_checks.CHECKS,
+    *row_checks.REPEATED,
+    *rollout_checks.CHECKS,
+    *template_checks.CHECKS,
+)
 _LARGEST = 1 << 62  # no row is longer, and a place in the dataset added to it is still int64
 
 
@@ -79,14 +94,16 @@ def audit(
     columns = replace(read, vocabulary=Vocabulary(tokenizer, kwargs), max_tokens=max_tokens)
     findings: list[Finding] = []
     not_checked: dict[str, str] = {}
-    for check in CHECKS if len(columns.lengths) else (of for of in CHECKS if not of.of_rows):
-        missing = [NEEDS[need][0] for need in check.needs if not NEEDS[need][1](columns)]
-        found = None if missing else check.run(columns)
+    for check in CHECKS:
+        if check.of_rows and not len(columns.lengths):
+            continue
+        missing = check.missing(columns)
+        finding = None if missing else check.finding(columns)
         if missing:
-            not_checked[check.name] = missing[0]
-        elif found is not None:
-            findings.append(_finding(check, found, columns.num_read))
-    findings.sort(key=lambda finding: _ORDER.index(finding.severity))
+            not_checked[check.name] = missing
+        elif finding is not None:
+            findings.append(finding)
+    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return AuditReport(
         findings,
         num_rows=len(columns.refused) + len(columns.without_answer) + len(columns.lengths),
@@ -105,31 +122,3 @@ def _chat_options(tokenizer: Any, image_root: Any, **options: Any) -> ChatOption
             "tokenizer that the model is trained with"
         )
     return ChatOptions(tokenizer, **options)
-
-
-def _finding(check: Check, found: Found, num_read: int) -> Finding:
-    total = num_read if found.num_rows is None else found.num_rows
-    rows = f"{len(found.rows):,} of {total:,} row{'s' * (total != 1)}"
-    return Finding(
-        check.name,
-        found.severity or check.severity,
-        _printable(check.message.format(rows=rows, **found.values)),
-        found.rows,
-        _printable(found.example),
-    )
-
-
-def _printable(text: str) -> str:
-    """``text`` with control characters escaped, so that data cannot steer a terminal.
-
-    >>> print(_printable("a\\x1b[31mb"))
-    a\\x1b[31mb
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        letter
-        if letter.isprintable() or letter in "\n\t"
-        else letter.encode("unicode_escape").decode()
-        for letter in text
-    )

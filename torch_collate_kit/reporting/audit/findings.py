@@ -9,13 +9,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-__all__ = ["AuditReport", "Finding", "Severity"]
+from torch_collate_kit._reprs import plural
+
+__all__ = ["SEVERITIES", "AuditReport", "Finding", "Severity"]
 
 Severity = Literal["error", "warning", "note"]
 
-_SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 _ROWS_SHOWN = 8
-_NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ class Finding:
     name: str
     severity: Severity
     message: str
-    rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)
+    rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     example: str = ""
 
     @property
@@ -128,9 +129,9 @@ class AuditReport:
         return [f"  without {what}: {', '.join(of)}" for what, of in names.items()]
 
     def _summary(self) -> str:
-        counts = {of: sum(f.severity == of for f in self.findings) for of in _SEVERITIES}
+        counts = {of: sum(f.severity == of for f in self.findings) for of in SEVERITIES}
         found = [f"{n} {of}{'s' * (n > 1)}" for of, n in counts.items() if n]
-        what = f"audit of {_many(self.num_rows, 'row')} ({_many(self.num_tokens, 'token')})"
+        what = f"audit of {plural(self.num_rows, 'row')} ({plural(self.num_tokens, 'token')})"
         return f"{what}: {', '.join(found) or 'nothing found'}"
 
     def _repr_html_(self) -> str:
@@ -146,10 +147,6 @@ class AuditReport:
         needs = "; ".join(map(str.strip, self._needs()))
         rest = f"<p>Not checked {escape(needs)}</p>" if needs else ""
         return f"<p>{escape(self._summary())}</p>{table}{rest}"
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def _numbered(rows: np.ndarray) -> str:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
+from torch_collate_kit.reporting.audit.check import check
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
 
-__all__ = ["labels_not_input_ids", "labels_shifted", "mask_shifted"]
+__all__ = ["CHECKS"]
 
 _AGREE, _DISAGREE = 0.9, 0.5  # of the labels of a row
 _LEAST_LABELS = 2
 
 
+@check(
+    "error",
+    "the labels of {rows} are input_ids shifted by one ({direction}), so every token is "
+    "trained towards a wrong one: models and collators shift labels themselves; give labels "
+    "that equal input_ids at the same place",
+)
 def labels_shifted(columns: AuditColumns) -> Found | None:
     """Rows whose labels are the ids of the next tokens, or of those before.
 
@@ -25,6 +32,11 @@ def labels_shifted(columns: AuditColumns) -> Found | None:
     return columns.found_in(to_next | to_last, columns.first_trained, direction=direction)
 
 
+@check(
+    "warning",
+    "the labels of {rows} are other ids than input_ids at the same place; a model that "
+    "predicts the next token is trained towards its own text: set them to input_ids, or -100",
+)
 def labels_not_input_ids(columns: AuditColumns) -> Found | None:
     """Rows where less than half of the labels are the ids at the same place.
 
@@ -35,14 +47,19 @@ def labels_not_input_ids(columns: AuditColumns) -> Found | None:
     return columns.found_in(is_other, columns.first_trained)
 
 
+@check(
+    "error",
+    "the trained tokens of {rows} stand one token too {direction}: the answer is not trained "
+    "from its first token to its EOS; move the mask back by one",
+    needs=("header", "eos"),
+)
 def mask_shifted(columns: AuditColumns) -> Found | None:
     """Rows whose trained runs begin and end one token late, or one token early.
 
-    Needs a chat template with a generation prompt, and an EOS. Late is a run that leaves out the
-    first token after the generation prompt and goes on one token after the EOS; early is one that
-    begins with the last token of the generation prompt and stops right before the EOS. One of the
-    two alone is no evidence: a prompt may open a thinking block. Silent about rows that
-    :func:`labels_shifted` names.
+    Late is a run that leaves out the first token after the generation prompt and goes on one token
+    after the EOS; early is one that begins with the last token of the generation prompt and stops
+    right before the EOS. One of the two alone is no evidence: a prompt may open a thinking block.
+    Silent about rows that :func:`labels_shifted` names.
     """
     width, num_tokens = len(columns.vocabulary.prompt_ids), len(columns.ids)
     prompts = columns.places_of(columns.vocabulary.prompt_ids) + width
@@ -92,3 +109,10 @@ def _share_of_labels(columns: AuditColumns, shift: int) -> np.ndarray:
     )
     shares: np.ndarray = np.where(counts > 0, same / np.maximum(counts, 1), 0.0 if shift else 1.0)
     return shares
+
+
+CHECKS = (
+    labels_shifted,
+    labels_not_input_ids,
+    mask_shifted,
+)

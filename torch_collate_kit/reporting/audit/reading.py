@@ -1,49 +1,195 @@
-"""Examples or rollouts -> flat columns, by the readers of the collators.
+"""A dataset in any form -> flat columns, by the readers of the collators.
 
 Rows that a reader refuses are set aside with its message, and the rest is read without them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from torch_collate_kit.batch import IGNORE_INDEX
+from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading.dataset.sources import is_a
 from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.raw import MEDIA, first_with
+from torch_collate_kit.reading.raw import MEDIA, check_even, first_with
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Refused
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["RowReader"]
+__all__ = ["CHAT_KEYS", "read_dataset"]
 
+CHAT_KEYS = ("messages", "conversations", "instruction", "prompt")
+_TOKEN_KEYS = ("input_ids", "prompt_ids", "response_ids")
 _NO_TARGET = "no loss target"
+_ROWS_AT_A_TIME = 4096
+_RECORDS_AT_A_TIME = 256
+_EMPTY = "the dataset is empty (0 {rows}); give at least one"
+_FORMS = (
+    "a list of examples, rollouts or chat records (of a DataFrame df.to_dict('records'), of a "
+    "stream its first rows), a mapping of columns, a TokenizedDataset, a datasets.Dataset (of a "
+    "DatasetDict one split), a pyarrow Table, or paths of Arrow or Parquet files"
+)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Some rows, all of which the reader took."""
+def read_dataset(
+    dataset: Any,
+    *,
+    train_all: bool,
+    vision: VisionLayout | None,
+    chat_options: Callable[[], ChatOptions],
+) -> AuditColumns:
+    """The rows of a dataset in any form.
 
-    form: str
-    """Where their loss is; of rollouts what else they have."""
-    columns: dict[str, np.ndarray]
-    """The columns of AuditColumns, by name: rows of one form have the same."""
+    Raises:
+        DataError: no row can be read, or the dataset is empty.
+        TypeError: no known form.
+    """
+    keys = _keys(dataset)
+    first = next((key for key in (*_TOKEN_KEYS, *CHAT_KEYS) if key in keys), None)
+    if isinstance(dataset, Mapping) and first is not None:
+        check_even(dataset, first)
+    if first in CHAT_KEYS:
+        return _read_chats(dataset, chat_options())
+    if isinstance(dataset, TokenizedDataset):
+        train_all, vision = dataset._train_all, vision or dataset.vision
+    elif is_a(dataset, "datasets", "Dataset") and "input_ids" not in keys:
+        dataset = dataset.with_format("numpy")
+    elif not isinstance(dataset, Mapping) and not _has_mappings(dataset):
+        dataset = TokenizedDataset(dataset, train_all=train_all)
+    return _read_rows(dataset, _RowReader(train_all, vision))
+
+
+def _read_rows(dataset: Any, reader: _RowReader) -> AuditColumns:
+    """Examples or rollouts, in a sequence or in columns."""
+
+    def rows(start: int, stop: int) -> Any:
+        if isinstance(dataset, Mapping):
+            others = {key: column for key, column in dataset.items() if key not in columns}
+            return {key: column[start:stop] for key, column in columns.items()} | others
+        return dataset[start:stop]
+
+    columns = _columns(dataset) if isinstance(dataset, Mapping) else {}
+    num_rows = len(next(iter(columns.values()))) if columns else len(dataset)
+    if not num_rows:
+        raise DataError(_EMPTY.format(rows="rows"))
+    for start in range(0, num_rows, _ROWS_AT_A_TIME):
+        reader.read(rows, start, min(start + _ROWS_AT_A_TIME, num_rows))
+    read = reader.columns()
+    if not len(read.lengths) and not any(row.of_images for row in read.refused):
+        raise DataError(read.refused[0].message)
+    return read
+
+
+def _keys(dataset: Any) -> Sequence[str]:
+    """Of the first row, or the names of the columns."""
+    if is_a(dataset, "datasets", "DatasetDict"):
+        raise TypeError(f"dataset is a DatasetDict; pass {_FORMS}")
+    if isinstance(dataset, Mapping):
+        return list(dataset)
+    if is_a(dataset, "datasets", "Dataset") or is_a(dataset, "pyarrow", "Table"):
+        return list(dataset.column_names)
+    if isinstance(dataset, TokenizedDataset | str | os.PathLike):
+        return ["input_ids"]
+    if not isinstance(dataset, Sequence) or isinstance(dataset, bytes):
+        raise TypeError(f"dataset is a {type(dataset).__name__}; pass {_FORMS}")
+    if not len(dataset):
+        raise DataError(_EMPTY.format(rows="rows"))
+    return list(next((row for row in dataset if isinstance(row, Mapping)), ["input_ids"]))
+
+
+def _columns(dataset: Mapping[str, Any]) -> dict[str, Any]:
+    """Without texts and numbers that are said of all rows."""
+    return {
+        key: column
+        for key, column in dataset.items()
+        if hasattr(column, "__len__")
+        and not isinstance(column, str | bytes)
+        and getattr(column, "ndim", 1) > 0
+    }
+
+
+def _has_mappings(dataset: Any) -> bool:
+    return isinstance(dataset, Sequence) and any(isinstance(row, Mapping) for row in dataset)
+
+
+def _read_chats(dataset: Any, options: ChatOptions) -> AuditColumns:
+    """Tokenize chat records, whose rows are numbered as the records are."""
+    records = _records(dataset)
+    if not len(records):
+        raise DataError(_EMPTY.format(rows="records"))
+    is_dataset = is_a(dataset, "datasets", "Dataset")
+    is_arrow = is_dataset or is_a(dataset, "pyarrow", "Table")
+    image_token_id = None if options.images is None else options.images.layout.image_token_id
+    reader = _RowReader()
+    without_answer: list[int] = []
+    for part in _parts(len(records), shows_progress=is_dataset):
+        given = {i: records[i] for i in part}
+        known = {i: record for i, record in given.items() if isinstance(record, Mapping)}
+        for i in given.keys() - known.keys():
+            what = (
+                f"a record is a mapping, such as one with messages, got {type(given[i]).__name__}"
+            )
+            reader.refused.append(Refused(i, f"row {i}: {what}"))
+        examples: list[dict[str, Any]] = []
+        numbers: list[int] = []
+        results = tokenize_records(known.values(), options, from_arrow=is_arrow)
+        for i, found in zip(known, results, strict=True):
+            if isinstance(found, DataError):
+                reader.refused.append(Refused(i, f"row {i}: {found}"))
+                continue
+            kept = [example for example in found if not example["skip_reason"]]
+            examples += kept
+            numbers += [i] * len(kept)
+            without_answer += [] if kept else [i]
+        if examples:
+            reader.read_chats(examples, numbers, image_token_id)
+    return replace(reader.columns(), without_answer=np.array(without_answer, dtype=np.int64))
+
+
+def _records(dataset: Any) -> Any:
+    """What ``len`` and ``[i]`` say of chat records in any form."""
+    if is_a(dataset, "pyarrow", "Table"):
+        return dataset.to_pylist()
+    if isinstance(dataset, Mapping):
+        columns = _columns(dataset)
+        by_row = zip(*columns.values(), strict=True)
+        return [dict(zip(columns, row, strict=True)) for row in by_row]
+    return dataset
+
+
+def _parts(num_records: int, *, shows_progress: bool) -> Iterator[range]:
+    """The records, some at a time; of a Dataset with progress, as its map shows it."""
+    starts = range(0, num_records, _RECORDS_AT_A_TIME)
+    parts = (range(start, min(start + _RECORDS_AT_A_TIME, num_records)) for start in starts)
+    if not shows_progress:
+        yield from parts
+        return
+    from datasets.utils import tqdm
+
+    with tqdm(total=num_records, desc="Tokenizing chats", unit=" examples") as bar:
+        for part in parts:
+            yield part
+            bar.update(len(part))
 
 
 @dataclass
-class RowReader:
+class _RowReader:
     """Reads rows, some at a time, and halves what is refused until it is a single row."""
 
     train_all: bool = False
     vision: VisionLayout | None = None
     refused: list[Refused] = field(default_factory=list)
-    _blocks: list[_Block] = field(default_factory=list)
+    _blocks: dict[str, list[dict[str, np.ndarray]]] = field(default_factory=dict)
+    """By the form of the rows, of which some were read at a time: columns of AuditColumns."""
     _has_unread_images: bool = False
 
     def read(self, rows: Callable[[int, int], Any], start: int, stop: int) -> None:
@@ -70,7 +216,7 @@ class RowReader:
         if found.images is not None:
             has_image[[*found.images.units]] = True
         columns |= {"numbers": np.arange(start, stop), "has_image": has_image}
-        self._blocks.append(_Block(_form(found), columns))
+        self._blocks.setdefault(_form(found), []).append(columns)
 
     def read_chats(
         self, examples: Sequence[Mapping[str, Any]], numbers: list[int], image_token_id: int | None
@@ -83,25 +229,21 @@ class RowReader:
             starts = np.cumsum(columns["lengths"]) - columns["lengths"]
             has_image |= np.logical_or.reduceat(columns["ids"] == image_token_id, starts)
         columns |= {"numbers": np.array(numbers), "has_image": has_image}
-        self._blocks.append(_Block("loss_mask", columns))
+        self._blocks.setdefault("loss_mask", []).append(columns)
 
     def columns(self) -> AuditColumns:
         """All rows of the usual form; those of another are refused."""
-        counts: Counter[str] = Counter()
-        for block in self._blocks:
-            counts[block.form] += len(block.columns["numbers"])
-        usual = max(counts, key=counts.__getitem__, default=_NO_TARGET)
-        for block in (block for block in self._blocks if block.form != usual):
-            what = f"it has {block.form}, the others have {usual}; give every row the same keys"
-            numbers = block.columns["numbers"].tolist()
-            self.refused += [Refused(i, f"row {i}: {what}") for i in numbers]
-        kept = [block.columns for block in self._blocks if block.form == usual]
-        joined: dict[str, Any] = {
-            name: np.concatenate([columns[name] for columns in kept])
-            for name in (kept[0] if kept else ())
+        joined = {
+            form: {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+            for form, blocks in self._blocks.items()
         }
+        usual = max(joined, key=lambda form: len(joined[form]["numbers"]), default=_NO_TARGET)
+        columns: dict[str, Any] = joined.pop(usual, {})
+        for form, others in joined.items():
+            what = f"it has {form}, the others have {usual}; give every row the same keys"
+            self.refused += [Refused(i, f"row {i}: {what}") for i in others["numbers"].tolist()]
         return AuditColumns(
-            **joined,
+            **columns,
             has_target=usual != _NO_TARGET,
             refused=sorted(self.refused, key=lambda row: row.number),
             has_unread_images=self._has_unread_images,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from torch_collate_kit.reporting.audit.check import check
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
-from torch_collate_kit.reporting.audit.repeat_checks import same_spans
+from torch_collate_kit.reporting.audit.row_checks import same_spans
 
-__all__ = ["logprobs_positive", "logprobs_shifted", "reward_without_variance"]
+__all__ = ["CHECKS"]
 
 _MOST = 0.8  # of the groups: more without variance is a warning; of hard prompts half is usual
 _NEARLY_ALL, _HARDLY_ANY = 0.95, 0.05  # rows with a 0 at their end; other tokens with one
@@ -16,6 +17,12 @@ _SURE, _LEAST_CHANCE = 1e-3, 0.01  # that zeros stand there by chance; of a zero
 _ROUNDING = 1e-3  # over 0, of a log-probability in half precision
 
 
+@check(
+    "note",
+    "in {groups} of {all_groups} groups ({share:.0%}), which are {rows}, all rollouts of a "
+    "prompt have the same reward, so their advantages are 0 ({all_same}); choose prompts that "
+    "are solved sometimes, or filter such groups",
+)
 def reward_without_variance(columns: AuditColumns) -> Found | None:
     """Groups of rollouts of one prompt that have the same reward, all of them.
 
@@ -58,6 +65,11 @@ def _groups(columns: AuditColumns) -> np.ndarray:
     return np.array([known.setdefault(uid, len(known)) for uid in columns.uids])
 
 
+@check(
+    "error",
+    "{rows} have logprobs over 0, such as {value:.3g}, which no log-probability is; the sign "
+    "is turned, or they are probabilities",
+)
 def logprobs_positive(columns: AuditColumns) -> Found | None:
     """Rows with a log-probability over 0, by more than the rounding of half precision.
 
@@ -71,6 +83,11 @@ def logprobs_positive(columns: AuditColumns) -> Found | None:
     return columns.found_at(places, value=float(columns.logprobs[places[0]]))
 
 
+@check(
+    "error",
+    "the logprobs of {rows} are shifted by one column: {evidence}; give logprobs[i] of "
+    "response_ids[i]",
+)
 def logprobs_shifted(columns: AuditColumns) -> Found | None:
     """Rollouts whose logprobs belong to the token before, or to the next one.
 
@@ -149,3 +166,10 @@ def _shifted_ends(columns: AuditColumns, is_zero: np.ndarray) -> Found | None:
         )
         return columns.found_at(ends[is_filled], evidence=evidence)
     return None
+
+
+CHECKS = (
+    reward_without_variance,
+    logprobs_shifted,
+    logprobs_positive,
+)

@@ -10,9 +10,10 @@ import numpy as np
 from torch_collate_kit.chat.preview import CASES
 from torch_collate_kit.chat.template import ChatTemplate
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.reporting.audit.check import check
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
 
-__all__ = ["eos_does_not_end_turns", "template_not_prefix_stable"]
+__all__ = ["CHECKS"]
 
 _SHOWN = 40
 
@@ -39,6 +40,14 @@ _THINKING = {
 }
 
 
+@check(
+    "warning",
+    "the chat template writes earlier messages differently once others follow ({case}; "
+    "{rows}): an answer is trained in a context that the model never sees; train the last turn "
+    'of each conversation (train_on="each" or "last"), or change the template',
+    needs=("template",),
+    of_rows=False,
+)
 def template_not_prefix_stable(columns: AuditColumns) -> Found | None:
     """That the template changes an earlier turn, or the prompt before an answer, later on.
 
@@ -60,10 +69,17 @@ def template_not_prefix_stable(columns: AuditColumns) -> Found | None:
     return None
 
 
+@check(
+    "note",
+    "the chat template ends answers with {end}, and the EOS of the tokenizer is {eos}; "
+    "generation stops only if generation_config.eos_token_id has both",
+    needs=("template", "eos"),
+    of_rows=False,
+)
 def eos_does_not_end_turns(columns: AuditColumns) -> Found | None:
     """That the template ends an answer with another token than the tokenizer's EOS.
 
-    Needs a tokenizer with an EOS and a chat template that writes a token after an answer.
+    Silent where the template writes no token after an answer.
     """
     vocabulary = columns.vocabulary
     if len(vocabulary.end_ids) < 2:
@@ -116,3 +132,9 @@ def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many entries from the start on are the same."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+CHECKS = (
+    template_not_prefix_stable,
+    eos_does_not_end_turns,
+)

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 
+from torch_collate_kit.reporting.audit.check import check
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
 from torch_collate_kit.reporting.audit.findings import Severity
 
-__all__ = [
-    "bos_in_some_rows",
-    "double_bos",
-    "eos_masked_as_pad",
-    "eos_never_trained",
-    "eos_not_trained",
-    "id_out_of_vocabulary",
-    "pad_trained",
-    "padded_rows",
-]
+__all__ = ["CHECKS"]
 
 
+@check(
+    "error",
+    "{rows} have ids that the tokenizer does not have, such as {id}: its vocabulary has {size} "
+    "tokens; use the tokenizer that made the ids, or add the missing tokens to it",
+    needs=("size",),
+)
 def id_out_of_vocabulary(columns: AuditColumns) -> Found | None:
     """Rows with an id, or a label, that is not below the size of the vocabulary.
 
-    Needs a tokenizer with ``len()``. Negative ids are refused by the readers.
+    Negative ids are refused by the readers.
     """
     size = columns.vocabulary.size or 0
     is_beyond = columns.ids >= size
@@ -38,14 +36,25 @@ def id_out_of_vocabulary(columns: AuditColumns) -> Found | None:
     return columns.found_at(places, id=beyond, size=f"{size:,}")
 
 
+@check(
+    "warning",
+    "{rows} begin with two BOS tokens (id {bos}), which no model has seen: the chat template "
+    "writes one, and the tokenizer another; pass add_special_tokens=False",
+    needs=("bos",),
+)
 def double_bos(columns: AuditColumns) -> Found | None:
-    """Rows whose first two tokens are BOS. Needs a tokenizer with a BOS."""
+    """Rows whose first two tokens are BOS."""
     bos = columns.vocabulary.bos_id
     starts = columns.starts[columns.lengths > 1]
     is_twice = (columns.ids[starts] == bos) & (columns.ids[starts + 1] == bos)
     return columns.found_at(starts[is_twice], 2, bos=bos)
 
 
+@check(
+    "note",
+    "{rows} do not begin with BOS (id {bos}), while the others do; tokenize all rows the same way",
+    needs=("bos",),
+)
 def bos_in_some_rows(columns: AuditColumns) -> Found | None:
     """Rows without a BOS at the start, where at least half of the rows have one.
 
@@ -58,12 +67,17 @@ def bos_in_some_rows(columns: AuditColumns) -> Found | None:
     return columns.found_at(columns.starts[~has_bos], bos=vocabulary.bos_id)
 
 
+@check(
+    "error",
+    "no trained token is {ends}, in {rows} {which}, so the model never learns to stop; {way_out}",
+    needs=("eos",),
+)
 def eos_never_trained(columns: AuditColumns) -> Found | None:
     """That no trained token of the dataset ends an answer.
 
-    Needs a tokenizer with an EOS; the token with which the chat template ends an answer counts as
-    well. A warning where that may be meant: rollouts, texts without a loss target, and targets of a
-    single token. Silent where nothing is trained.
+    The token with which the chat template ends an answer counts as EOS. A warning where that may be
+    meant: rollouts, texts without a loss target, and targets of a single token. Silent where
+    nothing is trained.
     """
     targets = columns.ids if columns.labels is None else columns.labels
     is_end = np.isin(targets[columns.trained_places], columns.vocabulary.end_ids)
@@ -89,11 +103,17 @@ def eos_never_trained(columns: AuditColumns) -> Found | None:
     )
 
 
+@check(
+    "warning",
+    "{rows} have {ends} after an answer but do not train it, while other answers do; extend "
+    "their target by one token",
+    needs=("eos",),
+)
 def eos_not_trained(columns: AuditColumns) -> Found | None:
     """Rows where the EOS after a trained answer is not trained, while others train theirs.
 
-    Needs a tokenizer with an EOS. Silent where none is trained, which :func:`eos_never_trained`
-    says, and where the pad token is the EOS, which :func:`eos_masked_as_pad` explains.
+    Silent where none is trained, which :func:`eos_never_trained` says, and where the pad token is
+    the EOS, which :func:`eos_masked_as_pad` explains.
     """
     vocabulary = columns.vocabulary
     if vocabulary.pad_id == vocabulary.eos_id:
@@ -103,10 +123,16 @@ def eos_not_trained(columns: AuditColumns) -> Found | None:
     return columns.found_at(_unlearnt_ends(columns), ends=_names(columns))
 
 
+@check(
+    "error",
+    "{rows} do not train the EOS after their answer: the pad token is the EOS token, and a "
+    "collator that hides pads hid it too; mask by position, or set another pad token",
+    needs=("eos", "pad"),
+)
 def eos_masked_as_pad(columns: AuditColumns) -> Found | None:
     """Rows where the EOS after a trained answer is not trained, and the pad token is the EOS.
 
-    Needs a tokenizer with one id for both. Silent where they differ.
+    Silent where the two ids differ.
     """
     vocabulary = columns.vocabulary
     if vocabulary.pad_id != vocabulary.eos_id:
@@ -115,11 +141,17 @@ def eos_masked_as_pad(columns: AuditColumns) -> Found | None:
     return columns.found_at(places[columns.ids[places] == vocabulary.eos_id])
 
 
+@check(
+    "error",
+    "{rows} train pad tokens (id {pad}); pads are no target: tokenize without padding, "
+    "collators pad",
+    needs=("pad",),
+)
 def pad_trained(columns: AuditColumns) -> Found | None:
     """Rows that train the pad token.
 
-    Needs a tokenizer with a pad token. Where it is the EOS too, the second and further ones at the
-    end of a row are pads; where it differs, every one is.
+    Where it is the EOS too, the second and further ones at the end of a row are pads; where it
+    differs, every one is.
     """
     vocabulary = columns.vocabulary
     is_pad = columns.ids == vocabulary.pad_id
@@ -128,10 +160,16 @@ def pad_trained(columns: AuditColumns) -> Found | None:
     return columns.found_at(np.flatnonzero(is_pad & columns.trained), pad=vocabulary.pad_id)
 
 
+@check(
+    "warning",
+    "{rows} are padded already (id {pad}), and collators take these pads for text; tokenize "
+    "without padding",
+    needs=("pad",),
+)
 def padded_rows(columns: AuditColumns) -> Found | None:
     """Rows that begin or end with two or more untrained pads.
 
-    Needs a tokenizer with a pad token. Silent about a single one, which may be an EOS.
+    Silent about a single one, which may be an EOS.
     """
     pad, ids = columns.vocabulary.pad_id, columns.ids
     rows = columns.lengths > 2
@@ -172,3 +210,15 @@ def _in_last_run(columns: AuditColumns, is_pad: np.ndarray) -> np.ndarray:
 def _names(columns: AuditColumns) -> str:
     vocabulary = columns.vocabulary
     return " or ".join(repr(vocabulary.text([token])) for token in vocabulary.end_ids)
+
+
+CHECKS = (
+    eos_never_trained,
+    eos_not_trained,
+    eos_masked_as_pad,
+    pad_trained,
+    padded_rows,
+    double_bos,
+    bos_in_some_rows,
+    id_out_of_vocabulary,
+)

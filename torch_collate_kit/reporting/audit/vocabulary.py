@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from torch_collate_kit.chat.plain_turn import plain_turn
-from torch_collate_kit.chat.template import ChatTemplate, chat_template
+from torch_collate_kit.chat.template import ChatTemplate
+from torch_collate_kit.chat.turns import plain_turn
 from torch_collate_kit.errors import DataError
 
 __all__ = ["Vocabulary"]
@@ -45,7 +45,7 @@ class Vocabulary:
         if tokenizer is not None and (
             getattr(tokenizer, "chat_template", None) or kwargs.get("chat_template")
         ):
-            self.template = chat_template(tokenizer, kwargs, None)
+            self.template = ChatTemplate.of(tokenizer, kwargs, None)
 
     @cached_property
     def _plain_turn(self) -> tuple[str, str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from torch_collate_kit.reporting.plots.balance import plot_balance
-from torch_collate_kit.reporting.plots.efficiency import plot_efficiency
+from torch_collate_kit.reporting.plots.bars import plot_balance, plot_efficiency
 from torch_collate_kit.reporting.plots.lengths import plot_lengths
 from torch_collate_kit.reporting.plots.rows import plot_rows
 from torch_collate_kit.reporting.plots.timeline import plot_timeline

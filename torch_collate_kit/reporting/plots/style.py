@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit.batch import Batch
@@ -19,14 +16,12 @@ __all__ = [
     "axes_for",
     "boxed_number",
     "cells_to_draw",
-    "grouped_bars",
     "legend_below",
     "matplotlib_module",
     "tint",
 ]
 
 _LETTERS_PER_INCH = 14  # of small print
-_MOST_TICKS = 32
 
 # Of Okabe and Ito, https://jfly.uni-koeln.de/color/
 COLORS = {
@@ -76,30 +71,6 @@ def cells_to_draw(batch: Batch) -> Cells:
             'memory; pass batch.to("cpu")'
         )
     return cells
-
-
-def grouped_bars(
-    ax: Axes,
-    groups: Mapping[str, np.ndarray | Sequence[float]],
-    looks: Mapping[str, dict[str, Any]],
-    ticks: Sequence[str],
-    *,
-    width: float,
-    are_labelled: bool,
-    inches: float = 0.5,
-) -> None:
-    """A bar of each group around each tick, ``width`` together, and a legend below."""
-    size = width / len(groups)
-    handles = []
-    for i, (name, heights) in enumerate(groups.items()):
-        places = np.arange(len(heights)) + (i - (len(groups) - 1) / 2) * size
-        bars = ax.bar(places, heights, size, label=name, edgecolor="black", **looks[name])
-        if are_labelled:
-            ax.bar_label(bars, [f"{height:.1f}" for height in heights], fontsize=7, padding=1)
-        handles.append(bars)
-    step = -(-len(ticks) // _MOST_TICKS)
-    ax.set_xticks(range(0, len(ticks), step), ticks[::step])
-    legend_below(ax, handles, inches=inches)
 
 
 def boxed_number(ax: Axes, x: float, y: float, number: int) -> None:

@@ -1,7 +1,7 @@
-"""Says what a loader is waiting for when the wait takes too long: the step, the worker, the stack.
+"""How long a loader's consumer waits: the times of its steps, and a warning of a long wait.
 
-A second thread must look at the clock, since the one that waits may be deep in somebody's code. It
-sleeps for ``warn_after`` seconds at a time, so a step costs two assignments.
+Both show what prefetching does not hide. The times are those of batches that have come; the warning
+says what a batch that does not come is waiting for: the step, the worker, the stack.
 """
 
 from __future__ import annotations
@@ -13,15 +13,97 @@ import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Watchdog", "checked_seconds"]
+__all__ = ["BuildTimes", "StepTimes", "Timeline", "Watchdog", "checked_seconds"]
 
 _logger = logging.getLogger("torch_collate_kit.loading")
+_MOST_STEPS = 1000
 _MOST_SECONDS = 1e6  # at a time: a lock cannot wait for as long as one likes
+
+
+class BuildTimes(NamedTuple):
+    """When a batch was built, by ``time.perf_counter()``."""
+
+    began: float
+    collated: float
+    copied: float
+
+
+class StepTimes(NamedTuple):
+    """The times of one batch, in seconds of ``time.perf_counter()``.
+
+    A batch that was built ahead began before it was asked for; otherwise the consumer waited for
+    all of it.
+
+    >>> step = StepTimes(0, 3, 1.0, 1.5, 1.6, 1.4, 1.6, 2.0)
+    >>> step.was_ahead, round(step.build_seconds, 1), round(step.wait_seconds, 1)
+    (True, 0.6, 0.2)
+    """
+
+    epoch: int
+    step: int
+    collate_began: float
+    """When the next batch was asked of the DataLoader: collation, or waiting for a worker."""
+    collate_ended: float
+    copy_ended: float
+    """When it had been sent to the device; without one, when it was collated. On CUDA the copy
+    itself may end later, without anybody waiting for it here."""
+    wait_began: float
+    """When the consumer asked for it."""
+    wait_ended: float
+    train_ended: float | None
+    """When the consumer asked for the next one, or left its loop; None until then."""
+
+    @property
+    def build_seconds(self) -> float:
+        """Collation and copy."""
+        return self.copy_ended - self.collate_began
+
+    @property
+    def wait_seconds(self) -> float:
+        """What the consumer waited."""
+        return self.wait_ended - self.wait_began
+
+    @property
+    def was_ahead(self) -> bool:
+        """Whether building began before the consumer asked."""
+        return self.collate_began < self.wait_began
+
+
+class Timeline:
+    """The times of the last steps. Written by the consumer's thread, read by any.
+
+    A step is a list until somebody asks: making a StepTimes twice would cost more than all else.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[list[Any]] = deque(maxlen=_MOST_STEPS)
+        self._last: list[Any] | None = None  # that is being trained on
+
+    def received(
+        self, epoch: int, step: int, built: BuildTimes, wait_began: float, wait_ended: float
+    ) -> None:
+        """The consumer has the batch of ``step`` now."""
+        self._last = [epoch, step, built, wait_began, wait_ended, None]
+        self._steps.append(self._last)
+
+    def trained(self) -> None:
+        """The consumer is done with the last batch that it has received."""
+        if self._last is not None:
+            self._last[-1] = time.perf_counter()
+            self._last = None
+
+    def steps(self) -> list[StepTimes]:
+        """Oldest first. Copying a deque is one operation, which no append interrupts."""
+        return [
+            StepTimes._make((epoch, step, *built, *waited))
+            for epoch, step, built, *waited in self._steps.copy()
+        ]
 
 
 class _Wait(NamedTuple):
@@ -36,9 +118,11 @@ class _Wait(NamedTuple):
 class Watchdog:
     """Logs one warning for each wait that is longer than ``warn_after`` seconds; None: never.
 
+    A second thread must look at the clock, since the one that waits may be deep in somebody's code.
+    It sleeps for ``warn_after`` seconds at a time, so a step costs two assignments. It ends with
+    ``stop``, or when nobody has the watchdog any more. A forked process has none.
     ``collating`` is the identifier of the thread that collates or waits for a worker; whoever
-    builds batches sets it. The watching thread ends with ``stop``, or when nobody has the watchdog
-    any more. A forked process has none.
+    builds batches sets it.
     """
 
     def __init__(self, warn_after: float | None) -> None:
@@ -58,7 +142,7 @@ class Watchdog:
 
     def wait_begins(self, epoch: int, step: int) -> None:
         """The consumer, whose thread calls this, now waits for a batch."""
-        self._wait = _Wait(epoch, step, time.monotonic(), threading.get_ident())
+        self._wait = _Wait(epoch, step, time.perf_counter(), threading.get_ident())
 
     def wait_ends(self) -> None:
         """It has the batch, or an error."""
@@ -75,7 +159,7 @@ class Watchdog:
         wait = self._wait
         if wait is None or wait is self._told:
             return warn_after
-        seconds = time.monotonic() - wait.began
+        seconds = time.perf_counter() - wait.began
         if seconds < warn_after:
             return warn_after - seconds
         self._told = wait

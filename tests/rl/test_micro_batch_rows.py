@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_collate_kit.packing.micro_batches import fewest_micro_batches, micro_batch_rows
+from torch_collate_kit.rl.micro_batches import fewest_micro_batches, micro_batch_rows
 
 
 def cells(widths: list[int], rows: list[int]) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_collate_kit.attention.row_segments import find_segments
+from torch_collate_kit.attention.packed_inputs import find_segments
 
 
 def segments_of(ids: Any, **inputs: Any) -> list[list[int]]:

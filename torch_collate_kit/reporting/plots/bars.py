@@ -1,7 +1,8 @@
-"""``plot_balance``: what ranks get in relation to the mean rank."""
+"""Bars: ``plot_efficiency``, the padding of layouts, and ``plot_balance``, what ranks get."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,21 +17,83 @@ from torch_collate_kit.reporting.plots.style import (
     COLORS,
     axes_for,
     cells_to_draw,
-    grouped_bars,
+    legend_below,
     tint,
 )
-from torch_collate_kit.reporting.report import PackingReport
+from torch_collate_kit.reporting.report import PackingReport, headline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_balance"]
+__all__ = ["LOOKS", "plot_balance", "plot_efficiency"]
 
-_LOOKS: dict[str, dict[str, Any]] = {
+_MOST_TICKS = 32
+
+# light to dark, and a hatch of its own for each
+LOOKS: dict[str, dict[str, Any]] = {
+    PADDED: {"facecolor": "#E4E4E4", "hatch": "////"},
+    "best_fit_decreasing": {"facecolor": COLORS["blue"], "hatch": ""},
+    "first_fit_decreasing": {"facecolor": COLORS["purple"], "hatch": "xx"},
+    "balanced": {"facecolor": COLORS["green"], "hatch": ".."},
+    "sequential": {"facecolor": tint(COLORS["orange"], 0.7), "hatch": "\\\\\\\\"},
+}
+_LOOKS = LOOKS | {
     "tokens": {"facecolor": tint(COLORS["sky"], 0.6), "hatch": ""},
     "cost": {"facecolor": COLORS["blue"], "hatch": ""},
     "vision cost": {"facecolor": tint(COLORS["orange"], 0.7), "hatch": "////"},
 }
+
+
+def plot_efficiency(report: PackingReport, *, ax: Axes | None = None) -> Axes:
+    """Draw the share of padding of every candidate, grouped by ``max_tokens``.
+
+    Under each ``max_tokens`` is what it loses; the recommended one has a star.
+
+    Args:
+        report: of ``packing_report``.
+        ax: axes to draw on; by default those of a new figure.
+
+    Returns:
+        The axes. Nothing is shown: call ``plt.show()``, or ``ax.figure.savefig("padding.png")``.
+
+    Raises:
+        TypeError: not a PackingReport.
+        ImportError: matplotlib is not installed.
+
+    >>> from torch_collate_kit.reporting import packing_report
+    >>> plot_efficiency(packing_report([5, 3, 9, 2], 20, show=False)).get_title()
+    'padding 47.2% -> 0.0% at max_tokens=20'
+    """
+    if not isinstance(report, PackingReport):
+        raise TypeError(
+            f"plot_efficiency draws a PackingReport, got {type(report).__name__}; pass "
+            "packing_report(data, max_tokens)"
+        )
+    candidates = report["candidates"]
+    ax = axes_for(ax, min(16.0, 4.5 + 0.5 * len(candidates)), 4.2)
+    percent: dict[str, list[float]] = {c["strategy"]: [] for c in candidates}
+    ticks = []
+    for candidate in candidates:
+        percent[candidate["strategy"]].append(100 * candidate["padding"])
+        if candidate["strategy"] == PADDED:
+            ticks.append(_tick(candidate, report["recommended"]["max_tokens"]))
+    _grouped_bars(ax, percent, ticks, width=0.84, are_labelled=True, inches=0.75)
+    ax.set(
+        ylim=(0, max(1.0, 115 * max(c["padding"] for c in candidates))),
+        xlabel="max_tokens (* recommended), and what is lost",
+        ylabel="padding (% of the cells)",
+        title=headline(report),
+    )
+    return ax
+
+
+def _tick(candidate: Mapping[str, Any], best: int) -> str:
+    """A ``max_tokens``, with a star if it is the best, and how many examples do not fit."""
+    lines = [f"{candidate['max_tokens']:,}" + (" *" if candidate["max_tokens"] == best else "")]
+    for word in ("dropped", "cut"):
+        if candidate[f"num_{word}"]:
+            lines.append(f"{candidate[f'num_{word}']:,} {word}")
+    return "\n".join(lines)
 
 
 def plot_balance(
@@ -153,7 +216,30 @@ def _draw_bars(
     inches: float = 0.5,
 ) -> None:
     """Above and below zero."""
-    grouped_bars(ax, percent, _LOOKS, ticks, width=0.8, are_labelled=are_labelled, inches=inches)
+    _grouped_bars(ax, percent, ticks, width=0.8, are_labelled=are_labelled, inches=inches)
     ax.axhline(0, color="black", linewidth=1)
     low, high = min(of.min() for of in percent.values()), max(of.max() for of in percent.values())
     ax.set_ylim(min(1.2 * low, -1.0 if low < 0 else 0.0), max(1.2 * high, 1.0))
+
+
+def _grouped_bars(
+    ax: Axes,
+    groups: Mapping[str, np.ndarray | Sequence[float]],
+    ticks: Sequence[str],
+    *,
+    width: float,
+    are_labelled: bool,
+    inches: float,
+) -> None:
+    """A bar of each group around each tick, ``width`` together, and a legend below."""
+    size = width / len(groups)
+    handles = []
+    for i, (name, heights) in enumerate(groups.items()):
+        places = np.arange(len(heights)) + (i - (len(groups) - 1) / 2) * size
+        bars = ax.bar(places, heights, size, label=name, edgecolor="black", **_LOOKS[name])
+        if are_labelled:
+            ax.bar_label(bars, [f"{height:.1f}" for height in heights], fontsize=7, padding=1)
+        handles.append(bars)
+    step = -(-len(ticks) // _MOST_TICKS)
+    ax.set_xticks(range(0, len(ticks), step), ticks[::step])
+    legend_below(ax, handles, inches=inches)

@@ -1,17 +1,63 @@
-"""Rows that say the same thing twice, or two things to one question."""
+"""Whole rows: those that no collator takes, those that are there twice, and those at odds."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from torch_collate_kit.reporting.audit.check import check
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
 from torch_collate_kit.reporting.audit.findings import Severity
 
-__all__ = ["contradictory_answers", "duplicates", "same_spans"]
+__all__ = ["REFUSED", "REPEATED", "same_spans"]
 
 _MEANT, _MANY = 0.5, 20  # half of at least 20 rows: several answers per prompt are the design
 
 
+@check(
+    "error",
+    "in {rows} the images and the text do not belong together: {reason}",
+    of_rows=False,
+)
+def placeholders_disagree_with_grids(columns: AuditColumns) -> Found | None:
+    """Rows that a reader refuses with their images, and takes without them."""
+    return _refused(columns, of_images=True)
+
+
+@check(
+    "error",
+    "{rows} are refused by every collator, and were not looked at further: {reason}",
+    of_rows=False,
+)
+def refused(columns: AuditColumns) -> Found | None:
+    """Rows that a reader refuses, and with it every collator."""
+    return _refused(columns, of_images=False)
+
+
+@check(
+    "note",
+    "there are images, and only a processor says how many tokens they take; pass the processor "
+    "in place of the tokenizer",
+    of_rows=False,
+)
+def images_not_checked(columns: AuditColumns) -> Found | None:
+    """That there are images, and no processor that says how many tokens they take."""
+    return Found(np.empty(0, dtype=np.int64)) if columns.has_unread_images else None
+
+
+def _refused(columns: AuditColumns, *, of_images: bool) -> Found | None:
+    rows = [row for row in columns.refused if row.of_images == of_images]
+    if not rows:
+        return None
+    numbers, reason = np.array([row.number for row in rows], dtype=np.int64), rows[0].message
+    num_rows = len(columns.refused) + columns.num_read
+    return Found(numbers, reason, values={"reason": reason}, num_rows=num_rows)
+
+
+@check(
+    "warning",
+    "{rows} have the same tokens as another one; drop the copies ({copies}), unless the weight "
+    "that they get is meant",
+)
 def duplicates(columns: AuditColumns) -> Found | None:
     """Rows with the same tokens, all of them: the first and its copies.
 
@@ -26,6 +72,11 @@ def duplicates(columns: AuditColumns) -> Found | None:
     return columns.found_in(is_copied, severity=severity, copies=f"{num_copies:,}")
 
 
+@check(
+    "warning",
+    "{rows} give {answers} different answers to {prompts} prompts; keep one answer for each, "
+    "unless several are meant",
+)
 def contradictory_answers(columns: AuditColumns) -> Found | None:
     """Rows with the same prompt, and other answers.
 
@@ -72,3 +123,7 @@ def same_spans(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.n
     spans = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
     firsts = (known.setdefault(ids[a:b].tobytes(), i) for i, (a, b) in enumerate(spans))
     return np.fromiter(firsts, dtype=np.int64, count=len(starts))
+
+
+REFUSED = (placeholders_disagree_with_grids, refused, images_not_checked)
+REPEATED = (duplicates, contradictory_answers)

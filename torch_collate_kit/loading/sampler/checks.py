@@ -1,29 +1,18 @@
-"""Checks of arguments, seeded generators, and each rank's part of a batch."""
+"""Checks of what samplers are given: arguments, and the entries of states."""
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
+from torch_collate_kit.errors import StateError
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 MAX_WORD = 2**32 - 1  # one word of a SeedSequence each, or (2**32 + 1, 0) would be (1, 1)
-
-
-def rank_slice(num_examples: int, rank: int, world_size: int) -> slice:
-    """The rank-th of ``world_size`` contiguous runs of a batch; the first ones may be longer."""
-    each, longer = divmod(num_examples, world_size)
-    start = rank * each + min(rank, longer)
-    return slice(start, start + each + (rank < longer))
-
-
-def seeded_generator(*words: int) -> np.random.Generator:
-    """A generator that depends on (seed, epoch, ...)."""
-    return np.random.default_rng(np.random.SeedSequence(words))
 
 
 def checked_length(data: int | Sized, name: str = "data") -> int:
@@ -101,4 +90,56 @@ def checked_word(name: str, value: Any) -> int:
     number = checked_int(name, value, minimum=0)
     if number > MAX_WORD:
         raise ValueError(f"{name} must be at most {MAX_WORD}, got {number}; take it modulo 2**32")
+    return number
+
+
+def is_same(found: Any, expected: Any) -> bool:
+    """Whether an entry of a state is the expected JSON value, of the same types all through.
+
+    >>> is_same([1, "a"], [1, "a"]), is_same(True, 1), is_same(np.arange(2), 1)
+    (True, False, False)
+    """
+    if type(found) is not type(expected):
+        return False
+    if isinstance(expected, dict):
+        same_keys = found.keys() == expected.keys()
+        return same_keys and all(is_same(found[key], value) for key, value in expected.items())
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(is_same, found, expected))
+    return bool(found == expected)
+
+
+def told_apart(these: Mapping[str, Any], others: Mapping[str, Any]) -> str:
+    """What both have and is not the same, as these have it."""
+    told = []
+    for key in [key for key in these if key in others]:
+        mine, other = these[key], others[key]
+        if isinstance(mine, dict) and isinstance(other, dict) and mine.keys() == other.keys():
+            told += [f"{k}={v!r}" for k, v in mine.items() if not is_same(v, other[k])]
+        elif not is_same(mine, other):
+            told.append(f"{key}={mine!r}")
+    return ", ".join(told)
+
+
+def is_count(value: Any, most: int = MAX_WORD) -> bool:
+    """Whether it is an int, and no bool, of 0 .. ``most``."""
+    return type(value) is int and 0 <= value <= most
+
+
+def are_pairs(value: Any) -> bool:
+    """Whether it is a list of pairs, which are tuples where no JSON was between."""
+    are = isinstance(value, list) and all(isinstance(at, list | tuple) for at in value)
+    return are and all(len(at) == 2 for at in value)
+
+
+def damaged_state(found: str) -> StateError:
+    """The error of a state that no sampler gave."""
+    return StateError(f"state has {found}; pass what state_dict() gave")
+
+
+def state_int(name: str, value: Any) -> int:
+    """``value`` when it is an int of 0 .. 2**32 - 1, else StateError."""
+    if not is_count(value):
+        raise damaged_state(f"{name}={value!r}, not an int between 0 and {MAX_WORD}")
+    number: int = value
     return number

@@ -1,4 +1,4 @@
-"""``report``: what padding and packing make of a dataset."""
+"""``report`` and ``audit``: what packing makes of a dataset, and what it hides."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import numpy as np
 from torch_collate_kit.commands.arguments import (
     FILES,
     add_data_arguments,
+    add_train_all,
+    loaded_tokenizer,
     number,
     read_data,
     tokenized_chats,
@@ -19,9 +21,9 @@ from torch_collate_kit.commands.arguments import (
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.packing.options import STRATEGIES
-from torch_collate_kit.reporting import packing_report
+from torch_collate_kit.reporting import audit, packing_report
 
-__all__ = ["add_report"]
+__all__ = ["add_audit", "add_report"]
 
 
 def add_report(commands: Any) -> None:
@@ -56,10 +58,10 @@ def add_report(commands: Any) -> None:
             f"--{name}", type=number, default=1, metavar="N", help=f"{what}-parallel size (1)"
         )
     parser.add_argument("--num-proc", type=number, metavar="N", help="processes that tokenize")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_report)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> int:
     report = packing_report(
         _lengths(options) if Path(options.data).suffix == ".npy" else _tokens(options),
         options.max_tokens,
@@ -92,3 +94,33 @@ def _tokens(options: argparse.Namespace) -> Any:
     """What ``packing_report`` takes."""
     rows, kind = read_data(options)
     return tokenized_chats(rows, options, num_proc=options.num_proc) if kind == "chats" else rows
+
+
+def add_audit(commands: Any) -> None:
+    """The command's parser."""
+    parser = commands.add_parser(
+        "audit",
+        help="find training targets that look right and are not",
+        description="Find training targets that look right and are not. Exits with 1 if there "
+        "are errors or warnings.",
+    )
+    add_data_arguments(parser)
+    parser.add_argument(
+        "--max-tokens", type=number, metavar="N", help="the length at which examples are cut"
+    )
+    add_train_all(parser)
+    parser.set_defaults(run=_audit)
+
+
+def _audit(options: argparse.Namespace) -> int:
+    data = read_data(options)
+    report = audit(
+        data.rows,
+        loaded_tokenizer(options),
+        max_tokens=options.max_tokens,
+        train_all=options.train_all,
+        train_on=options.train_on,
+        image_root=options.image_root,
+    )
+    print(json.dumps(report.to_dict(), indent=2) if options.json else report)
+    return 0 if report.ok else 1

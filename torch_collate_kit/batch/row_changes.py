@@ -1,0 +1,272 @@
+"""What is stored with other rows: those of several batches as one, rows added, rows narrowed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_collate_kit.batch.columns import Columns
+from torch_collate_kit.batch.dense import make_field
+from torch_collate_kit.batch.fields import (
+    IGNORE_INDEX,
+    Field,
+    PerExample,
+    PerImage,
+    PerResponseToken,
+    PerToken,
+)
+from torch_collate_kit.batch.placement import Placement
+from torch_collate_kit.batch.rows import cat, equal, take
+from torch_collate_kit.batch.storage import Storage
+from torch_collate_kit.ragged import Ragged
+
+__all__ = ["cells_per_row", "joined", "padded", "trimmed"]
+
+_LOSS_MASKS = ("loss_mask", "response_mask")
+_TARGETS = ("rewards", "advantages", "returns")  # 0 whatever their shape: one per row, say
+_UNTRAINED = {"labels": IGNORE_INDEX, **dict.fromkeys((*_LOSS_MASKS, *_TARGETS), 0)}
+_EMPTY = ("sub_seq_lengths", *_UNTRAINED)  # where they are ragged
+_FILL = {**_UNTRAINED, "router_padding_mask": 1}  # True: a router counts none of their tokens
+
+
+def joined(
+    parts: Sequence[Storage], fields: Sequence[Mapping[str, Field]], overrides: dict[str, Any]
+) -> Storage:
+    """All rows of all parts; ``fields`` of each part are read where only another one stores them.
+
+    Raises:
+        ValueError: fields, widths or metadata disagree, and nothing overrides them.
+    """
+    if not parts:
+        raise ValueError("Batch.cat needs at least one batch, got none")
+    first = parts[0]
+    for i, part in enumerate(parts):
+        _check_fields(i, part, first)
+        _check_metadata(i, part, first, overrides)
+    if "num_loss_tokens" not in overrides:
+        _check_one_collation(parts)
+    columns = Columns.cat([part.columns for part in parts])
+    stored = {name for part in parts for name in part.given}
+    names = [name for name in first.names if columns is None or name in stored]
+    return Storage(
+        columns,
+        {name: cat([of[name] for of in fields]) for name in names},
+        {key: cat([part.row_metadata[key] for part in parts]) for key in first.row_metadata},
+        {**first.metadata, **overrides},
+    )
+
+
+def _check_fields(index: int, part: Storage, first: Storage) -> None:
+    if part.names.keys() != first.names.keys():
+        raise ValueError(
+            f"batch {index} has fields {list(part.names)}, batch 0 has {list(first.names)}"
+        )
+    if part.columns is not None and first.columns is not None:
+        mine, theirs = first.columns.placement.vision, part.columns.placement.vision
+        if mine != theirs:  # images become tokens, and pixels a dtype, in one way
+            raise ValueError(
+                f"batch {index} was collated with {theirs}, batch 0 with {mine}; collate both with "
+                "the processor of one model, and one pixel_dtype"
+            )
+    shapes = part.row_shapes()
+    for name, shape in first.row_shapes().items():
+        if shapes.get(name, shape) != shape:
+            raise ValueError(
+                f"{name} of batch {index} has row shape {shapes[name]}, of batch 0 {shape}; "
+                "collate them together, or with fixed_width=True"
+            )
+
+
+def _check_metadata(
+    index: int, part: Storage, first: Storage, overrides: Mapping[str, Any]
+) -> None:
+    for kind in ("row_metadata", "metadata"):
+        odd = getattr(first, kind).keys() ^ getattr(part, kind).keys()
+        if odd:
+            raise ValueError(f"only one of batch 0 and batch {index} has the {kind} {sorted(odd)}")
+    pairs = {key: (value, part.metadata[key]) for key, value in first.metadata.items()}
+    differ = {key: pair for key, pair in pairs.items() if not equal(*pair)}
+    if "loss_mask_divisor" in differ:
+        mine, theirs = differ["loss_mask_divisor"]
+        raise ValueError(
+            f"loss_mask_divisor is {mine} in batch 0 and {theirs} in batch {index}, so their masks "
+            "are divided by different numbers; collate them together, or with normalize_loss=False"
+        )
+    found = [
+        f"metadata[{k!r}] is {a!r}, {b!r}" for k, (a, b) in differ.items() if k not in overrides
+    ]
+    if found:
+        raise ValueError(
+            f"batches 0 and {index} disagree: {', '.join(found)}; pass metadata={{...}} with these "
+            "keys to say what the whole shall have"
+        )
+
+
+def _check_one_collation(parts: Sequence[Storage]) -> None:
+    """Parts of one batch name different examples; batches collated apart each begin at 0."""
+    owner: dict[tuple[int, int], int] = {}
+    for i, part in enumerate(parts):
+        columns: list[Any] = [
+            part.row_metadata.get(key) for key in ("example_indices", "example_starts")
+        ]
+        if not all(isinstance(column, Ragged) for column in columns):
+            return
+        for piece in zip(*(column.values.tolist() for column in columns), strict=True):
+            if owner.setdefault(piece, i) != i:
+                raise ValueError(
+                    f"batches {owner[piece]} and {i} both have an example {piece[0]}: they were "
+                    "collated apart, so their num_loss_tokens is not that of the whole; collate "
+                    "them together, or pass metadata={'num_loss_tokens': ...}"
+                )
+
+
+def padded(storage: Storage, added: int) -> Storage:
+    """With ``added`` rows at the end, which have nothing to train and nothing to count.
+
+    They repeat row 0, so that every model can run them, and have no loss, no response, no route and
+    no sub-sequence.
+    """
+    if storage.columns is not None and "sub_seq_lengths" not in storage.given:
+        # from the columns, it would count the segments that are repeated
+        lengths = make_field("sub_seq_lengths", storage.columns, {}, storage.metadata)
+        storage = storage.with_given({"sub_seq_lengths": lengths})
+    num_dummy_rows = storage.metadata.get("num_dummy_rows", 0) + added
+    return Storage(
+        None if storage.columns is None else _padded_columns(storage.columns, added),
+        _padded_given(storage, added),
+        {k: _padded_row_metadata(k, value, added) for k, value in storage.row_metadata.items()},
+        {**storage.metadata, "num_dummy_rows": num_dummy_rows},
+    )
+
+
+def _repeated(value: Any, added: int) -> Any:
+    """A copy with row 0 again ``added`` times at the end."""
+    return take(value, np.append(np.arange(len(value)), np.zeros(added, dtype=np.int64)))
+
+
+def _with_empty_rows(ragged: Ragged, added: int) -> Ragged:
+    """The same rows, and ``added`` empty ones after them: values are shared."""
+    return Ragged(ragged.values, np.append(ragged.offsets, [ragged.offsets[-1]] * added))
+
+
+def _filled(ragged: Ragged, added: int, value: int) -> Ragged:
+    ragged.values[ragged.offsets[-1 - added] :] = value
+    return ragged
+
+
+def _padded_columns(columns: Columns, added: int) -> Columns:
+    untrained = {"loss_weights": 0, "labels": IGNORE_INDEX}
+
+    def column(name: str, values: Ragged) -> Ragged:
+        if not isinstance(columns.specs[name], PerToken | PerImage):
+            return _with_empty_rows(values, added)
+        repeated = _repeated(values, added)
+        return _filled(repeated, added, untrained[name]) if name in untrained else repeated
+
+    def counts(name: str, segments: Any) -> Any:
+        repeated = _repeated(segments, added)
+        return _filled(repeated, added, 0) if name in ("responses", "routed") else repeated
+
+    return columns.change(column, counts)
+
+
+def _padded_given(storage: Storage, added: int) -> dict[str, Any]:
+    """Dense fields; those that have a column are padded as it is.
+
+    Those not named above repeat row 0, but floating-point fields whose rows have the shape of a
+    mask's (values, log-probabilities) hold 0.
+    """
+    shapes = storage.row_shapes()
+    masks = [shapes[name] for name in _LOSS_MASKS if name in shapes]
+    specs = {} if storage.columns is None else storage.columns.specs
+    given: dict[str, Any] = {}
+    for name, field in storage.given.items():
+        spec = specs.get(name)
+        if isinstance(field, Ragged):
+            is_empty = name in _EMPTY or isinstance(spec, PerExample)
+            given[name] = (_with_empty_rows if is_empty else _repeated)(field, added)
+            continue
+        given[name] = new = _repeated(field, added)
+        if isinstance(spec, PerResponseToken):
+            new[-added:] = spec.pad
+        elif name in _FILL or (field.is_floating_point() and list(field.shape[1:]) in masks):
+            new[-added:] = _FILL.get(name, 0)
+        elif name == "rollout_expert_indices":  # what pads hold: no expert is there twice
+            new[-added:] = torch.arange(field.shape[-1], device=field.device)
+    return given
+
+
+def _padded_row_metadata(key: str, value: Any, added: int) -> Any:
+    if isinstance(value, Ragged):
+        return _with_empty_rows(value, added)
+    repeated = _repeated(value, added)
+    if key == "is_last_step":
+        repeated[-added:] = [True] * added if isinstance(repeated, list) else True
+    return repeated
+
+
+def cells_per_row(storage: Storage) -> np.ndarray | None:
+    """int64 [R], the cells that each row alone would be trimmed to; None without ``input_ids``.
+
+    Packed rows, and those of a Batch that was built from dense tensors, keep their width.
+
+    >>> cells_per_row(Storage(None, {"input_ids": torch.zeros(2, 5, dtype=torch.int64)}))
+    array([5, 5])
+    """
+    if storage.columns is not None and not storage.columns.placement.is_packed:
+        return storage.columns.placement.segments["lengths"].values.astype(np.int64)
+    shape = storage.row_shapes().get("input_ids")
+    return None if shape is None else np.full(storage.num_rows, shape[0], dtype=np.int64)
+
+
+def trimmed(storage: Storage, *, multiple_of: int = 1) -> Storage:
+    """The same rows without the padding, left or right, that none of them needs.
+
+    The width is that of the longest row, rounded up to ``multiple_of``, which divides the width
+    that they have; ``metadata["response_length"]`` that of the longest response. Columns are
+    shared, integers say where they lie now. Fields that are stored as they are (given, or changed
+    in place) are cut where their rows are as wide as the rows or as the responses: views.
+    """
+    columns = storage.columns
+    if columns is None or columns.placement.is_packed:
+        return storage
+    before = columns.placement
+    starts, lengths, responses = (
+        before.segments[name].values for name in ("starts", "lengths", "responses")
+    )
+    width = -(-int(lengths.max()) // multiple_of) * multiple_of
+    is_left_padded = bool((starts + lengths == before.width).all())
+    first = before.width - width if is_left_padded else 0
+    stop = first + width
+    kept = before.response_length - (before.width - stop)  # columns of [R, A], up to there
+    begins = (starts + lengths - responses)[responses > 0]
+    longest = stop - int(begins.min(initial=stop - 1))
+    if "loss_mask" in storage.given:  # it may train more than the responses
+        longest = width
+    response_length = max(0, min(longest, kept, width - 1))  # nothing predicts the first cell
+
+    def moved(name: str, of: Any) -> Any:
+        return Ragged(of.values - first, of.offsets) if name == "starts" else of
+
+    cells, of_responses = slice(first, stop), slice(kept - response_length, kept)
+    sizes = {"width": width, "response_length": response_length}
+    return Storage(
+        columns.change(lambda _, column: column, moved, **sizes),
+        {k: _cut(k, field, before, cells, of_responses) for k, field in storage.given.items()},
+        storage.row_metadata,
+        {**storage.metadata, "response_length": response_length},
+    )
+
+
+def _cut(name: str, field: Field, before: Placement, cells: slice, of_responses: slice) -> Field:
+    if not isinstance(field, Tensor) or field.ndim < 2:
+        return field
+    if name == "mrope_position_ids":  # [R, 4, W]
+        return field[..., cells]
+    if field.shape[1] == before.width:
+        return field[:, cells]
+    return field[:, of_responses] if field.shape[1] == before.response_length else field
