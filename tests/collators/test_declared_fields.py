@@ -361,6 +361,14 @@ def test_what_a_vision_model_reads_is_not_declared(name: str) -> None:
             make(0, fields=fields, vision=vision)
 
 
+def test_a_declared_field_keeps_its_name() -> None:
+    """``logprobs`` of rollouts have another one in a batch; of an SFT example it is a user's."""
+    collate = PaddedCollator(0, fields={"logprobs": PerToken(torch.float32)})
+    batch = collate([{"input_ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, -0.5]}])
+    assert batch["logprobs"].tolist() == [[0.0, -0.5]]
+    assert "rollout_logprobs" not in batch
+
+
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_float64_stays_what_it_is(container: str) -> None:
     exact = [0.1, 1 / 3, 1e300]

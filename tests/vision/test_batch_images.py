@@ -33,6 +33,7 @@ from tests.vision.oracle_images import (
 from torch_collate_kit import PackedCollator, PaddedCollator, ParallelLayout
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.vision import VisionLayout
 
@@ -286,3 +287,20 @@ def test_truncated_examples_keep_their_first_images(family: str) -> None:
             assert_equals_oracle(batch, expected)
             checked += 1
     assert checked > 10
+
+
+@pytest.mark.parametrize("form", ["lists", "arrays", "columns"])
+def test_a_cut_looks_at_the_images_of_its_own_example(form: str) -> None:
+    """The second example ends before its image, which does not fit; the first one has none."""
+    ids: Any = [[70] * 8, [71, 71, TOKEN, TOKEN, TOKEN, 71, 71, 71]]
+    if form == "arrays":
+        ids = [np.array(row) for row in ids]
+    elif form == "columns":
+        ids = Ragged.from_rows(ids)
+    examples = {"input_ids": ids, "pixel_values": [None, np.zeros((1, 3, 2, 2))]}
+    collate = PackedCollator(
+        0, vision=LAYOUTS["gemma3"], max_tokens=4, overflow="truncate", train_all=True
+    )
+    batch = collate(examples)
+    rows = sorted(row[row != 0].tolist() for row in batch["input_ids"])
+    assert rows == [[70] * 4, [71, 71]]
