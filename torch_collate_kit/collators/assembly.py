@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -11,16 +11,17 @@ import torch
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
-from torch_collate_kit.batch.placement import Placement
+from torch_collate_kit.batch.placement import Placement, padded, whole_examples
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import unchecked
 from torch_collate_kit.reading.entries import DeclaredFields
-from torch_collate_kit.reading.examples import PlacedColumns
+from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = [
     "assemble",
     "made_of_images",
+    "one_per_row",
     "own_fields",
     "pad_token_id_of",
     "vision_of",
@@ -29,6 +30,23 @@ __all__ = [
 # Dtypes that torch computes with; of the others it has little more than the name.
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _DTYPES = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+_NOTHING_LOST: dict[str, Any] = {  # metadata of a layout that has a row for every example
+    "num_dummy_rows": 0,
+    "num_dropped": 0,
+    "num_cut": 0,
+    "dropped": (),
+    "cut": (),
+}
+
+
+class Padding(Protocol):
+    """What collators of one example per row are told."""
+
+    pad_token_id: int
+    pad_to_multiple_of: int | None
+    normalize_loss: bool
+    vision: VisionLayout | None
 
 
 def vision_of(tokenizer: Any, vision: VisionLayout | None) -> VisionLayout | None:
@@ -125,6 +143,31 @@ def pad_token_id_of(tokenizer: Any) -> int:
     if pad_token_id < 0:
         raise ValueError(f"pad_token_id must be 0 or more, got {pad_token_id}; embeddings index it")
     return pad_token_id
+
+
+def one_per_row(
+    collator: Padding,
+    examples: ExampleColumns,
+    names: tuple[str, ...],
+    padding_side: Literal["left", "right"],
+) -> Batch:
+    """The Batch with one example per row. ``names`` are its fields."""
+    lengths, multiple = examples.lengths, collator.pad_to_multiple_of or 1
+    width = -(-int(lengths.max()) // multiple) * multiple
+    placed = examples.place(whole_examples(lengths))
+    # the widest run of cells from a row's first response token to its end
+    pads = 0 if padding_side == "left" else width - lengths
+    num_actions = placed.counts["responses"]
+    longest = int(np.where(num_actions > 0, num_actions + pads, 0).max())
+    segments = padded(placed.counts, width, padding_side=padding_side)
+    return assemble(
+        placed,
+        Placement(width, longest, collator.pad_token_id, False, segments, collator.vision),
+        names,
+        normalize_loss=collator.normalize_loss,
+        row_metadata=examples.per_example,
+        metadata={"num_examples": len(lengths), **_NOTHING_LOST},
+    )
 
 
 def assemble(

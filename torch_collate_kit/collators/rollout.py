@@ -1,0 +1,102 @@
+"""Rollouts of a policy, one per row: the layout of RL training."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+
+from torch_collate_kit._checks import checked_bool, checked_optional_int
+from torch_collate_kit._reprs import call_repr, changed_settings
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators.assembly import (
+    made_of_images,
+    one_per_row,
+    own_fields,
+    pad_token_id_of,
+    vision_of,
+)
+from torch_collate_kit.reading.entries import DeclaredFields
+from torch_collate_kit.reading.raw import ROLLOUT_KEYS, Examples
+from torch_collate_kit.reading.reader import read_columns
+from torch_collate_kit.vision import VisionLayout
+
+__all__ = ["RolloutCollator"]
+
+_FIELDS = ("input_ids", "attention_mask", "position_ids")
+_MADE = ("response_mask", "rollout_logprobs", "router_padding_mask", "sub_seq_lengths", "labels")
+
+
+class RolloutCollator:
+    """Collate rollouts into one left-padded block, with right-aligned tensors of the responses.
+
+    A rollout has ``prompt_ids``, ``response_ids``, ``rewards`` (one number, which goes to the last
+    token, or one per response token) and ``loss_mask`` (one weight per response token).
+    docs/contract.md has the keys that it may have, and the fields of the batch.
+
+    Args:
+        tokenizer: an int pad id, or anything with ``pad_token_id``; of a vision-language model its
+            processor.
+        max_seq_len: warn of rollouts with more tokens than this; nothing is cut.
+        pad_to_multiple_of: round the width up to a multiple of it.
+        normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
+        fields: what else to read, by key: PerToken, PerResponseToken or PerExample, with a dtype.
+        vision: how the images of a vision-language model become tokens; that of ``tokenizer`` if it
+            is a processor.
+
+    Calling it takes a list of rollouts or a mapping of columns, and returns a new
+    :class:`~torch_collate_kit.batch.Batch`. Inputs are copied.
+
+    Raises:
+        DataError: a rollout is wrong.
+        ValueError, TypeError: a setting is wrong.
+
+    >>> good = {"prompt_ids": [5, 6], "response_ids": [7, 8], "rewards": 1.0, "loss_mask": [1, 1]}
+    >>> RolloutCollator(0)([good])["rewards"]
+    tensor([[0., 1.]])
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        max_seq_len: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        normalize_loss: bool = False,
+        fields: DeclaredFields | None = None,
+        vision: VisionLayout | None = None,
+    ) -> None:
+        self.pad_token_id = pad_token_id_of(tokenizer)
+        self.vision = vision_of(tokenizer, vision)
+        self.max_seq_len = checked_optional_int(
+            "max_seq_len", max_seq_len, hint="None switches it off"
+        )
+        self.pad_to_multiple_of = checked_optional_int(
+            "pad_to_multiple_of", pad_to_multiple_of, hint="None switches it off"
+        )
+        self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
+        self.fields = own_fields(fields, (*ROLLOUT_KEYS, *_FIELDS, *_MADE), self.vision)
+
+    def __repr__(self) -> str:
+        return call_repr(self, str(self.pad_token_id), **changed_settings(self))
+
+    def __call__(self, examples: Examples) -> Batch:
+        rollouts = read_columns(examples, rollouts=True, fields=self.fields, vision=self.vision)
+        if self.max_seq_len is not None:
+            _warn_of_long(rollouts.lengths, self.max_seq_len)
+        made = made_of_images(self.vision)
+        names = (*_FIELDS, *made, *rollouts.names, "sub_seq_lengths")
+        return one_per_row(self, rollouts, names, "left")
+
+
+def _warn_of_long(lengths: np.ndarray, max_seq_len: int) -> None:
+    num_long = int(np.count_nonzero(lengths > max_seq_len))
+    if num_long:
+        i = int(lengths.argmax())
+        warnings.warn(
+            f"{num_long} of {len(lengths)} rollouts are longer than max_seq_len={max_seq_len}; the "
+            f"longest is example {i} with {lengths[i]} tokens. Nothing was cut; limit the tokens "
+            "that are generated, or filter such rollouts out",
+            stacklevel=3,
+        )
