@@ -353,7 +353,8 @@ def test_fsdp_on_a_cpu_is_not_ddp_in_silence(
 ) -> None:
     before = "import os; os.environ['ACCELERATE_USE_FSDP'] = 'true'"
     assert server.run(short, tmp_path / "out", 2, before=before) == [1, 1]
-    assert "Accelerate shards on GPUs only" in said(tmp_path / "out", 1)
+    # rank 0, which holds the store: the other may find it gone while it joins
+    assert "Accelerate shards on GPUs only" in said(tmp_path / "out", 0)
 
 
 def test_killed_three_times_and_resumed(server: RankServer, short: str, tmp_path: Path) -> None:
