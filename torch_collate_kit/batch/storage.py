@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ __all__ = ["Storage"]
 
 Key = tuple[str, str]
 _SMALL = 2048  # bytes
+_ARRAYS: Key = ("arrays", "")
 _MORE_MEMORY = (
     "where shared memory is full, give the container more of it (docker run --shm-size=8g), or "
     "take fewer workers, a lower prefetch_factor or smaller batches"
@@ -201,19 +203,27 @@ class Storage:
         A pipe holds 64 KB. What does not fit waits there for the reader, and then the worker copies
         its next batch while the reader waits to get the memory of this one: 3 ms of 12 MB.
         """
-        arrays: dict[Key, Any] = {}
+        arrays: list[memoryview] = []
 
         def is_small(array: pickle.PickleBuffer) -> bool:  # it stays in the message, then
             if len(content := array.raw()) < _SMALL:
                 return True
-            arrays["array", str(len(arrays))] = torch.frombuffer(content, dtype=torch.uint8)
+            arrays.append(content)
             return False
 
         items = self.items()
         parts = slots_of(items), *others
         message = pickle.dumps(parts, protocol=5, buffer_callback=is_small)
-        buffer, slots = gather(items | arrays, share=True)
-        return _received, (buffer, [slots[key] for key in arrays], message)
+        joined = torch.from_numpy(np.frombuffer(bytearray().join(arrays), dtype=np.uint8))
+        buffer, slots = gather({**items, _ARRAYS: joined}, share=True)
+        stops = slots[_ARRAYS].start + np.cumsum([0, *map(len, arrays)])
+        return _received, (buffer, stops.tolist(), message)
+
+
+def _received(buffer: Tensor, stops: list[int], message: bytes) -> Storage:
+    content = buffer.numpy()
+    arrays = [content[a:b].copy() for a, b in pairwise(stops)]  # they may outlive the batch
+    return _rebuilt(buffer, *pickle.loads(message, buffers=arrays))
 
 
 def _owned(values: dict[str, Any]) -> dict[str, Any]:
@@ -222,13 +232,6 @@ def _owned(values: dict[str, Any]) -> dict[str, Any]:
         k: v.clone() if isinstance(v, Tensor) and v.nbytes < v.untyped_storage().nbytes() else v
         for k, v in values.items()
     }
-
-
-def _received(buffer: Tensor, slots: list[Slot], message: bytes) -> Storage:
-    content = buffer.numpy()
-    spans = [slice(slot.start, slot.start + slot.shape[0]) for slot in slots]
-    arrays = [content[span].copy() for span in spans]  # they may outlive the batch
-    return _rebuilt(buffer, *pickle.loads(message, buffers=arrays))
 
 
 def _not_sent(nbytes: int, error: str, way_out: str) -> Any:
