@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from torch_collate_kit import PrefetchingSampler, PrefetchLoader
 from torch_collate_kit.loading import StepTimes
+from torch_collate_kit.loading.prefetch import async_collator, waits
 from torch_collate_kit.loading.prefetch import loader as loader_module
-from torch_collate_kit.loading.prefetch import read_ahead, waits
 from torch_collate_kit.loading.prefetch.waits import BuildTimes, Timeline
 
 
@@ -35,7 +35,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    for module in (loader_module, read_ahead, waits):
+    for module in (loader_module, async_collator, waits):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     return clock
 

@@ -13,9 +13,9 @@ import torch
 from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
 from torch_collate_kit._reprs import call_repr
 from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.prefetch.async_collator import END, ReadAhead
 from torch_collate_kit.loading.prefetch.device_copy import device_copy
 from torch_collate_kit.loading.prefetch.positioned import LoaderPosition
-from torch_collate_kit.loading.prefetch.read_ahead import END, ReadAhead
 from torch_collate_kit.loading.prefetch.resumable_loaders import resumable_loader
 from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExample, SkippedExamples
 from torch_collate_kit.loading.prefetch.waits import StepTimes, Timeline, checked_seconds
