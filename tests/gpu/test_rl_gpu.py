@@ -34,7 +34,8 @@ def batch() -> Batch:
 
 @pytest.mark.parametrize("estimator", [*OUTCOME, "gae", "reinforce++"])
 def test_advantages(batch: Batch, estimator: str) -> None:
-    rewards, mask, last = batch["rewards"], batch["response_mask"], [True] * len(batch)
+    rewards = batch["rewards"].abs()  # maxrl takes no others
+    mask, last = batch["response_mask"], [True] * len(batch)
     values = torch.rand_like(rewards) if estimator == "gae" else None
     options: dict[str, Any] = {"estimator": estimator, "epsilon": 0.5, "group_of_one": "score"}
     on_host = compute_advantages(rewards, mask, UIDS, values=values, **options)

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.no_waiting import NoWaiting
 from tests.strategies import FUZZ
 from tests.vision.alone import mrope_positions
 from tests.vision.batches import cells_of, examples_of, layout_of, padded
@@ -242,27 +242,6 @@ def test_positions_of_rollouts_go_over_prompt_and_response() -> None:
 
 # --- devices -------------------------------------------------------------------------------------
 
-WAITING = ("_local_scalar_dense", "nonzero", "_unique", "masked_select", "item", "is_nonzero")
-
-
-class _NoWaiting(TorchDispatchMode):
-    """Refuses what must know values of a device, and copies to the host."""
-
-    seen = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        assert not any(name.startswith(odd) for odd in WAITING), name
-        if name.startswith("index"):  # a mask must be counted
-            masks = [a for of in args if isinstance(of, list | tuple) for a in of if a is not None]
-            assert all(mask.dtype not in (torch.bool, torch.uint8) for mask in masks), name
-        result = func(*args, **(kwargs or {}))
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        if any(t.is_meta for t in tensors) and isinstance(result, Tensor):
-            assert result.is_meta, f"{name} brings values to the host"
-        self.seen += 1
-        return result
-
 
 def _tensor(field: Any) -> Tensor:
     tensor: Tensor = field if isinstance(field, Tensor) else field.values
@@ -271,7 +250,7 @@ def _tensor(field: Any) -> Tensor:
 
 def test_the_mode_sees_what_waits() -> None:
     for wait in (lambda t: t.item(), lambda t: t.nonzero(), lambda t: t[t > 0]):
-        with pytest.raises(AssertionError), _NoWaiting():
+        with pytest.raises(AssertionError), NoWaiting():
             wait(torch.ones(1))
 
 
@@ -283,7 +262,7 @@ def test_no_field_of_images_waits_for_the_device(kind: str) -> None:
     batch = collators_of(SMALL, examples)[kind](examples)
     for part in (batch, batch[:1], batch.select([len(batch) - 1])):
         moved = part.to("meta")
-        with _NoWaiting() as mode:
+        with NoWaiting() as mode:
             fields = {name: moved[name] for name in moved}
             inputs = moved.model_inputs("sdpa", labels=False)
         assert mode.seen > 10
@@ -298,6 +277,6 @@ def test_no_field_of_images_waits_for_the_device(kind: str) -> None:
 def test_no_field_of_other_families_waits_for_the_device(name: str) -> None:
     family = FAMILIES[name]
     moved = padded(family, examples_of(name)).to("meta")
-    with _NoWaiting():
+    with NoWaiting():
         inputs = moved.model_inputs("sdpa")
     assert inputs["pixel_values"].is_meta
