@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv sft grpo vlm kills notebooks test test-bare test-oldest test-sdist dropin dist why bench gpu docs check format clean
+.PHONY: venv sft grpo vlm kills chains notebooks test test-bare test-oldest test-sdist dropin dist why bench gpu docs check format clean
 
 # Launched once per GPU, or once on a CPU; all options are given, or the launcher prints a page about its defaults.
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
@@ -32,9 +32,15 @@ grpo: $(VENV)/.installed
 vlm: $(VENV)/.installed
 	$(LAUNCH) examples/vlm_sft.py $(ARGS)
 
-# Two-rank runs of sft.py, killed twenty times, half of them while they save, and resumed.
+# Before a release: the tests that take long, on up to four ranks, and two-rank runs of sft.py that are
+# killed twenty times, half of them while they save, and resumed.
 kills: $(VENV)/.installed
+	$(BIN)/python -m pytest -m release
 	$(BIN)/python -m tests.examples.kills $(ARGS)
+
+# Before a release: random chains of runs that stop, resume and change their ranks, against plain Python.
+chains: $(VENV)/.installed
+	$(BIN)/python -m tests.loading.chains --chains 1000 --with-workers 10 $(ARGS)
 
 # One of them: make notebooks ARGS=notebooks/02_packing.ipynb
 notebooks: $(VENV)/.installed
@@ -84,7 +90,7 @@ build/dropin/.installed: setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 dropin: build/dropin/.installed
-	build/dropin/bin/python -m pytest tests/dropin $(ARGS)
+	build/dropin/bin/python -m pytest -m "" tests/dropin $(ARGS)
 
 # Peers in an environment of their own; the two with --no-deps would replace torch. axolotl packs in numba.
 build/bench/.installed: setup.cfg pyproject.toml constraints.txt

@@ -23,6 +23,8 @@ from gpu.saved import Results
 from gpu.tables import write_page
 from gpu.where import Where
 
+pytestmark = pytest.mark.release
+
 WHERE = Where(torch.device("cpu"), is_tiny=True)
 MEASURED = ("fields", "head-loss", "launches", "logits-0.6B")
 

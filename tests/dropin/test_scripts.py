@@ -18,14 +18,15 @@ from tests.dropin.launching import load_script, run_script, skip_without
 
 tiny = load_script("tiny")
 
+RELEASE = pytest.mark.release
 # Script, ranks, packages that the stack needs beside those of the tests.
 SCRIPTS = [
-    pytest.param("ddp", 2, (), id="ddp on 2 ranks"),
+    pytest.param("ddp", 2, (), id="ddp on 2 ranks", marks=RELEASE),
     pytest.param("accelerate_loader", 1, (), id="accelerate_loader"),
     pytest.param("accelerate_loader", 2, (), id="accelerate_loader on 2 ranks"),
-    pytest.param("controller", 1, (), id="controller"),
+    pytest.param("controller", 1, (), id="controller", marks=RELEASE),
     pytest.param("sft_trainer", 1, ("trl", "peft"), id="sft_trainer"),
-    pytest.param("sft_trainer", 2, ("trl", "peft"), id="sft_trainer on 2 ranks"),
+    pytest.param("sft_trainer", 2, ("trl", "peft"), id="sft_trainer on 2 ranks", marks=RELEASE),
     pytest.param("lightning_fit", 1, ("lightning",), id="lightning_fit"),
     pytest.param("lightning_fit", 2, ("lightning",), id="lightning_fit on 2 ranks"),
     pytest.param("ray_train", 1, ("ray",), id="ray_train"),
@@ -33,7 +34,9 @@ SCRIPTS = [
 STREAMS = [
     pytest.param("stateful_loader", 1, ("torchdata",), id="stateful_loader"),
     pytest.param("accelerate_stream", 1, ("torchdata",), id="accelerate_stream"),
-    pytest.param("accelerate_stream", 2, ("torchdata",), id="accelerate_stream on 2 ranks"),
+    pytest.param(
+        "accelerate_stream", 2, ("torchdata",), id="accelerate_stream on 2 ranks", marks=RELEASE
+    ),
     pytest.param("lightning_stream", 1, ("lightning", "torchdata"), id="lightning_stream"),
     pytest.param("ray_data", 1, ("ray",), id="ray_data"),
 ]

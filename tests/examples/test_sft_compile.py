@@ -228,6 +228,7 @@ def read_results(folder: Path) -> dict[str, Any]:
     return {"losses": [step["loss"] for step in steps], "summary": summary}
 
 
+@pytest.mark.release
 def test_a_run_compiles_once_and_evaluates_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

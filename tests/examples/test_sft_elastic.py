@@ -33,6 +33,7 @@ def one_rank(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[s
     return run(f"{BASE} {' '.join(OPTIONS)}", folder), folder
 
 
+@pytest.mark.release
 def test_from_one_rank_to_two_and_back(
     one_rank: tuple[dict[str, Any], Path], run: Run, tmp_path: Path
 ) -> None:
@@ -67,6 +68,7 @@ def test_the_examples_of_a_step_are_printed(
         assert all(one["text"].strip() for one in found)
 
 
+@pytest.mark.release
 def test_rows_planned_for_more_ranks(run: Run, tmp_path: Path) -> None:
     """On two ranks the rows, and so the padding of every step, that one rank has."""
     options = ("--max-steps", "3", "--rows-multiple-of", "4")

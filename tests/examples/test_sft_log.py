@@ -124,6 +124,7 @@ def test_killed_before_its_results(base: Path, tmp_path: Path) -> None:
     assert (folder / "model").is_dir()
 
 
+@pytest.mark.release
 def test_two_ranks_write_one_log(base: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     options = f"{TINY} --checkpoint-every 3 --log-with tensorboard --output-dir {folder}"

@@ -201,6 +201,7 @@ def test_resume_is_exact(run: Run, options: str, trained: Path, tmp_path: Path) 
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+@pytest.mark.release
 def test_two_ranks_have_the_losses_of_one(options: str, trained: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", "2", str(EXAMPLES_FOLDER / "sft.py"), *options.split()]

@@ -102,6 +102,7 @@ def alone(server: RankServer, options: str, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_four_ranks_train_as_one(
     server: RankServer, options: str, alone: Path, tmp_path: Path, sharded: bool
@@ -155,6 +156,7 @@ checkpoints.set_seed = watch
 """
 
 
+@pytest.mark.release
 def test_parts_go_to_another_number_of_ranks(
     server: RankServer, short: str, tmp_path: Path
 ) -> None:
@@ -185,6 +187,7 @@ synthetic_chat.exact_match = watch
 """
 
 
+@pytest.mark.release
 def test_sharded_weights_generate_and_are_saved_whole(
     server: RankServer, short: str, tmp_path: Path
 ) -> None:
@@ -209,6 +212,7 @@ def test_sharded_weights_generate_and_are_saved_whole(
     assert sizes[0] == sizes[1]  # a tied head is saved once
 
 
+@pytest.mark.release
 def test_less_memory_changes_nothing(server: RankServer, short: str, tmp_path: Path) -> None:
     """Activations made again, as the option of sft.py or as that of the configuration does it."""
     few = f"{short} --max-steps 3"
@@ -227,6 +231,7 @@ trained_model.weight_dtype = lambda args: torch.bfloat16
 """
 
 
+@pytest.mark.release
 def test_adapters_in_parts(server: RankServer, short: str, tmp_path: Path) -> None:
     """In fp32 beside frozen weights, which on a GPU are in bf16, are sharded too, and not saved."""
     pytest.importorskip("peft")
@@ -254,6 +259,7 @@ accelerate.Accelerator.__init__ = in_bf16
 """
 
 
+@pytest.mark.release
 def test_bf16_is_of_the_products_alone(server: RankServer, short: str, tmp_path: Path) -> None:
     """Weights are saved in fp32, and the loss is not one of the few numbers of bf16."""
     few = f"{short} --max-steps 3"
@@ -357,6 +363,7 @@ def test_fsdp_on_a_cpu_is_not_ddp_in_silence(
     assert "Accelerate shards on GPUs only" in said(tmp_path / "out", 0)
 
 
+@pytest.mark.release
 def test_killed_three_times_and_resumed(server: RankServer, short: str, tmp_path: Path) -> None:
     """All ranks in a save, or one rank in a step; DDP and FSDP2: the bits of a run let alone."""
     rng = random.Random(0)

@@ -135,6 +135,7 @@ def test_the_layers_of_the_text_model_are_compiled_once(
     assert compiled["losses"] == pytest.approx(base[0]["losses"], rel=1e-5)
 
 
+@pytest.mark.release
 def test_two_ranks_have_the_losses_of_one(
     base: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
@@ -148,6 +149,7 @@ def test_two_ranks_have_the_losses_of_one(
     assert found["summary"]["tokens"] == base[0]["summary"]["tokens"]
 
 
+@pytest.mark.release
 def test_two_ranks_whose_last_rows_have_no_image(run: Run, tmp_path: Path) -> None:
     """The vision tower has gradients only from earlier rows, or none: DDP must not wait for it."""
     records = drawn_images.make_records(300, seed=0, turns=1)
