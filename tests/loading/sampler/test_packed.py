@@ -324,10 +324,12 @@ def test_a_mask_cannot_be_divided_by_what_is_not_known():
 
 
 def test_lengths_and_counts_that_are_not_those_of_the_dataset():
-    other = TokenizedDataset([{"input_ids": [1] * 3, "loss_mask": [0, 0, 1]}] * 13)
-    part = next(iter(make_sampler(shuffle=False)))
-    with pytest.raises(DataError, match=r"example \d of the dataset has 3 tokens, the sampler was"):
-        make_collator()(other.__getitems__(part))
+    for length in (3, max(LENGTHS)):  # some of the sampler's are longer, then all are shorter
+        rows = [{"input_ids": [1] * length, "loss_mask": [0] * (length - 1) + [1]}] * 13
+        part = next(iter(make_sampler(shuffle=False)))
+        message = rf"example \d of the dataset has {length} tokens, the sampler was"
+        with pytest.raises(DataError, match=message):
+            make_collator()(TokenizedDataset(rows).__getitems__(part))
     part = next(iter(make_sampler(num_loss_tokens=np.zeros(13, dtype=int), shuffle=False)))
     message = r"the examples at \[.*\] of the dataset have \d loss tokens, the sampler was told 0;"
     with pytest.raises(DataError, match=message):

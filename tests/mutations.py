@@ -1,0 +1,164 @@
+"""Plant faults in the package, one at a time, and see whether the tests notice.
+
+    python -m tests.mutations [--only packing,rl] [--list]
+
+Each fault replaces a text that stands once in a file of the package, in a copy of the checkout,
+and runs the tests named beside it. Caught: a test fails. Missed: all pass. The exit code is the
+number of faults missed. A fault whose text is gone is an error: plant it where the code is now, or
+remove it with the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Fault(NamedTuple):
+    """A text of a file that is replaced, and the tests that should notice."""
+
+    path: str
+    before: str
+    after: str
+    tests: str
+
+
+FAULTS = [
+    # packing
+    Fault("packing/strategies.py", "if key >= sizes[-2]", "if key > sizes[-2]", "packing"),
+    Fault("packing/strategies.py", "node += space[node] < size", "node += space[node] <= size", "packing"),
+    Fault("packing/strategies.py", 'sums + most, side="right") - 1', 'sums + most, side="left") - 1', "packing"),
+    Fault("packing/strategies.py", "np.arange(len(ends)) + limits.pieces", "np.arange(len(ends)) + limits.pieces + 1", "packing"),
+    Fault("packing/balance.py", "for tokens, patches in (dealt, before)", "for tokens, patches in (before, dealt)", "packing"),
+    Fault("packing/balance.py", "np.where(patches > 0, limits.tokens, limits.text)", "np.where(patches > -1, limits.tokens, limits.text)", "packing"),
+    Fault("packing/rank_plan.py", "int(np.delete(num_loss_tokens, plan.dropped).sum())", "int(num_loss_tokens.sum())", "packing loading/sampler"),
+    Fault("packing/rank_plan.py", "first = self.plan.rank_rows(self.rank * each)", "first = self.plan.rank_rows(self.rank)", "packing loading/sampler"),
+    Fault("packing/rank_plan.py", "wrong = np.flatnonzero(lengths != self.lengths)", "wrong = np.flatnonzero(lengths < self.lengths)", "packing loading/sampler"),
+    Fault("packing/rank_plan.py", "if not self.left_out or self.plan.num_ranks == 1:", "if True:", "packing loading/prefetch vision"),
+    # reading
+    Fault("reading/arrays.py", "flat.max() < 256", "flat.max() <= 256", "collators"),
+    Fault("reading/arrays.py", "(sizes < 1).any()", "(sizes < 0).any()", "vision"),
+    # batch
+    Fault("batch/placement.py", "first += self.segments[\"lengths\"].values - counted", "first += 0", "collators test_batch_unpack.py test_losses.py"),
+    Fault("batch/placement.py", "aligned = -(-lengths // align) * align", "aligned = lengths // align * align", "collators"),
+    Fault("batch/row_changes.py", 'untrained = {"loss_weights": 0, "labels": IGNORE_INDEX}', 'untrained = {"labels": IGNORE_INDEX}', "test_added_rows.py test_batch_changes.py"),
+    Fault("batch/row_changes.py", 'if name in ("responses", "routed")', 'if name in ("responses",)', "test_added_rows.py test_batch_changes.py"),
+    Fault("batch/row_changes.py", "if owner.setdefault(piece, i) != i:", "if owner.setdefault(piece, i) > i:", "test_batch.py test_batch_changes.py"),
+    Fault("batch/row_changes.py", "longest = stop - int(begins.min(initial=stop - 1))", "longest = stop - int(begins.max(initial=0))", "rl test_batch_changes.py"),
+    Fault("batch/row_changes.py", 'if "loss_mask" in storage.given:  # it may', 'if False:  # it may', "rl test_batch_changes.py"),
+    Fault("batch/storage.py", "raise ValueError(f\"{name} has {len(value)} rows", "print(f\"{name} has {len(value)} rows", "test_batch.py"),
+    Fault("batch/storage.py", "mask * (before / divisor)", "mask / divisor", "rl test_batch.py test_batch_changes.py"),
+    # losses
+    Fault("losses/token_loss.py", "(torch.where(mask != 0, nll, 0) * mask.to(nll.dtype)).sum()", "(nll * mask.to(nll.dtype)).sum()", "test_losses.py"),
+    Fault("losses/token_loss.py", "cells // max(width, 1) * (last + 1 - width) + (last - width)", "cells // max(width, 1) * (last + 1 - width) + (last - width + 1)", "test_losses.py"),
+    Fault("losses/linear_nll.py", "return torch.float32 if dtype == torch.float16 else dtype", "return dtype", "test_losses_through_head.py"),
+    Fault("losses/linear_nll.py", "(loss_weights == 0)[:, None], 0)", "(loss_weights < 0)[:, None], 0)", "test_losses_through_head.py"),
+    Fault("losses/linear_nll.py", "slope.mul_(1 - capped * capped)", "slope.mul_(1 - capped)", "test_losses_through_head.py"),
+    # attention
+    Fault("attention/models.py", "if longest > window and", "if longest > window + 1 and", "test_isolation.py"),
+    Fault("attention/kernels.py", "mask.tril().triu(1 - window)", "mask.tril().triu(-window)", "test_attention.py"),
+    Fault("attention/kernels.py", "(-1 if window is None else window - 1, 0)", "(-1 if window is None else window, 0)", "test_attention.py"),
+    Fault("attention/varlen.py", "    if module.training:\n", "    if False:\n", "test_attention.py"),
+    Fault("attention/kernels.py", "if missing:\n        raise ValueError(\n            f\"cu_seq_lens_q lacks", "if False:\n        raise ValueError(\n            f\"cu_seq_lens_q lacks", "test_attention.py"),
+    Fault("attention/packed_inputs.py", "torch.diff(of_text, dim=1, prepend=of_text[:, :1]) != 1", "of_text == 0", "test_isolation.py"),
+    # rl
+    Fault("rl/groups.py", "    if last is None:\n        return ends\n", "    if last is None:\n        return ends | True\n", "rl"),
+    Fault("rl/advantages.py", "error + gamma * lam * next_advantage", "error + gamma * next_advantage", "rl"),
+    Fault("rl/advantages.py", "if len(picked) < 2:", "if len(picked) < 1:", "rl"),
+    Fault("rl/advantages.py", "deviation * (sizes / others)[groups]", "deviation", "rl"),
+    Fault("rl/advantages.py", "others = np.maximum(sizes - 1, 1)", "others = np.maximum(sizes, 1)", "rl"),
+    Fault("rl/normalization.py", "if z_score:", "if z_score and a:", "rl"),
+    Fault("rl/normalization.py", "num_units = len(tokens) if count_masked", "num_units = len(counts) if count_masked", "rl"),
+    Fault("rl/micro_batches.py", "low = middle + 1", "low = middle + 2", "rl"),
+    Fault("rl/micro_batches.py", "max(fewest_micro_batches(widths, max_tokens) for widths in of_ranks)", "min(fewest_micro_batches(widths, max_tokens) for widths in of_ranks)", "rl"),
+    Fault("rl/merging.py", "np.array_equal(prompt[: len(tokens)], tokens)", "np.array_equal(prompt[: len(tokens)], tokens[: len(prompt)])", "rl"),
+    Fault("rl/merging.py", "np.array_equal(then[: len(first)], first)", "len(then) >= len(first)", "rl"),
+    Fault("rl/staging.py", "mini.row_metadata[\"row_indices\"][stop - start :] = -1", "mini.row_metadata[\"row_indices\"][stop - start :] = start", "rl"),
+    Fault("rl/staging.py", "for name in (\"cost_per_rank\", \"vision_cost_per_rank\"):", "for name in ():", "rl collators/test_cost_per_rank.py"),
+    # loading
+    Fault("loading/sampler/shuffled.py", "return full + (rest > 0)", "return full + 1", "loading/sampler"),
+    Fault("loading/sampler/shuffled.py", "steps = [step for e, step in self._reshuffles if e == epoch]", "steps = [step for e, step in self._reshuffles if e <= epoch]", "loading/sampler"),
+    Fault("loading/sampler/orders.py", "enumerate(reshuffled_after, start=1):\n            rest", "enumerate(reshuffled_after, start=0):\n            rest", "loading/sampler"),
+    Fault("loading/sampler/orders.py", "np.random.default_rng(np.random.SeedSequence(words))", "np.random.default_rng(sum(words))", "loading/sampler"),
+    Fault("loading/sampler/epochs.py", "if step and step >= num_steps:", "if step and step > num_steps:", "loading/sampler"),
+    Fault("loading/sampler/states.py", "for i in range(0, len(counts), _BLOCK)]", "for i in range(0, len(counts), _BLOCK)][:1]", "loading/sampler"),
+    Fault("loading/dataset/tokenized.py", '"vision": self._vision}', '"vision": None}', "loading/dataset"),
+    Fault("loading/streaming/packed.py", "self._saved = copy.deepcopy(dict(state))", "self._saved = state", "loading/streaming"),
+    Fault("loading/streaming/packed.py", "return copy.deepcopy(dict(self._saved))", "return dict(self._saved)", "loading/streaming"),
+    Fault("loading/streaming/windows.py", "self._num_broken -= num_packed\n", "self._num_broken -= 0\n", "loading/streaming"),
+    Fault("loading/prefetch/async_collator.py", "if slot.step != step:", "if slot.step > step:", "loading/prefetch"),
+    Fault("loading/prefetch/async_collator.py", "named = copy.copy(batch)", "named = batch", "loading/prefetch"),
+    # collators
+    Fault("collators/packed.py", "width = self.packing.capacity if self.fixed_width", "width = self.packing.max_tokens if self.fixed_width", "collators"),
+    Fault("collators/packed.py", "if len(too_long) and self.packing.overflow != \"drop\":", "if len(too_long) and False:", "collators"),
+    Fault("collators/packed.py", "num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere(num_trained)", "num_loss_tokens_elsewhere=0", "collators loading/sampler"),
+    # chat
+    Fault("chat/tokenize.py", "first += 1  # a tag of the header", "first += 0  # a tag of the header", "chat"),
+    Fault("chat/tokenize.py", "loss_mask[first:stop] = [0] * (stop - first)", "pass", "chat_images"),
+    Fault("chat/tokenize.py", "kept = min(kept, places[num_images][0])", "pass", "chat_images"),
+    # commands
+    Fault("commands/dataset.py", "cp=options.cp", "cp=1", "test_command_line.py"),
+    Fault("commands/dataset.py", "lengths[: options.limit]", "lengths", "test_command_line.py"),
+]  # fmt: skip
+
+
+def is_caught(fault: Fault, copy: Path) -> bool:
+    """Run the tests of the fault in the copy; its file is then as it was."""
+    path = copy / "torch_collate_kit" / fault.path
+    text = path.read_text(encoding="utf-8")
+    if text.count(fault.before) != 1:
+        raise SystemExit(f"{fault.path} has {text.count(fault.before)} times {fault.before!r}")
+    path.write_text(text.replace(fault.before, fault.after), encoding="utf-8")
+    tests = [f"tests/{name}" for name in fault.tests.split()]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=600
+        )
+    except subprocess.TimeoutExpired:  # CI has a time limit
+        return True
+    finally:
+        path.write_text(text, encoding="utf-8")
+    if done.returncode not in (0, 1, 2):  # 2: the fault breaks the import of a test
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: {done.stdout[-2000:]}")
+    return done.returncode != 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="folders of the package, separated by commas")
+    parser.add_argument("--list", action="store_true", help="print the faults and plant none")
+    options = parser.parse_args()
+    folders = tuple(name + "/" for name in options.only.split(",") if name) or ("",)
+    faults = [fault for fault in FAULTS if fault.path.startswith(folders)]
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        ignored = shutil.ignore_patterns(
+            ".git", ".venv", "build", "__pycache__", "outputs", ".*_cache"
+        )
+        shutil.copytree(ROOT, copy, ignore=ignored)
+        os.environ.setdefault("TORCH_COLLATE_KIT_DATA", str(ROOT.parent / "shared" / "data"))
+        for fault in faults:
+            what = (
+                f"{fault.path}: {' '.join(fault.before.split())} -> {' '.join(fault.after.split())}"
+            )
+            caught = None if options.list else is_caught(fault, copy)
+            missed += caught is False
+            print({None: "", True: "caught ", False: "MISSED "}[caught] + what, flush=True)
+    if not options.list:
+        print(f"{len(faults) - missed} of {len(faults)} faults caught")
+    sys.exit(missed)
+
+
+if __name__ == "__main__":
+    main()
