@@ -344,7 +344,7 @@ def _reason_of_difference(packed: PackedInputs, segment: int) -> str:
         )
     if mask is not None and not is_2d(mask):
         return f"the attention_mask {shape_of(mask)} lets tokens see too much or too little"
-    if is_2d(mask) and not mask[segments.rows[segment], 0]:
+    if isinstance(mask, Tensor) and is_2d(mask) and not mask[segments.rows[segment], 0]:
         return (
             "the model reads the pads on the left as tokens (so do RecurrentGemma, RWKV and xLSTM "
             'in transformers 5.23, whatever attention_mask says); pass padding_side="right" to '
