@@ -132,17 +132,12 @@ class VisionLayout:
         elif family.has_sizes:
             settings |= _llava_settings(processor, images)
         elif family.name == "other":
-            settings["other_fields"] = tuple(getattr(images, "model_input_names", ()))
-            settings["token_fields"] = _token_fields(processor)
-            names = ("image_token_id", "image_token_index")
-            found = (getattr(config, name, None) for name in names)
-            is_id = (n for n in found if isinstance(n, int))  # Ovis2's processor says another one
-            settings["image_token_id"] = next(is_id, settings["image_token_id"])
+            settings |= _unknown_settings(processor, images, config)
         elif family.fields:
             settings["tile_size"] = _side(images)
             names = ("image_seq_length", "image_seq_len")
-            lengths = (getattr(of, name, None) for of in (processor, images) for name in names)
-            settings["tile_tokens"] = next((int(n) for n in lengths if n is not None), 0)
+            found = (getattr(of, name, None) for of in (processor, images) for name in names)
+            settings["tile_tokens"] = next((int(n) for n in found if n is not None), 0)
         return cls(**settings)
 
     @property
@@ -293,6 +288,18 @@ def _image_token_id(processor: Any) -> int | None:
     if isinstance(token, str) and tokenizer is not None:
         return int(tokenizer.convert_tokens_to_ids(token))
     return None
+
+
+def _unknown_settings(processor: Any, images: Any, config: Any) -> dict[str, Any]:
+    """Return what is known of a family that is not in the table."""
+    settings: dict[str, Any] = {
+        "other_fields": tuple(getattr(images, "model_input_names", ())),
+        "token_fields": _token_fields(processor),
+    }
+    for name in ("image_token_index", "image_token_id"):  # Ovis2's processor says another one
+        if isinstance(found := getattr(config, name, None), int):
+            settings["image_token_id"] = found
+    return settings
 
 
 def _token_fields(processor: Any) -> tuple[str, ...]:
