@@ -25,11 +25,12 @@ import numpy as np
 import peers
 import torch
 from harness import Report, Times, alternate, arguments, timed
-from image_samples import image_mix, processed, qwen3_processor, records
+from image_samples import image_mix, processed, qwen3_layout, qwen3_processor, records
 from runs import delivery, ready
 from samples import DEFAULT_DATA, real_mix
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import Qwen3VLConfig
 from vision_step import compare_steps
 
 from torch_collate_kit import PackedCollator, PaddedCollator, Ragged, pack, tokenize_chat
@@ -89,7 +90,7 @@ def collation(report: Report, examples: Examples, processor: Any, rounds: int) -
     """Processed examples: ours, the plain code, and the pixels alone."""
     pixels = [example["pixel_values"] for example in examples if "pixel_values" in example]
     for name in ("float32", "bfloat16"):
-        dtype, vision = getattr(torch, name), VisionLayout.of(processor, pixel_dtype=name)
+        dtype, vision = getattr(torch, name), qwen3_layout(processor, name)
         padded = PaddedCollator(processor, vision=vision)
         packed = PackedCollator(processor, max_tokens=MAX_TOKENS, vision=vision)
         by_hand = partial(plain, examples, processor, dtype)
@@ -144,7 +145,7 @@ def joining(report: Report, examples: Examples, processor: Any, rounds: int) -> 
         "torch.cat of bfloat16": partial(joined, pixels, torch.bfloat16),
     }
     for name in ("float32", "bfloat16"):
-        layout = VisionLayout.of(processor, pixel_dtype=name)
+        layout = qwen3_layout(processor, name)
         collate = PackedCollator(processor, max_tokens=MAX_TOKENS, vision=layout)
         makers[f"packed batch, {name}"] = partial(collate, examples)
     times = measured(makers, rounds)
@@ -169,7 +170,8 @@ def joining(report: Report, examples: Examples, processor: Any, rounds: int) -> 
 def from_records(report: Report, made: Examples, processor: Any, rounds: int) -> None:
     """Conversations with PIL images: processed in the collator, ours and TRL's."""
     padded = VisionLanguageCollator(processor)
-    packed = VisionLanguageCollator(processor, max_tokens=MAX_TOKENS)
+    config = Qwen3VLConfig()
+    packed = VisionLanguageCollator(processor, config=config, max_tokens=MAX_TOKENS)
     runs: dict[str, Callable[[], Any]] = {
         "process: tokenize_chat of each": lambda: [
             tokenize_chat(record, processor=processor) for record in made

@@ -7,11 +7,21 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3VLConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-__all__ = ["VOCABULARY", "image_mix", "patch_counts", "processed", "qwen3_processor", "records"]
+from torch_collate_kit.vision import VisionLayout
+
+__all__ = [
+    "VOCABULARY",
+    "image_mix",
+    "patch_counts",
+    "processed",
+    "qwen3_layout",
+    "qwen3_processor",
+    "records",
+]
 
 PATCH, MERGE = 16, 2
 _TOKENS = ("<pad>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
@@ -53,6 +63,11 @@ def qwen3_processor(longest_side: int) -> Any:
     limits = {"shortest_edge": 64**2, "longest_edge": longest_side**2}
     images = Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=MERGE, size=limits)
     return _Processor(image_processor=images, tokenizer=tokenizer, chat_template=_TEMPLATE)
+
+
+def qwen3_layout(processor: Any, pixel_dtype: str = "float32") -> VisionLayout:
+    """That of Qwen3-VL; other models have its processor, too."""
+    return VisionLayout.of(processor, Qwen3VLConfig(), pixel_dtype=pixel_dtype)
 
 
 def _drawn(rng: np.random.Generator, height: int, width: int) -> Image.Image:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from harness import Report, alternate, timed
-from image_samples import VOCABULARY, processed, qwen3_processor, records
+from image_samples import VOCABULARY, processed, qwen3_layout, qwen3_processor, records
 from torch import Tensor
 
 from torch_collate_kit import PackedCollator, PaddedCollator
@@ -89,7 +89,8 @@ def compare_steps(report: Report, rounds: int) -> None:
     processor = qwen3_processor(256)
     examples = processed(records(16, (64, 300), seed=1), processor)
     padded = PaddedCollator(processor, padding_side="right")(examples)
-    packed = PackedCollator(processor, max_tokens=1024)(examples)
+    vision = qwen3_layout(processor)
+    packed = PackedCollator(processor, max_tokens=1024, vision=vision)(examples)
     tokens = sum(len(example["input_ids"]) for example in examples)
     register_torch_varlen()
     sdpa = qwen3_model(SMALL_TEXT, SMALL_VISION, "sdpa")

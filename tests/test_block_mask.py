@@ -283,6 +283,23 @@ def test_a_mask_with_the_window_in_it_is_taken() -> None:
     check_isolation(tiny_model("gpt_oss", "eager"), short.model_inputs("eager", mask="block"))
 
 
+@pytest.mark.parametrize(("longest", "is_lost"), [(WINDOW, False), (WINDOW + 1, True)])
+@pytest.mark.parametrize(("kind", "attention"), [("gpt_oss", "eager"), ("mistral", "sdpa")])
+def test_a_window_is_lost_from_one_token_more_on(
+    kind: str, attention: str, longest: int, is_lost: bool
+) -> None:
+    """A token sees itself and WINDOW - 1 tokens before it, so WINDOW tokens see all the others."""
+    examples = [{"input_ids": [5] + [7] * (length - 1)} for length in (3, longest)]
+    batch = PackedCollator(0, max_tokens=16)(examples)
+    assert len(batch) == 1
+    inputs = batch.model_inputs(attention, mask="block")
+    if not is_lost:
+        check_isolation(tiny_model(kind, attention), inputs)
+        return
+    with pytest.raises(ValueError, match=f"is lost in segments of up to {longest}"):
+        check_isolation(tiny_model(kind, attention), inputs)
+
+
 # --- torch_varlen --------------------------------------------------------------------------------
 
 

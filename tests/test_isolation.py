@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.tiny_models import MODELS, VOCAB, packed_inputs, tiny_model
+from torch_collate_kit import PaddedCollator
 from torch_collate_kit.attention import check_isolation
+from torch_collate_kit.attention.recurrent import RECURRENT_MODELS
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.ragged import Ragged
@@ -22,6 +25,10 @@ TWO_ROWS = ([6, 3], [2, 7])
 LAYOUTS = pytest.mark.parametrize("rows", [ONE_ROW, TWO_ROWS], ids=["one", "two"])
 MODES = pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
 USES_MASKS = pytest.mark.parametrize("attention", ["eager", "sdpa"])
+
+
+LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
+KINDS_OF_STATE = ("linear", "conv", "recurrent", "mamba", "hybrid")
 
 
 def masked(inputs: dict[str, Any], num_pads: int) -> dict[str, Any]:
@@ -211,6 +218,31 @@ def test_one_leaking_cell_is_named(source, target, names):
     check_isolation(Toy(), inputs)
     with pytest.raises(IsolationError, match=rf"{names} .*; 1 of .*a layer of the model mixes"):
         check_isolation(Toy(from_cell_to_cell(source, target)), inputs)
+
+
+def test_a_leak_into_one_logit_of_many_is_found():
+    """And a difference from an example alone, in the same one."""
+    wide = nn.Linear(8, 4096, bias=False)
+
+    def into_one(reach: Any) -> Any:
+        def leak(model: nn.Module, hidden: Tensor) -> Tensor:
+            logits = wide(hidden)
+            logits[..., 77] += reach(hidden)
+            return logits
+
+        return leak
+
+    def of_the_first(hidden: Tensor) -> Tensor:
+        return 3e-3 * hidden[:, :1, 0].expand(hidden.shape[:2])
+
+    def of_the_place(hidden: Tensor) -> Tensor:
+        return 3e-3 * torch.arange(hidden.shape[1])
+
+    check_isolation(Toy(into_one(lambda hidden: 0)), toy_inputs([3, 3]))
+    with pytest.raises(IsolationError, match="row 0 segment 0 leaks into row 0 segment 1"):
+        check_isolation(Toy(into_one(of_the_first)), toy_inputs([3, 3]))
+    with pytest.raises(IsolationError, match="row 0 segment 1 is not what it is alone"):
+        check_isolation(Toy(into_one(of_the_place)), toy_inputs([3, 3]))
 
 
 def test_flash_attention_without_boundaries_is_named():
@@ -428,6 +460,17 @@ def test_image_positions_with_a_text_row_are_read():
 # --- layers that carry state ---------------------------------------------------------------------
 
 
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Packages with the names of the kernels that take boundaries can be imported."""
+    for name in ("fla", "causal_conv1d"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert all(importlib.util.find_spec(name) for name in ("fla", "causal_conv1d"))
+
+
+@pytest.mark.parametrize("boundaries", [{}, {"cu_seq_lens_q": torch.tensor([0, 3, 6])}])
 @pytest.mark.parametrize(
     "config",
     [
@@ -438,26 +481,73 @@ def test_image_positions_with_a_text_row_are_read():
         {"get_text_config": lambda: SimpleNamespace(layer_types=["hybrid"])},
     ],
 )
-def test_recurrent_layers_are_refused(config, monkeypatch):
-    message = r"carry state from one segment.*no cu_seq_lens_q is passed.*use PaddedCollator"
+@pytest.mark.usefixtures("kernels")
+def test_recurrent_layers_are_refused(config, boundaries):
+    message = r"the model has \['.*'\] layers, which carry state from one segment.*use PaddedCollat"
     with pytest.raises(IsolationError, match=message):
-        check_isolation(Toy(**config), toy_inputs([3, 3]))
+        check_isolation(Toy(**config), toy_inputs([3, 3]) | boundaries)
 
-    inputs = toy_inputs([3, 3]) | {"cu_seq_lens_q": torch.tensor([0, 3, 6])}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(IsolationError, match=r"ignore cu_seq_lens.*\['fla', 'causal_conv1d'\]"):
-        check_isolation(Toy(**config), inputs)
 
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    check_isolation(Toy(**config), inputs)  # the kernels are there: then the logits decide
-    with pytest.raises(IsolationError, match="leaks into"):
-        check_isolation(Toy(from_cell_to_cell((0, 0), (0, 4)), **config), inputs)
+@pytest.mark.parametrize("model_type", sorted(RECURRENT_MODELS))
+@pytest.mark.usefixtures("kernels")
+def test_recurrent_models_are_refused_by_their_type(model_type):
+    message = (
+        rf"{model_type} model has recurrent, convolution or linear-attention layers, .*whatever "
+        r'kernels are installed too; use PaddedCollator\(\.\.\., padding_side="right"\)'
+    )
+    text = SimpleNamespace(model_type=model_type)
+    for config in (
+        {"model_type": model_type},
+        {"model_type": "x", "get_text_config": lambda: text},
+    ):
+        with pytest.raises(IsolationError, match=message):
+            check_isolation(Toy(**config), toy_inputs([3, 3]))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_leak_smaller_than_the_tolerance_of_bfloat16_is_refused():
+    """The convolution of LFM2 at initial weights leaks less than bfloat16 rounds."""
+    model = tiny_model("lfm2", "sdpa", dtype=torch.bfloat16, initializer_range=0.02)
+    with pytest.raises(IsolationError, match=r"lfm2 model has \['conv'\] layers"):
+        check_isolation(model, packed_inputs(*ONE_ROW))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_recurrent_model_of_transformers_is_missing():
+    """Of those that write text: their config lists such layers, or that of their text model."""
+    modeling = pytest.importorskip("transformers.models.auto.modeling_auto")
+    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+    of_text = modeling.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    names = {**of_text, **modeling.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    found = set()
+    for name in names.keys() - {"gemma4_assistant"}:  # whose config has no valid defaults
+        text = auto.CONFIG_MAPPING[name]().get_text_config(decoder=True)
+        layers = [str(kind) for key in LAYER_LISTS for kind in getattr(text, key, None) or ()]
+        has_state = any(part in kind.lower() for kind in layers for part in KINDS_OF_STATE)
+        if has_state or text.model_type in RECURRENT_MODELS:
+            found |= {name, text.model_type}
+    assert len(found) > 10
+    assert found <= RECURRENT_MODELS
 
 
 def test_recurrent_layers_are_fine_with_one_example_a_row():
-    check_isolation(Toy(layer_types=["conv"]), toy_inputs([3], [3]))
+    check_isolation(Toy(layer_types=["conv"], model_type="lfm2"), toy_inputs([3], [3]))
 
 
-def test_a_real_convolution_model_is_refused():
-    with pytest.raises(IsolationError, match=r"the model has \['conv'\] layers"):
-        check_isolation(tiny_model("lfm2", "sdpa"), packed_inputs(*ONE_ROW))
+# --- padded rows ---------------------------------------------------------------------------------
+
+
+def test_pads_on_the_left_that_a_model_reads_are_named():
+    """RecurrentGemma, RWKV and xLSTM carry their state through pads: 0.9 to 1.7 of a logit off."""
+
+    def carry(model: nn.Module, hidden: Tensor) -> Tensor:
+        return hidden.cumsum(1)
+
+    examples = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
+    check_isolation(Toy(carry), PaddedCollator(0, padding_side="right")(examples))
+    message = (
+        r"row 1 segment 0 is not what it is alone.*1 of 2 segments differ.*reads the pads on the "
+        r'left as tokens \(so do RecurrentGemma, RWKV and xLSTM .*pass padding_side="right"'
+    )
+    with pytest.raises(IsolationError, match=message):
+        check_isolation(Toy(carry), PaddedCollator(0)(examples))

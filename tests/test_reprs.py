@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import Qwen3VLProcessor
+from transformers import Qwen2VLProcessor
 
 import torch_collate_kit
 from tests.batch_samples import DECLARED, VISION
@@ -218,8 +218,8 @@ def test_an_async_collator_says_what_it_holds() -> None:
 
 
 def test_a_vision_language_collator() -> None:
-    processor = qwen(Qwen3VLProcessor, 14)
-    assert repr(VisionLanguageCollator(processor)) == "VisionLanguageCollator(<Qwen3VLProcessor>)"
+    processor = qwen(Qwen2VLProcessor, 14)
+    assert repr(VisionLanguageCollator(processor)) == "VisionLanguageCollator(<Qwen2VLProcessor>)"
     packing = VisionLanguageCollator(
         processor,
         max_tokens=64,
@@ -229,10 +229,10 @@ def test_a_vision_language_collator() -> None:
         require_images="all",
     )
     assert repr(packing) == (
-        "VisionLanguageCollator(<Qwen3VLProcessor>, max_tokens=64, max_patches=32, "
+        "VisionLanguageCollator(<Qwen2VLProcessor>, max_tokens=64, max_patches=32, "
         "train_on='last', max_length=9, require_images='all')"
     )
     padding = VisionLanguageCollator(processor, padding_side="right", pixel_dtype="bfloat16")
     assert repr(padding) == (
-        "VisionLanguageCollator(<Qwen3VLProcessor>, padding_side='right', pixel_dtype='bfloat16')"
+        "VisionLanguageCollator(<Qwen2VLProcessor>, padding_side='right', pixel_dtype='bfloat16')"
     )

@@ -24,12 +24,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from image_samples import VOCABULARY, processed, qwen3_processor, records
+from image_samples import VOCABULARY, processed, qwen3_layout, qwen3_processor, records
 from vision_step import SMALL_TEXT, SMALL_VISION, input_bytes, qwen3_model
 
 from torch_collate_kit import Batch, PackedCollator, PaddedCollator
 from torch_collate_kit.attention import register_torch_varlen
-from torch_collate_kit.vision import VisionLayout
 
 TEXT_2B: dict[str, Any] = {
     "hidden_size": 2048,
@@ -105,7 +104,7 @@ def compare(options: argparse.Namespace, device: str) -> None:
         text, vision, side = {**SMALL_TEXT, "vocab_size": VOCABULARY}, SMALL_VISION, 128
     processor = qwen3_processor(side)
     examples = processed(records(options.examples, (side // 4, side)), processor)
-    layout, most = VisionLayout.of(processor, pixel_dtype="bfloat16"), options.max_tokens
+    layout, most = qwen3_layout(processor, "bfloat16"), options.max_tokens
     rows = PackedCollator(processor, max_tokens=most, vision=layout)(examples)
     packed = [rows[i : i + 1] for i in range(len(rows))]
     padded = padded_batches(examples, processor, vision=layout, max_cells=most)

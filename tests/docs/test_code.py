@@ -79,8 +79,11 @@ def check_printed(expected: list[str], printed: list[str], page: Path) -> None:
 
 
 def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the pages on images load by name: a small processor, and a picture."""
+    """What the pages on images load by name: a small processor, its config, and a picture."""
     processing = pytest.importorskip("transformers.models.qwen3_vl.processing_qwen3_vl")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3VLConfig()
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name: config)
     from tests.vision.processors import qwen
 
     processor = qwen(processing.Qwen3VLProcessor, 16)

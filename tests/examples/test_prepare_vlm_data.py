@@ -108,7 +108,7 @@ def test_what_it_writes_is_collated(folder: Path) -> None:
     uri = "data:image/png;base64," + base64.b64encode((folder / "b.png").read_bytes()).decode()
     records = prepare(folder, [LLAVA, {**LLAVA, "images": [uri, "a.png"]}])
     processor = drawn_images.make_processor(records)
-    batch = kit.VisionLanguageCollator(processor, max_tokens=256)(records)
+    batch = kit.VisionLanguageCollator(processor)(records)
     grids = batch.model_inputs("sdpa")["image_grid_thw"]
     expected = [kit.image_grid(folder / n, processor).tolist() for n in ("a.png", "b.png")]
     assert grids.tolist() == [*expected, *expected[::-1]]

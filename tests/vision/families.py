@@ -21,7 +21,8 @@ from tests.vision.images import draw
 
 Example = dict[str, Any]
 Part = str | tuple[int, int]
-_PER_TOKEN = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids")
+_TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
+_PER_TOKEN = ("input_ids", "labels", *_TYPES)
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,7 @@ FAMILIES: dict[str, TinyFamily] = {
         TinyFamily("qwen3_vl", processors.qwen3, *_QWEN),
         TinyFamily("qwen3_vl_moe", processors.qwen3, *_QWEN),
         TinyFamily("qwen3_5", processors.qwen3, *_QWEN),
+        TinyFamily("qwen4_exp", processors.qwen3, *_QWEN),
         TinyFamily("glm4v", processors.glm, *_GLM),
         TinyFamily("glm4v_moe", processors.glm, *_GLM),
         TinyFamily("internvl", processors.internvl, "<IMG_CONTEXT>", "<IMG_CONTEXT>", ("", "\n")),
@@ -178,4 +180,15 @@ FAMILIES: dict[str, TinyFamily] = {
         ),
     ]
 }
-MROPE = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "glm4v_moe"]
+MROPE = [*(name for name in FAMILIES if name.startswith(("qwen", "glm")))]
+# In no row of the kit's table.
+UNKNOWN: dict[str, TinyFamily] = {
+    family.name: family
+    for family in [
+        TinyFamily("ernie4_5_vl_moe", processors.ernie, *_GLM),
+        TinyFamily("glm46v", processors.glm46v, *_GLM),
+        TinyFamily("paddleocr_vl", processors.paddleocr, *_QWEN),
+        TinyFamily("video_llama_3", processors.video_llama, *_QWEN),
+        TinyFamily("ovis2", processors.ovis2, "<image>", "<IMG_ATOM>"),
+    ]
+}

@@ -97,6 +97,22 @@ def _qwen3_5() -> Config:
     return {"text_config": text, "vision_config": _qwen3_tower(), **_QWEN_IDS}
 
 
+def _qwen4_exp() -> Config:
+    config = _qwen3_5()
+    del config["text_config"]["intermediate_size"]
+    more = {
+        **{"num_hidden_layers": 3, "hc_lowrank": 8, "hc_count": 2},
+        **{"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        **{"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48},
+        **{"num_experts": 4, "num_experts_per_tok": 2},
+        **{"ple_layer_ids": [1], "ple_embed_dim": 16, "ngram_vocab_size_base": 50},
+        **{"heads_per_ngram": 2, "split_ngram_parts": 1, "make_ngram_vocab_size_divisible_by": 8},
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+        **{"indexer_budget": 8, "indexer_compress_ratio": 2},
+    }
+    return {**config, "text_config": {**config["text_config"], **more}}
+
+
 def _glm4v() -> Config:
     tower = {
         **{"depth": 2, "hidden_size": 32, "num_heads": 2, "image_size": TILE},
@@ -186,6 +202,39 @@ def _mllama() -> Config:
     return {"text_config": text, "vision_config": tower}
 
 
+def _ernie4_5_vl_moe() -> Config:
+    text = {
+        **{**TEXT, **_rope(mrope_section=[3, 3, 2])},
+        **{"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
+        **{"moe_intermediate_size": [48, 32], "mlp_layer_types": ["dense", "sparse"]},
+    }
+    tower = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
+    return {"text_config": text, "vision_config": tower, **_GLM_IDS}
+
+
+def _paddleocr_vl() -> Config:
+    text = {**TEXT, **_rope(mrope_section=[2, 3, 3]), "head_dim": 16}
+    return {"text_config": text, "vision_config": {**TOWER, "image_size": 112}, **_QWEN_IDS}
+
+
+def _video_llama_3() -> Config:
+    tower = {name: size for name, size in TOWER.items() if name != "image_size"}
+    return {
+        "text_config": {"model_type": "qwen2", **TEXT},
+        "vision_config": tower,
+        "video_token_id": 8,
+    }
+
+
+def _ovis2() -> Config:
+    return {
+        "text_config": {"model_type": "qwen2", **TEXT},
+        "vision_config": {**TOWER, "vocab_size": 32},
+        "visual_indicator_token_ids": [7, 8, 9, 10, 11],
+        "hidden_size": 64,
+    }
+
+
 # The class prefix of each family and the arguments of its config.
 CONFIGS: dict[str, tuple[str, Callable[[], Config]]] = {
     "qwen2_vl": ("Qwen2VL", _qwen2_vl),
@@ -193,6 +242,7 @@ CONFIGS: dict[str, tuple[str, Callable[[], Config]]] = {
     "qwen3_vl": ("Qwen3VL", _qwen3_vl),
     "qwen3_vl_moe": ("Qwen3VLMoe", _qwen3_vl_moe),
     "qwen3_5": ("Qwen3_5", _qwen3_5),
+    "qwen4_exp": ("Qwen4Exp", _qwen4_exp),
     "glm4v": ("Glm4v", _glm4v),
     "glm4v_moe": ("Glm4vMoe", _glm4v_moe),
     "internvl": ("InternVL", _internvl),
@@ -203,6 +253,11 @@ CONFIGS: dict[str, tuple[str, Callable[[], Config]]] = {
     "gemma3": ("Gemma3", _gemma3),
     "paligemma": ("PaliGemma", _paligemma),
     "mllama": ("Mllama", _mllama),
+    "ernie4_5_vl_moe": ("Ernie4_5_VLMoe", _ernie4_5_vl_moe),
+    "paddleocr_vl": ("PaddleOCRVL", _paddleocr_vl),
+    "video_llama_3": ("VideoLlama3", _video_llama_3),
+    "glm46v": ("Glm46V", _glm4v),
+    "ovis2": ("Ovis2", _ovis2),
 }
 
 
@@ -244,4 +299,5 @@ def _randomize(model: nn.Module) -> None:
     hidden_size = model.config.get_text_config().hidden_size
     if "gemma" in model.config.get_text_config().model_type:  # multiplies by the root itself
         model.get_input_embeddings().weight.mul_(hidden_size**-0.5)
-    model.get_output_embeddings().weight.normal_(0, 2.2 * hidden_size**-0.5)
+    largest = 3.3 if model.config.model_type == "qwen4_exp" else 2.2  # it mixes its streams
+    model.get_output_embeddings().weight.normal_(0, largest * hidden_size**-0.5)

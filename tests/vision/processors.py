@@ -6,6 +6,7 @@ processor, which needs torchvision, is replaced by a subclass that has only the 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -32,6 +33,8 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.mllama.processing_mllama import MllamaProcessor
+from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
+from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
 from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
@@ -233,6 +236,45 @@ def mllama() -> Any:
         image_processor=MllamaImageProcessorPil(size={"height": TILE, "width": TILE}),
         tokenizer=tiny_tokenizer(["<|image|>", "<|python_tag|>"], image_token="<|image|>"),
         chat_template=chat_template("<|image|>"),
+    )
+
+
+def with_grids(name: str, folder: str, tokens: Sequence[str], **attributes: str) -> Any:
+    """A processor of a family that is not in the table, by the prefix of its classes."""
+    package = f"transformers.models.{folder}"
+    images = importlib.import_module(f"{package}.image_processing_pil_{folder}")
+    texts = importlib.import_module(f"{package}.processing_{folder}")
+    factor = 28
+    return _without_video(getattr(texts, f"{name}Processor"))(
+        image_processor=getattr(images, f"{name}ImageProcessorPil")(
+            size={"shortest_edge": factor**2, "longest_edge": 16 * factor**2}
+        ),
+        tokenizer=tiny_tokenizer(tokens, **attributes),
+    )
+
+
+_QWEN_NAMES = {"image_token": _QWEN[2], "video_token": _QWEN[3]}
+_GLM_NAMES = {"image_token": _GLM[2], "video_token": _GLM[3]}
+_ERNIE_NAMES = {
+    **_GLM_NAMES,
+    **{"image_start_token": _GLM[0], "image_end_token": _GLM[1]},
+    **{"video_start_token": _GLM_VIDEO[0], "video_end_token": _GLM_VIDEO[1]},
+}
+ernie = partial(
+    with_grids, "Ernie4_5_VLMoe", "ernie4_5_vl_moe", [*_GLM, *_GLM_VIDEO], **_ERNIE_NAMES
+)
+glm46v = partial(with_grids, "Glm46V", "glm46v", [*_GLM, *_GLM_VIDEO], **_GLM_NAMES)
+paddleocr = partial(with_grids, "PaddleOCRVL", "paddleocr_vl", _QWEN, **_QWEN_NAMES)
+video_llama = partial(with_grids, "VideoLlama3", "video_llama_3", _QWEN, **_QWEN_NAMES)
+
+
+def ovis2() -> Any:
+    """Its ids have another placeholder than the one that the processor names."""
+    ends = ["<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"]
+    return Ovis2Processor(
+        image_processor=Ovis2ImageProcessorPil(size={"height": TILE, "width": TILE}),
+        tokenizer=tiny_tokenizer(["<image>", "<IMG_ATOM>", *ends]),
+        image_seq_length=16,
     )
 
 

@@ -99,7 +99,7 @@ def test_token_types_of_paligemma_must_be_given() -> None:
     collate = PaddedCollator(family.processor())
     batch = collate([example])
     assert batch["token_type_ids"].tolist() == [example["token_type_ids"]]
-    with pytest.raises(DataError, match=r"example 0 has no token_type_ids, by which the model tel"):
+    with pytest.raises(DataError, match=r"example 0 has no token_type_ids, which the model reads"):
         collate([without(example, "token_type_ids")])
 
 

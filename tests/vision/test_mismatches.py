@@ -14,6 +14,8 @@ from torch_collate_kit import PackedCollator
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision import VisionLayout
+from torch_collate_kit.vision.families import FAMILIES as TABLE
+from torch_collate_kit.vision.families import SHARED_PROCESSORS
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NOT_BATCHED])
@@ -48,6 +50,18 @@ def test_processor_and_config_of_a_family(name: str) -> None:
 def test_processor_and_config_of_two_models(processor: str, config: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VisionLayout.of(FAMILIES[processor].processor(), FAMILIES[config].model().config)
+
+
+def test_no_model_that_shares_a_processor_is_missing() -> None:
+    """Of the transformers installed: the models of every processor class of the table."""
+    processing = pytest.importorskip("transformers.models.auto.processing_auto")
+    configs = pytest.importorskip("transformers.models.auto.configuration_auto")
+    for family in TABLE:
+        for name in family.processors:
+            having = [t for t, of in processing.PROCESSOR_MAPPING_NAMES.items() if of == name]
+            listed = SHARED_PROCESSORS.get(name, having[:1])
+            existing = [t for t in listed if t in configs.CONFIG_MAPPING_NAMES]
+            assert sorted(existing) == sorted(having), name
 
 
 def test_units_of_an_example_without_images() -> None:

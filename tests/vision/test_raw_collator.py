@@ -127,7 +127,7 @@ def test_a_collator_that_pads_has_no_packing() -> None:
 
 
 def test_what_max_length_cuts_and_drops_is_counted() -> None:
-    processor, all_records = FAMILIES["qwen3_vl"].processor(), records()
+    processor, all_records = QWEN.processor(), records()
     lengths = VisionLanguageCollator(processor).sizes(all_records).lengths
     limit = int(np.sort(lengths)[len(lengths) // 2])
     for options in ({}, {"max_tokens": 4 * limit}):
@@ -148,7 +148,7 @@ def test_what_max_length_cuts_and_drops_is_counted() -> None:
 
 
 def test_a_patch_budget_without_a_token_budget_is_refused() -> None:
-    processor = FAMILIES["qwen3_vl"].processor()
+    processor = QWEN.processor()
     with pytest.raises(ValueError, match=r"max_patches=4 limits packed rows.*pass max_tokens, too"):
         VisionLanguageCollator(processor, max_patches=4)
     collate = VisionLanguageCollator(processor, max_tokens=64, max_patches=16)

@@ -18,6 +18,7 @@ from tests.vision.alone import alone, alone_gradients
 from tests.vision.families import FAMILIES, Example
 from tests.vision.two_ranks_images import FAMILY, ranks_examples
 from torch_collate_kit import PackedCollator, token_loss
+from torch_collate_kit.vision import VisionLayout
 
 COLORS = {"r": (220, 30, 30), "g": (30, 200, 40), "b": (30, 40, 230), "w": (240, 240, 240)}
 VARLEN = {"text_config": "torch_varlen", "vision_config": "sdpa"}
@@ -50,7 +51,8 @@ def test_a_tiny_model_learns_colors() -> None:
     family = FAMILIES["qwen3_vl"]
     model = copy.deepcopy(family.model(VARLEN)).train()
     examples = color_examples()
-    collate = PackedCollator(family.processor(), max_tokens=64)
+    vision = VisionLayout.of(family.processor(), model.config)
+    collate = PackedCollator(family.processor(), max_tokens=64, vision=vision)
     batch = collate(examples)
     assert max(batch["sub_seq_lengths"].lengths) > 1
     assert batch.metadata["num_loss_tokens"] == len(examples)

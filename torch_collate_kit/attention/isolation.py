@@ -78,8 +78,8 @@ def check_isolation(
     Raises:
         IsolationError: a segment changes the logits of another, or differs from it alone; a changed
             segment's own logits stay the same or are NaN; or the model cannot take packed rows: it
-            has recurrent, convolution or linear-attention layers without kernels that take
-            ``cu_seq_lens``, or does not keep the images of packed examples apart.
+            has recurrent, convolution or linear-attention layers (known by its ``model_type`` or
+            its list of layers), or does not keep the images of packed examples apart.
         ValueError: fewer than two segments; inputs that do not define segments, or images that do
             not fit the placeholders; a 4-D mask that loses the model's sliding windows.
         TypeError: the model's output has no ``logits``.
@@ -344,6 +344,12 @@ def _reason_of_difference(packed: PackedInputs, segment: int) -> str:
         )
     if mask is not None and not is_2d(mask):
         return f"the attention_mask {shape_of(mask)} lets tokens see too much or too little"
+    if isinstance(mask, Tensor) and is_2d(mask) and not mask[segments.rows[segment], 0]:
+        return (
+            "the model reads the pads on the left as tokens (so do RecurrentGemma, RWKV and xLSTM "
+            'in transformers 5.23, whatever attention_mask says); pass padding_side="right" to '
+            "PaddedCollator"
+        )
     return (
         "a part of the model depends on where in the row an example lies, or on how long the "
         "others are; use PaddedCollator for this model"

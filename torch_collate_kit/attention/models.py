@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torch_collate_kit.attention.recurrent import refuse_recurrent_layers
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import OTHER, family_of
@@ -17,15 +17,11 @@ __all__ = [
     "attention_name",
     "refuse_lost_window",
     "refuse_packed_images",
-    "refuse_recurrent_layers",
+    "refuse_recurrent",
     "sliding_window",
     "uses_mrope",
     "vocabulary",
 ]
-
-_LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
-_RECURRENT = ("linear", "conv", "recurrent", "mamba", "ssm", "rwkv", "delta", "hybrid")
-_RECURRENT_KERNELS = ("fla", "causal_conv1d")  # the packages whose kernels take cu_seq_lens
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -85,29 +81,9 @@ def refuse_packed_images(
         )
 
 
-def refuse_recurrent_layers(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    found = sorted(
-        {
-            str(kind)
-            for name in _LAYER_LISTS
-            for kind in getattr(_text_config(model), name, None) or ()
-            if any(part in str(kind).lower() for part in _RECURRENT)
-        }
-    )
-    if not found:
-        return
-    way_out = "use PaddedCollator for this model"
-    if inputs.get("cu_seq_lens_q") is None:
-        raise IsolationError(
-            f"the model has {found} layers, which carry state from one segment of a row into the "
-            f"next, and no cu_seq_lens_q is passed to prevent that; {way_out}"
-        )
-    missing = [name for name in _RECURRENT_KERNELS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise IsolationError(
-            f"the model has {found} layers, and their plain torch versions ignore cu_seq_lens; the "
-            f"kernels that take it need {missing}, not installed here; install them, or {way_out}"
-        )
+def refuse_recurrent(model: nn.Module) -> None:
+    """Refuse packed rows for a model whose layers carry state from token to token."""
+    refuse_recurrent_layers(getattr(_unwrap(model), "config", None), _text_config(model))
 
 
 def refuse_lost_window(model: nn.Module, inputs: Mapping[str, Any], segments_RW: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch_collate_kit.attention.models import (
     attention_name,
     refuse_lost_window,
     refuse_packed_images,
-    refuse_recurrent_layers,
+    refuse_recurrent,
     sliding_window,
 )
 from torch_collate_kit.batch import Batch
@@ -84,7 +84,7 @@ def read_inputs(
             "pass a batch with at least two packed examples"
         )
     if len(segments.rows) > len(set(segments.rows)):
-        refuse_recurrent_layers(model, inputs)
+        refuse_recurrent(model)
         refuse_packed_images(model, inputs, vision)
     if vision is None and "pixel_values" in inputs:
         raise ValueError(

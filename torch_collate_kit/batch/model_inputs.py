@@ -85,7 +85,7 @@ def _positions_and_images(batch: Mapping[str, Any], stored: Storage) -> dict[str
         inputs["position_ids"] = batch["mrope_position_ids"].transpose(0, 1)
     elif vision.family.positions == "restarting":
         inputs["position_ids"] = batch["position_ids"]
-    types = [vision.family.token_types, "mm_token_type_ids", "token_type_ids"]
+    types = [vision.family.token_types, "mm_token_type_ids", "token_type_ids", *vision.token_fields]
     inputs |= {name: batch[name] for name in dict.fromkeys(types) if name in batch}
     for name in vision.fields:
         if name in batch and len(values := batch[name].values):

@@ -24,6 +24,7 @@ __all__ = [
     "one_per_row",
     "own_fields",
     "pad_token_id_of",
+    "refuse_unpacked",
     "vision_of",
 ]
 
@@ -59,6 +60,26 @@ def vision_of(tokenizer: Any, vision: VisionLayout | None) -> VisionLayout | Non
     if vision is None and hasattr(tokenizer, "image_processor"):
         return VisionLayout.of(tokenizer)
     return vision
+
+
+def refuse_unpacked(vision: VisionLayout | None) -> None:
+    """Refuse to pack models whose examples cannot be, or of which it is not known.
+
+    Raises:
+        ValueError: the family is not packed, or several models have this processor.
+    """
+    if vision is not None and vision.family.not_packed:
+        raise ValueError(
+            f"examples of {vision.family_name} models are not packed: "
+            f"{vision.family.not_packed}; use PaddedCollator"
+        )
+    if vision is not None and vision.shared_by:
+        raise ValueError(
+            "rows are packed by the rules of one model, and the processor is that of several: "
+            f"{', '.join(vision.shared_by)}; pass the model's config: "
+            "vision=VisionLayout.of(processor, model.config), or config=model.config to "
+            "VisionLanguageCollator (PaddedCollator needs none)"
+        )
 
 
 def made_of_images(vision: VisionLayout | None) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from torch_collate_kit.collators.assembly import (
     made_of_images,
     own_fields,
     pad_token_id_of,
+    refuse_unpacked,
     vision_of,
 )
 from torch_collate_kit.errors import DataError
@@ -87,8 +88,9 @@ class PackedCollator(Generic[B]):
         model_inputs: return the dict of ``Batch.model_inputs()``, for transformers.Trainer.
         train_all: the examples have no loss target, and every token is trained.
         fields: what else to read, by key: PerToken, PerResponseToken or PerExample, with a dtype.
-        vision: how the images of a vision-language model become tokens; that of ``tokenizer`` if it
-            is a processor.
+        vision: how the images of a vision-language model become tokens:
+            ``VisionLayout.of(processor, model.config)``. A processor as ``tokenizer`` is enough
+            where only one ``model_type`` has it.
 
     Calling it takes a list of examples or a mapping of columns, and returns a new
     :class:`~torch_collate_kit.batch.Batch`. Inputs are copied. docs/contract.md has the fields.
@@ -160,11 +162,7 @@ class PackedCollator(Generic[B]):
     ) -> None:
         self.pad_token_id = pad_token_id_of(tokenizer)
         self.vision = vision_of(tokenizer, vision)
-        if self.vision is not None and self.vision.family.not_packed:
-            raise ValueError(
-                f"examples of {self.vision.family_name} models are not packed: "
-                f"{self.vision.family.not_packed}; use PaddedCollator"
-            )
+        refuse_unpacked(self.vision)
         self.packing = packing_options(packing, max_tokens, options)
         if self.vision is not None and not self.packing.dummy_image_tokens:
             tokens = self.vision.smallest_tokens

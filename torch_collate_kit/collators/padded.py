@@ -41,7 +41,8 @@ class PaddedCollator:
         tokenizer: an int pad id, or anything with ``pad_token_id``; of a vision-language model its
             processor.
         padding_side: "left" puts the last token into the last column, as generation needs; "right"
-            puts the pads after the tokens.
+            puts the pads after the tokens, where no causal model reads them. RecurrentGemma, RWKV
+            and xLSTM need "right": they read pads on the left as tokens.
         pad_to_multiple_of: round the width up to a multiple of it.
         max_length: the most tokens an example may have. A longer one raises; nothing is cut.
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.

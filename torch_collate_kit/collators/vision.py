@@ -58,7 +58,7 @@ class VisionLanguageCollator:
             nothing is left to train; the batch's ``metadata`` counts both. A plan knows only what
             was cut, so with one the latter raises.
         require_images: "all" refuses batches in which a conversation has no image.
-        config: the model's config, where the processor does not tell the model.
+        config: the model's config; needed to pack where several models have the processor.
         pixel_dtype: "float32", or "bfloat16" for half the bytes.
 
     Calling it takes a list of records (see docs/chat.md), or ``PlannedExamples`` of them, and

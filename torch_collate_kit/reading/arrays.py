@@ -154,6 +154,8 @@ def _checked_images(
     Raises:
         DataError: fields that disagree with each other, or are not of this model.
     """
+    if layout.other_fields:  # of which nothing is known
+        return fields, layout.units(fields)
     grid = fields.get("image_grid_thw")
     if grid is not None:
         _check_grid(index, grid, fields["pixel_values"], layout)
@@ -164,8 +166,6 @@ def _checked_images(
             "each image, as the processor returned them"
         )
     units = None if sizes is None else layout.units(fields)
-    if layout.other_fields:
-        return fields, layout.units(fields)
     fields = _laid_flat(index, fields, units)
     units = layout.units(fields) if units is None else units
     for name, array in fields.items():
@@ -261,9 +261,12 @@ def _check_placeholders(images: Images) -> None:
     if len(wrong):
         i = int(wrong[0])
         what = f"images that take {described[i]}" if i in images.units else "no image"
+        hint = ""
+        if images.layout.other_fields:  # whose processors may name another token than the ids have
+            hint = ", and the model's config: vision=VisionLayout.of(processor, model.config)"
         raise DataError(
             f"example {i} has {found[i]} image placeholders (token {token}) in its ids, and {what};"
-            " give the ids and the image fields that the processor returned together, uncut"
+            f" give the ids and the image fields that the processor returned together, uncut{hint}"
         )
 
 

@@ -60,7 +60,7 @@ def raw_examples(
     examples: Examples, fields: Iterable[str], vision: VisionLayout | None, *, train_all: bool
 ) -> dict[str, Any]:
     """The columns of SFT examples, also of ``fields`` and of what the model of ``vision`` reads."""
-    of_images = () if vision is None else (*vision.fields, *TOKEN_TYPES)
+    of_images = () if vision is None else (*vision.fields, *TOKEN_TYPES, *vision.token_fields)
     media = () if vision is None else (*MEDIA, *of_images)
     known, hint = (*KNOWN, *fields), "tokenize the text first"
     raw = _raw_columns(examples, known, "input_ids", hint, sometimes=media)
@@ -76,6 +76,8 @@ def raw_rollouts(
 ) -> dict[str, Any]:
     """The columns of rollouts; an optional one that is None in all of them is not there."""
     of_images = IMAGES if vision is None else (*MEDIA, *vision.fields)
+    if vision is not None and vision.family.positions == "model":
+        of_images = (*of_images, *TOKEN_TYPES, *vision.token_fields)
     known, hint = (*ROLLOUT_KEYS, *fields), f"a rollout has {', '.join(_REQUIRED)}"
     raw = _raw_columns(examples, known, "response_ids", hint, sometimes=of_images)
     needed = (*_REQUIRED, *fields)

@@ -35,12 +35,12 @@ from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.raw import (
     IMAGES,
     TARGETS,
-    TOKEN_TYPES,
     Examples,
     are_rollouts,
     raw_examples,
     raw_rollouts,
 )
+from torch_collate_kit.reading.token_types import token_types
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["read_columns"]
@@ -86,7 +86,7 @@ def read_columns(
         raw = raw_examples(examples, fields, vision, train_all=train_all)
         input_ids = _ids("input_ids", raw["input_ids"])
         num_actions = _num_actions(raw, input_ids.lengths)
-        types = {} if vision is None else _token_types(raw, vision)
+        types = token_types(examples, raw, input_ids.lengths, fields, vision)
         return _read(raw, input_ids, num_actions, {**fields, **types}, vision, rollouts=False)
     raw = raw_rollouts(examples, fields, vision)
     if vision is None and any(name in raw for name in IMAGES):
@@ -96,7 +96,9 @@ def read_columns(
     for name in ("rewards", "advantages"):
         if name in raw:
             raw[name] = spread_numbers(name, raw[name], num_actions)
-    return _read(raw, _in_pairs(prompts, responses), num_actions, fields, vision, rollouts=True)
+    ids = _in_pairs(prompts, responses)
+    types = token_types(examples, raw, ids.lengths, fields, vision)
+    return _read(raw, ids, num_actions, {**fields, **types}, vision, rollouts=True)
 
 
 def _in_pairs(first: Numbers, second: Numbers) -> Ragged:
@@ -145,23 +147,6 @@ def _read(
         _per_example(raw) if rollouts else {},
         rollouts,
     )
-
-
-def _token_types(raw: Mapping[str, Any], layout: VisionLayout) -> dict[str, PerToken]:
-    """The token types among ``raw`` that are read: where the model makes positions of them.
-
-    Raises:
-        DataError: a model that needs them, and examples without.
-    """
-    if layout.family.positions != "model":
-        return {}
-    needed = layout.family.token_types
-    if needed and needed not in raw:
-        raise DataError(
-            f"example 0 has no {needed}, by which the model tells the prompt from the answer; give "
-            "all that the processor returned"
-        )
-    return {name: PerToken(torch.int64) for name in TOKEN_TYPES if name in raw}
 
 
 def _field(

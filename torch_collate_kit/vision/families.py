@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -11,10 +11,12 @@ __all__ = [
     "IMAGE_FIELDS",
     "OTHER",
     "PIXEL_FIELDS",
+    "SHARED_PROCESSORS",
     "Family",
     "ImageField",
     "family_of",
     "num_kept",
+    "sharing_models",
 ]
 
 
@@ -71,6 +73,7 @@ _TILES = {"pixel_values": ImageField("tile", 4, _PIXELS)}
 _SIZED = {**_TILES, "image_sizes": ImageField("image", 2)}
 _MASKED = {**_TILES, "pixel_attention_mask": ImageField("tile", 3, "iufb")}
 _IMAGES = {"pixel_values": ImageField("image", 4, _PIXELS)}
+_CARRIES_STATE = "its linear-attention layers carry their state from one example to the next"
 
 FAMILIES = (
     Family("qwen2_vl", ("Qwen2VLProcessor",), ("qwen2_vl",), _GRID, "mrope"),
@@ -79,12 +82,13 @@ FAMILIES = (
     Family("glm4v", ("Glm4vProcessor",), ("glm4v", "glm4v_moe"), _GRID, "mrope"),
     Family(
         "qwen3_5",
-        (),  # Qwen3VLProcessor, so that only the config tells
+        (),  # see SHARED_PROCESSORS
         ("qwen3_5", "qwen3_5_moe"),
         _GRID,
         "mrope",
-        not_packed="its linear-attention layers carry their state from one example to the next",
+        not_packed=_CARRIES_STATE,
     ),
+    Family("qwen4_exp", (), ("qwen4_exp",), _GRID, "mrope", not_packed=_CARRIES_STATE),
     Family("internvl", ("InternVLProcessor",), ("internvl",), _TILES, "restarting"),
     Family(
         "llava_onevision",
@@ -122,6 +126,14 @@ FAMILIES = (
         "does not run batches that mix examples with and without images",
     ),
 )
+SHARED_PROCESSORS: Mapping[str, tuple[str, ...]] = {
+    "Qwen3VLProcessor": ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
+    "Glm4vProcessor": ("glm4v", "glm4v_moe"),
+    "Idefics3Processor": ("idefics3", "modernvbert", "ultravbert"),
+    "Gemma3Processor": ("gemma3", "t5gemma2", "t5gemma2_encoder"),
+}
+"""Processor classes of the table that several models of transformers 5.23 have, and the
+``model_type`` of each: only the config tells which it is."""
 IMAGE_FIELDS = tuple(dict.fromkeys(name for family in FAMILIES for name in family.fields))
 PIXEL_FIELDS = ("pixel_values", "pixel_attention_mask")  # large; the others say what these are
 OTHER = Family(
@@ -147,6 +159,17 @@ def family_of(processor: Any = None, config: Any = None) -> Family:
         return next((family for family in FAMILIES if model_type in family.model_types), OTHER)
     names = {base.__name__ for base in type(processor).__mro__}
     return next((family for family in FAMILIES if names & set(family.processors)), OTHER)
+
+
+def sharing_models(processor: Any) -> tuple[str, ...]:
+    """Return the model types that a processor may be of, if they are several.
+
+    >>> class Glm4vProcessor: ...
+    >>> sharing_models(Glm4vProcessor())
+    ('glm4v', 'glm4v_moe')
+    """
+    names = (base.__name__ for base in type(processor).__mro__)
+    return next((SHARED_PROCESSORS[name] for name in names if name in SHARED_PROCESSORS), ())
 
 
 def num_kept(fields: Collection[str], count: int, *, of: int) -> int:

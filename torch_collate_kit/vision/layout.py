@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +19,7 @@ from torch_collate_kit.vision.families import (
     Family,
     ImageField,
     family_of,
+    sharing_models,
 )
 
 __all__ = ["ImageUnits", "VisionLayout", "is_no_image"]
@@ -46,9 +47,10 @@ class ImageUnits(NamedTuple):
 class VisionLayout:
     """How a model's images become tokens and columns; immutable, hashable, small.
 
-    Collators make it from a processor that they get as their first argument. Pass it yourself where
-    the processor does not tell the model (Qwen3.5 has the processor of Qwen3-VL), or for another
-    ``pixel_dtype``: ``PackedCollator(processor, vision=VisionLayout.of(processor, model.config))``.
+    Collators make it from a processor that they get as their first argument. Pass it yourself, with
+    the model's config, to pack where several models have the same processor (Qwen3.5 has that of
+    Qwen3-VL), or for another ``pixel_dtype``:
+    ``PackedCollator(processor, vision=VisionLayout.of(processor, model.config))``.
 
     Raises:
         ValueError: an unknown family or dtype.
@@ -79,6 +81,11 @@ class VisionLayout:
     """Tiles above which features are scaled down (LLaVA-OneVision)."""
     other_fields: tuple[str, ...] = ()
     """The image processor's fields, of a family that is not in the table."""
+    token_fields: tuple[str, ...] = ()
+    """What its processor adds to these, with one entry per token (``mm_token_type_ids``)."""
+    shared_by: tuple[str, ...] = field(default=(), compare=False)
+    """Model types that have this processor, where no config said which of them it is. Their padded
+    batches are the same; packing is refused."""
 
     def __post_init__(self) -> None:
         if self.family_name not in _BY_NAME:
@@ -116,6 +123,7 @@ class VisionLayout:
             "family_name": family.name,
             "image_token_id": _image_token_id(processor),
             "pixel_dtype": str(pixel_dtype).removeprefix("torch."),
+            "shared_by": sharing_models(processor) if config is None else (),
         }
         if family.has_grids:
             settings["merge_size"] = int(images.merge_size)
@@ -124,7 +132,7 @@ class VisionLayout:
         elif family.has_sizes:
             settings |= _llava_settings(processor, images)
         elif family.name == "other":
-            settings["other_fields"] = tuple(getattr(images, "model_input_names", ()))
+            settings |= _unknown_settings(processor, images, config)
         elif family.fields:
             settings["tile_size"] = _side(images)
             names = ("image_seq_length", "image_seq_len")
@@ -280,6 +288,30 @@ def _image_token_id(processor: Any) -> int | None:
     if isinstance(token, str) and tokenizer is not None:
         return int(tokenizer.convert_tokens_to_ids(token))
     return None
+
+
+def _unknown_settings(processor: Any, images: Any, config: Any) -> dict[str, Any]:
+    """Return what is known of a family that is not in the table."""
+    settings: dict[str, Any] = {
+        "other_fields": tuple(getattr(images, "model_input_names", ())),
+        "token_fields": _token_fields(processor),
+    }
+    for name in ("image_token_index", "image_token_id"):  # Ovis2's processor says another one
+        if isinstance(found := getattr(config, name, None), int):
+            settings["image_token_id"] = found
+    return settings
+
+
+def _token_fields(processor: Any) -> tuple[str, ...]:
+    """What a processor returns that none of its parts does: fields with one entry per token."""
+    parts = ("tokenizer", "image_processor", "video_processor", "feature_extractor")
+    of_parts = {"input_ids", "attention_mask", "labels"}
+    for part in parts:
+        of_parts |= set(getattr(getattr(processor, part, None), "model_input_names", ()))
+    names = [name for name in getattr(processor, "model_input_names", ()) if name not in of_parts]
+    if getattr(processor, "return_mm_token_type_ids", False):  # PaddleOCR-VL does not list it
+        names.append("mm_token_type_ids")
+    return tuple(dict.fromkeys(names))
 
 
 def _side(images: Any) -> int:

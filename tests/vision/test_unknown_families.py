@@ -1,0 +1,137 @@
+"""Models in no row of the table: padded batches equal alone, or are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.vision.batches import largest_difference
+from tests.vision.families import UNKNOWN, Example, TinyFamily
+from torch_collate_kit import PaddedCollator, PerToken, RolloutCollator
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.vision import VisionLayout
+
+LIMIT = 1e-5  # of the largest logit
+PARTS: list[list[Any]] = [
+    ["text", (56, 84), "text"],
+    ["text"],
+    ["text", (28, 28), "ab", (84, 56), "text"],
+    ["ab", (84, 84)],
+]
+WITH_TYPES = ["ernie4_5_vl_moe", "glm46v", "paddleocr_vl"]  # per token, beside the ids
+
+
+@pytest.fixture(params=list(UNKNOWN))
+def family(request: pytest.FixtureRequest) -> TinyFamily:
+    return UNKNOWN[request.param]
+
+
+def examples_of(family: TinyFamily) -> list[Example]:
+    rng = np.random.default_rng(0)
+    return [family.example(rng, parts, wrapped=True) for parts in PARTS]
+
+
+def layout_of(family: TinyFamily) -> VisionLayout:
+    return VisionLayout.of(family.processor(), family.model().config)
+
+
+def as_rollout(example: Example, num_actions: int = 2) -> Example:
+    """The example as prompt and response; its last tokens are text."""
+    ids = example["input_ids"]
+    rollout = {key: value for key, value in example.items() if key not in ("input_ids", "labels")}
+    parts = {"prompt_ids": ids[:-num_actions], "response_ids": ids[-num_actions:]}
+    return {**rollout, **parts, "rewards": 1.0, "loss_mask": [1] * num_actions}
+
+
+@torch.no_grad()
+def difference(family: TinyFamily, batch: Batch, examples: list[Example]) -> float:
+    model = family.model()
+    expected: list[Tensor] = [
+        model(**family.model_inputs(example), use_cache=False).logits[0] for example in examples
+    ]
+    logits = model(**batch.model_inputs("sdpa", labels=False)).logits
+    return largest_difference(batch, logits, expected)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_equals_alone(family: TinyFamily, side: Any) -> None:
+    examples = examples_of(family)
+    collate = PaddedCollator(family.processor(), vision=layout_of(family), padding_side=side)
+    batch = collate(examples)
+    assert not batch["attention_mask"].all()
+    assert difference(family, batch, examples) < LIMIT
+    columns = {key: [example.get(key) for example in examples] for key in examples[0]}
+    assert collate(columns) == batch
+
+
+@pytest.mark.parametrize("name", [name for name in UNKNOWN if name != "ovis2"])
+def test_a_processor_alone_is_enough_to_pad(name: str) -> None:
+    family, examples = UNKNOWN[name], examples_of(UNKNOWN[name])
+    assert difference(family, PaddedCollator(family.processor())(examples), examples) < LIMIT
+
+
+@pytest.mark.parametrize("name", ["glm46v", "ernie4_5_vl_moe", "ovis2"])
+def test_rollouts_equal_alone(name: str) -> None:
+    family = UNKNOWN[name]
+    examples = [each for each in examples_of(family) if each["input_ids"][-1] > 20]  # end in text
+    assert len(examples) > 1
+    collate = RolloutCollator(family.processor(), vision=layout_of(family))
+    batch = collate([as_rollout(example) for example in examples])
+    assert difference(family, batch, examples) < LIMIT
+
+
+@pytest.mark.parametrize("name", WITH_TYPES)
+def test_a_field_per_token_that_is_missing_is_refused(name: str) -> None:
+    family = UNKNOWN[name]
+    layout = layout_of(family)
+    examples = examples_of(family)
+    for field in layout.token_fields:
+        for collate, rows in (
+            (PaddedCollator(0, vision=layout), examples),
+            (RolloutCollator(0, vision=layout), [as_rollout(each) for each in examples]),
+        ):
+            without = [{k: v for k, v in row.items() if k != field} for row in rows]
+            with pytest.raises(DataError, match=f"example 0 has no {field}, which the model reads"):
+                collate(without)
+            with pytest.raises(DataError, match=f"example 1: {field} is None; give"):
+                collate([rows[0], without[1]])
+            short = [{**row, field: row[field][1:]} for row in rows]
+            with pytest.raises(DataError, match=rf"example 0: {field} has \d+ entries, .* has \d+"):
+                collate(short)
+    text = [{k: v for k, v in examples[1].items() if k in ("input_ids", "labels")}]
+    assert "pixel_values" not in PaddedCollator(0, vision=layout)(text).model_inputs("sdpa")
+
+
+@pytest.mark.parametrize("value", [list, np.array, torch.tensor])
+def test_a_field_per_token_that_no_processor_names_is_refused(value: Any) -> None:
+    """Dropped without a word, it would change what the model computes: by 5.9 of ERNIE."""
+    family = UNKNOWN["video_llama_3"]
+    layout, examples = layout_of(family), examples_of(family)
+    odd = [{**each, "types": value([0] * len(each["input_ids"]))} for each in examples]
+    message = r"example 0 has 'types' with one entry per token.*remove it, or declare it in fields"
+    with pytest.raises(DataError, match=message):
+        PaddedCollator(0, vision=layout)(odd)
+    with pytest.raises(DataError, match=message):
+        RolloutCollator(0, vision=layout)([as_rollout(each) for each in odd])
+    declared = PaddedCollator(0, vision=layout, fields={"types": PerToken(torch.int64)})
+    assert declared(odd)["types"].shape == declared(odd)["input_ids"].shape
+    for other in ("a note", 3, None, {"a": 1}, ["one", "two"], [[1, 2]], np.zeros(3), 1.5):
+        noted = [{**each, "note": other} for each in examples]
+        assert PaddedCollator(0, vision=layout)(noted)
+
+
+def test_another_placeholder_than_the_processors_needs_the_config() -> None:
+    """Ovis2's processor names <image>, which no id of its output is."""
+    family = UNKNOWN["ovis2"]
+    assert layout_of(family).image_token_id == family.image_token_id
+    message = (
+        r"example 0 has 0 image placeholders \(token 5\) in its ids.*uncut, and the model's "
+        r"config: vision=VisionLayout\.of\(processor, model\.config\)$"
+    )
+    with pytest.raises(DataError, match=message):
+        PaddedCollator(family.processor())(examples_of(family))
