@@ -191,7 +191,7 @@ class ExampleColumns:
             target = self._given(pieces)
             target[np.cumsum(pieces.lengths) - pieces.lengths] = self._untrained
         else:
-            responses = self._responses(pieces)
+            responses = _last_of_examples(pieces, self.lengths, self.num_actions)
             most = responses.lengths
             target = self._given(responses)
             if is_image is not None:
@@ -204,6 +204,8 @@ class ExampleColumns:
         else:
             num_trained, num_responses = count_trained(trained, responses.lengths)
         if self.num_actions is None:
+            if pieces.starts.any():
+                num_responses = self._responses_of_split(pieces, num_responses)
             responses = pieces._replace(lengths=num_responses)
         elif not self.are_rollouts:  # one per token, as from every other form of target
             given = target
@@ -211,15 +213,20 @@ class ExampleColumns:
             target[_last_tokens(pieces, most)] = given
         return target, responses, num_trained
 
-    def _responses(self, pieces: Pieces) -> Pieces:
-        """Which of its example's last ``num_actions`` tokens each piece has.
+    def _responses_of_split(self, pieces: Pieces, num_responses: np.ndarray) -> np.ndarray:
+        """Return ``num_responses`` int64 [S], in pieces of split examples by the whole example.
 
-        Not its first token, which nothing predicts.
+        A response begins at the first trained token of its example, which may be in another piece.
         """
-        prompts = (self.lengths - self.num_actions)[pieces.examples]
-        ends = pieces.starts + pieces.lengths
-        num_actions = np.clip(ends - prompts, 0, pieces.lengths - 1)
-        return pieces._replace(starts=ends - num_actions - prompts, lengths=num_actions)
+        split = np.unique(pieces.examples[pieces.starts > 0])
+        lengths = self.lengths[split]
+        target = self._given(Pieces(split, np.zeros_like(split), lengths, np.zeros(0)))
+        trained = target != self._untrained
+        trained[np.cumsum(lengths) - lengths] = False
+        num_actions = np.zeros_like(self.lengths)
+        num_actions[split] = count_trained(trained, lengths)[1]
+        of_whole = _last_of_examples(pieces, self.lengths, num_actions).lengths
+        return np.where(np.isin(pieces.examples, split), of_whole, num_responses)
 
     def _given(self, entries: Pieces) -> np.ndarray:
         """The target of these entries, as it was given: a copy."""
@@ -257,6 +264,18 @@ class ExampleColumns:
 def _by_rows(values: np.ndarray | Tensor, entries: Pieces) -> Ragged:
     """A column with the rows of a batch, of the entries that its pieces have of it."""
     return unchecked(torch.as_tensor(values), running_sum(entries.lengths)[entries.row_offsets])
+
+
+def _last_of_examples(pieces: Pieces, lengths: np.ndarray, num_actions: np.ndarray) -> Pieces:
+    """Return which of its example's last ``num_actions`` tokens each piece has.
+
+    Not the first token of the piece, which nothing predicts. ``starts`` count from the first of
+    these tokens; ``lengths`` and ``num_actions`` are of the examples, int64 [N].
+    """
+    prompts = (lengths - num_actions)[pieces.examples]
+    ends = pieces.starts + pieces.lengths
+    num_responses = np.clip(ends - prompts, 0, pieces.lengths - 1)
+    return pieces._replace(starts=ends - num_responses - prompts, lengths=num_responses)
 
 
 def _last_tokens(pieces: Pieces, numbers: np.ndarray) -> np.ndarray:
