@@ -13,10 +13,21 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged, span_indices, unchecked
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["Pieces", "Placement", "longest_segments", "packed", "padded", "whole_examples"]
+__all__ = [
+    "Pieces",
+    "Placement",
+    "check_width",
+    "longest_segments",
+    "packed",
+    "padded",
+    "whole_examples",
+]
+
+_MAX_WIDTH = np.iinfo(np.int32).max  # places in a row are int32
 
 
 class Pieces(NamedTuple):
@@ -85,6 +96,24 @@ class Placement:
         per_segment = self.segments[count]
         before = np.append(0, np.cumsum(per_segment.values, dtype=np.int64))
         return before[per_segment.offsets]
+
+
+def check_width(width: int, way_out: str) -> None:
+    """Refuse rows with more cells than int32 counts, before anything of them is made.
+
+    Raises:
+        DataError: such rows; the message ends with the ``way_out``.
+
+    >>> check_width(2**31, "lower max_tokens")
+    Traceback (most recent call last):
+    torch_collate_kit.errors.DataError: a row would have 2147483648 cells, more than the 2147483647
+    that int32 counts; lower max_tokens
+    """
+    if width > _MAX_WIDTH:
+        raise DataError(
+            f"a row would have {width} cells, more than the {_MAX_WIDTH} that int32 counts; "
+            f"{way_out}"
+        )
 
 
 def padded(counts: dict[str, np.ndarray], width: int, *, padding_side: str) -> dict[str, Ragged]:

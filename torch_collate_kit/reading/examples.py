@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -146,14 +147,19 @@ class ExampleColumns:
             num_trained,
         )
 
-    def checked(self) -> dict[str, Ragged]:
+    def checked(self, *, limits: bool = True) -> dict[str, Ragged]:
         """All columns but those of images as ndarrays, a row per example, in the dtypes of a batch.
+
+        ``limits``: refuse a number over the limit of its field, as ``place`` does.
 
         Raises:
             DataError: as of ``place``.
         """
         images = None if self.images is None else replace(self.images, arrays={})
-        placed = replace(self, images=images).place(whole_examples(self.lengths))
+        found = replace(self, images=images)
+        if not limits:
+            found = replace(found, fields=[replace(of, most=math.inf) for of in self.fields])
+        placed = found.place(whole_examples(self.lengths))
         return {
             name: Ragged(column.values.numpy(), column.offsets)
             for name, column in placed.columns.items()
