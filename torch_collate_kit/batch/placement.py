@@ -18,16 +18,17 @@ from torch_collate_kit.ragged import Ragged, span_indices, unchecked
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = [
+    "MAX_WIDTH",
     "Pieces",
     "Placement",
-    "check_width",
     "longest_segments",
     "packed",
     "padded",
+    "too_wide",
     "whole_examples",
 ]
 
-_MAX_WIDTH = np.iinfo(np.int32).max  # places in a row are int32
+MAX_WIDTH = int(np.iinfo(np.int32).max)  # cells of a row; places there are int32
 
 
 class Pieces(NamedTuple):
@@ -98,22 +99,17 @@ class Placement:
         return before[per_segment.offsets]
 
 
-def check_width(width: int, way_out: str) -> None:
-    """Refuse rows with more cells than int32 counts, before anything of them is made.
+def too_wide(width: int, way_out: str) -> DataError:
+    """Return the error for rows of more cells than int32 counts, ``MAX_WIDTH``.
 
-    Raises:
-        DataError: such rows; the message ends with the ``way_out``.
-
-    >>> check_width(2**31, "lower max_tokens")
+    >>> raise too_wide(2**31, "lower max_tokens")
     Traceback (most recent call last):
     torch_collate_kit.errors.DataError: a row would have 2147483648 cells, more than the 2147483647
     that int32 counts; lower max_tokens
     """
-    if width > _MAX_WIDTH:
-        raise DataError(
-            f"a row would have {width} cells, more than the {_MAX_WIDTH} that int32 counts; "
-            f"{way_out}"
-        )
+    return DataError(
+        f"a row would have {width} cells, more than the {MAX_WIDTH} that int32 counts; {way_out}"
+    )
 
 
 def padded(counts: dict[str, np.ndarray], width: int, *, padding_side: str) -> dict[str, Ragged]:

@@ -224,15 +224,17 @@ class ExampleColumns:
 
         A response begins at the first trained token of its example, which may be in another piece.
         """
-        split = np.unique(pieces.examples[pieces.starts > 0])
+        is_split = np.zeros(len(self.lengths), dtype=np.bool_)
+        is_split[pieces.examples[pieces.starts > 0]] = True
+        split = np.flatnonzero(is_split)
         lengths = self.lengths[split]
         target = self._given(Pieces(split, np.zeros_like(split), lengths, np.zeros(0)))
-        trained = target != self._untrained
-        trained[np.cumsum(lengths) - lengths] = False
+        target[np.cumsum(lengths) - lengths] = self._untrained
+        trained = target if target.dtype == np.bool_ else target != self._untrained
         num_actions = np.zeros_like(self.lengths)
         num_actions[split] = count_trained(trained, lengths)[1]
         of_whole = _last_of_examples(pieces, self.lengths, num_actions).lengths
-        return np.where(np.isin(pieces.examples, split), of_whole, num_responses)
+        return np.where(is_split[pieces.examples], of_whole, num_responses)
 
     def _given(self, entries: Pieces) -> np.ndarray:
         """The target of these entries, as it was given: a copy."""

@@ -14,7 +14,7 @@ import torch
 
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerRoutedToken, PerToken
-from torch_collate_kit.batch.placement import check_width
+from torch_collate_kit.batch.placement import MAX_WIDTH, too_wide
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.arrays import read_images, route_column
@@ -97,21 +97,26 @@ def read_columns(
     prompts, responses = (_ids(name, raw[name]) for name in ("prompt_ids", "response_ids"))
     num_actions = responses.lengths
     lengths = prompts.lengths + num_actions
-    check_width(int(lengths.max()), f"filter out example {lengths.argmax()}")
+    if (longest := int(lengths.max())) > MAX_WIDTH:
+        raise too_wide(longest, f"filter out example {lengths.argmax()}")
     for name in ("rewards", "advantages"):
         if name in raw:
             raw[name] = spread_numbers(name, raw[name], num_actions)
-    return _read(raw, _in_pairs(prompts, responses), num_actions, fields, vision, rollouts=True)
+    input_ids = _in_pairs(prompts, responses, lengths)
+    return _read(raw, input_ids, num_actions, fields, vision, rollouts=True)
 
 
-def _in_pairs(first: Numbers, second: Numbers) -> Ragged:
-    """Row i of the one column and row i of the other as one row: int32 where both fit, or int64."""
+def _in_pairs(first: Numbers, second: Numbers, lengths: np.ndarray) -> Ragged:
+    """Row i of the one column and row i of the other as one row: int32 where both fit, or int64.
+
+    ``lengths``: of the rows that are returned.
+    """
     is_narrow = all(isinstance(of, Ragged) and are_int32_ids(of.values) for of in (first, second))
     parts: list[Any] = [None] * (2 * len(first))
     parts[::2], parts[1::2] = first, second
     dtype = np.int32 if is_narrow else np.int64
     values = np.concatenate(parts, dtype=dtype, casting="unsafe")
-    return Ragged.from_lengths(values, first.lengths + second.lengths)
+    return Ragged.from_lengths(values, lengths)
 
 
 def _read(
