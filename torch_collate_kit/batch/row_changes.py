@@ -189,8 +189,8 @@ def _padded_given(storage: Storage, added: int) -> dict[str, Any]:
     for name, field in storage.given.items():
         spec = specs.get(name)
         repeats = name in _REPEATED if spec is None else isinstance(spec, PerToken | PerImage)
-        if isinstance(field, Ragged) and not repeats:
-            given[name] = _with_empty_rows(field, added)
+        if isinstance(field, Ragged):
+            given[name] = (_repeated if repeats else _with_empty_rows)(field, added)
             continue
         given[name] = new = _repeated(field, added)
         if isinstance(spec, PerResponseToken):
