@@ -99,7 +99,8 @@ def widths(report: Report) -> None:
     for prompt, response in zip(prompts.tolist(), responses.tolist(), strict=True):
         tokens = {"prompt_ids": prompt, "response_ids": response}
         example = {name: np.ones(count, dtype=np.int64) for name, count in tokens.items()}
-        values = dict.fromkeys(("rewards", "loss_mask", "logprobs"), np.ones(response, np.float32))
+        ones = np.ones(response, np.float32)
+        values = {"rewards": ones, "loss_mask": ones, "logprobs": -ones}
         examples.append(example | values)
     batch = RolloutCollator(0)(examples)
     cells = ("input_ids", "attention_mask", "position_ids")

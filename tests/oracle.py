@@ -40,7 +40,7 @@ class Segment:
         self.labels = labels[start : start + length]
         self.weights[0] = 0.0
         self.labels[0] = IGNORE
-        self.num_actions = _num_actions(example, start, self.weights)
+        self.num_actions = _num_actions(example, start, len(self.ids))
         self.num_trained = sum(1 for weight in self.weights if np.float32(weight) != 0)
 
 
@@ -325,17 +325,16 @@ def rows_of(plan: Plan) -> list[list[tuple[int, int, int]]]:
     return rows
 
 
-def _num_actions(example: Mapping[str, Any], start: int, weights: list[float]) -> int:
-    """Response tokens of a segment: as given, else from its first trained token to its end."""
-    for offset, weight in enumerate(weights):
-        if "num_actions" in example:
-            first_action = len(example["input_ids"]) - int(example["num_actions"])
-            is_first = start + offset >= first_action
-        else:
-            is_first = weight != 0
-        if is_first:
-            return min(len(weights) - offset, len(weights) - 1)
-    return 0
+def _num_actions(example: Mapping[str, Any], start: int, length: int) -> int:
+    """Response tokens of a piece, its first token excluded, which nothing predicts.
+
+    The response of the whole example is as given, else from its first trained token to its end.
+    """
+    weights, _ = example_weights(example)
+    first = next((token for token, w in enumerate(weights) if token and w != 0), len(weights))
+    if "num_actions" in example:
+        first = len(weights) - int(example["num_actions"])
+    return sum(1 for token in range(start + 1, start + length) if token >= first)
 
 
 def _empty_row(width: int, pad_token_id: int) -> dict[str, list[Any]]:

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from tests.batch_samples import contents, plain
+from torch_collate_kit import PackedCollator, RolloutCollator, token_loss, unpack
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.rl import from_response_values, response_values, stage_mini_batches
 
 
 def test_rows_that_divide_already_are_returned_as_they_are(collated: Batch) -> None:
@@ -59,6 +62,72 @@ def test_row_metadata_and_rewards_of_added_rows() -> None:
     assert batch.metadata["step"] == 1
 
 
+ROLLOUTS: list[dict[str, Any]] = [
+    {
+        "prompt_ids": [1, 2],
+        "response_ids": [3] * n,
+        "rewards": 1.0,
+        "loss_mask": [1] * n,
+        "uid": "a",
+        "trajectory_id": n,
+        "is_last_step": n > 1,
+    }
+    for n in (1, 2, 3)
+]
+PADDED = {"uids": "a", "trajectory_ids": 1, "is_last_step": True, "turn": 7}
+PACKED = {"uids": (), "trajectory_ids": (), "is_last_step": (), "max_segment_length": 5, "turn": 7}
+OF_SUB_SEQUENCES = ("example_indices", "example_starts", "num_actions", "num_trained", "stop")
+
+
+@pytest.mark.parametrize(
+    ("collate", "expected"),
+    [(RolloutCollator(0), PADDED), (PackedCollator(0, max_tokens=8), PACKED)],
+    ids=["padded", "packed"],
+)
+@pytest.mark.parametrize("by", ["pad_rows", "stage_mini_batches"])
+def test_every_row_metadata_of_added_rows(collate: Any, expected: dict[str, Any], by: str) -> None:
+    batch = collate(ROLLOUTS)
+    batch.row_metadata["turn"] = [7] * len(batch)
+    batch.row_metadata["stop"] = Ragged.from_rows([[1]] * len(batch))
+    if by == "pad_rows":
+        batch = batch.pad_rows(multiple_of=5)
+    else:
+        batch = Batch.cat(stage_mini_batches(batch, [0, len(batch)], 5)[0])
+        expected = expected | {"row_indices": -1}
+    added = {key: plain(value)[-1] for key, value in batch.row_metadata.items()}
+    assert added == expected | {key: [] for key in OF_SUB_SEQUENCES}
+    uids, flags = batch.row_metadata["uids"], batch.row_metadata["is_last_step"]
+    assert {type(uid) for uid in uids} == {type(uids[0])}
+    assert {type(flag) for flag in flags} == {type(flags[0])}
+
+
+def test_row_metadata_of_rows_that_the_collator_adds() -> None:
+    batch = PackedCollator(0, max_tokens=8, parallel=ParallelLayout(dp=5))(ROLLOUTS)
+    added = [row for row, own in enumerate(batch["sub_seq_lengths"]) if not len(own)]
+    assert len(added) == 2
+    longest, width = batch.row_metadata.pop("max_segment_length"), len(batch["input_ids"][0])
+    assert [longest[row] for row in added] == [width] * 2
+    for key, value in batch.row_metadata.items():
+        empty: Any = [] if isinstance(value, Ragged) else ()
+        assert [plain(value)[row] for row in added] == [empty] * 2, key
+
+
+@pytest.mark.parametrize("collate", [RolloutCollator(0), PackedCollator(0, max_tokens=8)])
+def test_added_rows_are_in_no_output(collate: Any) -> None:
+    batch = collate(ROLLOUTS).pad_rows(multiple_of=5)
+    added = batch.chunk(5)[-1]
+    assert [len(part) for part in unpack(batch["input_ids"], batch)] == [3, 4, 5]
+    assert [len(part) for part in unpack(added["input_ids"], added)] == [0, 0, 0]
+    assert [len(part) for part in response_values(batch["loss_mask"], batch)] == [1, 2, 3]
+    assert response_values(added["loss_mask"], added) == [[], [], []]
+    assert from_response_values([[], [], []], added).count_nonzero() == 0
+    for rows, examples in ((batch, [0, 1, 2]), (added, [])):
+        logits = torch.zeros(*rows["input_ids"].shape, 4)
+        _, outputs = token_loss(logits, rows, num_loss_tokens=1, return_per_token_outputs=True)
+        assert outputs.example_indices.tolist() == examples
+        assert [len(values) for values in outputs.nll] == [i + 1 for i in examples]
+
+
 def test_a_router_counts_no_token_of_an_added_row() -> None:
     batch = Batch({"router_padding_mask": torch.tensor([[False, True]])}).pad_rows(multiple_of=2)
     assert batch["router_padding_mask"].tolist() == [[False, True], [True, True]]
@@ -77,16 +146,25 @@ def test_what_is_multiplied_into_a_loss_is_0_in_added_rows() -> None:
             "old_logprobs": ones[:, :2].to(torch.bfloat16),
             "turn": mask,  # not floating point
             "pixel_values": torch.ones(1, 3, 2),
-            "embeddings": torch.ones(1, 5),
-        }
+            "inputs_embeds": torch.ones(1, 3, 2),
+            "attention_mask": torch.ones(1, 3),
+            "scores": torch.ones(1, 5),
+            "hidden": torch.ones(1, 3, 2),
+            "own": Ragged.from_rows([[1.0, 2.0]]),
+            "cu_seq_lens": Ragged.from_rows([[0, 3]]),
+        },
+        row_metadata={"max_segment_length": [3]},
     ).pad_rows(multiple_of=3)
-    names = ("loss_mask", "response_mask", "advantages", "returns", "values", "old_logprobs")
-    for name in names:
+    repeated = ("turn", "pixel_values", "inputs_embeds", "attention_mask")
+    ragged = ("rewards", "own", "cu_seq_lens")
+    for name in batch.keys() - {*repeated, *ragged}:
         assert (batch[name][0] == 1).all()
         assert (batch[name][1:] == 0).all(), name
-    for name in ("turn", "pixel_values", "embeddings"):
+    for name in repeated:
         assert (batch[name] == 1).all(), name
     assert batch["rewards"].tolist() == [[1.0], [], []]
+    assert batch["own"].tolist() == [[1.0, 2.0], [], []]
+    assert batch["cu_seq_lens"].tolist() == [[0, 3]] * 3
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])

@@ -123,9 +123,14 @@ def test_one_row_boundaries_are_not_the_field_itself(packed: Batch) -> None:
     assert packed["cu_seq_lens"].tolist()[0] == [0, 7, 8]
 
 
-@pytest.mark.parametrize("attention", ["flash", "", "SDPA", None])
+@pytest.mark.parametrize(
+    "attention", ["flash", "", "SDPA", None, "flash_attention_9", "flash_attention_", "a/sdpa"]
+)
 def test_an_unknown_attention_is_refused(collated: Batch, attention: Any) -> None:
-    with pytest.raises(ValueError, match=r"is unknown; use one of torch_varlen, .*flex_attention"):
+    message = (
+        r"is unknown; use one of torch_varlen, flash_attention_2, .*_4, sdpa, .*flex_attention"
+    )
+    with pytest.raises(ValueError, match=message):
         collated.model_inputs(attention)
 
 

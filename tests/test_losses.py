@@ -585,6 +585,11 @@ def test_a_batch_on_another_device_than_the_logits() -> None:
             TypeError,
             r"labels must be token ids or -100, got torch.bool; pass the Batch, or unshifted",
         ),
+        (
+            (torch.zeros(1, 2, 999), torch.tensor([[0, -100]]).to(torch.uint8), 1),
+            TypeError,
+            "labels must be token ids or -100, got torch.uint8",
+        ),
         ((torch.zeros(1, 2, 3), torch.tensor([[0, 1]]), None), TypeError, "must be a number"),
         (
             (torch.zeros(1, 2, 3), torch.tensor([[0, 1]]), torch.tensor([1, 2])),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch import Batch, PerExample
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision import VisionLayout
@@ -72,6 +72,23 @@ def test_every_field_can_be_saved_and_loaded(width):
         check_fields(batch[:1])
         check_fields(batch.model_inputs())
         check_fields(pickle.loads(pickle.dumps(batch[:1])))
+
+
+@pytest.mark.parametrize("width", range(1, 9))
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stored_field_is_a_view_of_a_buffer_of_any_size(width: int, num_workers: int) -> None:
+    """It is saved with the buffer, which must hold a whole number of its entries."""
+    example = {"input_ids": [5] * width, "domain": 2**40}
+    collate = PackedCollator(
+        0, max_tokens=8, train_all=True, fields={"domain": PerExample(torch.int64)}
+    )
+    loader = torch.utils.data.DataLoader([example], collate_fn=collate, num_workers=num_workers)
+    given = Batch(
+        {"ids": torch.arange(width)[:, None], "kept": torch.ones(width, 1, dtype=torch.bool)}
+    )
+    for batch in (*loader, given):
+        sent = pickle.loads(pickle.dumps(batch)) if num_workers == 0 else batch
+        check_fields({name: sent[name] for name in ("domain", "ids", "kept") if name in sent})
 
 
 def test_every_field_from_a_worker_can_be_saved_and_loaded():

@@ -96,6 +96,7 @@ ROLLOUT_INPUTS = [
     BadInput("a reward of a token that is NaN", _rollout(rewards=torch.tensor([0, NAN, 1]))),
     BadInput("a reward over float32", _rollout(rewards=1e39)),
     BadInput("a log-prob of -inf", _rollout(logprobs=[-1.0, -np.inf, -1.0])),
+    BadInput("probabilities as log-probs", _rollout(logprobs=[-1.0, 0.001, 0.5])),
     BadInput("an advantage that is NaN", _rollout(advantages=NAN)),
     BadInput("a response weight that is NaN", _rollout(loss_mask=[1, NAN, 1])),
     BadInput("a negative response weight", _rollout(loss_mask=[1, -1, 1])),
@@ -192,6 +193,9 @@ BAD_INPUTS = [
     BadInput("a target and `train_all`", lambda: PaddedCollator(0, train_all=True)([LABELLED])),
     BadInput("no target in model inputs", _collated(GOOD, model_inputs=True)),
     BadInput("a label of -1", _example(labels=[-100, -1, 7])),
+    BadInput(
+        "labels stored unsigned", _example(labels=np.array([-100, 6, -100]).astype(np.uint16))
+    ),
     BadInput("a mask in `labels`", _example(labels=[False, True, True])),
     BadInput("a mask in `labels`, an array", _example(labels=np.array([False, True, True]))),
     BadInput("a weight that float32 loses", _example(loss_mask=[0, 1, 1e-40])),
@@ -204,6 +208,9 @@ BAD_INPUTS = [
     BadInput("a short `attention_mask`", _example(attention_mask=[1, 1])),
     BadInput("an example over a row", _collated(GOOD, {"input_ids": list(range(9))})),
     BadInput("an example over `max_length`", _padded(GOOD, {"input_ids": [5] * 9}, max_length=8)),
+    BadInput(
+        "rows over int32", lambda: PackedCollator(0, max_tokens=2**31, fixed_width=True)([GOOD])
+    ),
     BadInput(
         "a column of another length",
         lambda: PaddedCollator(0)(

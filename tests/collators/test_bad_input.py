@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.collators.bad_inputs import BAD_INPUTS, BadInput, table
-from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.errors import DataError
 
 CONTRACT = Path(__file__).parents[2] / "docs" / "contract.md"
@@ -136,3 +136,48 @@ def test_wrong_settings_are_type_errors(make, message):
     with pytest.raises(TypeError, match=message):
         make()
     assert PaddedCollator(0, pad_to_multiple_of=np.int64(8)).pad_to_multiple_of == 8
+
+
+# --- rows of more cells than int32 counts --------------------------------------------------------
+
+LONG = np.broadcast_to(np.int64(5), 2**31 + 5)  # takes no memory
+LONG_ROLLOUT = {"rewards": 1.0, "loss_mask": np.broadcast_to(True, 2**31 + 5)}
+WIDE = {
+    "padded": (PaddedCollator(0), {"input_ids": LONG}, "2147483653.*shorten example 1 when"),
+    "rounded up": (
+        PaddedCollator(0, pad_to_multiple_of=2**31),
+        {"input_ids": [5, 6, 7]},
+        "2147483648 cells, more than the 2147483647 that",
+    ),
+    "packed": (
+        PackedCollator(0, max_tokens=2**32),
+        {"input_ids": LONG},
+        "row would have 2147483656 cells.*lower max_tokens=4294967296",
+    ),
+    "fixed width": (
+        PackedCollator(0, max_tokens=2**32, fixed_width=True),
+        {"input_ids": [5, 6, 7]},
+        "row would have 4294967296 cells.*lower max_tokens=4294967296",
+    ),
+    "rollouts": (
+        RolloutCollator(0),
+        {**LONG_ROLLOUT, "prompt_ids": [5, 6, 7], "response_ids": LONG},
+        "2147483656 cells.*filter out example 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_rows_of_more_cells_than_int32_counts_are_refused(name):
+    collate, long, message = WIDE[name]
+    good = {key: np.array(value[:3]) if np.ndim(value) else value for key, value in long.items()}
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    try:  # an allocation of such a row fails, rather than fill the memory of the machine
+        most = pages * resource.getpagesize() + 2**30
+        resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
+        with pytest.raises(DataError, match=message):
+            collate([good, long])
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)

@@ -13,10 +13,12 @@ from torch_collate_kit.ragged import Ragged
 LENGTHS, RESPONSES = [3, 4, 2], [2, 3, 1]
 
 
-def column(lengths: list[int], dtype: Any, row_shape: tuple[int, ...] = ()) -> Ragged:
+def column(
+    lengths: list[int], dtype: Any, row_shape: tuple[int, ...] = (), *, one: int = 1
+) -> Ragged:
     count = sum(lengths) * int(np.prod(row_shape))
     return Ragged.from_lengths(
-        (np.arange(count) % 2).astype(dtype).reshape(-1, *row_shape), lengths
+        (np.arange(count) % 2 * one).astype(dtype).reshape(-1, *row_shape), lengths
     )
 
 
@@ -26,7 +28,7 @@ def rollout_columns(**dtypes: Any) -> dict[str, Any]:
         "response_ids": column(RESPONSES, np.int32),
         "rewards": column(RESPONSES, np.float32),
         "loss_mask": column(RESPONSES, dtypes.get("mask", np.float32)),
-        "logprobs": column(RESPONSES, np.float32),
+        "logprobs": column(RESPONSES, np.float32, one=-1),
         "advantages": column(RESPONSES, np.float32),
         "rollout_expert_indices": column(LENGTHS, np.int16, (2, 2)),
     }

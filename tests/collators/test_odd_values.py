@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.collators.bad_inputs import IMAGE, ROLLOUT, ROUTES
+from torch_collate_kit.batch import PerToken
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
@@ -256,6 +257,37 @@ def test_unsigned_labels_beyond_int64_do_not_become_negative(collate):
     assert message.startswith("example 0: labels is 9223372036854775808 at token 1; a label is a")
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])
+@pytest.mark.parametrize(
+    "form",
+    {
+        "array": lambda labels: [[5, 6, 7], labels],
+        "mixed dtypes": lambda labels: [np.array([5, 6, 7]), labels],
+        "tensor": lambda labels: [torch.tensor([5, 6, 7]), torch.from_numpy(labels)],
+        "column": lambda labels: Ragged.from_rows([[5, 6, 7], labels], dtype=labels.dtype),
+    }.items(),
+    ids=lambda form: form[0],
+)
+@collators
+def test_an_ignored_label_stored_unsigned_is_no_token_id(collate, form, dtype):
+    ids = [[5, 6, 7]] * 2
+    labels = np.array([5, -100, 7]).astype(dtype)
+    message = message_of(collate, {"input_ids": ids, "labels": form[1](labels)})
+    assert message == (
+        f"example 1: labels is {labels[1]} at token 1 in dtype {labels.dtype}, which is what -100 "
+        "becomes there, so the token would be trained; store labels in a signed dtype such as int32"
+    )
+    labels[1] = 155
+    trained = collate({"input_ids": ids, "labels": form[1](labels)})
+    assert trained["labels"].flatten().tolist().count(155) == 1
+
+
+def test_a_dataset_does_not_count_labels_stored_unsigned():
+    labels = np.array([-100, 6, 7]).astype(np.uint16)
+    with pytest.raises(DataError, match="labels is 65436 at token 0 in dtype uint16"):
+        _ = TokenizedDataset([{"input_ids": IDS, "labels": labels}]).num_loss_tokens
+
+
 @pytest.mark.parametrize("largest", [2**31 - 1, 2**31, 2**63 - 1])
 @pytest.mark.parametrize("collate", [PaddedCollator(0), PackedCollator(0, max_tokens=8)])
 def test_labels_beyond_int32_stay_what_they_are(collate, largest):
@@ -269,6 +301,28 @@ def test_a_number_of_actions_beyond_int64_names_its_example(collate):
     for count in (2**63, 2**70, -(2**70)):
         message = message_of(collate, [good, good | {"num_actions": count}])
         assert message.startswith(f"example 1 has num_actions={count}, but 3 tokens; it counts")
+
+
+@collators
+@pytest.mark.parametrize("dtypes", [("i8", "u8"), ("u8", "i8"), ("i4", "u8"), ("u4", "u8", "i8")])
+def test_ids_of_mixed_dtypes_do_not_become_floats(collate, dtypes):
+    """NumPy joins int64 and uint64 to float64, which has 53 bits."""
+    large = 2**60 + 1
+    rows = [np.array([1, 2], dtype=dtype) for dtype in dtypes]
+    rows[dtypes.index("u8")][1] = large
+    examples = [{"input_ids": row, "labels": row, "own": row} for row in rows]
+    collate = type(collate)(
+        0,
+        fields={"own": PerToken(torch.int64)},
+        **({"max_tokens": 8} if isinstance(collate, PackedCollator) else {}),
+    )
+    batch = collate(examples)
+    for name in ("input_ids", "labels", "own"):
+        assert batch[name].max() == large, name
+    rollouts = [
+        {"prompt_ids": row, "response_ids": row, "rewards": 0, "loss_mask": [1, 1]} for row in rows
+    ]
+    assert RolloutCollator(0)(rollouts)["input_ids"][dtypes.index("u8")].tolist() == [1, large] * 2
 
 
 # --- which integers int32 holds ------------------------------------------------------------------

@@ -15,6 +15,7 @@ from tests.collators.bad_inputs import COLUMNS, IMAGE, NO_IMAGE, ROLLOUT, ROUTES
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.rl import merge_steps
 
 META = torch.ones(3, device="meta")
 GOOD = {
@@ -143,6 +144,14 @@ def test_the_example_of_a_bad_expert_is_named_past_empty_routes(empty: int) -> N
     assert RolloutCollator(0)([largest])["rollout_expert_indices"].max() == 32_767
 
 
+@pytest.mark.parametrize("largest", [255, 256, 257])
+@pytest.mark.parametrize("collate", [RolloutCollator(0), PackedCollator(0, max_tokens=8)])
+def test_experts_around_the_largest_of_a_byte(collate: Any, largest: int) -> None:
+    routes = ROUTES + largest - ROUTES.max()
+    batch = collate([{**ROLLOUT, "rollout_expert_indices": routes}])
+    assert batch["rollout_expert_indices"].tolist() == [routes.tolist()]
+
+
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
@@ -221,3 +230,18 @@ def test_an_id_over_64_bits_does_not_wrap(key: str) -> None:
 def test_a_tuple_of_rollouts_is_a_batch() -> None:
     expected = RolloutCollator(0)([ROLLOUT, ROLLOUT])
     assert RolloutCollator(0)((ROLLOUT, ROLLOUT)) == expected
+
+
+@pytest.mark.parametrize("as_array", [list, np.array, np.float16, torch.tensor])
+@pytest.mark.parametrize("collate", [RolloutCollator(0), PackedCollator(0, max_tokens=8)])
+def test_log_probs_over_0_are_refused_but_for_rounding(collate: Any, as_array: Any) -> None:
+    step = {**ROLLOUT, "uid": "a", "is_last_step": True}
+    good = {**step, "logprobs": as_array([-0.5, 0.0, 0.0009])}
+    assert collate([good])["rollout_logprobs"].max() == pytest.approx(0.0009, rel=1e-3)
+    for wrong in (0.0011, 0.5, 1.0):
+        bad = {**step, "logprobs": as_array([-0.5, wrong, 0.0])}
+        for read in (collate, merge_steps):
+            with pytest.raises(
+                DataError, match=r"example 1: logprobs is \S+ at response token 1; a"
+            ):
+                read([good, bad])

@@ -35,7 +35,7 @@ def rollouts(shape: list[tuple[int, int]], *, routes: bool = False) -> list[dict
             "response_ids": rng.integers(1, 11, r),
             "rewards": rng.normal(size=r),
             "loss_mask": rng.integers(0, 3, r),
-            "logprobs": rng.normal(size=r),
+            "logprobs": -rng.random(size=r),
             "uid": i // 2,
             **({"rollout_expert_indices": rng.integers(0, 9, (p, 2, 2))} if routes else {}),
         }

@@ -206,8 +206,8 @@ class Batch(Mapping[str, Field]):
         """Rows added at the end until ``multiple_of`` divides them: a copy, or self if it does.
 
         An added row repeats row 0, so that every model can run it, with zero loss and without
-        sub-sequences: docs/contract.md has the value of each field. ``is_last_step`` is True
-        there. ``metadata["num_dummy_rows"]`` counts added rows.
+        sub-sequences: docs/contract.md has the value of each field and row metadata.
+        ``metadata["num_dummy_rows"]`` counts added rows.
 
         >>> batch = Batch({"input_ids": torch.tensor([[5]]), "loss_mask": torch.tensor([[1.0]])})
         >>> padded = batch.pad_rows(multiple_of=2)

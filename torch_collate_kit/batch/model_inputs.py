@@ -20,6 +20,12 @@ from torch_collate_kit.ragged import Ragged
 
 __all__ = ["block_mask", "model_inputs", "needs_image_blocks"]
 
+_VARLEN_ATTENTION = (
+    "torch_varlen",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+)
 _MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
 _TAKES_4D_MASK = ("sdpa", "eager")
 _MAX_CELLS = 2**31 - 1  # of all rows: boundaries are int32
@@ -145,15 +151,16 @@ def _of_text(attention: str | Mapping[str, str]) -> str:
 
 
 def _is_varlen(attention: Any) -> bool:
-    """Whether this attention reads boundaries; an unknown one is refused."""
-    name = str(attention)
-    # transformers' own, or a kernel of the hub: kernels-community/flash-attn2
-    is_flash = name.startswith("flash_attention_") or ("/" in name and "flash" in name)
-    if is_flash or attention == "torch_varlen":
+    """Return whether this attention reads boundaries; an unknown one is refused."""
+    is_kernel = isinstance(attention, str) and "/" in attention and "flash" in attention
+    if is_kernel or attention in _VARLEN_ATTENTION:
         return True
     if attention not in _MASK_ATTENTION:
-        known = ", ".join(("torch_varlen", "flash_attention_2", *_MASK_ATTENTION))
-        raise ValueError(f"attention={attention!r} is unknown; use one of {known}")
+        known = ", ".join((*_VARLEN_ATTENTION, *_MASK_ATTENTION))
+        raise ValueError(
+            f"attention={attention!r} is unknown; use one of {known}, or a kernel of the Hugging "
+            "Face Hub such as kernels-community/flash-attn2"
+        )
     return False
 
 

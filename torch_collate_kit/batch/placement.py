@@ -13,10 +13,22 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged, span_indices, unchecked
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["Pieces", "Placement", "longest_segments", "packed", "padded", "whole_examples"]
+__all__ = [
+    "MAX_WIDTH",
+    "Pieces",
+    "Placement",
+    "longest_segments",
+    "packed",
+    "padded",
+    "too_wide",
+    "whole_examples",
+]
+
+MAX_WIDTH = int(np.iinfo(np.int32).max)  # cells of a row; places there are int32
 
 
 class Pieces(NamedTuple):
@@ -85,6 +97,19 @@ class Placement:
         per_segment = self.segments[count]
         before = np.append(0, np.cumsum(per_segment.values, dtype=np.int64))
         return before[per_segment.offsets]
+
+
+def too_wide(width: int, way_out: str) -> DataError:
+    """Return the error for rows of more cells than int32 counts, ``MAX_WIDTH``.
+
+    >>> raise too_wide(2**31, "lower max_tokens")
+    Traceback (most recent call last):
+    torch_collate_kit.errors.DataError: a row would have 2147483648 cells, more than the 2147483647
+    that int32 counts; lower max_tokens
+    """
+    return DataError(
+        f"a row would have {width} cells, more than the {MAX_WIDTH} that int32 counts; {way_out}"
+    )
 
 
 def padded(counts: dict[str, np.ndarray], width: int, *, padding_side: str) -> dict[str, Ragged]:

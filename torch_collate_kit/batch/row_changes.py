@@ -14,23 +14,31 @@ from torch_collate_kit.batch.dense import make_field
 from torch_collate_kit.batch.fields import (
     IGNORE_INDEX,
     Field,
-    PerExample,
     PerImage,
     PerResponseToken,
     PerToken,
 )
 from torch_collate_kit.batch.placement import Placement
-from torch_collate_kit.batch.rows import cat, equal, take
+from torch_collate_kit.batch.rows import PackedValues, cat, equal, take
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 __all__ = ["cells_per_row", "joined", "padded", "trimmed"]
 
-_LOSS_MASKS = ("loss_mask", "response_mask")
-_TARGETS = ("rewards", "advantages", "returns")  # 0 whatever their shape: one per row, say
-_UNTRAINED = {"labels": IGNORE_INDEX, **dict.fromkeys((*_LOSS_MASKS, *_TARGETS), 0)}
-_EMPTY = ("sub_seq_lengths", *_UNTRAINED)  # where they are ragged
-_FILL = {**_UNTRAINED, "router_padding_mask": 1}  # True: a router counts none of their tokens
+# Added rows. docs/contract.md has the table; a field that is not named here holds 0 if its numbers
+# are floating point, nothing if it is ragged, and else what row 0 holds.
+_FILL = {
+    "labels": IGNORE_INDEX,
+    "loss_mask": 0,
+    "response_mask": 0,
+    "rewards": 0,
+    "advantages": 0,
+    "returns": 0,
+    "router_padding_mask": 1,  # True: a router counts none of their tokens
+}
+# What a model reads: of any dtype, ragged or not.
+_REPEATED = ("attention_mask", "cu_seq_lens", "inputs_embeds", *IMAGE_FIELDS)
 
 
 def joined(
@@ -175,34 +183,30 @@ def _padded_columns(columns: Columns, added: int) -> Columns:
 
 
 def _padded_given(storage: Storage, added: int) -> dict[str, Any]:
-    """Dense fields; those that have a column are padded as it is.
-
-    Those not named above repeat row 0, but floating-point fields whose rows have the shape of a
-    mask's (values, log-probabilities) hold 0.
-    """
-    shapes = storage.row_shapes()
-    masks = [shapes[name] for name in _LOSS_MASKS if name in shapes]
+    """Return the dense fields with added rows; one that has a column is padded as that is."""
     specs = {} if storage.columns is None else storage.columns.specs
     given: dict[str, Any] = {}
     for name, field in storage.given.items():
         spec = specs.get(name)
+        repeats = name in _REPEATED if spec is None else isinstance(spec, PerToken | PerImage)
         if isinstance(field, Ragged):
-            is_empty = name in _EMPTY or isinstance(spec, PerExample)
-            given[name] = (_with_empty_rows if is_empty else _repeated)(field, added)
+            given[name] = (_repeated if repeats else _with_empty_rows)(field, added)
             continue
         given[name] = new = _repeated(field, added)
         if isinstance(spec, PerResponseToken):
             new[-added:] = spec.pad
-        elif name in _FILL or (field.is_floating_point() and list(field.shape[1:]) in masks):
-            new[-added:] = _FILL.get(name, 0)
         elif name == "rollout_expert_indices":  # what pads hold: no expert is there twice
             new[-added:] = torch.arange(field.shape[-1], device=field.device)
+        elif name in _FILL or (not repeats and field.is_floating_point()):
+            new[-added:] = _FILL.get(name, 0)
     return given
 
 
 def _padded_row_metadata(key: str, value: Any, added: int) -> Any:
     if isinstance(value, Ragged):
         return _with_empty_rows(value, added)
+    if isinstance(value, list) and isinstance(value[0], PackedValues):
+        return [*value, *[PackedValues()] * added]
     repeated = _repeated(value, added)
     if key == "is_last_step":
         repeated[-added:] = [True] * added if isinstance(repeated, list) else True

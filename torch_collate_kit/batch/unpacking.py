@@ -15,8 +15,16 @@ from torch_collate_kit.batch.dense import cells_of_responses
 from torch_collate_kit.batch.fields import IGNORE_INDEX
 from torch_collate_kit.ragged import Ragged, span_indices
 
-__all__ = ["cells_by_example", "cells_of_spans", "response_cells", "unpack", "values_of_cells"]
+__all__ = [
+    "cells_by_example",
+    "cells_of_every_example",
+    "cells_of_spans",
+    "response_cells",
+    "unpack",
+    "values_of_cells",
+]
 
+Count = Literal["responses", "tokens", "predicted"]
 Values = TypeVar("Values", bound=Tensor | np.ndarray)
 
 _NEEDED = ("example_indices", "example_starts", "num_actions")
@@ -63,7 +71,10 @@ def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
     if isinstance(batch, Batch):
         width = _checked_width(batch)
         _check_shape(values, len(batch), width)
-        cells = _cells_of_batch(batch, values.shape[1], width)
+        num_columns = values.shape[1]
+        cells = cells_of_every_example(
+            batch, num_columns, "tokens" if num_columns == width else "predicted"
+        )
     else:
         labels = _array(batch, "labels")
         _check_shape(values, *labels.shape)
@@ -96,11 +107,12 @@ def _check_shape(values: Any, num_rows: int, width: int) -> None:
         )
 
 
-def _cells_of_batch(batch: Batch, num_columns: int, width: int) -> Ragged:
-    """The cells of every example, in ``[R, num_columns]``; empty where it has none."""
-    examples, cells = cells_by_example(
-        batch, num_columns, "tokens" if num_columns == width else "predicted"
-    )
+def cells_of_every_example(batch: Batch, num_columns: int, count: Count = "responses") -> Ragged:
+    """Return the cells of ``cells_by_example`` with an entry for every example that was collated.
+
+    One whose rows are not in the batch has an empty entry.
+    """
+    examples, cells = cells_by_example(batch, num_columns, count)
     last = int(examples[-1]) if len(examples) else -1
     num_examples = batch.metadata.get("num_examples", last + 1)
     if last >= num_examples:
@@ -115,7 +127,7 @@ def _cells_of_batch(batch: Batch, num_columns: int, width: int) -> Ragged:
 
 
 def cells_by_example(
-    batch: Batch, num_columns: int, count: Literal["responses", "tokens", "predicted"] = "responses"
+    batch: Batch, num_columns: int, count: Count = "responses"
 ) -> tuple[np.ndarray, Ragged]:
     """The examples, int64 [E] ascending, and the cells of their tokens, ragged int64.
 

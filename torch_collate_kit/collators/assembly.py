@@ -11,7 +11,7 @@ import torch
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
-from torch_collate_kit.batch.placement import Placement, padded, whole_examples
+from torch_collate_kit.batch.placement import MAX_WIDTH, Placement, padded, too_wide, whole_examples
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import unchecked
 from torch_collate_kit.reading.entries import DeclaredFields
@@ -175,6 +175,10 @@ def one_per_row(
     """The Batch with one example per row. ``names`` are its fields."""
     lengths, multiple = examples.lengths, collator.pad_to_multiple_of or 1
     width = -(-int(lengths.max()) // multiple) * multiple
+    if width > MAX_WIDTH:
+        raise too_wide(
+            width, f"shorten example {lengths.argmax()} when tokenizing, or filter it out"
+        )
     placed = examples.place(whole_examples(lengths))
     # the widest run of cells from a row's first response token to its end
     pads = 0 if padding_side == "left" else width - lengths

@@ -12,7 +12,14 @@ import numpy as np
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.placement import Pieces, Placement, longest_segments, packed
+from torch_collate_kit.batch.placement import (
+    MAX_WIDTH,
+    Pieces,
+    Placement,
+    longest_segments,
+    packed,
+    too_wide,
+)
 from torch_collate_kit.batch.rows import PackedValues
 from torch_collate_kit.collators.assembly import (
     assemble,
@@ -295,6 +302,8 @@ class PackedCollator(Generic[B]):
         """The rows of the part."""
         plan, chosen, num_examples = part.plan, part.pieces, len(columns.input_ids)
         width = self.packing.capacity if self.fixed_width else plan.width
+        if width > MAX_WIDTH:
+            raise too_wide(width, f"lower max_tokens={plan.max_tokens}")
         pieces = Pieces(part.positions, plan.starts[chosen], plan.lengths[chosen], part.row_offsets)
         per_row = _per_row(columns.per_example, pieces)
         if part.needs_dummy_image.any():

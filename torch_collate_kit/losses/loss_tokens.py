@@ -69,8 +69,9 @@ def _num_loss_tokens(batch: Any) -> Tensor:
 
 
 def check_labels(labels: Tensor) -> None:
-    """Refuse a mask under the name of labels: its 0 and 1 would be trained as token ids."""
-    if labels.is_floating_point() or labels.dtype == torch.bool:
+    """Refuse a mask under the name of labels, and unsigned labels, whose -100 is a token id."""
+    is_signed = labels.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
+    if not is_signed:
         raise TypeError(
             f"labels must be token ids or {IGNORE_INDEX}, got {labels.dtype}; pass the Batch, or "
             'unshifted labels, batch["labels"]'

@@ -37,7 +37,7 @@ class PerTokenOutputs:
     ``example_indices`` int64 ``[E]``, ascending, names the examples of the batch's rows. ``nll[i]``
     float32 ``[n]``, in host memory, has the last ``n = row_metadata["num_actions"]`` tokens of
     example ``example_indices[i]``. The pieces of a split example are joined in order; nothing
-    predicts the first token of a piece.
+    predicts the first token of a piece. An added row has no example.
 
     >>> from torch_collate_kit.collators import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}, {"input_ids": [3, 1, 2]}])

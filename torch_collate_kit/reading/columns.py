@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.raw import is_sequence
@@ -25,12 +26,14 @@ __all__ = [
     "Kind",
     "Numbers",
     "Rows",
+    "are_wrapped",
     "flag_column",
     "id_column",
     "number_column",
     "scalar_column",
     "spread_numbers",
     "tensor_to_numpy",
+    "wrapped_label",
 ]
 
 Kind = Literal["ids", "labels", "numbers", "whole numbers"]
@@ -98,9 +101,35 @@ def number_column(name: str, column: Any, kind: Kind) -> Numbers:
         raise DataError(f"example {i}: {name} has dtype {dtype}{separator}{advice}")
     if kind == "whole numbers" and len(dtypes) > 1:
         rows = [_whole(name, i, row) for i, row in enumerate(rows)]
+    if kind == "labels" and len(dtypes) > 1:
+        for i, row in enumerate(rows):  # joined, it could not be told from a token id
+            if (is_bad := are_wrapped(row)).any():
+                raise wrapped_label(i, int(is_bad.argmax()), row.dtype)
     # a uint64 among int64s would make them floats
     mixed = {"q": np.int64, "d": np.float64}[typecode] if len(dtypes) > 1 else None
     return Ragged(rows[0] if len(rows) == 1 else np.concatenate(rows, dtype=mixed), offsets)
+
+
+def are_wrapped(labels: np.ndarray) -> np.ndarray:
+    """Return where a label is what -100 becomes in its unsigned dtype: bool.
+
+    >>> are_wrapped(np.array([5, -100]).astype(np.uint16)).tolist()
+    [False, True]
+    """
+    if labels.dtype.kind != "u":
+        return np.zeros(len(labels), dtype=np.bool_)
+    is_wrapped: np.ndarray = labels == np.array(IGNORE_INDEX).astype(labels.dtype)
+    return is_wrapped
+
+
+def wrapped_label(example: int, token: int, dtype: np.dtype[Any]) -> DataError:
+    """Return the error for a label that is -100 in an unsigned dtype."""
+    value = np.array(IGNORE_INDEX).astype(dtype)
+    return DataError(
+        f"example {example}: labels is {value} at token {token} in dtype {dtype}, which is what "
+        f"{IGNORE_INDEX} becomes there, so the token would be trained; store labels in a signed "
+        "dtype such as int32"
+    )
 
 
 def _whole(name: str, index: int, row: np.ndarray) -> np.ndarray:

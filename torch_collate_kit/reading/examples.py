@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -146,14 +147,19 @@ class ExampleColumns:
             num_trained,
         )
 
-    def checked(self) -> dict[str, Ragged]:
+    def checked(self, *, limits: bool = True) -> dict[str, Ragged]:
         """All columns but those of images as ndarrays, a row per example, in the dtypes of a batch.
+
+        ``limits``: refuse a number over the limit of its field, as ``place`` does.
 
         Raises:
             DataError: as of ``place``.
         """
         images = None if self.images is None else replace(self.images, arrays={})
-        placed = replace(self, images=images).place(whole_examples(self.lengths))
+        found = replace(self, images=images)
+        if not limits:
+            found = replace(found, fields=[replace(of, most=math.inf) for of in self.fields])
+        placed = found.place(whole_examples(self.lengths))
         return {
             name: Ragged(column.values.numpy(), column.offsets)
             for name, column in placed.columns.items()
@@ -191,7 +197,7 @@ class ExampleColumns:
             target = self._given(pieces)
             target[np.cumsum(pieces.lengths) - pieces.lengths] = self._untrained
         else:
-            responses = self._responses(pieces)
+            responses = _last_of_examples(pieces, self.lengths, self.num_actions)
             most = responses.lengths
             target = self._given(responses)
             if is_image is not None:
@@ -204,6 +210,8 @@ class ExampleColumns:
         else:
             num_trained, num_responses = count_trained(trained, responses.lengths)
         if self.num_actions is None:
+            if pieces.starts.any():
+                num_responses = self._responses_of_split(pieces, num_responses)
             responses = pieces._replace(lengths=num_responses)
         elif not self.are_rollouts:  # one per token, as from every other form of target
             given = target
@@ -211,15 +219,22 @@ class ExampleColumns:
             target[_last_tokens(pieces, most)] = given
         return target, responses, num_trained
 
-    def _responses(self, pieces: Pieces) -> Pieces:
-        """Which of its example's last ``num_actions`` tokens each piece has.
+    def _responses_of_split(self, pieces: Pieces, num_responses: np.ndarray) -> np.ndarray:
+        """Return ``num_responses`` int64 [S], in pieces of split examples by the whole example.
 
-        Not its first token, which nothing predicts.
+        A response begins at the first trained token of its example, which may be in another piece.
         """
-        prompts = (self.lengths - self.num_actions)[pieces.examples]
-        ends = pieces.starts + pieces.lengths
-        num_actions = np.clip(ends - prompts, 0, pieces.lengths - 1)
-        return pieces._replace(starts=ends - num_actions - prompts, lengths=num_actions)
+        is_split = np.zeros(len(self.lengths), dtype=np.bool_)
+        is_split[pieces.examples[pieces.starts > 0]] = True
+        split = np.flatnonzero(is_split)
+        lengths = self.lengths[split]
+        target = self._given(Pieces(split, np.zeros_like(split), lengths, np.zeros(0)))
+        target[np.cumsum(lengths) - lengths] = self._untrained
+        trained = target if target.dtype == np.bool_ else target != self._untrained
+        num_actions = np.zeros_like(self.lengths)
+        num_actions[split] = count_trained(trained, lengths)[1]
+        of_whole = _last_of_examples(pieces, self.lengths, num_actions).lengths
+        return np.where(is_split[pieces.examples], of_whole, num_responses)
 
     def _given(self, entries: Pieces) -> np.ndarray:
         """The target of these entries, as it was given: a copy."""
@@ -257,6 +272,18 @@ class ExampleColumns:
 def _by_rows(values: np.ndarray | Tensor, entries: Pieces) -> Ragged:
     """A column with the rows of a batch, of the entries that its pieces have of it."""
     return unchecked(torch.as_tensor(values), running_sum(entries.lengths)[entries.row_offsets])
+
+
+def _last_of_examples(pieces: Pieces, lengths: np.ndarray, num_actions: np.ndarray) -> Pieces:
+    """Return which of its example's last ``num_actions`` tokens each piece has.
+
+    Not the first token of the piece, which nothing predicts. ``starts`` count from the first of
+    these tokens; ``lengths`` and ``num_actions`` are of the examples, int64 [N].
+    """
+    prompts = (lengths - num_actions)[pieces.examples]
+    ends = pieces.starts + pieces.lengths
+    num_responses = np.clip(ends - prompts, 0, pieces.lengths - 1)
+    return pieces._replace(starts=ends - num_responses - prompts, lengths=num_responses)
 
 
 def _last_tokens(pieces: Pieces, numbers: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ Its prompt and response are one sequence, whose response tokens are the last ``n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerRoutedToken, PerToken
+from torch_collate_kit.batch.placement import MAX_WIDTH, too_wide
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.arrays import read_images, route_column
@@ -46,6 +48,7 @@ from torch_collate_kit.vision import VisionLayout
 __all__ = ["read_columns"]
 
 _BATCH_NAMES = {"logprobs": "rollout_logprobs"}  # of our own fields that have another name there
+_MOST = {"logprobs": 1e-3}  # of our own fields whose numbers have a limit; 0, and rounding
 # What the columns of SFT examples and of rollouts have one entry of, besides ids.
 _SFT_FIELDS: Mapping[str, PerToken] = {
     "loss_mask": PerToken(torch.float32),
@@ -93,22 +96,28 @@ def read_columns(
         vision = _UNKNOWN_MODEL
     prompts, responses = (_ids(name, raw[name]) for name in ("prompt_ids", "response_ids"))
     num_actions = responses.lengths
+    lengths = prompts.lengths + num_actions
+    if (longest := int(lengths.max())) > MAX_WIDTH:
+        raise too_wide(longest, f"filter out example {lengths.argmax()}")
     for name in ("rewards", "advantages"):
         if name in raw:
             raw[name] = spread_numbers(name, raw[name], num_actions)
-    ids = _in_pairs(prompts, responses)
+    ids = _in_pairs(prompts, responses, lengths)
     types = token_types(examples, raw, ids.lengths, fields, vision)
     return _read(raw, ids, num_actions, {**fields, **types}, vision, rollouts=True)
 
 
-def _in_pairs(first: Numbers, second: Numbers) -> Ragged:
-    """Row i of the one column and row i of the other as one row: int32 where both fit, or int64."""
+def _in_pairs(first: Numbers, second: Numbers, lengths: np.ndarray) -> Ragged:
+    """Row i of the one column and row i of the other as one row: int32 where both fit, or int64.
+
+    ``lengths``: of the rows that are returned.
+    """
     is_narrow = all(isinstance(of, Ragged) and are_int32_ids(of.values) for of in (first, second))
     parts: list[Any] = [None] * (2 * len(first))
     parts[::2], parts[1::2] = first, second
     dtype = np.int32 if is_narrow else np.int64
     values = np.concatenate(parts, dtype=dtype, casting="unsafe")
-    return Ragged.from_lengths(values, first.lengths + second.lengths)
+    return Ragged.from_lengths(values, lengths)
 
 
 def _read(
@@ -129,7 +138,8 @@ def _read(
     for key, spec in {**own, **declared}.items():
         values = _field(key, spec, raw, lengths, num_actions, rollouts=rollouts)
         name = _BATCH_NAMES.get(key, key) if key in own else key
-        fields[key] = FieldColumn(name, spec, values, key if key in own else None)
+        own_key = key if key in own else None
+        fields[key] = FieldColumn(name, spec, values, own_key, _MOST.get(key, math.inf))
     images = None if vision is None else read_images(raw, vision, input_ids)
     made = ["response_mask", *(fields[key].name for key in own)] if rollouts else []
     if "rollout_expert_indices" in own:

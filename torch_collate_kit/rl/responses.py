@@ -13,6 +13,7 @@ from torch_collate_kit.batch import Batch, PerResponseToken
 from torch_collate_kit.batch.placement import whole_examples
 from torch_collate_kit.batch.unpacking import (
     cells_by_example,
+    cells_of_every_example,
     cells_of_spans,
     values_of_cells,
 )
@@ -33,16 +34,17 @@ def response_values(values: Tensor, responses: Tensor | Batch) -> list[list[floa
     Args:
         values: ``[R, A']``, any dtype and device. The last column belongs to the last cell of each
             row; ``A'`` is at least the longest response, and ``W - 1`` for packed rows.
-        responses: a Batch, padded or packed, gives a list per example, in the order of the
-            examples, as in :class:`~torch_collate_kit.PerTokenOutputs`. A ``response_mask``
-            ``[R, A]``, not 0 at the response tokens, the last cells of each row, gives a list per
-            row, as :func:`unstage` takes them.
+        responses: a Batch, padded or packed, gives a list per example, in the order in which the
+            collator got them, as :func:`~torch_collate_kit.unpack` does: empty where the example
+            was dropped or is not in these rows. A ``response_mask`` ``[R, A]``, not 0 at the
+            response tokens, the last cells of each row, gives a list per row, as :func:`unstage`
+            takes them: empty for an added row.
 
     Raises:
         DataError: a mask that is not one run of ones at the right end of its row, or that is
             negative or not finite.
-        ValueError: other numbers of rows, fewer values than response tokens, or a Batch that was
-            built from dense tensors.
+        ValueError: other numbers of rows, fewer values than response tokens, a Batch that was built
+            from dense tensors, or a part of a staged mini-batch whose examples it does not count.
         TypeError: not tensors.
 
     >>> values = torch.tensor([[9.0, 1.0, 2.0], [9.0, 9.0, 3.0]])
@@ -73,8 +75,9 @@ def from_response_values(
     of the batch (or mask). The inverse is :func:`response_values`.
 
     Args:
-        values: a flat list, ndarray or tensor per response, with one number per token, in the order
-            of ``response_values`` or of :class:`~torch_collate_kit.PerTokenOutputs`.
+        values: a flat list, ndarray or tensor per response, with one number per token: as many as
+            ``response_values`` returns, or one for each example of the rows, as
+            :class:`~torch_collate_kit.PerTokenOutputs` has.
         responses: as for ``response_values``; ``A`` is ``metadata["response_length"]`` of a Batch.
         dtype: of the result.
 
@@ -89,7 +92,7 @@ def from_response_values(
             [0., 0., 3.]])
     """
     name, num_columns, device = _checked(responses)
-    cells = _cells(responses, num_columns)
+    owners, cells = _cells_of_lists(len(values), responses, num_columns)
     if len(values) != len(cells):
         unit = "examples" if isinstance(responses, Batch) else "rows"
         raise ValueError(
@@ -103,8 +106,8 @@ def from_response_values(
         if len(wrong):
             i = int(wrong[0])
             raise DataError(
-                f"example {i}: values has {given.lengths[i]} entries for {cells.lengths[i]} "
-                "response tokens; give one entry per response token"
+                f"example {owners[i]}: values has {given.lengths[i]} entries for "
+                f"{cells.lengths[i]} response tokens; give one entry per response token"
             )
         every = whole_examples(cells.lengths)
         flat, _ = FieldColumn("values", PerResponseToken(dtype), given).place(every, every)
@@ -126,10 +129,22 @@ def _checked(responses: Any) -> tuple[str, int, torch.device]:
     return "the batch", placement.response_length, ids.device
 
 
+def _cells_of_lists(
+    num_lists: int, responses: Batch | Tensor, num_columns: int
+) -> tuple[Sequence[int] | np.ndarray, Ragged]:
+    """Return the example (or row) of each list, and its cells."""
+    if isinstance(responses, Batch):
+        examples, cells = cells_by_example(responses, num_columns)
+        if len(examples) == num_lists:
+            return examples, cells
+    cells = _cells(responses, num_columns)
+    return range(len(cells)), cells
+
+
 def _cells(responses: Batch | Tensor, num_columns: int) -> Ragged:
     """The cells of each response in ``[R, num_columns]``."""
     if isinstance(responses, Batch):
-        return cells_by_example(responses, num_columns)[1]
+        return cells_of_every_example(responses, num_columns)
     mask = checked_mask("response_mask", responses).cpu()
     counts = mask.sum(dim=1)
     is_last = torch.arange(mask.shape[1]) >= mask.shape[1] - counts[:, None]

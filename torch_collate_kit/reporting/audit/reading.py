@@ -287,8 +287,11 @@ def _form(found: ExampleColumns) -> str:
 
 
 def _flat(found: ExampleColumns) -> dict[str, np.ndarray]:
-    """The columns, after every value was checked as a collator checks it."""
-    values = {name: column.values for name, column in found.checked().items()}
+    """The columns, after every value was checked as a collator checks it.
+
+    But not log-probabilities over 0, which are a finding of their own.
+    """
+    values = {name: column.values for name, column in found.checked(limits=False).items()}
     columns = {"ids": values["input_ids"], "lengths": found.lengths}
     if "labels" in values:
         labels = values["labels"]
