@@ -340,8 +340,18 @@ def test_help_and_version(run: Run) -> None:
     assert run("--version")[0] == 0
 
 
+ASKED = """
+import sys
+def asked(event, arguments):
+    if event.startswith("socket.getaddrinfo"):
+        print("asked for", arguments[0], file=sys.stderr)
+sys.addaudithook(asked)
+"""
+
+
 def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.Popen(
         [sys.executable, "-m", "torch_collate_kit", *arguments],
         stdout=subprocess.PIPE,
@@ -352,7 +362,14 @@ def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     )
 
 
-def test_a_process_of_its_own_says_nothing_beside_its_result() -> None:
+def test_a_process_of_its_own_says_nothing_beside_its_result(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it asks for no address: datasets would count the reading of a local file."""
+    monkeypatch.delenv("HF_UPDATE_DOWNLOAD_COUNTS")
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(ASKED)
+    monkeypatch.setenv("PYTHONPATH", str(folder / "site"))
     with command("report", "chats.jsonl", "--tokenizer", "tokenizer", "--json") as process:
         out, err = process.communicate(timeout=600)
     assert (process.returncode, err) == (0, "")

@@ -99,7 +99,7 @@ def _described(
     loaded = None if options.tokenizer is None else load_processor(options.tokenizer)
     tokenizer = getattr(loaded, "tokenizer", loaded)
     rows = [data[index] for index in indices]
-    alone = TokenizedDataset(rows, train_all=options.train_all, vision=data.vision)
+    alone = TokenizedDataset(rows, vision=data.vision)
     found = []
     for index, row, trained in zip(indices, rows, alone.num_loss_tokens.tolist(), strict=True):
         ids = row["input_ids"].tolist()
