@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch_collate_kit._version import __version__
-from torch_collate_kit.commands.arguments import OFFLINE
+from torch_collate_kit.commands.arguments import OFFLINE, as_flags
 from torch_collate_kit.commands.dataset import add_audit, add_report
 from torch_collate_kit.commands.explain import add_explain, add_template
 from torch_collate_kit.commands.step import add_step
@@ -27,7 +27,6 @@ _ERRORS_ONLY = {"TRANSFORMERS_VERBOSITY": "error", "DATASETS_VERBOSITY": "critic
 _NO_BARS = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 _NO_COUNTS = {"HF_UPDATE_DOWNLOAD_COUNTS": "0"}  # else datasets sends a request per file it reads
 _SETTINGS = (*_ERRORS_ONLY, *_NO_BARS, *_NO_COUNTS, *OFFLINE)
-_FLAGS = {"train_all=True": "--train-all"}  # as messages of the library name it
 
 
 def parser() -> argparse.ArgumentParser:
@@ -112,9 +111,7 @@ def _one_line(error: BaseException) -> str:
     >>> _one_line(ValueError("one\\n  two: pass train_all=True"))
     'one two: pass --train-all'
     """
-    text = " ".join(str(error).split()) or type(error).__name__
-    for argument, flag in _FLAGS.items():
-        text = text.replace(argument, flag)
+    text = as_flags(" ".join(str(error).split())) or type(error).__name__
     return text if len(text) <= _MOST else text[:_MOST] + "..."
 
 
