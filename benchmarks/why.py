@@ -11,7 +11,9 @@ where it is installed (`make build/bench/.installed`, then build/bench/bin/pytho
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -22,7 +24,14 @@ import torch
 import transformers
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import DataCollatorWithFlattening, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DataCollatorWithFlattening,
+    PrinterCallback,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from torch_collate_kit import (
     PackedCollator,
@@ -65,8 +74,12 @@ def tiny_model() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa").eval()
 
 
+@cache
 def leak() -> dict[str, float]:
-    """The share of an example's predictions that change with the example packed before it."""
+    """The share of an example's predictions that change with the example packed before it.
+
+    "Trainer" predicts on the flattened rows too: it sets use_cache=False in the model's config.
+    """
     first, other, last = chats(3, longest=64)
     first, other = ({k: v[:32] for k, v in e.items()} for e in (first, other))
     model = tiny_model()
@@ -79,15 +92,28 @@ def leak() -> dict[str, float]:
         collate = PackedCollator(0, max_tokens=128, strategy="sequential")
         return model(**collate(examples).model_inputs("sdpa", labels=False)).logits[0]
 
+    def in_trainer(examples: Examples) -> torch.Tensor:
+        with tempfile.TemporaryDirectory() as folder:
+            collate = DataCollatorWithFlattening(return_tensors="pt")
+            trainer = Trainer(tiny_model(), _settings(folder), data_collator=collate)
+            return torch.as_tensor(trainer.predict(examples).predictions[0])
+
     changed = {}
     with torch.no_grad():
-        for name, logits in (("flattening", flattened), ("kit", packed)):
+        for name, logits in (("flattening", flattened), ("Trainer", in_trainer), ("kit", packed)):
             alone = slice(32, 32 + len(last["input_ids"]))
             before, after = (logits([e, last])[alone].argmax(-1) for e in (first, other))
             changed[name] = (before != after).float().mean().item()
     return changed
 
 
+def _settings(folder: str, **settings: Any) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=folder, report_to=[], use_cpu=True, disable_tqdm=True, **settings
+    )
+
+
+@cache
 def budget(max_tokens: int = 4096, tp: int = 8) -> dict[str, dict[str, float]]:
     """By stack: the longest row in tokens, the share of rows over the budget, of cells filled."""
     batches = [chats(256, longest=2048, seed=seed) for seed in range(20)]
@@ -129,15 +155,18 @@ def _with_actions(example: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": ids, "num_actions": num_actions, "loss_mask": [1] * num_actions}
 
 
+@cache
 def loss() -> dict[str, float]:
     """How far the gradient of a step of four micro-batches is from that of its token mean.
 
-    The first is ``model(**batch).loss`` under ``Accelerator(gradient_accumulation_steps=4)``.
+    "accumulate" is ``model(**batch).loss`` under ``Accelerator(gradient_accumulation_steps=4)``;
+    "Trainer" accumulates as many, and passes the model the labels of the whole step.
     """
     step = [chats(4, longest=2048, seed=seed) for seed in range(4)]
     expected = _gradient(_one_at_a_time, step)
     found = {
         "accumulate": _gradient(_accumulated, step),
+        "Trainer": _gradient(_in_trainer, step),
         "kit": _gradient(_token_mean, step),
     }
     return {
@@ -166,12 +195,37 @@ def _one_at_a_time(model: Any, step: list[Examples]) -> None:
 def _accumulated(model: Any, step: list[Examples]) -> Any:
     accelerator = Accelerator(gradient_accumulation_steps=len(step), cpu=True)
     model = accelerator.prepare(model)
-    collate = PaddedCollator(0, padding_side="right")
-    for batch in map(collate, step):
+    for batch in map(_padded, step):
         with accelerator.accumulate(model):
-            plain = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
-            accelerator.backward(model(**plain).loss)
+            accelerator.backward(model(**batch).loss)
     return model
+
+
+def _padded(examples: Examples) -> dict[str, Tensor]:
+    batch = PaddedCollator(0, padding_side="right")(examples)
+    return {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
+
+
+def _in_trainer(model: Any, step: list[Examples]) -> None:
+    examples = [example for batch in step for example in batch]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    with tempfile.TemporaryDirectory() as folder:
+        settings = _settings(
+            folder,
+            max_steps=1,
+            per_device_train_batch_size=len(step[0]),
+            gradient_accumulation_steps=len(step),
+            train_sampling_strategy="sequential",
+            max_grad_norm=0.0,
+            save_strategy="no",
+            lr_scheduler_type="constant",
+        )
+        trainer = Trainer(model, settings, _padded, examples, optimizers=(optimizer, None))
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        parameter.grad = old - parameter.detach()  # of a step of lr=1
 
 
 def _token_mean(model: Any, step: list[Examples]) -> None:
@@ -187,6 +241,8 @@ def _print_leak() -> None:
     print("Predictions of an example that change when the example packed before it changes:")
     stack = f"DataCollatorWithFlattening, model(**batch): transformers {transformers.__version__}"
     print(f"  {stack:78} {changed['flattening']:6.1%}")
+    stack = "the same rows in Trainer, which turns the cache off"
+    print(f"  {stack:78} {changed['Trainer']:6.1%}")
     print(f"  {'PackedCollator, model(**batch.model_inputs())':78} {changed['kit']:6.1%}")
 
 
@@ -214,6 +270,7 @@ def _print_loss() -> None:
     versions = f"transformers {transformers.__version__}, accelerate {accelerate.__version__}"
     stack = f"model(**batch).loss under accumulate(): {versions}"
     print(f"  {stack:78} {found['accumulate']:6.1%}")
+    print(f"  {'Trainer, which divides by the labels of the step':78} {found['Trainer']:6.1%}")
     print(
         f"  {'token_loss(..., num_loss_tokens=global_num_loss_tokens(...))':78} {found['kit']:6.1%}"
     )

@@ -23,6 +23,7 @@ else:
     settings.register_profile("default", PATIENT, derandomize=True, max_examples=60)
     settings.register_profile("thorough", PATIENT, max_examples=2000)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # datasets: no request for each file that is read
 torch.set_num_threads(1)  # two pytest workers on two cores
 
 

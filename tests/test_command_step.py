@@ -80,7 +80,7 @@ def test_a_checkpoint_of_chats_is_decoded(run: Run) -> None:
     (index,) = sampler.examples(0, 1)
     text = byte_tokenizer(TEMPLATE).decode(data[int(index)]["input_ids"].tolist())
     assert code == 0
-    assert out.startswith("epoch 0, step 1: 1 examples\n\nexample ")
+    assert out.startswith("epoch 0, step 1: 1 example\n\nexample ")
     shown = "\n".join(line[4:] for line in out.splitlines()[3:])
     assert shown == text[:30] + "..."
 
@@ -110,7 +110,10 @@ def refusals() -> dict[str, tuple[list[Any], str]]:
             ["other.json", "rows.jsonl"],
             "other.json: there is no state of a sampler in",
         ),
-        "no file": (["nowhere.json", "rows.jsonl"], "No such file or directory: 'nowhere.json'"),
+        "no file": (
+            ["nowhere.json", "rows.jsonl"],
+            "error: nowhere.json: there is no such file or folder",
+        ),
         "no run.json": (["tokenizer", "rows.jsonl"], "tokenizer: there is no run.json in it; name"),
         "other data": (["state.json", "tokens.jsonl"], "state is of 15 examples, the data has 2;"),
         "rollouts": (["state.json", "rollouts.jsonl"], "rollouts.jsonl holds rollouts, which no"),

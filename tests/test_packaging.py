@@ -61,9 +61,22 @@ def wheel(archives: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def editable(archives: Path) -> Path:
+    """What `pip install -e` installs, of the copy of the tree."""
+    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    folder = archives / "editable"
+    folder.mkdir()
+    run(sys.executable, "-c", build, folder, cwd=archives / "tree")
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
 def site_packages(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Those of a new environment, in which only the wheel is installed."""
-    folder = tmp_path_factory.mktemp("installed")
+    return installed(wheel, tmp_path_factory.mktemp("installed"))
+
+
+def installed(wheel: Path, folder: Path) -> Path:
     run(sys.executable, "-m", "venv", "--without-pip", folder)
     pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python")
     run(*pip, "install", "--quiet", "--no-index", "--no-deps", wheel)
@@ -152,10 +165,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_users_file_sees_the_types_of_the_installed_wheel(
-    site_packages: Path, folder: Path
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_a_users_file_sees_the_types_of_what_is_installed(
+    kind: str, folder: Path, request: pytest.FixtureRequest
 ) -> None:
     """py.typed is honoured; without it mypy would take every name of ours for Any."""
+    site_packages = installed(request.getfixturevalue(kind), folder / "environment")
     user = ("--python-executable", str(site_packages.parents[2] / "bin" / "python"))
     assert checked(folder, CALLS, *user) == ""
     found = checked(folder, SHOWN, *user).splitlines()

@@ -13,20 +13,33 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch_collate_kit._version import __version__
-from torch_collate_kit.commands.arguments import OFFLINE
+from torch_collate_kit.commands.arguments import OFFLINE, as_flags
 from torch_collate_kit.commands.dataset import add_audit, add_report
 from torch_collate_kit.commands.explain import add_explain, add_template
 from torch_collate_kit.commands.step import add_step
 from torch_collate_kit.errors import StateError
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 _CLOSED_PIPE, _INTERRUPTED = 141, 130  # what a shell says of a process that such a signal ended
 _MOST = 600  # letters of an error
 _ERRORS_ONLY = {"TRANSFORMERS_VERBOSITY": "error", "DATASETS_VERBOSITY": "critical"}
 _NO_BARS = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-_SETTINGS = (*_ERRORS_ONLY, *_NO_BARS, *OFFLINE)
-_FLAGS = {"train_all=True": "--train-all"}  # as messages of the library name it
+_NO_COUNTS = {"HF_UPDATE_DOWNLOAD_COUNTS": "0"}  # else datasets sends a request per file it reads
+_SETTINGS = (*_ERRORS_ONLY, *_NO_BARS, *_NO_COUNTS, *OFFLINE)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands and their options."""
+    found = argparse.ArgumentParser(
+        prog="python -m torch_collate_kit",
+        description="What packing saves, what a dataset hides, what a step and a template train.",
+    )
+    found.add_argument("--version", action="version", version=__version__)
+    commands = found.add_subparsers(dest="command", required=True)
+    for add in (add_report, add_audit, add_explain, add_step, add_template):
+        add(commands)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,15 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     >>> main(["template", "no_such.jinja"])
     2
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_collate_kit",
-        description="What packing saves, what a dataset hides, what a step and a template train.",
-    )
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for add in (add_report, add_audit, add_explain, add_step, add_template):
-        add(commands)
-    options = parser.parse_args(argv)
+    options = parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not UTF-8
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -71,7 +76,9 @@ def _quiet() -> Iterator[None]:
     """Progress bars only on a terminal, and no chatter of the libraries underneath."""
     before = {name: os.environ.get(name) for name in _SETTINGS}
     shown = {} if sys.stderr.isatty() else _NO_BARS
-    os.environ.update({**_ERRORS_ONLY, **shown})  # read when these libraries are imported
+    os.environ.update(
+        {**_ERRORS_ONLY, **_NO_COUNTS, **shown}
+    )  # read when these libraries are imported
     datasets: Any = sys.modules.get("datasets")  # imported before, by a program
     had_bars = bool(datasets and shown and not datasets.are_progress_bars_disabled())
     if had_bars:
@@ -104,9 +111,7 @@ def _one_line(error: BaseException) -> str:
     >>> _one_line(ValueError("one\\n  two: pass train_all=True"))
     'one two: pass --train-all'
     """
-    text = " ".join(str(error).split()) or type(error).__name__
-    for argument, flag in _FLAGS.items():
-        text = text.replace(argument, flag)
+    text = as_flags(" ".join(str(error).split())) or type(error).__name__
     return text if len(text) <= _MOST else text[:_MOST] + "..."
 
 

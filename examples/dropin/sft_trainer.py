@@ -5,7 +5,9 @@
 
 Columns `input_ids` and `labels` pass TRL's preparation as they are. A `loss_mask` column would be
 removed, and every token would train: tokenize with `labels=True`. `packing=True` and
-`padding_free=True` of SFTConfig use TRL's collator and refuse another, so they stay off.
+`padding_free=True` of SFTConfig use TRL's collator and refuse another, so they stay off. The
+`num_tokens` that TRL logs is the width of a batch, whatever the number of its rows; the count of
+`include_num_input_tokens_seen="non_padding"` is that of the tokens.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ with tempfile.TemporaryDirectory() as folder:
         lr_scheduler_type="constant",
         train_sampling_strategy="sequential",
         logging_steps=1,
+        include_num_input_tokens_seen="non_padding",  # right, unlike num_tokens
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,

@@ -119,7 +119,12 @@ def load_tokenizer(name: str) -> Any:
     """The tokenizer of a folder or hub name, or one made up for a ``.jinja`` file."""
     transformers = needed_package("transformers", "the template command")
     if not name.endswith(".jinja"):
-        return transformers.AutoTokenizer.from_pretrained(name)
+        try:
+            return transformers.AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise OSError(
+                f"{name!r} is no .jinja file, and no tokenizer can be loaded from it: {error}"
+            ) from error
     if not Path(name).is_file():
         raise FileNotFoundError(f"{name} does not exist")
     return byte_tokenizer(Path(name).read_text(encoding="utf-8"))

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_collate_kit.chat import tokenize_chat_dataset
@@ -22,8 +23,10 @@ __all__ = [
     "Records",
     "add_data_arguments",
     "add_train_all",
+    "as_flags",
     "chat_options",
     "loaded_tokenizer",
+    "note_unused",
     "number",
     "read_data",
     "tokenized_chats",
@@ -42,6 +45,16 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 _HUB = "huggingface.co"
 _OTHER_WAYS = ("HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", *OFFLINE)
 _SECONDS = 5
+_OF_CHATS = ("train_on", "image_root", "num_proc", "max_length")
+_DEFAULTS = ("all", "train")
+_FLAGS = {  # of arguments that messages of the library name
+    "train_all=True": "--train-all",
+    "train_on=": "--train-on ",
+    "max_tokens=:": "--max-tokens:",
+    "image_root=": "--image-root ",
+    "pass image_root": "pass --image-root",
+    "another image_root": "another --image-root",
+}
 
 
 class Records(NamedTuple):
@@ -51,6 +64,17 @@ class Records(NamedTuple):
     """A ``datasets.Dataset``."""
     kind: str
     """"chats", "tokens" or "rollouts"."""
+
+
+def as_flags(text: str) -> str:
+    """Return a message of the library with its arguments named as options of a command.
+
+    >>> as_flags("correct the path, or pass image_root")
+    'correct the path, or pass --image-root'
+    """
+    for argument, flag in _FLAGS.items():
+        text = text.replace(argument, flag)
+    return text
 
 
 def number(text: str) -> int:
@@ -64,7 +88,8 @@ def number(text: str) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+        hint = "; name the file before the options" if Path(text).exists() else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1{hint}")
     return value
 
 
@@ -102,15 +127,24 @@ def read_data(options: argparse.Namespace) -> Records:
         DataError: it cannot be read, is empty, or holds another kind of records.
     """
     use_cache_if_offline((options.data, options.tokenizer))
-    rows = read_records(options.data, split=options.split)
+    try:
+        rows = read_records(options.data, split=options.split)
+    except DataError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.filename not in (None, options.data):
+            where = "its copy goes to the cache of datasets; set HF_HOME to a folder to write to"
+            raise DataError(f"{error}; {where}") from error
+        raise
     if not len(rows):
         raise DataError(f"{options.data}: there is no record in it")
     if options.limit is not None:
         rows = rows.select(range(min(options.limit, len(rows))))
     names = rows.column_names
     if "input_ids" in names:
+        note_unused(options, _OF_CHATS, "tokenized rows")
         return Records(rows, "tokens")
     if {"prompt_ids", "response_ids"} <= {*names}:
+        note_unused(options, _OF_CHATS, "rollouts")
         return Records(rows, "rollouts")
     if any(name in names for name in CHAT_KEYS):
         if options.tokenizer is None:
@@ -120,6 +154,14 @@ def read_data(options: argparse.Namespace) -> Records:
             )
         return Records(rows, "chats")
     raise DataError(f"{options.data}: has the columns {', '.join(names)}; it must hold {_FORMS}")
+
+
+def note_unused(options: argparse.Namespace, names: Iterable[str], kind: str) -> None:
+    """Print a note if options were given that change nothing for data of this ``kind``."""
+    given = [name for name in names if getattr(options, name, None) not in (None, *_DEFAULTS)]
+    if given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        print(f"note: {options.data} holds {kind}; not used: {flags}", file=sys.stderr)
 
 
 def loaded_tokenizer(options: argparse.Namespace) -> Any:

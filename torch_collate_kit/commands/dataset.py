@@ -13,7 +13,9 @@ from torch_collate_kit.commands.arguments import (
     FILES,
     add_data_arguments,
     add_train_all,
+    as_flags,
     loaded_tokenizer,
+    note_unused,
     number,
     read_data,
     tokenized_chats,
@@ -24,6 +26,8 @@ from torch_collate_kit.packing.options import STRATEGIES
 from torch_collate_kit.reporting import audit, packing_report
 
 __all__ = ["add_audit", "add_report"]
+
+_OF_RECORDS = ("split", "tokenizer", "train_on", "image_root", "num_proc")
 
 
 def add_report(commands: Any) -> None:
@@ -85,6 +89,12 @@ def _lengths(options: argparse.Namespace) -> Any:
             f"{options.data}: not a file of lengths that np.save wrote; write it with "
             'np.save("lengths.npy", lengths)'
         ) from None
+    note_unused(options, _OF_RECORDS, "lengths")
+    if lengths.dtype.kind not in "iu":
+        raise DataError(
+            f"{options.data}: lengths must be integers, got {lengths.dtype}; save "
+            "lengths.astype(int)"
+        )
     if lengths.ndim != 1:
         raise DataError(f"{options.data}: lengths must be one flat array, got {lengths.ndim}-D")
     return lengths[: options.limit]
@@ -122,5 +132,5 @@ def _audit(options: argparse.Namespace) -> int:
         train_on=options.train_on,
         image_root=options.image_root,
     )
-    print(json.dumps(report.to_dict(), indent=2) if options.json else report)
+    print(json.dumps(report.to_dict(), indent=2) if options.json else as_flags(str(report)))
     return 0 if report.ok else 1

@@ -138,7 +138,10 @@ def add_template(commands: Any) -> None:
 def _template(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     names = list(options.names)
     if options.all is not None:
-        names += sorted(map(str, options.all.glob("*.jinja")))
+        found = sorted(map(str, options.all.glob("*.jinja")))
+        if not found:
+            raise DataError(f"{options.all}: there is no .jinja file in it")
+        names += found
     if not names:
         parser.error("no template given: name a tokenizer or a .jinja file")
     use_cache_if_offline(names)

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from torch_collate_kit._reprs import plural
 from torch_collate_kit.commands.arguments import (
     Records,
     add_data_arguments,
@@ -78,7 +79,7 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps({**where, "examples": found}, indent=2))
         return 0
     rank = "" if options.rank is None else f", rank {options.rank}"
-    print(f"epoch {options.epoch}, step {options.step}{rank}: {len(indices)} examples")
+    print(f"epoch {options.epoch}, step {options.step}{rank}: {plural(len(indices), 'example')}")
     for one in found:
         counts = f"{one['num_tokens']:,} tokens, {one['num_trained']:,} trained"
         print(f"\nexample {one['index']:,}, {counts}")
@@ -99,7 +100,7 @@ def _described(
     loaded = None if options.tokenizer is None else load_processor(options.tokenizer)
     tokenizer = getattr(loaded, "tokenizer", loaded)
     rows = [data[index] for index in indices]
-    alone = TokenizedDataset(rows, train_all=options.train_all, vision=data.vision)
+    alone = TokenizedDataset(rows, vision=data.vision)
     found = []
     for index, row, trained in zip(indices, rows, alone.num_loss_tokens.tolist(), strict=True):
         ids = row["input_ids"].tolist()
@@ -117,6 +118,8 @@ def _saved_state(path: Path) -> dict[str, Any]:
         DataError: there is none.
         OSError: the file cannot be read.
     """
+    if not path.exists():
+        raise DataError(f"{path}: there is no such file or folder")
     if path.is_dir():
         found = sorted(path.rglob("run.json"))
         if not found:

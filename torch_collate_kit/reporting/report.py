@@ -15,6 +15,7 @@ from torch_collate_kit._checks import (
     checked_optional_int,
     needed_package,
 )
+from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, image_load
@@ -244,7 +245,7 @@ def _intro(report: PackingReport, names: Sequence[str]) -> list[str]:
     """What the data are, and what the columns of these ``names`` say."""
     data, options = report["data"], report["options"]
     lines = [
-        f"{data['num_examples']:,} examples, {data['num_tokens']:,} tokens; median "
+        f"{plural(data['num_examples'], 'example')}, {data['num_tokens']:,} tokens; median "
         f"{data['median']:,.0f}, longest {data['longest']:,}"
     ]
     batch = options["batch_size"]

@@ -6,6 +6,7 @@ import logging
 from functools import cache
 from importlib.util import find_spec
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from torch_collate_kit._checks import needed_package
@@ -62,10 +63,11 @@ def load_processor(name_or_path: str | PathLike[str]) -> Any:
         if demanding is None:
             if isinstance(error, ImportError):
                 raise
-            raise OSError(
-                f"{str(name_or_path)!r} is no folder and no name of the hub with a processor or "
-                f"tokenizer that can be loaded: {error}"
-            ) from error
+            name = repr(str(name_or_path))
+            what = f"{name} is no folder and no name of the hub with a processor or tokenizer"
+            if Path(name_or_path).is_dir():
+                what = f"the folder {name} holds no processor or tokenizer"
+            raise OSError(f"{what} that can be loaded: {error}") from error
         return _load_without_video(demanding, name_or_path, error)
 
 

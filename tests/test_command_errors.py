@@ -1,0 +1,158 @@
+"""What goes wrong on the command line: an error of one line that names the way out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.test_command_line import CHAT_OPTIONS, CHATS, Run, chat, folder, run
+from torch_collate_kit.chat.preview import byte_tokenizer
+
+__all__ = ["folder", "run"]  # fixtures
+
+ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
+    "no file": (("report", "no.jsonl"), "error: no.jsonl: there is no such file\n"),
+    "no lengths": (("report", "no.npy"), "error: no.npy: there is no such file\n"),
+    "no folder": (("report", "./no"), "error: ./no: there is no such file or folder\n"),
+    "an empty file": (("audit", "empty.jsonl"), "error: empty.jsonl: there is no record in it\n"),
+    "a broken line": (
+        ("report", "broken.jsonl", *CHAT_OPTIONS),
+        "error: broken.jsonl: line 2 is not JSON: ",
+    ),
+    "another kind of file": (
+        ("report", "data.csv"),
+        "error: data.csv: not a kind of file that is read (.jsonl, .json, .parquet, .arrow); ",
+    ),
+    "other columns": (
+        ("report", "text.jsonl"),
+        "error: text.jsonl: has the columns text; it must hold chats (messages, ",
+    ),
+    "no array": (
+        ("report", "junk.npy"),
+        "error: junk.npy: not a file of lengths that np.save wrote; write it with np.save(",
+    ),
+    "one number": (
+        ("report", "one.npy"),
+        "error: one.npy: lengths must be one flat array, got 0-D\n",
+    ),
+    "lengths that are not whole": (
+        ("report", "floats.npy"),
+        "error: floats.npy: lengths must be integers, got float64; save ",
+    ),
+    "no tokenizer": (
+        ("explain", "chats.jsonl"),
+        "error: chats.jsonl holds chats, which only a tokenizer makes tokens of; pass --tokenizer ",
+    ),
+    "a folder without a tokenizer": (
+        ("report", "chats.jsonl", "--tokenizer", "folder"),
+        "error: the folder 'folder' holds no processor or tokenizer that can be loaded: ",
+    ),
+    "a template in such a folder": (
+        ("template", "folder"),
+        "error: 'folder' is no .jinja file, and no tokenizer can be loaded from it: ",
+    ),
+    "a folder without templates": (
+        ("template", "--all", "folder"),
+        "error: folder: there is no .jinja file in it\n",
+    ),
+    "a tokenizer that is not there": (
+        ("report", "chats.jsonl", "--tokenizer", "./none"),
+        "error: './none' is no folder and no name of the hub with a processor or tokenizer ",
+    ),
+    "no template": (("explain", "chats.jsonl", "--tokenizer", "bare"), "error: "),
+    "no such record": (
+        ("explain", "tokens.jsonl", "--row", "2"),
+        "error: --row 2: tokens.jsonl has 2 records, 0 to 1\n",
+    ),
+    "a record that is not trained": (
+        ("explain", "question.jsonl", *CHAT_OPTIONS),
+        "error: record 0: it is skipped, as nothing of it is trained: no_assistant_turn\n",
+    ),
+    "a record that is refused": (
+        ("explain", "target.jsonl"),
+        "error: record 0: has 'extra' and no loss target, so it is not clear whether every token",
+    ),
+    "images without a processor": (
+        ("audit", "chats.jsonl", *CHAT_OPTIONS, "--image-root", "."),
+        "error: --image-root is for images, and tokenizer is a tokenizer alone; ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(ERRORS))
+def test_errors_are_one_line_that_names_the_way_out(name: str, run: Run) -> None:
+    Path("empty.jsonl").touch()
+    Path("folder").mkdir()
+    Path("broken.jsonl").write_text(json.dumps(CHATS[0]) + '\n{"messages": [\n')
+    Path("data.csv").write_text("a,b\n")
+    Path("text.jsonl").write_text('{"text": "hi"}\n')
+    Path("junk.npy").write_text("junk")
+    Path("question.jsonl").write_text(json.dumps(chat("who?")))
+    Path("target.jsonl").write_text('{"input_ids": [5, 6], "extra": 1}')
+    np.save("floats.npy", np.array([1.5]))
+    np.save("one.npy", np.array(5))
+    bare = byte_tokenizer("")
+    bare.chat_template = None
+    bare.save_pretrained("bare")
+    arguments, message = ERRORS[name]
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+    if name == "no template":
+        assert "has no chat_template; use the tokenizer of the model's chat version" in err
+    if name == "a record that is refused":
+        assert "pass --train-all to train every token" in err
+        assert run("explain", "target.jsonl", "--train-all")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "required: command"),
+        (("report",), "required: DATA"),
+        (("report", "lengths.npy", "--max-tokens", "0"), "'0' is not a whole number of at least 1"),
+        (("report", "lengths.npy", "--max-tokens", "4k"), "'4k' is not a whole number"),
+        (("report", "--dp", "lengths.npy"), "at least 1; name the file before the options"),
+        (("report", "lengths.npy", "--strategy", "best"), "invalid choice: 'best'"),
+        (("explain", "tokens.jsonl", "--all", "--show", "3"), "not allowed with"),
+        (("unknown",), "invalid choice: 'unknown'"),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...], message: str, run: Run) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (
+            "report lengths.npy --split test --num-proc 2",
+            "holds lengths; not used: --split, --num-proc\n",
+        ),
+        ("audit tokens.jsonl --train-on last", "holds tokenized rows; not used: --train-on\n"),
+        ("explain rollouts.jsonl --image-root .", "holds rollouts; not used: --image-root\n"),
+        ("audit tokens.jsonl --max-tokens 9", ""),
+    ],
+)
+def test_options_that_change_nothing_are_named(arguments: str, note: str, run: Run) -> None:
+    err = run(*arguments.split())[2]
+    assert (note in err) if note else not err
+
+
+def test_a_cache_that_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied", "/cache")
+
+    monkeypatch.setattr("datasets.load_dataset", refused)
+    code, _, err = run("report", "tokens.jsonl")
+    assert code == 2
+    assert err.endswith(
+        "'/cache'; its copy goes to the cache of datasets; set HF_HOME to a folder to write to\n"
+    )

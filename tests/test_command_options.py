@@ -1,0 +1,165 @@
+"""Every option of every command: what it changes in the output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from PIL import Image
+
+from tests.test_command_line import TEMPLATE, TOKENS, Run, chat, folder, run
+from tests.vision.families import FAMILIES
+from torch_collate_kit import PrefetchingSampler, TokenizedDataset, tokenize_chat_dataset
+from torch_collate_kit.__main__ import parser
+from torch_collate_kit.chat.preview import byte_tokenizer
+from torch_collate_kit.loading import read_records
+from torch_collate_kit.vision import load_processor
+
+__all__ = ["folder", "run"]  # fixtures
+
+ROWS = [{"input_ids": [i + 1] * (2 + i % 4), "labels": [i + 1] * (2 + i % 4)} for i in range(8)]
+LONG = [{"input_ids": [*range(80)]}]
+EXTRA = [{"input_ids": [5, 6], "extra": 1}]
+RED = [{"type": "image", "path": "red.png"}, {"type": "text", "text": "?"}]
+ANSWERS = chat("?", "red", "sure?", "yes")["messages"]
+RECORD = [{"messages": [{"role": "user", "content": RED}, *ANSWERS[1:]]}]
+CHATS = "chats.jsonl --tokenizer tokenizer"
+REWRITTEN = "chats.jsonl --tokenizer thinking"  # "all" is refused
+PICTURES = "pictures.jsonl --tokenizer processor"
+
+THINKING = TEMPLATE.replace("{{ m.content", "{{ '<think>' if loop.last else '' }}{{ m.content")
+
+# Command, data, option, what is printed without it only, with it only.
+OPTIONS = [
+    ("", "", "--version", "usage: ", "0.1.0"),
+    ("report", "splits", "--split test", "2 examples, 6", "1 example, 2"),
+    ("report", "lengths.npy", "--limit 3", "4 examples, 19", "3 examples, 17"),
+    ("report", "tokens.jsonl", "--limit 1", "2 examples, 6", "1 example, 4"),
+    ("report", "chats.jsonl", "--tokenizer tokenizer", "pass --tokenizer", "3 examples, "),
+    ("report", REWRITTEN, "--train-on each", "error: example 1", "4 examples, "),
+    ("report", PICTURES, "--image-root images", "does not exist", "1 example, "),
+    ("report", "lengths.npy", "--json", "recommended: ", '"candidates"'),
+    ("report", "lengths.npy", "--max-tokens 10 11", "12  padded", "11  padded"),
+    ("report", "lengths.npy", "--strategy sequential", ", best_fit_decr", ", sequential"),
+    ("report", "lengths.npy --max-tokens 8", "--overflow truncate", "drops 1", "cuts 1"),
+    ("report", "lengths.npy", "--batch-size 2", "packed all examples", "packed 2 examples"),
+    ("report", "lengths.npy --json", "--dp 2", '"dp": 1', '"dp": 2'),
+    ("report", "lengths.npy --cp 2", "--tp 4", "aligned to 4 ", "aligned to 16 "),
+    ("report", "lengths.npy --tp 2", "--cp 4", "aligned to 2 ", "aligned to 16 "),
+    ("report", CHATS, "--num-proc 2", "chats:   0%", "chats (num_proc=2):"),
+    ("audit", "splits", "--split test", "audit of 2 rows", "audit of 1 row "),
+    ("audit", "tokens.jsonl", "--limit 1", "audit of 2 rows", "audit of 1 row "),
+    ("audit", "chats.jsonl", "--tokenizer tokenizer", "pass --tokenizer", "audit of 3 rows"),
+    ("audit", f"{CHATS} --max-tokens 50", "--train-on last", "target_trunc", "prompt_longer_"),
+    ("audit", f"{PICTURES} --max-tokens 99", "--image-root images", "refused", "(64 tokens)"),
+    ("audit", "tokens.jsonl", "--json", "audit of 2 rows", '"num_rows": 2'),
+    ("audit", CHATS, "--max-tokens 12", "without --max-tokens", "warning: prompt_longer_than_row"),
+    ("audit", "extra.jsonl", "--train-all", "pass --train-all", "audit of 1 row "),
+    ("explain", "splits", "--split test", "of 2: 4 tokens", "of 1: 2 tokens"),
+    ("explain", "tokens.jsonl", "--limit 1", "record 0 of 2", "record 0 of 1"),
+    ("explain", "tokens.jsonl", "--tokenizer tokenizer", "id  position", "id  text"),
+    ("explain", f"{CHATS} --row 1", "--train-on last", "6 trained", "4 trained"),
+    ("explain", f"{PICTURES} --image-root images", "--train-on last", "8 trained", "4 trained"),
+    ("explain", PICTURES, "--image-root images", "does not exist", "64 tokens"),
+    ("explain", "tokens.jsonl", "--json", "cell  id", '"record": 0'),
+    ("explain", "tokens.jsonl", "--row -1", "record 0 ", "record 1 "),
+    ("explain", "tokens.jsonl", "--max-tokens 3", "4 tokens in", "3 tokens in"),
+    ("explain", CHATS, "--max-tokens 20", "26 tokens in", "20 tokens in"),
+    ("explain", "extra.jsonl", "--train-all", "pass --train-all", "1 trained"),
+    ("explain", "extra.jsonl --max-tokens 9", "--train-all", "pass --train-all", "1 trained"),
+    ("explain", "tokens.jsonl", "--show 2", "1   6 ", "2 more tokens"),
+    ("explain", "long.jsonl", "--all", "more tokens", "40  40  "),
+    ("template", "", "--all .", "no template given", "| template | one turn"),
+    ("step", "test.json splits", "--split test", "error: state", ", 2 tokens"),
+    ("step", "six.json rows.jsonl", "--limit 6", "error: state", "step 0: 4 examples"),
+    ("step", "rows.json rows.jsonl", "--tokenizer tokenizer", "3 3 3 3", "$$$$"),
+    ("step", f"each.json {REWRITTEN}", "--train-on each", "error: example 1", "4 examples"),
+    ("step", f"pictures.json {PICTURES}", "--image-root images", "does not exist", "64 tokens"),
+    ("step", "rows.json rows.jsonl", "--json", "epoch 0, step 0", '"epoch": 0'),
+    ("step", "rows.json rows.jsonl", "--epoch 1", "example 2, ", "example 1, "),
+    ("step", "rows.json rows.jsonl", "--step 1", "example 2, ", "example 5, "),
+    ("step", "rows.json rows.jsonl", "--rank 1", "4 examples", "rank 1: 2 examples"),
+    ("step", f"short.json {CHATS}", "--max-length 40", "error: state", "step 0: "),
+    ("step", "extra.json extra.jsonl", "--train-all", "pass --train-all", "1 trained"),
+    ("step", "rows.json rows.jsonl", "--show 5", "3 3 3 3", "3 3 3..."),
+]
+
+
+@pytest.fixture(autouse=True)
+def files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Data, and states of runs that read them as one of the options says."""
+    rows = {"rows": ROWS, "long": LONG, "extra": EXTRA, "pictures": RECORD}
+    for name, records in rows.items():
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    splits = {"train": TOKENS, "test": TOKENS[1:]}
+    saved = {name: datasets.Dataset.from_list(records) for name, records in splits.items()}
+    datasets.DatasetDict(saved).save_to_disk("splits")
+    byte_tokenizer(THINKING).save_pretrained("thinking")
+    FAMILIES["gemma3"].make_processor().save_pretrained("processor")
+    Path("images").mkdir()
+    Image.new("RGB", (64, 64)).save("images/red.png")
+    Path("words.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    datasets.disable_caching()  # or a bar of progress is shown once only
+    yield
+    datasets.enable_caching()
+
+
+def save_state(name: str) -> None:
+    """Save the state of a run over the data that fit ``name``."""
+    names = ("tokenizer", "thinking", "processor")
+    tokenizer, thinking, processor = map(load_processor, names)
+    images = {"processor": processor, "pixels": False, "image_root": "images"}
+    tokenized: dict[str, tuple[str, dict[str, Any]]] = {
+        "pictures": ("pictures.jsonl", images),
+        "each": ("chats.jsonl", {"tokenizer": thinking, "train_on": "each"}),
+        "short": ("chats.jsonl", {"tokenizer": tokenizer, "max_length": 40}),
+    }
+    rows: Any = {"rows": ROWS, "six": ROWS[:6], "test": TOKENS[1:], "extra": EXTRA}.get(name)
+    if name in tokenized:
+        file, options = tokenized[name]
+        rows, _ = tokenize_chat_dataset(read_records(file), **options)
+    vision = processor if name == "pictures" else None
+    data = TokenizedDataset(rows, train_all=name == "extra", vision=vision)
+    sampler = PrefetchingSampler(data, min(4, len(data)), world_size=2 if name == "rows" else 1)
+    Path(f"{name}.json").write_text(json.dumps(sampler.state_dict()))
+
+
+@pytest.mark.parametrize(("command", "data", "option", "without", "given"), OPTIONS)
+def test_an_option_changes_what_is_printed(
+    command: str,
+    data: str,
+    option: str,
+    without: str,
+    given: str,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if "--num-proc" in option:  # progress is shown
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    words = [command, *data.split()] if command else []
+    if command == "step":
+        save_state(words[1].removesuffix(".json"))
+        words += ["--step", "0"]
+    before, after = ("".join(run(*given)[1:]) for given in (words, [*words, *option.split()]))
+    assert without in before
+    assert without not in after
+    assert given in after
+    assert given not in before
+
+
+def test_every_option_is_in_the_table() -> None:
+    """The options of the parsers themselves: a new one needs a row."""
+    found = {("", "--version")}
+    (commands,) = (action for action in parser()._actions if action.choices)
+    for name, command in commands.choices.items():
+        options = [
+            action.option_strings[-1] for action in command._actions if action.option_strings
+        ]
+        found |= {(name, option) for option in options if option != "--help"}
+    assert len(found) > 40
+    assert {(command, option.split()[0]) for command, _, option, _, _ in OPTIONS} == found
