@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import time
+import zlib
 from typing import Any
 
 import numpy as np
@@ -150,3 +153,18 @@ def test_damaged_reshuffles_are_refused(numbers: list[int], message: str) -> Non
     state = sampler.state_at(0, 3) | {"reshuffles": text_of_ints(numbers)}
     with pytest.raises(StateError, match=message):
         sampler.load_state_dict(state)
+
+
+def test_a_text_that_unpacks_to_many_megabytes_is_refused_at_once() -> None:
+    bomb = base64.b85encode(zlib.compress(bytes(2**26), 9)).decode()
+    assert len(bomb) < 100_000
+    states = [
+        (PrefetchingSampler(40, 4), {"reshuffles": bomb}),
+        (many("tokens"), {"taken": bomb}),
+    ]
+    for sampler, damage in states:
+        message = f"state has {next(iter(damage))}, a text that unpacks to 2097152 bytes or more"
+        began = time.perf_counter()
+        with pytest.raises(StateError, match=message):
+            sampler.load_state_dict(sampler.state_at(0, 3) | damage)
+        assert time.perf_counter() - began < 1

@@ -400,7 +400,7 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
         make(GOOD, **options)
 
 
-@pytest.mark.parametrize("damaged", [3, None, [1], [1, -1], ["a", 1]])
+@pytest.mark.parametrize("damaged", [3, None, [1], [1, -1], ["a", 1], [1, 2]])
 def test_damaged_counts_are_refused(damaged: Any) -> None:
     for more in ({}, {"num_shards": 2}):
         dataset = make(GOOD, **more)
