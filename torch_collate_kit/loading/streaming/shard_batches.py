@@ -266,6 +266,7 @@ class DividedStream:
             **division,
             "presharded": stream.presharded,
             "epoch": stream.epoch,
+            "fingerprint": stream.fingerprint(),
         }
 
 

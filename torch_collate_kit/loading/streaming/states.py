@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.sampler.checks import is_same
+from torch_collate_kit.loading.streaming.fingerprints import check_same_data
 from torch_collate_kit.packing import PackingOptions
 
 __all__ = ["Place", "Position", "merge_states", "positions_in", "state_of"]
@@ -232,10 +233,12 @@ def _check_version(state: Any, expected: int) -> None:
 
 
 def _check_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    state = {"fingerprint": None, **state}  # older states do not have it
     if missing := sorted(settings.keys() - state.keys()):
         raise StateError(f"the state has no {', '.join(missing)}; it is damaged")
+    check_same_data(state["fingerprint"], settings["fingerprint"])
     for name, expected in settings.items():
-        if not is_same(state[name], expected):
+        if name != "fingerprint" and not is_same(state[name], expected):
             raise StateError(
                 f"the state is of {name}={state[name]!r}, the dataset has {name}={expected!r}; "
                 "resume with the settings it was saved with"
