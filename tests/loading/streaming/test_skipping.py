@@ -193,7 +193,7 @@ EMPTY, NEGATIVE = {"input_ids": np.arange(0)}, {"input_ids": np.array([5, -9])}
 @pytest.mark.parametrize("last", [[EMPTY] * 3, [NEGATIVE] * 3, [NEGATIVE, EMPTY, EMPTY, NEGATIVE]])
 @pytest.mark.parametrize("buffer_size", [1, 4, 5, 40])
 def test_wrong_examples_after_the_last_batch_are_named_in_it(
-    name: str, last: list[Any], buffer_size: int
+    name: str, last: list[Any], buffer_size: int, caplog: Any
 ) -> None:
     data = [*GOOD[:12], *last]
 
@@ -204,6 +204,14 @@ def test_wrong_examples_after_the_last_batch_are_named_in_it(
     assert tokens_of(batches) == all_tokens(GOOD[:12])
     assert sorted(skipped_in(batches)) == [*range(12, len(data))]
     assert_exact_resume(stream, num_steps=len(batches) + 2)
+    saved, ended = stream(), stream()
+    list(islice(saved, len(batches)))
+    ended.load_state_dict(saved.state_dict())
+    caplog.clear()
+    assert list(ended) == []
+    assert ended.state_dict() == saved.state_dict(), "nothing is counted twice"
+    assert saved.state_dict()["skipped"][0] == len(last)
+    assert caplog.records == []
     with pytest.raises(DataError, match=f"{len(last)} examples are wrong, more than max_skipped="):
         list(make(SOURCES[name](data), buffer_size=buffer_size, max_skipped=len(last) - 1))
 
