@@ -138,10 +138,10 @@ class ShardBatches:
         self, after: Position, outcomes: Sequence[Skipped | None], *, has_ended: bool
     ) -> Position:
         before = self._position
-        counts = {"num_skipped": before.num_skipped, "num_in_a_row": before.num_in_a_row}
+        at = after._replace(num_skipped=before.num_skipped, num_in_a_row=before.num_in_a_row)
         if has_ended:  # read on from here, nothing would be counted again
-            counts |= {"place": self._reader.place, "num_batches": 0, "has_ended": True}
-        self._position = self._policy.counted(after._replace(**counts), outcomes)
+            at = at._replace(place=self._reader.place, num_batches=0, has_ended=True)
+        self._position = self._policy.counted(at, outcomes)
         return self._position
 
     def _describe(self, batch: Batch, after: Position, skipped: set[int]) -> None:
