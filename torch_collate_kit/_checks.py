@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,7 @@ def checked_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
     if isinstance(lengths, (list, tuple)) and not {bool, np.bool_}.isdisjoint(map(type, lengths)):
         where = next(i for i, n in enumerate(lengths) if isinstance(n, (bool, np.bool_)))
         raise TypeError(f"lengths[{where}] is {lengths[where]!r}, a bool; {hint}")
+    _check_no_examples(lengths)
     try:
         array = np.asarray(lengths)
     except ValueError as error:
@@ -101,12 +103,30 @@ def checked_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
     return array.astype(np.int64, copy=False)
 
 
+def _check_no_examples(lengths: Any) -> None:
+    """Raise TypeError for examples in place of their lengths, before any of them is shown."""
+    kind = type(lengths).__name__
+    if hasattr(lengths, "lengths"):
+        raise TypeError(f"lengths is a {kind}, not its lengths; pass its .lengths")
+    if hasattr(lengths, "column_names"):  # of datasets, or a table of Arrow
+        raise TypeError(
+            f"lengths is a {kind}, not its lengths; pass TokenizedDataset(data).lengths"
+        )
+    is_sequence = isinstance(lengths, (list, tuple)) and len(lengths) > 0
+    if isinstance(lengths, Mapping) or (is_sequence and isinstance(lengths[0], Mapping)):
+        raise TypeError(
+            f"lengths is a {kind} of {'columns' if isinstance(lengths, Mapping) else 'examples'}; "
+            'pass the length of each example: [len(example["input_ids"]) for example in examples]'
+        )
+
+
 def _raise_not_integers(array: npt.NDArray[Any], hint: str) -> None:
     """Raise TypeError for the first element that is not an integer, else for one over int64."""
     for i, n in enumerate(array.tolist()):
         if isinstance(n, bool) or not isinstance(n, int):
             raise TypeError(
-                f"lengths must be integers, got dtype {array.dtype}: lengths[{i}] is {n!r}; {hint}"
+                f"lengths must be integers, got dtype {array.dtype}: lengths[{i}] is {n!r:.60}; "
+                f"{hint}"
             )
     raise DataError(
         f"a length is more than int64 can hold (largest {max(array.tolist())}); "

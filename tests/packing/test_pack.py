@@ -21,8 +21,11 @@ from tests.packing.oracle_packing import (
     one_by_one,
 )
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.packing import PackingPlan, pack
+from torch_collate_kit.ragged import Ragged
 
+EXAMPLES = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
 STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential")
 
 
@@ -203,6 +206,26 @@ def test_an_example_of_exactly_one_row_is_not_over_long() -> None:
         ([3, 4.5], TypeError, "lengths must be integers, got dtype float64: lengths[0] is 3.0;"),
         (np.array([3.0]), TypeError, "lengths must be integers, got dtype float64: lengths[0] is"),
         ([3, None], TypeError, "lengths must be integers, got dtype object: lengths[1] is None;"),
+        (
+            TokenizedDataset(EXAMPLES),
+            TypeError,
+            "lengths is a TokenizedDataset, not its lengths; pass",
+        ),
+        (
+            Ragged.from_rows([[1], [2, 3]]),
+            TypeError,
+            "lengths is a Ragged, not its lengths; pass its .le",
+        ),
+        (
+            EXAMPLES,
+            TypeError,
+            "lengths is a list of examples; pass the length of each example: [len(",
+        ),
+        (
+            {"input_ids": [[1]]},
+            TypeError,
+            "lengths is a dict of columns; pass the length of each ex",
+        ),
         (["3"], TypeError, "lengths must be integers, got dtype <U1: lengths[0] is '3'; pass one"),
         ([3, True], TypeError, "lengths[1] is True, a bool; pass one int per example"),
         (np.array([True]), TypeError, "lengths must be integers, got dtype bool: lengths[0] is"),

@@ -380,3 +380,19 @@ def test_patches_are_those_of_the_selected_rows():
     rows = [{"input_ids": [9, 5], "image_grid_thw": [[1, 2, 2 * n]]} for n in (1, 2, 3)]
     selected = datasets.Dataset.from_list(rows).select([2, 0])
     assert TokenizedDataset(selected, train_all=True, vision=vision).patches == [[12], [4]]
+
+
+@pytest.mark.parametrize("form", ["list", "table"])
+def test_a_pickled_dataset_still_counts_patches_and_image_tokens(form):
+    vision = VisionLayout("qwen3_vl", image_token_id=9, merge_size=2)
+    grid = np.array([[1, 2, 2]])
+    row = {"input_ids": [9, 5, 7], "pixel_values": np.zeros((4, 8)), "image_grid_thw": grid}
+    if form == "list":
+        ds = TokenizedDataset([row], train_all=True, vision=vision)
+    else:
+        rows = datasets.Dataset.from_list([{k: np.array(v).tolist() for k, v in row.items()}])
+        ds = TokenizedDataset(rows, train_all=True, vision=vision)
+    other = pickle.loads(pickle.dumps(ds))
+    assert other.vision == vision
+    assert other.patches == ds.patches == [[4]]
+    assert other.num_loss_tokens.tolist() == ds.num_loss_tokens.tolist() == [2]

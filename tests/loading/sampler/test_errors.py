@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.loading.sampler import MixedSampler, PrefetchingSampler
 
 
@@ -200,6 +201,37 @@ def check_refused(make, state, message):
     fresh = make()
     fresh.load_state_dict(json.loads(before))
     assert [list(sampler), list(sampler)] == [list(fresh), list(fresh)]
+
+
+ROWS = [{"input_ids": [i + 1, 7]} for i in range(40)]
+EDITED = {
+    "none": ROWS,
+    "ids": [{"input_ids": [9, 9]}, *ROWS[1:]],
+    "order": ROWS[::-1],
+    "lengths": [{"input_ids": [1]}, {"input_ids": [2, 7, 7]}, *ROWS[2:]],
+}
+
+
+@pytest.mark.parametrize("by", ["examples", "tokens"])
+@pytest.mark.parametrize("num_sources", [2, 45])
+@pytest.mark.parametrize("kind", EDITED)
+def test_the_state_of_a_mixture_of_other_data(by, num_sources, kind):
+    def make(rows):
+        others = [TokenizedDataset(ROWS)] * (num_sources - 1)
+        return MixedSampler([TokenizedDataset(rows), *others], 4, by=by, num_steps=3)
+
+    state = json.loads(json.dumps(make(ROWS).state_at(1, 2)))
+    numbers = [[2] * 40] * num_sources if by == "tokens" else None
+    unknown = MixedSampler([40] * num_sources, 4, by=by, lengths=numbers, num_steps=3)
+    unknown.load_state_dict(state)
+    other = make(EDITED[kind])
+    if kind != "lengths":  # which are known by tokens
+        other.load_state_dict(unknown.state_at(1, 2))
+    if kind == "none":
+        other.load_state_dict(state)
+    else:
+        with pytest.raises(StateError, match=r"^state is of .*fingerprints=.*, this sampler has "):
+            other.load_state_dict(state)
 
 
 @pytest.mark.parametrize(("make", "options", "message"), OTHER_RUNS)

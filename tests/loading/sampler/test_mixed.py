@@ -296,6 +296,7 @@ def test_the_state_is_small():
         "weights": ["7/10", "3/10"],
         "by": "examples",
         "num_units": [10**7, 300],
+        "fingerprints": None,
         "lengths_digest": None,
         "num_steps": 100,
         "stop": None,

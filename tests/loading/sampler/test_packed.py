@@ -432,3 +432,24 @@ def test_a_weight_that_float32_loses_is_refused_where_it_is_counted_and_where_it
     for read in (lambda: TokenizedDataset(rows).num_loss_tokens, lambda: make_collator()(rows)):
         with pytest.raises(DataError, match=r"example 0: loss_mask\[1\] is 1e-60, which float32"):
             read()
+
+
+@pytest.mark.parametrize("data", [DATASET, datasets.Dataset.from_list(EXAMPLES), EXAMPLES])
+def test_a_dataset_in_place_of_lengths_is_named_in_one_line(data: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"^lengths is a \w+( of examples|, not its lengths); pass"
+    ) as of:
+        PackedBatchSampler(data, batch_size=4, max_tokens=8)
+    assert len(str(of.value)) < 120
+
+
+def test_a_state_of_other_lengths_after_the_first_four_million_is_refused() -> None:
+    """They are hashed in blocks of 2**22."""
+    lengths = np.ones(2**22 + 2, dtype=np.int64)
+    lengths[-1] = 2
+    options: dict[str, Any] = {"batch_size": 2**20, "max_tokens": 8, "shuffle": False}
+    state = PackedBatchSampler(lengths, **options).state_dict()
+    lengths[-2:] = [2, 1]  # as many tokens
+    other = PackedBatchSampler(lengths, **options)
+    with pytest.raises(StateError, match="state is of lengths_digest="):
+        other.load_state_dict(state)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import time
+import zlib
 from typing import Any
 
 import numpy as np
@@ -141,12 +144,29 @@ def test_thousands_of_reshuffles_of_one_epoch(num_reshuffles: int, is_listed: bo
     ("numbers", "message"),
     [
         ([0, 1, 0], r"^state has reshuffles='.*', which cannot be read; pass what state_dict"),
+        (text_of_ints([0, 1])[:-5], r"^state has reshuffles='.*', which cannot be read; pass what"),
         ([0, -1], r"^state has a reshuffle's step=-1, not an int between 0"),
         ([0, 9], r"^state has reshuffles at \[\[0, 9\]\], which cannot all lie, in order, before"),
     ],
 )
-def test_damaged_reshuffles_are_refused(numbers: list[int], message: str) -> None:
+def test_damaged_reshuffles_are_refused(numbers: Any, message: str) -> None:
     sampler = PrefetchingSampler(40, 4)
-    state = sampler.state_at(0, 3) | {"reshuffles": text_of_ints(numbers)}
+    text = numbers if isinstance(numbers, str) else text_of_ints(numbers)
+    state = sampler.state_at(0, 3) | {"reshuffles": text}
     with pytest.raises(StateError, match=message):
         sampler.load_state_dict(state)
+
+
+def test_a_text_that_unpacks_to_many_megabytes_is_refused_at_once() -> None:
+    bomb = base64.b85encode(zlib.compress(bytes(2**26), 9)).decode()
+    assert len(bomb) < 100_000
+    states = [
+        (PrefetchingSampler(40, 4), {"reshuffles": bomb}),
+        (many("tokens"), {"taken": bomb}),
+    ]
+    for sampler, damage in states:
+        message = f"state has {next(iter(damage))}, a text that unpacks to 2097152 bytes or more"
+        began = time.perf_counter()
+        with pytest.raises(StateError, match=message):
+            sampler.load_state_dict(sampler.state_at(0, 3) | damage)
+        assert time.perf_counter() - began < 1

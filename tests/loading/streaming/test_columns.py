@@ -100,11 +100,16 @@ def test_equals_the_examples_one_by_one(
     }
     expected, states = passes(examples, worker, settings)
     found, found_states = passes(SOURCES[name](examples), worker, settings)
-    assert found_states == states
+    assert found_states == as_known(states, name)
     assert len(found) == len(expected)
     for batch, wanted in zip(found, expected, strict=True):
         assert_same_batch(batch, wanted)
         assert batch == wanted
+
+
+def as_known(states: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """What a callable makes is not looked at, so nothing is known of the data."""
+    return [state | {"fingerprint": None} for state in states] if name == "callable" else states
 
 
 @pytest.mark.parametrize(
@@ -120,7 +125,7 @@ def test_over_long_examples_at_every_stop(name: str, form: str, shard: dict[str,
     expected, states = passes(examples, (0, 0), settings)
     assert sum(state["start"] > 0 for state in states) >= 5
     found, found_states = passes(SOURCES[name](examples), (0, 0), settings)
-    assert found_states == states
+    assert found_states == as_known(states, name)
     for batch, wanted in zip(found, expected, strict=True):
         assert_same_batch(batch, wanted)
     for state in states[::2]:  # of the one source, loaded beside the other
@@ -234,6 +239,7 @@ def test_rows_are_looked_at_as_late_as_one_by_one(
     source = TokenizedDataset(table_of(examples_of("none", lengths)))
     dataset = PackedIterableDataset(source, **SETTINGS | {"overflow": overflow})
     dataset.load_state_dict(dataset.state_dict() | {"num_batches": num_skipped})
+    taken.clear()  # the rows of the fingerprint
     given_out = num_tokens = 0
     for batch in dataset:
         assert num_skipped or max(seen) - given_out <= 7

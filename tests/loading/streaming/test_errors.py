@@ -116,7 +116,7 @@ def test_a_state_of_a_longer_or_another_stream_is_refused() -> None:
     dataset = PackedIterableDataset(EXAMPLES, **SETTINGS)
     state = dataset.state_dict()
     shorter = PackedIterableDataset(EXAMPLES[:9], **SETTINGS)
-    shorter.load_state_dict(state | {"num_read": 20})
+    shorter.load_state_dict(state | {"num_read": 20, "fingerprint": None})
     with pytest.raises(StateError, match="after example 20 of the stream, which has 9; the source"):
         next(iter(shorter))
     dataset.load_state_dict(state | {"num_batches": 80})

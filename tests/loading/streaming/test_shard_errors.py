@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import time
 from itertools import islice
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
 
+from tests.loading.hang_guard import fails_when_it_hangs
 from tests.loading.streaming.streaming_oracle import (
     EXAMPLES,
     SETTINGS,
@@ -219,14 +221,36 @@ def test_a_damaged_state_is_refused(damage: dict[str, Any], message: str) -> Non
         (None, "shard 2 is None, not"),
         ([1, 0, 0, 0, None, 7], "shard 2 is .*; it is damaged"),
         ([1, 3, 0, 0], "the state's start is 3, within an example, but with overflow='raise'"),
+        (
+            [2**62, 0, 0, 2**62],
+            r"has shards that are \d{19} rounds apart, more than 1048576; it is",
+        ),
+        ([9, 0, 0, 10**4], "a shard with 0 batches after 9 examples, but 10000 batches in all; it"),
+        ([9, 0, 3, 2], "a shard with 3 batches after 9 examples, but 2 batches in all; it is dama"),
     ],
 )
 def test_a_damaged_shard_is_refused(found: Any, message: str) -> None:
     state, dataset = saved(), make()
     state["shards"]["2"] = found
-    with pytest.raises(StateError, match=message):
-        dataset.load_state_dict(state)
+    with pytest.raises(StateError, match=message), fails_when_it_hangs(10):
+        load_and_read(dataset, state)
     assert dataset.state_dict() == make().state_dict()
+
+
+def load_and_read(dataset: PackedIterableDataset, state: dict[str, Any]) -> None:
+    dataset.load_state_dict(state)
+    list(dataset)
+
+
+def test_rounds_without_a_batch_are_not_counted_one_by_one() -> None:
+    state, dataset = saved(), make(overflow="split")
+    state |= {"overflow": "split"}
+    expected = len(list(make(overflow="split"))) - 5
+    state["shards"]["2"][3] += 2**20
+    dataset.load_state_dict(state)
+    began = time.perf_counter()
+    assert len(list(dataset)) == expected
+    assert time.perf_counter() - began < 1
 
 
 def test_a_state_of_a_longer_source_is_refused_when_it_is_read() -> None:

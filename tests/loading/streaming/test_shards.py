@@ -290,6 +290,7 @@ def test_states_by_hand() -> None:
         "dummy_image_tokens": 0, "rows_multiple_of": None, "fixed_width": False, "pad_token_id": 0,
         "normalize_loss": True, "model_inputs": False, "train_all": False, "fields": "",
         "presharded": False, "epoch": None,
+        "fingerprint": {"num_examples": 43, **TokenizedDataset(EXAMPLES).fingerprint()},
     }  # fmt: skip
     rank = {"rank": 0, "world_size": 1, "num_workers": 0}
     one = {"num_read": 0, "start": 0, "source": None, "num_batches": 3}
@@ -318,7 +319,7 @@ def test_a_state_takes_at_most_64_bytes_for_each_shard() -> None:
         at[:] = [10**12 + at[0], 10**6, 10**5, 10**9]  # of a long run
     state["ended"] = [int(shard) for shard in state["shards"]]
     assert len(json.dumps({key: state.pop(key) for key in ("shards", "ended")})) <= 64 * 64
-    assert len(json.dumps(state)) < 600
+    assert len(json.dumps(state)) < 800
 
 
 def test_a_stateful_data_loader_resumes_with_the_same_number_of_workers() -> None:

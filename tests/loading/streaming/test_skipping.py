@@ -44,8 +44,7 @@ SOURCES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "columns": dataset_of,
     "stream": lambda made: dataset_of(made).to_iterable_dataset(),
 }
-# all but the last two, after which there is no batch
-NAMED = sorted(UNREADABLE[:-2] + WRONG)
+NAMED = sorted(UNREADABLE + WRONG)
 
 
 def make(source: Any, **more: Any) -> PackedIterableDataset:
@@ -149,7 +148,7 @@ def test_skipped_examples_are_counted_once_and_logged_once(caplog: Any) -> None:
         num_given += len(batch.metadata.get("skipped", []))
         state = dataset.state_dict()
         assert state.get("skipped", [0])[0] == num_given
-    assert texts_again == texts[:-2]
+    assert texts_again == texts
     assert num_given == len(NAMED)
 
 
@@ -183,9 +182,108 @@ def test_the_whole_of_a_batch_may_be_wrong() -> None:
     source = [GOOD[0], wrong, wrong, {"input_ids": []}, GOOD[4], wrong]
     batches = list(make(source, buffer_size=1, max_tokens=8))
     assert tokens_of(batches) == all_tokens([GOOD[0], GOOD[4]])
-    assert [batch.metadata.get("skipped") for batch in batches] == [None, [1, 2, 3]]
-    assert list(make([wrong, wrong])) == []
+    assert [batch.metadata.get("skipped") for batch in batches] == [None, [1, 2, 3, 5]]
     assert_exact_resume(lambda: make(source, buffer_size=1, max_tokens=8), num_steps=4)
+
+
+EMPTY, NEGATIVE = {"input_ids": np.arange(0)}, {"input_ids": np.array([5, -9])}
+
+
+@pytest.mark.parametrize("name", ["list", "columns"])
+@pytest.mark.parametrize("last", [[EMPTY] * 3, [NEGATIVE] * 3, [NEGATIVE, EMPTY, EMPTY, NEGATIVE]])
+@pytest.mark.parametrize("buffer_size", [1, 4, 5, 40])
+def test_wrong_examples_after_the_last_batch_are_named_in_it(
+    name: str, last: list[Any], buffer_size: int, caplog: Any
+) -> None:
+    data = [*GOOD[:12], *last]
+
+    def stream() -> PackedIterableDataset:
+        return make(SOURCES[name](data), buffer_size=buffer_size)
+
+    batches = list(stream())
+    assert tokens_of(batches) == all_tokens(GOOD[:12])
+    assert sorted(skipped_in(batches)) == [*range(12, len(data))]
+    assert_exact_resume(stream, num_steps=len(batches) + 2)
+    saved, ended = stream(), stream()
+    list(islice(saved, len(batches)))
+    ended.load_state_dict(saved.state_dict())
+    caplog.clear()
+    assert list(ended) == []
+    assert ended.state_dict() == saved.state_dict(), "nothing is counted twice"
+    assert saved.state_dict()["skipped"][0] == len(last)
+    assert caplog.records == []
+    with pytest.raises(DataError, match=f"{len(last)} examples are wrong, more than max_skipped="):
+        list(make(SOURCES[name](data), buffer_size=buffer_size, max_skipped=len(last) - 1))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_every_skipped_example_is_named_with_shards_and_workers(
+    num_shards: int | None, num_workers: int
+) -> None:
+    """The last of each shard, too; states after every few batches name none twice."""
+    data = [*examples(), *[EMPTY, NEGATIVE] * 6]
+
+    def loader() -> PrefetchLoader:
+        stream = make(data, num_shards=num_shards, max_skipped_in_a_row=20)
+        options: dict[str, Any] = {"collate_fn": stream.as_is, "num_workers": num_workers}
+        return PrefetchLoader(DataLoader(stream, batch_size=None, **options))
+
+    wrong = sorted({*UNREADABLE, *WRONG, *range(60, 72)})
+    with loader() as whole:
+        expected = list(whole)
+    assert sorted(skipped_in(expected)) == wrong
+    found, counts, state = [], [], None
+    while len(found) < len(expected):
+        with loader() as part:
+            if state is not None:
+                part.load_state_dict(json.loads(json.dumps(state)))
+            found += list(islice(part, min(7, len(expected) - len(found))))
+            state = part.state_dict()
+            skipped = state["stream"].get("skipped", {})
+            counts.append(sum(num_skipped for num_skipped, _ in skipped.values()))
+    assert [batch_digest(batch) for batch in found] == [batch_digest(batch) for batch in expected]
+    assert sorted(skipped_in(found)) == wrong
+    assert counts[-1] == len(wrong)
+
+
+@pytest.mark.parametrize("wrong", [EMPTY, NEGATIVE])
+@pytest.mark.parametrize("name", ["list", "columns"])
+def test_a_shard_of_which_nothing_is_left_raises(name: str, wrong: Any) -> None:
+    message = (
+        "nothing is left of {}: all of its 3 examples are wrong; the last one: example {} of {}"
+    )
+    source = SOURCES[name]
+    with pytest.raises(DataError, match=message.format("the stream", 2, "the stream")):
+        list(make(source([wrong] * 3)))
+    of_shard = "shard 1 of the stream"
+    with pytest.raises(DataError, match=message.format(of_shard, 5, "the stream")):
+        list(make(source([GOOD[0], wrong] * 3), num_shards=2))
+    parts = [GOOD[:4], [wrong] * 3]
+    with pytest.raises(DataError, match=message.format(of_shard, 2, of_shard)):
+        list(make(lambda shard: source(parts[shard]), num_shards=2, presharded=True))
+
+
+def test_an_error_of_what_follows_does_not_take_a_batch_with_it() -> None:
+    def source() -> Any:
+        yield from GOOD[:9]
+        raise OSError("the disk is gone")
+
+    found: list[Any] = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        found.extend(make(source, buffer_size=1))
+    assert tokens_of(found) == all_tokens(GOOD[:9])
+
+
+def test_a_rest_that_is_all_wrong_is_counted_at_the_end() -> None:
+    """The last batch was given out by a run that raises, so no batch can name it."""
+    data = [*GOOD[:3], EMPTY, NEGATIVE]
+    found, state = given_before_the_error(make(data, on_error="raise", buffer_size=1, num_shards=1))
+    resumed = make(data, buffer_size=1, num_shards=1)
+    resumed.load_state_dict(state)
+    assert tokens_of(found) == all_tokens(GOOD[:3])
+    assert list(resumed) == []
+    assert resumed.state_dict()["skipped"] == {"0": [2, 2]}
 
 
 @pytest.mark.parametrize("source", [list, dataset_of])
@@ -297,15 +395,6 @@ def test_a_stop_between_the_pieces_of_what_follows_a_skipped_example(source: Any
     assert_exact_resume(stream, num_steps=len(batches))
 
 
-def test_an_error_of_the_source_itself_raises() -> None:
-    def source() -> Any:
-        yield from GOOD[:3]
-        raise OSError("the disk is gone")
-
-    with pytest.raises(OSError, match="the disk is gone"):
-        list(make(source))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -319,7 +408,7 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
         make(GOOD, **options)
 
 
-@pytest.mark.parametrize("damaged", [3, None, [1], [1, -1], ["a", 1]])
+@pytest.mark.parametrize("damaged", [3, None, [1], [1, -1], ["a", 1], [1, 2]])
 def test_damaged_counts_are_refused(damaged: Any) -> None:
     for more in ({}, {"num_shards": 2}):
         dataset = make(GOOD, **more)

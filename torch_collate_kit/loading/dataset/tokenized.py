@@ -6,7 +6,6 @@ memory-mapped file or in memory, so a batch costs one memory view per row.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any, NoReturn, overload
 
@@ -22,6 +21,7 @@ from torch_collate_kit.loading.dataset.columns import (
     NumberColumn,
     column_of,
 )
+from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of
 from torch_collate_kit.loading.dataset.sources import (
     IDS,
     ArrowFiles,
@@ -40,7 +40,6 @@ from torch_collate_kit.vision.families import PIXEL_FIELDS
 __all__ = ["TokenizedDataset"]
 
 _ROWS_AT_A_TIME = 1000  # when all rows are read
-_SAMPLED_ROWS = 64  # whose tokens are in a fingerprint
 _MAX_COUNTED = 10_000_000  # rows whose lengths a repr adds up
 
 
@@ -136,15 +135,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         count = checked_int("num_examples", count, minimum=0)
         if count > len(self):
             raise ValueError(f"num_examples must be at most {len(self)}, got {count}")
-        lengths = self.lengths[:count].astype("<i8", copy=False)
-        sample = np.unique(np.linspace(0, max(count - 1, 0), min(count, _SAMPLED_ROWS), dtype=int))
-        named, rows = self._rows(sample)
-        tokens = np.asarray(self._tokens.take(rows, named).flat_values).astype("<i8", copy=False)
-        return {
-            "num_tokens": int(lengths.sum()),
-            "lengths": hashlib.sha256(np.ascontiguousarray(lengths).data).hexdigest()[:32],
-            "token_ids": hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest()[:32],
-        }
+        return fingerprint_of(self.lengths[:count], self._token_ids)
 
     def __repr__(self) -> str:
         """What it holds; tokens are counted where there are not too many rows."""
@@ -268,6 +259,11 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         """Tokens of these rows alone: int64."""
         named, rows = self._rows(indices)
         return self._tokens.lengths_at(rows, named)
+
+    def _token_ids(self, indices: np.ndarray) -> np.ndarray:
+        """The ids of these rows, end to end."""
+        named, rows = self._rows(indices)
+        return np.asarray(self._tokens.take(rows, named).flat_values)
 
     def _column_at(self, name: str, indices: np.ndarray) -> Any:
         """These rows of one column alone: a Ragged of lists, else an array; None without it."""

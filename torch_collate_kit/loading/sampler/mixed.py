@@ -8,6 +8,7 @@ the P-fair schedule (worst-case fair queueing, if examples have sizes).
 from __future__ import annotations
 
 import hashlib
+import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence, Sized
 from fractions import Fraction
@@ -33,7 +34,8 @@ class MixedSampler(EpochSampler):
 
     Args:
         sources: datasets, or their numbers of examples. Indices are those of a
-            ``torch.utils.data.ConcatDataset`` of them.
+            ``torch.utils.data.ConcatDataset`` of them. Of those that have a ``fingerprint``, as a
+            TokenizedDataset has, a state is refused by other data of the same size.
         batch_size, seed, shuffle, rank, world_size: as for ``PrefetchingSampler``.
         weights: the shares, positive numbers; by default the sizes of the sources.
         by: whether these are shares of the "examples" or of the "tokens".
@@ -75,6 +77,7 @@ class MixedSampler(EpochSampler):
         exact = _checked_weights(weights, len(sizes))
         self._mixture = Mixture(sizes, exact, arrays, seed=self._seed, shuffle=self._shuffle)
         self._lengths_digest = digest_of(arrays) if arrays else None
+        self._fingerprints = [_fingerprint(source) for source in sources]
         self._known: dict[int, Place] = {}  # by the examples before them
         self._latest_place: Place | None = None  # after the batch taken last
         self._set_steps_per_epoch(num_steps, stop)
@@ -186,10 +189,25 @@ class MixedSampler(EpochSampler):
             "by": self._by,
             "num_units": _listed(mixture.num_units, like.get("num_units")),
             "lengths_digest": self._lengths_digest,
+            "fingerprints": self._known_fingerprints(like),
             "num_steps": self._steps_per_epoch,
             "stop": self._stop,
             **super()._fits(like),
         }
+
+    def _known_fingerprints(self, like: Mapping[str, Any]) -> Any:
+        """The digests as a state holds them; where this or ``like`` has none, those of ``like``."""
+        mine, saved = self._fingerprints, like.get("fingerprints")
+        is_unknown = all(one is None for one in mine)
+        if like and (saved is None or is_unknown):
+            return saved
+        if isinstance(saved, list) and len(saved) == len(mine):
+            pairs = zip(mine, saved, strict=True)
+            return [b if a is None or b is None else a for a, b in pairs]
+        return None if is_unknown else _listed(mine, saved)
+
+    def _upgraded(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {"fingerprints": None, **super()._upgraded(state)}
 
     def _extra(self, epoch: int, step: int) -> dict[str, Any]:
         place = self._place(epoch, step)
@@ -220,6 +238,15 @@ class MixedSampler(EpochSampler):
                 f"{list(map(str, mixture.shares))}"
             )
         self._known = {**self._known, num_examples: place}  # not that of the sampler that loads
+
+
+def _fingerprint(source: Any) -> str | None:
+    """A digest of the fingerprint of a dataset that has one."""
+    make = getattr(source, "fingerprint", None)
+    if not callable(make):
+        return None
+    text = json.dumps(make(len(source)), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _listed(values: Sequence[Any], like: Any) -> list[Any] | str:

@@ -26,6 +26,7 @@ __all__ = ["Growth", "Layouts", "digest_in_blocks", "digest_of", "ints_of_text",
 
 _MOST_LAYOUTS = 50  # about 30 bytes each in a state
 _MAX_COUNT = 2**63 - 1
+_MAX_UNPACKED = 2**21  # bytes of a text of ints: 131,071 reshuffles
 _BLOCK, _MAX_THREADS = 2**22, 8  # counts hashed at a time, by so many threads
 _Position: TypeAlias = tuple[int, int]
 
@@ -217,8 +218,14 @@ def text_of_ints(numbers: npt.ArrayLike) -> str:
 def ints_of_text(name: str, text: str, *, shape: tuple[int, ...]) -> list[Any]:
     """The numbers of ``text_of_ints``, else StateError."""
     try:
-        planes = np.frombuffer(zlib.decompress(base64.b85decode(text)), np.uint8).reshape(8, -1)
+        reader = zlib.decompressobj()
+        unpacked = reader.decompress(base64.b85decode(text), _MAX_UNPACKED)
+        if len(unpacked) == _MAX_UNPACKED:
+            raise damaged_state(f"{name}, a text that unpacks to {_MAX_UNPACKED} bytes or more")
+        if not reader.eof:
+            raise ValueError("the text ends early")
+        planes = np.frombuffer(unpacked, np.uint8).reshape(8, -1)
         numbers: list[Any] = np.array(planes.T, order="C").view("<i8").reshape(shape).tolist()
     except (ValueError, zlib.error) as error:
-        raise damaged_state(f"{name}={text!r}, which cannot be read") from error
+        raise damaged_state(f"{name}={text[:80]!r}, which cannot be read") from error
     return numbers

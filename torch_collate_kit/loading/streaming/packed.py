@@ -52,7 +52,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         num_shards: divides the stream into as many shards, whatever ``world_size``, which must
             divide it: a saved run can go on with another number of ranks and workers.
         on_error: "raise", or "skip" to leave out examples that raise a DataError alone. Of a shard
-            at most ``max_skipped``, and ``max_skipped_in_a_row`` one after the other.
+            at most ``max_skipped``, and ``max_skipped_in_a_row`` one after the other, but not all.
         collator_options: all other options of ``PackedCollator``: ``max_tokens``, ``packing``, ...
 
     One ``iter()`` is one pass. Batches are those that ``PackedCollator`` makes of their examples in
@@ -153,7 +153,8 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         The window began after ``num_read`` examples of the source (``source`` is its own state
         there, or None) and ``start`` tokens of the next; ``num_batches`` is counted from there.
         With ``num_shards`` the state has these numbers for each shard of this rank. It also holds
-        ``version`` and the settings that must be the same.
+        ``version``, the settings that must be the same, and a ``fingerprint`` of the data where
+        these can be read without consuming them.
         """
         if self._saved is not None and self.num_shards is None:
             return copy.deepcopy(dict(self._saved))

@@ -59,7 +59,8 @@ class _ExampleReader:
         wrong: WrongExamples,
     ) -> None:
         self._collator, self._wrong = collator, wrong
-        self._entries = self._read(examples, place)
+        self.place = place  # after the examples that were read
+        self._entries = self._read(examples)
 
     def read(self, num_entries: int) -> np.ndarray:
         """The next entries, ENTRY [num_entries]; fewer only at the end of the stream.
@@ -74,9 +75,7 @@ class _ExampleReader:
         examples: list[Example] = entries["example"].tolist()
         return examples
 
-    def _read(
-        self, examples: Iterator[tuple[Example, int, Place]], before: Place
-    ) -> Iterator[tuple[Any, ...]]:
+    def _read(self, examples: Iterator[tuple[Example, int, Place]]) -> Iterator[tuple[Any, ...]]:
         packing = self._collator.packing
         for example, position, after in examples:
             try:
@@ -92,8 +91,9 @@ class _ExampleReader:
                     example = self._as_arrays(example)
             except DataError as error:
                 self._wrong.leave_out(error, position)
-                before = after
+                self.place = after
                 continue
+            before = self.place
             _check_start(before, position, num_tokens)
             for start, length in pieces:
                 stop = start + length
@@ -101,8 +101,8 @@ class _ExampleReader:
                 if start >= before.start:
                     of = position, start, length, is_split, patches, cost
                     yield *of, *following, example, self._wrong.taken()
-            before = after
-        _check_start(before)
+            self.place = after
+        _check_start(self.place)
 
     def _images(self, example: Example) -> ImageLoad:
         """The images of one example."""
@@ -149,7 +149,7 @@ class _RowReader:
     ) -> None:
         self._dataset, self._positions = dataset, positions
         self._collator, self._wrong = collator, wrong
-        self._before = place  # of the first of the positions
+        self.place = place  # before the first of the positions
         if not positions:
             _check_start(place)
         self._ready = np.empty(0, dtype=ENTRY)  # pieces of the last example before them
@@ -177,9 +177,9 @@ class _RowReader:
         positions = np.arange(span.start, span.stop, span.step)
         try:
             lengths = self._dataset._lengths_at(positions)
-            _check_start(self._before, span[0], int(lengths[0]))
+            _check_start(self.place, span[0], int(lengths[0]))
             counts = self._num_pieces(lengths)
-            counts[0] -= self._num_pieces(np.array([self._before.start]))[0]
+            counts[0] -= self._num_pieces(np.array([self.place.start]))[0]
             num_used = 1 + int(np.searchsorted(np.cumsum(counts), num_entries))
             positions, lengths = positions[:num_used], lengths[:num_used]
             self._check(positions[lengths == 0][:1])
@@ -190,10 +190,10 @@ class _RowReader:
             if len(span) > 1:
                 return self._read(len(span) // 2)  # those before the wrong one are given out
             self._wrong.leave_out(error, span[0])
-            self._positions, self._before = self._positions[1:], Place(span[0] + 1)
+            self._positions, self.place = self._positions[1:], Place(span[0] + 1)
             return np.empty(0, dtype=ENTRY)
         self._positions = self._positions[len(positions) :]
-        self._before = Place(int(positions[-1]) + 1)
+        self.place = Place(int(positions[-1]) + 1)
         return entries
 
     def _check(self, positions: np.ndarray) -> None:
@@ -214,10 +214,10 @@ class _RowReader:
         fitted = cut_to_fit(lengths, packing, ImageLoad.none(len(lengths)))
         if packing.overflow == "split":
             rows, starts, num_tokens = fitted[:3]
-            left = np.flatnonzero((rows > 0) | (starts >= self._before.start))
+            left = np.flatnonzero((rows > 0) | (starts >= self.place.start))
             rows, starts, num_tokens = rows[left], starts[left], num_tokens[left]
         is_last = starts + num_tokens == lengths[rows]
-        num_read_before = np.append(self._before.num_read, positions[:-1] + 1)
+        num_read_before = np.append(self.place.num_read, positions[:-1] + 1)
         entries = np.zeros(len(rows), dtype=ENTRY)
         entries["source"] = entries["example"] = None
         entries["skipped"].fill(())

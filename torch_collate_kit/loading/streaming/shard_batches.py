@@ -7,10 +7,10 @@ which shards have a turn is decided by their numbers of batches alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,12 @@ from torch_collate_kit.packing import PackingPlan, PlannedExamples
 __all__ = ["DividedStream", "ShardBatches", "Turn", "in_rounds"]
 
 _NUM_BUFFERS = 8  # of a window; 4 lose 0.9% on lengths spread evenly, for half the reading
+
+
+class _Made(NamedTuple):
+    batch: Batch | dict[str, Any]
+    after: Position  # but for what was left out
+    outcomes: list[Skipped | None]  # of its examples, and of those that were left out before them
 
 
 class ShardBatches:
@@ -52,6 +58,7 @@ class ShardBatches:
         part = stream.part(shard)
         self._collator, self._position, self._policy = stream.collator, position, policy
         self._wrong = WrongExamples(policy, part.name)
+        self._name = part.name if part.num_shards == 1 else f"shard {part.first} of the stream"
         self._reader = reader_of(stream, part, position.place, self._wrong)
         self._shard = None if stream.num_shards is None else shard
         self._epoch = {} if epoch is None else {"epoch": epoch}
@@ -65,7 +72,30 @@ class ShardBatches:
             num_buffers=1 if packing.strategy == "sequential" else _NUM_BUFFERS,
         )
 
-    def __iter__(self) -> Iterator[tuple[Batch | dict[str, Any], Position]]:
+    def __iter__(self) -> Iterator[tuple[Batch | dict[str, Any] | None, Position]]:
+        # without a batch: the rest of a shard, after a resume, is wrong
+        made = self._made()
+        held: deque[_Made] = deque()
+        num_held = int(self._policy.skips)  # the last batch names what is left out after it
+        while True:
+            rest: list[Skipped] | None = None
+            try:
+                held.append(next(made))
+            except StopIteration as end:
+                rest = end.value
+            except Exception:
+                if held:  # the error is not of this batch
+                    yield self._given(held.popleft())
+                raise
+            if held and (rest is not None or len(held) > num_held):
+                yield self._given(held.popleft(), rest)
+            elif rest:
+                yield self._nothing_left(rest)
+            if rest is not None:
+                return
+
+    def _made(self) -> Generator[_Made, None, list[Skipped]]:
+        """The batches that have something in them; returns what was left out after the last."""
         at = self._position
         outcomes: list[Skipped | None] = []
         for entries, plan, next_window in self._not_given(at):
@@ -77,13 +107,42 @@ class ShardBatches:
                 at = at._replace(place=next_window, num_batches=0)
             if batch is None:
                 continue
-            at = self._policy.counted(at._replace(num_given=at.num_given + 1), outcomes)
-            if isinstance(batch, Batch):
-                self._describe(batch, at, {one.position for one in outcomes if one is not None})
-            outcomes, made = [], [batch]
+            at = at._replace(num_given=at.num_given + 1)
+            of_batch, outcomes, made = outcomes, [], [batch]
             del batch
-            yield made.pop(), at  # nothing here refers to it while other shards make theirs
-        self._policy.counted(at, [*outcomes, *self._wrong.taken()])
+            yield _Made(made.pop(), at, of_batch)  # nothing here refers to it any more
+        return [*filter(None, outcomes), *self._wrong.taken()]
+
+    def _given(
+        self, made: _Made, rest: list[Skipped] | None = None
+    ) -> tuple[Batch | dict[str, Any], Position]:
+        """A batch and the position after it: the end, if only ``rest`` follows."""
+        outcomes = [*made.outcomes, *(rest or [])]
+        at = self._counted(made.after, outcomes, has_ended=rest is not None)
+        if isinstance(made.batch, Batch):
+            self._describe(made.batch, at, {one.position for one in outcomes if one is not None})
+        return made.batch, at
+
+    def _nothing_left(self, rest: list[Skipped]) -> tuple[None, Position]:
+        """The end of a shard that has no batch to name what was left out."""
+        is_whole = self._position == Position()
+        at = self._counted(self._position, rest, has_ended=True)
+        if is_whole:
+            raise DataError(
+                f"nothing is left of {self._name}: all of its {len(rest)} examples are wrong; the "
+                f"last one: {rest[-1].reason}"
+            )
+        return None, at
+
+    def _counted(
+        self, after: Position, outcomes: Sequence[Skipped | None], *, has_ended: bool
+    ) -> Position:
+        before = self._position
+        at = after._replace(num_skipped=before.num_skipped, num_in_a_row=before.num_in_a_row)
+        if has_ended:  # read on from here, nothing would be counted again
+            at = at._replace(place=self._reader.place, num_batches=0, has_ended=True)
+        self._position = self._policy.counted(at, outcomes)
+        return self._position
 
     def _describe(self, batch: Batch, after: Position, skipped: set[int]) -> None:
         if skipped:
@@ -119,11 +178,7 @@ class Turn(NamedTuple):
     shard: int | None = None
     batch: Any = None
     after: Position | None = None  # of the shard; None if it has not changed
-
-    @property
-    def has_batch(self) -> bool:
-        """Not None: a loader's ``collate_fn`` may return that."""
-        return self.after is not None and not self.after.has_ended
+    has_batch: bool = False  # a loader's ``collate_fn`` may return None
 
 
 _NO_TURN = Turn()
@@ -211,6 +266,7 @@ class DividedStream:
             **division,
             "presharded": stream.presharded,
             "epoch": stream.epoch,
+            "fingerprint": stream.fingerprint(),
         }
 
 
@@ -232,9 +288,10 @@ def in_rounds(
     live = {shard: positions[shard] for shard in mine if not positions[shard].has_ended}
     batches: dict[int, Iterator[tuple[Any, Position]]] = {}
     counts = [at.num_given for at in positions.values() if not at.has_ended]
-    for step in count(min(counts, default=0)):
-        if not live:
-            return
+    step = min(counts, default=0)
+    while live:
+        if num_workers == 1:  # with more, others may have a turn in the rounds between
+            step = max(step, min(at.num_given for at in live.values()))
         for i in range(num_turns):
             shard = mine[i] if i < len(mine) else None
             if shard is None or shard not in live or live[shard].num_given > step:
@@ -246,13 +303,14 @@ def in_rounds(
             if turn.after is not None or num_workers > 1:
                 yield turn
             del turn  # its batch would be held beside the next
+        step += 1
 
 
 def _next_turn(
     shard: int, live: dict[int, Position], batches: Iterator[tuple[Any, Position]]
 ) -> Turn:
-    given = next(batches, None)
-    if given is None:
-        return Turn(shard, after=live.pop(shard)._replace(has_ended=True))
-    batch, live[shard] = given
-    return Turn(shard, batch, live[shard])
+    batch, after = next(batches, (None, live[shard]._replace(has_ended=True)))
+    live[shard] = after
+    if after.has_ended:
+        del live[shard]
+    return Turn(shard, batch, after, batch is not None)

@@ -13,6 +13,7 @@ from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.sources import is_a
+from torch_collate_kit.loading.streaming.fingerprints import SourceFingerprint
 from torch_collate_kit.loading.streaming.outside_streams import (
     canonical_part,
     has_exact_state,
@@ -64,6 +65,7 @@ class Stream:
         _check_source(source)
         self.collator = collator
         self.source, self._rank, self._world_size = source, rank, world_size
+        self.fingerprint = SourceFingerprint(source)
         self.presharded, self.num_shards = presharded, num_shards
         self._was_moved = False  # a datasets stream keeps the state it was given for every pass
         if num_shards is not None:

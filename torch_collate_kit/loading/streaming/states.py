@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.sampler.checks import is_same
+from torch_collate_kit.loading.streaming.fingerprints import check_same_data
 from torch_collate_kit.packing import PackingOptions
 
 __all__ = ["Place", "Position", "merge_states", "positions_in", "state_of"]
@@ -16,6 +17,7 @@ __all__ = ["Place", "Position", "merge_states", "positions_in", "state_of"]
 # batch. Version 3 is the state of one shard, version 4 of any number of them.
 _VERSION, _SHARDS_VERSION = 3, 4
 _MAX_COUNT = 2**63 - 1
+_MOST_APART = 2**20  # rounds between two shards of a state: the rounds between are counted
 _NONE = [0, 0]  # num_skipped and num_in_a_row of a shard that has left out nothing
 
 
@@ -108,6 +110,7 @@ def positions_in(
             )
         position = _position(entry, skipped.get(str(shard), _NONE), packing)
         positions[shard] = position._replace(has_ended=shard in state["ended"])
+    _check_rounds(state, positions.values(), packing)
     return positions
 
 
@@ -127,7 +130,8 @@ def _position_of_one(
 def _position(entry: list[Any], skipped: Any, packing: PackingOptions) -> Position:
     num_read, start, num_batches, num_given, *source = copy.deepcopy(entry)
     _check_start(start, packing)
-    if not isinstance(skipped, list) or len(skipped) != 2 or not _are_counts(skipped):
+    is_pair = isinstance(skipped, list) and len(skipped) == 2 and _are_counts(skipped)
+    if not is_pair or skipped[1] > skipped[0]:
         raise StateError(
             f"the state has skipped={skipped!r}, not [num_skipped, num_in_a_row]; it is damaged"
         )
@@ -229,10 +233,12 @@ def _check_version(state: Any, expected: int) -> None:
 
 
 def _check_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    state = {"fingerprint": None, **state}  # older states do not have it
     if missing := sorted(settings.keys() - state.keys()):
         raise StateError(f"the state has no {', '.join(missing)}; it is damaged")
+    check_same_data(state["fingerprint"], settings["fingerprint"])
     for name, expected in settings.items():
-        if not is_same(state[name], expected):
+        if name != "fingerprint" and not is_same(state[name], expected):
             raise StateError(
                 f"the state is of {name}={state[name]!r}, the dataset has {name}={expected!r}; "
                 "resume with the settings it was saved with"
@@ -257,6 +263,28 @@ def _skipped_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _are_counts(counts: list[Any]) -> bool:
     return all(type(count) is int and 0 <= count <= _MAX_COUNT for count in counts)
+
+
+def _check_rounds(
+    state: Mapping[str, Any], positions: Iterable[Position], packing: PackingOptions
+) -> None:
+    """Check that shards can have given out so many batches, and are not too many rounds apart."""
+    rounds = [at.num_given for at in positions if not at.has_ended]
+    if rounds and max(rounds) - min(rounds) > _MOST_APART:
+        raise StateError(
+            f"the state has shards that are {max(rounds) - min(rounds)} rounds apart, more than "
+            f"{_MOST_APART}; it is damaged, or merged of states that were not saved after the same "
+            "step"
+        )
+    for at in positions:
+        # a batch has an example at least, a given one or a skipped one
+        too_few = at.num_batches > at.num_given + at.num_skipped
+        too_many = at.num_given > at.place.num_read + at.num_batches
+        if too_few or (too_many and packing.overflow != "split"):
+            raise StateError(
+                f"the state has a shard with {at.num_batches} batches after "
+                f"{at.place.num_read} examples, but {at.num_given} batches in all; it is damaged"
+            )
 
 
 def _check_start(start: int, packing: PackingOptions) -> None:

@@ -1,0 +1,103 @@
+"""Digests that tell the data of a stream from others, where it can be read without consuming it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of, sampled_rows
+from torch_collate_kit.loading.dataset.sources import is_a
+from torch_collate_kit.loading.sampler.checks import told_apart
+from torch_collate_kit.loading.streaming.outside_streams import is_datasets_stream
+
+__all__ = ["SourceFingerprint", "check_same_data"]
+
+
+class SourceFingerprint:
+    """The fingerprint of a source, made when it is first asked for.
+
+    Of a list it is made again when the list has other examples than before: ``on_epoch`` of a
+    loader may change the data between two epochs.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._made: dict[str, Any] | None = None
+        self._seen: list[Any] = []  # examples of a list when it was made
+
+    def __call__(self) -> dict[str, Any] | None:
+        """Small JSON; None if the source can only be consumed."""
+        source = self._source
+        if type(source) not in (list, tuple):
+            self._made = self._made or _fingerprint(source)
+            return self._made
+        seen = [len(source), *(source[i] for i in sampled_rows(len(source)).tolist())]
+        is_same = len(seen) == len(self._seen) and seen[:1] == self._seen[:1]
+        if not is_same or any(a is not b for a, b in zip(seen[1:], self._seen[1:], strict=True)):
+            self._made, self._seen = _of_examples(source), seen
+        return self._made
+
+
+def check_same_data(saved: Any, mine: Mapping[str, Any] | None) -> None:
+    """Check that the fingerprint in a state does not contradict that of the source.
+
+    Raises:
+        StateError: it is of other data, or no fingerprint.
+    """
+    if saved is None or (mine is None and isinstance(saved, Mapping)):
+        return
+    if not isinstance(saved, Mapping):
+        raise StateError(f"the state has fingerprint={saved!r}; it is damaged")
+    assert mine is not None
+    if was := told_apart(saved, mine):
+        raise StateError(
+            f"the state is of data with {was}, the source has {told_apart(mine, saved)}; resume "
+            "with the data of the run that saved it, or start without the state"
+        )
+
+
+def _fingerprint(source: Any) -> dict[str, Any] | None:
+    if is_datasets_stream(source):
+        return {"num_files": getattr(source, "num_shards", None)}
+    if not hasattr(source, "__len__"):
+        return None
+    number = {"num_examples": len(source)}
+    try:
+        if is_a(source, "datasets", "Dataset"):
+            source = TokenizedDataset(source, columns=["input_ids"])
+        return number | (source.fingerprint() if isinstance(source, TokenizedDataset) else {})
+    except (DataError, TypeError, ValueError):  # no ids in columns, or a null among them
+        return number
+
+
+def _of_examples(examples: Sequence[Any]) -> dict[str, Any]:
+    lengths = np.fromiter(map(_length, examples), dtype=np.int64, count=len(examples))
+    return {
+        "num_examples": len(examples),
+        **fingerprint_of(lengths, lambda rows: _token_ids([examples[i] for i in rows.tolist()])),
+    }
+
+
+def _length(example: Any) -> int:
+    try:
+        return len(example["input_ids"])
+    except (TypeError, LookupError, AttributeError):
+        return 0
+
+
+def _token_ids(examples: Sequence[Any]) -> npt.NDArray[np.int64]:
+    """The ids of all examples that have some, end to end."""
+    found = [np.empty(0, dtype=np.int64)]
+    for example in examples:
+        try:
+            ids = np.asarray(example["input_ids"])
+        except (TypeError, ValueError, LookupError, AttributeError):
+            continue
+        if ids.ndim == 1 and ids.dtype.kind in "iu":
+            found.append(ids.astype(np.int64))
+    return np.concatenate(found)
