@@ -127,7 +127,9 @@ def opened_if(condition: str, before: str) -> str:
     return before + OPENS.replace("assistant\n{% endif", header)
 
 
-DEEP = "{{ 'deep' if messages | length > 4 and messages[1].reasoning_content }}" + CHATML
+DEEP = "{{ 'deep' if messages | length > 4 and messages[1].reasoning_content }}" + CHATML.replace(
+    "{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}"
+)
 
 
 def weighed(role: str, **keys: str) -> dict[str, Any]:

@@ -352,7 +352,7 @@ def test_nothing_after_the_end_of_turn_is_trained() -> None:
             CHATML.replace("{% endif %}", "{% else %}<|im_start|>system\nhm<|im_end|>{% endif %}"),
             "yo<|im_end|>",
         ),
-        (CHATML.replace("<|im_end|>\n", "<|im_end|>it<|im_start|>"), None),
+        (CALLS.replace("<|im_end|>\n", "<|im_end|>it<|im_start|>"), None),
         (CHATML.replace("<|im_end|>", "<|im_start|><|im_end|>"), "yo<|im_start|><|im_end|>"),
         (CHATML.replace("<|im_end|>", "<|eos|><|im_end|>"), "yo<|eos|>"),
         (CHATML.replace("<|im_end|>", "<|im_end|><|eos|><|eos|>"), "yo<|im_end|><|eos|>"),
@@ -365,7 +365,8 @@ def test_what_begins_messages_does_not_end_a_turn(template: str, trained: str | 
         tokenizer.add_special_tokens({"eos_token": "<|eos|>"})
     record = chat("user: hi", "assistant: yo")
     if trained is None:
-        refused(record, template, "writes no token that ends this turn")
+        for other in (record, with_call()):
+            refused(other, template, "writes no token that ends this turn")
         return
     result = tokenize_chat(record, tokenizer)
     pairs = zip(result["input_ids"], result["loss_mask"], strict=True)
