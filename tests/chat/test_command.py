@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,15 +18,37 @@ def test_marked_tokens_and_verdicts(tmp_path: Path, capsys: pytest.CaptureFixtur
     path.write_text(THINKS)
     assert main(["template", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert "one turn: right\n    '<|im_start|>user\\nHi.<|im_end|>" in printed
+    assert (
+        "one turn: accepted with train_on='all'\n    '<|im_start|>user\\nHi.<|im_end|>" in printed
+    )
     assert "<|im_start|>assistant\\n⟦Hello!<|im_end|>⟧\\n'" in printed
-    assert "thinking twice: each\n" in printed
+    assert "thinking twice: accepted with train_on='each'\n" in printed
     assert (
         "all: messages[1]: the chat template drops its reasoning_content; pass train_on='each'"
         in printed
     )
-    assert "tool call: refused: " in printed
+    assert "tool call: refused\n" in printed
     assert "tool_calls[0] name; set a tokenizer.chat_template" in printed
+
+
+def test_a_mode_that_trains_no_call_says_so(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "deepseekv3.jinja"
+    path.write_text(templates()["deepseekv3"], encoding="utf-8")
+    assert main(["template", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "tool call: accepted with train_on='last', which trains no call\n" in printed
+    assert "| last, no call |" in verdict_table([str(path)])
+
+
+def test_a_long_system_text_is_cut_in_the_middle(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "long.jinja"
+    path.write_text("Rules: " + "be kind, " * 400 + "so it is." + CHATML)
+    assert main(["template", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(" characters ...] ") == 3  # the conversations that it renders
+    assert "'Rules: be kind, " in printed
+    assert "so it is.<|im_start|>user\\nHi.<|im_end|>\\n<|im_start|>assistant\\n⟦" in printed
+    assert max(map(len, printed.splitlines())) < 600
 
 
 def test_a_table_of_templates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,15 +58,15 @@ def test_a_table_of_templates(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     header, line, first, second = capsys.readouterr().out.splitlines()
     assert header.startswith("| template | one turn | system | two turns |")
     assert set(line) == set("|- ")
-    assert first.startswith("| a | right | right | right | refused: drops calls")
+    assert first.startswith("| a | all | all | all | refused: drops calls")
     assert first.endswith("| refused: drops thinking | refused: drops thinking |")
-    assert second.startswith("| b | right |")
-    assert second.endswith("| right | each |")
+    assert second.startswith("| b | all |")
+    assert second.endswith("| all | each |")
 
 
 def test_a_tokenizer_folder(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["template", str(shared_data / "tokenizers" / "mistral-32k-chatml")]) == 0
-    assert "tool call: right" in capsys.readouterr().out
+    assert "tool call: accepted with train_on='all'\n" in capsys.readouterr().out
 
 
 def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from tests.chat.conversations import call, schema, text
 from tests.chat.families import FAMILY_OF, templates, tokenizer_for
+from tests.chat.test_other_templates import TEMPLATES as OTHERS
+from tests.chat.test_other_templates import tokenizer_of as other_tokenizer
 from tests.chat.truth import Case
 from torch_collate_kit.chat import tokenize_chat
 
@@ -19,7 +21,13 @@ EDGES = ["", " ", "\n", "\n\n", "  \n", "\t", "\r\n", "\u00a0", "\u200d", "\u030
          "\u0643", "\U0001f981", "'", '"', "\\", "<", "}", "{{", "{%", "#", "`", "[", "|",
          "user\n", "<think>", "</think>", "{end}", "{header}"]  # fmt: skip
 edges = st.sampled_from(EDGES)
-tokenizer_of = cache(lambda name: tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos))
+
+
+@cache
+def tokenizer_of(name: str) -> Any:
+    if name in OTHERS:
+        return other_tokenizer(name)
+    return tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos)
 
 
 @st.composite
@@ -66,9 +74,10 @@ def chats(draw: st.DrawFn) -> dict[str, Any]:
     return {**record, "tools": [schema("look1")]} if called else record
 
 
-@given(chats(), st.sampled_from(sorted(TEMPLATES) or [""]))
+@given(chats(), st.sampled_from([*sorted(TEMPLATES), *OTHERS]))
 def test_nothing_is_silently_wrong(record: dict[str, Any], name: str) -> None:
-    case = Case(name, tokenizer_of(name), record)
+    family = OTHERS[name][1] if name in OTHERS else None
+    case = Case(name, tokenizer_of(name), record, other=family)
     for mode in ("all", "last", "each"):
         try:
             result: Any = tokenize_chat(case.record, case.tokenizer, train_on=mode)

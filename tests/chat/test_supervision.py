@@ -266,6 +266,10 @@ def test_a_prompt_without_a_header_is_refused() -> None:
         CHATML[: CHATML.index("{% if add_gen")],
         r"messages\[1\]: the generation prompt .* no header after a message of the user; merge",
     )
+    says = for_assistant("BOT: {{ m.content }}<|im_end|>", "YOU: {{ m.content }}\n")
+    refused(
+        TWO, f"{{% for m in messages %}}{says}{{% endfor %}}", "no header after a .* user; merge"
+    )
     silent = CHATML.replace(
         "add_generation_prompt", "add_generation_prompt and messages[-1].role == 'user'"
     )
@@ -336,6 +340,37 @@ def test_nothing_after_the_end_of_turn_is_trained() -> None:
         head = CHATML_HEAD.replace("<|im_end|>\n", "<|im_end|>" + tail)
         result = tokenize_chat(chat("user: hi", "assistant: yo"), tokenizer)
         check(result, tokenizer, head, "yo<|im_end|>", tail)
+        twice = tokenize_chat(chat("user: hi", "assistant: yo", "assistant: b"), tokenizer)
+        assert not twice["skip_reason"]
+
+
+@pytest.mark.parametrize(
+    ("template", "trained"),
+    [
+        (CHATML.replace("{% if add_generation_prompt %}", "{% if true %}"), "yo<|im_end|>"),
+        (
+            CHATML.replace("{% endif %}", "{% else %}<|im_start|>system\nhm<|im_end|>{% endif %}"),
+            "yo<|im_end|>",
+        ),
+        (CALLS.replace("<|im_end|>\n", "<|im_end|>it<|im_start|>"), None),
+        (CHATML.replace("<|im_end|>", "<|im_start|><|im_end|>"), "yo<|im_start|><|im_end|>"),
+        (CHATML.replace("<|im_end|>", "<|eos|><|im_end|>"), "yo<|eos|>"),
+        (CHATML.replace("<|im_end|>", "<|im_end|><|eos|><|eos|>"), "yo<|im_end|><|eos|>"),
+    ],
+)
+def test_what_begins_messages_does_not_end_a_turn(template: str, trained: str | None) -> None:
+    """The last token does, of a tokenizer without EOS, or the EOS before it."""
+    tokenizer = byte_tokenizer(template)
+    if "<|eos|>" in template:
+        tokenizer.add_special_tokens({"eos_token": "<|eos|>"})
+    record = chat("user: hi", "assistant: yo")
+    if trained is None:
+        for other in (record, with_call()):
+            refused(other, template, "writes no token that ends this turn")
+        return
+    result = tokenize_chat(record, tokenizer)
+    pairs = zip(result["input_ids"], result["loss_mask"], strict=True)
+    assert tokenizer.decode([i for i, kept in pairs if kept]) == trained
 
 
 def test_an_end_of_turn_that_comes_with_the_next_message() -> None:

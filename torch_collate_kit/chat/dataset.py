@@ -24,7 +24,7 @@ _logger = logging.getLogger("torch_collate_kit.chat")
 _BATCH_SIZE = 256
 _PIXELS_BATCH_SIZE = 16  # an example may have tens of megabytes
 # Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
-_CACHE_VERSION = 3
+_CACHE_VERSION = 4
 
 
 def tokenize_chat_dataset(

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
+from torch_collate_kit.chat.advice import way_out
 from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.chat.record_forms import ImageSource, find_texts, num_images, read_images
 from torch_collate_kit.chat.records import Conversation, read_record
 from torch_collate_kit.chat.rendering import Rendering, render_conversation
 from torch_collate_kit.chat.template import ChatTemplate, Refusal, Spans
 from torch_collate_kit.chat.turns import turn_spans
-from torch_collate_kit.errors import DataError
 from torch_collate_kit.vision.expansion import Expansion
 
 __all__ = ["TextExample", "text_examples"]
-
-# Variables that decide in public templates whether thinking is opened, kept or dropped.
-_CURES = (
-    ("enable_thinking", False),
-    ("enable_thinking", True),
-    ("thinking", True),
-    ("thinking", False),
-    ("preserve_thinking", True),
-    ("clear_thinking", False),
-    ("keep_thinking", True),
-    ("keep_past_thinking", True),
-    ("truncate_history_thinking", False),
-    ("preserve_previous_think", True),
-)
 
 
 class TextExample(NamedTuple):
@@ -64,8 +48,8 @@ def text_examples(
     try:
         return _examples(template, conversation, train_on)
     except Refusal as refusal:
-        cure = _cure(tokenizer, template, conversation, train_on) if refusal.rendered else None
-        raise (Refusal(refusal.reason, cure) if cure else refusal) from None
+        advice = way_out(tokenizer, conversation, train_on, refusal, _examples)
+        raise (Refusal(refusal.reason, advice) if advice else refusal) from None
 
 
 def _examples(
@@ -111,28 +95,3 @@ def _merged(rendering: Rendering, turn: int) -> Spans:
         return turn_spans(rendering, [turn])
     except Refusal:
         return []
-
-
-def _cure(
-    tokenizer: Any, template: ChatTemplate, conversation: Conversation, train_on: str
-) -> str | None:
-    """The way out that was tried and works."""
-    may_split = train_on == "all" and len(conversation.trained) > 1
-    tries: list[tuple[str, dict[str, Any], str]] = []
-    if may_split:
-        tries.append(("each", {}, "pass train_on='each' (an example per turn)"))
-    for name, value in _CURES:
-        if conversation.kwargs.get(name) != value and re.search(rf"\b{name}\b", template.code):
-            cure = {name: value}
-            advice = f"pass chat_template_kwargs={cure}"
-            tries.append((train_on, cure, advice))
-            if may_split:
-                tries.append(("each", cure, f"{advice} and train_on='each'"))
-    for mode, cure, advice in tries:
-        changed = replace(conversation, kwargs={**conversation.kwargs, **cure})
-        try:
-            _examples(ChatTemplate.of(tokenizer, changed.kwargs, changed.tools), changed, mode)
-        except DataError:
-            continue
-        return advice
-    return None

@@ -16,6 +16,7 @@ __all__ = ["CASES", "byte_tokenizer", "load_tokenizer", "preview", "verdict_tabl
 _TAG = re.compile(
     r"<\|[^|<>\s]+\|>|<\uff5c[^\uff5c<>]+\uff5c>|</?[A-Za-z|][^<>\s'\"{}]*>|\[/?[A-Z_]+\]"
 )
+_SHOWN = 150  # characters of a long untrained text, at each end
 _ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|return|>", "<|eot|>", "<|end|>"),
     *("<|END_OF_TURN_TOKEN|>", "<end_of_utterance>"),
@@ -90,11 +91,12 @@ def preview(name: str) -> str:
     lines = [f"{name}: trained tokens are inside \u27e6 \u27e7", ""]
     for case in CASES:
         verdicts = _verdicts(tokenizer, case)
-        lines.append(f"{case}: {_cell(verdicts)}")
         mode = _first_mode(verdicts)
         if mode is None:
-            lines.append(f"    {verdicts['each'].refusal}")
+            lines += [f"{case}: refused", f"    {verdicts['each'].refusal}"]
         else:
+            note = ", which trains no call" if _trains_no_call(case, mode) else ""
+            lines.append(f"{case}: accepted with train_on='{mode}'{note}")
             lines += [f"    {text!r}" for text in verdicts[mode].texts]
             if verdicts["all"].refusal:
                 lines.append(f"    all: {verdicts['all'].refusal}")
@@ -111,7 +113,7 @@ def verdict_table(names: Sequence[str]) -> str:
     rows = [["template", *CASES], ["---"] * (len(CASES) + 1)]
     for name in names:
         tokenizer = load_tokenizer(name)
-        rows.append([Path(name).stem, *(_cell(_verdicts(tokenizer, case)) for case in CASES)])
+        rows.append([Path(name).stem, *(_cell(case, _verdicts(tokenizer, case)) for case in CASES)])
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
@@ -181,15 +183,28 @@ def _marked(tokenizer: Any, example: dict[str, Any]) -> str:
             runs.append((kept, []))
         runs[-1][1].append(token)
     texts = ((kept, tokenizer.decode(ids)) for kept, ids in runs)
-    return "".join(f"\u27e6{text}\u27e7" if kept else text for kept, text in texts)
+    return "".join(f"\u27e6{text}\u27e7" if kept else _cut(text) for kept, text in texts)
 
 
-def _cell(verdicts: dict[str, _Verdict]) -> str:
-    """One word, or why the conversation is refused."""
+def _cut(text: str) -> str:
+    """The text without its middle, if it is long."""
+    num_cut = len(text) - 2 * _SHOWN
+    if num_cut <= _SHOWN:
+        return text
+    return f"{text[:_SHOWN]} [... {num_cut:,} characters ...] {text[-_SHOWN:]}"
+
+
+def _trains_no_call(case: str, mode: str) -> bool:
+    """Whether the call is context only: the last turn is the answer to its result."""
+    return mode == "last" and any("tool_calls" in message for message in CASES[case])
+
+
+def _cell(case: str, verdicts: dict[str, _Verdict]) -> str:
+    """The mode that accepts the conversation, or why it is refused."""
     mode = _first_mode(verdicts)
     if mode is None:
         return "refused: " + _short(verdicts["each"].refusal)
-    return "right" if mode == "all" else mode
+    return f"{mode}, no call" if _trains_no_call(case, mode) else mode
 
 
 def _short(reason: str) -> str:

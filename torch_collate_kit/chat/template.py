@@ -22,12 +22,13 @@ __all__ = [
     "Style",
     "changed_arguments",
     "decoded_arguments",
+    "shared_prefix",
 ]
 
 Messages = list[dict[str, Any]]
 Spans = list[tuple[int, int]]
 
-# Stands after a key that is in its mapping already, so that none is lost. No text keeps it.
+# Stands after a key that is in its mapping already, so that none is lost; removed from the text.
 _REPEATED_KEY = "\U000ffffd"
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -107,7 +108,7 @@ class ChatTemplate:
         ]
         self._variables = variables
         added = {token.content for token in tokenizer.added_tokens_decoder.values()}
-        self.eos_token = tokenizer.eos_token
+        self.bos_token, self.eos_token = tokenizer.bos_token, tokenizer.eos_token
         solid = sorted((t for t in added if t.strip(" ▁\n\t")), key=len, reverse=True)
         self.added_token = re.compile("|".join(map(re.escape, solid)) or r"(?!)")
 
@@ -140,6 +141,12 @@ class ChatTemplate:
         text = texts[0]
         spans = tagged[0] if self.has_generation_tags else None
         if _REPEATED_KEY in text:
+            if any(map(_has_own_mark, (messages, tools, documents))):
+                raise Refusal(
+                    "the record has the private-use character U+FFFFD, which stands for repeated "
+                    "keys",
+                    "replace or remove it",
+                )
             if spans is not None:
                 spans = [
                     (a - text.count(_REPEATED_KEY, 0, a), b - text.count(_REPEATED_KEY, 0, b))
@@ -160,9 +167,17 @@ class ChatTemplate:
                 "tokenizer.chat_template"
             ) from error
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            roles = ", ".join(message["role"] for message in messages)
-            reason = f"the chat template cannot render the roles [{roles}]: {error}"
-            raise Refusal(reason, rendered=False) from error
+            raise _not_rendered(messages, str(error)) from error
+        except (ArithmeticError, MemoryError, RuntimeError) as error:  # too long, deep or large
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise _not_rendered(messages, reason, rendered=True) from None
+
+
+def _not_rendered(messages: Messages, reason: str, *, rendered: bool = False) -> Refusal:
+    roles = ", ".join(message["role"] for message in messages)
+    return Refusal(
+        f"the chat template cannot render the roles [{roles}]: {reason}", rendered=rendered
+    )
 
 
 def _tags_of(template: str) -> re.Pattern[str]:
@@ -232,6 +247,17 @@ def _with_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _has_own_mark(value: Any) -> bool:
+    """Whether a text has the mark of repeated keys, which then was not put there by this module."""
+    if isinstance(value, str):
+        return _REPEATED_KEY in value
+    if isinstance(value, Mapping):
+        keys = {key: key.rstrip(_REPEATED_KEY) for key in value if isinstance(key, str)}
+        own = (_REPEATED_KEY in bare or bare not in value for bare in keys.values())
+        return any(own) or any(map(_has_own_mark, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(_has_own_mark, value))
+
+
 def changed_arguments(arguments: Any, text: str) -> str | None:
     """What happened to arguments that are a mapping; strings in it were found by their marks."""
     if not isinstance(arguments, Mapping) or not arguments:
@@ -249,6 +275,12 @@ def changed_arguments(arguments: Any, text: str) -> str | None:
         if not any(form in text for form in written):
             return f"drops the {name} {value!r} of its arguments"
     return None
+
+
+def shared_prefix(text: str, other: str) -> str:
+    """Return the longest text with which both begin."""
+    differ = (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
+    return text[: next(differ, min(len(text), len(other)))]
 
 
 def _leaves(value: Any) -> Iterator[tuple[str, Any]]:

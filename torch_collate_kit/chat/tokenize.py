@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 __all__ = ["tokenize_chat", "tokenize_records"]
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @overload
@@ -172,8 +175,22 @@ def _read(record: Any, options: ChatOptions, from_arrow: bool) -> list[TextExamp
             f"a record is a mapping with `messages`, got {type(record).__name__}; wrap a list of "
             "messages as {'messages': ...}, and pass a dataset to tokenize_chat_dataset"
         )
-    examples = text_examples(record, options, from_arrow)
-    if isinstance(examples, str) or options.images is None:
+    try:
+        examples = text_examples(record, options, from_arrow)
+    except RecursionError:
+        raise DataError(
+            "the record is nested too deeply to be read; flatten it, or give arguments as text"
+        ) from None
+    if isinstance(examples, str):
+        return examples
+    for example in examples:
+        half = None if example.text.isascii() else _SURROGATE.search(example.text)
+        if half is not None:
+            raise DataError(
+                f"the text has U+{ord(half[0]):04X}, half of a character cut in two, which no "
+                "tokenizer reads; replace or remove it"
+            )
+    if options.images is None:
         return examples
     return [_expanded(example, options.images) for example in examples]
 

@@ -7,23 +7,25 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 from torch_collate_kit.chat.locating import shape_of
-from torch_collate_kit.chat.rendering import Rendering, preferred_style
-from torch_collate_kit.chat.template import ChatTemplate, Messages, Refusal, Spans
+from torch_collate_kit.chat.plain_turn import plain_turn
+from torch_collate_kit.chat.rendering import Rendering
+from torch_collate_kit.chat.template import Messages, Refusal, Spans, shared_prefix
 
-__all__ = ["PlainTurn", "plain_turn", "turn_spans"]
+__all__ = ["turn_spans"]
 
 _MAX_KNOWN_TURNS = 10_000
-_TEXTS = {"user": "Q", "assistant": "an answer"}
 _OPENING, _CLOSING = {"begin", "start", "open"}, {"end", "close"}
 
 
 def turn_spans(rendering: Rendering, turns: list[int]) -> Spans:
     """First character and last + 1 of what the model writes in each of ``turns``."""
     shapes = [shape_of(message) for message in rendering.messages]
+    for i, message in enumerate(rendering.messages):
+        if tags := _tags_in(message.get("content"), rendering.template.tags):
+            shapes[i] += tuple(tags)
     spans = [_turn_span(rendering, turn, shapes) for turn in turns]
     if rendering.tagged is None:
         return spans
@@ -34,14 +36,14 @@ def _turn_span(rendering: Rendering, turn: int, shapes: list[Any]) -> tuple[int,
     own = rendering.own.get(turn)
     if own is None:  # an empty turn: its place is known by its prompt alone
         start = _start(rendering, turn, None)
-        return start, _end(rendering, turn, start, start)
+        return start, _checked_end(rendering, turn, start, start)
     first, last = rendering.occurrences[own[0]].start, rendering.occurrences[own[-1]].end
     known = rendering.template.known_turns
     key = _key(rendering, turn, shapes, first, last)
     if key is None or key not in known:
         start = _start(rendering, turn, first)
         first, last = rendering.occurrences[own[0]].start, rendering.occurrences[own[-1]].end
-        end = _end(rendering, turn, start, last)
+        end = _checked_end(rendering, turn, start, last)
         if key is None or rendering.is_composed:
             return start, end
         if len(known) >= _MAX_KNOWN_TURNS:
@@ -51,6 +53,15 @@ def _turn_span(rendering: Rendering, turn: int, shapes: list[Any]) -> tuple[int,
     if not rendering.text.startswith(tail, last):  # the end of the last turn is appended
         rendering.text = rendering.text[:last] + tail
     return first - width, last + len(tail)
+
+
+def _tags_in(content: Any, tags: re.Pattern[str]) -> list[str] | None:
+    """The tags of the template that a content quotes, which it may look for (Qwen3: </think>)."""
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    if not content or ("<" not in content and "[" not in content):
+        return None
+    return tags.findall(content)
 
 
 def _key(
@@ -82,11 +93,12 @@ def _key(
 def _start(rendering: Rendering, turn: int, first: int | None) -> int:
     """Where the prompt ends that the model sees before it writes this turn."""
     text, messages = rendering.text, rendering.messages
+    plain = plain_turn(rendering.template)
     if turn == 0:  # no template renders an empty list: find what the prompt adds to this turn
         through = rendering.render(1)
         header = rendering.render(1, prompt=True)[len(through) :]
         where = text.rfind(header, 0, first) if first is not None else text.find(header)
-        if not header or where < 0:
+        if not header or where < 0 or plain.lacks_header(text[: where + len(header)]):
             raise Refusal(
                 "messages[0]: the chat template has no prompt before a first turn of the assistant",
                 "begin the record with a user message",
@@ -106,11 +118,13 @@ def _start(rendering: Rendering, turn: int, first: int | None) -> int:
     if first is not None and not rendering.region(turn)[0] <= start <= first:
         raise Refusal(f"messages[{turn}]: the prompt before it ends inside another text")
     previous = messages[turn - 1]["role"]
-    usual = plain_turn(rendering.template).end
     bare = previous == "tool" or not text[start:first].strip()
-    if (usual and prompt.rstrip().endswith(usual)) or not (
-        (bare and previous != "assistant") or rendering.render(turn) != prompt
-    ):
+    # Where a plain answer follows the question at once (Mistral), so does a call or a thought.
+    bare = bare or (previous == "user" and plain.has_no_header)
+    no_header = plain.lacks_header(prompt) or not (
+        (bare and previous in ("user", "tool")) or rendering.render(turn) != prompt
+    )
+    if no_header or (plain.end and prompt.rstrip().endswith(plain.end)):
         raise Refusal(
             f"messages[{turn}]: the generation prompt of the chat template adds no header after a "
             f"message of the {previous}",
@@ -144,15 +158,28 @@ def _compose(rendering: Rendering, turn: int, prompt: str, first: int | None) ->
 
 def _other_prompt(rendering: Rendering, turn: int, prompt: str) -> Refusal:
     text = rendering.text
-    same = next(
-        (i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), len(text)
-    )
+    same = len(shared_prefix(text, prompt))
     return Refusal(
         f"messages[{turn}]: the chat template renders what comes before this turn differently once "
         f"it follows: the model would see {prompt[max(same - 20, 0) : same + 40]!r}, the text has "
         f"{text[max(same - 20, 0) : same + 40]!r}",
         "change the record, or set another tokenizer.chat_template",
     )
+
+
+def _checked_end(rendering: Rendering, turn: int, start: int, last: int) -> int:
+    """The end of the token that ends the turn, which the template must not write before."""
+    end = _end(rendering, turn, start, last)
+    *inside, stop = rendering.template.added_token.finditer(rendering.text, start, end)
+    spans = [rendering.occurrences[i][1:] for i in rendering.own.get(turn, ())]
+    for token in inside:
+        if token[0] == stop[0] and not any(a <= token.start() < b for a, b in spans):
+            raise Refusal(
+                f"messages[{turn}]: the chat template writes {stop[0]!r}, which ends this turn, "
+                "inside it, too",
+                "set a tokenizer.chat_template that ends turns with an added token of their own",
+            )
+    return end
 
 
 def _end(rendering: Rendering, turn: int, start: int, last: int) -> int:
@@ -171,20 +198,23 @@ def _end(rendering: Rendering, turn: int, start: int, last: int) -> int:
 
 def _end_of_turn(rendering: Rendering, turn: int, alone: str, start: int, last: int) -> int | None:
     """The end of the token that ends the turn in ``alone``, a text that ends with this turn."""
-    template = rendering.template
-    usual = plain_turn(template).end
+    template, plain = rendering.template, plain_turn(rendering.template)
     tail = list(template.added_token.finditer(alone, last))
+    end = None
     for token in tail:
-        if token[0] == usual:
-            return token.end()
+        if token[0] == plain.end:
+            end = token.end()
+        if end is not None and token[0] in (template.eos_token, *plain.openers):
+            break
     # Calls may have an end of their own. What closes a tag of the turn is not one.
-    if not tail or "tool_calls" not in rendering.messages[turn]:
-        return None
+    if end is not None or not tail or "tool_calls" not in rendering.messages[turn]:
+        return end
     token = tail[-1]
     opened = {_tag_of(tag) for tag in template.added_token.findall(alone, start, token.start())}
     name, side = _tag_of(token[0])
     closes = side == "close" and ((name, "open") in opened or token[0][1] == "/")
-    return None if closes or alone[token.end() :].strip() else token.end()
+    is_end = not closes and token[0] not in plain.openers and not alone[token.end() :].strip()
+    return token.end() if is_end else None
 
 
 def _end_after(rendering: Rendering, turn: int, known: str) -> int:
@@ -265,63 +295,6 @@ def _confirmed(rendering: Rendering, turns: list[int], spans: Spans) -> Spans:
     return spans
 
 
-def plain_turn(template: ChatTemplate) -> PlainTurn:
-    """The same object for the same template, so that each fact is found out once."""
-    if template.plain_turn is None:
-        template.plain_turn = PlainTurn(template)
-    found: PlainTurn = template.plain_turn
-    return found
-
-
-class PlainTurn:
-    """The texts of a template before and after an answer to a question, found out when asked for.
-
-    Raises:
-        Refusal: the template cannot render the question or the answer.
-    """
-
-    def __init__(self, template: ChatTemplate) -> None:
-        self._template, self._style = template, preferred_style(template, None)
-
-    def _text(self, *roles: str, prompt: bool = False) -> str:
-        messages = [{"role": role, "content": _TEXTS[role]} for role in roles]
-        styles = [self._style.apply(message) for message in messages]
-        return self._template.render(styles, prompt=prompt)[0]
-
-    @cached_property
-    def header(self) -> str:
-        """What the generation prompt adds after the question; "" if it changes what is before."""
-        asked = self._text("user")
-        prompt = self._text("user", prompt=True)
-        return prompt[len(asked) :] if prompt.startswith(asked) else ""
-
-    @cached_property
-    def after(self) -> str:
-        """The text after the answer, with another question."""
-        return self._text("user", "assistant", "user").partition(_TEXTS["assistant"])[2]
-
-    @cached_property
-    def end(self) -> str | None:
-        """The first added token after the answer; None if there is none.
-
-        It is the EOS token where the answer cannot be rendered.
-        """
-        try:
-            text, asked = self._text("user", "assistant"), self._text("user")
-        except Refusal:
-            return self._template.eos_token
-        where = text.rfind(_TEXTS["assistant"])
-        added = self._template.added_token
-        # The first tag of the header is closed by the end of the turn, the others before it.
-        inside = added.findall(text, len(asked), where)[1:]
-        opened = {name for name, side in map(_tag_of, inside) if side == "open"}
-        for token in added.findall(text, where):
-            name, side = _tag_of(token)
-            if token == self._template.eos_token or side == "open" or name not in opened:
-                return token
-        return None
-
-
 def _tag_of(token: str) -> tuple[str, str]:
     """The name of a tag, and whether it opens or closes.
 
@@ -336,4 +309,4 @@ def _tag_of(token: str) -> tuple[str, str]:
     if token[1:2] == "/" or ends_like_gemma or _CLOSING & set(words):
         side = "close"
     name = "_".join(word for word in words if word not in _OPENING | _CLOSING)
-    return name, side if name else "open"
+    return name, side

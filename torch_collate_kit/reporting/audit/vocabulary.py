@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+from torch_collate_kit.chat.plain_turn import plain_turn
 from torch_collate_kit.chat.template import ChatTemplate
-from torch_collate_kit.chat.turns import plain_turn
 from torch_collate_kit.errors import DataError
 
 __all__ = ["Vocabulary"]

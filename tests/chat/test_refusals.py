@@ -1,0 +1,189 @@
+"""How a record is refused: which words, what they blame, and what a refusal costs."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from datasets import Dataset
+
+from tests.chat.test_chat import USER, YO, byte_tokenizer, chat
+from tests.chat.test_supervision import CALLS, CHATML, THINKS, TWO, for_assistant, refused, thinking
+from torch_collate_kit import tokenize_chat, tokenize_chat_dataset
+from torch_collate_kit.chat.template import ChatTemplate
+from torch_collate_kit.errors import DataError
+
+LOGS = "{{ 'log' if messages | selectattr('role', 'equalto', 'tool') | list }}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("character", "message"),
+    [("\U000ffffd", r"character U\+FFFFD, .*; replace"), ("\ud83d", r"has U\+D83D, .*; replace")],
+)
+@pytest.mark.parametrize(
+    "place", ["question", "answer", "key", "end of a key", "argument", "tool", "completion"]
+)
+def test_characters_that_no_text_can_have_are_named(
+    place: str, character: str, message: str
+) -> None:
+    """Neither blamed on the template nor removed from the text."""
+    texts = dict.fromkeys(("question", "answer", "key", "argument", "tool"), "x") | {
+        place: f"a{character}b"
+    }
+    if place == "completion":
+        record: dict[str, Any] = {"prompt": "x", "completion": texts[place]}
+        if character == "\U000ffffd":  # no template, no mark
+            assert tokenize_chat(record, byte_tokenizer(CHATML))["skip_reason"] == ""
+            return
+    else:
+        key = f"a{character}" if place == "end of a key" else texts["key"]
+        call = {"function": {"name": "f", "arguments": {key: texts["argument"]}}}
+        turns = [
+            {"role": "user", "content": texts["question"]},
+            {"role": "assistant", "content": texts["answer"], "tool_calls": [call]},
+        ]
+        record = {"messages": turns, "tools": [{"name": "f", "description": texts["tool"]}]}
+    template = "{{ tools | tojson }}" + CALLS.replace("arguments }}", "arguments | tojson }}")
+    refused(record, template, message)
+
+
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [
+        ("{{ range(m.content | int) }}", "OverflowError: Range too big"),
+        ("{{ 10.0 ** (m.content | int) }}", "OverflowError"),
+        ("{{ 1 / (m.content | int - 900000) }}", "ZeroDivisionError"),
+        ("{{ 'x' * 10 ** 15 }}", "MemoryError"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "RecursionError"),
+    ],
+)
+def test_errors_of_python_in_a_template_are_of_the_record(broken: str, error: str) -> None:
+    template = CHATML.replace("{{ m.content }}", "{{ m.content }}" + broken)
+    record = chat("user: 900000", "assistant: yo")
+    message = rf"cannot render the roles \[user, assistant\]: {error}.*; change the record"
+    refused(record, template, message)
+    if "Overflow" in error:
+        dataset = Dataset.from_list([chat("user: hi"), record])
+        with pytest.raises(DataError, match=rf"example 1: .*{message}"):
+            tokenize_chat_dataset(dataset, byte_tokenizer(template))
+
+
+def test_a_record_that_is_nested_too_deeply_is_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"a": deep}
+    call = {"function": {"name": "f", "arguments": deep}}
+    record = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    refused(record, CALLS, "nested too deeply .*; flatten it")
+
+
+def test_a_template_that_needs_tools_is_given_them() -> None:
+    for needs in (
+        "{% for t in tools %}{{ t | tojson }}{% endfor %}",
+        "{{ (tools | tojson) if tools else raise_exception('I want tools') }}",
+    ):
+        refused(TWO, needs + CHATML, "cannot render the roles .*; give its tools, in a column")
+        result = tokenize_chat({**TWO, "tools": [{"name": "f"}]}, byte_tokenizer(needs + CHATML))
+        assert not result["skip_reason"]
+    given = {**TWO, "tools": [{"name": "f"}]}
+    refused(given, "{{ tools[0].function.name }}" + CHATML, "cannot render .*; change the record")
+    hopeless = (
+        "{% if not tools %}{{ raise_exception('no') }}{% endif %}{{ raise_exception('never') }}"
+    )
+    refused(TWO, hopeless + CHATML, "cannot render the roles .*; change the record")
+
+
+def test_a_refusal_costs_no_more_than_the_record() -> None:
+    """Advice for a long record is tried on a few of its turns, wherever they are."""
+    renderings = []
+    for turns in (10, 40):
+        for thoughts in (["hm"] * turns, [None] * (turns - 3) + ["hm", "hm", None]):
+            tokenizer = byte_tokenizer(THINKS)
+            with patch.object(
+                ChatTemplate, "render", autospec=True, side_effect=ChatTemplate.render
+            ) as spy:
+                message = r"drops its reasoning_content; try train_on='each' \(an"
+                with pytest.raises(DataError, match=message):
+                    tokenize_chat(thinking(*thoughts), tokenizer)
+            renderings.append(spy.call_count)
+    assert tokenize_chat(thinking(*["hm"] * 10), tokenizer, train_on="each")
+    assert renderings[:2] == renderings[2:]
+    no_way = CHATML.replace("m.content", "m.content if m.role == 'user' or loop.last")
+    refused(thinking(*[None] * 20), no_way, r"messages\[1\]: .* drops its content; try train_on")
+    refused(thinking(*[None] * 20), CHATML.replace("m.content", "''"), r"drops .*; set a tokenizer")
+    far = {"messages": [*thinking(*[None] * 20)["messages"], {"role": "tool", "content": "r"}, YO]}
+    refused(far, LOGS, r"messages\[1\]: .* differently once .*; change the record")
+
+
+OPENS = CHATML.replace(
+    "{{ m.content }}", for_assistant("<think></think>{{ m.content }}", "{{ m.content }}")
+)
+
+
+def opened_if(condition: str, before: str) -> str:
+    """A template whose prompt opens and closes thinking on a condition; every answer has it."""
+    header = f"assistant\n{{{{ '<think></think>' if {condition} }}}}{{% endif"
+    return before + OPENS.replace("assistant\n{% endif", header)
+
+
+DEEP = "{{ 'deep' if messages | length > 4 and messages[1].reasoning_content }}" + CHATML.replace(
+    "{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}"
+)
+
+
+def weighed(role: str, **keys: str) -> dict[str, Any]:
+    """The first answer is context alone, and so is what follows it."""
+    context = [{**YO, **keys, "weight": 0}, {"role": role, "content": "a", "weight": 0}]
+    return {"messages": [USER, *context, YO, USER, YO]}
+
+
+@pytest.mark.parametrize(
+    ("template", "records", "mode"),
+    [
+        (
+            opened_if("tools", "{{ tools | tojson if tools }}"),
+            [TWO, {**TWO, "tools": [{"name": "f"}]}],
+            "all",
+        ),
+        (
+            opened_if("documents", "{% for d in documents or [] %}{{ d.text }}{% endfor %}"),
+            [TWO, {**TWO, "documents": [{"text": "facts"}]}],
+            "all",
+        ),
+        (
+            LOGS,
+            [TWO, {"messages": [*TWO["messages"], {"role": "tool", "content": "r"}, YO]}],
+            "all",
+        ),
+        (DEEP, [weighed("user"), weighed("user", reasoning_content="hm")], "all"),
+        (DEEP, [weighed("assistant"), weighed("assistant", reasoning_content="hm")], "all"),
+        (  # as Qwen3: the last answer has thinking, and any that quotes its end
+            CHATML.replace(
+                "{{ m.content }}",
+                "{{ '<think></think>' if m.role == 'assistant' and (loop.last or '</think>' in "
+                "m.content) }}{{ m.content.split('</think>')[-1] }}",
+            ),
+            [chat("user: hi", f"assistant: {text}", "assistant: b") for text in ("x", "</think>y")],
+            "last",
+        ),
+    ],
+)
+def test_what_is_known_of_a_turn_holds_in_its_context(
+    template: str, records: list[dict[str, Any]], mode: Any
+) -> None:
+    """The same turn with and without tools, documents, and what is in other messages."""
+
+    def outcome(tokenizer: Any, record: dict[str, Any]) -> Any:
+        try:
+            return tokenize_chat(record, tokenizer, train_on=mode)
+        except DataError as error:
+            return str(error)
+
+    alone = [outcome(byte_tokenizer(template), record) for record in records]
+    assert alone[0] != alone[1]
+    assert not alone[0]["skip_reason"]
+    for order in ((0, 1), (1, 0)):
+        tokenizer = byte_tokenizer(template)
+        for i in (*order, *order):
+            assert outcome(tokenizer, records[i]) == alone[i]
