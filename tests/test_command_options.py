@@ -137,6 +137,7 @@ def test_an_option_changes_what_is_printed(
     without: str,
     given: str,
     run: Run,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if "--num-proc" in option:  # progress is shown
@@ -145,6 +146,7 @@ def test_an_option_changes_what_is_printed(
     if command == "step":
         save_state(words[1].removesuffix(".json"))
         words += ["--step", "0"]
+        capsys.readouterr()  # progress of making the data
     before, after = ("".join(run(*given)[1:]) for given in (words, [*words, *option.split()]))
     assert without in before
     assert without not in after
