@@ -195,6 +195,18 @@ def test_a_chat_is_explained(run: Run) -> None:
     assert len(last[1].splitlines()) == 2 + 4 + 1
 
 
+def test_empty_answers_are_allowed_in_every_command(run: Run) -> None:
+    Path("empty.jsonl").write_text(json.dumps(chat("2+2?", "")) + "\n")
+    refusal = "messages[1] is an empty answer ('')"
+    for command in ("explain", "report", "audit"):
+        code, out, err = run(command, "empty.jsonl", *CHAT_OPTIONS)
+        assert code > 0
+        assert refusal in out + err
+        code, out, err = run(command, "empty.jsonl", *CHAT_OPTIONS, "--allow-empty")
+        assert refusal not in out + err
+        assert command == "audit" or code == 0
+
+
 def test_each_turn_is_an_example_of_its_own(run: Run) -> None:
     options = ("--tokenizer", "tokenizer", "--row", "1", "--train-on")
     assert "sure" not in run("explain", "chats.jsonl", *options, "each")[2]

@@ -87,17 +87,20 @@ def test_a_checkpoint_of_chats_is_decoded(run: Run) -> None:
 
 def test_chats_are_cut_as_the_run_cut_them(run: Run) -> None:
     chats = Dataset.from_list(CHATS)
-    tokenized, _ = tokenize_chat_dataset(chats, load_processor("tokenizer"), max_length=24)
-    data = TokenizedDataset(tokenized)
-    assert data.lengths.max() == 24
-    sampler = PrefetchingSampler(data, 1)
-    Path("state.json").write_text(json.dumps(sampler.state_dict()))
     where = ["--tokenizer", "tokenizer", "--step", 0, "--json"]
-    code, out, _ = run("step", "state.json", "chats.jsonl", *where, "--max-length", 24)
-    (index,) = sampler.examples(0, 0)
-    assert code == 0
-    assert json.loads(out)["examples"][0]["num_tokens"] == data.lengths[index]
-    assert run("step", "state.json", "chats.jsonl", *where)[0] == 2, "other data"
+    for limit, overflow, num_left in ((24, "truncate", 2), (40, "drop", 2)):
+        options: Any = {"max_length": limit, "overflow": overflow}
+        tokenized, _ = tokenize_chat_dataset(chats, load_processor("tokenizer"), **options)
+        data = TokenizedDataset(tokenized)
+        assert len(data) == num_left
+        sampler = PrefetchingSampler(data, 1)
+        Path("state.json").write_text(json.dumps(sampler.state_dict()))
+        cuts = ["--max-length", limit, "--overflow", overflow]
+        code, out, _ = run("step", "state.json", "chats.jsonl", *where, *cuts)
+        (index,) = sampler.examples(0, 0)
+        assert code == 0
+        assert json.loads(out)["examples"][0]["num_tokens"] == data.lengths[index]
+        assert run("step", "state.json", "chats.jsonl", *where)[0] == 2, "other data"
 
 
 def refusals() -> dict[str, tuple[list[Any], str]]:

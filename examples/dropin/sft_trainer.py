@@ -34,7 +34,7 @@ with tempfile.TemporaryDirectory() as folder:
         max_steps=tiny.NUM_STEPS,
         per_device_train_batch_size=tiny.BATCH_SIZE // ACCUMULATE // num_ranks,
         gradient_accumulation_steps=ACCUMULATE,
-        max_length=None,  # nothing is cut: max_length of tokenize_chat_dataset counts what is
+        max_length=None,  # nothing is cut: that of tokenize_chat_dataset drops and counts
         max_grad_norm=0.0,  # the rest is as in the reference: no clipping, no schedule, in order
         lr_scheduler_type="constant",
         train_sampling_strategy="sequential",

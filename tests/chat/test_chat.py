@@ -213,7 +213,7 @@ def test_offsets_of_characters_without_a_token_of_their_own() -> None:
     for tokenizer in (byte_tokenizer(template), trimming):
         for text in ("yo", " yo", "yo 🙂", "🙂", ""):
             example["messages"][1]["content"] = text
-            result = tokenize_chat(example, tokenizer)
+            result = tokenize_chat(example, tokenizer, allow_empty=True)
             parts = (f"{text}<|im_end|>", "useraassistant", "b<|im_end|>")
             check(result, tokenizer, "userhiassistant", *parts)
 
@@ -299,7 +299,8 @@ def test_null_content_renders_as_nothing(tokenizer: Any, content: dict[str, Any]
     for extra in ({}, {"tool_calls": None}, {"tool_calls": []}):
         answer = {"role": "assistant", "name": None, **content, **extra}
         example = {"messages": [{"role": "user", "content": "hi"}, answer]}
-        check(tokenize_chat(example, tokenizer), tokenizer, HEAD, "<|im_end|>", "\n")
+        result = tokenize_chat(example, tokenizer, allow_empty=True)
+        check(result, tokenizer, HEAD, "<|im_end|>", "\n")
 
 
 def test_content_parts(tokenizer: Any) -> None:
@@ -423,7 +424,7 @@ def test_truncation_keeps_the_front(tokenizer: Any) -> None:
     first = full["loss_mask"].index(1)
     length = len(full["input_ids"])
     for max_length in range(2, length + 3):
-        result = tokenize_chat(example, tokenizer, max_length=max_length)
+        result = tokenize_chat(example, tokenizer, max_length=max_length, overflow="truncate")
         if max_length <= first:
             assert result["skip_reason"] == "nothing_left_after_truncation"
             assert result["input_ids"] == result["loss_mask"] == []
@@ -625,8 +626,8 @@ def test_max_length_is_an_integer(tagged: Any) -> None:
             tokenize_chat(example, tagged, max_length=wrong)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=message):
             tokenize_chat_dataset(Dataset.from_list(MIXED), tagged, max_length=wrong)  # type: ignore[arg-type]
-    assert tokenize_chat(example, tagged, max_length=np.int64(40)) == tokenize_chat(
-        example, tagged, max_length=40
+    assert tokenize_chat(example, tagged, max_length=np.int64(40), overflow="drop") == (
+        tokenize_chat(example, tagged, max_length=40, overflow="drop")
     )
 
 
@@ -660,20 +661,22 @@ def test_dataset(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     source = Dataset.from_list([{**row, "id": i} for i, row in enumerate(MIXED)])
+    options: Any = {"max_length": 60, "overflow": "truncate"}
     with (
         caplog.at_level(logging.WARNING, logger="torch_collate_kit.chat"),
         patch.object(Dataset, "map", autospec=True, side_effect=Dataset.map) as spy,
     ):
-        tokenized, skips = tokenize_chat_dataset(source, tagged, max_length=60, num_proc=num_proc)
+        tokenized, skips = tokenize_chat_dataset(source, tagged, num_proc=num_proc, **options)
     assert spy.call_args_list[0].kwargs["num_proc"] == num_proc
     assert "Tokenizing chats" in capsys.readouterr().err  # the progress bar
-    alone = [tokenize_chat(row, tagged, max_length=60) for row in MIXED]
+    alone = [tokenize_chat(row, tagged, **options) for row in MIXED]
     kept = [row for row in alone if not row["skip_reason"]]
     assert len(kept) == 4
     assert tokenized["input_ids"] == [row["input_ids"] for row in kept]
     assert tokenized["loss_mask"] == [row["loss_mask"] for row in kept]
     assert skips == Counter(no_assistant_turn=1, nothing_left_after_truncation=1)
-    assert tokenized.column_names == ["input_ids", "loss_mask"]
+    assert tokenized["num_cut_tokens"] == [row["num_cut_tokens"] for row in kept]
+    assert tokenized.column_names == ["input_ids", "loss_mask", "num_cut_tokens"]
     assert tokenized.features["input_ids"].feature.dtype == "int32"
     assert tokenized.features["loss_mask"].feature.dtype == "int8"
     assert tokenized._indices is None
@@ -694,6 +697,7 @@ def test_dataset_passes_every_option_on(tagged: Any) -> None:
     options: dict[str, Any] = {
         "train_on": "last",
         "max_length": 180,
+        "overflow": "truncate",
         "tools": [TOOL],
         "chat_template_kwargs": {"mark": "!"},
     }
@@ -702,9 +706,11 @@ def test_dataset_passes_every_option_on(tagged: Any) -> None:
     assert expected["num_cut_tokens"] > 0
     assert sum(expected["loss_mask"]) > 0
     tokenized, _ = tokenize_chat_dataset(Dataset.from_list([row]), tagged, **options)
-    assert tokenized[0] == {key: expected[key] for key in ("input_ids", "loss_mask")}
+    assert tokenized[0] == {k: found for k, found in expected.items() if k != "skip_reason"}
     for name in options:
-        default = {k: v for k, v in options.items() if k != name}
+        default: dict[str, Any] = {"overflow": "drop"} | {
+            k: v for k, v in options.items() if k != name
+        }
         assert tokenize_chat(row, tagged, **default) != expected, name
 
 
@@ -732,7 +738,7 @@ def test_errors_name_the_example(tagged: Any, num_proc: int | None) -> None:
 
 def test_nothing_kept(tagged: Any) -> None:
     rows = [chat("user: hi"), chat("user: hi"), chat("user: " + "x" * 60, "assistant: yo")]
-    counts = "2 with no_assistant_turn, 1 with nothing_left_after_truncation"
+    counts = "2 with no_assistant_turn, 1 with too_long"
     message = f"^all 3 examples are skipped: {counts}; a record needs an assistant"
     with pytest.raises(DataError, match=message):
         tokenize_chat_dataset(Dataset.from_list(rows), tagged, max_length=60)

@@ -23,7 +23,9 @@ def labels_of(row: dict[str, Any]) -> list[int]:
     return [-100 if j == 0 or not kept else i for j, (i, kept) in enumerate(pairs)]
 
 
-@pytest.mark.parametrize("options", [{}, {"max_length": 60}, {"train_on": "last"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_length": 60, "overflow": "truncate"}, {"train_on": "last"}]
+)
 def test_labels_say_what_the_mask_says(tokenizer: Any, options: dict[str, Any]) -> None:
     for record in MIXED:
         masked = tokenize_chat(record, tokenizer, **options)
@@ -71,5 +73,5 @@ def test_only_bools_are_bools(tokenizer: Any) -> None:
 
 
 def test_a_numpy_length_gives_plain_numbers(tokenizer: Any) -> None:
-    row = tokenize_chat(MIXED[2], tokenizer, max_length=np.int64(40))
+    row = tokenize_chat(MIXED[2], tokenizer, max_length=np.int64(40), overflow="truncate")
     assert type(row["num_cut_tokens"]) is int

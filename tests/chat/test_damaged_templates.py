@@ -96,9 +96,8 @@ def test_tags_that_print_nothing_change_nothing(damage: str) -> None:
     tokenizer = byte_level()
     tokenizer.chat_template = UNCHANGED[damage]
     for name in NAMES:
-        assert tokenize_chat(CONVERSATIONS[name], tokenizer) == expected(
-            tokenizer, CONVERSATIONS[name]
-        ), name
+        found = tokenize_chat(CONVERSATIONS[name], tokenizer, allow_empty=True)
+        assert found == expected(tokenizer, CONVERSATIONS[name]), name
 
 
 @pytest.mark.parametrize("mode", ["all", "last", "each"])

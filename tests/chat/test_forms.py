@@ -169,8 +169,9 @@ def test_documents_stand_in_the_text(tokenizer: Any) -> None:
 @pytest.mark.parametrize("name", ["one turn", "five turns", "train", "empty answer"])
 @pytest.mark.parametrize("mode", ["all", "last", "each"])
 def test_labels(name: str, mode: Any, tokenizer: Any) -> None:
-    masks = tokenize_chat(CONVERSATIONS[name], tokenizer, train_on=mode)
-    labels = tokenize_chat(CONVERSATIONS[name], tokenizer, train_on=mode, labels=True)
+    options: Any = {"train_on": mode, "allow_empty": True}
+    masks = tokenize_chat(CONVERSATIONS[name], tokenizer, **options)
+    labels = tokenize_chat(CONVERSATIONS[name], tokenizer, labels=True, **options)
     pairs = [(masks, labels)] if isinstance(masks, dict) else zip(masks, labels, strict=True)
     for with_mask, with_labels in pairs:
         ids, mask = with_mask["input_ids"], with_mask["loss_mask"]

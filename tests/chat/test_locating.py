@@ -95,7 +95,7 @@ def test_order_and_escapes_are_those_of_the_marks(template: str, num_known: list
             )
             called = f"<call>f{letter} {json.dumps(call['function']['arguments'])}</call>"
             assert trained == "".join([*texts, called if more else "", "<|im_end|>"])
-    assert num_known[0] == (10 if ORDERS[template] else 0)  # all but the first of each shape
+    assert num_known[0] == (11 if ORDERS[template] else 0)  # all but the first with a call
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def verdicts(name: str) -> dict[tuple[str, str], Verdict]:
         case = Case(name, tokenizer, record, other=TEMPLATES[name][1])
         for mode in MODES:
             try:
-                result: Any = tokenize_chat(case.record, tokenizer, train_on=mode)
+                result: Any = tokenize_chat(case.record, tokenizer, train_on=mode, allow_empty=True)
             except Exception as error:
                 result = error
             found[conversation, mode] = case.verdict(mode, result)

@@ -6,10 +6,12 @@ import json
 import re
 from typing import Any
 
+import numpy as np
 import pytest
+from datasets import Dataset
 
 from tests.chat.test_chat import CALL, NO_TAGS, USER, YO, byte_tokenizer, chat, check
-from torch_collate_kit import tokenize_chat
+from torch_collate_kit import tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.chat.records import read_record
 from torch_collate_kit.errors import DataError
@@ -145,6 +147,118 @@ def test_a_text_under_another_name_is_not_lost(message: dict[str, Any], expected
     record = {"messages": [message, {"role": "assistant", "content": "hello"}]}
     with pytest.raises(DataError, match=re.escape(f"messages[0] {expected}")):
         read_record(record, ChatOptions(byte_tokenizer(NO_TAGS)), False)
+
+
+ANSWERED = {"prompt": "1+1=", "completion": "2<|im_end|>"}
+PAIR = {"prompt": [USER], "chosen": [YO], "rejected": [{**YO, "content": "no"}]}
+
+
+@pytest.mark.parametrize(
+    ("record", "column"),
+    [
+        ({**ANSWERED, "label": True}, "label"),
+        ({**ANSWERED, "label": False}, "label"),
+        ({**ANSWERED, "label": "bad"}, "label"),
+        ({"prompt": [USER], "completion": [YO], "label": False}, "label"),
+        ({"messages": [USER, YO], "label": False}, "label"),
+        ({"conversations": [USER, YO], "label": 0}, "label"),
+        ({"instruction": "a", "output": "b", "label": np.bool_(True)}, "label"),
+        (PAIR, "chosen"),
+        ({"chosen": [USER, YO], "rejected": [USER, YO]}, "chosen"),
+        ({"messages": [USER, YO], "rejected": "no"}, "rejected"),
+        ({**ANSWERED, "rejected": "3"}, "rejected"),
+    ],
+)
+def test_preference_data_are_refused_by_name(record: Any, column: str) -> None:
+    """Their bad answers would be trained. In a mixed set other rows have None in these columns."""
+    tokenizer = byte_tokenizer(NO_TAGS)
+    message = rf"`{column}` is .* column of preference data.*; keep .* and remove the column"
+    with pytest.raises(DataError, match=message):
+        tokenize_chat(record, tokenizer)
+    rows = [{**dict.fromkeys(record), "messages": [USER, YO]}, {"messages": None, **record}]
+    with pytest.raises(DataError, match=f"example 1: {message}"):
+        tokenize_chat_dataset(Dataset.from_list(rows), tokenizer)
+
+
+def test_columns_that_are_no_preference_data(tokenizer: Any) -> None:
+    absent = {"label": None, "chosen": None, "rejected": None}
+    record = chat("user: hi", "assistant: yo")
+    for columns in (absent, {"label": "greeting"}, {"label": 7}):
+        assert tokenize_chat({**record, **columns}, tokenizer) == tokenize_chat(record, tokenizer)
+
+
+ASKED = chat("user: a", "assistant: b", "user: c")["messages"]
+PARTS = [{"type": "text", "text": " "}, {"type": "text", "text": "hi"}]
+SAID = {"role": "assistant", "content": " "}
+
+
+@pytest.mark.parametrize(
+    ("record", "where"),
+    [
+        ({"messages": [USER, {**SAID, "content": None}]}, r"messages\[1\] is an .* \(None\)"),
+        ({"messages": [USER, {**SAID, "content": ""}]}, r"messages\[1\] is an .* \(''\)"),
+        ({"messages": [{**USER, "content": PARTS}, {**SAID, "content": []}]}, r"messages\[1\]"),
+        ({"messages": [{**USER, "content": PARTS}, {**SAID, "content": PARTS[:1]}]}, r"\[1\]"),
+        ({"messages": [USER, SAID, *ASKED, YO]}, r"messages\[1\]"),
+        ({"messages": [*ASKED, {**SAID, "reasoning_content": "hm"}]}, r"messages\[3\]"),
+        ({"messages": [*ASKED, {**SAID, "tool_calls": []}]}, r"messages\[3\]"),
+        ({"system": "be kind", "messages": [USER, SAID]}, r"messages\[2\]"),
+        ({"prompt": [USER], "completion": [SAID]}, r"messages\[1\]"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": ""}]}, "1"),
+        ({"instruction": "a", "output": ""}, r"messages\[1\]"),
+        ({"prompt": "1+1=", "completion": " \n"}, "`completion`"),
+    ],
+)
+def test_an_empty_answer_is_trained_only_on_request(record: Any, where: str) -> None:
+    tokenizer = byte_tokenizer(NO_TAGS.replace("-}}\n{", "}}{"))
+    message = f"{where}.* say nothing; remove it, .*, or pass allow_empty=True"
+    for train_on in ("all", "each"):
+        with pytest.raises(DataError, match=message):
+            tokenize_chat(record, tokenizer, train_on=train_on)
+    with pytest.raises(DataError, match=f"example 0: .*{message}"):
+        tokenize_chat_dataset(Dataset.from_list([record]), tokenizer)
+    if not any("reasoning_content" in m for m in record.get("messages", ())):
+        assert sum(tokenize_chat(record, tokenizer, allow_empty=True)["loss_mask"]) > 0
+        tokenize_chat_dataset(Dataset.from_list([record]), tokenizer, allow_empty=True)
+
+
+def test_an_empty_message_that_is_not_trained_is_no_answer(tokenizer: Any) -> None:
+    both = {"messages": [USER, SAID, *ASKED, YO]}
+    last = tokenize_chat(both, tokenizer, train_on="last")
+    assert (
+        sum(last["loss_mask"])
+        == sum(tokenize_chat({"messages": ASKED[:2]}, tokenizer)["loss_mask"]) + 1
+    )
+    for key in ("weight", "train"):
+        untrained = {"messages": [USER, {**SAID, key: 0}, USER, YO]}
+        assert tokenize_chat(untrained, tokenizer)["skip_reason"] == ""
+    call = {"messages": [USER, {**SAID, "content": None, "tool_calls": [CALL]}]}
+    assert tokenize_chat(call, tokenizer)["skip_reason"] == ""
+
+
+def test_documents_and_tools_belong_in_columns() -> None:
+    for name in ("documents", "tools"):
+        message = rf"`chat_template_kwargs` has '{name}', .*; give the record a column `{name}`"
+        kwargs = {name: [{"title": "a", "text": "b"}]}
+        record, tokenizer = chat("user: hi", "assistant: yo"), byte_tokenizer(NO_TAGS)
+        with pytest.raises(DataError, match=message):
+            tokenize_chat(record, tokenizer, chat_template_kwargs=kwargs)
+
+
+@pytest.mark.parametrize("where", ["content", "tools", "tool_calls", "documents"])
+def test_a_record_nested_too_deep(where: str, tokenizer: Any) -> None:
+    deep: Any = []
+    for _ in range(20_000):
+        deep = [deep]
+    text = "[" * 100_000 + "]" * 100_000
+    records = {
+        "content": {"messages": [USER, {**YO, "content": deep}]},
+        "tools": {"messages": [USER, YO], "tools": text},
+        "tool_calls": {"messages": [USER, {**YO, "tool_calls": [text]}]},
+        "documents": {"messages": [USER, YO], "documents": deep},
+    }
+    with pytest.raises(DataError, match="the record is nested too deep"):
+        tokenize_chat(records[where], tokenizer)
 
 
 def test_keys_that_are_none_are_absent() -> None:

@@ -458,8 +458,10 @@ def test_each_of_a_record_that_is_skipped() -> None:
     tokenizer = byte_tokenizer(THINKS)
     [row] = tokenize_chat(chat("user: hi"), tokenizer, train_on="each")
     assert row["skip_reason"] == "no_assistant_turn"
-    [row] = tokenize_chat(thinking("A", "B"), tokenizer, train_on="each", max_length=5)
-    assert row["skip_reason"] == "nothing_left_after_truncation"
+    for overflow, reason in (("truncate", "nothing_left_after_truncation"), ("drop", "too_long")):
+        options: Any = {"train_on": "each", "max_length": 5, "overflow": overflow}
+        [row] = tokenize_chat(thinking("A", "B"), tokenizer, **options)
+        assert row["skip_reason"] == reason
 
 
 # ---- generation tags

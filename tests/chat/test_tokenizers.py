@@ -177,7 +177,7 @@ def test_the_same_characters_are_trained(kind: str, template: str) -> None:
             for first, stop in encoding.offsets
         ]
         for mode in ("all",):
-            result = tokenize_chat(record, tokenizer, train_on=mode)
+            result = tokenize_chat(record, tokenizer, train_on=mode, allow_empty=True)
             [result] = result if isinstance(result, list) else [result]
             assert result["input_ids"] == encoding.ids, (name, mode)
             assert result["loss_mask"] == expected, (name, mode, encoding.tokens)
@@ -218,7 +218,7 @@ def test_bytes_of_a_slow_tokenizer(template: str) -> None:
                 ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
                 mask += [kept] * (len(ids) - len(mask))
             done = end
-        result = tokenize_chat(CONVERSATIONS[name], tokenizer)
+        result = tokenize_chat(CONVERSATIONS[name], tokenizer, allow_empty=True)
         assert (result["input_ids"], result["loss_mask"]) == (ids, mask), name
 
 
@@ -295,11 +295,10 @@ def test_a_real_tokenizer_over_a_dataset(shared_data: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / "mistral-32k-chatml")
     records = [{"messages": CONVERSATIONS[name]["messages"]} for name in NAMES]
     for mode in ("all", "last", "each"):
-        dataset, skipped = tokenize_chat_dataset(
-            Dataset.from_list(records), tokenizer, train_on=mode
-        )
+        options: Any = {"train_on": mode, "allow_empty": True}
+        dataset, skipped = tokenize_chat_dataset(Dataset.from_list(records), tokenizer, **options)
         assert not skipped
-        alone = [tokenize_chat(record, tokenizer, train_on=mode) for record in records]
+        alone = [tokenize_chat(record, tokenizer, **options) for record in records]
         flat = [e for found in alone for e in (found if isinstance(found, list) else [found])]
         assert [row["input_ids"] for row in dataset] == [e["input_ids"] for e in flat]
         assert [row["loss_mask"] for row in dataset] == [e["loss_mask"] for e in flat]

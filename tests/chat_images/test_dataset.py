@@ -66,6 +66,7 @@ def test_options_reach_the_records(train_on: Any) -> None:
     processor = FAMILIES["qwen3_vl"].processor()
     dataset = datasets.Dataset.from_list(records).cast_column("images", IMAGES)
     options: Any = {"train_on": train_on, "labels": True, "max_length": 60}
+    options["overflow"] = "truncate"
     found, skipped = tokenize_chat_dataset(dataset, processor=processor, **options)
     wanted: list[Any] = [tokenize_chat(r, processor=processor, **options) for r in records]
     if train_on == "each":

@@ -27,6 +27,11 @@ from tests.vision.images import draw
 from torch_collate_kit import tokenize_chat
 
 
+def cut(record: Any, family: TinyFamily, limit: int, **options: Any) -> dict[str, Any]:
+    options |= {"max_length": limit, "overflow": "truncate"}
+    return tokenize_chat(record, processor=family.processor(), **options)
+
+
 def bounds(family: TinyFamily, messages: Any, images: list[Any]) -> list[tuple[int, int]]:
     """First token and last + 1 of each image with what opens and closes it, text by text."""
     processor = family.processor()
@@ -66,8 +71,8 @@ def test_the_longest_beginning_that_cuts_no_image(name: str, seed: int, share: f
     limit = max(2, int(share * len(ids)))
     kept, whole = longest(family, bounds(family, messages, images), min(limit, len(ids)))
     record = {"messages": messages, "images": images}
-    found = tokenize_chat(record, processor=family.processor(), max_length=limit)
-    small = tokenize_chat(record, processor=family.processor(), max_length=limit, pixels=False)
+    found = cut(record, family, limit)
+    small = cut(record, family, limit, pixels=False)
     assert small["input_ids"] == found["input_ids"]
     if not any(mask[1:kept]):
         assert found["skip_reason"] == "nothing_left_after_truncation"
@@ -90,7 +95,7 @@ def test_every_limit(name: str) -> None:
     seen = set()
     for limit in range(start - 2, end + 3):
         record = {"messages": messages, "images": images}
-        found = tokenize_chat(record, processor=family.processor(), max_length=limit)
+        found = cut(record, family, limit)
         if name == "llava_onevision" and limit < end:  # one of several images cannot stay alone
             assert found["skip_reason"] == "nothing_left_after_truncation"
             continue
@@ -109,7 +114,7 @@ def test_a_cut_before_the_first_image_leaves_no_vision_field() -> None:
     record = {"messages": messages, "images": [draw(np.random.default_rng(0), 60, 90)]}
     whole = tokenize_chat(record, processor=family.processor())
     start = whole["input_ids"].index(family.processor().vision_start_token_id)
-    found = tokenize_chat(record, processor=family.processor(), max_length=start + 3)
+    found = cut(record, family, start + 3)
     assert found["input_ids"] == whole["input_ids"][:start]
     assert found["num_cut_tokens"] == len(whole["input_ids"]) - start
     assert_fields(found, {})

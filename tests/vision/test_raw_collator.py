@@ -13,7 +13,12 @@ from torch.utils.data import DataLoader
 from tests.chat_images.truth import chat, image, text
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
-from torch_collate_kit import PackedBatchSampler, ParallelLayout, VisionLanguageCollator
+from torch_collate_kit import (
+    PackedBatchSampler,
+    PackingOptions,
+    ParallelLayout,
+    VisionLanguageCollator,
+)
 from torch_collate_kit.collators import vision as module
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
@@ -130,7 +135,8 @@ def test_what_max_length_cuts_and_drops_is_counted() -> None:
     processor, all_records = QWEN.processor(), records()
     lengths = VisionLanguageCollator(processor).sizes(all_records).lengths
     limit = int(np.sort(lengths)[len(lengths) // 2])
-    for options in ({}, {"max_tokens": 4 * limit}):
+    options: Any
+    for options in ({"overflow": "truncate"}, {"max_tokens": 4 * limit, "overflow": "truncate"}):
         collate = VisionLanguageCollator(processor, max_length=limit, **options)
         batch = collate([{"messages": chat("x" * 2 * limit, "y")}, *all_records])
         cut = [i for i, length in enumerate(lengths, 1) if length > limit]
@@ -145,6 +151,36 @@ def test_what_max_length_cuts_and_drops_is_counted() -> None:
         collate.sizes([{"messages": chat("x" * 2 * limit, "y")}])
     with pytest.raises(DataError, match="nothing is left of all 1 conversations of the batch"):
         collate([{"messages": chat("x" * 2 * limit, "y")}])
+
+
+def test_overflow_is_of_conversations_and_rows() -> None:
+    processor = FAMILIES["qwen3_vl"].processor()
+    long, short = {"messages": chat("x" * 90, "y")}, {"messages": chat("x", "y")}
+    (limit,) = VisionLanguageCollator(processor).sizes([short]).lengths.tolist()
+    for options in ({}, {"max_tokens": 4 * limit}):
+        for overflow in ({}, {"overflow": "raise"}):
+            collate = VisionLanguageCollator(processor, max_length=limit, **options, **overflow)
+            with pytest.raises(DataError, match=f"example 1: the text has .*max_length={limit}; "):
+                collate([short, long])
+        collate = VisionLanguageCollator(processor, max_length=limit, overflow="drop", **options)
+        metadata = collate([short, long]).metadata
+        assert (metadata["dropped"], metadata["cut"], metadata["num_examples"]) == ((1,), (), 2)
+    packing = PackingOptions(limit, overflow="drop")
+    collate = VisionLanguageCollator(processor, max_length=limit, packing=packing)
+    assert collate([long, short]).metadata["dropped"] == (0,)
+    with pytest.raises(ValueError, match="overflow='split' is of packed rows, and a conversation"):
+        VisionLanguageCollator(processor, max_length=9, max_tokens=9, overflow="split")
+    with pytest.raises(ValueError, match="overflow='drop' is of conversations over max_length or"):
+        VisionLanguageCollator(processor, overflow="drop")
+
+
+def test_empty_answers_are_passed_on() -> None:
+    processor = FAMILIES["qwen3_vl"].processor()
+    empty = {"messages": chat("Hi.", "")}
+    with pytest.raises(DataError, match=r"example 0: messages\[1\] is an empty answer"):
+        VisionLanguageCollator(processor)([empty])
+    batch = VisionLanguageCollator(processor, allow_empty=True)([empty])
+    assert batch.metadata["num_loss_tokens"] > 0
 
 
 def test_a_patch_budget_without_a_token_budget_is_refused() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import needed_package
-from torch_collate_kit.chat.options import ChatOptions, TrainOn
+from torch_collate_kit.chat.options import ChatOptions, Overflow, TrainOn
 from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.errors import DataError
 
@@ -34,6 +34,8 @@ def tokenize_chat_dataset(
     processor: ProcessorMixin | None = None,
     train_on: TrainOn = "all",
     max_length: int | None = None,
+    overflow: Overflow = "drop",
+    allow_empty: bool = False,
     tools: Sequence[Any] | str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     labels: bool = False,
@@ -46,8 +48,11 @@ def tokenize_chat_dataset(
 
     Returns a new dataset of the kept examples, in order, and a Counter of the ``skip_reason`` of
     the others. The dataset has the columns ``input_ids`` (int32) and ``loss_mask`` (int8), or with
-    ``labels=True`` ``labels`` (int32) instead of ``loss_mask``. With ``train_on="each"`` a record
-    may give several examples, and ``record_index`` (int64) is the index of the record. With a
+    ``labels=True`` ``labels`` (int32) instead of ``loss_mask``. Examples over ``max_length`` are
+    dropped by default, since one long chat must not end the run, and counted as "too_long". With
+    ``overflow="truncate"`` they are cut, and the column ``num_cut_tokens`` (int64, 0 for whole
+    examples) says by how much; ``audit`` reads it. With ``train_on="each"`` a record may give
+    several examples, and ``record_index`` (int64) is the index of the record. With a
     ``processor`` the vision fields are lists of lists (float32, int64), None in rows without an
     image; ``with_format("numpy")`` gives them as arrays. One warning is logged for skipped examples
     and one for truncated ones. ``datasets.map`` shows progress and caches the result, by the paths
@@ -76,6 +81,8 @@ def tokenize_chat_dataset(
         processor,
         train_on=train_on,
         max_length=max_length,
+        overflow=overflow,
+        allow_empty=allow_empty,
         tools=tools,
         chat_template_kwargs=chat_template_kwargs,
         labels=labels,
@@ -94,7 +101,8 @@ def tokenize_chat_dataset(
             "needs an assistant turn with tokens that the chat template trains, before max_length"
         )
     index = [] if train_on == "each" else ["record_index"]
-    tokenized = tokenized.remove_columns(["num_cut_tokens", "skip_reason", *index])
+    cut = [] if overflow == "truncate" else ["num_cut_tokens"]
+    tokenized = tokenized.remove_columns(["skip_reason", *cut, *index])
     if cuts:
         _logger.warning("cut %d tokens off %d of %d examples", sum(cuts), len(cuts), len(reasons))
     if skips:

@@ -6,12 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch_collate_kit.chat.advice import way_out
+from torch_collate_kit.chat.content_parts import is_blank
 from torch_collate_kit.chat.options import ChatOptions
-from torch_collate_kit.chat.record_forms import ImageSource, find_texts, num_images, read_images
+from torch_collate_kit.chat.record_forms import (
+    ImageSource,
+    check_columns,
+    find_texts,
+    num_images,
+    read_images,
+)
 from torch_collate_kit.chat.records import Conversation, read_record
 from torch_collate_kit.chat.rendering import Rendering, render_conversation
 from torch_collate_kit.chat.template import ChatTemplate, Refusal, Spans
 from torch_collate_kit.chat.turns import turn_spans
+from torch_collate_kit.errors import DataError
 from torch_collate_kit.vision.expansion import Expansion
 
 __all__ = ["TextExample", "text_examples"]
@@ -33,17 +41,25 @@ def text_examples(
     record: Mapping[str, Any], options: ChatOptions, from_arrow: bool
 ) -> list[TextExample] | str:
     """The examples of a record, or the reason why it has none."""
+    check_columns(record)
     texts = find_texts(record)
     if texts is not None:
         if options.images is not None:
             read_images([], record)  # no part for an image: refused if there is one
         prompt, completion = texts
+        if completion and not options.allow_empty:
+            _check_answer(completion, "`completion`")
         example = TextExample(prompt + completion, [(len(prompt), len(prompt + completion))])
         return [example] if completion else "no_assistant_turn"
     conversation = read_record(record, options, from_arrow)
     if not conversation.trained:
         return "no_trained_tokens" if conversation.has_assistant else "no_assistant_turn"
     tokenizer, train_on = options.tokenizer, options.train_on
+    if not options.allow_empty:
+        for turn in _trained_turns(conversation, train_on):
+            message = conversation.messages[turn]
+            if "tool_calls" not in message:
+                _check_answer(message["content"], f"messages[{turn}]")
     template = ChatTemplate.of(tokenizer, conversation.kwargs, conversation.tools)
     try:
         return _examples(template, conversation, train_on)
@@ -52,10 +68,22 @@ def text_examples(
         raise (Refusal(refusal.reason, advice) if advice else refusal) from None
 
 
+def _trained_turns(conversation: Conversation, train_on: str) -> list[int]:
+    return conversation.trained if train_on != "last" else conversation.trained[-1:]
+
+
+def _check_answer(content: Any, where: str) -> None:
+    if is_blank(content):
+        raise DataError(
+            f"{where} is an empty answer ({content!r:.40}), so the model would be trained to say "
+            "nothing; remove it, set its `weight` to 0 (of a message), or pass allow_empty=True"
+        )
+
+
 def _examples(
     template: ChatTemplate, conversation: Conversation, train_on: str
 ) -> list[TextExample]:
-    turns = conversation.trained if train_on != "last" else conversation.trained[-1:]
+    turns = _trained_turns(conversation, train_on)
     try:
         rendering = render_conversation(template, conversation, turns)
         return [_text_example(rendering, turn_spans(rendering, turns))]

@@ -19,9 +19,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch_collate_kit.chat.record_forms import num_images
+from torch_collate_kit.chat.content_parts import IMAGE_TYPES, other_parts, text_of
 from torch_collate_kit.chat.records import Conversation
-from torch_collate_kit.chat.template import ChatTemplate, Messages, Refusal, Style
+from torch_collate_kit.chat.template import REASONING, ChatTemplate, Messages, Refusal, Style
 
 __all__ = ["Occurrence", "Part", "has_marks", "locate_parts", "shape_of"]
 
@@ -34,14 +34,13 @@ _RUN = re.compile(rf"[^{_KEPT}](?:[^\x00-\x1f\x7f\"\\]*[^{_KEPT}])?")
 _EDGE = "".join(filter(re.compile(f"[{_KEPT}]").match, map(chr, range(0x3001))))
 _SOLID = re.compile(r"\S(?:[^\n]*\S)?")  # for a text of quotes, backslashes or tags alone
 _THINK_END = "</think>"
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Part(NamedTuple):
     """One text of one message, from its first to its last replaced character.
 
     ``before`` and ``after`` are the characters around them that are not replaced and no white
-    space. ``kind`` is "content", "thinking", "name", "argument" or "document".
+    space. ``kind`` is "content", "part", "thinking", "name", "argument" or "document".
     """
 
     message: int
@@ -158,8 +157,15 @@ def shape_of(message: dict[str, Any]) -> tuple[Any, ...]:
         bool(message.get("content")),
         bool(message.get("reasoning_content")),
         len(message.get("tool_calls", ())),
-        num_images([message]) and tuple(part["type"] for part in message["content"]),
+        _part_types(message.get("content")),
     )
+
+
+def _part_types(content: Any) -> tuple[Any, ...]:
+    """The types of the parts, if they are not all text."""
+    if not isinstance(content, list) or isinstance(text_of(content), str):
+        return ()
+    return tuple(part.get("type") if isinstance(part, Mapping) else None for part in content)
 
 
 class _Marker:
@@ -186,14 +192,15 @@ class _Marker:
         if isinstance(content, str):
             marked["content"] = self._content(content, message["role"], index)
         elif isinstance(content, list):
+            others = {id(part): name for name, part in other_parts(content)}
             marked["content"] = [
-                {**part, "text": self._content(part["text"], message["role"], index)}
-                if isinstance(part, dict) and isinstance(part.get("text"), str)
-                else part
+                self._other_part(part, index, others[id(part)])
+                if id(part) in others
+                else self._part(part, message["role"], index)
                 for part in content
             ]
         done: dict[str, str] = {}
-        for key in _REASONING:
+        for key in REASONING:
             if isinstance(text := message.get(key), str):
                 if text not in done:
                     done[text] = self._text(text, index, key, "thinking")
@@ -204,6 +211,23 @@ class _Marker:
                 self._call(call, index, f"tool_calls[{i}]") for i, call in calls
             ]
         return marked
+
+    def _part(self, part: dict[str, Any], role: str, index: int) -> dict[str, Any]:
+        """The marked copy of a part of the content: text, thinking or an image."""
+        if part.get("type") in IMAGE_TYPES:
+            return part
+        if part.get("type") == "thinking":
+            thinking = self._text(part["thinking"], index, REASONING[0], "thinking")
+            return {**part, "thinking": thinking}
+        return {**part, "text": self._content(part["text"], role, index)}
+
+    def _other_part(self, part: Any, index: int, where: str) -> Any:
+        if not isinstance(part, Mapping):
+            return self.copy(part, index, where, "part")
+        return {
+            key: value if key == "type" else self.copy(value, index, f"{where}[{key!r}]", "part")
+            for key, value in part.items()
+        }
 
     def _call(self, call: dict[str, Any], index: int, where: str) -> dict[str, Any]:
         function = call["function"]

@@ -9,9 +9,10 @@ from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
 from torch_collate_kit.vision.expansion import ImageProcessing, image_processing
 from torch_collate_kit.vision.images import image_files
 
-__all__ = ["ChatOptions", "TrainOn"]
+__all__ = ["ChatOptions", "Overflow", "TrainOn"]
 
 TrainOn = Literal["all", "last", "each"]
+Overflow = Literal["raise", "truncate", "drop"]
 
 
 class ChatOptions:
@@ -29,6 +30,8 @@ class ChatOptions:
         *,
         train_on: str = "all",
         max_length: int | None = None,
+        overflow: str = "raise",
+        allow_empty: bool = False,
         tools: Sequence[Any] | str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         labels: bool = False,
@@ -37,6 +40,7 @@ class ChatOptions:
         max_pixels: int | None = None,
     ) -> None:
         checked_choice("train_on", train_on, ("all", "last", "each"))
+        checked_choice("overflow", overflow, ("raise", "truncate", "drop"))
         if max_length is not None:
             max_length = checked_int(
                 "max_length", max_length, minimum=2, hint="None means no limit"
@@ -61,6 +65,8 @@ class ChatOptions:
         self.tokenizer = tokenizer
         self.train_on = train_on
         self.max_length = max_length
+        self.overflow = overflow
+        self.allow_empty = checked_bool("allow_empty", allow_empty)
         self.tools = tools
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.labels = checked_bool("labels", labels)

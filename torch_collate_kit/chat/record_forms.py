@@ -6,10 +6,20 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from torch_collate_kit.chat.content_parts import IMAGE_TYPES
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.vision.images import decoded_base64
 
-__all__ = ["ImageSource", "find_messages", "find_texts", "num_images", "read_images"]
+__all__ = [
+    "ImageSource",
+    "check_columns",
+    "find_messages",
+    "find_texts",
+    "num_images",
+    "read_images",
+]
 
 _NO_CHAT_TEXT = ("system", "tools", "documents")
 
@@ -24,9 +34,36 @@ _SHAREGPT_ROLES = {
     "function_call": "assistant",
 }
 _MARKER = "<image>"
-_TYPES = ("image", "image_url")
 _KEYS = ("image", "path", "url", "image_url", "base64")
 _OTHER_MEDIA = ("video", "audio")
+
+
+def check_columns(example: Mapping[str, Any]) -> None:
+    """Check that a record is no preference data, whose bad answers would be trained, too.
+
+    A ``label`` marks KTO data beside ``prompt`` and ``completion``, and wherever it is true or
+    false; other values beside messages are taken for a topic or the like.
+
+    Raises:
+        DataError: there is a column ``label``, ``chosen`` or ``rejected``.
+    """
+    for name in ("chosen", "rejected"):
+        if example.get(name) is not None:
+            raise DataError(
+                f"`{name}` is a column of preference data, which are no SFT data; keep the good "
+                "answers as `prompt` and `completion`, or as `messages`, and remove the columns "
+                "`chosen` and `rejected`"
+            )
+    label = example.get("label")
+    if label is None:
+        return
+    has_messages = any(example.get(n) is not None for n in ("messages", "conversations"))
+    is_mark = isinstance(label, (int, float, np.bool_, np.number)) and label in (0, 1)
+    if is_mark or (example.get("prompt") is not None and not has_messages):
+        raise DataError(
+            f"`label` is {label!r:.40}: a column of preference data (KTO), whose bad answers would "
+            "be trained, too; keep the records with good answers, and remove the column `label`"
+        )
 
 
 def find_texts(example: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -218,7 +255,7 @@ def _column(example: Mapping[str, Any]) -> tuple[str, list[Any] | None]:
 
 
 def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in _TYPES
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES
 
 
 def _is_media(part: Any) -> bool:
@@ -226,7 +263,7 @@ def _is_media(part: Any) -> bool:
     if not isinstance(part, Mapping):
         return False
     kind = part.get("type")
-    return kind in _TYPES or (isinstance(kind, str) and any(m in kind for m in _OTHER_MEDIA))
+    return kind in IMAGE_TYPES or (isinstance(kind, str) and any(m in kind for m in _OTHER_MEDIA))
 
 
 def _source(part: Mapping[str, Any], where: str) -> ImageSource | None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+from torch_collate_kit.chat.content_parts import read_parts, text_of
 from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.chat.record_forms import ImageSource, find_messages, num_images, read_images
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.raw import is_respelt
 
-__all__ = ["Conversation", "read_record", "text_of"]
+__all__ = ["Conversation", "read_record"]
 
 _ROLES = ("system", "developer", "user", "tool", "assistant", "function")
 _SELECTORS = ("weight", "train", "trainable")
@@ -73,18 +75,6 @@ def read_record(example: Mapping[str, Any], options: ChatOptions, from_arrow: bo
         images=images,
         placeholder="" if options.images is None else options.images.placeholder,
     )
-
-
-def text_of(content: Any) -> Any:
-    """Parts that are only text as one string; anything else as it is."""
-    if isinstance(content, list) and all(map(_is_text, content)):
-        return "".join(part["text"] for part in content)
-    return content
-
-
-def _is_text(part: Any) -> bool:
-    kind = part.get("type", "text") if isinstance(part, Mapping) else None
-    return kind == "text" and isinstance(part.get("text"), str)
 
 
 def _read_dicts(found: Any, what: str) -> list[dict[str, Any]]:
@@ -166,9 +156,10 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
         for key, value in found.items()
         if value is not None and key not in _LEFT_OUT
     }
-    content = message.get("content")
+    content, thinking = message.get("content"), None
     if isinstance(content, list):
-        content = [{"type": "text", "text": p} if isinstance(p, str) else p for p in content] or ""
+        content, thinking = read_parts(content, where)
+        content = content or ""
     elif not isinstance(content, (str, type(None))):
         raise DataError(f"{where} `content` must be text, parts or None, got {content!r:.60}")
     if message.get("function_call"):
@@ -178,6 +169,9 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
             "role from function to tool"
         )
     reasoning = message.get("reasoning_content", message.get("thinking", message.get("reasoning")))
+    if thinking is not None and reasoning not in (None, thinking):
+        raise DataError(f"{where} has a thinking part and other reasoning; keep one of the two")
+    reasoning = thinking if reasoning is None else reasoning
     if reasoning is not None:
         if not isinstance(reasoning, str):
             raise DataError(f"{where} `reasoning_content` must be text, got {reasoning!r:.60}")
@@ -199,7 +193,7 @@ def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
         DataError: a key in another spelling; a text under another name.
     """
     for key in message:
-        name = next((name for name in _WRITTEN if is_respelt(str(key), name)), None)
+        name = _respelt(str(key))
         if name is not None and name not in message and message[key] is not None:
             raise DataError(
                 f"{where} has no {name}, but {key!r} looks like it; rename it to {name}, or remove "
@@ -212,6 +206,12 @@ def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
             f"{where} has no `content`, only {', '.join(map(repr, others))} and its role; "
             "rename the key of its text to content"
         )
+
+
+@lru_cache(maxsize=4096)
+def _respelt(key: str) -> str | None:
+    """The key with a text that this one is, but for its spelling; asked of every message."""
+    return next((name for name in _WRITTEN if is_respelt(key, name)), None)
 
 
 def _read_call(call: Mapping[str, Any], where: str, from_arrow: bool) -> dict[str, Any]:

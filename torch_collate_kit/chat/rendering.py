@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch_collate_kit.chat.content_parts import lost_part, other_parts
 from torch_collate_kit.chat.locating import Occurrence, Part, has_marks, locate_parts
 from torch_collate_kit.chat.record_forms import num_images
 from torch_collate_kit.chat.records import Conversation
@@ -26,7 +28,9 @@ from torch_collate_kit.chat.template import (
 
 __all__ = ["Rendering", "preferred_style", "render_conversation"]
 
-_PRINTED_PART = re.compile(r"""['"](?:text|type)['"]: ['"]?$""")
+_PRINTED_PART = re.compile(r"""['"](?:text|type|thinking)['"]: ['"]?$""")
+_WRITTEN_KINDS = frozenset({"content", "thinking"})
+_AS_LIST = "the chat template prints messages[{}] content as a list"
 _CHANGE_TEMPLATE = "set a tokenizer.chat_template that writes it, or remove it from the record"
 
 
@@ -41,6 +45,10 @@ _PROBES: list[Messages] = [
         {"role": "assistant", "content": None, "tool_calls": [_CALL]},
     ],
     [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}],
+]
+_THINKING_PROBE: Messages = [
+    {"role": "user", "content": "Q"},
+    {"role": "assistant", "content": "A", "thinking": "T", "reasoning_content": "T"},
 ]
 
 
@@ -165,7 +173,19 @@ def render_conversation(
             return _render(template, conversation, trained, style)
         except Refusal as refusal:
             refusals.append(refusal)
-    raise next((refusal for refusal in refusals if refusal.rendered), refusals[0])
+    told = next((refusal for refusal in refusals if refusal.rendered), refusals[0])
+    raise _named(told, conversation.messages[: trained[-1] + 1])
+
+
+def _named(refusal: Refusal, messages: Messages) -> Refusal:
+    """The refusal with the part that is no text, if it may be the cause."""
+    for i, message in enumerate(messages):
+        may_be = not refusal.rendered or f"messages[{i}]" in refusal.reason
+        for name, _ in other_parts(message["content"]) if may_be else ():
+            if name not in refusal.reason:
+                reason = f"messages[{i}] has a {name}, and {refusal.reason}"
+                return Refusal(reason, "give it as text, or remove it", rendered=refusal.rendered)
+    return refusal
 
 
 def _styles(template: ChatTemplate, conversation: Conversation, count: int) -> Iterator[Style]:
@@ -175,6 +195,7 @@ def _styles(template: ChatTemplate, conversation: Conversation, count: int) -> I
         "content": True,
         "empty": not all(message["content"] for message in calls),
         "arguments": bool(calls),
+        "thinking": any("reasoning_content" in m for m in conversation.messages[:count]),
     }
     preferred = preferred_style(template, conversation.tools)
     yield preferred
@@ -193,14 +214,24 @@ def preferred_style(template: ChatTemplate, tools: list[dict[str, Any]] | None) 
 
 
 def _first_style(template: ChatTemplate, tools: list[dict[str, Any]] | None) -> Style:
-    for messages in _PROBES:
-        for style in itertools.starmap(Style, itertools.product(*FORMS.values())):
-            try:
-                _render(template, Conversation(messages, tools=tools), [1], style)
-            except Refusal:
-                continue
-            return style
-    return Style()
+    ways = list(FORMS.values())
+    styles = list(itertools.starmap(Style, itertools.product(*ways[:-1])))
+    found = next(
+        (style for probe in _PROBES for style in styles if _takes(template, probe, tools, style)),
+        Style(),
+    )
+    thinking = (found._replace(thinking=form) for form in FORMS["thinking"])
+    takes = (style for style in thinking if _takes(template, _THINKING_PROBE, tools, style))
+    return next(takes, found)
+
+
+def _takes(template: ChatTemplate, messages: Messages, tools: Any, style: Style) -> bool:
+    """Whether the second message is written whole in this style."""
+    try:
+        _render(template, Conversation(messages, tools=tools), [1], style)
+    except Refusal:
+        return False
+    return True
 
 
 def _render(
@@ -218,6 +249,7 @@ def _render(
     parts, occurrences = locate_parts(template, conversation, messages, style, text)
     rendering = Rendering(template, conversation, messages, style, text, tagged, parts, occurrences)
     _check_context(rendering, set(trained))
+    _check_parts(rendering)
     for turn in trained:
         if problem := rendering.problem(turn):
             raise Refusal(problem, _CHANGE_TEMPLATE)
@@ -246,6 +278,19 @@ def _check_images(text: str, messages: Messages, placeholder: str) -> None:
     )
 
 
+def _check_parts(rendering: Rendering) -> None:
+    """Refuse a text that lacks a part that is no text, such as the pages of a document."""
+    for i, message in enumerate(rendering.messages):
+        for name, part in other_parts(message.get("content")):
+            start, end = rendering.region(i)
+            text = rendering.text[start:end]
+            if lost_part(part, text):
+                raise Refusal(f"the chat template drops messages[{i}] {name}", _CHANGE_TEMPLATE)
+            printed = (repr(part), json.dumps(part, ensure_ascii=False))
+            if message["role"] == "assistant" and any(form in text for form in printed):
+                raise Refusal(f"{_AS_LIST.format(i)}, with its {name}", "give it as a string")
+
+
 def _check_context(rendering: Rendering, trained: set[int]) -> None:
     """Refuse a text that lacks a message, tool or document that the answers depend on."""
     for part in rendering.missing:
@@ -256,13 +301,11 @@ def _check_context(rendering: Rendering, trained: set[int]) -> None:
             raise Refusal(f"the chat template drops {where}", _CHANGE_TEMPLATE)
     for occurrence in rendering.occurrences:
         part = occurrence.part
-        if part.kind == "content" and isinstance(rendering.messages[part.message]["content"], list):
-            before = rendering.text[max(occurrence.start - 12, 0) : occurrence.start]
+        message = rendering.messages[part.message]
+        if part.kind in _WRITTEN_KINDS and isinstance(message.get("content"), list):
+            before = rendering.text[max(occurrence.start - 16, 0) : occurrence.start]
             if _PRINTED_PART.search(before):
-                raise Refusal(
-                    f"the chat template prints messages[{part.message}] content as a list",
-                    "give the content as a string",
-                )
+                raise Refusal(_AS_LIST.format(part.message), "give the content as a string")
         if part.kind == "argument":
             start, end = occurrence.start, occurrence.end
             around = rendering.text[start - 1 : start] + rendering.text[end : end + 1]

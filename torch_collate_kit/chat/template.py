@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch_collate_kit._checks import needed_package
-from torch_collate_kit.chat.records import text_of
+from torch_collate_kit.chat.content_parts import text_of
 from torch_collate_kit.errors import DataError
 
 __all__ = [
     "FORMS",
+    "REASONING",
     "ChatTemplate",
     "Messages",
     "Refusal",
@@ -87,9 +88,10 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, source: str, variables: dict[str, Any]) -> None:
         reserved = next((name for name in _RESERVED if name in variables), None)
         if reserved is not None:
+            column = reserved in ("documents", "tools")
             raise DataError(
                 f"`chat_template_kwargs` has {reserved!r}, which tokenize_chat sets itself; "
-                "remove it"
+                + (f"give the record a column `{reserved}` instead" if column else "remove it")
             )
         self.source = source
         self.code = _COMMENT.sub("", source)
@@ -186,22 +188,27 @@ def _tags_of(template: str) -> re.Pattern[str]:
     return re.compile("(" + ("|".join(map(re.escape, tags)) or "(?!)") + ")")
 
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
 FORMS = {
     "content": ("text", "parts"),
     "empty": ("given", "none", "left out", "text"),
     "arguments": ("given", "mapping", "text"),
+    "thinking": ("key", "part"),
 }
 
 
 class Style(NamedTuple):
-    """How texts, empty contents beside calls, and arguments are given: one of ``FORMS`` each."""
+    """How texts, empty contents beside calls, arguments and thinking are given: a form of each."""
 
     content: str = "text"
     empty: str = "given"
     arguments: str = "given"
+    thinking: str = "key"
 
     def apply(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message in this form. What it says is the same."""
+        if self.thinking == "part" and message.get("reasoning_content"):
+            message = _with_thinking_part(message)
         content = message["content"]
         if self.content == "text" and isinstance(content, str) and "tool_calls" not in message:
             return message
@@ -227,6 +234,15 @@ class Style(NamedTuple):
         elif self.arguments == "text" and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _with_thinking_part(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its thinking as the first part of its content."""
+    content = message["content"] or []
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    thinking = {"type": "thinking", "thinking": message["reasoning_content"]}
+    others = {key: value for key, value in message.items() if key not in REASONING}
+    return {**others, "content": [thinking, *parts]}
 
 
 def decoded_arguments(arguments: str) -> dict[str, Any] | None:

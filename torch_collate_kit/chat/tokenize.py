@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.chat.examples import TextExample, text_examples
-from torch_collate_kit.chat.options import ChatOptions, TrainOn
+from torch_collate_kit.chat.options import ChatOptions, Overflow, TrainOn
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.vision.expansion import ImageProcessing
 from torch_collate_kit.vision.families import num_kept
@@ -31,6 +31,8 @@ def tokenize_chat(
     processor: ProcessorMixin | None = None,
     train_on: Literal["all", "last"] = "all",
     max_length: int | None = None,
+    overflow: Overflow = "raise",
+    allow_empty: bool = False,
     tools: Sequence[Any] | str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     labels: bool = False,
@@ -48,6 +50,8 @@ def tokenize_chat(
     processor: ProcessorMixin | None = None,
     train_on: Literal["each"],
     max_length: int | None = None,
+    overflow: Overflow = "raise",
+    allow_empty: bool = False,
     tools: Sequence[Any] | str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     labels: bool = False,
@@ -64,6 +68,8 @@ def tokenize_chat(
     processor: ProcessorMixin | None = None,
     train_on: TrainOn = "all",
     max_length: int | None = None,
+    overflow: Overflow = "raise",
+    allow_empty: bool = False,
     tools: Sequence[Any] | str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     labels: bool = False,
@@ -84,7 +90,11 @@ def tokenize_chat(
             docs/vision.md for the forms of images.
         train_on: "all" assistant turns in one example; only the "last"; or "each" in the context
             that the model sees at inference, in as few examples as the template allows.
-        max_length: keep only this many tokens from the beginning; None keeps all.
+        max_length: the most tokens of an example; None means no limit.
+        overflow: what becomes of a longer one: "raise"; "truncate" keeps its first ``max_length``
+            tokens, so that its last answer may have no end; "drop" returns empty lists.
+        allow_empty: train answers without text and tool calls, too: the model learns to say
+            nothing. They are refused by default.
         tools: schemas for records without ``tools``.
         chat_template_kwargs: variables for the template.
         labels: return ``labels`` (list of int, -100 where not trained) instead of ``loss_mask``.
@@ -98,16 +108,17 @@ def tokenize_chat(
 
     Returns ``input_ids`` (list of int), ``loss_mask`` (0/1, same length), ``num_cut_tokens``
     (removed by ``max_length``) and ``skip_reason``. That is "", or with empty lists
-    "no_assistant_turn", "nothing_left_after_truncation", or "no_trained_tokens" (the template or
-    the record's weights select none). The first token does not count as trained, because nothing
-    predicts it. With ``train_on="each"`` a list of such dicts, at least one. If there are images,
-    also the processor's vision fields, as NumPy arrays without padding.
+    "no_assistant_turn", "no_trained_tokens" (the template or the record's weights select none),
+    "too_long", or "nothing_left_after_truncation". The first token does not count as trained,
+    because nothing predicts it. With ``train_on="each"`` a list of such dicts, at least one. If
+    there are images, also the processor's vision fields, as NumPy arrays without padding.
 
     Raises:
-        DataError: the record has another form, or its turns cannot be trained exactly: the template
-            drops or changes a part of it, does not end a turn with an added token, or renders a
-            turn in another context than that of inference; or an image is missing, left over or
-            not readable. The message names the message or image, the cause and a way out.
+        DataError: the record has another form, is preference data, has an empty answer, or is too
+            long; or its turns cannot be trained exactly: the template drops or changes a part of
+            it, does not end a turn with an added token, or renders a turn in another context than
+            that of inference; or an image is missing, left over or not readable. The message names
+            the message or image, the cause and a way out.
         ValueError: a wrong option, no chat template, or one that is not valid Jinja.
         TypeError: not a mapping, not a tokenizer, or a ``max_length`` that is not an integer.
         ImportError: transformers is not installed, or Pillow where there are images.
@@ -131,6 +142,8 @@ def tokenize_chat(
         processor,
         train_on=train_on,
         max_length=max_length,
+        overflow=overflow,
+        allow_empty=allow_empty,
         tools=tools,
         chat_template_kwargs=chat_template_kwargs,
         labels=labels,
@@ -154,6 +167,9 @@ def tokenize_records(
             found.append(_read(record, options, from_arrow))
         except DataError as error:
             found.append(error)
+        except RecursionError:
+            deep = "the record is nested too deep for Python; give what is inside as a JSON string"
+            found.append(DataError(deep))
     texts = [entry.text for entries in found if isinstance(entries, list) for entry in entries]
     tokenized = iter(_encode(options.tokenizer, texts))
     results: list[list[dict[str, Any]] | DataError] = []
@@ -163,7 +179,12 @@ def tokenize_records(
         elif isinstance(entries, str):
             results.append([_result(options.labels, skip_reason=entries)])
         else:
-            rows = [_tokenized(entry, next(tokenized), options) for entry in entries]
+            pairs = [(entry, next(tokenized)) for entry in entries]
+            try:
+                rows = [_tokenized(*pair, options) for pair in pairs]
+            except DataError as error:  # too long
+                results.append(error)
+                continue
             results.append(rows[:1] if all(row["skip_reason"] for row in rows) else rows)
     return results
 
@@ -223,6 +244,48 @@ def _tokenized(
 ) -> dict[str, Any]:
     input_ids, encoding = tokens
     images = example.expansion
+    loss_mask = _loss_mask(example, tokens, options)
+    length = len(input_ids)
+    places: list[tuple[int, int]] = []
+    if images is not None and images.images:
+        places = [_tokens_of(encoding, *span) for span in images.images]
+        for first, stop in places:
+            loss_mask[first:stop] = [0] * (stop - first)
+    if not any(loss_mask[1:]):
+        return _result(options.labels, skip_reason="no_trained_tokens")
+    kept = _num_kept_tokens(length, options)
+    if kept == 0:
+        return _result(options.labels, skip_reason="too_long")
+    fields: dict[str, Any] = {}
+    if images is not None and places:
+        num_images = sum(stop <= kept for _, stop in places)
+        num_images = num_kept(images.fields, num_images, of=len(places))
+        if num_images < len(places):  # an image is left out as a whole, and what comes after it
+            kept = min(kept, places[num_images][0])
+        fields = images.first(num_images)
+    if not any(loss_mask[1:kept]):
+        return _result(options.labels, skip_reason="nothing_left_after_truncation")
+    return {**_result(options.labels, input_ids[:kept], loss_mask[:kept], length - kept), **fields}
+
+
+def _num_kept_tokens(length: int, options: ChatOptions) -> int:
+    """How many tokens ``max_length`` leaves of an example; 0 drops it."""
+    limit = options.max_length
+    if limit is None or length <= limit:
+        return length
+    if options.overflow == "raise":
+        raise DataError(
+            f"the text has {length} tokens, more than max_length={limit}; raise max_length, "
+            "shorten the record, or pass overflow='drop' or 'truncate'"
+        )
+    return limit if options.overflow == "truncate" else 0
+
+
+def _loss_mask(
+    example: TextExample, tokens: tuple[list[int], Any], options: ChatOptions
+) -> list[int]:
+    """1 for the tokens of the spans that are trained."""
+    input_ids, encoding = tokens
     loss_mask = [0] * len(input_ids)
     for start, end in (span for span in example.spans if span[0] < span[1]):
         # A token that crosses the start belongs to the turn, since no prompt ends inside it.
@@ -235,23 +298,7 @@ def _tokenized(
             heads = _encode(options.tokenizer, [example.text[:start], example.text[:end]])
             first, stop = (_num_shared(input_ids, head) for head, _ in heads)
         loss_mask[first:stop] = [1] * (stop - first)
-    length = len(input_ids)
-    kept = length if options.max_length is None else min(options.max_length, length)
-    fields: dict[str, Any] = {}
-    if images is not None and images.images:
-        places = [_tokens_of(encoding, *span) for span in images.images]
-        for first, stop in places:
-            loss_mask[first:stop] = [0] * (stop - first)
-        num_images = sum(stop <= kept for _, stop in places)
-        num_images = num_kept(images.fields, num_images, of=len(places))
-        if num_images < len(places):  # an image is left out as a whole, and what comes after it
-            kept = min(kept, places[num_images][0])
-        fields = images.first(num_images)
-    if not any(loss_mask[1:]):
-        return _result(options.labels, skip_reason="no_trained_tokens")
-    if not any(loss_mask[1:kept]):
-        return _result(options.labels, skip_reason="nothing_left_after_truncation")
-    return {**_result(options.labels, input_ids[:kept], loss_mask[:kept], length - kept), **fields}
+    return loss_mask
 
 
 def _tokens_of(encoding: Any, start: int, end: int) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from torch_collate_kit.vision import VisionLayout
 __all__ = ["ExampleSizes", "VisionLanguageCollator"]
 
 _RECORDS_AT_A_TIME = 1000
+_DROPPED = ("too_long", "nothing_left_after_truncation")  # by max_length
 
 
 class Records(Protocol):
@@ -53,10 +54,13 @@ class VisionLanguageCollator:
         max_tokens, max_patches: pack into rows of at most so many tokens and patches, as
             ``PackedCollator``; without ``max_tokens`` (or ``packing``) pad, as ``PaddedCollator``.
             ``options`` are those of that collator.
-        train_on, tools, chat_template_kwargs, image_root, max_pixels: as of ``tokenize_chat``.
-        max_length: cut a conversation to this many tokens, never through an image, and drop it if
-            nothing is left to train; the batch's ``metadata`` counts both. A plan knows only what
-            was cut, so with one the latter raises.
+        train_on, allow_empty, tools, chat_template_kwargs, image_root, max_pixels: as of
+            ``tokenize_chat``.
+        max_length: the most tokens of a conversation.
+        overflow: what becomes of a longer one, and of one that no row holds: "raise"; "truncate",
+            never through an image, which drops it if nothing is left to train; "drop"; of rows also
+            "split". The batch's ``metadata`` counts what was cut and dropped. A plan knows only
+            what was cut, so with one a conversation that ``max_length`` drops raises.
         require_images: "all" refuses batches in which a conversation has no image.
         config: the model's config; needed to pack where several models have the processor.
         pixel_dtype: "float32", or "bfloat16" for half the bytes.
@@ -82,6 +86,8 @@ class VisionLanguageCollator:
         max_patches: int | None = None,
         train_on: Literal["all", "last"] = "all",
         max_length: int | None = None,
+        overflow: Literal["raise", "truncate", "drop", "split"] | None = None,
+        allow_empty: bool = False,
         tools: Sequence[Any] | str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         image_root: str | PathLike[str] | None = None,
@@ -99,6 +105,8 @@ class VisionLanguageCollator:
             "processor": processor,
             "train_on": train_on,
             "max_length": max_length,
+            "overflow": _overflow_of_chats(overflow, max_length, options.get("packing")),
+            "allow_empty": allow_empty,
             "tools": tools,
             "chat_template_kwargs": chat_template_kwargs,
             "image_root": image_root,
@@ -112,14 +120,19 @@ class VisionLanguageCollator:
                     f"max_patches={max_patches} limits packed rows, and there are none without "
                     "max_tokens; pass max_tokens, too"
                 )
+            if overflow is not None and max_length is None:
+                raise ValueError(
+                    f"overflow={overflow!r} is of conversations over max_length or max_tokens, and "
+                    "there is no limit; pass one of the two"
+                )
             self.collator = PaddedCollator(processor, vision=self.vision, **options)
         else:
-            limits = {"max_tokens": max_tokens, "max_patches": max_patches}
+            limits = {"max_tokens": max_tokens, "max_patches": max_patches, "overflow": overflow}
             options |= {name: limit for name, limit in limits.items() if limit is not None}
             self.collator = PackedCollator(processor, vision=self.vision, **options)
 
     def __repr__(self) -> str:
-        defaults = {"train_on": "all"}
+        defaults = {"train_on": "all", "overflow": "raise", "allow_empty": False}
         chat = {k: v for k, v in self._chat.items() if v is not None and v != defaults.get(k)}
         of = f"<{type(chat.pop('processor')).__name__}>"
         if isinstance(self.collator, PackedCollator):
@@ -130,7 +143,7 @@ class VisionLanguageCollator:
         if self.vision.pixel_dtype != "float32":
             images["pixel_dtype"] = self.vision.pixel_dtype
         shown = {k: v for k, v in layout.items() if k not in ("vision", "dummy_image_tokens")}
-        return call_repr(self, of, **shown, **chat, **images)
+        return call_repr(self, of, **{**shown, **chat, **images})
 
     @property
     def packing(self) -> PackingOptions:
@@ -204,7 +217,7 @@ class VisionLanguageCollator:
     ) -> list[dict[str, Any]]:
         """``start``: the number of the first one, for messages.
 
-        ``or_dropped``: one of which ``max_length`` leaves nothing to train stays, with its reason.
+        ``or_dropped``: one that ``max_length`` drops stays, with its reason.
         """
         if not is_sequence(examples):
             raise TypeError(
@@ -218,7 +231,7 @@ class VisionLanguageCollator:
                 raise DataError(f"example {i}: {found}") from found
             (example,) = found
             reason = example["skip_reason"]
-            if reason and not (or_dropped and reason == "nothing_left_after_truncation"):
+            if reason and not (or_dropped and reason in _DROPPED):
                 raise DataError(
                     f"example {i}: {reason}, so that nothing of it would be "
                     "trained; filter such conversations out"
@@ -237,6 +250,21 @@ class VisionLanguageCollator:
                 f"{len(without)} of {len(processed)} conversations of this batch have none; sort "
                 "them into batches of their own, or pass require_images=None"
             )
+
+
+def _overflow_of_chats(
+    overflow: str | None, max_length: int | None, packing: PackingOptions | None
+) -> str:
+    """What becomes of conversations over ``max_length``: the same as of those over a row."""
+    overflow = overflow or ("raise" if packing is None else packing.overflow)
+    if max_length is None:
+        return "raise"
+    if overflow == "split":
+        raise ValueError(
+            "overflow='split' is of packed rows, and a conversation over max_length is not split; "
+            "leave max_length out, or pass overflow='truncate', 'drop' or 'raise'"
+        )
+    return overflow
 
 
 def _count_lost(batch: Batch, processed: Sequence[Mapping[str, Any]], kept: np.ndarray) -> None:

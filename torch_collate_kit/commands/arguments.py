@@ -109,6 +109,9 @@ def add_data_arguments(parser: argparse.ArgumentParser, what: str = FILES) -> No
         default="all",
         help="the turns of a chat that are trained (all)",
     )
+    parser.add_argument(
+        "--allow-empty", action="store_true", help="answers without text are trained, too"
+    )
     parser.add_argument("--image-root", metavar="FOLDER", help="where paths of images start")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -183,10 +186,11 @@ def loaded_tokenizer(options: argparse.Namespace) -> Any:
 
 def chat_options(loaded: Any, options: argparse.Namespace) -> dict[str, Any]:
     """What the tokenizing functions take: ``loaded`` as tokenizer or processor, and options."""
+    turns = {"train_on": options.train_on, "allow_empty": options.allow_empty}
     if not hasattr(loaded, "image_processor"):
-        return {"tokenizer": loaded, "train_on": options.train_on}
+        return {"tokenizer": loaded, **turns}
     images = {"processor": loaded, "pixels": False, "image_root": options.image_root}
-    return {"tokenizer": None, "train_on": options.train_on, **images}
+    return {"tokenizer": None, **turns, **images}
 
 
 def tokenized_chats(rows: Any, options: argparse.Namespace, **settings: Any) -> TokenizedDataset:

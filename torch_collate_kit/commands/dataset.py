@@ -130,6 +130,7 @@ def _audit(options: argparse.Namespace) -> int:
         max_tokens=options.max_tokens,
         train_all=options.train_all,
         train_on=options.train_on,
+        allow_empty=options.allow_empty,
         image_root=options.image_root,
     )
     print(json.dumps(report.to_dict(), indent=2) if options.json else as_flags(str(report)))

@@ -57,7 +57,15 @@ def add_step(commands: Any) -> None:
     parser.add_argument("--epoch", type=int, default=0, metavar="N", help="from 0 (0)")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="of the epoch, from 0")
     parser.add_argument("--rank", type=int, metavar="N", help="only what this rank read")
-    parser.add_argument("--max-length", type=number, metavar="N", help="chats were cut to N tokens")
+    parser.add_argument(
+        "--max-length", type=number, metavar="N", help="chats over N tokens were dropped or cut"
+    )
+    parser.add_argument(
+        "--overflow",
+        choices=("drop", "truncate"),
+        default="drop",
+        help="which of the two became of them (drop)",
+    )
     add_train_all(parser)
     parser.add_argument(
         "--show", type=number, default=200, metavar="N", help="characters of each example (200)"
@@ -90,7 +98,8 @@ def _run(options: argparse.Namespace) -> int:
 def _tokenized(records: Records, options: argparse.Namespace) -> TokenizedDataset:
     if records.kind == "tokens":
         return TokenizedDataset(records.rows, train_all=options.train_all)
-    return tokenized_chats(records.rows, options, max_length=options.max_length)
+    limit = {"max_length": options.max_length, "overflow": options.overflow}
+    return tokenized_chats(records.rows, options, **limit)
 
 
 def _described(
@@ -127,7 +136,7 @@ def _saved_state(path: Path) -> dict[str, Any]:
         path = found[-1]
     try:
         content = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: is not JSON: {error}") from error
     state = _find(content)
     if state is None:

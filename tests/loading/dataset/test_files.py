@@ -29,3 +29,37 @@ def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
     path.write_bytes(b'{"input_ids": [1]}\n\xff\xfe\n')
     with pytest.raises(DataError, match="line 2 is not JSON: 'utf-8' codec can't decode"):
         read_records(path)
+
+
+def nested(depth: int, kind: str = "[]") -> str:
+    opening, closing = ("[", "]") if kind == "[]" else ('{"a": ', "}")
+    return '{"messages": "[[{{", "x": ' + opening * depth + "1" + closing * depth + "}"
+
+
+@pytest.mark.parametrize("kind", ["[]", "{}"])
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    [("a.jsonl", d) for d in (99, 999, 50_000)] + [("a.json", d) for d in (999, 50_000)],
+)
+def test_nesting_is_checked_before_a_line_is_parsed(
+    name: str, depth: int, kind: str, tmp_path: Path
+) -> None:
+    """The reader of datasets raises RecursionError at 1,000 levels, and crashes at 10,000."""
+    lines = [nested(1, kind), "", nested(depth, kind)]
+    text = "\n".join(lines) if name == "a.jsonl" else f"[{lines[0]},\n\n{lines[2]}]"
+    (tmp_path / name).write_text(text)
+    shown = depth + 1 + (name == "a.json")
+    with pytest.raises(DataError) as caught:
+        read_records(tmp_path / name)
+    assert str(caught.value) == (
+        f"{tmp_path / name}: line 3 is nested {shown:,} deep, more than the 63 levels that an "
+        "Arrow table holds; give what is inside as a JSON string"
+    )
+
+
+def test_brackets_in_strings_are_no_nesting(tmp_path: Path) -> None:
+    texts = ["[" * 1000 + '"', '\\"[' * 600, "[" * 62 + "1" + "]" * 62, "{\\"]
+    path = tmp_path / "a.jsonl"
+    row = {"texts": texts, "deep": json.loads(texts[2])}
+    path.write_text((json.dumps(row) + "\n") * 2)
+    assert read_records(path)["texts"][1] == texts

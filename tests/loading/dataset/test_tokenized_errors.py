@@ -130,6 +130,10 @@ def test_bad_settings_and_files(tmp_path):
         TokenizedDataset(ROWS, columns="input_ids")
     with pytest.raises(TypeError, match=r"on the fly \(set_transform\).*apply it with .map first"):
         TokenizedDataset(datasets.Dataset(table).with_transform(lambda rows: rows))
+    for texts in (["What is it?", "A cat."], "What is it?"):
+        message = "there is no file 'What is it.': strings are .* paths .*; texts must be tokenized"
+        with pytest.raises(FileNotFoundError, match=message):
+            TokenizedDataset(texts)
     with pytest.raises(ValueError, match=r"is a folder; pass datasets.load_from_disk"):
         TokenizedDataset(tmp_path)
     (tmp_path / "a.txt").write_text("not an Arrow file, and long enough to be taken for one")

@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit.errors import DataError
 
@@ -20,6 +22,8 @@ __all__ = ["is_hub_name", "read_records"]
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _MOST = 300  # characters of a message of others
+_MAX_DEPTH = 63  # of an Arrow table; at some 5,000 its JSON reader ends the process
+_SAFE_DEPTH = 500
 
 
 def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Dataset:
@@ -29,8 +33,8 @@ def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Datas
     datasets that have several.
 
     Raises:
-        DataError: there is no such file, folder, name or split; a file cannot be read. Of JSON
-            Lines it names the line.
+        DataError: there is no such file, folder, name or split; a file cannot be read, or is
+            nested too deep. Of JSON Lines it names the line.
         ImportError: datasets is not installed.
 
     >>> read_records("no_such_file.jsonl")
@@ -48,9 +52,13 @@ def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Datas
     if kind and not path.is_dir():
         if not path.is_file():
             raise DataError(f"{name}: there is no such file")
+        if kind == "json":
+            _check_depth(path, _SAFE_DEPTH)
         try:
             return datasets.load_dataset(kind, data_files=glob.escape(name), split="train")
         except Exception as error:  # of many types, as the file is broken
+            if kind == "json":
+                _check_depth(path, _MAX_DEPTH)
             found = _broken_line(path) if path.suffix.lower() == ".jsonl" else None
             raise DataError(f"{name}: {found or _short(error.__cause__ or error)}") from error
     if not path.is_dir() and not is_hub_name(name):
@@ -77,6 +85,31 @@ def is_hub_name(name: str) -> bool:
     path = Path(name)
     known = path.suffix in (*_KINDS, ".npy", ".jinja")
     return bool(_HUB_NAME.fullmatch(name)) and not known and not path.exists()
+
+
+def _check_depth(path: Path, limit: int) -> None:
+    """Check that no line, or no place of a file that is not JSON Lines, is nested deeper.
+
+    Raises:
+        DataError: one is; it names the line and the depth.
+    """
+    with path.open("rb") as file:
+        parts = file if path.suffix.lower() == ".jsonl" else [file.read()]
+        for number, part in enumerate(parts, 1):
+            if part.count(b"[") + part.count(b"{") <= limit:
+                continue
+            unescaped = part.replace(rb"\\", b"").replace(rb"\"", b"")
+            outside = b"".join(unescaped.split(b'"')[::2])  # of strings
+            bare = np.frombuffer(outside, dtype=np.uint8)
+            opens, closes = ((bare | 32) == ord(bracket) for bracket in "{}")  # "[" | 32 is "{"
+            depths = np.cumsum(opens.astype(np.int32) - closes)
+            if len(depths) and depths.max() > limit:
+                line = number + int((bare[: (depths > limit).argmax()] == 10).sum())
+                raise DataError(
+                    f"{path}: line {line} is nested {depths.max():,} deep, more than the "
+                    f"{_MAX_DEPTH} levels that an Arrow table holds; give what is inside as a JSON "
+                    "string"
+                )
 
 
 def _broken_line(path: Path) -> str | None:

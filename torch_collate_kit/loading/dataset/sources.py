@@ -121,6 +121,11 @@ def _open_files(paths: list[str], columns: Sequence[str] | None, train_all: bool
     for path in paths:
         if os.path.isdir(path):
             raise ValueError(f"{path!r} is a folder; pass datasets.load_from_disk(folder)")
+        if not os.path.exists(path):
+            raise FileNotFoundError(
+                f"there is no file {path!r:.60}: strings are taken as paths of Arrow or Parquet "
+                "files; texts must be tokenized first (tokenize_chat_dataset)"
+            )
         with open(path, "rb") as file:
             is_parquet.append(file.read(4) == b"PAR1")
     if len(set(is_parquet)) > 1:

@@ -43,6 +43,7 @@ def audit(
     max_tokens: int | None = None,
     train_all: bool = False,
     train_on: str = "all",
+    allow_empty: bool = False,
     tools: Sequence[Any] | str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     image_root: Any = None,
@@ -58,8 +59,8 @@ def audit(
             needs special tokens or a chat template is not checked, and examples are shown as ids.
         max_tokens: the length at which rows will be cut; None leaves that out.
         train_all: as of the collators, for examples without a loss target.
-        train_on, tools, chat_template_kwargs, image_root: as of ``tokenize_chat``, for chat
-            records.
+        train_on, allow_empty, tools, chat_template_kwargs, image_root: as of ``tokenize_chat``,
+            for chat records.
         vision: how images become tokens; that of ``tokenizer`` if it is a processor.
 
     Returns an :class:`AuditReport`: findings with the numbers of the rows and one decoded example.
@@ -88,7 +89,12 @@ def audit(
         train_all=checked_bool("train_all", train_all),
         vision=vision,
         chat_options=lambda: _chat_options(
-            tokenizer, image_root, train_on=train_on, tools=tools, chat_template_kwargs=kwargs
+            tokenizer,
+            image_root,
+            train_on=train_on,
+            allow_empty=allow_empty,
+            tools=tools,
+            chat_template_kwargs=kwargs,
         ),
     )
     columns = replace(read, vocabulary=Vocabulary(tokenizer, kwargs), max_tokens=max_tokens)

@@ -1,0 +1,150 @@
+"""Contents that are lists of parts: what arrives is trained, what would be lost is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from tests.chat.test_chat import NO_TAGS, USER, byte_tokenizer
+from torch_collate_kit import tokenize_chat, tokenize_chat_dataset
+from torch_collate_kit.errors import DataError
+
+SAYS = {"type": "text", "text": "yo"}
+THINKS = {"type": "thinking", "thinking": "hm", "signature": "x1"}
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\nCONTENT<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def template(part: str, before: str = "") -> str:
+    """ChatML whose contents may be lists; ``part`` writes a part that is no text."""
+    content = (
+        f"{before}{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}"
+        "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% else %}"
+        f"{part}{{% endif %}}{{% endfor %}}{{% endif %}}"
+    )
+    return CHATML.replace("CONTENT", content)
+
+
+BY_KEY = template("", "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}")
+BY_PART = template("{% if p.type == 'thinking' %}[{{ p.thinking }}]{% endif %}")
+TEXT_ONLY = template("")
+AS_STRING = CHATML.replace("CONTENT", "{{ m.content }}")
+JOINED = CHATML.replace("CONTENT", "{{ '' + m.content }}")
+
+
+def trained(content: Any, tokenizer: Any, **keys: Any) -> str:
+    record = {"messages": [USER, {"role": "assistant", "content": content, **keys}]}
+    found = tokenize_chat(record, tokenizer)
+    if not isinstance(content, str):  # a column of Arrow holds one type
+        content = [{"type": "text", "text": p} if isinstance(p, str) else p for p in content]
+        record["messages"][0] = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+        record["messages"][1] = {**record["messages"][1], "content": content}
+    whole, _ = tokenize_chat_dataset(Dataset.from_list([record]), tokenizer)
+    assert whole["input_ids"] == [found["input_ids"]]
+    pairs = zip(found["input_ids"], found["loss_mask"], strict=True)
+    return str(tokenizer.decode([token for token, kept in pairs if kept]))
+
+
+@pytest.mark.parametrize("source", [BY_KEY, BY_PART], ids=["by key", "by part"])
+@pytest.mark.parametrize(
+    ("content", "keys"),
+    [
+        ([THINKS, SAYS], {}),
+        ([THINKS, "yo"], {}),
+        ([{"type": "thinking", "text": "hm"}, SAYS], {}),
+        ([{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, SAYS], {}),
+        ([THINKS, SAYS], {"reasoning_content": "hm"}),
+        ("yo", {"reasoning_content": "hm"}),
+        ([SAYS], {"thinking": "hm"}),
+    ],
+)
+def test_thinking_arrives_in_the_form_of_the_template(
+    source: str, content: Any, keys: dict[str, Any]
+) -> None:
+    assert trained(content, byte_tokenizer(source), **keys) == "[hm]yo<|im_end|>"
+
+
+@pytest.mark.parametrize("source", [BY_PART, BY_KEY], ids=["by part", "by key"])
+def test_earlier_thinking_is_written_where_the_template_writes_it(source: str) -> None:
+    """Not dropped because the thinking of an untrained turn may be."""
+    first = {"role": "assistant", "content": [THINKS, SAYS], "weight": 0}
+    record = {"messages": [USER, first, USER, {"role": "assistant", "content": "bye"}]}
+    tokenizer = byte_tokenizer(source)
+    assert "[hm]yo" in tokenizer.decode(tokenize_chat(record, tokenizer)["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([SAYS, THINKS], r"content\[1\] is thinking after other parts; give all thinking of a"),
+        ([THINKS, THINKS, SAYS], r"content\[1\] is thinking after other thinking; give all"),
+        ([{"type": "thinking", "thinking": 3}, SAYS], r"content\[0\] `thinking` must be text, got"),
+        ([{"type": "text", "value": "yo"}], r"content\[0\] is a text part .*; rename 'value' to"),
+        ([{"type": "text", "text": None}], r"content\[0\] is a text part without a .*; give one"),
+        ([SAYS, {"text": 3}], r"content\[1\] is a text part without a string `text`, got {'text"),
+    ],
+)
+def test_parts_that_cannot_be_read(content: Any, message: str) -> None:
+    with pytest.raises(DataError, match=rf"messages\[1\] {message}"):
+        trained(content, byte_tokenizer(BY_KEY))
+
+
+def test_two_texts_of_thinking_contradict_each_other() -> None:
+    with pytest.raises(
+        DataError, match=r"messages\[1\] has a thinking part and other reasoning; k"
+    ):
+        trained([THINKS, SAYS], byte_tokenizer(BY_KEY), reasoning_content="no")
+
+
+LOST = {
+    "thinking": (THINKS, "reasoning_content"),
+    "refusal": ({"type": "refusal", "refusal": "Sorry, I can't."}, "refusal part content"),
+    "tool_use": ({"type": "tool_use", "name": "f", "input": {}}, "tool_use part content"),
+    "document": ({"type": "document", "source": {"data": "abc"}}, "document part content"),
+    "file": ({"type": "file", "file_id": 17}, "file part content"),
+    "video": ({"type": "video"}, "video part content"),
+    "output_text": ({"type": "output_text", "text": "hey"}, "output_text part content"),
+    "no type": ({"value": "hey"}, "part content"),
+    "a number": (31, "part content"),
+}
+
+
+@pytest.mark.parametrize("kind", LOST)
+@pytest.mark.parametrize("source", [TEXT_ONLY, AS_STRING, JOINED, NO_TAGS])
+def test_a_part_that_does_not_arrive_is_refused_by_name(kind: str, source: str) -> None:
+    """Beside text and alone, as an answer and as the question."""
+    part, name = LOST[kind]
+    for content in ([part, SAYS], [part]):
+        if kind == "thinking" and len(content) == 1:
+            continue  # an empty answer
+        with pytest.raises(DataError, match=name):
+            trained(content, byte_tokenizer(source))
+    if source == TEXT_ONLY and kind != "thinking":
+        asked = {
+            "messages": [{"role": "user", "content": [part, SAYS]}, {**USER, "role": "assistant"}]
+        }
+        with pytest.raises(DataError, match=rf"messages\[0\].*{name}"):
+            tokenize_chat(asked, byte_tokenizer(source))
+
+
+def test_a_part_that_arrives_is_trained() -> None:
+    tokenizer = byte_tokenizer(template("<{{ p.refusal }}>"))
+    refusal = {"type": "refusal", "refusal": "no"}
+    assert trained([SAYS, refusal], tokenizer) == "yo<no><|im_end|>"
+    assert trained([refusal], tokenizer) == "<no><|im_end|>"
+
+
+def test_a_result_that_is_printed_whole_arrives() -> None:
+    """As by Llama 3.1, for results that are lists of any data."""
+    source = CHATML.replace(
+        "CONTENT", "{{ m.content if m.content is string else m.content|tojson }}"
+    )
+    result = {"role": "tool", "content": [{"city": "Lima", "warm": True, "hour": 12}]}
+    record = {"messages": [USER, result, {"role": "assistant", "content": "yo"}]}
+    found = tokenize_chat(record, byte_tokenizer(source))
+    text = byte_tokenizer(source).decode(found["input_ids"])
+    assert '[{"city": "Lima", "warm": true, "hour": 12}]' in text
