@@ -27,10 +27,12 @@ LONG = [{"input_ids": [*range(80)]}]
 EXTRA = [{"input_ids": [5, 6], "extra": 1}]
 RED = [{"type": "image", "path": "red.png"}, {"type": "text", "text": "?"}]
 ANSWERS = chat("?", "red", "sure?", "yes")["messages"]
+EMPTY = [chat("?", " "), chat("?", "yes")]
 RECORD = [{"messages": [{"role": "user", "content": RED}, *ANSWERS[1:]]}]
 CHATS = "chats.jsonl --tokenizer tokenizer"
 REWRITTEN = "chats.jsonl --tokenizer thinking"  # "all" is refused
 PICTURES = "pictures.jsonl --tokenizer processor"
+EMPTY_CHATS = "empty.jsonl --tokenizer tokenizer"
 
 THINKING = TEMPLATE.replace("{{ m.content", "{{ '<think>' if loop.last else '' }}{{ m.content")
 
@@ -52,6 +54,7 @@ OPTIONS = [
     ("report", "lengths.npy --cp 2", "--tp 4", "aligned to 4 ", "aligned to 16 "),
     ("report", "lengths.npy --tp 2", "--cp 4", "aligned to 2 ", "aligned to 16 "),
     ("report", CHATS, "--num-proc 2", "chats:   0%", "chats (num_proc=2):"),
+    ("report", EMPTY_CHATS, "--allow-empty", "is an empty answer", "2 examples, "),
     ("audit", "splits", "--split test", "audit of 2 rows", "audit of 1 row "),
     ("audit", "tokens.jsonl", "--limit 1", "audit of 2 rows", "audit of 1 row "),
     ("audit", "chats.jsonl", "--tokenizer tokenizer", "pass --tokenizer", "audit of 3 rows"),
@@ -60,6 +63,7 @@ OPTIONS = [
     ("audit", "tokens.jsonl", "--json", "audit of 2 rows", '"num_rows": 2'),
     ("audit", CHATS, "--max-tokens 12", "without --max-tokens", "warning: prompt_longer_than_row"),
     ("audit", "extra.jsonl", "--train-all", "pass --train-all", "audit of 1 row "),
+    ("audit", EMPTY_CHATS, "--allow-empty", "error: refused", "(48 tokens)"),
     ("explain", "splits", "--split test", "of 2: 4 tokens", "of 1: 2 tokens"),
     ("explain", "tokens.jsonl", "--limit 1", "record 0 of 2", "record 0 of 1"),
     ("explain", "tokens.jsonl", "--tokenizer tokenizer", "id  position", "id  text"),
@@ -74,6 +78,7 @@ OPTIONS = [
     ("explain", "extra.jsonl --max-tokens 9", "--train-all", "pass --train-all", "1 trained"),
     ("explain", "tokens.jsonl", "--show 2", "1   6 ", "2 more tokens"),
     ("explain", "long.jsonl", "--all", "more tokens", "40  40  "),
+    ("explain", EMPTY_CHATS, "--allow-empty", "is an empty answer", "record 0 of 2"),
     ("template", "", "--all .", "no template given", "| template | one turn"),
     ("step", "test.json splits", "--split test", "error: state", ", 2 tokens"),
     ("step", "six.json rows.jsonl", "--limit 6", "error: state", "step 0: 4 examples"),
@@ -85,6 +90,14 @@ OPTIONS = [
     ("step", "rows.json rows.jsonl", "--step 1", "example 2, ", "example 5, "),
     ("step", "rows.json rows.jsonl", "--rank 1", "4 examples", "rank 1: 2 examples"),
     ("step", f"short.json {CHATS}", "--max-length 40", "error: state", "step 0: "),
+    (
+        "step",
+        f"cut.json {CHATS} --max-length 40",
+        "--overflow truncate",
+        "error: state",
+        "step 0: ",
+    ),
+    ("step", f"empty.json {EMPTY_CHATS}", "--allow-empty", "is an empty answer", "step 0: "),
     ("step", "extra.json extra.jsonl", "--train-all", "pass --train-all", "1 trained"),
     ("step", "rows.json rows.jsonl", "--show 5", "3 3 3 3", "3 3 3..."),
 ]
@@ -93,7 +106,7 @@ OPTIONS = [
 @pytest.fixture(autouse=True)
 def files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Data, and states of runs that read them as one of the options says."""
-    rows = {"rows": ROWS, "long": LONG, "extra": EXTRA, "pictures": RECORD}
+    rows = {"rows": ROWS, "long": LONG, "extra": EXTRA, "pictures": RECORD, "empty": EMPTY}
     for name, records in rows.items():
         Path(f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     splits = {"train": TOKENS, "test": TOKENS[1:]}
@@ -118,6 +131,11 @@ def save_state(name: str) -> None:
         "pictures": ("pictures.jsonl", images),
         "each": ("chats.jsonl", {"tokenizer": thinking, "train_on": "each"}),
         "short": ("chats.jsonl", {"tokenizer": tokenizer, "max_length": 40}),
+        "cut": (
+            "chats.jsonl",
+            {"tokenizer": tokenizer, "max_length": 40, "overflow": "truncate"},
+        ),
+        "empty": ("empty.jsonl", {"tokenizer": tokenizer, "allow_empty": True}),
     }
     rows: Any = {"rows": ROWS, "six": ROWS[:6], "test": TOKENS[1:], "extra": EXTRA}.get(name)
     if name in tokenized:

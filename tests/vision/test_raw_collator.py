@@ -154,7 +154,7 @@ def test_what_max_length_cuts_and_drops_is_counted() -> None:
 
 
 def test_overflow_is_of_conversations_and_rows() -> None:
-    processor = FAMILIES["qwen3_vl"].processor()
+    processor = FAMILIES["internvl"].processor()
     long, short = {"messages": chat("x" * 90, "y")}, {"messages": chat("x", "y")}
     (limit,) = VisionLanguageCollator(processor).sizes([short]).lengths.tolist()
     for options in ({}, {"max_tokens": 4 * limit}):
