@@ -73,7 +73,10 @@ class ReadAhead:
         return has_all or self._has_ended
 
     def goes_on_at(self, position: LoaderPosition) -> bool:
-        """Return whether the next batch is the one after this position: not if a ``take`` was interrupted."""
+        """Return whether the next batch is the one after this position.
+
+        It is not if a ``take`` was interrupted.
+        """
         return self._collator.holds in (None, position.step)
 
     def take(self, position: LoaderPosition, skipped: SkippedExamples) -> Taken:

@@ -69,7 +69,7 @@ class Reader:
         return self._loader.num_steps() if run is None else run.num_steps
 
     def is_elsewhere(self) -> bool:
-        """Return whether this is a fork, and the thread and workers belong to the parent process."""
+        """Return whether this is a fork: the parent process has the thread and workers."""
         is_in_use = self.run is not None or self._loader.has_workers()
         return is_in_use and self.pid != os.getpid()
 
