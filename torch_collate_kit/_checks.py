@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.ma import MaskedArray
 
 from torch_collate_kit.errors import DataError
 
@@ -66,7 +67,7 @@ def checked_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
             hold it, or the sum of all.
     """
     hint = "pass one int per example, such as [len(ids) for ids in input_ids]"
-    if isinstance(lengths, np.ma.MaskedArray):
+    if isinstance(lengths, MaskedArray):
         raise TypeError("lengths is a masked array, whose mask would be lost; pass .compressed()")
     if isinstance(lengths, (list, tuple)) and not {bool, np.bool_}.isdisjoint(map(type, lengths)):
         where = next(i for i, n in enumerate(lengths) if isinstance(n, (bool, np.bool_)))

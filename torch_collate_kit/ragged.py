@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.ma import MaskedArray
 from torch import Tensor
 
 __all__ = ["Ragged", "row_indices", "span_indices", "take_spans", "unchecked"]
@@ -88,7 +89,7 @@ class Ragged:
                 f"values must be an ndarray or a tensor, got {type(values).__name__}; for rows "
                 "that are lists use Ragged.from_rows"
             )
-        if isinstance(values, np.ma.MaskedArray):
+        if isinstance(values, MaskedArray):
             raise TypeError("values are a masked array, whose mask would be lost; pass .filled(0)")
         if isinstance(values, Tensor) and (values.layout is not torch.strided or values.is_nested):
             raise TypeError(
@@ -118,7 +119,7 @@ class Ragged:
         """Rows that are lists, ndarrays or CPU tensors, copied into one flat NumPy array."""
         rows = list(rows)
         for i, row in enumerate(rows):
-            if isinstance(row, np.ma.MaskedArray):
+            if isinstance(row, MaskedArray):
                 raise TypeError(
                     f"row {i} is a masked array, whose mask would be lost; pass .compressed()"
                 )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy.ma import MaskedArray
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.cost import ModelCost
@@ -90,7 +91,7 @@ def image_load(patches: Patches | ImageLoad, num_examples: int, cost: ModelCost)
 def _patches_of_images(patches: Any) -> tuple[npt.NDArray[Any], Ints | None]:
     """The patches of all images, and where those of each example begin; None: one of each."""
     kinds = set(map(type, patches)) if isinstance(patches, Sequence) else {type(patches)}
-    if np.ma.MaskedArray in kinds:
+    if MaskedArray in kinds:
         raise TypeError("patches are a masked array, whose mask would be lost; pass .compressed()")
     if hasattr(patches, "offsets"):  # a Ragged
         values, offsets = np.asarray(patches.flat_values), patches.offsets - patches.offsets[0]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.ma import MaskedArray
 from torch import Tensor
 
 from torch_collate_kit.errors import DataError
@@ -306,7 +307,7 @@ def _as_array(name: str, index: int, entry: Any, shape: str) -> np.ndarray:
     if isinstance(entry, Tensor):
         return tensor_to_numpy(name, index, entry)
     parts = entry if is_sequence(entry) else [entry]
-    if any(isinstance(part, np.ma.MaskedArray) for part in parts):
+    if any(isinstance(part, MaskedArray) for part in parts):
         raise DataError(
             f"example {index}: {name} is a masked array, whose mask would be lost; give "
             ".filled(value)"

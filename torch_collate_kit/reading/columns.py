@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.ma import MaskedArray
 from torch import Tensor
 
 from torch_collate_kit.batch import IGNORE_INDEX
@@ -205,7 +206,7 @@ def _row_array(name: str, index: int, row: Any, typecode: str) -> np.ndarray:
             f"example {index}: {name} is {'None' if row is None else type(row).__name__}; give a "
             "list, a 1-D ndarray or a 1-D tensor"
         )
-    elif isinstance(row, np.ma.MaskedArray):
+    elif isinstance(row, MaskedArray):
         raise DataError(
             f"example {index}: {name} is a masked array, whose mask would be lost; give "
             ".compressed() or .filled(value)"
@@ -254,7 +255,7 @@ def _one_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         is_dense = value.layout is torch.strided and not (value.is_meta or value.is_nested)
         return value.item() if is_dense and value.numel() == 1 else value
-    if isinstance(value, np.ma.MaskedArray):  # of a masked entry it would be 0
+    if isinstance(value, MaskedArray):  # of a masked entry it would be 0
         return value
     single = isinstance(value, np.generic | np.ndarray) and value.size == 1
     return value.item() if single else value

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.ma import MaskedArray
 from torch import Tensor
 
 from torch_collate_kit.errors import DataError
@@ -229,7 +230,7 @@ def _is_one_example(column: Any) -> bool:
 
 def _rows(name: str, column: Any) -> Any:
     """A column as it is, but of a nested tensor its rows, which have no len() otherwise."""
-    if isinstance(column, np.ma.MaskedArray):
+    if isinstance(column, MaskedArray):
         raise DataError(
             f"column {name} is a masked array, whose mask would be lost; give .filled(value)"
         )

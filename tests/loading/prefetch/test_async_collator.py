@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.loading.hang_guard import (
     our_threads,
 )
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.prefetch import AsyncBatchCollator
+from torch_collate_kit.loading.prefetch import AsyncBatchCollator, async_collator
 
 STOPS = [KeyboardInterrupt, SystemExit]
 
@@ -161,19 +162,20 @@ def test_an_interrupt_while_waiting_leaves_the_batch_in_the_slot():
 def test_an_interrupt_in_submit_leaves_no_batch_that_nobody_waits_for(monkeypatch, has_begun):
     compute = Held()
     compute.released.set()
-    submit = ThreadPoolExecutor.submit
 
-    def interrupted(self, *args):
-        if has_begun:
-            submit(self, *args)
-            compute.started.wait()
-        raise KeyboardInterrupt
+    class Interrupted(SimpleQueue):
+        def put(self, request):
+            if request is None or compute.num_finished:
+                return super().put(request)
+            if has_begun:
+                super().put(request)
+                compute.started.wait()
+            raise KeyboardInterrupt
 
+    monkeypatch.setattr(async_collator, "SimpleQueue", Interrupted)
     with AsyncBatchCollator(compute) as collator:
-        with monkeypatch.context() as patch:
-            patch.setattr(ThreadPoolExecutor, "submit", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                collator.submit(0)
+        with pytest.raises(KeyboardInterrupt):
+            collator.submit(0)
         assert collator.get(0) == 0
         assert compute.num_finished == 1
 

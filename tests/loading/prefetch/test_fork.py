@@ -5,20 +5,19 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
 from tests.loading.hang_guard import our_threads
-from tests.loading.prefetch.toy_data import Watched, expected_digests, make_loader
-from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
+from tests.loading.prefetch.toy_data import Watched, every_layout, expected_digests, make_loader
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch import AsyncBatchCollator, PrefetchLoader
 from torch_collate_kit.testing import batch_digest
@@ -52,37 +51,17 @@ def in_a_fork(work: Callable[[], object]) -> str:
 # ---- locks ----
 
 
-def rollout(num_tokens: int) -> dict[str, Any]:
-    ones = np.ones(num_tokens, dtype=np.int64)
-    return {"prompt_ids": ones, "response_ids": ones, "rewards": 1.0, "loss_mask": ones}
-
-
-def tokens(*lengths: int) -> list[dict[str, Any]]:
-    return [{"input_ids": np.ones(n, dtype=np.int64)} for n in lengths]
-
-
-def batches(scale: int) -> list[Batch]:
-    """One of every layout; long ones spend their time where NumPy releases the GIL."""
-    few, many = scale, 3 * scale
-    return [
-        PaddedCollator(0)(tokens(many, *[1] * 5)),  # mostly pads
-        PackedCollator(0, max_tokens=many)(tokens(few, few, many)),
-        RolloutCollator(0)([rollout(many), rollout(few)]),
-        PackedCollator(0, max_tokens=2 * many)([rollout(many), rollout(few)]),
-    ]
-
-
 def test_two_hundred_forks_while_a_thread_collates():
     """A lock that is held at a fork is held in the child for good."""
-    expected = [batch_digest(batch) for batch in batches(5)]
+    expected = [batch_digest(batch) for batch in every_layout(5)]
     is_over = threading.Event()
 
     def collate_on() -> None:
         while not is_over.is_set():
-            batches(10_000)
+            every_layout(10_000)
 
     def collate() -> None:
-        assert [batch_digest(batch) for batch in batches(5)] == expected
+        assert [batch_digest(batch) for batch in every_layout(5)] == expected
 
     thread = threading.Thread(target=collate_on)
     thread.start()
@@ -92,6 +71,54 @@ def test_two_hundred_forks_while_a_thread_collates():
     finally:
         is_over.set()
         thread.join()
+
+
+FIRST_COLLATION = """
+import os, signal, sys, threading, time
+from tests.loading.prefetch.toy_data import every_layout
+"""
+FORKS = """
+began, children = threading.Event(), []
+
+def collate_first():
+    began.set()
+    every_layout(5)
+
+thread = threading.Thread(target=collate_first)
+sys.setswitchinterval(1e-5)
+thread.start()
+began.wait()
+while thread.is_alive():
+    child = os.fork()
+    if not child:
+        signal.alarm(10)  # of milliseconds' work
+        every_layout(5)
+        os._exit(0)
+    children.append(child)
+    time.sleep(0.0002)
+ends = [os.waitpid(child, 0)[1] for child in children]
+assert ends, "it was over too soon"
+sys.exit(f"{sum(map(bool, ends))} of {len(ends)} children hung" if any(ends) else 0)
+"""
+IMPORTS = """
+before = set(sys.modules)
+every_layout(5)
+late = sorted(set(sys.modules) - before)
+sys.exit(f"imported by a first collation: {late}" if late else 0)
+"""
+
+
+@pytest.mark.parametrize("trial", [FORKS, IMPORTS], ids=["forks", "imports"])
+def test_a_first_collation_holds_no_import_lock(trial):
+    """A fresh interpreter: a child that is forked during an import can never import that module."""
+    ran = subprocess.run(
+        [sys.executable, "-c", FIRST_COLLATION + trial],
+        capture_output=True,
+        text=True,
+        timeout=CHILD_SECONDS,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 # ---- the slot ----

@@ -679,8 +679,7 @@ def test_ctrl_c_surfaces_and_nothing_hangs_and_nothing_is_lost(where):
 
         def interrupt_and_open() -> None:
             interrupt_main_thread()
-            while loader._run is not None:  # until what is in flight is waited for
-                time.sleep(0.001)
+            time.sleep(0.1)  # leaving the loop waits longer
             collate.gates[2].set()
 
         with pytest.raises(KeyboardInterrupt):
@@ -829,6 +828,15 @@ def test_the_cpu_is_no_device_and_others_get_the_batch():
                 batches = list(loader)
             assert len(batches) == 4
             assert all(batch["input_ids"].device.type == expected for batch in batches)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", 0, "mps", "no_such"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_a_device_that_is_not_there_is_named_when_the_loader_is_made(device):
+    data = DataLoader(EXAMPLES, batch_sampler=make_sampler(), collate_fn=COLLATORS["packed"])
+    message = f"^device={device!r} cannot be used here: .*; leave device out, or name one that"
+    with pytest.raises(ValueError, match=message):
+        PrefetchLoader(data, device=device)
 
 
 def test_structures_of_tensors_are_moved_and_the_rest_stays():

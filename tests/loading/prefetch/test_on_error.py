@@ -272,9 +272,9 @@ def test_a_message_names_the_last_twenty():
     skipped = SkippedExamples(24, 100)
     for step in range(8):
         failed = tuple(Failed(i, 10 * step + i, "", "") for i in (1, 4, 6))
-        skipped.add(0, step, Collated([], 9, failed))
+        skipped = skipped.with_batch(0, step, Collated([], 9, failed))
     with pytest.raises(DataError) as caught:
-        skipped.add(0, 8, Collated([], 9, (Failed(0, 80, "", ""),)))
+        skipped.with_batch(0, 8, Collated([], 9, (Failed(0, 80, "", ""),)))
     first = str(caught.value).partition(";")[0]
     names = [10 * step + i for step in range(8) for i in (1, 4, 6)][-19:]
     assert first == (
@@ -326,7 +326,7 @@ def test_what_is_in_flight_does_not_count(said):
     with loader_of(Broken(bad={ORDER[1][0]})) as loader:
         batches = loader.steps(4)
         next(batches)
-        loader._run._collator._slot.future.result()  # the second batch is built, not received
+        loader._reader.run._collator._slot.future.result()  # the second is built, not received
         assert loader.skipped == said == []
         batches.close()
         next(loader.steps(1))

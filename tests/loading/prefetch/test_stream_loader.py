@@ -8,6 +8,7 @@ import signal
 import weakref
 from itertools import islice
 from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -15,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError, StateError
@@ -408,17 +408,19 @@ class Fails(RuntimeError):
 
 
 def test_another_error_while_workers_are_ended_is_raised(monkeypatch) -> None:
-    shut_down = _MultiProcessingDataLoaderIter._shutdown_workers
+    joins = iter([Fails()])
+    join = BaseProcess.join
 
-    def fails(batches: Any) -> None:
-        if not batches._shutdown:
-            shut_down(batches)
-            raise Fails
+    def fails(worker: Any, timeout: float | None = None) -> None:
+        join(worker, timeout)
+        for error in joins:
+            raise error
 
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_shutdown_workers", fails)
     loader = make(num_workers=1)
-    assert ids(islice(loader, 2)) == ORDER[:2]
+    batches = iter(loader)
+    assert ids(islice(batches, 2)) == ORDER[:2]
+    monkeypatch.setattr(BaseProcess, "join", fails)
+    del batches
     with pytest.raises(Fails):
         loader.close()
-    monkeypatch.undo()
     loader.close()

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from torch_collate_kit import PrefetchingSampler, PrefetchLoader
 from torch_collate_kit.loading import StepTimes
-from torch_collate_kit.loading.prefetch import async_collator, waits
 from torch_collate_kit.loading.prefetch import loader as loader_module
+from torch_collate_kit.loading.prefetch import read_ahead, waits
 from torch_collate_kit.loading.prefetch.waits import BuildTimes, Timeline
 
 
@@ -35,7 +35,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    for module in (loader_module, async_collator, waits):
+    for module in (loader_module, read_ahead, waits):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     return clock
 
@@ -126,7 +126,7 @@ def test_what_is_built_ahead_is_not_waited_for():
     with loader_of(12, 2, collate) as loader:
         for number, _ in enumerate(loader.steps(6)):
             if number < 5:
-                loader._run._collator._slot.future.result()
+                loader._reader.run._collator._slot.future.result()
         steps = loader.timeline
         assert sum(step.wait_seconds for step in steps) == pytest.approx(loader.wait_seconds)
     assert [step.step for step in steps] == list(range(6))

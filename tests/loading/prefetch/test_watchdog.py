@@ -111,7 +111,7 @@ def test_time_in_the_training_step_is_no_wait(said):
     """However long it takes, and whenever the watchdog looks."""
     with make_loader(warn_after=NEVER) as loader:
         for _ in loader:
-            assert loader._run._watchdog.look(0.0) == 0.0
+            assert loader._reader.run._watchdog.look(0.0) == 0.0
     assert said == []
 
 
@@ -149,7 +149,7 @@ def test_an_error_ends_a_wait(said):
     with make_loader(collate, warn_after=NEVER, prefetch=False) as loader:
         batches = loader.steps(4)
         next(batches)
-        watchdog = loader._run._watchdog
+        watchdog = loader._reader.run._watchdog
         with pytest.raises(ValueError, match="bad batch"):
             next(batches)
         assert watchdog._wait is None

@@ -6,10 +6,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from torch.utils.data import DataLoader
 
 from tests.loading.hang_guard import once_main_thread_waits
-from torch_collate_kit.collators import PackedCollator, PaddedCollator
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.loading.prefetch import PrefetchLoader
 from torch_collate_kit.loading.sampler import PrefetchingSampler
 from torch_collate_kit.testing import batch_digest
@@ -63,6 +65,26 @@ def digests_of(epochs: Any, collate: Any = COLLATORS["packed"]) -> list:
         batch_digest(collated(collate, indices, epoch, step))
         for epoch, steps in enumerate(epochs)
         for step, indices in enumerate(steps)
+    ]
+
+
+def rollout(num_tokens: int) -> dict[str, Any]:
+    ones = np.ones(num_tokens, dtype=np.int64)
+    return {"prompt_ids": ones, "response_ids": ones, "rewards": 1.0, "loss_mask": ones}
+
+
+def tokens(*lengths: int) -> list[dict[str, Any]]:
+    return [{"input_ids": np.ones(n, dtype=np.int64)} for n in lengths]
+
+
+def every_layout(scale: int) -> list[Batch]:
+    """One of every layout; long ones spend their time where NumPy releases the GIL."""
+    few, many = scale, 3 * scale
+    return [
+        PaddedCollator(0)(tokens(many, *[1] * 5)),  # mostly pads
+        PackedCollator(0, max_tokens=many)(tokens(few, few, many)),
+        RolloutCollator(0)([rollout(many), rollout(few)]),
+        PackedCollator(0, max_tokens=2 * many)([rollout(many), rollout(few)]),
     ]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.ma import MaskedArray
 from torch import Tensor
 
 from torch_collate_kit._checks import needed_package
@@ -182,7 +183,7 @@ def _as_array(name: str, index: int, example: Mapping[str, Any]) -> np.ndarray:
             "columns="
         )
     entry = example[name]
-    if isinstance(entry, np.ma.MaskedArray):
+    if isinstance(entry, MaskedArray):
         raise DataError(
             f"row {index}: {name} is a masked array, whose mask would be lost; give .compressed() "
             "or .filled(value)"

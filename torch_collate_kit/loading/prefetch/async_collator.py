@@ -1,33 +1,54 @@
-"""One batch ahead: the next one is built on a thread while this one trains.
-
-AsyncBatchCollator is the slot for that batch; ReadAhead reads an epoch of a loader through it.
-"""
+"""One batch ahead: a slot for the next one, which a thread builds while this one trains."""
 
 from __future__ import annotations
 
-import copy
+import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch_collate_kit._reprs import Shown, call_repr
-from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy
-from torch_collate_kit.loading.prefetch.positioned import LoaderPosition
-from torch_collate_kit.loading.prefetch.resumable_loaders import ResumableLoader
-from torch_collate_kit.loading.prefetch.skipped_examples import Collated, SkippedExamples
-from torch_collate_kit.loading.prefetch.waits import BuildTimes, Watchdog
+from torch_collate_kit.loading.prefetch.waits import PATIENCE, is_collecting
 
-__all__ = ["END", "AsyncBatchCollator", "ReadAhead"]
+__all__ = ["AsyncBatchCollator"]
 
 T = TypeVar("T")
 
-END: Any = object()
+
+class _Thread(threading.Thread):
+    """Builds one batch after the other, until it is told to end.
+
+    A daemon, since the interpreter joins any other thread before it exits, and a read may be stuck.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="torch_collate_kit prefetch", daemon=True)
+        self.requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.is_given_up = False
+
+    def run(self) -> None:
+        while (request := self.requests.get()) is not None:
+            request()
+            del request  # it would keep the batch alive until the next one
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Let each thread end its batch: one that is in torch when the interpreter ends may abort."""
+    deadline = time.monotonic() + PATIENCE
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, _Thread)]
+    for thread in threads:
+        thread.requests.put(None)
+    for thread in threads:
+        if not thread.is_given_up:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class _Slot(NamedTuple):
@@ -46,8 +67,9 @@ class AsyncBatchCollator(Generic[T]):
 
     A batch is given out only for the step that it was built for. All methods are for one consumer
     thread. The background thread starts with the first ``submit`` and ends with ``shutdown``, which
-    leaving the ``with`` block calls. In a forked process the batch in the slot is refused, and
-    ``clear`` and ``shutdown`` drop it without waiting.
+    leaving the ``with`` block calls. In a forked process the batch in the slot is refused.
+    ``clear`` and ``shutdown`` drop it without waiting there, in the background thread itself, and
+    where the garbage collector calls them.
 
     Raises:
         StateError: a second ``submit`` before ``get``; a ``get`` while the slot holds another step,
@@ -65,8 +87,8 @@ class AsyncBatchCollator(Generic[T]):
         self._compute = compute
         self._slot: _Slot | None = None
         self._is_clearing = False
-        self._executor: ThreadPoolExecutor | None = None
-        self._pid = 0  # of the process that has the executor's thread
+        self._thread: _Thread | None = None
+        self._pid = 0  # of the process that has the thread
         self._is_shut_down = False
 
     def __repr__(self) -> str:
@@ -79,6 +101,11 @@ class AsyncBatchCollator(Generic[T]):
             state = f"{'holds' if slot.future.done() else 'builds'} step {slot.step}"
         return f"{call_repr(self, repr(Shown(self._compute)))} [{state}]"
 
+    @property
+    def holds(self) -> int | None:
+        """The step whose batch is in the slot, or is being built."""
+        return None if self._slot is None else self._slot.step
+
     def submit(self, step: int) -> None:
         """Starts building the batch of ``step`` on the thread."""
         self._check_open("submit", step)
@@ -87,13 +114,14 @@ class AsyncBatchCollator(Generic[T]):
                 f"submit({step}) while the slot holds step {self._slot.step}; there is one slot: "
                 f"get({self._slot.step}) takes the batch, clear() drops it"
             )
-        if self._executor is None or self._pid != os.getpid():
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch_collate_kit")
-            self._pid = os.getpid()
+        if self._thread is None or self._pid != os.getpid():
+            self._thread, self._pid = self._started_thread(), os.getpid()
         future: Future[T] = Future()
+        request = partial(_compute_into, future, self._compute, step)
         self._slot = _Slot(step, future)  # first: no batch is ever built unnoticed
+        self._thread.is_given_up = False
         try:
-            self._executor.submit(_compute_into, future, self._compute, step)
+            self._thread.requests.put(request)
         except BaseException:  # Ctrl-C in here: either the thread has begun, or it never will
             if future.cancel():
                 self._slot = None
@@ -130,7 +158,7 @@ class AsyncBatchCollator(Generic[T]):
         (``KeyboardInterrupt``, ``SystemExit``). In a forked process it does not wait.
         """
         error = None
-        if self._slot is not None and self._pid == os.getpid():
+        if self._slot is not None and self._may_wait():
             self._is_clearing = True
             error = self._slot.future.exception()  # waits
         self._slot, self._is_clearing = None, False
@@ -143,8 +171,45 @@ class AsyncBatchCollator(Generic[T]):
         try:
             self.clear()
         finally:
-            if self._executor is not None and self._pid == os.getpid():
-                self._executor.shutdown(wait=True)
+            if self._thread is not None:
+                self._thread.requests.put(None)
+                if self._may_wait():
+                    self._thread.join()
+
+    def settled(self, seconds: float | None) -> bool:
+        """Wait at most so long until nothing is being built. Returns whether nothing is.
+
+        None: as long as it takes. A batch that was waited for once is not waited for again. Where
+        a wait might never end, there is none.
+        """
+        slot, thread = self._slot, self._thread
+        if slot is None or thread is None or slot.future.done():
+            return True
+        if self._may_wait() and (seconds is None or not thread.is_given_up):
+            wait([slot.future], seconds)
+            thread.is_given_up = not slot.future.done()
+        return slot.future.done()
+
+    def abandon(self) -> None:
+        """Empty the slot without waiting. The thread ends when ``compute`` returns."""
+        self._is_shut_down, self._slot = True, None
+        if self._thread is not None:
+            self._thread.requests.put(None)
+
+    def _started_thread(self) -> _Thread:
+        thread = _Thread()
+        try:
+            thread.start()
+        except BaseException:  # Ctrl-C in here
+            thread.requests.put(None)
+            raise
+        weakref.finalize(self, thread.requests.put, None).atexit = False
+        return thread
+
+    def _may_wait(self) -> bool:
+        """Whether a wait for the thread will end: not in a fork, the thread, a collection."""
+        is_own = self._thread is not None and self._thread.ident == threading.get_ident()
+        return self._pid == os.getpid() and not is_own and not is_collecting()
 
     def __enter__(self) -> AsyncBatchCollator[T]:
         return self
@@ -172,115 +237,3 @@ def _compute_into(future: Future[T], compute: Callable[[int], T], step: int) -> 
     except BaseException as error:
         future.set_exception(error)
         del future  # or the error's traceback would keep itself alive
-
-
-class _Built(NamedTuple):
-    """A batch on its way to its device, or END, and what there is to know of it."""
-
-    collated: Collated
-    mark: Any  # of the position after it
-    times: BuildTimes
-
-
-class ReadAhead:
-    """One reading of an epoch. ``position`` is after the batch that the consumer received last."""
-
-    def __init__(
-        self,
-        loader: ResumableLoader,
-        to_device: DeviceCopy | None,
-        *,
-        prefetch: bool,
-        warn_after: float | None,
-        skipped: SkippedExamples,
-    ) -> None:
-        position = loader.position()
-        # workers are forked here: in the consumer's thread, while no other one runs
-        self.num_steps, batches = loader.begin()
-        self.position = position._replace(mark=loader.mark())
-        self._loader, self._to_device, self._prefetch = loader, to_device, prefetch
-        self._skipped = skipped
-        self._has_ended = False
-        self._watchdog = Watchdog(warn_after)
-        # not a method: the thread would keep this object alive
-        build = partial(_build, loader, batches, to_device, position.epoch, self._watchdog)
-        self._collator = AsyncBatchCollator(build)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the consumer has received the whole epoch."""
-        has_all = self.num_steps is not None and self.position.step >= self.num_steps
-        return has_all or self._has_ended
-
-    def take(self) -> tuple[Any, BuildTimes]:
-        """The next batch, or END, and its times; the one after it is then on its way."""
-        epoch, step, _ = self.position
-        self._loader.check(epoch)
-        self._watchdog.wait_begins(epoch, step)
-        try:
-            built: _Built = self._collator.get(step)
-        finally:
-            self._watchdog.wait_ends()
-        batch = built.collated.batch
-        if self.num_steps is not None and (batch is END) != (step >= self.num_steps):
-            raise StateError(
-                f"epoch {epoch} has {self.num_steps} steps, but the loader yields "
-                f"{'fewer' if batch is END else 'more'}; len(batch_sampler) must be what its "
-                "iter() yields"
-            )
-        if batch is END:
-            self._has_ended = True
-            return END, built.times
-        self._skipped.add(epoch, step, built.collated)
-        following = LoaderPosition(epoch, step + 1, built.mark)
-        if self._prefetch and following.step != self.num_steps:
-            self._collator.submit(following.step)
-        if self._to_device is not None:
-            batch = self._to_device.receive(batch)
-        self.position = following
-        return batch, built.times
-
-    def stop(self) -> None:
-        """Drops what is in flight, and ends the threads and workers."""
-        try:
-            self._watchdog.stop()
-            self._collator.shutdown()
-        finally:
-            self._loader.end()
-
-
-def _build(
-    loader: ResumableLoader,
-    batches: Iterator[Any],
-    to_device: DeviceCopy | None,
-    epoch: int,
-    watchdog: Watchdog,
-    step: int,
-) -> _Built:
-    """The next batch, which comes from the loader's iterator."""
-    watchdog.collating = threading.get_ident()
-    began = time.perf_counter()
-    batch = next(batches, END)
-    ended = copied = time.perf_counter()
-    collated = batch if isinstance(batch, Collated) else Collated(batch)
-    if batch is END:
-        return _Built(collated, None, BuildTimes(began, ended, copied))
-    mark = loader.mark()
-    batch = _named(collated, epoch, step, keep=not loader.has_sampler)
-    if to_device is not None:
-        batch = to_device.send(batch)
-        copied = time.perf_counter()
-    return _Built(collated._replace(batch=batch), mark, BuildTimes(began, ended, copied))
-
-
-def _named(collated: Collated, epoch: int, step: int, *, keep: bool) -> Any:
-    """A Batch with its epoch and step in its metadata, and what it is without; others as is."""
-    batch = collated.batch
-    if not isinstance(batch, Batch):
-        return batch
-    named = copy.copy(batch)  # a collate function may keep its own
-    names: dict[str, Any] = {"epoch": epoch, "step": step}
-    if collated.failed:
-        names["skipped"] = [failed.example for failed in collated.failed]
-    named.metadata = {**batch.metadata, **names, **(batch.metadata if keep else {})}
-    return named

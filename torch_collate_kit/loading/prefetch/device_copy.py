@@ -53,10 +53,29 @@ class DeviceCopy:
 
 
 def device_copy(device: torch.device | str | int | None) -> DeviceCopy | None:
-    """None where there is nothing to do: no device, or the CPU."""
-    if device is None or torch.device(device).type == "cpu":
+    """Return the copier to a device; None where there is nothing to copy: no device, or the CPU.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    if device is None:
         return None
-    return DeviceCopy(torch.device(device))
+    try:
+        found = torch.device(device)
+        if found.type == "cpu":
+            return None
+        torch.empty(0, device=found)
+        return DeviceCopy(found)
+    except (
+        RuntimeError,
+        AssertionError,
+        NotImplementedError,
+    ) as error:  # as torch's backends say it
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"device={device!r} cannot be used here: {reason}; leave device out, or name one that "
+            "this machine and this build of torch have"
+        ) from error
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,12 +15,17 @@ import torch
 from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
 from torch_collate_kit._reprs import call_repr
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.prefetch.async_collator import END, ReadAhead
 from torch_collate_kit.loading.prefetch.device_copy import device_copy
 from torch_collate_kit.loading.prefetch.positioned import LoaderPosition
+from torch_collate_kit.loading.prefetch.read_ahead import END, ReadAhead, Taken
+from torch_collate_kit.loading.prefetch.reader import Reader, Stand
 from torch_collate_kit.loading.prefetch.resumable_loaders import resumable_loader
 from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExample, SkippedExamples
-from torch_collate_kit.loading.prefetch.waits import StepTimes, Timeline, checked_seconds
+from torch_collate_kit.loading.prefetch.waits import (
+    StepTimes,
+    Timeline,
+    checked_seconds,
+)
 from torch_collate_kit.loading.sampler.checks import is_same
 
 __all__ = ["PrefetchLoader"]
@@ -85,16 +92,17 @@ class PrefetchLoader:
         self._copy = device_copy(device)
         self._warn_after = checked_seconds("warn_after", warn_after)
         checked_choice("on_error", on_error, ("raise", "skip"))
-        self._skipped = SkippedExamples(
+        skipped = SkippedExamples(
             checked_int("max_skipped", max_skipped),
             checked_int("max_skipped_in_a_row", max_skipped_in_a_row),
         )
         self._on_error = on_error
         if on_error == "skip":
             self._loader.skip_failing_examples()
-        self._run: ReadAhead | None = None  # the epoch that is being read
-        self._pid = 0  # of the process that reads it, or that has read last
+        read = partial(ReadAhead, self._loader, self._copy, self._prefetch, self._warn_after)
+        self._reader = Reader(self._loader, read, skipped)
         self._loop: object = None  # the loop that may draw from it
+        self._drawing = 0  # the thread that draws a batch now
         self._interrupt: BaseException | None = None  # of the thread, to be raised at the next call
         self._is_closed = False
 
@@ -103,19 +111,15 @@ class PrefetchLoader:
         settings |= {} if self._copy is None else {"device": str(self._copy.device)}
         settings |= {} if self._warn_after == 60.0 else {"warn_after": self._warn_after}
         if self._on_error == "skip":
-            settings |= {"on_error": "skip", **self._skipped.limits}
-        position = self._position()
+            settings |= {"on_error": "skip", **self._reader.stand.skipped.limits}
+        position = self._reader.answer(lambda position, _: position)
         where = "closed" if self._is_closed else f"epoch {position.epoch}, step {position.step}"
         return f"{call_repr(self, self._loader.described(), **settings)} [{where}]"
-
-    def _position(self) -> LoaderPosition:
-        """After the batches received so far."""
-        return self._loader.position() if self._run is None else self._run.position
 
     @property
     def epoch(self) -> int:
         """The epoch of the next batch, or of the last one while its loop still runs."""
-        return self._position().epoch
+        return self._reader.answer(lambda position, _: position.epoch)
 
     @property
     def timeline(self) -> list[StepTimes]:
@@ -153,11 +157,11 @@ class PrefetchLoader:
         ...     list(loader), loader.skipped[0][:3], loader.skipped[0].error.partition(":")[0]
         ([[5, 10], [4]], (0, 1, 2), 'ZeroDivisionError')
         """
-        return list(self._skipped.examples)
+        return list(self._reader.stand.skipped.examples)
 
     def __len__(self) -> int:
         """Steps of the current epoch, counted from its step 0."""
-        num_steps = self._loader.num_steps() if self._run is None else self._run.num_steps
+        num_steps = self._reader.num_steps()
         if num_steps is None:
             raise TypeError("the length of an epoch of this loader is known only at its end")
         return num_steps
@@ -183,80 +187,75 @@ class PrefetchLoader:
         self, num_steps: int | None, on_epoch: Callable[[int], object] | None
     ) -> Iterator[Any]:
         """The next batches; None: those left in the epoch."""
-        self._check_open()
-        self._raise_interrupt()
-        self._loop = loop = object()
-        self._timeline.trained()  # what an older loop gave
+        loop, reader = self._begin_loop(), self._reader
         num_taken = num_empty = 0
         try:
-            if self._run is not None and self._run.is_over:  # steps() took its last batch
-                self._stop_reading()
-                self._raise_interrupt()
             while num_steps is None or num_taken < num_steps:
-                run = self._run or self._begin_epoch(on_epoch)
-                self._check_loop(loop)
-                batch = self._take(run)
+                run, (batch, position, skipped, _) = self._draw(loop, on_epoch)
                 if batch is not END:
                     num_taken, num_empty = num_taken + 1, 0
+                    stand = Stand(position, skipped, reader.stand.reading)
+                    reader.stand = stand  # received: the two are one moment for a signal handler
                     yield batch
                     del batch  # it would be held beside the next
                     self._check_loop(loop)
                     self._timeline.trained()
-                    if self._run is run or not run.is_over:  # else reshuffle() has ended it
+                    if reader.run is run or not run.is_over(position):  # else reshuffle() ended it
                         continue
                 else:
-                    self._stop_reading()
-                    self._raise_interrupt()
+                    reader.stop()
                 if num_steps is None:
                     return
                 num_empty += 1
                 if num_empty > _MAX_EMPTY_EPOCHS:
                     raise StateError(f"{num_empty} epochs in a row had no batch; is there data?")
-        except BaseException:  # a break too: GeneratorExit
-            if self._loop is loop:
-                self._timeline.trained()
-                self._stop_reading()
+        except BaseException as error:  # a break too: GeneratorExit
+            self._leave(loop, error)
             raise
 
-    def _begin_epoch(self, on_epoch: Callable[[int], object] | None) -> ReadAhead:
-        position = self._loader.position()
-        if on_epoch is not None and position.step == 0:
-            on_epoch(position.epoch)
-        self._pid = os.getpid()
-        self._run = ReadAhead(
-            self._loader,
-            self._copy,
-            prefetch=self._prefetch,
-            warn_after=self._warn_after,
-            skipped=self._skipped,
-        )
-        return self._run
+    def _begin_loop(self) -> object:
+        self._check_open()
+        self._check_one_consumer()
+        self._raise_interrupt()
+        self._loop = loop = object()
+        self._timeline.trained()  # what an older loop gave
+        self._reader.stop_if_over()
+        return loop
 
-    def _take(self, run: ReadAhead) -> Any:
-        began, position = time.perf_counter(), run.position
+    def _draw(
+        self, loop: object, on_epoch: Callable[[int], object] | None
+    ) -> tuple[ReadAhead, Taken]:
+        """Return the reading, and its next batch or END."""
+        self._check_one_consumer()
+        self._drawing = threading.get_ident()
         try:
-            batch, built = run.take()
+            run = self._reader.run or self._reader.begin(on_epoch)
+            self._check_loop(loop)
+            began = time.perf_counter()
+            try:
+                taken = self._reader.take(run)
+            finally:
+                ended = time.perf_counter()
+                self.wait_seconds += ended - began
+            self._check_loop(loop)
         finally:
-            ended = time.perf_counter()
-            self.wait_seconds += ended - began
-        if batch is not END:
-            self._timeline.received(position.epoch, position.step, built, began, ended)
-        return batch
+            self._drawing = 0
+        if taken.batch is not END:
+            epoch, step, _ = taken.position
+            self._timeline.received(epoch, step - 1, taken.times, began, ended)
+        return run, taken
 
-    def _stop_reading(self, *, move_back: bool = True) -> None:
-        """Drops what is in flight; the position is then after what the consumer has received."""
-        run = self._run
-        if run is None or self._is_elsewhere():  # a fork: thread and workers are the parent's
-            return
-        self._run = None
-        try:
-            run.stop()
-        except BaseException as error:  # a loop that is left early has nobody to raise it to
-            self._interrupt = error
-        if run.is_over:
-            self._loader.end_epoch(run.position.epoch)
-        elif move_back:
-            self._loader.move_to(run.position)
+    def _leave(self, loop: object, error: BaseException) -> None:
+        if self._loop is loop:
+            self._timeline.trained()
+            try:
+                self._reader.leave()
+            except BaseException as interrupt:  # there is nobody to raise it to
+                self._interrupt = interrupt
+        elif isinstance(error, Exception):  # of what another thread has done meanwhile
+            if self._is_closed:
+                self.close()  # what was begun after it
+            self._check_loop(loop)
 
     def reshuffle(self) -> None:
         """Puts the rest of the epoch in a new order; drops what is in flight.
@@ -266,22 +265,31 @@ class PrefetchLoader:
         the order is a function of seed, epoch and steps.
         """
         self._check_open()
-        self._stop_reading()
+        self._reader.stop()
         self._raise_interrupt()
-        self._loader.reshuffle()
+        with self._reader.moving():
+            self._loader.reshuffle()
 
     def set_epoch(self, epoch: int) -> None:
         """Moves to the beginning of ``epoch``; drops what is in flight."""
         self._check_open()
-        self._stop_reading()
+        self._reader.stop()
         self._raise_interrupt()
-        self._loader.set_epoch(epoch)
+        with self._reader.moving():
+            self._loader.set_epoch(epoch)
         self._loop = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batches received so far, and what was left out of them."""
-        at = self._loader.state_at(self._position())
-        return {"version": 1, "max_tokens": self._max_tokens, **at, **self._skipped.state()}
+        """The position after the batches received so far, and what was left out of them.
+
+        Any thread may ask, and a signal handler, at any moment.
+        """
+
+        def state(position: LoaderPosition, skipped: SkippedExamples) -> dict[str, Any]:
+            at = self._loader.state_at(position)
+            return {"version": 1, "max_tokens": self._max_tokens, **at, **skipped.state()}
+
+        return self._reader.answer(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues exactly from a saved position.
@@ -305,9 +313,10 @@ class PrefetchLoader:
         saved, mine = state["max_tokens"], self._max_tokens
         if not self._loader.has_sampler or not _is_max_tokens(saved):
             self._check_same(state, "max_tokens", mine)
-        skipped = self._skipped.after(state)
-        self._loader.load_state_dict(state, lambda: self._stop_reading(move_back=False))
-        self._skipped = skipped
+        skipped = self._reader.stand.skipped.after(state)
+        self._reader.settle()
+        with self._reader.moving(skipped):
+            self._loader.load_state_dict(state, lambda: self._reader.stop(move_back=False))
         self._loop = None
         if saved != mine and not self._loader.plans_rows:  # else the sampler says so
             _logger.warning(
@@ -325,14 +334,20 @@ class PrefetchLoader:
             )
 
     def close(self) -> None:
-        """Waits for what is in flight, then ends thread and workers. May be called again."""
+        """Wait a second for what is in flight, then end thread and workers. May be called again.
+
+        A batch that takes longer is abandoned, with a warning: its workers are killed, and a thread
+        that does not return ends with the process.
+        """
         self._is_closed = True
         self._loop = None
-        if self._is_elsewhere():
+        if self._reader.is_elsewhere():
             return
         self._timeline.trained()
-        self._stop_reading()
-        self._loader.close()
+        try:
+            self._reader.close()
+        finally:
+            self._loader.close()
         self._raise_interrupt()
 
     def __enter__(self) -> PrefetchLoader:
@@ -344,23 +359,27 @@ class PrefetchLoader:
     def _check_open(self) -> None:
         if self._is_closed:
             raise StateError("the loader is closed; make a new PrefetchLoader")
-        if self._is_elsewhere():
+        if self._reader.is_elsewhere():
             raise StateError(
-                f"the loader is read in process {self._pid}, and this is process {os.getpid()}, a "
-                "fork without its thread and workers; make a new PrefetchLoader here"
+                f"the loader is read in process {self._reader.pid}, and this is process "
+                f"{os.getpid()}, a fork without its thread and workers; make a new PrefetchLoader "
+                "here"
             )
-
-    def _is_elsewhere(self) -> bool:
-        """Whether this is a fork, and the thread and workers belong to the parent process."""
-        is_in_use = self._run is not None or self._loader.has_workers()
-        return is_in_use and self._pid != os.getpid()
 
     def _check_loop(self, loop: object) -> None:
         self._check_open()
         if self._loop is not loop:
             raise StateError(
                 "this loop over the loader is over: set_epoch, load_state_dict or a newer loop has "
-                "taken its place; begin a new one"
+                "taken its place; begin a new one (a loader has one position and one consumer)"
+            )
+
+    def _check_one_consumer(self) -> None:
+        if self._drawing not in (0, threading.get_ident()):
+            raise StateError(
+                "another thread is waiting for a batch of this loader, which has one position and "
+                "one consumer; give each thread a loader of its own, or draw in one thread and "
+                "hand the batches on"
             )
 
     def _raise_interrupt(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 
 from torch_collate_kit._reprs import Shown, call_repr
 from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.prefetch.waits import PATIENCE, is_collecting
 
 __all__ = ["LoaderPosition", "PositionedLoader", "changed_copy", "part_of_state"]
 
@@ -32,6 +34,7 @@ class PositionedLoader:
     has_sampler = False
     """Whether a sampler says which examples a step has. Then they follow a state into other rows,
     and the loader names epoch and step; those that a stream has given to a batch stay."""
+    is_closed = False
     plans_rows = False
     """Whether a state says into which rows, so that the sampler tells when these are others."""
 
@@ -55,6 +58,17 @@ class PositionedLoader:
         """Of this epoch, from its step 0 on; None if only its end will tell."""
         return None
 
+    def marked(self, position: LoaderPosition) -> LoaderPosition:
+        """Return the position, with a mark where it needs one."""
+        return position
+
+    def pinned(self, position: LoaderPosition | None) -> LoaderPosition | None:
+        """Return what stays true of the position while the loader is moved.
+
+        None, that the loader tells it, stays true where it moves by a single assignment.
+        """
+        return position
+
     def check(self, epoch: int) -> None:
         """StateError if something other than the reader has moved the position meanwhile."""
 
@@ -75,15 +89,18 @@ class PositionedLoader:
             self._batches._persistent_workers = True
         return self._batches
 
-    def end(self) -> None:
-        """Called when nobody draws from the batches of the last ``begin()`` any more."""
+    def end(self, seconds: float = PATIENCE) -> None:
+        """End the workers, after the last batch that is drawn from the last ``begin()``.
+
+        Those that have not ended after so many seconds are killed. Persistent ones stay.
+        """
         batches, self._batches = self._batches, None
         if not getattr(self._loader, "persistent_workers", False):
-            _end_workers(batches)
+            _end_workers(batches, seconds)
 
-    def close(self) -> None:
-        """Ends the worker processes that wait for the next epoch."""
-        _end_workers(vars(self._loader)["_iterator"])
+    def close(self, seconds: float = PATIENCE) -> None:
+        """End the persistent workers, too. The loader is not read any more."""
+        _end_workers(vars(self._loader)["_iterator"], seconds)
         vars(self._loader).update(_iterator=None)
 
     def has_workers(self) -> bool:
@@ -99,20 +116,51 @@ def changed_copy(loader: Any, **parts: Any) -> Any:
     return changed
 
 
-def _end_workers(batches: Any) -> None:
-    """Ends the worker processes of a DataLoader's iterator now.
+def _end_workers(batches: Any, seconds: float) -> None:
+    """End the worker processes of a DataLoader's iterator now, as torch asks them to.
 
-    The garbage collector closes its queues before it stops the workers, and then waits five seconds
-    for each of them. A worker that dies while it ends is no error: nobody wants its batches, and a
-    spawned one that is still sending often aborts (its interpreter ends below the thread that
-    sends). So torch, whose handler of SIGCHLD would raise that here, watches them no longer.
+    Those that have not ended after so many seconds are killed: torch would wait five seconds for
+    each of them, and the garbage collector does so for all, since it closes their queues first.
+    With 0 seconds they are not asked, and no lock is taken. A worker that dies while it ends is no
+    error: nobody wants its batches, and a spawned one that is still sending often aborts (its
+    interpreter ends below the thread that sends). So torch, whose handler of SIGCHLD would raise
+    that here, watches them no longer.
     """
-    if not hasattr(batches, "_shutdown_workers"):
+    if getattr(batches, "_shutdown", True):  # without workers it has no such attribute
         return
+    batches._shutdown = True
     if getattr(batches, "_worker_pids_set", False):
         torch._C._remove_worker_pids(id(batches))
         batches._worker_pids_set = False
-    batches._shutdown_workers()
+    try:
+        if seconds and not is_collecting():
+            _ask_workers_to_end(batches, time.monotonic() + seconds)
+    finally:
+        alive = [worker for worker in batches._workers if worker.is_alive()]
+        for worker in alive:
+            worker.kill()
+        for worker in alive:
+            worker.join(PATIENCE)
+
+
+def _ask_workers_to_end(batches: Any, deadline: float) -> None:
+    """Ask the workers to end, in torch's order: first the thread that pins batches.
+
+    It reads the queue of results, in which a worker that ends may leave half a batch.
+    """
+    ending = list(batches._workers)
+    if hasattr(batches, "_pin_memory_thread"):
+        batches._pin_memory_thread_done_event.set()
+        batches._worker_result_queue.put((None, None))
+        ending.insert(0, batches._pin_memory_thread)
+    batches._workers_done_event.set()
+    for queue in batches._index_queues:
+        queue.put(None)
+    for one in ending:
+        one.join(max(0.0, deadline - time.monotonic()))
+    for queue in batches._index_queues:
+        queue.cancel_join_thread()
+        queue.close()
 
 
 def part_of_state(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ import base64
 import copy
 import hashlib
 import io
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -83,6 +84,10 @@ class _SampledLoader(PositionedLoader):
                 "drops what is in flight"
             )
 
+    def pinned(self, position: LoaderPosition | None) -> LoaderPosition:
+        position = self.position() if position is None else position
+        return position._replace(mark=self.state_at(position)["sampler"])
+
     def move_to(self, position: LoaderPosition) -> None:
         self._sampler.load_state_dict(self.state_at(position)["sampler"])
 
@@ -111,10 +116,19 @@ class _StatefulLoader(PositionedLoader):
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
-        self._position = LoaderPosition(0, 0)  # without a mark: the loader itself stands there
+        self._position = LoaderPosition(0, 0)  # until somebody asks for its mark
+        self._asking = threading.RLock()
 
     def position(self) -> LoaderPosition:
         return self._position
+
+    def marked(self, position: LoaderPosition) -> LoaderPosition:
+        if position.mark is None:
+            with self._asking:  # two threads would begin it twice
+                if self._position.mark is None:
+                    self._position = LoaderPosition(0, 0, self.mark())
+                return self._position
+        return position
 
     def begin(self) -> tuple[int | None, Iterator[Any]]:
         return None, self._begun()
@@ -123,11 +137,11 @@ class _StatefulLoader(PositionedLoader):
         return copy.deepcopy(self._loader.state_dict())
 
     def end_epoch(self, epoch: int) -> None:
-        self._position = LoaderPosition(epoch + 1, 0)
+        self._position = LoaderPosition(epoch + 1, 0, self.mark())
 
     def move_to(self, position: LoaderPosition) -> None:
-        self._loader.load_state_dict(copy.deepcopy(position.mark))
         self._position = position
+        self._loader.load_state_dict(copy.deepcopy(position.mark))
 
     def set_epoch(self, epoch: int) -> None:
         raise TypeError(
@@ -142,8 +156,8 @@ class _StatefulLoader(PositionedLoader):
         )
 
     def state_at(self, position: LoaderPosition) -> dict[str, Any]:
-        epoch, step, mark = position
-        text = _to_text(self.mark() if mark is None else mark)
+        epoch, step, mark = self.marked(position)
+        text = _to_text(mark)
         return {
             "loader": text,
             "digest": _digest(text),
@@ -180,7 +194,7 @@ class _StatefulLoader(PositionedLoader):
         stop_reading()  # before: what is in flight asks the loader for its state
         self.move_to(LoaderPosition(**position, mark=mark))
 
-    def close(self) -> None:
+    def close(self, seconds: float = 0) -> None:
         """The workers that wait for the next epoch are the caller's."""
 
     def _fits(self) -> dict[str, Any]:

@@ -163,7 +163,7 @@ class SkippedExample(NamedTuple):
 
 
 class SkippedExamples:
-    """What was left out of the batches that the consumer has received.
+    """What was left out of the batches that the consumer has received. It never changes.
 
     Raises:
         DataError: more than ``max_skipped``, or more than ``max_in_a_row`` one after the other in
@@ -181,10 +181,12 @@ class SkippedExamples:
         limits = {"max_skipped": self.max_skipped, "max_skipped_in_a_row": self.max_in_a_row}
         return {name: limit for name, limit in limits.items() if limit != _DEFAULTS[name]}
 
-    def add(self, epoch: int, step: int, collated: Collated) -> None:
-        """Counts and logs what a batch is without; nothing is changed if it is too much."""
+    def with_batch(self, epoch: int, step: int, collated: Collated) -> SkippedExamples:
+        """Count and log what a batch is without. Returns the new counts; these stay as they are."""
         longest, in_a_row = _runs(self._in_a_row, collated)
         failed = collated.failed
+        if not failed and in_a_row == self._in_a_row:
+            return self
         found = [SkippedExample(epoch, step, of.example, of.error) for of in failed]
         examples = [*self.examples, *found]
         if found and len(examples) > self.max_skipped:
@@ -197,7 +199,12 @@ class SkippedExamples:
                 "left example %s out of step %d of epoch %d, %d of at most %d so far: %s",
                 *(one.example, step, epoch, number, self.max_skipped, one.error),
             )
-        self.examples, self._in_a_row = examples, in_a_row
+        return self._with(examples, in_a_row)
+
+    def _with(self, examples: list[SkippedExample], in_a_row: int) -> SkippedExamples:
+        changed = SkippedExamples(self.max_skipped, self.max_in_a_row)
+        changed.examples, changed._in_a_row = examples, in_a_row
+        return changed
 
     def state(self) -> dict[str, Any]:
         """Nothing if nothing was left out, so that the state is that of any other loader."""
@@ -224,12 +231,8 @@ class SkippedExamples:
                 "the state has only one of skipped and skipped_in_a_row, which are saved together; "
                 "pass what state_dict() gave"
             )
-        loaded = SkippedExamples(self.max_skipped, self.max_in_a_row)
-        loaded.examples = [
-            SkippedExample(epoch, step, example, None) for epoch, step, example in named
-        ]
-        loaded._in_a_row = in_a_row
-        return loaded
+        examples = [SkippedExample(epoch, step, example, None) for epoch, step, example in named]
+        return self._with(examples, in_a_row)
 
 
 def _runs(in_a_row: int, collated: Collated) -> tuple[int, int]:

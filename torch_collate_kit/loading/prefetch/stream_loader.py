@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.collate import default_convert
@@ -27,6 +27,13 @@ __all__ = ["StreamLoader", "is_stream_of_shards"]
 
 # By shard: a position, which has num_given (batches). Only the stream knows what else is in it.
 Positions: TypeAlias = dict[int, Any]
+
+
+class _Mark(NamedTuple):
+    """Where the shards are after what was received, and the epoch that their source was in."""
+
+    positions: Positions
+    source_epoch: int | None
 
 
 class _DividedStream(Protocol):
@@ -72,30 +79,33 @@ class StreamLoader(PositionedLoader):
         self._passes = _Passes(self._stream)
         collate = partial(_collate_turn, loader.collate_fn)
         super().__init__(changed_copy(loader, dataset=self._passes, collate_fn=collate))
-        self._epoch, self._positions = 0, self._stream.start()
-        self._received = self._positions  # of the pass that is being read
-        self._source_epoch = self._stream.epoch
+        self._position = self._at(0, self._stream.start(), self._stream.epoch)
+        self._received = self._position.mark  # of the pass that is being read
 
     def described(self) -> str:
         return call_repr(self._loader, self._name)
 
+    def _at(self, epoch: int, positions: Positions, source_epoch: int | None) -> LoaderPosition:
+        num_given = sum(at.num_given for at in positions.values())
+        return LoaderPosition(epoch, num_given, _Mark(positions, source_epoch))
+
     def position(self) -> LoaderPosition:
-        num_given = sum(at.num_given for at in self._positions.values())
-        return LoaderPosition(self._epoch, num_given, self._positions)
+        return self._position
 
     def begin(self) -> tuple[int | None, Iterator[Any]]:
-        if self._positions == self._stream.beginning():
-            self._source_epoch = self._stream.epoch
-        if not self._passes.is_next(self._epoch, self._positions):
+        epoch, _, (positions, source_epoch) = self._position
+        if positions == self._stream.beginning():
+            source_epoch = self._stream.epoch
+        if not self._passes.is_next(epoch, positions):
             self.close()  # persistent workers would read on elsewhere
-        self._passes.move_to(self._epoch, self._positions)
-        self._received = dict(self._positions)
+        self._passes.move_to(epoch, positions)
+        self._received = _Mark(dict(positions), source_epoch)
         turns = self._begun()
-        self._passes.move_to(self._epoch + 1, self._stream.beginning())
+        self._passes.move_to(epoch + 1, self._stream.beginning())
         return None, self._received_from(turns)
 
     def _received_from(self, turns: Iterator[Any]) -> Iterator[Any]:
-        received = self._received
+        received = self._received.positions
         for turn in turns:
             if turn.after is not None:
                 received[turn.shard] = turn.after
@@ -105,17 +115,20 @@ class StreamLoader(PositionedLoader):
                 yield batch
                 del batch  # it would be held beside the next
 
-    def mark(self) -> Positions:
-        return dict(self._received)
+    def mark(self) -> _Mark:
+        positions, source_epoch = self._received
+        return _Mark(dict(positions), source_epoch)
 
     def end_epoch(self, epoch: int) -> None:
         self.set_epoch(epoch + 1)
 
     def move_to(self, position: LoaderPosition) -> None:
-        self._epoch, self._positions = position.epoch, dict(position.mark)
+        self._position = position
 
     def set_epoch(self, epoch: int) -> None:
-        self._epoch, self._positions = checked_word("epoch", epoch), self._stream.beginning()
+        source_epoch = self._position.mark.source_epoch
+        epoch = checked_word("epoch", epoch)
+        self._position = self._at(epoch, self._stream.beginning(), source_epoch)
 
     def reshuffle(self) -> None:
         raise TypeError(
@@ -124,9 +137,10 @@ class StreamLoader(PositionedLoader):
         )
 
     def state_at(self, position: LoaderPosition) -> dict[str, Any]:
-        is_fresh = position.mark == self._stream.beginning()
-        source_epoch = self._stream.epoch if is_fresh else self._source_epoch
-        stream = self._stream.state_at(position.mark, source_epoch)
+        positions, source_epoch = position.mark
+        if positions == self._stream.beginning():
+            source_epoch = self._stream.epoch
+        stream = self._stream.state_at(positions, source_epoch)
         return {"epoch": position.epoch, "stream": stream}
 
     def load_state_dict(self, state: Mapping[str, Any], stop_reading: Callable[[], None]) -> None:
@@ -135,7 +149,7 @@ class StreamLoader(PositionedLoader):
             raise StateError(f"the state has epoch={epoch!r}; pass what state_dict() gave")
         positions = self._stream.positions_in(stream)
         stop_reading()
-        self._epoch, self._positions, self._source_epoch = epoch, positions, self._stream.epoch
+        self._position = self._at(epoch, positions, self._stream.epoch)
 
 
 class _Passes(IterableDataset[Any]):

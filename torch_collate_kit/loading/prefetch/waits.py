@@ -6,6 +6,7 @@ says what a batch that does not come is waiting for: the step, the worker, the s
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import sys
@@ -19,11 +20,40 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["BuildTimes", "StepTimes", "Timeline", "Watchdog", "checked_seconds"]
+__all__ = [
+    "PATIENCE",
+    "BuildTimes",
+    "StepTimes",
+    "Timeline",
+    "Watchdog",
+    "checked_seconds",
+    "is_collecting",
+]
 
 _logger = logging.getLogger("torch_collate_kit.loading")
+PATIENCE = 0.8
+"""Seconds that leaving a loop, and ``close``, wait for what is in flight."""
 _MOST_STEPS = 1000
 _MOST_SECONDS = 1e6  # at a time: a lock cannot wait for as long as one likes
+
+
+_collector = 0  # the thread in which Python collects cycles now
+
+
+def _note_collection(phase: str, info: object) -> None:
+    global _collector
+    _collector = threading.get_ident() if phase == "start" else 0
+
+
+gc.callbacks.append(_note_collection)
+
+
+def is_collecting() -> bool:
+    """Return whether Python's cycle collector is the caller.
+
+    It runs in any thread, at any moment: what its caller holds is not known, so it must not wait.
+    """
+    return _collector == threading.get_ident()
 
 
 class BuildTimes(NamedTuple):
@@ -151,8 +181,23 @@ class Watchdog:
     def stop(self) -> None:
         """Ends the thread and waits for its end."""
         self._release()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        is_own = self._thread is threading.current_thread()
+        if self._thread is not None and not is_own and not is_collecting():
             self._thread.join()
+
+    def abandons(self, epoch: int, step: int) -> None:
+        """Log that nobody waits for the batch that is being built."""
+        frame = sys._current_frames().get(self.collating)
+        worker = _worker_waited_for(frame)
+        _logger.warning(
+            "PrefetchLoader is closed while step %d of epoch %d is being built, which takes more "
+            "than %g s, and abandons it: %s. Stack of the prefetch thread:\n%s",
+            *(step, epoch, PATIENCE),
+            f"it was to come from {worker}, which is killed"
+            if worker
+            else "the prefetch thread ends after that batch, or with the process",
+            _stack(frame),
+        )
 
     def look(self, warn_after: float) -> float:
         """Says what takes too long, once. Returns the seconds until the next look."""
@@ -189,11 +234,14 @@ def _report(wait: _Wait, seconds: float, collating: int) -> str:
     thread = "the thread of the training loop" if is_own else "the prefetch thread"
     worker = _worker_waited_for(frame)
     doing = f"is being collated in {thread}" if worker is None else f"is to come from {worker}"
-    stack = "".join(traceback.format_stack(frame)) if frame is not None else "  it has ended\n"
     return (
         f"PrefetchLoader has waited {seconds:.3g} s for step {wait.step} of epoch {wait.epoch}, "
-        f"and waits on: the batch {doing}. Stack of {thread}:\n{stack.rstrip()}"
+        f"and waits on: the batch {doing}. Stack of {thread}:\n{_stack(frame)}"
     )
+
+
+def _stack(frame: FrameType | None) -> str:
+    return "".join(traceback.format_stack(frame)).rstrip() if frame else "  it has ended"
 
 
 def _worker_waited_for(frame: FrameType | None) -> str | None:

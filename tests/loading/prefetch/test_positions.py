@@ -1,0 +1,296 @@
+"""A state is of what the consumer has received, whenever and by whomever it is taken."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading import (
+    MixedSampler,
+    PackedIterableDataset,
+    PrefetchingSampler,
+    PrefetchLoader,
+)
+
+NUM_EXAMPLES, NUM_FOLLOWING = 7, 9
+
+
+def slow(examples: Any) -> Any:
+    time.sleep(0.002)
+    return examples
+
+
+def number_of(batch: Any) -> Any:
+    """A batch as it can be compared: its examples, or the first token of each row."""
+    return batch["input_ids"][:, 0].tolist() if hasattr(batch, "metadata") else list(batch)
+
+
+def sampled(num_workers: int = 0, sampler: Any = None) -> PrefetchLoader:
+    sampler = sampler or PrefetchingSampler(NUM_EXAMPLES, 2, seed=1)
+    data = DataLoader(
+        range(NUM_EXAMPLES), batch_sampler=sampler, collate_fn=slow, num_workers=num_workers
+    )
+    return PrefetchLoader(data)
+
+
+def mixed(num_workers: int = 0) -> PrefetchLoader:
+    return sampled(num_workers, MixedSampler([4, 3], 2, seed=1))
+
+
+def streamed(num_workers: int = 0) -> PrefetchLoader:
+    examples = [{"input_ids": [i] * 4} for i in range(NUM_EXAMPLES)]
+    stream = PackedIterableDataset(examples, tokenizer=0, max_tokens=4, buffer_size=2, num_shards=2)
+    data = DataLoader(stream, batch_size=None, num_workers=num_workers, collate_fn=slow)
+    return PrefetchLoader(data)
+
+
+def stateful(num_workers: int = 0) -> PrefetchLoader:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    return PrefetchLoader(
+        torchdata.StatefulDataLoader(
+            range(NUM_EXAMPLES), batch_size=2, collate_fn=slow, num_workers=num_workers
+        )
+    )
+
+
+class Watching:
+    """Takes states from outside: each with the batches received before and after it was taken."""
+
+    def __init__(self, loader: PrefetchLoader) -> None:
+        self.loader = loader
+        self.received: list[Any] = []
+        self.states: list[tuple[int, int, str]] = []
+
+    def take(self, *_: object) -> None:
+        before = len(self.received)
+        state = json.dumps(self.loader.state_dict())
+        self.states.append((before, len(self.received), state))
+
+    def train(self, num_batches: int) -> None:
+        """Loops that are left by a break, at the end of an epoch, or after some steps."""
+        while len(self.received) < num_batches:
+            which = len(self.received) % 3
+            for batch in self.loader.steps(4) if which else self.loader:
+                self.received.append(number_of(batch))
+                if which < 2 and len(self.received) % 5 in (1, 3):
+                    break
+
+
+def by_a_thread(watching: Watching, work: Callable[[], object]) -> None:
+    is_over, errors = threading.Event(), []
+
+    def take_on() -> None:
+        try:
+            while not is_over.is_set():
+                watching.take()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=take_on)
+    thread.start()
+    try:
+        work()
+    finally:
+        is_over.set()
+        thread.join()
+    assert errors == []
+
+
+def by_a_signal_handler(watching: Watching, work: Callable[[], object]) -> None:
+    """One that comes at every line of the loading package that this thread executes."""
+    taking = False
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal taking
+        if "torch_collate_kit/loading" not in frame.f_code.co_filename:
+            return None
+        if event == "line" and not taking:
+            taking = True
+            watching.take()
+            taking = False
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+
+
+def check_states(watching: Watching, make: Callable[[], PrefetchLoader]) -> None:
+    """Each is of a position received meanwhile, and what follows it is what followed."""
+    with make() as loader:
+        following = [number_of(batch) for batch in loader.steps(len(watching.received) + 20)]
+    assert following[: len(watching.received)] == watching.received
+    places: dict[str, list[int]] = {}
+    for place in range(len(following) - NUM_FOLLOWING):
+        places.setdefault(str(following[place : place + NUM_FOLLOWING]), []).append(place)
+    wrong, known = [], {}
+    for before, after, state in watching.states:
+        if state not in known:
+            with make() as loader:
+                loader.load_state_dict(json.loads(state))
+                known[state] = str([number_of(b) for b in loader.steps(NUM_FOLLOWING)])
+        # a batch counts as received when the loader hands it over, just before the loop notes it
+        if not any(before <= place <= after + 1 for place in places.get(known[state], [])):
+            wrong.append((before, after, state))
+    assert len(known) > 5, "too few states to tell"
+    assert wrong == [], f"{len(wrong)} of {len(watching.states)} states are wrong"
+
+
+@pytest.mark.parametrize("take", [by_a_thread, by_a_signal_handler])
+@pytest.mark.parametrize("make", [sampled, mixed, streamed, stateful])
+def test_states_taken_at_all_moments(make, take):
+    with make() as loader:
+        watching = Watching(loader)
+        take(watching, lambda: watching.train(40 if take is by_a_thread else 20))
+    check_states(watching, make)
+
+
+@pytest.mark.parametrize("make", [sampled, streamed, stateful])
+def test_states_taken_at_all_moments_with_workers(make):
+    with make(num_workers=2) as loader:
+        watching = Watching(loader)
+        by_a_thread(watching, lambda: watching.train(8))
+    # the state of a StatefulDataLoader needs as many workers
+    check_states(watching, lambda: make(num_workers=2 if make is stateful else 0))
+
+
+def moved(loader: PrefetchLoader, start: dict[str, Any], reshuffles: bool) -> Iterator[None]:
+    """What a consumer may do with a loader, one after the other."""
+    loader.load_state_dict(start)
+    yield
+    for _ in loader.steps(2):
+        yield
+    if reshuffles:
+        loader.reshuffle()
+        yield
+    for _ in loader.steps(1):  # it is still read then
+        yield
+    loader.load_state_dict(start)
+    yield
+    for _ in loader:
+        yield
+        break
+    loader.set_epoch(2)
+    yield
+    for _ in loader:
+        yield
+    yield
+
+
+@pytest.mark.parametrize("take", [by_a_thread, by_a_signal_handler])
+@pytest.mark.parametrize("make", [sampled, streamed])
+def test_states_taken_while_the_loader_is_moved(make, take):
+    with make() as loader:
+        watching, start = Watching(loader), loader.state_dict()
+        right = [json.dumps(start)]
+        for _ in moved(loader, start, make is sampled):
+            right.append(json.dumps(loader.state_dict()))
+        num_times = 6 if take is by_a_thread else 1
+        for _ in range(num_times):
+            take(watching, lambda: list(moved(loader, start, make is sampled)))
+    taken = {state for _, _, state in watching.states}
+    assert len(taken) > 3
+    assert taken <= set(right)
+
+
+def test_a_question_of_another_thread_that_the_consumer_overtakes_is_asked_again():
+    asked, gate = threading.Event(), threading.Event()
+
+    class Slow(PrefetchingSampler):
+        def state_dict(self) -> dict[str, Any]:
+            if threading.current_thread() is not threading.main_thread() and not gate.is_set():
+                asked.set()
+                gate.wait()
+            return super().state_dict()
+
+    with sampled(sampler=Slow(NUM_EXAMPLES, 2)) as loader:
+        states: list[Any] = []
+        thread = threading.Thread(target=lambda: states.append(loader.state_dict()))
+        thread.start()
+        asked.wait()
+        batches = iter(loader)
+        next(batches)  # the sampler stands at the next epoch now
+        gate.set()
+        thread.join()
+        assert states == [loader.state_dict()]
+
+
+# ---- one consumer ----
+
+
+def test_a_second_thread_that_draws_meanwhile_is_told_so_and_changes_nothing():
+    began, gate = threading.Event(), threading.Event()
+
+    def gated(examples: Any) -> Any:
+        began.set()
+        gate.wait()
+        return examples
+
+    with PrefetchLoader(
+        DataLoader(
+            range(6), batch_sampler=PrefetchingSampler(6, 2, shuffle=False), collate_fn=gated
+        )
+    ) as loader:
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.extend(loader))
+        thread.start()
+        began.wait()
+        with pytest.raises(StateError) as caught:
+            next(iter(loader))
+        gate.set()
+        thread.join()
+        assert found == [[0, 1], [2, 3], [4, 5]]
+    assert str(caught.value) == (
+        "another thread is waiting for a batch of this loader, which has one position and one "
+        "consumer; give each thread a loader of its own, or draw in one thread and hand the "
+        "batches on"
+    )
+
+
+def test_two_loops_in_two_threads_lose_and_repeat_nothing():
+    with sampled() as loader:
+        found, errors = [], []
+
+        def train() -> None:
+            try:
+                for batch in loader.steps(2):
+                    found.append(batch)
+                    time.sleep(0.003)
+            except StateError as error:
+                errors.append(str(error))
+
+        threads = [threading.Thread(target=train) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors
+        assert all("one consumer" in error for error in errors)
+    with sampled() as loader:
+        assert sorted(found) == sorted(loader.steps(len(found)))
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_close_in_another_thread_ends_a_loop_by_a_message_of_the_loader(prefetch):
+    sampler = PrefetchingSampler(100, 1)
+    data = DataLoader(range(100), batch_sampler=sampler, collate_fn=slow)
+    for delay in (0.0005, 0.001, 0.002, 0.003, 0.004, 0.005):
+        loader = PrefetchLoader(data, prefetch=prefetch)
+        closer = threading.Timer(0.005 + delay, loader.close)
+        closer.start()
+        with pytest.raises(StateError, match=r"^the loader is closed; make a new PrefetchLoader$"):
+            for _ in loader.steps(100_000):
+                pass
+        closer.join()
