@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import datasets
@@ -51,7 +52,7 @@ class Clean:
         >>> clean.tokenizer.decode(trained)
         'It is 14, I think.<|im_end|>'
         """
-        tokenizer = tokenizer or chat_tokenizer()
+        tokenizer = tokenizer or _shared_tokenizer()
         return cls([conversation(tokenizer, i) for i in range(count)], tokenizer)
 
     @property
@@ -72,6 +73,12 @@ class Clean:
         tokenizer = copy.deepcopy(self.tokenizer)
         tokenizer.pad_token = tokenizer.eos_token
         return Clean(self.examples, tokenizer)
+
+
+@cache
+def _shared_tokenizer() -> Any:
+    """One for all, which is copied before it is changed."""
+    return chat_tokenizer()
 
 
 def conversation(tokenizer: Any, i: int) -> Example:

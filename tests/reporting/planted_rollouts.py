@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -166,3 +167,71 @@ def double_bos_of_prompts(rollouts: list[Example]) -> Planted:
     return _edited(
         "double_bos", rollouts, rows, lambda r: r | {"prompt_ids": [1, 1, *r["prompt_ids"]]}
     )
+
+
+def _values(name: str, rollouts: list[Example], **changes: Callable[[Example], Any]) -> Planted:
+    """Every fifth rollout with other values, which are made of it."""
+    return _edited(
+        name,
+        rollouts,
+        _every(rollouts, 5),
+        lambda r: r | {key: made(r) for key, made in changes.items()},
+    )
+
+
+@planted
+def logprobs_all_zero(rollouts: list[Example]) -> Planted:
+    """Placeholders that were never filled in."""
+    return _values("logprobs_constant", rollouts, logprobs=lambda r: [0.0] * len(r["logprobs"]))
+
+
+@planted
+def logprobs_of_one_value(rollouts: list[Example]) -> Planted:
+    return _values("logprobs_constant", rollouts, logprobs=lambda r: [-1.0] * len(r["logprobs"]))
+
+
+@planted
+def probabilities_in_place_of_logprobs(rollouts: list[Example]) -> Planted:
+    return _values("logprobs_positive", rollouts, logprobs=lambda r: np.exp(r["logprobs"]).tolist())
+
+
+@planted
+def logprobs_rolled_in_some_rollouts(rollouts: list[Example]) -> Planted:
+    return _values(
+        "logprobs_shifted", rollouts, logprobs=lambda r: r["logprobs"][1:] + r["logprobs"][:1]
+    )
+
+
+@planted
+def tokens_of_a_tool_trained(rollouts: list[Example]) -> Planted:
+    planted = _values(
+        "mask_disagrees_with_logprobs", rollouts, loss_mask=lambda r: [1] * len(r["loss_mask"])
+    )
+    planted.also.add("text_after_end_trained")
+    return planted
+
+
+@planted
+def first_tokens_of_responses_masked(rollouts: list[Example]) -> Planted:
+    return _values(
+        "mask_disagrees_with_logprobs", rollouts, loss_mask=lambda r: [0, 0, *r["loss_mask"][2:]]
+    )
+
+
+@planted
+def uids_of_their_own(rollouts: list[Example]) -> Planted:
+    return _values("uid_without_group", rollouts, uid=lambda r: f"run {r['response_ids']}")
+
+
+@planted
+def uid_unique_in_every_row(rollouts: list[Example]) -> Planted:
+    rows = _every(rollouts)
+    return _edited(
+        "uid_without_group", rollouts, rows, lambda r: r | {"uid": f"run {r['response_ids']}"}
+    )
+
+
+@planted
+def uids_of_another_prompt(rollouts: list[Example]) -> Planted:
+    other = {f"task {i}": f"task {(i + 1) % 8}" for i in range(8)}
+    return _values("uid_of_several_prompts", rollouts, uid=lambda r: other[r["uid"]])

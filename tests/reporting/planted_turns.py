@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from tests.reporting.clean_data import Clean, Example, with_target
 from tests.reporting.planted import Planted, planted
@@ -97,4 +98,5 @@ def all_turns_trained_from_the_first_answer(clean: Clean) -> Planted:
         found = answers(e["loss_mask"])
         return _with_mask(e, found[0][0], found[-1][1], 1)
 
-    return _planted(clean, "generation_prompt_trained", edit)
+    found = _planted(clean, "generation_prompt_trained", edit)
+    return replace(found, also={"prompt_trained", "text_after_end_trained"})

@@ -243,6 +243,24 @@ def test_labels_of_another_text() -> None:
     assert found(audit(rows)) == {"labels_not_input_ids": [2]}
 
 
+@pytest.mark.parametrize("wrong", [30, 156, 65436, 4294967196])
+def test_labels_of_which_some_are_other_ids(wrong: int) -> None:
+    rows = [labels_of(row) for row in rows_like()]
+    for i in (1, 4):
+        rows[i]["labels"][-2] = wrong
+    report = audit(rows)
+    assert found(report) == {"labels_not_input_ids": [1, 4]}
+    message = report["labels_not_input_ids"].message
+    assert message.startswith("2 labels of 2 of 6 rows are other ids")
+    assert ("-100 was stored unsigned" in message) == (wrong != 30)
+
+
+def test_an_empty_answer(tokenizer: Any) -> None:
+    rows = [*rows_like(), chat([30], [])]
+    assert found(audit(rows, tokenizer)) == {"empty_answer_trained": [6]}
+    assert found(audit(rows, word_tokenizer(None))) == {"empty_answer_trained": [6]}
+
+
 def test_duplicates_and_contradictions(tokenizer: Any) -> None:
     rows = [*rows_like(), chat([7, 8], [30]), rows_like()[2]]
     report = audit(rows, tokenizer)

@@ -67,6 +67,19 @@ def test_every_form_gives_the_same_report(tmp_path: Path, tokenizer: Any) -> Non
             assert report.to_dict() == expected, name
 
 
+def test_rows_that_were_cut_before(tokenizer: Any) -> None:
+    """``num_cut_tokens`` is a column of numbers; a row without it was not cut."""
+    import datasets
+
+    rows = [{**row, "num_cut_tokens": 3 * (i == 2)} for i, row in enumerate(rows_like())]
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    rows_as = datasets.Dataset.from_list(rows)
+    for data in (rows, columns, rows_as, TokenizedDataset(rows), TokenizedDataset(rows_as)):
+        report = audit(data, tokenizer)
+        assert serious(report) == {"eos_truncated": [2]}
+        assert "so they teach the model not to stop" in report["eos_truncated"].message
+
+
 def test_many_rows_are_read_in_parts(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = audit(ROWS, tokenizer).to_dict()
     monkeypatch.setattr(reading, "_ROWS_AT_A_TIME", 2)

@@ -14,7 +14,7 @@ from torch_collate_kit import audit
 from torch_collate_kit.reading.entries import count_trained
 from torch_collate_kit.reporting.audit.row_checks import same_spans
 
-HEADER = 4
+USER, HEADER = 3, 4
 TOKENIZERS = {pad: word_tokenizer(pad=pad) for pad in ("<pad>", "<eos>")}
 TOKEN = st.sampled_from([PAD, BOS, EOS, EOS, 3, HEADER, 7, 8, 9, 45])
 Row = dict[str, list[int]]
@@ -77,11 +77,17 @@ def is_padded(row: Row, pad: int) -> bool:
     )
 
 
+def ends_question(ids: list[int], i: int) -> bool:
+    """Whether the last header, or end, before the end at ``i`` is the header of the user."""
+    return next((t for t in reversed(ids[:i]) if t in (USER, HEADER, EOS)), None) == USER
+
+
 def misses_end(row: Row) -> bool:
     ids, kept = row["input_ids"], trained(row)
     return any(
         ids[i] == EOS and ids[i - 1] != EOS and i - 1 in kept and i not in kept
         for i in range(1, len(ids))
+        if not ends_question(ids, i)
     )
 
 

@@ -93,6 +93,42 @@ def test_the_zero_that_fills_up_where_there_is_no_tool(by: int) -> None:
     assert serious([moved(r, by) for r in rollouts[:3]]) == {}, "three rows are too few"
 
 
+def long_rollouts(count: int = 100) -> list[Rollout]:
+    """Without a tool, 40 tokens each, whose values depend on the token and a little on chance."""
+    rng = np.random.default_rng(0)
+    usual = rng.uniform(-3, -0.3, 40)
+    rollouts = []
+    for i in range(count):
+        ids = rng.integers(7, 40, 40)
+        values = np.minimum(usual[ids] + rng.normal(0, 0.3, 40), -0.01)
+        response = {"response_ids": ids.tolist(), "logprobs": values.tolist()}
+        rollouts.append(rollout(i) | response | {"loss_mask": [1] * 40})
+    return rollouts
+
+
+@pytest.mark.parametrize("step", [100, 10])
+@pytest.mark.parametrize("fill", [[0.0], None])
+@pytest.mark.parametrize("by", [1, -1])
+def test_a_few_rows_one_column_off(by: int, fill: list[float] | None, step: int) -> None:
+    """A zero fills up one end, or the value from the other end does: then tokens tell."""
+    rollouts = long_rollouts()
+    assert serious(rollouts).keys() <= {"eos_never_trained"}
+    rows = list(range(3, 100, step))
+    for i in rows:
+        values = rollouts[i]["logprobs"]
+        rest = values[:-1] if by == 1 else values[1:]
+        end = fill or (values[-1:] if by == 1 else values[:1])
+        rollouts[i]["logprobs"] = [*end, *rest] if by == 1 else [*rest, *end]
+    assert serious(rollouts)["logprobs_shifted"] == rows
+
+
+def test_a_few_certain_ends_among_nearly_certain_ones_are_no_shift() -> None:
+    rollouts = long_rollouts()
+    for i, r in enumerate(rollouts):
+        r["logprobs"][-1] = 0.0 if i % 10 == 0 else -1e-5
+    assert serious(rollouts).keys() <= {"eos_never_trained"}
+
+
 def test_a_certain_first_token_is_no_shift() -> None:
     rollouts = [rollout(i, tool=0) for i in range(8)]
     for r in rollouts:
@@ -146,7 +182,20 @@ def test_groups_follow_from_prompts_without_uids() -> None:
 
 
 def test_groups_of_one_rollout_have_no_variance_to_miss() -> None:
-    assert serious([rollout(i, group=i) for i in range(6)]) == {}
+    alone = [rollout(i, group=i) | {"prompt_ids": [3, 7 + i, 2, 4]} for i in range(6)]
+    assert serious(alone) == {}
+
+
+def test_uids_that_hide_a_group_and_uids_that_mix_prompts() -> None:
+    rollouts = [rollout(i) for i in range(16)]
+    for uids, found in (
+        (range(16), {"uid_without_group": list(range(16))}),
+        ([*range(4, 6), *[0] * 2, *[i // 4 + 9 for i in range(12)]], {"uid_without_group": [0, 1]}),
+        ([0] * 16, {"uid_of_several_prompts": list(range(16))}),
+        ([i // 4 if i != 5 else 3 for i in range(16)], {"uid_of_several_prompts": [5]}),
+    ):
+        data = [r | {"uid": f"task {uid}"} for r, uid in zip(rollouts, uids, strict=True)]
+        assert serious(data) == found
 
 
 def test_the_last_step_of_a_trajectory_has_its_reward() -> None:

@@ -7,11 +7,18 @@ from typing import Any
 import pytest
 
 from tests.chat.families import FAMILY_OF, Family, templates, tokenizer_for
-from torch_collate_kit import DataError, audit, tokenize_chat
+from torch_collate_kit import audit, tokenize_chat
 
 TEMPLATES = {name: text for name, text in templates().items() if name in FAMILY_OF}
 TRUE = {"template_not_prefix_stable", "empty_thinking_trained"}  # of some templates they are
 END_IN_THE_NEXT_TURN = {"glm4moe"}  # an answer at the end of a conversation has no end
+WRITES_THINKING = (
+    *("diffusion_gemma", "gemma4_v5", "glm4moe", "gptoss", "lfm2_2_5", "muse", "nemotron"),
+    *("qwen3_5", "qwen3_6", "qwen3_8"),
+)  # fmt: skip
+THINKS = {name for name in TEMPLATES if name.startswith(WRITES_THINKING)}
+THINKS |= {"qwen3", "qwen3_training"}
+OPENS_THINKING = {name for name in TEMPLATES if name.startswith("deepseek")}  # and drops it later
 
 
 def record(i: int, family: Family) -> dict[str, Any]:
@@ -23,28 +30,26 @@ def record(i: int, family: Family) -> dict[str, Any]:
     return {"messages": messages}
 
 
-def tokenized(name: str, tokenizer: Any) -> list[dict[str, Any]]:
-    """Eight short conversations, or none where the template has no exact mask of them."""
-    found = [record(i, FAMILY_OF[name]) for i in range(8)]
-    try:
-        examples = [tokenize_chat(r, tokenizer, train_on="last") for r in found]
-    except DataError:
-        return []
-    return [{key: e[key] for key in ("input_ids", "loss_mask")} for e in examples]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_thinking_before_an_answer_is_healthy(name: str) -> None:
-    """After its thinking the model of gpt-oss and Muse writes the header of an answer itself."""
-    tokenizer = tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos)
+def records_with_thinking(name: str) -> list[dict[str, Any]]:
     records = [record(i, FAMILY_OF[name]) for i in range(8)]
     for i, one in enumerate(records):
         one["messages"][1]["reasoning_content"] = f"I add {i} and {i + 1}."
-    try:
-        tokenize_chat(records[0], tokenizer)
-    except DataError:
-        return  # the template drops thinking
-    report = audit(records, tokenizer)
+    return records
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - THINKS))
+def test_thinking_that_a_template_drops_is_refused(name: str) -> None:
+    tokenizer = tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos)
+    found = audit(records_with_thinking(name), tokenizer)["refused"]
+    assert found.rows.tolist() == list(range(8))
+    assert "the chat template drops its reasoning_content" in found.message
+
+
+@pytest.mark.parametrize("name", sorted(THINKS))
+def test_thinking_before_an_answer_is_healthy(name: str) -> None:
+    """After its thinking the model of gpt-oss and Muse writes the header of an answer itself."""
+    tokenizer = tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos)
+    report = audit(records_with_thinking(name), tokenizer)
     true = {"eos_never_trained"} if name in END_IN_THE_NEXT_TURN else set()
     assert {f.name for f in report.findings if f.severity != "note"} <= true, report
 
@@ -83,15 +88,34 @@ def test_empty_thinking_of_rows_that_are_trained_as_a_whole(name: str, start: st
     assert found.rows.tolist() == list(range(8))
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", sorted(OPENS_THINKING))
+def test_answers_without_the_thinking_that_a_prompt_opens_are_refused(name: str) -> None:
+    tokenizer = tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos)
+    found = audit([record(i, FAMILY_OF[name]) for i in range(8)], tokenizer)["refused"]
+    assert found.rows.tolist() == list(range(8))
+    assert "renders what comes before this turn differently" in found.message
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - OPENS_THINKING))
 def test_what_tokenize_chat_writes_is_healthy(name: str) -> None:
     tokenizer = tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos)
-    examples = tokenized(name, tokenizer)
-    if not examples:
-        assert name.startswith("deepseek"), "an unexpected template is refused"
-        return
+    found = [
+        tokenize_chat(record(i, FAMILY_OF[name]), tokenizer, train_on="last") for i in range(8)
+    ]
+    examples = [{key: e[key] for key in ("input_ids", "loss_mask")} for e in found]
     report = audit(examples, tokenizer)
     true = TRUE | ({"eos_never_trained"} if name in END_IN_THE_NEXT_TURN else set())
     assert {f.name for f in report.findings if f.severity != "note"} <= true, report
     if FAMILY_OF[name].eos in FAMILY_OF[name].ends:
         assert "eos_does_not_end_turns" not in report.names, report
+
+
+def test_the_advice_to_train_the_last_turn_was_followed() -> None:
+    """With each turn in a row of its own, nothing follows an answer that is trained."""
+    tokenizer = tokenizer_for(TEMPLATES["qwen3"], FAMILY_OF["qwen3"].eos)
+    records = [record(i, FAMILY_OF["qwen3"]) for i in range(8)]
+    for i, one in enumerate(records):
+        one["messages"] += record(i + 8, FAMILY_OF["qwen3"])["messages"]
+    for train_on in ("each", "last"):
+        drift = audit(records, tokenizer, train_on=train_on)["template_not_prefix_stable"]
+        assert drift.severity == "note"

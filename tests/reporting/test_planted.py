@@ -25,7 +25,8 @@ NAMES = {
     "generation_prompt_trained", "empty_thinking_trained", "template_not_prefix_stable",
     "id_out_of_vocabulary", "pad_trained", "eos_masked_as_pad", "labels_shifted", "duplicates",
     "contradictory_answers", "reward_without_variance", "logprobs_shifted",
-    "placeholders_disagree_with_grids",
+    "placeholders_disagree_with_grids", "logprobs_constant", "logprobs_positive",
+    "mask_disagrees_with_logprobs", "uid_without_group", "uid_of_several_prompts",
 }  # fmt: skip
 MAY_BE_NOTES = {
     "duplicates", "contradictory_answers", "reward_without_variance", "template_not_prefix_stable"
@@ -35,6 +36,8 @@ WITH_MASKS = [
     for name, defect in DEFECTS.items()
     if {"loss_mask"} == defect(Clean.made()).examples[0].keys() - {"input_ids", "id"}
 ]
+FORMS = ("columns", "Dataset", "TokenizedDataset")
+IN_TWO_FORMS = [(n, form) for i, n in enumerate(DEFECTS) for form in ("list", FORMS[i % 3])]
 SILENT_WITHOUT_TOKENIZER = {"labels_shifted", "no_trained_token", "masks_all_zero", "duplicates"}
 
 
@@ -98,8 +101,7 @@ def test_damaged_rows_are_damaged(name: str) -> None:
         assert changed <= planted.rows[0]
 
 
-@pytest.mark.parametrize("form", ["list", "columns", "Dataset", "TokenizedDataset"])
-@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize(("name", "form"), IN_TWO_FORMS)
 def test_planted_in_conversations(name: str, form: str) -> None:
     planted = DEFECTS[name](Clean.made())
     data = as_form(planted.examples, form)
@@ -176,6 +178,20 @@ def real(shared_data: Path) -> Clean:
 def test_real_conversations_stay_silent(real: Clean) -> None:
     report = audit(real.examples, real.tokenizer, max_tokens=4096)
     assert report.ok, report.findings
+
+
+def test_ids_of_another_tokenizer(real: Clean) -> None:
+    """They are all known to this one, and decode to text that it writes with other ids."""
+    rng, rows = np.random.default_rng(0), real.rows()
+    examples = [
+        e | {"input_ids": rng.integers(1000, 32000, len(e["input_ids"])).tolist()}
+        if i in rows
+        else e
+        for i, e in enumerate(real.examples)
+    ]
+    found = set(audit(examples, real.tokenizer)["text_garbled"].rows.tolist())
+    assert found <= rows
+    assert len(found) >= 0.9 * len(rows), "a short row may come back by chance"
 
 
 @pytest.mark.parametrize("name", DEFECTS)

@@ -17,6 +17,7 @@ from tests.reporting.clean_data import (
     with_target,
 )
 from tests.reporting.planted_rollouts import clean_rollouts
+from tests.reporting.planted_texts import conversations, encoded, tool_tokenizer
 from tests.reporting.planted_turns import answers, of_three_turns
 
 __all__ = ["PADDED", "TRAPS"]
@@ -324,3 +325,79 @@ def logprobs_of_tool_tokens() -> Trap:
 @trap
 def rollouts_without_tools() -> Trap:
     return clean_rollouts(tools=False), chat_tokenizer()
+
+
+def _texts(edit: Callable[[int, str], str], count: int = 60) -> Trap:
+    """Conversations with a system prompt, several turns, tools and thinking in part, edited."""
+    tokenizer = tool_tokenizer()
+    texts = [edit(i, text) for i, text in enumerate(conversations(count))]
+    return [encoded(text, tokenizer) for text in texts], tokenizer
+
+
+@trap
+def tools_and_thinking_in_part_of_the_rows() -> Trap:
+    return _texts(lambda i, text: text)
+
+
+@trap
+def two_templates_half_and_half() -> Trap:
+    def other(i: int, text: str) -> str:
+        return text.replace("<|im_start|>", "## ").replace("<|im_end|>", "<eos>") if i % 2 else text
+
+    return _texts(other)
+
+
+@trap
+def line_breaks_trained_by_one_source_of_two() -> Trap:
+    return _texts(lambda i, text: text.replace("\u27e7\n", "\n\u27e7") if i % 2 else text)
+
+
+@trap
+def only_the_last_turn_is_trained() -> Trap:
+    def last(i: int, text: str) -> str:
+        before, mark, after = text.rpartition("\u27e6")
+        return before.replace("\u27e6", "").replace("\u27e7", "") + mark + after
+
+    return _texts(last)
+
+
+@trap
+def other_scripts_and_code() -> Trap:
+    words = (
+        "\u4eca\u5929\u5929\u6c14\u5f88\u597d",
+        "\u041f\u0440\u0438\u0432\u0435\u0442",
+        "\U0001f600",
+        "`<eos >` [x] {y}",
+    )
+    return _texts(lambda i, text: text.replace("It is", f"{words[i % 4]}: it is"))
+
+
+@trap
+def roles_that_the_template_does_not_name() -> Trap:
+    """It writes any role; a tenth of the rows has a developer or an observation."""
+    roles = ("developer", "observation")
+    return _texts(lambda i, text: text.replace("|>system", f"|>{roles[i % 2]}") if i % 5 else text)
+
+
+@trap
+def several_conversations_in_a_row() -> Trap:
+    packed, tokenizer = _texts(lambda i, text: text)
+    return [
+        {key: a[key] + b[key] for key in a} for a, b in zip(packed[::2], packed[1::2], strict=True)
+    ], tokenizer
+
+
+@trap
+def prompts_that_end_with_an_answer_that_was_begun() -> Trap:
+    """Prefilled in all rows: a note at most."""
+    return _texts(lambda i, text: text.replace("\u27e6It is", "It is\u27e6"))
+
+
+@trap
+def short_answers() -> Trap:
+    return _texts(lambda i, text: text.replace(", I think", "").replace("It is ", ""))
+
+
+@trap
+def one_rollout_per_prompt() -> Trap:
+    return [r | {"uid": i} for i, r in enumerate(clean_rollouts(32, 1))], chat_tokenizer()

@@ -107,7 +107,7 @@ def _chosen(available: Sequence[str], columns: Sequence[str] | None, train_all: 
             images = tuple(name for name in IMAGE_FIELDS if name in available)
             known = (*images, *TOKEN_TYPES) if images else ()
             check_keys(dict.fromkeys(available, "the source"), train_all=train_all, declared=known)
-        columns = [name for name in (*KNOWN, *IMAGE_FIELDS) if name in available]
+        columns = [name for name in (*KNOWN, *IMAGE_FIELDS, "num_cut_tokens") if name in available]
     for name in columns:
         if name not in available:
             raise ValueError(f"columns names {name!r}, the source has {list(available)}")

@@ -62,7 +62,8 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         source: a ``datasets.Dataset``; a ``pyarrow.Table`` or ``RecordBatch``; a path, or a list of
             paths, of Arrow or Parquet files; or a list of examples, which is copied into columns.
         columns: the columns to keep, of lists of numbers or of numbers. By default those that the
-            collators know (``input_ids``, ``num_actions``, ``attention_mask``, target forms).
+            collators know (``input_ids``, ``num_actions``, ``attention_mask``, target forms), and
+            ``num_cut_tokens``, which ``audit`` reads.
         train_all: every token of a source without a loss target is trained. Must be given if it has
             other columns than ``input_ids`` and ``attention_mask``, unless ``columns`` is given.
         vision: how images become tokens, for ``patches`` and to count loss tokens of a source with

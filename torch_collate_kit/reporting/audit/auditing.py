@@ -9,11 +9,14 @@ from typing import Any
 from torch_collate_kit._checks import checked_bool, checked_optional_int
 from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.reporting.audit import (
+    answer_checks,
     label_checks,
+    logprob_checks,
     rollout_checks,
     row_checks,
     target_checks,
     template_checks,
+    text_checks,
     token_checks,
 )
 from torch_collate_kit.reporting.audit.findings import SEVERITIES, AuditReport, Finding
@@ -29,8 +32,11 @@ CHECKS = (
     *target_checks.CHECKS,
     *token_checks.CHECKS,
     *label_checks.CHECKS,
+    *answer_checks.CHECKS,
+    *text_checks.CHECKS,
     *row_checks.REPEATED,
     *rollout_checks.CHECKS,
+    *logprob_checks.CHECKS,
     *template_checks.CHECKS,
 )
 _LARGEST = 1 << 62  # no row is longer, and a place in the dataset added to it is still int64

@@ -26,6 +26,10 @@ _NEEDS: dict[str, tuple[str, Callable[[AuditColumns], bool]]] = {
         "a tokenizer whose chat template has a generation prompt",
         lambda c: bool(c.vocabulary.header_ids),
     ),
+    "turns": (
+        "a tokenizer whose chat template begins answers with an added token",
+        lambda c: bool(c.vocabulary.role_ids and c.vocabulary.end_ids),
+    ),
     "template": (
         "a tokenizer with a chat template",
         lambda c: c.vocabulary.template is not None,
@@ -58,6 +62,8 @@ class Check:
 
     def finding(self, columns: AuditColumns) -> Finding | None:
         """What it finds, if anything."""
+        if "turns" in self.needs and not len(columns.turns.starts):
+            return None
         found = self.run(columns)
         if found is None:
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,11 +10,16 @@ from typing import Any
 import numpy as np
 
 from torch_collate_kit.reporting.audit.findings import Severity
+from torch_collate_kit.reporting.audit.turns import Turns, turns_of
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 
 __all__ = ["AuditColumns", "Found", "Refused"]
 
 _BEFORE, _AFTER, _LONGEST = 24, 12, 40  # tokens of an excerpt
+_AGREE, _DISAGREE = 0.9, 0.5  # of the labels of a row that are shifted
+_LEAST_LABELS = 2
+_LEAST_CHANCE, _CERTAIN = 0.01, 1e-6  # of a zero, at least; that values are equal by chance
+_AT_A_TIME = 1 << 17  # tokens
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ class AuditColumns:
     """bool [T], as collators see it: the first token of a row is not trained."""
     has_image: np.ndarray = field(default_factory=lambda: _none(np.bool_))
     """bool [N], rows with images, of which text alone does not say whether they are equal."""
+    num_cut: np.ndarray = field(default_factory=_none)
+    """int64 [N], tokens that a row has lost already."""
     has_target: bool = False
     """Whether the rows say what is trained."""
     labels: np.ndarray | None = None
@@ -149,12 +156,85 @@ class AuditColumns:
         return (self.num_trained == self.lengths - 1) & (self.lengths > 1)
 
     @cached_property
+    def other_labels(self) -> np.ndarray:
+        """int64, the tokens whose label is another id."""
+        if self.labels is None:
+            return _none()
+        return np.flatnonzero(self.trained & (self.labels != self.ids))
+
+    @cached_property
+    def shifted_labels(self) -> tuple[np.ndarray, np.ndarray]:
+        """bool [N] each: rows whose labels are the next tokens, and those before."""
+        num_other = np.bincount(self.rows_of(self.other_labels), minlength=len(self.lengths))
+        is_other = num_other > (1 - _DISAGREE) * self.num_trained
+        if not is_other.any():  # the usual case, in one pass
+            return is_other, is_other
+        is_other &= self.num_trained >= _LEAST_LABELS
+        return (
+            is_other & (self._share_of_labels(1) >= _AGREE),
+            is_other & (self._share_of_labels(-1) >= _AGREE),
+        )
+
+    def _share_of_labels(self, shift: int) -> np.ndarray:
+        """float64 [N], how many of the labels of a row are the ids ``shift`` tokens further on.
+
+        A label whose neighbour is outside the row does not count. 0 where there is none.
+        """
+        is_counted = self.trained
+        if shift == 1:  # the first token of a row is not trained, so it has a neighbour before
+            is_counted = is_counted.copy()
+            is_counted[self.ends - 1] = False
+        is_same = is_counted & (self.labels == np.roll(self.ids, -shift))
+        counts, same = (
+            np.add.reduceat(of, self.starts, dtype=np.int64) for of in (is_counted, is_same)
+        )
+        shares: np.ndarray = same / np.maximum(counts, 1)
+        return shares
+
+    @cached_property
+    def has_one_logprob(self) -> np.ndarray:
+        """bool [N], rows of which all trained tokens have one value, and more so than by chance."""
+        found, places = np.zeros(len(self.lengths), dtype=np.bool_), self.trained_places
+        if self.logprobs is None or not len(places):
+            return found
+        values = self.logprobs[places]
+        is_first = values == np.repeat(self.logprobs[self.first_trained], self.num_trained)
+        counts = np.append(0, np.cumsum(is_first))
+        stops = np.cumsum(self.num_trained)
+        found = (counts[stops] - counts[stops - self.num_trained] == self.num_trained) & (
+            self.num_trained > 1
+        )
+        others = values[~np.repeat(found, self.num_trained)]
+        rate = max(float((others == 0).mean()) if len(others) else 0.0, _LEAST_CHANCE)
+        return found & (rate ** np.minimum(self.num_trained, 1000) <= _CERTAIN)
+
+    @cached_property
+    def is_set_aside(self) -> np.ndarray:
+        """bool [N], rows that another finding explains: trained as a whole, or shifted."""
+        is_shifted = self.in_rows(self.turns.rows[self.turns.shifts != 0])
+        return self.is_fully_trained | is_shifted | np.logical_or(*self.shifted_labels)
+
+    @cached_property
     def is_end(self) -> np.ndarray:
         """bool [T], tokens that end an answer."""
         found = np.zeros(len(self.ids), dtype=np.bool_)
         for token in self.vocabulary.end_ids:
-            found |= self.ids == token
+            found[self.places_of_id(token)] = True
         return found
+
+    @cached_property
+    def turns(self) -> Turns:
+        """The turns of all roles."""
+        return turns_of(self)
+
+    @cached_property
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64 each: the first token of every run of trained tokens, and the last + 1.
+
+        A run is in one row, as the first token of a row is not trained.
+        """
+        edges = np.flatnonzero(np.diff(self.trained, prepend=False, append=False))
+        return edges[::2], edges[1::2]
 
     @cached_property
     def headers(self) -> np.ndarray:
@@ -166,21 +246,61 @@ class AuditColumns:
         """int64, ``headers`` without those that the model writes after its thinking, as gpt-oss."""
         if not self.vocabulary.repeats_header:
             return self.headers
-        begins_row = np.isin(self.headers, self.starts)
+        begins_row = self.begins_row(self.headers)
         return self.headers[begins_row | ~self.trained[self.headers - 1]]
 
     def places_of(self, pattern: tuple[int, ...]) -> np.ndarray:
         """int64, the tokens at which these ids begin, all in one row."""
         if not pattern or len(pattern) > len(self.ids):
             return _none()
-        places = np.flatnonzero(self.ids[: len(self.ids) - len(pattern) + 1] == pattern[0])
+        places = self.places_of_id(pattern[0])
+        places = places[: np.searchsorted(places, len(self.ids) - len(pattern) + 1)]
         for i, token in enumerate(pattern[1:], start=1):
             places = places[self.ids[places + i] == token]
         return places[self.rows_of(places) == self.rows_of(places + len(pattern) - 1)]
 
+    def places_of_id(self, token: int) -> np.ndarray:
+        """int64, where this id stands; looked up once."""
+        if token not in self._places:
+            self._places[token] = np.flatnonzero(self.ids == token)
+        return self._places[token]
+
+    def places_of_ids(self, tokens: Iterable[int]) -> np.ndarray:
+        """int64, where any of these ids stands."""
+        wanted = np.array([token for token in tokens if token >= 0], dtype=np.int64)
+        if not len(wanted):
+            return _none()
+        is_wanted = np.zeros(int(wanted.max()) + 2, dtype=np.bool_)  # the last for all larger ids
+        is_wanted[wanted] = True
+        parts = range(0, len(self.ids), _AT_A_TIME)  # indices are copied, so a part stays in cache
+        found = [
+            np.flatnonzero(is_wanted.take(self.ids[a : a + _AT_A_TIME], mode="clip")) + a
+            for a in parts
+        ]
+        return np.concatenate([_none(), *found])
+
+    @cached_property
+    def _places(self) -> dict[int, np.ndarray]:
+        return {}
+
+    def begins_row(self, places: np.ndarray) -> np.ndarray:
+        """bool, whether each of these tokens is the first of its row."""
+        found: np.ndarray = self.starts[self.rows_of(places)] == places
+        return found
+
     def rows_of(self, places: np.ndarray | int) -> np.ndarray:
         """int64, the row of each of these tokens."""
         return np.searchsorted(self.offsets, places, side="right") - 1
+
+    def share_of(self, is_found: np.ndarray) -> float:
+        """How many of the rows with a target are found, bool [N]."""
+        return float(is_found.sum() / max(int((self.num_trained > 0).sum()), 1))
+
+    def in_rows(self, rows: np.ndarray) -> np.ndarray:
+        """bool [N], whether a row is among these."""
+        found = np.zeros(len(self.lengths), dtype=np.bool_)
+        found[rows] = True
+        return found
 
     def found_at(self, places: np.ndarray, width: int = 1, **values: Any) -> Found | None:
         """The rows of these tokens, which must be in order; the first is shown, ``width`` wide."""

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from torch_collate_kit.batch import IGNORE_INDEX
+from torch_collate_kit.batch.fields import PerExample
 from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.errors import DataError
@@ -30,6 +32,7 @@ __all__ = ["CHAT_KEYS", "read_dataset"]
 CHAT_KEYS = ("messages", "conversations", "instruction", "prompt")
 _TOKEN_KEYS = ("input_ids", "prompt_ids", "response_ids")
 _NO_TARGET = "no loss target"
+_CUT = "num_cut_tokens"  # of examples that were cut when they were tokenized
 _ROWS_AT_A_TIME = 4096
 _RECORDS_AT_A_TIME = 256
 _EMPTY = "the dataset is empty (0 {rows}); give at least one"
@@ -224,6 +227,7 @@ class _RowReader:
         """Tokenized chats, which every reader takes; ``numbers`` are those of their records."""
         names = ("input_ids", "loss_mask")
         columns = _flat(read_columns({name: [e[name] for e in examples] for name in names}))
+        columns["num_cut"] = np.array([e.get(_CUT, 0) for e in examples], dtype=np.int64)
         has_image = np.zeros(len(numbers), dtype=np.bool_)
         if image_token_id is not None:
             starts = np.cumsum(columns["lengths"]) - columns["lengths"]
@@ -250,7 +254,11 @@ class _RowReader:
         )
 
     def _found(self, examples: Any, vision: VisionLayout | None) -> ExampleColumns:
-        return read_columns(examples, rollouts=None, train_all=self.train_all, vision=vision)
+        is_cut = _are_mappings(examples) and _CUT in first_with(examples)
+        fields = {_CUT: PerExample(torch.int64)} if is_cut else {}
+        return read_columns(
+            examples, rollouts=None, train_all=self.train_all, fields=fields, vision=vision
+        )
 
     def _is_of_images(self, examples: Any) -> bool:
         """Whether an example that was refused is taken without its images."""
@@ -265,7 +273,7 @@ class _RowReader:
 
 def _without_images(examples: Any) -> tuple[Any, list[bool] | bool]:
     """The examples without image fields, and for each whether it had one; False: none had."""
-    if not isinstance(examples, Mapping) and not all(isinstance(e, Mapping) for e in examples):
+    if not _are_mappings(examples):
         return examples, False  # refused by the reader
     names = set(first_with(examples)) & set(MEDIA)
     if not names:
@@ -278,12 +286,18 @@ def _without_images(examples: Any) -> tuple[Any, list[bool] | bool]:
     return rows, [any(e.get(name) is not None for name in names) for e in examples]
 
 
+def _are_mappings(examples: Any) -> bool:
+    """Columns, or rows of which each is a mapping."""
+    return isinstance(examples, Mapping) or all(isinstance(e, Mapping) for e in examples)
+
+
 def _form(found: ExampleColumns) -> str:
     """What tells the form of examples: where their loss is, and what rollouts have."""
     if not found.are_rollouts:
         return _NO_TARGET if found.target is None else found.target.name
     images = () if found.images is None else found.images.arrays
-    return ", ".join([*(column.name for column in found.fields), *images, *found.per_example])
+    names = [column.name for column in found.fields if column.name != _CUT]
+    return ", ".join([*names, *images, *found.per_example])
 
 
 def _flat(found: ExampleColumns) -> dict[str, np.ndarray]:
@@ -293,6 +307,7 @@ def _flat(found: ExampleColumns) -> dict[str, np.ndarray]:
     """
     values = {name: column.values for name, column in found.checked(limits=False).items()}
     columns = {"ids": values["input_ids"], "lengths": found.lengths}
+    columns["num_cut"] = values.get(_CUT, np.zeros(len(found.lengths), dtype=np.int64))
     if "labels" in values:
         labels = values["labels"]
         return columns | {"trained": labels != IGNORE_INDEX, "labels": labels}

@@ -1,4 +1,4 @@
-"""What rollouts have in addition: rewards by prompt, and log-probabilities."""
+"""What rollouts have in addition: rewards and uids by prompt."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from torch_collate_kit.reporting.audit.row_checks import same_spans
 __all__ = ["CHECKS"]
 
 _MOST = 0.8  # of the groups: more without variance is a warning; of hard prompts half is usual
-_NEARLY_ALL, _HARDLY_ANY = 0.95, 0.05  # rows with a 0 at their end; other tokens with one
-_LEAST_ROWS = 4
-_SURE, _LEAST_CHANCE = 1e-3, 0.01  # that zeros stand there by chance; of a zero, at least
-_ROUNDING = 1e-3  # over 0, of a log-probability in half precision
+_SHARED, _FEW = 0.5, 1 / 3  # of the rows: most share their prompt; an exception
 
 
 @check(
@@ -60,116 +57,66 @@ def reward_without_variance(columns: AuditColumns) -> Found | None:
 def _groups(columns: AuditColumns) -> np.ndarray:
     """int64 [N], a number for each prompt."""
     if columns.uids is None:
-        return same_spans(columns.ids, columns.starts, columns.responses - columns.starts)
+        return _prompts(columns)
     known: dict[object, int] = {}
     return np.array([known.setdefault(uid, len(known)) for uid in columns.uids])
 
 
-@check(
-    "error",
-    "{rows} have logprobs over 0, such as {value:.3g}, which no log-probability is; the sign "
-    "is turned, or they are probabilities",
-)
-def logprobs_positive(columns: AuditColumns) -> Found | None:
-    """Rows with a log-probability over 0, by more than the rounding of half precision.
-
-    Needs rollouts with logprobs.
-    """
-    if columns.logprobs is None:
-        return None
-    places = np.flatnonzero(columns.logprobs > _ROUNDING)
-    if not len(places):
-        return None
-    return columns.found_at(places, value=float(columns.logprobs[places[0]]))
+def _prompts(columns: AuditColumns) -> np.ndarray:
+    """int64 [N], equal numbers for equal prompts."""
+    return same_spans(columns.ids, columns.starts, columns.responses - columns.starts)
 
 
 @check(
-    "error",
-    "the logprobs of {rows} are shifted by one column: {evidence}; give logprobs[i] of "
-    "response_ids[i]",
+    "warning",
+    "{rows} have a uid of their own, though others have the same prompt: advantages compare the "
+    "rollouts of one uid, and of these there is one; give all rollouts of a prompt one uid",
 )
-def logprobs_shifted(columns: AuditColumns) -> Found | None:
-    """Rollouts whose logprobs belong to the token before, or to the next one.
+def uid_without_group(columns: AuditColumns) -> Found | None:
+    """Rollouts whose uid no other row has, and whose prompt others have.
 
-    Needs rollouts with logprobs, and one of two kinds of evidence.
-
-    The first: tokens that the policy did not sample (a tool's, weight 0) have the log-probability
-    0.0, as docs/contract.md asks for. Of a run of them, only the first has another value, and a 0.0
-    stands right after the run; or only the last, and right before. This must hold for at least 95%
-    of the runs that begin (or end) so, and for more than chance explains (to 0.1%), given how many
-    other tokens have a 0.0. Then the rows that show it are shifted.
-
-    The second: the 0.0 with which a shift fills up stands at the same end of at least 95% of the
-    rows, four at least, and next to nowhere else (5%). The tokens there must differ, since of one
-    that begins or ends every answer, such as EOS, the policy may well be certain.
-
-    Silent where a tool's tokens have real values, or where exact zeros are frequent.
+    Needs rollouts with uids. Silent where uids are all different and fewer than half of the rows
+    share their prompt, as with one rollout per prompt.
     """
-    if columns.logprobs is None:
+    if columns.uids is None:
         return None
-    is_zero = columns.logprobs == 0
-    is_out = ~(columns.trained | np.isnan(columns.logprobs))  # in a response, not sampled
-    return _shifted_runs(columns, is_zero, is_out) or _shifted_ends(columns, is_zero)
-
-
-def _shifted_runs(columns: AuditColumns, is_zero: np.ndarray, is_out: np.ndarray) -> Found | None:
-    """By runs of tokens of weight 0 inside a response: the rows of those that show a shift."""
-    edges = np.flatnonzero(np.diff(is_out, prepend=False, append=False))
-    begins, stops = edges[::2], edges[1::2]  # each in one row, as rows begin with a prompt
-    rows = columns.rows_of(begins)
-    inside = (begins > columns.responses[rows]) & (stops < columns.ends[rows])
-    begins, stops = begins[inside], stops[inside]
-    if not len(begins):
+    prompts, uids = _prompts(columns), _groups(columns)
+    is_alone = np.bincount(uids)[uids] == 1
+    is_shared = np.bincount(prompts)[prompts] > 1
+    if is_alone.all() and is_shared.mean() < _SHARED:
         return None
-    before = np.append(0, np.cumsum(is_zero))
-    is_one_off = before[stops] - before[begins] == stops - begins - 1
-    is_inner = columns.trained.copy()  # a shift fills up the first or the last
-    is_inner[columns.responses] = is_inner[columns.ends - 1] = False
-    num_zeros, num_inner = int((is_zero & is_inner).sum()), max(int(is_inner.sum()), 1)
-    for odd, beyond, neighbour in (
-        (begins, stops, "before"),
-        (stops - 1, begins - 1, "after"),
-    ):
-        is_like = is_one_off & ~is_zero[odd]
-        is_shifted = is_like & is_zero[beyond]
-        num_shifted = int(is_shifted.sum())
-        num_others = num_zeros - int((is_shifted & is_inner[beyond]).sum())
-        chance = max(num_others / num_inner, _LEAST_CHANCE)
-        if num_shifted < _NEARLY_ALL * is_like.sum() or chance**num_shifted > _SURE:
-            continue
-        evidence = (
-            "the zeros of tokens that the policy did not sample stand one column off, so each "
-            f"value is of the token {neighbour} it"
-        )
-        return columns.found_at(odd[is_shifted], evidence=evidence)
-    return None
+    return columns.found_in(is_alone & is_shared)
 
 
-def _shifted_ends(columns: AuditColumns, is_zero: np.ndarray) -> Found | None:
-    """By the zero that fills up the first or the last column: all rows that have it."""
-    is_long = columns.ends - columns.responses > 2
-    if np.count_nonzero(is_long) < _LEAST_ROWS:
+@check(
+    "warning",
+    "{rows} have the uid of rollouts with another prompt, with which their advantages are "
+    "compared; give each prompt a uid of its own",
+)
+def uid_of_several_prompts(columns: AuditColumns) -> Found | None:
+    """Rollouts whose uid most often stands for another prompt, or one uid for all prompts.
+
+    Needs rollouts with uids. Silent about trajectories of several steps, and where more than a
+    third of the rows are so, as with prompts that differ by a date.
+    """
+    if columns.uids is None or columns.is_last_step is None or not columns.is_last_step.all():
         return None
-    first, last = columns.responses[is_long], columns.ends[is_long] - 1
-    num_tokens = int((columns.ends - columns.responses).sum())
-    is_zero = is_zero & columns.trained
-    for ends, where, neighbour in ((first, "first", "before"), (last, "last", "after")):
-        is_filled = is_zero[ends]
-        num_others = np.count_nonzero(is_zero) - np.count_nonzero(is_filled)
-        if is_filled.mean() < _NEARLY_ALL or num_others > _HARDLY_ANY * (num_tokens - len(ends)):
-            continue
-        if np.unique(columns.ids[ends], return_counts=True)[1].max() > len(ends) / 2:
-            continue
-        evidence = (
-            f"the {where} token of a response has the log-probability 0.0 and hardly any other "
-            f"has, so each value is of the token {neighbour} it"
-        )
-        return columns.found_at(ends[is_filled], evidence=evidence)
-    return None
+    prompts, uids = _prompts(columns), _groups(columns)
+    pairs, which, counts = np.unique(
+        np.stack([uids, prompts]), axis=1, return_inverse=True, return_counts=True
+    )
+    most = np.zeros(uids.max() + 1, dtype=np.int64)
+    np.maximum.at(most, pairs[0], counts)
+    is_odd = counts[which] < most[uids]
+    if len(most) == 1 and pairs.shape[1] > 1:
+        is_odd[:] = True
+    elif is_odd.mean() > _FEW:
+        return None
+    return columns.found_in(is_odd)
 
 
 CHECKS = (
     reward_without_variance,
-    logprobs_shifted,
-    logprobs_positive,
+    uid_without_group,
+    uid_of_several_prompts,
 )

@@ -9,12 +9,11 @@ import numpy as np
 from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reporting.audit.check import check
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
-from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
+from torch_collate_kit.reporting.audit.vocabulary import THINKING_TAGS, Vocabulary
 
 __all__ = ["CHECKS"]
 
-_THINKING_TAGS = ("think", "thinking", "reasoning")
-_EMPTY_THINKING = re.compile(rf"<({'|'.join(_THINKING_TAGS)})>\s*</\1>")
+_EMPTY_THINKING = re.compile(rf"<({'|'.join(THINKING_TAGS)})>\s*</\1>")
 _WHITE_SPACE = ("\n\n", "\n", "", " ", "\n\n\n\n")
 _USUAL = 0.5  # of the rows with a target: if so many end it with EOS, the others should
 _MIXED = 0.5  # of the rows; where fewer are fully trained than are not, the rest says it is a slip
@@ -172,16 +171,18 @@ def _thinking_patterns(vocabulary: Vocabulary) -> set[tuple[int, ...]]:
     What surrounds the names may be merged with other text into one token.
     """
     patterns = set()
-    for tag in _THINKING_TAGS:
+    for tag in THINKING_TAGS:
         for space in _WHITE_SPACE:
             ids = vocabulary.encode(f"\n<{tag}>{space}</{tag}>\n")
+            tails = vocabulary.texts([ids[i:] for i in range(len(ids))])
+            heads = vocabulary.texts([ids[:i] for i in range(len(ids) + 1)])
+            close = f"</{tag}"
             starts = [
                 i
-                for i in range(len(ids))
-                if tag in vocabulary.text(ids[i:]).partition("</")[0]
-                and f"</{tag}" in vocabulary.text(ids[i:])
+                for i, text in enumerate(tails)
+                if tag in text.partition("</")[0] and close in text
             ]
-            stops = [i for i in range(len(ids) + 1) if f"</{tag}" in vocabulary.text(ids[:i])]
+            stops = [i for i, text in enumerate(heads) if close in text]
             if starts and stops:
                 patterns.add(ids[starts[-1] : stops[0]])
     return patterns
@@ -237,8 +238,9 @@ def prompt_longer_than_row(columns: AuditColumns) -> Found | None:
 def eos_truncated(columns: AuditColumns) -> Found | None:
     """Rows whose answer is there but for its EOS.
 
-    Either the last trained token is an EOS beyond ``max_tokens``, with a part of the target before
-    it; or the row ends within its answer, while at least half of the rows end theirs with EOS,
+    Either the column ``num_cut_tokens`` says how many tokens a row has lost; or the last trained
+    token is an EOS beyond ``max_tokens``, with a part of the target before it; or the row ends
+    within its answer, while at least half of the rows end theirs with EOS,
     after which white space may follow, of a token or two. A rollout that ends without EOS was
     stopped by the limit of generation, which is a note and not a warning. Silent where few rows
     train an EOS at all: that is
@@ -246,16 +248,20 @@ def eos_truncated(columns: AuditColumns) -> Found | None:
     """
     has_target = columns.num_trained > 0
     ends_well = has_target & _is_near_end(columns, columns.last_trained)
+    late_ends = list(columns.vocabulary.late_end_ids)
+    ends_well |= has_target & np.isin(columns.ids[columns.last_trained], late_ends)
+    is_cut = columns.num_cut > 0
     is_beyond = ends_well & _cut_targets(columns)[1]
     stops = has_target & ~ends_well & (columns.last_trained == columns.ends - 1)
     if ends_well.sum() < _USUAL * has_target.sum():
         stops[:] = False
     where = [f"which is beyond max_tokens={columns.max_tokens}"] * bool(is_beyond.any())
-    where += ["as they stop without EOS"] * bool(stops.any())
-    is_stopped = columns.are_rollouts and not is_beyond.any()
+    where += ["as they stop without EOS"] * bool((stops & ~is_cut).any())
+    where += ["which was cut off before, as num_cut_tokens says"] * bool(is_cut.any())
+    is_stopped = columns.are_rollouts and not (is_beyond | is_cut).any()
     return columns.found_in(
-        is_beyond | stops,
-        columns.last_trained,
+        is_beyond | stops | is_cut,
+        np.where(has_target, columns.last_trained, columns.ends - 1),
         severity="note" if is_stopped else None,
         where=" or ".join(where),
     )

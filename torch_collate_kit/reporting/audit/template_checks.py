@@ -54,12 +54,12 @@ def template_not_prefix_stable(columns: AuditColumns) -> Found | None:
     Needs a chat template. Small conversations of several turns are rendered as a whole and up to
     each message: the whole must begin with every part, and with what the model is asked with. One
     that the template cannot render is passed over. It is a note, because then it concerns other
-    data than this, where no row has two answers, and for the conversations with thinking where no
-    row thinks.
+    data than this, where no row trains an answer that another one follows (as with
+    ``train_on="each"`` or "last"), and for the conversations with thinking where no row thinks.
     """
     template = columns.vocabulary.template
     assert template is not None
-    rows = _rows_of_several_turns(columns)
+    rows = _rows_with_followed_answers(columns)
     is_followed = len(rows) > 0 or not len(columns.lengths)  # without rows: all were refused
     for case, messages in (_CASES | _THINKING).items():
         drift = _drift(template, messages)
@@ -88,10 +88,14 @@ def eos_does_not_end_turns(columns: AuditColumns) -> Found | None:
     return Found(np.empty(0, dtype=np.int64), values={"eos": eos, "end": end})
 
 
-def _rows_of_several_turns(columns: AuditColumns) -> np.ndarray:
-    """int64, the numbers of rows with the header of an answer twice."""
-    counts = np.bincount(columns.rows_of(columns.headers_of_turns), minlength=len(columns.lengths))
-    return np.unique(columns.numbers[counts > 1])
+def _rows_with_followed_answers(columns: AuditColumns) -> np.ndarray:
+    """int64, the numbers of rows that train an answer before the last one."""
+    headers, places = columns.headers_of_turns, columns.trained_places
+    rows = columns.rows_of(headers)
+    is_followed = rows[:-1] == rows[1:]
+    first, following = headers[:-1][is_followed], headers[1:][is_followed]
+    num_trained = np.searchsorted(places, following) - np.searchsorted(places, first)
+    return np.unique(columns.numbers[rows[:-1][is_followed][num_trained > 0]])
 
 
 def _has_thinking(columns: AuditColumns) -> bool:

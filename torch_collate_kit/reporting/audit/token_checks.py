@@ -10,6 +10,8 @@ from torch_collate_kit.reporting.audit.findings import Severity
 
 __all__ = ["CHECKS"]
 
+_FEW = 1 / 3  # of the rows: an exception
+
 
 @check(
     "error",
@@ -48,6 +50,33 @@ def double_bos(columns: AuditColumns) -> Found | None:
     starts = columns.starts[columns.lengths > 1]
     is_twice = (columns.ids[starts] == bos) & (columns.ids[starts + 1] == bos)
     return columns.found_at(starts[is_twice], 2, bos=bos)
+
+
+@check(
+    "warning",
+    "{rows} have a BOS token (id {bos}) within their text, while the others begin with it or have "
+    "none: parts of a row were tokenized one by one; pass add_special_tokens=False",
+    needs=("bos",),
+)
+def bos_inside(columns: AuditColumns) -> Found | None:
+    """Rows with a BOS token within their text, in at most a third of the rows.
+
+    Silent about one after another BOS, after pads and after the end of an answer, and where BOS is
+    EOS.
+    """
+    vocabulary = columns.vocabulary
+    places = columns.places_of_id(vocabulary.bos_id or 0)
+    places = places[~columns.begins_row(places)]
+    before = [*vocabulary.end_ids, vocabulary.bos_id, vocabulary.pad_id]
+    begins = np.isin(columns.ids[places - 1], [token for token in before if token is not None])
+    for i in (2, 1):  # white space after an end
+        is_blank = ~begins & columns.is_end[np.maximum(places - i, 0)]
+        begins |= is_blank
+    found = places[~begins]
+    is_rare = columns.in_rows(columns.rows_of(found)).sum() <= _FEW * len(columns.lengths)
+    if vocabulary.bos_id == vocabulary.eos_id or not is_rare:
+        return None
+    return columns.found_at(found, bos=vocabulary.bos_id)
 
 
 @check(
@@ -185,13 +214,17 @@ def _unlearnt_ends(columns: AuditColumns) -> np.ndarray:
     """int64, tokens that end an answer and are not trained, though the token before them is.
 
     Of rollouts only the last token of a row: before a tool's answer the end may be the template's.
+    Those of other roles than the assistant's end no answer.
     """
+    turns = columns.turns
     is_end, trained = columns.is_end, columns.trained
     is_missed = is_end[1:] & ~trained[1:] & trained[:-1] & ~is_end[:-1]
     places = np.flatnonzero(is_missed) + 1
+    if len(places):
+        places = places[~np.isin(places, turns.ends[~turns.are_answers])]
     if columns.are_rollouts:
         return places[np.isin(places, columns.ends - 1)]
-    return places[~np.isin(places, columns.starts)]
+    return places[~columns.begins_row(places)]
 
 
 def _in_last_run(columns: AuditColumns, is_pad: np.ndarray) -> np.ndarray:
@@ -219,6 +252,7 @@ CHECKS = (
     pad_trained,
     padded_rows,
     double_bos,
+    bos_inside,
     bos_in_some_rows,
     id_out_of_vocabulary,
 )

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from torch_collate_kit.chat.plain_turn import plain_turn
 from torch_collate_kit.chat.template import ChatTemplate
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.reporting.audit.roles import RoleTexts, role_texts
 
-__all__ = ["Vocabulary"]
+__all__ = ["THINKING_TAGS", "Vocabulary"]
 
+THINKING_TAGS = ("think", "thinking", "reasoning")
+
+_MEDIA_WORDS = ("image", "video", "audio", "vision", "pad")
+_REPLACEMENT = "\ufffd"
+_PARTIAL: WeakKeyDictionary[Any, dict[int, np.ndarray]] = WeakKeyDictionary()
+_TAGS: WeakKeyDictionary[Any, dict[Any, set[tuple[int, ...]]]] = WeakKeyDictionary()
+_TEXTS: WeakKeyDictionary[ChatTemplate, RoleTexts] = WeakKeyDictionary()
 _QUESTION, _THINKING, _ANSWER = "Who?", "A thought", "An answer"
 
 
@@ -70,6 +82,35 @@ class Vocabulary:
         return tuple(dict.fromkeys((*ends, *of_template))) if len(of_template) == 1 else ends
 
     @cached_property
+    def roles(self) -> RoleTexts:
+        """What the chat template writes around messages; nothing without a template."""
+        if self.template is None:
+            return RoleTexts()
+        if self.template not in _TEXTS:
+            bos = getattr(self.tokenizer, "bos_token", None) or ""
+            _TEXTS[self.template] = role_texts(self.template, bos, self._plain_turn[1])
+        return _TEXTS[self.template]
+
+    @cached_property
+    def role_ids(self) -> dict[tuple[int, ...], str]:
+        """Headers of messages, and their role; empty where those before an answer are unknown."""
+        answers = dict.fromkeys(self.roles.answer, "assistant")
+        headers = {**dict(self.roles.others), **answers} if answers else {}
+        by_ids = {self.encode(header): role for header, role in headers.items()}
+        unknown = getattr(self.tokenizer, "unk_token_id", None)
+        return {
+            ids: role
+            for ids, role in by_ids.items()
+            if self.added_ids & {*ids} and unknown not in ids
+        }
+
+    @cached_property
+    def late_end_ids(self) -> frozenset[int]:
+        """Tokens that end an answer when something follows it."""
+        ids = map(self.encode, self.roles.ends)
+        return frozenset(of[0] for of in ids if len(of) == 1)
+
+    @cached_property
     def _header(self) -> str:
         return self._plain_turn[0].partition("<think")[0].strip()
 
@@ -96,15 +137,75 @@ class Vocabulary:
             return False
         return self._header in text.partition(_THINKING)[2].partition(_ANSWER)[0]
 
+    @cached_property
+    def control_ids(self) -> frozenset[int]:
+        """Special tokens, other than those that stand for a part of an image or a sound."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return frozenset(
+            token
+            for token, text in added.items()
+            if text.special and not any(word in text.content.lower() for word in _MEDIA_WORDS)
+        )
+
+    @cached_property
+    def added_ids(self) -> frozenset[int]:
+        """Tokens that were added to the vocabulary, such as all of a chat template."""
+        return frozenset(getattr(self.tokenizer, "added_tokens_decoder", {}))
+
+    @cached_property
+    def template_ids(self) -> frozenset[int]:
+        """Added tokens whose text is in the source of the chat template."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        source = "" if self.template is None else self.template.source
+        return frozenset(token for token, text in added.items() if text.content in source)
+
+    def ids_of_tag(self, tag: str) -> set[tuple[int, ...]]:
+        """The fewest ids that hold ``tag``, in several surroundings, of which they may hold a part.
+
+        A tag is given without its last character, which may be merged with what follows.
+        """
+        known = _TAGS.setdefault(self.tokenizer, {}) if self.tokenizer is not None else {}
+        if (self.size, tag) in known:
+            return known[self.size, tag]
+        patterns = known[self.size, tag] = set()
+        for before, after in itertools.product(("", "\n", " "), (">", ">\n")):
+            ids = self.encode(f"{before}{tag}{after}a")
+            tails = self.texts([ids[i:] for i in range(len(ids))])
+            heads = self.texts([ids[: i + 1] for i in range(len(ids))])
+            starts = [i for i, text in enumerate(tails) if tag in text]
+            stops = [i + 1 for i, text in enumerate(heads) if tag in text]
+            if starts and stops:
+                patterns.add(ids[starts[-1] : stops[0]])
+        return patterns
+
     def encode(self, text: str) -> tuple[int, ...]:
         """The ids of a text without special tokens around it; none without a tokenizer."""
         if not text or not callable(self.tokenizer):
             return ()
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def texts(self, spans: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each of these ids, which must be known, at once."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return [self.text(ids) for ids in spans]
+        found: list[str] = backend.decode_batch(spans, skip_special_tokens=False)
+        return found
+
+    @cached_property
+    def partial_ids(self) -> np.ndarray:
+        """int64, ids that by themselves are no whole character."""
+        if self.tokenizer is None or self.size is None:
+            return np.empty(0, dtype=np.int64)
+        known = _PARTIAL.setdefault(self.tokenizer, {})
+        if self.size not in known:
+            texts = self.texts([[token] for token in range(self.size)])
+            known[self.size] = np.flatnonzero([_REPLACEMENT in text for text in texts])
+        return known[self.size]
+
     def text(self, ids: Sequence[int]) -> str:
         """The text of ids; the ids themselves without a tokenizer, or beyond its vocabulary."""
-        is_known = self.size is None or all(0 <= token < self.size for token in ids)
+        is_known = self.size is None or not ids or (min(ids) >= 0 and max(ids) < self.size)
         try:
             if self.tokenizer is not None and is_known:
                 return str(self.tokenizer.decode(list(ids)))

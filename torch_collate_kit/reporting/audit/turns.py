@@ -1,0 +1,213 @@
+"""The turns in rows of tokens, by the headers that the chat template writes before each role."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch_collate_kit.reporting.audit.columns import AuditColumns
+
+__all__ = ["Turns", "turns_of"]
+
+_MARKUP = re.compile(r"</?[^<>\s]{1,40}>|\[/?[A-Z_]+\]")
+_FURTHEST = 5  # tokens that a mask is moved by
+_LONGEST_GAP = 48  # tokens; what a prompt adds to the header is shorter
+_MOST = 0.5
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Turns of all rows in order, as tokens among the T of ``columns``. Legend: M turns.
+
+    A turn is its header, its text from ``begins`` on, the token that ends it, and what the template
+    writes before the next header.
+    """
+
+    columns: AuditColumns
+    starts: np.ndarray
+    """int64 [M], the first token of each header."""
+    begins: np.ndarray
+    """int64 [M], the first token after each header."""
+    kinds: np.ndarray
+    """int64 [M], which of the headers of ``Vocabulary.role_ids`` it is."""
+    are_answers: np.ndarray
+    """bool [M]."""
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """int64 [M], the row of each turn."""
+        return self.columns.rows_of(self.starts)
+
+    @cached_property
+    def limits(self) -> np.ndarray:
+        """int64 [M], the next header, or the end of the row."""
+        following = np.append(self.starts[1:], len(self.columns.ids))
+        return np.minimum(following, self.columns.ends[self.rows])
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """int64 [M], the first token that ends an answer, which may begin the next header; or -1.
+
+        Of the end of texts in other roles, too, templates write the same token.
+        """
+        places = np.flatnonzero(self.columns.is_end)
+        if not len(places):
+            return np.full(len(self.starts), -1)
+        which = np.searchsorted(places, self.begins)
+        found = places[np.minimum(which, len(places) - 1)]
+        is_inside = (which < len(places)) & (found < np.minimum(self.limits + 1, self.row_ends))
+        return np.where(is_inside, found, -1)
+
+    @cached_property
+    def stops(self) -> np.ndarray:
+        """int64 [M], the end of each text, + 1: after its end token, or before the next header."""
+        return np.where(self.ends >= 0, self.ends + 1, self.limits)
+
+    @cached_property
+    def text_stops(self) -> np.ndarray:
+        """int64 [M], the end of each text, without its end token."""
+        return np.where(self.ends >= 0, self.ends, self.limits)
+
+    def holding(self, places: np.ndarray) -> np.ndarray:
+        """int64, the turn whose text holds each of these tokens, header and end apart; or -1."""
+        which = np.searchsorted(self.starts, places, side="right") - 1
+        if not len(self.starts):
+            return which
+        is_inside = (self.begins[which] <= places) & (places < self.text_stops[which])
+        return np.where((which >= 0) & is_inside, which, -1)
+
+    @cached_property
+    def row_ends(self) -> np.ndarray:
+        """int64 [M], the end of the row of each turn."""
+        return self.columns.ends[self.rows]
+
+    @cached_property
+    def is_set_aside(self) -> np.ndarray:
+        """bool [M], turns in rows that another finding explains."""
+        return self.columns.is_set_aside[self.rows]
+
+    @cached_property
+    def shifts(self) -> np.ndarray:
+        """int64 [M], by how many tokens the mask of each answer stands too late (early: below 0).
+
+        Both ends must be off by as much; 0 where they are not, and in rows of shifted labels.
+        """
+        columns, trained = self.columns, self.columns.trained
+        by = np.zeros(len(self.starts), dtype=np.int64)
+        is_known = (
+            self.are_answers & (self.ends >= 0) & ~np.logical_or(*columns.shifted_labels)[self.rows]
+        )
+        num_expected = self.ends + 1 - self.expected
+        is_known &= self.num_trained(self.expected, self.ends + 1) != num_expected
+        which = np.flatnonzero(is_known)
+        starts, ends, limits = (of[which] for of in (self.expected, self.ends, self.row_ends))
+        for distance in (*range(1, _FURTHEST + 1), *range(-1, -_FURTHEST - 1, -1)):
+            begins, stops = starts + distance, np.minimum(ends + 1 + distance, limits)
+            fits = (begins < stops) & (begins > columns.starts[self.rows[which]])
+            fits &= (distance < 0) | (stops > ends + 1)
+            at, to = np.where(fits, begins, 0), np.where(fits, stops, 1)
+            fits &= trained[at] & ~trained[at - 1] & (self.num_trained(at, to) == to - at)
+            fits &= (to == limits) | ~trained[np.minimum(to, len(trained) - 1)]
+            fits &= by[which] == 0
+            if fits.any():
+                is_other = np.isin(begins[fits], self.expected)  # the answer of another turn
+                by[which[fits][~is_other]] = distance
+        return by
+
+    @cached_property
+    def expected(self) -> np.ndarray:
+        """int64 [M], where the text of an answer begins: after the prompt, which most rows have.
+
+        What the generation prompt adds to the header is not trained, nor what most answers leave
+        out as well, if it is white space and tags.
+        """
+        vocabulary, last = self.columns.vocabulary, len(self.columns.ids) - 1
+        rest = vocabulary.prompt_ids[len(vocabulary.header_ids) :]
+        width, is_prompted = len(rest), self.begins + len(rest) <= self.limits
+        for i, token in enumerate(rest):
+            is_prompted &= self.columns.ids[np.minimum(self.begins + i, last)] == token
+        gaps = self.first_trained(self.begins) - self.begins
+        is_trained = self.are_answers & (gaps < self.stops - self.begins)
+        if is_trained.any():
+            usual = int(np.bincount(np.minimum(gaps[is_trained], _LONGEST_GAP + 1)).argmax())
+            like = self.begins[is_trained & (gaps == usual)]
+            is_usual = len(like) > _MOST * is_trained.sum()
+            if is_usual and self.is_markup(int(like[0]), int(like[0]) + usual):
+                is_prompted, width = self.begins + usual <= self.limits, usual
+        return np.where(is_prompted, self.begins + width, self.begins)
+
+    def is_markup(self, start: int, stop: int) -> bool:
+        """Whether these tokens are white space and tags alone."""
+        if stop - start > _LONGEST_GAP:
+            return False
+        ids = self.columns.ids[start:stop]
+        key = ids.tobytes()
+        if key not in self._markup:
+            text = self.columns.vocabulary.text(ids.tolist())
+            self._markup[key] = not _MARKUP.sub("", text).strip()
+        return self._markup[key]
+
+    @cached_property
+    def _markup(self) -> dict[bytes, bool]:
+        return {}
+
+    def num_trained(self, begins: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """int64, how many tokens from ``begins`` to ``stops`` are trained."""
+        return self._num_before(stops) - self._num_before(begins)
+
+    def _num_before(self, places: np.ndarray) -> np.ndarray:
+        begins, stops = self.columns.runs  # far fewer than trained tokens
+        if not len(begins):
+            return np.zeros_like(places)
+        run = np.searchsorted(begins, places)
+        beyond = np.maximum(stops[np.maximum(run - 1, 0)] - places, 0)
+        found: np.ndarray = self._counts[run] - np.where(run > 0, beyond, 0)
+        return found
+
+    @cached_property
+    def _counts(self) -> np.ndarray:
+        begins, stops = self.columns.runs
+        return np.append(0, np.cumsum(stops - begins))
+
+    def first_trained(self, begins: np.ndarray) -> np.ndarray:
+        """int64, the first trained token from ``begins`` on; T where there is none."""
+        firsts, stops = (np.append(of, len(self.columns.ids)) for of in self.columns.runs)
+        run = np.minimum(np.searchsorted(stops, begins, side="right"), len(firsts) - 1)
+        found: np.ndarray = np.maximum(firsts[run], begins)
+        return found
+
+    def last_trained(self, stops: np.ndarray) -> np.ndarray:
+        """int64, the last trained token before ``stops``; -1 where there is none."""
+        begins, ends = self.columns.runs
+        if not len(begins):
+            return np.full_like(stops, -1)
+        run = np.searchsorted(begins, stops) - 1
+        return np.where(run >= 0, np.minimum(ends[np.maximum(run, 0)], stops) - 1, -1)
+
+
+def turns_of(columns: AuditColumns) -> Turns:
+    """The turns of rows; none without a chat template that begins answers with an added token."""
+    names = columns.vocabulary.role_ids
+    found = []
+    for ids, role in names.items():
+        places = columns.places_of(ids)
+        if role == "assistant" and columns.vocabulary.repeats_header:
+            begins_row = columns.begins_row(places)
+            places = places[begins_row | ~columns.trained[places - 1]]
+        found.append(places)
+    counts = [len(places) for places in found]
+    starts = np.concatenate([*found, np.empty(0, dtype=np.int64)])
+    kinds = np.repeat(np.arange(len(names)), counts)
+    widths = np.array([len(ids) for ids in names], dtype=np.int64)
+    order = np.lexsort((-widths[kinds], starts))  # of headers at one place the longest
+    starts, kinds = starts[order], kinds[order]
+    begins = starts + widths[kinds]
+    is_own = starts >= np.maximum.accumulate(np.append(-1, begins))[:-1]
+    starts, begins, kinds = starts[is_own], begins[is_own], kinds[is_own]
+    are_answers = np.array([role == "assistant" for role in names.values()], dtype=np.bool_)
+    return Turns(columns, starts, begins, kinds, are_answers[kinds])
