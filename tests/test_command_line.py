@@ -195,16 +195,13 @@ def test_a_chat_is_explained(run: Run) -> None:
     assert len(last[1].splitlines()) == 2 + 4 + 1
 
 
-def test_empty_answers_are_allowed_in_every_command(run: Run) -> None:
-    Path("empty.jsonl").write_text(json.dumps(chat("2+2?", "")) + "\n")
-    refusal = "messages[1] is an empty answer ('')"
-    for command in ("explain", "report", "audit"):
-        code, out, err = run(command, "empty.jsonl", *CHAT_OPTIONS)
-        assert code > 0
-        assert refusal in out + err
-        code, out, err = run(command, "empty.jsonl", *CHAT_OPTIONS, "--allow-empty")
-        assert refusal not in out + err
-        assert command == "audit" or code == 0
+def test_audit_finds_empty_answers_in_chats(run: Run) -> None:
+    records = [chat("2+2?", "4"), chat("3+3?", ""), chat("4+4?", "8")]
+    Path("empty.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    code, out, _ = run("audit", "empty.jsonl", *CHAT_OPTIONS)
+    assert code > 0
+    assert "warning: empty_answer_trained\n  1 of 3 rows " in out
+    assert "refused" not in out
 
 
 def test_each_turn_is_an_example_of_its_own(run: Run) -> None:

@@ -63,7 +63,6 @@ OPTIONS = [
     ("audit", "tokens.jsonl", "--json", "audit of 2 rows", '"num_rows": 2'),
     ("audit", CHATS, "--max-tokens 12", "without --max-tokens", "warning: prompt_longer_than_row"),
     ("audit", "extra.jsonl", "--train-all", "pass --train-all", "audit of 1 row "),
-    ("audit", EMPTY_CHATS, "--allow-empty", "error: refused", "(48 tokens)"),
     ("explain", "splits", "--split test", "of 2: 4 tokens", "of 1: 2 tokens"),
     ("explain", "tokens.jsonl", "--limit 1", "record 0 of 2", "record 0 of 1"),
     ("explain", "tokens.jsonl", "--tokenizer tokenizer", "id  position", "id  text"),

@@ -21,6 +21,7 @@ __all__ = [
     "FILES",
     "OFFLINE",
     "Records",
+    "add_allow_empty",
     "add_data_arguments",
     "add_train_all",
     "as_flags",
@@ -109,11 +110,15 @@ def add_data_arguments(parser: argparse.ArgumentParser, what: str = FILES) -> No
         default="all",
         help="the turns of a chat that are trained (all)",
     )
+    parser.add_argument("--image-root", metavar="FOLDER", help="where paths of images start")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_allow_empty(parser: argparse.ArgumentParser) -> None:
+    """Add the option of ``tokenize_chat``."""
     parser.add_argument(
         "--allow-empty", action="store_true", help="answers without text are trained, too"
     )
-    parser.add_argument("--image-root", metavar="FOLDER", help="where paths of images start")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def add_train_all(parser: argparse.ArgumentParser) -> None:

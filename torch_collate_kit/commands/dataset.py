@@ -11,6 +11,7 @@ import numpy as np
 
 from torch_collate_kit.commands.arguments import (
     FILES,
+    add_allow_empty,
     add_data_arguments,
     add_train_all,
     as_flags,
@@ -38,6 +39,7 @@ def add_report(commands: Any) -> None:
         description="Compare padded rows with packed ones, and recommend a row length.",
     )
     add_data_arguments(parser, f"{FILES}; or an .npy file of lengths")
+    add_allow_empty(parser)
     parser.add_argument(
         "--max-tokens", type=number, nargs="+", metavar="N", help="row lengths to compare"
     )
@@ -130,7 +132,6 @@ def _audit(options: argparse.Namespace) -> int:
         max_tokens=options.max_tokens,
         train_all=options.train_all,
         train_on=options.train_on,
-        allow_empty=options.allow_empty,
         image_root=options.image_root,
     )
     print(json.dumps(report.to_dict(), indent=2) if options.json else as_flags(str(report)))

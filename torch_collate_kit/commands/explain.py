@@ -17,6 +17,7 @@ from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.commands.arguments import (
     Records,
+    add_allow_empty,
     add_data_arguments,
     add_train_all,
     chat_options,
@@ -43,6 +44,7 @@ def add_explain(commands: Any) -> None:
     parser.add_argument("--row", type=int, default=0, metavar="N", help="which record (0)")
     parser.add_argument("--max-tokens", type=number, metavar="N", help="cut it to N tokens")
     add_train_all(parser)
+    add_allow_empty(parser)
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(
         "--show", type=number, default=60, metavar="N", help="tokens to show, first and last (60)"

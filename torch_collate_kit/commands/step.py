@@ -15,6 +15,7 @@ import numpy as np
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.commands.arguments import (
     Records,
+    add_allow_empty,
     add_data_arguments,
     add_train_all,
     number,
@@ -67,6 +68,7 @@ def add_step(commands: Any) -> None:
         help="which of the two became of them (drop)",
     )
     add_train_all(parser)
+    add_allow_empty(parser)
     parser.add_argument(
         "--show", type=number, default=200, metavar="N", help="characters of each example (200)"
     )

@@ -49,7 +49,6 @@ def audit(
     max_tokens: int | None = None,
     train_all: bool = False,
     train_on: str = "all",
-    allow_empty: bool = False,
     tools: Sequence[Any] | str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     image_root: Any = None,
@@ -65,8 +64,8 @@ def audit(
             needs special tokens or a chat template is not checked, and examples are shown as ids.
         max_tokens: the length at which rows will be cut; None leaves that out.
         train_all: as of the collators, for examples without a loss target.
-        train_on, allow_empty, tools, chat_template_kwargs, image_root: as of ``tokenize_chat``,
-            for chat records.
+        train_on, tools, chat_template_kwargs, image_root: as of ``tokenize_chat``, for chat
+            records. Empty answers are not refused here: they are a finding.
         vision: how images become tokens; that of ``tokenizer`` if it is a processor.
 
     Returns an :class:`AuditReport`: findings with the numbers of the rows and one decoded example.
@@ -98,7 +97,7 @@ def audit(
             tokenizer,
             image_root,
             train_on=train_on,
-            allow_empty=allow_empty,
+            allow_empty=True,
             tools=tools,
             chat_template_kwargs=kwargs,
         ),
