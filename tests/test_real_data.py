@@ -52,6 +52,7 @@ def tokenized(shared_data: Path, tokenizer: Any, name: str) -> list[dict[str, An
         Dataset.from_list(records),
         tokenizer,
         max_length=max_length,
+        overflow="truncate",
         tools=tools.read_text(encoding="utf-8") if tools else None,
     )
     assert len(dataset) + skips.total() == count

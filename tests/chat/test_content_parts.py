@@ -68,6 +68,14 @@ def test_thinking_arrives_in_the_form_of_the_template(
     assert trained(content, byte_tokenizer(source), **keys) == "[hm]yo<|im_end|>"
 
 
+def test_thinking_that_is_written_beside_calls_alone() -> None:
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}<|im_end|>"
+    source = BY_PART.replace("p.type == 'thinking'", "p.type == 'thinking' and m.tool_calls")
+    tokenizer = byte_tokenizer(source.replace("<|im_end|>", calls))
+    found = trained([THINKS, SAYS], tokenizer, tool_calls=[{"name": "f", "arguments": {}}])
+    assert found == "[hm]yof<|im_end|>"
+
+
 @pytest.mark.parametrize("source", [BY_PART, BY_KEY], ids=["by part", "by key"])
 def test_earlier_thinking_is_written_where_the_template_writes_it(source: str) -> None:
     """Not dropped because the thinking of an untrained turn may be."""

@@ -58,7 +58,7 @@ def test_nesting_is_checked_before_a_line_is_parsed(
 
 
 def test_brackets_in_strings_are_no_nesting(tmp_path: Path) -> None:
-    texts = ["[" * 1000 + '"', '\\"[' * 600, "[" * 62 + "1" + "]" * 62, "{\\"]
+    texts = ["[" * 1000 + '"', '\\"[' * 1200, "[" * 62 + "1" + "]" * 62, "{\\"]
     path = tmp_path / "a.jsonl"
     row = {"texts": texts, "deep": json.loads(texts[2])}
     path.write_text((json.dumps(row) + "\n") * 2)
