@@ -9,10 +9,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from torch_collate_kit.chat.plain_turn import plain_turn
 from torch_collate_kit.chat.preview import CASES
 from torch_collate_kit.chat.rendering import preferred_style
 from torch_collate_kit.chat.template import ChatTemplate
-from torch_collate_kit.chat.turns import plain_turn
 from torch_collate_kit.errors import DataError
 
 __all__ = ["RoleTexts", "role_texts"]
