@@ -51,7 +51,7 @@ def in_a_fork(work: Callable[[], object]) -> str:
 # ---- locks ----
 
 
-def test_two_hundred_forks_while_a_thread_collates():
+def test_forks_while_a_thread_collates():
     """A lock that is held at a fork is held in the child for good."""
     expected = [batch_digest(batch) for batch in every_layout(5)]
     is_over = threading.Event()
@@ -66,8 +66,8 @@ def test_two_hundred_forks_while_a_thread_collates():
     thread = threading.Thread(target=collate_on)
     thread.start()
     try:
-        for fork in range(200):
-            assert in_a_fork(collate) == "", f"fork {fork} of 200"
+        for fork in range(20):
+            assert in_a_fork(collate) == "", f"fork {fork}"
     finally:
         is_over.set()
         thread.join()
