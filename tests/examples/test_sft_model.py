@@ -90,7 +90,7 @@ def test_a_model_that_cannot_be_packed() -> None:
     assert message.startswith(
         "no attention can train Lfm2ForCausalLM on packed rows, use --no-packing: torch_varlen"
     )
-    assert "the model has ['conv'] layers" in message
+    assert "lfm2 model has ['conv'] layers" in message
 
 
 def test_attention_chosen_by_hand() -> None:

@@ -42,10 +42,11 @@ def server() -> Iterator[RankServer]:
 
 @pytest.fixture(scope="module")
 def chats(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """21 conversations: of grade-school maths where the data is, else made up."""
+    """21 conversations that fit into a row: of grade-school maths where the data is."""
     lines = [json.dumps(record) for record in synthetic_chat.make_corpus(21, seed=0)]
     if data_folder.is_dir():
-        lines = (data_folder / "gsm8k_train_2k.jsonl").read_text().splitlines()[:21]
+        lines = (data_folder / "gsm8k_train_2k.jsonl").read_text().splitlines()
+        lines = [line for line in lines if len(line) < 700][:21]
     path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
     path.write_text("\n".join(lines) + "\n")
     return path

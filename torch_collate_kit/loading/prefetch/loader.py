@@ -128,12 +128,13 @@ class PrefetchLoader:
         A new list, oldest first; any thread may ask. It belongs to this object, not to its state.
         ``plot_timeline`` draws it.
 
+        >>> import time
         >>> from torch.utils.data import DataLoader
         >>> from torch_collate_kit import PrefetchingSampler
         >>> sampler = PrefetchingSampler(4, 2)
         >>> with PrefetchLoader(DataLoader(range(4), batch_sampler=sampler)) as loader:
         ...     for batch in loader.steps(2):
-        ...         pass
+        ...         time.sleep(0.1)  # train
         >>> [(step.epoch, step.step, step.was_ahead) for step in loader.timeline]
         [(0, 0, False), (0, 1, True)]
         """
