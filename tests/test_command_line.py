@@ -18,7 +18,6 @@ import pytest
 
 from torch_collate_kit.__main__ import main
 from torch_collate_kit.chat.preview import byte_tokenizer
-from torch_collate_kit.commands import arguments
 from torch_collate_kit.loading import read_records
 from torch_collate_kit.reporting import packing_report
 
@@ -286,36 +285,6 @@ def test_a_process_of_its_own_says_nothing_beside_its_result(
         out, err = process.communicate(timeout=600)
     assert (process.returncode, err) == (0, "")
     assert json.loads(out)["data"]["num_examples"] == 3
-
-
-def test_without_a_network_nothing_is_tried_for_minutes(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: Any, **__: Any) -> Any:
-        raise OSError("no network")
-
-    for name in ("HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("socket.create_connection", refused)
-    seen = []
-    monkeypatch.setattr(
-        "torch_collate_kit.commands.arguments.read_records",
-        lambda *_, **__: seen.append(os.environ.get("HF_HUB_OFFLINE")) or CHATS,
-    )
-    monkeypatch.setattr("torch_collate_kit.commands.dataset._tokens", read_data_alone)
-    note = "note: huggingface.co cannot be reached; only what is in the cache is read\n"
-    assert run("report", "org/data", "--max-tokens", "9")[2] == note
-    assert run("report", "chats.jsonl", "--tokenizer", "tokenizer", "--max-tokens", "9")[2] == ""
-    assert seen == ["1", None]
-    assert "HF_HUB_OFFLINE" not in os.environ
-
-
-def read_data_alone(options: Any) -> list[int]:
-    arguments.use_cache_if_offline((options.data, options.tokenizer))
-    arguments.read_records(options.data)
-    return [5]
 
 
 def test_a_pipe_that_is_closed_early() -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch_collate_kit._version import __version__
-from torch_collate_kit.commands.arguments import OFFLINE, as_flags
+from torch_collate_kit.commands.arguments import as_flags
 from torch_collate_kit.commands.dataset import add_audit, add_report
 from torch_collate_kit.commands.explain import add_explain, add_template
 from torch_collate_kit.commands.step import add_step
@@ -26,7 +26,7 @@ _MOST = 600  # letters of an error
 _ERRORS_ONLY = {"TRANSFORMERS_VERBOSITY": "error", "DATASETS_VERBOSITY": "critical"}
 _NO_BARS = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 _NO_COUNTS = {"HF_UPDATE_DOWNLOAD_COUNTS": "0"}  # else datasets sends a request per file it reads
-_SETTINGS = (*_ERRORS_ONLY, *_NO_BARS, *_NO_COUNTS, *OFFLINE)
+_SETTINGS = (*_ERRORS_ONLY, *_NO_BARS, *_NO_COUNTS)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,13 +11,11 @@ from typing import Any, NamedTuple
 from torch_collate_kit.chat import tokenize_chat_dataset
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset, read_records
-from torch_collate_kit.loading.dataset.files import is_hub_name
 from torch_collate_kit.reporting.audit.reading import CHAT_KEYS
 from torch_collate_kit.vision import load_processor
 
 __all__ = [
     "FILES",
-    "OFFLINE",
     "Records",
     "add_allow_empty",
     "add_data_arguments",
@@ -31,7 +27,6 @@ __all__ = [
     "number",
     "read_data",
     "tokenized_chats",
-    "use_cache_if_offline",
 ]
 
 FILES = (
@@ -42,10 +37,6 @@ _FORMS = (
     "chats (messages, conversations, prompt and completion, instruction and output), tokenized "
     "rows (input_ids) or rollouts (prompt_ids, response_ids)"
 )
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-_HUB = "huggingface.co"
-_OTHER_WAYS = ("HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", *OFFLINE)
-_SECONDS = 5
 _OF_CHATS = ("train_on", "image_root", "num_proc", "max_length")
 _DEFAULTS = ("all", "train")
 _FLAGS = {  # of arguments that messages of the library name
@@ -134,7 +125,6 @@ def read_data(options: argparse.Namespace) -> Records:
     Raises:
         DataError: it cannot be read, is empty, or holds another kind of records.
     """
-    use_cache_if_offline((options.data, options.tokenizer))
     try:
         rows = read_records(options.data, split=options.split)
     except DataError as error:
@@ -204,18 +194,3 @@ def tokenized_chats(rows: Any, options: argparse.Namespace, **settings: Any) -> 
     tokenized, _ = tokenize_chat_dataset(rows, **chat_options(loaded, options), **settings)
     is_processor = hasattr(loaded, "image_processor")
     return TokenizedDataset(tokenized, vision=loaded if is_processor else None)
-
-
-def use_cache_if_offline(names: Iterable[str | None]) -> None:
-    """Where a name is of the hub, and the hub cannot be reached, read what is in the cache.
-
-    The libraries underneath would try again for half a minute, for each of many files. To be called
-    before they are imported.
-    """
-    if not any(name and is_hub_name(name) for name in names) or any(map(os.getenv, _OTHER_WAYS)):
-        return
-    try:
-        socket.create_connection((_HUB, 443), timeout=_SECONDS).close()
-    except OSError:
-        os.environ.update(OFFLINE)
-        print(f"note: {_HUB} cannot be reached; only what is in the cache is read", file=sys.stderr)

@@ -24,7 +24,6 @@ from torch_collate_kit.commands.arguments import (
     loaded_tokenizer,
     number,
     read_data,
-    use_cache_if_offline,
 )
 from torch_collate_kit.errors import DataError
 
@@ -146,7 +145,6 @@ def _template(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         names += found
     if not names:
         parser.error("no template given: name a tokenizer or a .jinja file")
-    use_cache_if_offline(names)
     one = len(names) == 1 and options.all is None
     print(preview(names[0]) if one else verdict_table(names), end="")
     return 0

@@ -17,7 +17,7 @@ from torch_collate_kit.errors import DataError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["is_hub_name", "read_records"]
+__all__ = ["read_records"]
 
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -61,7 +61,7 @@ def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Datas
                 _check_depth(path, _MAX_DEPTH)
             found = _broken_line(path) if path.suffix.lower() == ".jsonl" else None
             raise DataError(f"{name}: {found or _short(error.__cause__ or error)}") from error
-    if not path.is_dir() and not is_hub_name(name):
+    if not path.is_dir() and not _is_hub_name(name):
         raise DataError(f"{name}: there is no such file or folder")
     try:
         found = datasets.load_from_disk(name) if path.is_dir() else datasets.load_dataset(name)
@@ -76,12 +76,8 @@ def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Datas
     return found[split]
 
 
-def is_hub_name(name: str) -> bool:
-    """Whether it may be a name of the hub, and is nothing here.
-
-    >>> [is_hub_name(name) for name in ("org/model", "./folder", "a/b/c", "lengths.npy")]
-    [True, False, False, False]
-    """
+def _is_hub_name(name: str) -> bool:
+    """Return whether it may be a name of the hub, and is nothing here."""
     path = Path(name)
     known = path.suffix in (*_KINDS, ".npy", ".jinja")
     return bool(_HUB_NAME.fullmatch(name)) and not known and not path.exists()
