@@ -184,11 +184,11 @@ def _sampler_of(state: Mapping[str, Any], data: TokenizedDataset) -> _Sampler:
 
 
 def _layout(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The last one; of a state of version 1 the only one."""
+    """Return the settings of the last layout."""
     layout: dict[str, Any] = {}
-    for _, _, changed in state.get("layouts", []):
+    for _, _, changed in state["layouts"]:
         layout |= changed
-    return layout or dict(state)
+    return layout
 
 
 def _packed(

@@ -162,76 +162,6 @@ def test_what_a_change_of_ranks_logs(caplog: pytest.LogCaptureFixture) -> None:
     assert [r.levelname for r in caplog.records] == ["INFO"], "the same rows"
 
 
-V1 = {
-    "prefetching": {
-        "version": 1,
-        "epoch": 1,
-        "step": 2,
-        "reshuffles": [[1, 1]],
-        "length": 53,
-        "tail": "wrap",
-        "custom_order": False,
-        "batch_size": 8,
-        "seed": 3,
-        "shuffle": True,
-        "world_size": 4,
-    },
-    "mixed": {
-        "version": 1,
-        "epoch": 1,
-        "step": 2,
-        "taken": [39, 17],
-        "sizes": [30, 23],
-        "weights": ["7/10", "3/10"],
-        "by": "examples",
-        "num_units": [30, 23],
-        "lengths_digest": None,
-        "num_steps": 5,
-        "stop": None,
-        "batch_size": 8,
-        "seed": 3,
-        "shuffle": True,
-        "world_size": 4,
-    },
-}
-
-
-@pytest.mark.parametrize("name", V1)
-@pytest.mark.parametrize("world_size", [4, 2])
-def test_a_state_of_version_1_loads(name: str, world_size: int) -> None:
-    sampler, same = (MAKERS[name](1, world_size) for _ in range(2))
-    same.set_epoch(1, step=1)
-    if name == "prefetching":
-        same.reshuffle()
-    same.set_epoch(1, step=2)
-    sampler.load_state_dict(V1[name])
-    assert list(sampler) == list(same)
-    state = MAKERS[name](1, 4)
-    state.load_state_dict(V1[name])
-    assert state.state_dict()["layouts"] == [[0, 0, {"world_size": 4}]]
-
-
-def test_a_packed_state_of_version_1_loads() -> None:
-    state = packed(0, 4).state_at(1, 2)
-    ((_, _, layout),) = state.pop("layouts")
-    ((_, length),) = state.pop("num_examples")
-    for new in ("rows_multiple_of", "image_costs_digest"):
-        del layout[new]
-    del state["known_from"]
-    old = {**state, **layout, "version": 1, "length": length}
-    samplers = [packed(rank, 2) for rank in range(2)]
-    for sampler in samplers:
-        sampler.load_state_dict(old)
-    same = [packed(rank, 2) for rank in range(2)]
-    for sampler in same:
-        sampler.set_epoch(1, step=2)
-    for mine, other in zip(served(samplers, 4), served(same, 4), strict=True):
-        assert list(map(batch_digest, mine)) == list(map(batch_digest, other))
-    assert samplers[0].state_at(1, 3)["layouts"][0][2]["dp"] == 4
-    with pytest.raises(StateError, match="state is of lengths_digest='0', this sampler has"):
-        samplers[0].load_state_dict({**old, "lengths_digest": "0"})
-
-
 @pytest.mark.parametrize(
     "entries",
     [
@@ -267,20 +197,3 @@ def test_a_state_stays_small_after_a_hundred_changes() -> None:
     ):
         sampler.examples(0, 0, rank=0)
     assert len(sampler.examples(0, 0)) == 8
-
-
-@pytest.mark.parametrize("key", ["length", "dp", "max_tokens", "lengths_digest", "reshuffles"])
-@pytest.mark.parametrize("value", ["absent", None, "1", 1.5])
-def test_a_damaged_state_of_version_1_is_refused(key: str, value: Any) -> None:
-    sampler = packed(0, 2)
-    state = sampler.state_at(1, 2)
-    ((_, _, layout),) = state.pop("layouts")
-    ((_, length),) = state.pop("num_examples")
-    del layout["rows_multiple_of"], layout["image_costs_digest"], state["known_from"]
-    old = {**state, **layout, "version": 1, "length": length, key: value}
-    if value == "absent":
-        del old[key]
-    before = sampler.state_dict()
-    with pytest.raises(StateError):
-        sampler.load_state_dict(old)
-    assert sampler.state_dict() == before

@@ -242,10 +242,10 @@ def test_the_state_of_another_run(make, options, message):
 NO_STATES = [
     (
         {"version": 3},
-        "state has version 3, this release reads versions 1 and 2; load it with the release",
+        "state has version 3, this release reads version 2; load it with the release",
     ),
-    ({"version": True}, "state has version True, this release reads versions 1 and 2"),
-    ({"version": np.arange(2)}, "state has version array([0, 1]), this release reads versions 1"),
+    ({"version": True}, "state has version True, this release reads version 2"),
+    ({"version": np.arange(2)}, "state has version array([0, 1]), this release reads version 2"),
     ({"seed": np.arange(2)}, "state is of seed=array([0, 1]), this sampler has seed=0"),
     ({"more": 1}, "state of another kind: keys missing [], unknown ['more']; " + FROM_STATE[:5]),
     ({"step": None}, f"state has step=None, not an int between 0 and 4294967295; {FROM_STATE}"),

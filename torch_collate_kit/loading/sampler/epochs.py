@@ -141,12 +141,6 @@ class EpochSampler(ABC):
     def _load_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
         """Takes over the ``_extra`` of a state; StateError if it is wrong."""
 
-    def _upgraded(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state of version 1 as one of version 2."""
-        layout = {key: state[key] for key in self._layout() if key in state}
-        rest = {key: value for key, value in state.items() if key not in layout}
-        return {**rest, "version": _VERSION, "layouts": [[0, 0, layout]]}
-
     def _settings(self) -> dict[str, Any]:
         """What the constructor was given, by keyword, without what is the default."""
         shuffle = {} if self._shuffle is True else {"shuffle": self._shuffle}
@@ -334,11 +328,9 @@ class EpochSampler(ABC):
                 f"a state must be a mapping, got {type(state).__name__}; "
                 "pass what state_dict() gave"
             )
-        if is_same(state.get("version"), 1):
-            state = self._upgraded(state)
         if not is_same(state.get("version"), _VERSION):
             raise StateError(
-                f"state has version {state.get('version')!r}, this release reads versions 1 and "
+                f"state has version {state.get('version')!r}, this release reads version "
                 f"{_VERSION}; load it with the release that saved it"
             )
         self._check_keys(state)

@@ -206,9 +206,6 @@ class MixedSampler(EpochSampler):
             return [b if a is None or b is None else a for a, b in pairs]
         return None if is_unknown else _listed(mine, saved)
 
-    def _upgraded(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return {"fingerprints": None, **super()._upgraded(state)}
-
     def _extra(self, epoch: int, step: int) -> dict[str, Any]:
         place = self._place(epoch, step)
         if len(place.taken) <= _MOST_LISTED:

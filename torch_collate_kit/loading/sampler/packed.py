@@ -14,7 +14,7 @@ from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.sampler.checks import Indices, checked_rank, is_same
 from torch_collate_kit.loading.sampler.epochs import NEW_RUN
 from torch_collate_kit.loading.sampler.shuffled import Order, OrderedSampler
-from torch_collate_kit.loading.sampler.states import digest_in_blocks, digest_of
+from torch_collate_kit.loading.sampler.states import digest_in_blocks
 from torch_collate_kit.packing import PackingOptions, RankPlan
 from torch_collate_kit.packing.options import packing_options
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, cut_to_fit, image_load
@@ -204,22 +204,6 @@ class PackedBatchSampler(OrderedSampler):
             for name, counts in self._counted().items()
         }
         return {"num_tokens": int(self._lengths[:num_examples].sum()), **digests}
-
-    def _upgraded(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        new = super()._upgraded({"rows_multiple_of": None, "image_costs_digest": None, **state})
-        num_examples = state.get("length")
-        if type(num_examples) is not int:
-            return new  # is refused
-        for name, counts in self._counted().items():  # another digest of the same counts
-            if counts is None:
-                continue
-            known = [counts[:num_examples]]
-            if name == "patches_digest" and self._images is not None:  # and of their cost
-                known.append(self._images.costs[:num_examples])
-                new["layouts"][0][2]["image_costs_digest"] = self._image_costs_digest
-            if new.get(name) == digest_of(known):
-                new[name] = digest_in_blocks(counts[:num_examples])
-        return new
 
 
 def _packing_of(layout: Mapping[str, Any]) -> PackingOptions:

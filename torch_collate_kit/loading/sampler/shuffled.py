@@ -210,8 +210,7 @@ class OrderedSampler(EpochSampler):
         if self._carried_from(epoch) < self._known_from:
             raise StateError(
                 f"the reshuffles of epoch {epoch} are not known any more: a state keeps the last "
-                f"{_MOST_RESHUFFLES}, back to epoch {self._known_from} (one of version 1 those "
-                "that still mattered)"
+                f"{_MOST_RESHUFFLES}, back to epoch {self._known_from}"
             )
 
     def _jump(self, epoch: int, step: int) -> None:
@@ -247,12 +246,6 @@ class OrderedSampler(EpochSampler):
             "known_from": known_from,
         }
 
-    def _upgraded(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        new = super()._upgraded(state)
-        if "length" in new:
-            new["num_examples"] = [[0, new.pop("length")]]
-        return {**new, "known_from": None}
-
     def _check_fits(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
         growth = Growth.of_state(state["num_examples"])
         was, now = growth.last, self._growth.last
@@ -274,10 +267,7 @@ class OrderedSampler(EpochSampler):
         self._growth = growth.to(now, from_epoch=epoch + (step > 0))  # the running one keeps its
 
     def _load_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
-        known_from = state["known_from"]
-        if known_from is None:  # a state of version 1 holds those that still mattered
-            known_from = self._carried_from(epoch)
-        self._known_from = state_int("known_from", known_from)
+        self._known_from = state_int("known_from", state["known_from"])
         records = state["reshuffles"]
         if isinstance(records, str):
             distances = ints_of_text("reshuffles", records, shape=(-1, 2))
@@ -337,6 +327,3 @@ class PrefetchingSampler(OrderedSampler):
         if like is not None and (like["fingerprint"] is None or fits["fingerprint"] is None):
             fits["fingerprint"] = like["fingerprint"]  # one of the two does not know
         return fits
-
-    def _upgraded(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return {"fingerprint": None, **super()._upgraded(state)}
