@@ -114,14 +114,16 @@ class AsyncBatchCollator(Generic[T]):
                 f"submit({step}) while the slot holds step {self._slot.step}; there is one slot: "
                 f"get({self._slot.step}) takes the batch, clear() drops it"
             )
-        if self._thread is None or self._pid != os.getpid():
-            self._thread, self._pid = self._started_thread(), os.getpid()
+        thread = self._thread if self._pid == os.getpid() else None
+        thread = _Thread() if thread is None else thread
         future: Future[T] = Future()
         request = partial(_compute_into, future, self._compute, step)
         self._slot = _Slot(step, future)  # first: no batch is ever built unnoticed
-        self._thread.is_given_up = False
+        thread.is_given_up = False
         try:
-            self._thread.requests.put(request)
+            thread.requests.put(request)
+            if thread is not self._thread:
+                self._start(thread)
         except BaseException:  # Ctrl-C in here: either the thread has begun, or it never will
             if future.cancel():
                 self._slot = None
@@ -183,11 +185,13 @@ class AsyncBatchCollator(Generic[T]):
         a wait might never end, there is none.
         """
         slot, thread = self._slot, self._thread
-        if slot is None or thread is None or slot.future.done():
+        if slot is None or slot.future.done():
             return True
-        if self._may_wait() and (seconds is None or not thread.is_given_up):
+        is_given_up = thread is not None and thread.is_given_up
+        if self._may_wait() and (seconds is None or not is_given_up):
             wait([slot.future], seconds)
-            thread.is_given_up = not slot.future.done()
+            if thread is not None:
+                thread.is_given_up = not slot.future.done()
         return slot.future.done()
 
     def abandon(self) -> None:
@@ -196,15 +200,15 @@ class AsyncBatchCollator(Generic[T]):
         if self._thread is not None:
             self._thread.requests.put(None)
 
-    def _started_thread(self) -> _Thread:
-        thread = _Thread()
+    def _start(self, thread: _Thread) -> None:
+        self._thread, self._pid = thread, os.getpid()
+        weakref.finalize(self, thread.requests.put, None).atexit = False
         try:
             thread.start()
-        except BaseException:  # Ctrl-C in here
+        except BaseException:  # Ctrl-C in here: it may run or not, so the next one is new
             thread.requests.put(None)
+            self._thread = None
             raise
-        weakref.finalize(self, thread.requests.put, None).atexit = False
-        return thread
 
     def _may_wait(self) -> bool:
         """Whether a wait for the thread will end: not in a fork, the thread, a collection."""
