@@ -331,6 +331,12 @@ def test_batches_collated_apart_are_not_joined_by_chance(kind: Any) -> None:
     assert len(Batch.cat([a[:1], a[1:]])) == len(a)
 
 
+def test_rows_with_pieces_of_one_example_are_joined() -> None:
+    split = PackedCollator(0, max_tokens=4, overflow="split")([{"input_ids": [1, 2, 3, 4, 5, 6]}])
+    assert len(split) == 2
+    assert Batch.cat([split[:1], split[1:]]) == split
+
+
 def test_a_packed_batch_rebuilt_without_its_metadata_is_refused(packed: Batch) -> None:
     with pytest.raises(ValueError, match=r"rebuilt without its metadata.*model_inputs=True"):
         Batch(dict(packed.items()))

@@ -115,21 +115,27 @@ def _check_metadata(
 
 
 def _check_one_collation(parts: Sequence[Storage]) -> None:
-    """Parts of one batch name different examples; batches collated apart each begin at 0."""
-    owner: dict[tuple[int, int], int] = {}
-    for i, part in enumerate(parts):
+    """Refuse batches that were collated apart: each begins at example 0, parts of one do not."""
+    found: list[list[np.ndarray]] = []
+    for part in parts:
         columns: list[Any] = [
             part.row_metadata.get(key) for key in ("example_indices", "example_starts")
         ]
         if not all(isinstance(column, Ragged) for column in columns):
             return
-        for piece in zip(*(column.values.tolist() for column in columns), strict=True):
-            if owner.setdefault(piece, i) != i:
-                raise ValueError(
-                    f"batches {owner[piece]} and {i} both have an example {piece[0]}: they were "
-                    "collated apart, so their num_loss_tokens is not that of the whole; collate "
-                    "them together, or pass metadata={'num_loss_tokens': ...}"
-                )
+        found.append([np.asarray(column.to("cpu").values) for column in columns])
+    examples, starts = (np.concatenate(of) for of in zip(*found, strict=True))
+    owners = np.repeat(np.arange(len(found)), [len(of[0]) for of in found])
+    order = np.lexsort((owners, starts, examples))
+    examples, starts, owners = examples[order], starts[order], owners[order]
+    is_same = (np.diff(examples) == 0) & (np.diff(starts) == 0) & (np.diff(owners) != 0)
+    if is_same.any():
+        i = int(is_same.argmax())
+        raise ValueError(
+            f"batches {owners[i]} and {owners[i + 1]} both have an example {examples[i]}: they "
+            "were collated apart, so their num_loss_tokens is not that of the whole; collate them "
+            "together, or pass metadata={'num_loss_tokens': ...}"
+        )
 
 
 def padded(storage: Storage, added: int) -> Storage:
