@@ -73,7 +73,9 @@ def test_forks_while_a_thread_collates():
         thread.join()
 
 
-FIRST_COLLATION = """
+TOO_SOON = 3  # the collation was over before the first fork
+FIRST_COLLATION = f"""
+TOO_SOON = {TOO_SOON}
 import os, signal, sys, threading, time
 from tests.loading.prefetch.toy_data import every_layout
 """
@@ -97,7 +99,8 @@ while thread.is_alive():
     children.append(child)
     time.sleep(0.0002)
 ends = [os.waitpid(child, 0)[1] for child in children]
-assert ends, "it was over too soon"
+if not ends:
+    sys.exit(TOO_SOON)
 sys.exit(f"{sum(map(bool, ends))} of {len(ends)} children hung" if any(ends) else 0)
 """
 IMPORTS = """
@@ -111,13 +114,16 @@ sys.exit(f"imported by a first collation: {late}" if late else 0)
 @pytest.mark.parametrize("trial", [FORKS, IMPORTS], ids=["forks", "imports"])
 def test_a_first_collation_holds_no_import_lock(trial):
     """A fresh interpreter: a child that is forked during an import can never import that module."""
-    ran = subprocess.run(
-        [sys.executable, "-c", FIRST_COLLATION + trial],
-        capture_output=True,
-        text=True,
-        timeout=CHILD_SECONDS,
-        check=False,
-    )
+    for _ in range(10):
+        ran = subprocess.run(
+            [sys.executable, "-c", FIRST_COLLATION + trial],
+            capture_output=True,
+            text=True,
+            timeout=CHILD_SECONDS,
+            check=False,
+        )
+        if ran.returncode != TOO_SOON:
+            break
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
