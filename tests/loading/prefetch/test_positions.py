@@ -92,6 +92,7 @@ def by_a_thread(watching: Watching, work: Callable[[], object]) -> None:
         try:
             while not is_over.is_set():
                 watching.take()
+                time.sleep(1e-4)  # the loop would wait for Python's lock for most of the time
         except BaseException as error:
             errors.append(error)
 

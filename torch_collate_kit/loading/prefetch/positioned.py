@@ -58,10 +58,6 @@ class PositionedLoader:
         """Of this epoch, from its step 0 on; None if only its end will tell."""
         return None
 
-    def marked(self, position: LoaderPosition) -> LoaderPosition:
-        """Return the position, with a mark where it needs one."""
-        return position
-
     def pinned(self, position: LoaderPosition | None) -> LoaderPosition | None:
         """Return what stays true of the position while the loader is moved.
 

@@ -89,7 +89,7 @@ class Reader:
         if on_epoch is not None and position.step == 0:
             on_epoch(position.epoch)
             position = self._loader.position()
-        self.stand = Stand(self._loader.marked(position), skipped, object())
+        self.stand = Stand(position, skipped, object())
         self.pid = os.getpid()
         self.run = self._start(position.epoch)
         return self.run

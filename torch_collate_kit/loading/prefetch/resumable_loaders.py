@@ -6,7 +6,6 @@ import base64
 import copy
 import hashlib
 import io
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -116,19 +115,11 @@ class _StatefulLoader(PositionedLoader):
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
-        self._position = LoaderPosition(0, 0)  # until somebody asks for its mark
-        self._asking = threading.RLock()
+        # asked here: later it might be another thread that starts the workers, by a fork
+        self._position = LoaderPosition(0, 0, self.mark())
 
     def position(self) -> LoaderPosition:
         return self._position
-
-    def marked(self, position: LoaderPosition) -> LoaderPosition:
-        if position.mark is None:
-            with self._asking:  # two threads would begin it twice
-                if self._position.mark is None:
-                    self._position = LoaderPosition(0, 0, self.mark())
-                return self._position
-        return position
 
     def begin(self) -> tuple[int | None, Iterator[Any]]:
         return None, self._begun()
@@ -156,7 +147,7 @@ class _StatefulLoader(PositionedLoader):
         )
 
     def state_at(self, position: LoaderPosition) -> dict[str, Any]:
-        epoch, step, mark = self.marked(position)
+        epoch, step, mark = position
         text = _to_text(mark)
         return {
             "loader": text,
