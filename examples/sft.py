@@ -187,7 +187,8 @@ def make_collator(tokenizer: Any, model: Any, args: argparse.Namespace) -> Any:
     options |= {"strategy": "balanced", "rows_multiple_of": args.rows_multiple_of}
     with contextlib.suppress(ValueError):  # sizes under other names: the cost of a usual model
         options["cost"] = kit.ModelCost.of(model.config)
-    return kit.PackedCollator(tokenizer, fixed_width=args.compile, **options)
+    packing = kit.PackingOptions(**options)
+    return kit.PackedCollator(tokenizer, packing=packing, fixed_width=args.compile)
 
 
 def make_loader(

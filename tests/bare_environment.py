@@ -53,7 +53,7 @@ def batches() -> list[Any]:
         same = [make(form) for form in (*forms, columns)]
         assert all(batch == same[0] for batch in same)
         found.append(same[0])
-    assert PackedCollator(0, max_tokens=8, model_inputs=True)(EXAMPLES)["use_cache"] is False
+    assert PackedCollator(0, max_tokens=8).for_trainer()(EXAMPLES)["use_cache"] is False
     return [*found, RolloutCollator(0)(ROLLOUTS), PackedCollator(0, max_tokens=8)(ROLLOUTS)]
 
 

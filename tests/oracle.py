@@ -79,12 +79,21 @@ def padded_batch(
     padding_side: str = "left",
     pad_to_multiple_of: int | None = None,
     max_length: int | None = None,
+    overflow: str = "raise",
     normalize_loss: bool = True,
 ) -> dict[str, Any]:
-    """One example a row, positions 0 at pads; every example fits `max_length`."""
-    segments = [Segment(example, 0, len(example["input_ids"])) for example in examples]
+    """One example a row, positions 0 at pads; none longer than `max_length`."""
+    kept, lost, segments = [], [], []
+    for index, example in enumerate(examples):
+        length = len(example["input_ids"])
+        if max_length is not None and length > max_length:
+            assert overflow != "raise"
+            lost.append(index)
+            length = max_length
+        if index not in lost or overflow == "truncate":
+            kept.append(index)
+            segments.append(Segment(example, 0, length))
     width = max(len(segment.ids) for segment in segments)
-    assert max_length is None or width <= max_length
     while pad_to_multiple_of is not None and width % pad_to_multiple_of != 0:
         width += 1
     rows = []
@@ -104,14 +113,14 @@ def padded_batch(
         "num_examples": len(examples),
         "num_dummy_rows": 0,
         "num_tokens": sum(len(segment.ids) for segment in segments),
-        "example_indices": [[index] for index in range(len(examples))],
-        "example_starts": [[0] for _ in examples],
+        "example_indices": [[index] for index in kept],
+        "example_starts": [[0] for _ in kept],
         "num_actions": [[segment.num_actions] for segment in segments],
         "num_trained": [[segment.num_trained] for segment in segments],
-        "num_dropped": 0,
-        "num_cut": 0,
-        "dropped": (),
-        "cut": (),
+        "num_dropped": len(lost) if overflow == "drop" else 0,
+        "num_cut": len(lost) if overflow == "truncate" else 0,
+        "dropped": tuple(lost) if overflow == "drop" else (),
+        "cut": tuple(lost) if overflow == "truncate" else (),
     }
     return batch
 
@@ -189,10 +198,19 @@ def rollout_batch(
     rollouts: Sequence[Mapping[str, Any]],
     *,
     pad_token_id: int,
+    max_length: int | None = None,
+    overflow: str = "raise",
     pad_to_multiple_of: int | None = None,
     normalize_loss: bool = False,
 ) -> dict[str, Any]:
     """One rollout a row, left-padded; what belongs to response tokens is right-aligned."""
+    given, kept, dropped = rollouts, [], []
+    for index, rollout in enumerate(rollouts):
+        length = len(rollout["prompt_ids"]) + len(rollout["response_ids"])
+        is_long = max_length is not None and length > max_length
+        (dropped if is_long else kept).append(index)
+    assert overflow == "drop" or not dropped
+    rollouts = [rollouts[index] for index in kept]
     lengths = [len(rollout["prompt_ids"]) + len(rollout["response_ids"]) for rollout in rollouts]
     width, num_columns = max(lengths), max(len(rollout["response_ids"]) for rollout in rollouts)
     while pad_to_multiple_of is not None and width % pad_to_multiple_of:
@@ -210,23 +228,23 @@ def rollout_batch(
     batch |= _stack_responses(rows, width, num_columns)
     batch["sub_seq_lengths"] = [[length] for length in lengths]
     batch["metadata"] |= {
-        "num_examples": len(rollouts),
+        "num_examples": len(given),
         "num_dummy_rows": 0,
         "num_tokens": sum(lengths),
-        "example_indices": [[index] for index in range(len(rollouts))],
+        "example_indices": [[index] for index in kept],
         "example_starts": [[0] for _ in rollouts],
         "num_actions": [[len(rollout["response_ids"])] for rollout in rollouts],
         "num_trained": [[segment.num_trained] for segment in segments],
-        "num_dropped": 0,
+        "num_dropped": len(dropped),
         "num_cut": 0,
-        "dropped": (),
+        "dropped": tuple(dropped),
         "cut": (),
     }
     per_rollout = {"uid": "uids", "trajectory_id": "trajectory_ids", "is_last_step": "is_last_step"}
     for key, name in per_rollout.items():
         if rollouts[0].get(key) is not None:
             batch["metadata"][name] = [rollout[key] for rollout in rollouts]
-    if any(rollout.get("pixel_values") is not None for rollout in rollouts):
+    if any(rollout.get("pixel_values") is not None for rollout in given):
         for name in ("pixel_values", "image_grid_thw"):  # ragged: those of a row, or none
             batch[name] = [rollout[name] or [] for rollout in rollouts]
     return batch

@@ -190,9 +190,12 @@ def rollouts(
 
 @st.composite
 def rollout_options(draw: st.DrawFn, lengths: list[int]) -> dict[str, Any]:
-    """Keyword arguments of `RolloutCollator` under which nothing is warned of."""
+    """Keyword arguments of `RolloutCollator`; with overflow="raise" every rollout fits."""
+    overflow, longest = draw(st.sampled_from(("raise", "raise", "drop"))), max(lengths)
+    limits = (longest, min(lengths)) if overflow == "drop" else (None, longest, longest + 1)
     return {
-        "max_seq_len": draw(st.sampled_from((None, max(lengths), max(lengths) + 1))),
+        "max_length": draw(st.sampled_from(limits)),
+        "overflow": overflow,
         "pad_to_multiple_of": draw(st.sampled_from((None, 1, 3, 8))),
         "normalize_loss": draw(st.booleans()),
     }

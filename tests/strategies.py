@@ -137,12 +137,18 @@ def batches(
 
 @st.composite
 def padded_options(draw: st.DrawFn, lengths: list[int]) -> dict[str, Any]:
-    """Keyword arguments of `PaddedCollator` under which every example fits."""
+    """Keyword arguments of `PaddedCollator`; with overflow="raise" every example fits."""
     longest = max(lengths)
+    overflow = draw(st.sampled_from(("raise", "raise", "truncate", "drop")))
+    limits = (None, longest, longest + 1, 100)
+    if overflow != "raise":
+        limits = (longest, max(1, longest // 2) if overflow == "truncate" else min(lengths))
+        limits = (*limits, draw(st.integers(limits[1], longest)))
     return {
+        "overflow": overflow,
         "padding_side": draw(st.sampled_from(("left", "right"))),
         "pad_to_multiple_of": draw(st.sampled_from((None, 1, 2, 5, 8, 16))),
-        "max_length": draw(st.sampled_from((None, longest, longest + 1, 100))),
+        "max_length": draw(st.sampled_from(limits)),
         "normalize_loss": draw(st.booleans()),
     }
 

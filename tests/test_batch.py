@@ -338,7 +338,7 @@ def test_rows_with_pieces_of_one_example_are_joined() -> None:
 
 
 def test_a_packed_batch_rebuilt_without_its_metadata_is_refused(packed: Batch) -> None:
-    with pytest.raises(ValueError, match=r"rebuilt without its metadata.*model_inputs=True"):
+    with pytest.raises(ValueError, match=r"rebuilt without its metadata.*for_trainer"):
         Batch(dict(packed.items()))
 
 

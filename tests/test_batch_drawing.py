@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch_samples import KINDS, loose, masked_examples
+from tests.packed import packed_collator
 from tests.rollout_strategies import packed_rollout_options, rollout_options, rollouts
 from tests.strategies import FUZZ, batches, packed_options, padded_options
 from tests.vision import test_dummy_images as dummies
@@ -290,7 +291,7 @@ def test_every_batch_has_a_repr(data: st.DataObject) -> None:
         else:
             options = data.draw(packed_rollout_options(drawn.lengths))
             parallel = ParallelLayout(**options.layout)
-            batch = PackedCollator(0, parallel=parallel, **options.collator)(drawn.given)
+            batch = packed_collator(0, parallel=parallel, **options.collator)(drawn.given)
     else:
         drawn = data.draw(batches())
         if kind == "padded":
@@ -298,7 +299,7 @@ def test_every_batch_has_a_repr(data: st.DataObject) -> None:
         else:
             options = data.draw(packed_options(drawn.lengths))
             parallel = ParallelLayout(**options.layout)
-            batch = PackedCollator(0, parallel=parallel, **options.collator)(drawn.given)
+            batch = packed_collator(0, parallel=parallel, **options.collator)(drawn.given)
     batch = batch.pad_rows(multiple_of=data.draw(st.integers(1, 3)))
     batch = batch[data.draw(st.integers(0, len(batch) - 1)) :][:8]
     assert batch._made == {}

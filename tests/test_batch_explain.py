@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch_samples import KINDS, loose, masked_examples
+from tests.packed import packed_collator
 from tests.strategies import FUZZ, batches, packed_options
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.showing.explanation import token_texts
@@ -263,7 +264,7 @@ def test_any_packed_batch_can_be_explained(data: st.DataObject) -> None:
     drawn = data.draw(batches())
     options = data.draw(packed_options(drawn.lengths))
     parallel = ParallelLayout(**options.layout)
-    batch = PackedCollator(0, parallel=parallel, **options.collator)(drawn.given)
+    batch = packed_collator(0, parallel=parallel, **options.collator)(drawn.given)
     row = data.draw(st.integers(0, len(batch) - 1))
     check_against_the_fields(batch, row)
     explanation = batch.explain(row, max_tokens=data.draw(st.integers(1, 9)))

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch_samples import KINDS, loose, masked_examples
+from tests.packed import packed_collator
 from tests.rollout_strategies import packed_rollout_options, rollouts
 from tests.strategies import FUZZ, batches, packed_options, padded_options
 from tests.vision import test_dummy_images as dummies
@@ -117,7 +118,7 @@ def test_any_batch(data: st.DataObject) -> None:
         batch = PaddedCollator(0, **data.draw(padded_options(drawn.lengths)))(drawn.given)
     else:
         parallel = ParallelLayout(**options.layout)
-        batch = PackedCollator(0, parallel=parallel, **options.collator)(drawn.given)
+        batch = packed_collator(0, parallel=parallel, **options.collator)(drawn.given)
     batch = batch.pad_rows(multiple_of=data.draw(st.integers(1, 3)))
     batch = batch.select(data.draw(st.permutations(range(len(batch)))))
     values = batch["input_ids"][:, data.draw(st.integers(0, 1)) :]

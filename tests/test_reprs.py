@@ -51,19 +51,22 @@ CALLS: dict[str, Any] = {  # each is what it says
     "pad=3)})": PaddedCollator(0, max_length=9, train_all=True, fields={"type": DECLARED["type"]}),
     "PackedCollator(0, max_tokens=4096)": PackedCollator(0, max_tokens=4096),
     "PackedCollator(0, max_tokens=8, strategy='balanced', parallel=ParallelLayout(dp=2), "
-    "model_inputs=True)": PackedCollator(
-        0, max_tokens=8, strategy="balanced", parallel=ParallelLayout(dp=2), model_inputs=True
+    "train_all=True)": PackedCollator(
+        0, max_tokens=8, strategy="balanced", parallel=ParallelLayout(dp=2), train_all=True
     ),
     "PackedCollator(0, max_tokens=8, overflow='drop', fixed_width=True)": PackedCollator(
         0, packing=PackingOptions(8, overflow="drop"), fixed_width=True
     ),
-    "PackedCollator(0, max_tokens=8, dummy_image_tokens=1, vision=VisionLayout(family_name="
+    "PackedCollator(0, packing=PackingOptions(max_tokens=8, balance=None), fixed_width=True)": (
+        PackedCollator(0, packing=PackingOptions(8, balance=None), fixed_width=True)
+    ),
+    "PackedCollator(0, max_tokens=8, vision=VisionLayout(family_name="
     "'qwen3_vl', image_token_id=7, merge_size=2, patch_shape=(3, 2, 1)))": PackedCollator(
         0, max_tokens=8, vision=VISION
     ),
     "RolloutCollator(0)": RolloutCollator(0),
-    "RolloutCollator(0, max_seq_len=9, normalize_loss=True)": RolloutCollator(
-        0, max_seq_len=9, normalize_loss=True
+    "RolloutCollator(0, max_length=9, overflow='drop')": RolloutCollator(
+        0, max_length=9, overflow="drop"
     ),
     "PackingOptions(max_tokens=8)": PackingOptions(8),
     "PackingOptions(max_tokens=8, balance=None, cost=ModelCost(vision_linear=1))": PackingOptions(
@@ -84,6 +87,10 @@ def test_a_repr_is_the_call_that_makes_it(call: str) -> None:
         k: v for k, v in vars(CALLS[call]).items() if k != "packing"
     }
     assert getattr(made, "packing", None) == getattr(CALLS[call], "packing", None)
+
+
+def test_a_collator_for_trainer_says_what_it_was_made_of() -> None:
+    assert repr(PaddedCollator(0).for_trainer()) == "PaddedCollator(0).for_trainer()"
 
 
 def test_plans() -> None:

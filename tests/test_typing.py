@@ -35,37 +35,29 @@ examples = [{"input_ids": [1, 2, 3]}]
 assert_type(PaddedCollator(0)(examples), Batch)
 assert_type(RolloutCollator(0)(examples), Batch)
 assert_type(PackedCollator(0, max_tokens=8)(examples), Batch)
-assert_type(PackedCollator(0, max_tokens=8, model_inputs=False)(examples), Batch)
-assert_type(PackedCollator(0, max_tokens=8, model_inputs=True)(examples), dict[str, Any])
+assert_type(PackedCollator(0, max_tokens=8).for_trainer()(examples), dict[str, Any])
 packing = PackingOptions(8)
 assert_type(PackedCollator(0, packing=packing)(examples), Batch)
-assert_type(PackedCollator(0, packing=packing, model_inputs=True)(examples), dict[str, Any])
+assert_type(PackedCollator(0, packing=packing).for_trainer()(examples), dict[str, Any])
 options = PackedCollator(
     0,
     max_tokens=8,
     strategy="balanced",
     parallel=ParallelLayout(dp=2),
     overflow="split",
-    max_sequences_per_row=4,
     fixed_width=True,
-    balance=None,
     normalize_loss=False,
     train_all=True,
 )
 print(options(examples).metadata["num_loss_tokens"], options(examples).chunk(2)[0].model_inputs())
-
-
-def either(flag: bool) -> Any:
-    collate = PackedCollator(0, max_tokens=8, model_inputs=flag)
-    return collate(examples)
 """
 MISTAKES = """
 from torch_collate_kit import PackedCollator, PackingOptions
-PackedCollator(0)
+PackedCollator()
 PackedCollator(0, max_tokens="8")
 PackedCollator(0, max_tokens=8, strateggy="balanced")
-PackedCollator(0, max_tokens=8, model_inputs=True)([]).metadata
-PackedCollator(0, packing=PackingOptions(8), strategy="balanced")
+PackedCollator(0, max_tokens=8).for_trainer()([]).metadata
+PackedCollator(0, packing=PackingOptions(8), model_inputs=True)
 """
 
 

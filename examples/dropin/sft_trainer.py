@@ -51,7 +51,7 @@ with tempfile.TemporaryDirectory() as folder:
         model,
         settings,
         train_dataset=examples,
-        data_collator=kit.PackedCollator(tokenizer, max_tokens=tiny.MAX_TOKENS, model_inputs=True),
+        data_collator=kit.PackedCollator(tokenizer, max_tokens=tiny.MAX_TOKENS).for_trainer(),
         processing_class=tokenizer,
         optimizers=(tiny.make_optimizer(model), None),
     )

@@ -33,8 +33,7 @@ collate = kit.PackedCollator(
     tiny.PAD,
     max_tokens=tiny.BATCH_SIZE * longest,
     strategy="sequential",
-    model_inputs=True,
-)
+).for_trainer()
 
 
 def token_losses(logits: torch.Tensor, labels: tuple[torch.Tensor, ...]) -> torch.Tensor:

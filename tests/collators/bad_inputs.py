@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from tests.packed import packed_collator
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
-from torch_collate_kit.packing import ParallelLayout, pack
+from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
 
 IDS = [5, 6, 7]
@@ -44,7 +45,7 @@ def _collated(*examples: Any, **settings: Any) -> Callable[[], Any]:
     """Both collators must say the same, so the packed one is tried where the padded one passes."""
 
     def call() -> Any:
-        PackedCollator(0, max_tokens=8, **settings)(list(examples))
+        packed_collator(0, max_tokens=8, **settings)(list(examples))
 
     return call
 
@@ -74,7 +75,11 @@ def _without(*keys: str) -> Callable[[], Any]:
 
 
 def _packed_rollouts(*examples: Any, **settings: Any) -> Callable[[], Any]:
-    return lambda: PackedCollator(0, **{"max_tokens": 8, **settings})(list(examples))
+    return lambda: packed_collator(0, **{"max_tokens": 8, **settings})(list(examples))
+
+
+def _for_trainer(*examples: Any) -> Callable[[], Any]:
+    return lambda: PackedCollator(0, max_tokens=8).for_trainer()(list(examples))
 
 
 ROLLOUT_INPUTS = [
@@ -142,10 +147,14 @@ ROLLOUT_INPUTS = [
     BadInput("no rollouts", _rollouts()),
     BadInput("examples with `input_ids` in RolloutCollator", _rollouts(GOOD)),
     BadInput("rollouts in PaddedCollator", _padded(ROLLOUT)),
-    BadInput("a `max_seq_len` of 0", lambda: RolloutCollator(0, max_seq_len=0)),
+    BadInput("a rollout over `max_length`", _rollouts(ROLLOUT, max_length=4)),
+    BadInput("a rollout collator's `max_length` of 0", lambda: RolloutCollator(0, max_length=0)),
     BadInput("packed rollouts with images", _packed_rollouts({**ROLLOUT, **IMAGE})),
     BadInput("packed rollouts with `train_all`", _packed_rollouts(ROLLOUT, train_all=True)),
-    BadInput("packed rollouts as model inputs", _packed_rollouts(ROLLOUT, model_inputs=True)),
+    BadInput(
+        "packed rollouts as model inputs",
+        _for_trainer(ROLLOUT),
+    ),
     BadInput(
         "packed rollouts to truncate",
         _packed_rollouts({**ROLLOUT, "prompt_ids": [5] * 9}, overflow="truncate"),
@@ -191,7 +200,7 @@ BAD_INPUTS = [
     BadInput("`loss_maks` for `loss_mask`", _example(loss_maks=[0, 1, 1])),
     BadInput("a misspelled key next to a target", _example(loss_mask=[0, 1, 1], label=IDS)),
     BadInput("a target and `train_all`", lambda: PaddedCollator(0, train_all=True)([LABELLED])),
-    BadInput("no target in model inputs", _collated(GOOD, model_inputs=True)),
+    BadInput("no target in model inputs", _for_trainer(GOOD)),
     BadInput("a label of -1", _example(labels=[-100, -1, 7])),
     BadInput(
         "labels stored unsigned", _example(labels=np.array([-100, 6, -100]).astype(np.uint16))
@@ -207,6 +216,8 @@ BAD_INPUTS = [
     BadInput("padded examples", _example(attention_mask=[0, 1, 1])),
     BadInput("a short `attention_mask`", _example(attention_mask=[1, 1])),
     BadInput("an example over a row", _collated(GOOD, {"input_ids": list(range(9))})),
+    BadInput("an `overflow` without `max_length`", _padded(GOOD, overflow="drop")),
+    BadInput("no example within `max_length`", _padded(GOOD, max_length=2, overflow="drop")),
     BadInput("an example over `max_length`", _padded(GOOD, {"input_ids": [5] * 9}, max_length=8)),
     BadInput(
         "rows over int32", lambda: PackedCollator(0, max_tokens=2**31, fixed_width=True)([GOOD])
@@ -231,7 +242,7 @@ BAD_INPUTS = [
     BadInput("`max_tokens` of 0", lambda: PackedCollator(0, max_tokens=0)),
     BadInput("an unknown strategy", lambda: PackedCollator(0, max_tokens=8, strategy="bfd")),
     BadInput("an unknown overflow", lambda: PackedCollator(0, max_tokens=8, overflow="cut")),
-    BadInput("an unknown balance", lambda: PackedCollator(0, max_tokens=8, balance="flops")),
+    BadInput("an unknown balance", lambda: PackingOptions(8, balance="flops")),
     BadInput("a setting that is no bool", lambda: PaddedCollator(0, normalize_loss="no")),
     BadInput("an unknown side", lambda: PaddedCollator(0, padding_side="middle")),
     BadInput("a multiple of 0", lambda: PaddedCollator(0, pad_to_multiple_of=0)),

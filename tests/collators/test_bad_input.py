@@ -101,7 +101,7 @@ def test_several_numbers_of_actions_in_one_example_are_refused(counts):
 
 
 def test_weights_are_refused_where_only_labels_are_passed_on():
-    collate = PackedCollator(0, max_tokens=8, model_inputs=True)
+    collate = PackedCollator(0, max_tokens=8).for_trainer()
     with pytest.raises(DataError, match=r"no loss_mask, but a token has weight 0\.25; give masks"):
         collate([{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0.25]}])
     assert "loss_mask" not in collate([{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]}])

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.packed import packed_collator
 from tests.vision.oracle_images import LAYOUTS, TOKEN
 from torch_collate_kit import PackedBatchSampler, PackedCollator, PaddedCollator, TokenizedDataset
 from torch_collate_kit.packing import ModelCost, ParallelLayout
@@ -23,7 +24,7 @@ EXAMPLES = [{"input_ids": [n] * n} for n in (3, 1, 4, 2)]
 
 def test_written_out_by_hand() -> None:
     """Rows [4, 1] and [3, 2]; the same numbers on a controller and on each rank."""
-    whole = PackedCollator(0, **OPTIONS)(EXAMPLES)
+    whole = packed_collator(0, **OPTIONS)(EXAMPLES)
     assert whole["sub_seq_lengths"].tolist() == [[4, 1], [3, 2]]
     assert whole.metadata["cost_per_rank"] == (56 + 11, 39 + 24)
     dataset = TokenizedDataset(EXAMPLES)
@@ -31,13 +32,13 @@ def test_written_out_by_hand() -> None:
         (part,) = PackedBatchSampler(
             dataset.lengths, batch_size=4, rank=rank, shuffle=False, **OPTIONS
         )
-        batch = PackedCollator(0, normalize_loss=False, **OPTIONS)(dataset.__getitems__(part))
+        batch = packed_collator(0, normalize_loss=False, **OPTIONS)(dataset.__getitems__(part))
         assert batch.metadata["cost_per_rank"] == (67, 63)
 
 
 def test_aligned_cells_are_computed_and_a_rank_may_have_none() -> None:
     options = OPTIONS | {"parallel": ParallelLayout(dp=3, tp=2)}
-    batch = PackedCollator(0, **options)(EXAMPLES[:2])  # 3 and 1 tokens in 4 and 2 cells
+    batch = packed_collator(0, **options)(EXAMPLES[:2])  # 3 and 1 tokens in 4 and 2 cells
     assert batch["sub_seq_lengths"].tolist() == [[3], [1], []]
     assert batch.metadata["cost_per_rank"] == (56, 24, 0)
 
@@ -47,14 +48,14 @@ def test_images_cost_the_vision_tower() -> None:
     image = {"pixel_values": np.ones((16, 6)), "image_grid_thw": [[1, 4, 4]]}
     examples = [{"input_ids": [70, TOKEN, TOKEN, TOKEN, TOKEN], **image}, {"input_ids": [71] * 5}]
     options = OPTIONS | {"max_tokens": 32, "train_all": True}
-    batch = PackedCollator(0, vision=LAYOUTS["qwen2_vl"], **options)(examples)
+    batch = packed_collator(0, vision=LAYOUTS["qwen2_vl"], **options)(examples)
     assert batch.metadata["cost_per_rank"] == (75, 75)
     assert batch.metadata["vision_cost_per_rank"] == (336, 0)
-    text = PackedCollator(0, **options)([{"input_ids": [71] * 5}])
+    text = packed_collator(0, **options)([{"input_ids": [71] * 5}])
     assert "vision_cost_per_rank" not in text.metadata
 
 
-@pytest.mark.parametrize("collate", [PackedCollator(0, **OPTIONS), PaddedCollator(0)])
+@pytest.mark.parametrize("collate", [packed_collator(0, **OPTIONS), PaddedCollator(0)])
 def test_not_of_other_ranks(collate: Any) -> None:
     """A padded batch has no plan; a staged one is divided among other ranks."""
     batch = collate(EXAMPLES)

@@ -69,7 +69,7 @@ def test_collators_survive_pickling(name):
 
 
 def test_model_inputs_give_the_plain_dict_that_trainer_wants():
-    collate = PackedCollator(0, max_tokens=16, model_inputs=True, train_all=True)
+    collate = PackedCollator(0, max_tokens=16, train_all=True).for_trainer()
     inputs = collate(EXAMPLES)
     assert type(inputs) is dict
     assert list(inputs) == [

@@ -423,10 +423,4 @@ def test_whole_numbers_in_arrays_of_several_dtypes() -> None:
 
 def test_model_inputs_would_lose_them() -> None:
     with pytest.raises(ValueError, match="so mine would be lost; take the Batch"):
-        PackedCollator(
-            0,
-            max_tokens=8,
-            model_inputs=True,
-            fields={"mine": PerToken(torch.int8)},
-            train_all=True,
-        )
+        PackedCollator(0, max_tokens=8, fields={"mine": PerToken(torch.int8)}).for_trainer()

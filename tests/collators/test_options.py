@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.packed import packed_collator
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.loading import (
@@ -30,7 +31,7 @@ def _layout(n: Callable[[int], Any]) -> ParallelLayout:
 
 def _packed(n: Callable[[int], Any]) -> Any:
     options = {"max_tokens": n(200), "max_sequences_per_row": n(3)}
-    collate = PackedCollator(n(7), parallel=_layout(n), fixed_width=True, **options)
+    collate = packed_collator(n(7), parallel=_layout(n), fixed_width=True, **options)
     return collate(EXAMPLES), collate.packing
 
 
@@ -54,7 +55,7 @@ USES: dict[str, Callable[[Callable[[int], Any]], Any]] = {
     "PaddedCollator": lambda n: PaddedCollator(n(7), pad_to_multiple_of=n(200), max_length=n(64))(
         EXAMPLES
     ),
-    "RolloutCollator": lambda n: RolloutCollator(n(7), max_seq_len=n(2))(ROLLOUTS),
+    "RolloutCollator": lambda n: RolloutCollator(n(7), max_length=n(200))(ROLLOUTS),
     "PackedIterableDataset": _stream,
     "PackedBatchSampler": _packed_sampler,
     "PrefetchingSampler": lambda n: json.dumps(
@@ -106,7 +107,6 @@ COLLATORS = {
     [
         ("packed", "normalize_loss"),
         ("packed", "fixed_width"),
-        ("packed", "model_inputs"),
         ("packed", "train_all"),
         ("padded", "normalize_loss"),
         ("padded", "train_all"),

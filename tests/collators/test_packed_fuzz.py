@@ -18,6 +18,7 @@ from tests.batch_checks import (
     same_value,
 )
 from tests.oracle import packed_batch
+from tests.packed import packed_collator
 from tests.strategies import FORMS, FUZZ, PackedOptions, batches, packed_options
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
@@ -27,7 +28,7 @@ from torch_collate_kit.packing import ParallelLayout
 
 def collator_of(options: PackedOptions, pad_token_id: int = 0, **more: Any) -> PackedCollator:
     layout = ParallelLayout(**options.layout)
-    return PackedCollator(pad_token_id, parallel=layout, **options.collator, **more)
+    return packed_collator(pad_token_id, parallel=layout, **options.collator, **more)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -55,15 +56,16 @@ def test_equals_the_oracle_and_keeps_the_contract(form: str, data: st.DataObject
 def test_model_inputs_are_the_fields_and_flat_boundaries(data: st.DataObject) -> None:
     drawn = data.draw(batches(max_examples=6, columns=False))
     options = data.draw(packed_options(drawn.lengths))
-    collator = collator_of(options, model_inputs=True, train_all=drawn.form == "none")
+    collator = collator_of(options, train_all=drawn.form == "none")
     expected = _expected(collator, drawn.plain, options, 0)
+    for_trainer = collator.for_trainer()
     trained = expected["loss_mask"][expected["loss_mask"] != 0]
     unit = torch.tensor(1.0) / expected["metadata"]["loss_mask_divisor"]
     if (trained != unit).any():  # labels cannot carry weights
-        with pytest.raises(DataError, match="model_inputs=True passes on labels, no loss_mask"):
-            collator(drawn.given)
+        with pytest.raises(DataError, match="passes on labels, no loss_mask"):
+            for_trainer(drawn.given)
         return
-    inputs = dict(collator(drawn.given))
+    inputs = for_trainer(drawn.given)
 
     num_rows, width = expected["input_ids"].shape
     flat = [0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 from typing import Any
 
 import numpy as np
@@ -55,7 +54,6 @@ TEXT = [{k: v for k, v in r.items() if k not in NO_IMAGE} for r in RICH]
 
 def collated(examples: list[dict[str, Any]], **options: Any) -> Batch:
     batch = RolloutCollator(0, **options)(examples)
-    options.pop("max_seq_len", None)
     assert_equals_oracle(batch, rollout_batch(examples, pad_token_id=0, **options))
     assert_contract_dtypes(batch)
     assert_round_trips(batch, 1)
@@ -173,26 +171,19 @@ def test_normalising_divides_the_loss_mask_alone() -> None:
     assert batch["advantages"].sum() == 7
 
 
-def test_longer_than_max_seq_len_is_warned_of_with_the_numbers() -> None:
-    examples = [rollout(2, 2), rollout(3, 4), rollout(2, 6)]
-    expected = (
-        "2 of 3 rollouts are longer than max_seq_len=6; the longest is example 2 with 8 tokens. "
-        "Nothing was cut; limit the tokens that are generated, or filter such rollouts out"
-    )
-    with pytest.warns(UserWarning, match="longer than max_seq_len") as caught:
-        batch = RolloutCollator(0, max_seq_len=6)(examples)
-    assert [str(warning.message) for warning in caught] == [expected]
-    assert caught[0].filename == __file__  # it points at the call
-    assert_same_batch(batch, RolloutCollator(0)(examples))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        RolloutCollator(0, max_seq_len=8)(examples)
+def test_a_rollout_over_max_length_raises_or_is_dropped() -> None:
+    examples = [rollout(2, 2, uid="a"), rollout(3, 4, uid="b"), rollout(2, 6, uid="c")]
+    with pytest.raises(DataError, match=r'example 1 has 7 tokens.*overflow="drop"$'):
+        RolloutCollator(0, max_length=6)(examples)
+    batch = collated(examples, max_length=7, overflow="drop")
+    assert batch.row_metadata["uids"] == ["a", "b"]
+    assert batch.metadata["dropped"] == (2,)
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2.0, True])
-def test_max_seq_len_must_be_a_positive_integer(bad: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"max_seq_len .*None switches it off"):
-        RolloutCollator(0, max_seq_len=bad)
+def test_max_length_must_be_a_positive_integer(bad: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"max_length .*None switches it off"):
+        RolloutCollator(0, max_length=bad)
 
 
 def test_the_width_is_rounded_up() -> None:
@@ -362,9 +353,9 @@ def test_workers_give_the_batches_of_the_main_process(kind: str, workers: dict[s
 
 
 def test_the_collator_can_be_pickled() -> None:
-    collate = pickle.loads(pickle.dumps(RolloutCollator(3, max_seq_len=99, normalize_loss=True)))
+    collate = pickle.loads(pickle.dumps(RolloutCollator(3, max_length=99, normalize_loss=True)))
     assert_same_batch(collate(RICH), RolloutCollator(3, normalize_loss=True)(RICH))
-    with pytest.warns(UserWarning, match="max_seq_len=99"):
+    with pytest.raises(DataError, match="max_length=99"):
         collate([{**TEXT[0], **rollout(50, 50)}])
 
 

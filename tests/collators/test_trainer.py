@@ -91,7 +91,7 @@ def test_the_loss_of_labels_is_exact_under_the_defaults(tmp_path, batch_size, ac
         tmp_path,
         model,
         dataset,
-        PackedCollator(0, max_tokens=128, model_inputs=True),
+        PackedCollator(0, max_tokens=128).for_trainer(),
         per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=accumulate,
         max_steps=2,
@@ -104,7 +104,7 @@ def test_a_loss_mask_that_trainer_removes_is_an_error(tmp_path):
     tokenizer = byte_tokenizer(TEMPLATE)
     dataset, _ = tokenize_chat_dataset(datasets.Dataset.from_list(CHATS), tokenizer)
     assert "loss_mask" in dataset.column_names
-    collate = PackedCollator(0, max_tokens=128, model_inputs=True)
+    collate = PackedCollator(0, max_tokens=128).for_trainer()
     with pytest.raises(DataError, match=r"no loss target: transformers\.Trainer and TRL remove"):
         losses_of_trainer(tmp_path, tiny_model(len(tokenizer)), dataset, collate, max_steps=1)
 
@@ -119,7 +119,7 @@ def test_a_loss_mask_that_trainer_keeps_gives_the_loss_of_the_labels(tmp_path):
         tmp_path,
         tiny_model(len(tokenizer)),
         tokenize_chat_dataset(source, tokenizer)[0],
-        PackedCollator(0, max_tokens=128, model_inputs=True),
+        PackedCollator(0, max_tokens=128).for_trainer(),
         per_device_train_batch_size=6,
         max_steps=1,
         remove_unused_columns=False,
@@ -133,7 +133,7 @@ def test_it_trains(tmp_path):
         tmp_path,
         tiny_model(32),
         examples,
-        PackedCollator(0, max_tokens=16, model_inputs=True, train_all=True),
+        PackedCollator(0, max_tokens=16, train_all=True).for_trainer(),
         per_device_train_batch_size=5,
         max_steps=8,
         learning_rate=0.05,
@@ -169,8 +169,8 @@ def test_compute_metrics_sees_examples(tmp_path):
         arguments,
         eval_dataset=examples,
         data_collator=PackedCollator(
-            0, max_tokens=16, strategy="sequential", model_inputs=True, train_all=True
-        ),
+            0, max_tokens=16, strategy="sequential", train_all=True
+        ).for_trainer(),
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
     )

@@ -152,7 +152,7 @@ def test_trl_takes_no_loss_mask_and_trains_every_token(tmp_path: Path) -> None:
             report_to=[],
         ),
         train_dataset=examples,
-        data_collator=kit.PackedCollator(tokenizer, max_tokens=64, model_inputs=True),
+        data_collator=kit.PackedCollator(tokenizer, max_tokens=64).for_trainer(),
         processing_class=tokenizer,
     )
     inputs = next(iter(trainer.get_train_dataloader()))
@@ -169,7 +169,7 @@ def test_trl_counts_the_width_of_a_batch_and_trainer_its_tokens(tmp_path: Path) 
     tokenizer = tiny.make_tokenizer()
     chats = datasets.Dataset.from_list(tiny.make_chats(8))
     examples, _ = kit.tokenize_chat_dataset(chats, tokenizer, labels=True)
-    collate = kit.PackedCollator(tokenizer, max_tokens=tiny.MAX_TOKENS, model_inputs=True)
+    collate = kit.PackedCollator(tokenizer, max_tokens=tiny.MAX_TOKENS).for_trainer()
     trainer = trl.SFTTrainer(
         tiny.make_model(),
         trl.SFTConfig(

@@ -22,7 +22,7 @@ EXAMPLES = [{"input_ids": [1 + (i + t) % 90 for t in range(5 + 7 * i % 40)]} for
 COLLATORS = {
     "padded": PaddedCollator(0),
     "packed": PackedCollator(0, max_tokens=64),
-    "model inputs": PackedCollator(0, max_tokens=64, model_inputs=True, train_all=True),
+    "model inputs": PackedCollator(0, max_tokens=64, train_all=True).for_trainer(),
 }
 
 

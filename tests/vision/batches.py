@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.packed import packed_collator
 from tests.vision.alone import alone
 from tests.vision.families import FAMILIES, Example, Part, TinyFamily
-from torch_collate_kit import PackedCollator, PaddedCollator
+from torch_collate_kit import PaddedCollator
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.vision import VisionLayout
 
@@ -73,7 +74,7 @@ def packed(family: TinyFamily, examples: Sequence[Example], **options: Any) -> B
     lengths = [len(example["input_ids"]) for example in examples]
     options.setdefault("max_tokens", max(*lengths, sum(lengths) // 3 + 24))
     vision = options.pop("vision", None) or layout_of(family)
-    return PackedCollator(family.processor(), vision=vision, **options)(list(examples))
+    return packed_collator(family.processor(), vision=vision, **options)(list(examples))
 
 
 def inputs_of(family: TinyFamily, batch: Batch, attention: str, **options: Any) -> dict[str, Any]:

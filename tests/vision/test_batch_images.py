@@ -20,6 +20,7 @@ from tests.batch_checks import (
     same_value,
 )
 from tests.oracle import alignment, packed_batch, padded_batch
+from tests.packed import packed_collator
 from tests.vision.oracle_images import (
     FEWER,
     LAYOUTS,
@@ -110,7 +111,7 @@ def test_packed_batches(family: str, seed: int, form: str) -> None:
     packing["max_sequences_per_row"] = rng.choice([None, 1, 3])
     wide = bool(rng.integers(0, 2))
     parallel = ParallelLayout(**sizes)
-    collate = PackedCollator(
+    collate = packed_collator(
         0, vision=layout, fixed_width=wide, parallel=parallel, **packing, **train_all(given_, form)
     )
     plan = collate.plan(lengths, patches_of(examples))
@@ -146,7 +147,7 @@ def test_images_written_out() -> None:
         {"input_ids": [72, 73], "pixel_values": None, "image_grid_thw": None},
         {"input_ids": [74, 9, 75], "pixel_values": pixels[8:], "image_grid_thw": [[1, 2, 2]]},
     ]
-    batch = PackedCollator(0, vision=layout, max_tokens=5, balance=None)(examples)
+    batch = packed_collator(0, vision=layout, max_tokens=5, balance=None)(examples)
     assert batch.row_metadata["example_indices"].tolist() == [[0], [2, 1]]
     assert batch["input_ids"].tolist() == [[9, 9, 70, 71, 0], [74, 9, 75, 72, 73]]
     assert batch["labels"].tolist() == [

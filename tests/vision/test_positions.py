@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.no_waiting import NoWaiting
+from tests.packed import packed_collator
 from tests.strategies import FUZZ
 from tests.vision.alone import mrope_positions
 from tests.vision.batches import cells_of, examples_of, layout_of, padded
@@ -99,8 +100,8 @@ def collators_of(layout: VisionLayout, examples: list[Example]) -> dict[str, Any
     if layout.family.not_packed:
         return of_padding
     return of_padding | {
-        "packed": PackedCollator(0, **packed),
-        "aligned": PackedCollator(0, **packed, parallel=parallel, fixed_width=True),
+        "packed": packed_collator(0, **packed),
+        "aligned": packed_collator(0, **packed, parallel=parallel, fixed_width=True),
     }
 
 
@@ -212,7 +213,7 @@ def test_positions_of_chosen_rows_are_those_of_the_whole(name: str, kind: str) -
     collate = collators_of(SMALL, examples)[kind]
     if kind != "left":
         one_per_row = {"max_sequences_per_row": 1, "balance": None, "fixed_width": True}
-        collate = PackedCollator(0, max_tokens=400, vision=SMALL, **one_per_row)
+        collate = packed_collator(0, max_tokens=400, vision=SMALL, **one_per_row)
     batch = collate(examples)
     assert len(batch) >= 4
     fresh, rows = CHANGES[name](collate(examples))

@@ -71,8 +71,8 @@ class Storage:
             raise ValueError(
                 "a packed batch (it has cu_seq_lens) was rebuilt without its metadata, as "
                 "transformers.Trainer and DataLoader(batch_size=None) do, and would reach a model "
-                "with a mask that lets its examples see each other; for Trainer make the collator "
-                "with model_inputs=True, for the DataLoader pass a collate_fn that changes nothing"
+                "with a mask that lets its examples see each other; for Trainer pass "
+                "collate.for_trainer(), for the DataLoader a collate_fn that changes nothing"
             )
         for key, value in self.row_metadata.items():
             if not rows.is_per_row(value):

@@ -1,4 +1,4 @@
-"""What every collator begins and ends with: the pad id, and a Batch of what was read and placed."""
+"""The first and the last steps of every collator: its options, and a Batch of placed columns."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
+from torch_collate_kit._checks import checked_choice
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
-from torch_collate_kit.batch.placement import MAX_WIDTH, Placement, padded, too_wide, whole_examples
+from torch_collate_kit.batch.placement import (
+    MAX_WIDTH,
+    Pieces,
+    Placement,
+    padded,
+    too_wide,
+    whole_examples,
+)
 from torch_collate_kit.batch.storage import Storage
+from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import unchecked
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
@@ -20,6 +29,7 @@ from torch_collate_kit.vision import VisionLayout
 
 __all__ = [
     "assemble",
+    "checked_overflow",
     "made_of_images",
     "one_per_row",
     "own_fields",
@@ -32,26 +42,35 @@ __all__ = [
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _DTYPES = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-_NOTHING_LOST: dict[str, Any] = {  # metadata of a layout that has a row for every example
-    "num_dummy_rows": 0,
-    "num_dropped": 0,
-    "num_cut": 0,
-    "dropped": (),
-    "cut": (),
-}
-
 
 class Padding(Protocol):
-    """What collators of one example per row are told."""
+    """Options of a collator with one example per row."""
 
     pad_token_id: int
     pad_to_multiple_of: int | None
+    max_length: int | None
+    overflow: str
     normalize_loss: bool
     vision: VisionLayout | None
 
 
+def checked_overflow(overflow: Any, choices: tuple[str, ...], max_length: int | None) -> str:
+    """Return ``overflow``, one of ``choices``; it needs a ``max_length``.
+
+    Raises:
+        ValueError: another value, or no length that an example could exceed.
+    """
+    checked_choice("overflow", overflow, choices)
+    if overflow != "raise" and max_length is None:
+        raise ValueError(
+            f"overflow={overflow!r} is for examples longer than max_length, which is None; pass "
+            "max_length, too"
+        )
+    return str(overflow)
+
+
 def vision_of(tokenizer: Any, vision: VisionLayout | None) -> VisionLayout | None:
-    """The layout that is given, or that of a processor given in place of a tokenizer."""
+    """Return ``vision``, or the layout of a processor given in place of a tokenizer."""
     if vision is not None and not isinstance(vision, VisionLayout):
         raise TypeError(
             f"vision must be a VisionLayout, got {type(vision).__name__}; "
@@ -63,7 +82,7 @@ def vision_of(tokenizer: Any, vision: VisionLayout | None) -> VisionLayout | Non
 
 
 def refuse_unpacked(vision: VisionLayout | None) -> None:
-    """Refuse to pack models whose examples cannot be, or of which it is not known.
+    """Refuse models whose examples cannot be packed exactly, or whose family is ambiguous.
 
     Raises:
         ValueError: the family is not packed, or several models have this processor.
@@ -83,7 +102,7 @@ def refuse_unpacked(vision: VisionLayout | None) -> None:
 
 
 def made_of_images(vision: VisionLayout | None) -> tuple[str, ...]:
-    """The fields that batches for a vision-language model have in addition, beside its images."""
+    """Return the names of the position and type fields that a vision-language model adds."""
     if vision is None:
         return ()
     types = vision.family.token_types if vision.family.positions != "model" else ""
@@ -93,14 +112,11 @@ def made_of_images(vision: VisionLayout | None) -> tuple[str, ...]:
 def own_fields(
     fields: DeclaredFields | None, names: tuple[str, ...], vision: VisionLayout | None
 ) -> DeclaredFields:
-    """What a user declares, as a dict; ``names`` are the keys and fields of the collator.
+    """Return the declared fields, checked; ``names`` are taken by the collator.
 
     Raises:
         TypeError: no mapping of names to PerToken, PerResponseToken or PerExample with a dtype.
         ValueError: a name that is a key or a field already.
-
-    >>> own_fields({"domain": PerExample(torch.int64)}, ("input_ids",), vision=None)
-    {'domain': PerExample(dtype=torch.int64)}
     """
     if fields is None:
         return {}
@@ -142,7 +158,7 @@ def _check_spec(name: str, spec: Any) -> None:
 
 
 def pad_token_id_of(tokenizer: Any) -> int:
-    """The pad id of an int, a tokenizer or processor, or anything with ``pad_token_id``."""
+    """Return the pad id of an int, a tokenizer or processor, or anything with ``pad_token_id``."""
     if hasattr(tokenizer, "image_processor") and hasattr(tokenizer, "tokenizer"):
         tokenizer = tokenizer.tokenizer
     if isinstance(tokenizer, int | np.integer) and not isinstance(tokenizer, bool):
@@ -172,27 +188,73 @@ def one_per_row(
     names: tuple[str, ...],
     padding_side: Literal["left", "right"],
 ) -> Batch:
-    """The Batch with one example per row. ``names`` are its fields."""
-    lengths, multiple = examples.lengths, collator.pad_to_multiple_of or 1
+    """Return the Batch with one example per row; ``names`` are its fields."""
+    pieces, dropped, cut = _fit(examples, collator.max_length, collator.overflow)
+    lengths, multiple = pieces.lengths, collator.pad_to_multiple_of or 1
     width = -(-int(lengths.max()) // multiple) * multiple
     if width > MAX_WIDTH:
         raise too_wide(
             width, f"shorten example {lengths.argmax()} when tokenizing, or filter it out"
         )
-    placed = examples.place(whole_examples(lengths))
+    placed = examples.place(pieces)
     # the widest run of cells from a row's first response token to its end
     pads = 0 if padding_side == "left" else width - lengths
     num_actions = placed.counts["responses"]
     longest = int(np.where(num_actions > 0, num_actions + pads, 0).max())
     segments = padded(placed.counts, width, padding_side=padding_side)
+    per_example = examples.per_example
+    if len(dropped):
+        per_example = {k: [of[i] for i in pieces.examples] for k, of in per_example.items()}
     return assemble(
         placed,
         Placement(width, longest, collator.pad_token_id, False, segments, collator.vision),
         names,
         normalize_loss=collator.normalize_loss,
-        row_metadata=examples.per_example,
-        metadata={"num_examples": len(lengths), **_NOTHING_LOST},
+        row_metadata=per_example,
+        metadata={
+            "num_examples": len(examples.lengths),
+            "num_dummy_rows": 0,
+            "num_dropped": len(dropped),
+            "num_cut": len(cut),
+            "dropped": tuple(dropped.tolist()),
+            "cut": tuple(cut.tolist()),
+        },
     )
+
+
+def _fit(
+    examples: ExampleColumns, max_length: int | None, overflow: str
+) -> tuple[Pieces, np.ndarray, np.ndarray]:
+    """Return the pieces of at most ``max_length`` tokens; which examples are dropped, and cut."""
+    lengths = examples.lengths
+    too_long = np.flatnonzero(lengths > (np.inf if max_length is None else max_length))
+    whole, none = whole_examples(lengths), too_long[:0]
+    if not len(too_long):
+        return whole, none, none
+    i = int(too_long[0])
+    found = f"example {i} has {lengths[i]} tokens, more than max_length={max_length}"
+    if overflow == "raise":
+        others = f" ({len(too_long) - 1} more are too long)" if len(too_long) > 1 else ""
+        ways = '"drop"' if examples.are_rollouts else '"truncate" or "drop"'
+        raise DataError(f"{found}{others}; raise max_length, shorten it, or pass overflow={ways}")
+    if overflow == "drop":
+        if len(too_long) == len(lengths):
+            raise DataError(
+                f"{found}, and so has every other, so nothing of the batch is left; raise "
+                "max_length"
+            )
+        kept = np.delete(whole.examples, too_long)
+        return whole_examples(lengths[kept])._replace(examples=kept), too_long, none
+    lengths = np.minimum(lengths, max_length)
+    if examples.images is not None and examples.images.units:
+        lengths = np.minimum(examples.images.cuts(max_length, None)[0], max_length)
+        if not lengths.all():
+            raise DataError(
+                f"example {lengths.argmin()} begins with an image of more than max_length="
+                f"{max_length} tokens, and an image is never cut; make the image smaller, or pass "
+                'overflow="drop"'
+            )
+    return whole._replace(lengths=lengths), none, too_long
 
 
 def assemble(
@@ -205,9 +267,9 @@ def assemble(
     metadata: Mapping[str, Any],
     num_loss_tokens_elsewhere: int = 0,
 ) -> Batch:
-    """The Batch of examples that are placed. ``names`` are its fields.
+    """Return the Batch of placed examples; ``names`` are its fields, ``metadata`` goes last.
 
-    ``num_loss_tokens_elsewhere``: of rows that other ranks collate. Metadata given goes last.
+    ``num_loss_tokens_elsewhere``: loss tokens of rows that other ranks collate.
     """
     pieces = placed.pieces
     specs = {**placed.specs, "input_ids": PerToken(torch.int64, placement.pad_token_id)}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, overload
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,9 +30,10 @@ from torch_collate_kit.collators.assembly import (
     refuse_unpacked,
     vision_of,
 )
+from torch_collate_kit.collators.trainer import TrainerCollator, check_targets
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions, PackingPlan, PlannedExamples, RankPlan
-from torch_collate_kit.packing.options import packing_options
+from torch_collate_kit.packing.options import ParallelLayout, common_options
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.planner import plan_of
 from torch_collate_kit.ragged import Ragged
@@ -57,135 +59,76 @@ _MADE = (
     "cu_seq_lens",
 )
 
-B = TypeVar("B", bound=Batch | dict[str, Any])
 
-if TYPE_CHECKING:
-    from typing_extensions import Required, TypedDict, Unpack
-
-    from torch_collate_kit.packing.options import PackingKeywords
-
-    class _Settings(TypedDict, total=False):
-        """What is not of the packing; ``model_inputs`` says what a call returns."""
-
-        fixed_width: bool
-        normalize_loss: bool
-        train_all: bool
-        fields: DeclaredFields | None
-        vision: VisionLayout | None
-
-    class _Options(PackingKeywords, _Settings, total=False):
-        """All, with the packing as keywords."""
-
-        max_tokens: Required[int]
-
-
-class PackedCollator(Generic[B]):
+class PackedCollator:
     """Collate examples, or rollouts, into rows that hold several of them, isolated from each other.
 
     Args:
-        tokenizer: an int pad id, or anything with ``pad_token_id``; of a vision-language model its
-            processor.
-        max_tokens: cells that a row may have. How rows are filled is also said by ``strategy``,
-            ``parallel``, ``overflow``, ``max_sequences_per_row``, ``balance``, ``max_patches``,
-            ``cost`` and ``dummy_image_tokens``: the fields of
-            :class:`~torch_collate_kit.packing.PackingOptions`.
-        packing: these in one object instead.
+        tokenizer: an int pad id, or anything with ``pad_token_id``; the processor of a
+            vision-language model.
+        max_tokens: the most cells of a row.
+        strategy: how rows are filled: "best_fit_decreasing" (default), "first_fit_decreasing",
+            "balanced" or "sequential"; see :func:`~torch_collate_kit.pack`.
+        overflow: what to do with an example longer than a row: "raise" (default), "truncate",
+            "drop" or "split".
+        parallel: the :class:`~torch_collate_kit.ParallelLayout` of the run; one device by default.
+        max_patches: the most image patches of a row; no limit by default.
+        packing: a :class:`~torch_collate_kit.PackingOptions` in place of the five options above.
         fixed_width: make every batch ``max_tokens`` wide, not as wide as its fullest row.
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
-        model_inputs: return the dict of ``Batch.model_inputs()``, for transformers.Trainer.
-        train_all: the examples have no loss target, and every token is trained.
-        fields: what else to read, by key: PerToken, PerResponseToken or PerExample, with a dtype.
-        vision: how the images of a vision-language model become tokens:
-            ``VisionLayout.of(processor, model.config)``. A processor as ``tokenizer`` is enough
-            where only one ``model_type`` has it.
+        train_all: train every token of examples that have no loss target.
+        fields: columns to read beside the known ones: a dict of names to PerToken,
+            PerResponseToken or PerExample.
+        vision: how images become tokens: ``VisionLayout.of(processor, model.config)``. By default
+            that of ``tokenizer``, if it is a processor that only one ``model_type`` has.
 
-    Calling it takes a list of examples or a mapping of columns, and returns a new
-    :class:`~torch_collate_kit.batch.Batch`. Inputs are copied. docs/contract.md has the fields.
+    Calling it with a list of examples or a mapping of columns returns a new
+    :class:`~torch_collate_kit.Batch`. Inputs are copied. docs/contract.md lists its fields.
 
     Raises:
         DataError: an example is wrong, or too long with ``overflow="raise"``.
-        ValueError, TypeError: a setting is wrong, or does not fit the sampler's.
+        ValueError, TypeError: an option is wrong.
 
     >>> batch = PackedCollator(0, max_tokens=6)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist()
     ([[5, 6, 7, 8, 9]], [[-100, 6, 7, -100, 9]])
     """
 
-    @overload
-    def __init__(
-        self: PackedCollator[Batch],
-        tokenizer: Any,
-        *,
-        model_inputs: Literal[False] = False,
-        **options: Unpack[_Options],
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: PackedCollator[dict[str, Any]],
-        tokenizer: Any,
-        *,
-        model_inputs: Literal[True],
-        **options: Unpack[_Options],
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: PackedCollator[Any],
-        tokenizer: Any,
-        *,
-        model_inputs: bool,
-        **options: Unpack[_Options],
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: PackedCollator[Batch],
-        tokenizer: Any,
-        *,
-        packing: PackingOptions,
-        model_inputs: Literal[False] = False,
-        **settings: Unpack[_Settings],
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: PackedCollator[dict[str, Any]],
-        tokenizer: Any,
-        *,
-        packing: PackingOptions,
-        model_inputs: Literal[True],
-        **settings: Unpack[_Settings],
-    ) -> None: ...
     def __init__(
         self,
         tokenizer: Any,
         *,
         max_tokens: int | None = None,
+        strategy: str | None = None,
+        overflow: Literal["raise", "truncate", "drop", "split"] | None = None,
+        parallel: ParallelLayout | None = None,
+        max_patches: int | None = None,
         packing: PackingOptions | None = None,
         fixed_width: bool = False,
         normalize_loss: bool = True,
-        model_inputs: bool = False,
         train_all: bool = False,
         fields: DeclaredFields | None = None,
         vision: VisionLayout | None = None,
-        **options: Unpack[PackingKeywords],
     ) -> None:
         self.pad_token_id = pad_token_id_of(tokenizer)
         self.vision = vision_of(tokenizer, vision)
         refuse_unpacked(self.vision)
-        self.packing = packing_options(packing, max_tokens, options)
+        self.packing = common_options(
+            packing,
+            max_tokens,
+            strategy=strategy,
+            overflow=overflow,
+            parallel=parallel,
+            max_patches=max_patches,
+        )
         if self.vision is not None and not self.packing.dummy_image_tokens:
             tokens = self.vision.smallest_tokens
             self.packing = replace(self.packing, dummy_image_tokens=tokens)
         self.fixed_width = checked_bool("fixed_width", fixed_width)
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
         self.train_all = checked_bool("train_all", train_all)
-        self.model_inputs = checked_bool("model_inputs", model_inputs)
         names = (*KNOWN, *ROLLOUT_KEYS, *_FIELDS, *_MADE)
         self.fields = own_fields(fields, names, self.vision)
-        if self.fields and self.model_inputs:
-            raise ValueError(
-                "model_inputs=True passes on what a model reads, so "
-                f"{', '.join(self.fields)} would be lost; take the Batch, and "
-                "batch.model_inputs() for the model"
-            )
 
     def __repr__(self) -> str:
         return call_repr(self, str(self.pad_token_id), **changed_options(self))
@@ -193,24 +136,41 @@ class PackedCollator(Generic[B]):
     def plan(
         self, lengths: Sequence[int] | np.ndarray, patches: Patches | ImageLoad | None = None
     ) -> PackingPlan:
-        """Which example goes where, from lengths alone: what calling the collator follows.
+        """Plan rows from lengths alone, as a call of the collator does.
 
-        ``patches``: of examples with images, see ``pack``.
+        ``patches``: of examples with images, as in :func:`~torch_collate_kit.pack`.
         """
         return plan_of(lengths, self.packing, patches)
 
-    def __call__(self, examples: Examples | PlannedExamples) -> B:
+    def for_trainer(self) -> TrainerCollator:
+        """Return the collator for ``transformers.Trainer``: calls return ``batch.model_inputs()``.
+
+        Examples must have a loss target, or the collator ``train_all=True``: Trainer removes a
+        ``loss_mask`` column before the collator sees it.
+
+        Raises:
+            ValueError: the collator declares fields, which model inputs do not have.
+
+        >>> collate = PackedCollator(0, max_tokens=6).for_trainer()
+        >>> sorted(collate([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]))[:4]
+        ['cu_seq_lens_k', 'cu_seq_lens_q', 'input_ids', 'labels']
+        """
+        return TrainerCollator(self, partial(self._collate, for_trainer=True))
+
+    def __call__(self, examples: Examples | PlannedExamples) -> Batch:
+        return self._collate(examples)
+
+    def _collate(self, examples: Examples | PlannedExamples, *, for_trainer: bool = False) -> Batch:
         if isinstance(examples, PlannedExamples):
             part = examples.part
+            self._check_part(part, normalize_loss=self.normalize_loss and not for_trainer)
             columns = self._read_part(part, examples.examples)
         else:
             columns = self._read(examples, rollouts=None)
             part = RankPlan.whole(self.plan(columns.lengths, self._images(columns)))
-        batch = self._place(columns, part)
-        if not self.model_inputs:
-            return cast(B, batch)
-        _refuse_weights(batch)
-        return cast(B, batch.model_inputs())
+        if for_trainer:
+            check_targets(columns, self.train_all)
+        return self._place(columns, part)
 
     def _read(self, examples: Examples, *, rollouts: bool | None = False) -> ExampleColumns:
         columns = read_columns(
@@ -222,12 +182,6 @@ class PackedCollator(Generic[B]):
         )
         if columns.are_rollouts:
             self._check_rollouts(columns)
-        elif self.model_inputs and columns.target is None and not self.train_all:
-            raise DataError(
-                "example 0 has no loss target: transformers.Trainer and TRL remove a loss_mask "
-                "column before the collator sees it; give labels (tokenize_chat with labels=True), "
-                "or set remove_unused_columns=False, or pass train_all=True to train every token"
-            )
         return columns
 
     def _check_rollouts(self, rollouts: ExampleColumns) -> None:
@@ -235,13 +189,8 @@ class PackedCollator(Generic[B]):
             raise unknown_images(f"example {min(rollouts.images.units)}")
         if self.train_all:
             raise ValueError(
-                "train_all=True is for examples with input_ids; of a rollout its loss_mask says "
-                "what is trained, so leave train_all out"
-            )
-        if self.model_inputs:
-            raise ValueError(
-                "model_inputs=True passes on labels alone, so the rewards of rollouts would be "
-                "lost; take the Batch, and batch.model_inputs(labels=False) for the model"
+                "train_all=True is for examples with input_ids; rollouts mark trained tokens with "
+                "loss_mask; remove train_all"
             )
         capacity, max_tokens = self.packing.capacity, self.packing.max_tokens
         too_long = np.flatnonzero(rollouts.lengths > capacity)
@@ -254,8 +203,7 @@ class PackedCollator(Generic[B]):
             )
 
     def _read_part(self, part: RankPlan, examples: Examples) -> ExampleColumns:
-        """Examples that a sampler or a stream has planned; none, if the rank has none."""
-        self._check_part(part)
+        """Read examples that a sampler or a stream has planned; none if the rank has none."""
         if part.rank is None or part.indices:
             columns = self._read(examples)
         else:
@@ -266,8 +214,8 @@ class PackedCollator(Generic[B]):
             part.check_patches(np.array([sum(of) for of in columns.images.patches], dtype=np.int64))
         return columns
 
-    def _check_part(self, part: RankPlan) -> None:
-        """That a sampler or a stream planned as this collator would."""
+    def _check_part(self, part: RankPlan, *, normalize_loss: bool) -> None:
+        """Check that the plan was made with this collator's options."""
         plan, own = part.plan, self.packing
         given = {"max_tokens": plan.max_tokens, "align": plan.align, "ranks": plan.num_ranks}
         mine = {"max_tokens": own.max_tokens, "align": own.parallel.align, "ranks": own.num_ranks}
@@ -280,7 +228,7 @@ class PackedCollator(Generic[B]):
                 "PackedBatchSampler and PackedCollator the same: packing=collator.packing"
             )
         is_known = part.rank is None or part.num_loss_tokens is not None or part.num_parts == 1
-        if self.normalize_loss and not self.model_inputs and not is_known:
+        if normalize_loss and not is_known:
             raise ValueError(
                 "normalize_loss=True divides by the loss tokens of the whole batch, and this rank "
                 f"reads one of its {part.num_parts} parts; pass num_loss_tokens="
@@ -289,7 +237,7 @@ class PackedCollator(Generic[B]):
             )
 
     def _images(self, columns: ExampleColumns) -> ImageLoad | None:
-        """What their images take; None without any."""
+        """Return the patches and costs of the images, or None without images."""
         images, packing = columns.images, self.packing
         if images is None or not images.units:
             return None
@@ -299,7 +247,7 @@ class PackedCollator(Generic[B]):
         return load.with_cuts(*images.cuts(packing.capacity, packing.max_patches), packing.cost)
 
     def _place(self, columns: ExampleColumns, part: RankPlan) -> Batch:
-        """The rows of the part."""
+        """Return the Batch of the rows of ``part``."""
         plan, chosen, num_examples = part.plan, part.pieces, len(columns.input_ids)
         width = self.packing.capacity if self.fixed_width else plan.width
         if width > MAX_WIDTH:
@@ -331,7 +279,7 @@ class PackedCollator(Generic[B]):
         )
 
     def _metadata(self, part: RankPlan, num_examples: int) -> dict[str, Any]:
-        """Of the whole plan: what is lost, and what every rank has to compute."""
+        """Return batch metadata: dropped and cut examples, cost per rank."""
         plan, num_ranks = part.plan, part.world_size or self.packing.parallel.dp
         costs = plan.cost_per_rank.reshape(num_ranks, -1).sum(axis=1)
         metadata = {
@@ -354,7 +302,7 @@ class PackedCollator(Generic[B]):
 
 
 def _per_row(per_example: dict[str, list[Any]], pieces: Pieces) -> dict[str, Any]:
-    """Values of the examples, in the order of their pieces, for each row."""
+    """Return the values of the examples in each row, in the order of their pieces."""
     rows = list(pairwise(pieces.row_offsets.tolist()))
     per_row = {}
     for name, values in per_example.items():
@@ -363,18 +311,14 @@ def _per_row(per_example: dict[str, list[Any]], pieces: Pieces) -> dict[str, Any
     return per_row
 
 
-def _refuse_weights(batch: Batch) -> None:
-    """Labels say which tokens are trained, not how much."""
-    weights = batch.column("loss_weights")
-    if weights is not None and weights.is_floating_point():
-        odd = weights[(weights != 0) & (weights != 1)]
-        raise DataError(
-            f"model_inputs=True passes on labels, no loss_mask, but a token has weight "
-            f"{float(odd[0]):g}; give masks of 0 and 1, or take the Batch and token_loss"
-        )
-
-
-def changed_options(collator: PackedCollator[Any]) -> dict[str, Any]:
-    """The options that are not the default, those of the packing first, as keywords."""
-    settings = {**changed_settings(collator.packing), **changed_settings(collator)}
-    return {name: value for name, value in settings.items() if name != "packing"}
+def changed_options(collator: PackedCollator) -> dict[str, Any]:
+    """Return the options that differ from their defaults, those of the packing first."""
+    packing, own = collator.packing, changed_settings(collator)
+    vision = collator.vision
+    if vision is not None and packing.dummy_image_tokens == vision.smallest_tokens:
+        packing = replace(packing, dummy_image_tokens=0)  # set by the collator itself
+    changed = changed_settings(packing)
+    del own["packing"]
+    common = ("max_tokens", "strategy", "overflow", "parallel", "max_patches")
+    is_common = changed.keys() <= set(common)
+    return {**(changed if is_common else {"packing": packing}), **own}

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
-import numpy as np
-
-from torch_collate_kit._checks import checked_bool, checked_optional_int
+from torch_collate_kit._checks import checked_bool, checked_choice, checked_optional_int
 from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators.assembly import (
+    checked_overflow,
     made_of_images,
     one_per_row,
     own_fields,
     pad_token_id_of,
     vision_of,
 )
-from torch_collate_kit.errors import DataError
+from torch_collate_kit.collators.trainer import TrainerCollator, check_targets
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.raw import KNOWN, Examples
 from torch_collate_kit.reading.reader import read_columns
@@ -38,25 +38,28 @@ class PaddedCollator:
     """Collate examples into rows padded to the longest one.
 
     Args:
-        tokenizer: an int pad id, or anything with ``pad_token_id``; of a vision-language model its
-            processor.
+        tokenizer: an int pad id, or anything with ``pad_token_id``; the processor of a
+            vision-language model.
         padding_side: "left" puts the last token into the last column, as generation needs; "right"
             puts the pads after the tokens, where no causal model reads them. RecurrentGemma, RWKV
             and xLSTM need "right": they read pads on the left as tokens.
         pad_to_multiple_of: round the width up to a multiple of it.
-        max_length: the most tokens an example may have. A longer one raises; nothing is cut.
+        max_length: the most tokens of an example; no limit by default.
+        overflow: what to do with a longer example: "raise" (default), "truncate" it to its first
+            tokens, never through an image, or "drop" it. ``metadata`` counts both.
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
-        train_all: the examples have no loss target, and every token is trained.
-        fields: what else to read, by key: PerToken, PerResponseToken or PerExample, with a dtype.
-        vision: how the images of a vision-language model become tokens; that of ``tokenizer`` if it
-            is a processor.
+        train_all: train every token of examples that have no loss target.
+        fields: columns to read beside the known ones: a dict of names to PerToken,
+            PerResponseToken or PerExample.
+        vision: how images become tokens: ``VisionLayout.of(processor, model.config)``. By default
+            that of ``tokenizer``, if it is a processor.
 
-    Calling it takes a list of examples or a mapping of columns, and returns a new
-    :class:`~torch_collate_kit.batch.Batch`. Inputs are copied. docs/contract.md has the fields.
+    Calling it with a list of examples or a mapping of columns returns a new
+    :class:`~torch_collate_kit.Batch`. Inputs are copied. docs/contract.md lists its fields.
 
     Raises:
-        DataError: an example is wrong, or longer than ``max_length``.
-        ValueError, TypeError: a setting is wrong.
+        DataError: an example is wrong, or too long with ``overflow="raise"``.
+        ValueError, TypeError: an option is wrong.
 
     >>> batch = PaddedCollator(0)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist()
@@ -70,22 +73,22 @@ class PaddedCollator:
         padding_side: Literal["left", "right"] = "left",
         pad_to_multiple_of: int | None = None,
         max_length: int | None = None,
+        overflow: Literal["raise", "truncate", "drop"] = "raise",
         normalize_loss: bool = True,
         train_all: bool = False,
         fields: DeclaredFields | None = None,
         vision: VisionLayout | None = None,
     ) -> None:
-        if padding_side not in ("left", "right"):
-            raise ValueError(f'padding_side must be "left" or "right", got {padding_side!r}')
         self.pad_token_id = pad_token_id_of(tokenizer)
         self.vision = vision_of(tokenizer, vision)
+        checked_choice("padding_side", padding_side, ("left", "right"))
         self.padding_side: Literal["left", "right"] = padding_side
+        hint = "None switches it off"
         self.pad_to_multiple_of = checked_optional_int(
-            "pad_to_multiple_of", pad_to_multiple_of, hint="None switches it off"
+            "pad_to_multiple_of", pad_to_multiple_of, hint=hint
         )
-        self.max_length = checked_optional_int(
-            "max_length", max_length, hint="None switches it off"
-        )
+        self.max_length = checked_optional_int("max_length", max_length, hint=hint)
+        self.overflow = checked_overflow(overflow, ("raise", "truncate", "drop"), self.max_length)
         self.train_all = checked_bool("train_all", train_all)
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
         self.fields = own_fields(fields, (*KNOWN, *_FIELDS), self.vision)
@@ -93,17 +96,29 @@ class PaddedCollator:
     def __repr__(self) -> str:
         return call_repr(self, str(self.pad_token_id), **changed_settings(self))
 
+    def for_trainer(self) -> TrainerCollator:
+        """Return the collator for ``transformers.Trainer``: calls return ``batch.model_inputs()``.
+
+        Examples must have a loss target, or the collator ``train_all=True``: Trainer removes a
+        ``loss_mask`` column before the collator sees it.
+
+        Raises:
+            ValueError: the collator declares fields, which model inputs do not have.
+
+        >>> collate = PaddedCollator(0).for_trainer()
+        >>> collate([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])["labels"].tolist()
+        [[-100, 6, 7]]
+        """
+        return TrainerCollator(self, partial(self._collate, for_trainer=True))
+
     def __call__(self, examples: Examples) -> Batch:
+        return self._collate(examples)
+
+    def _collate(self, examples: Examples, *, for_trainer: bool = False) -> Batch:
         columns = read_columns(
             examples, train_all=self.train_all, fields=self.fields, vision=self.vision
         )
-        too_long = np.flatnonzero(columns.lengths > (self.max_length or np.inf))
-        if len(too_long):
-            i = int(too_long[0])
-            raise DataError(
-                f"example {i} has {columns.lengths[i]} tokens, more than max_length="
-                f"{self.max_length}; truncate it when tokenizing, filter it out, or raise "
-                "max_length"
-            )
+        if for_trainer:
+            check_targets(columns, self.train_all)
         names = (*_FIELDS, *made_of_images(self.vision), *columns.names)
         return one_per_row(self, columns, names, self.padding_side)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
-import numpy as np
+from typing import Any, Literal
 
 from torch_collate_kit._checks import checked_bool, checked_optional_int
 from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators.assembly import (
+    checked_overflow,
     made_of_images,
     one_per_row,
     own_fields,
@@ -36,21 +34,24 @@ class RolloutCollator:
     docs/contract.md has the keys that it may have, and the fields of the batch.
 
     Args:
-        tokenizer: an int pad id, or anything with ``pad_token_id``; of a vision-language model its
-            processor.
-        max_seq_len: warn of rollouts with more tokens than this; nothing is cut.
+        tokenizer: an int pad id, or anything with ``pad_token_id``; the processor of a
+            vision-language model.
+        max_length: the most tokens of a rollout, prompt and response; no limit by default.
+        overflow: what to do with a longer rollout: "raise" (default), or "drop" it, which
+            ``metadata`` counts. A rollout is never cut.
         pad_to_multiple_of: round the width up to a multiple of it.
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
-        fields: what else to read, by key: PerToken, PerResponseToken or PerExample, with a dtype.
-        vision: how the images of a vision-language model become tokens; that of ``tokenizer`` if it
-            is a processor.
+        fields: columns to read beside the known ones: a dict of names to PerToken,
+            PerResponseToken or PerExample.
+        vision: how images become tokens: ``VisionLayout.of(processor, model.config)``. By default
+            that of ``tokenizer``, if it is a processor.
 
-    Calling it takes a list of rollouts or a mapping of columns, and returns a new
-    :class:`~torch_collate_kit.batch.Batch`. Inputs are copied.
+    Calling it with a list of rollouts or a mapping of columns returns a new
+    :class:`~torch_collate_kit.Batch`. Inputs are copied. docs/contract.md lists its fields.
 
     Raises:
-        DataError: a rollout is wrong.
-        ValueError, TypeError: a setting is wrong.
+        DataError: a rollout is wrong, or too long with ``overflow="raise"``.
+        ValueError, TypeError: an option is wrong.
 
     >>> good = {"prompt_ids": [5, 6], "response_ids": [7, 8], "rewards": 1.0, "loss_mask": [1, 1]}
     >>> RolloutCollator(0)([good])["rewards"]
@@ -61,7 +62,8 @@ class RolloutCollator:
         self,
         tokenizer: Any,
         *,
-        max_seq_len: int | None = None,
+        max_length: int | None = None,
+        overflow: Literal["raise", "drop"] = "raise",
         pad_to_multiple_of: int | None = None,
         normalize_loss: bool = False,
         fields: DeclaredFields | None = None,
@@ -69,11 +71,11 @@ class RolloutCollator:
     ) -> None:
         self.pad_token_id = pad_token_id_of(tokenizer)
         self.vision = vision_of(tokenizer, vision)
-        self.max_seq_len = checked_optional_int(
-            "max_seq_len", max_seq_len, hint="None switches it off"
-        )
+        hint = "None switches it off"
+        self.max_length = checked_optional_int("max_length", max_length, hint=hint)
+        self.overflow = checked_overflow(overflow, ("raise", "drop"), self.max_length)
         self.pad_to_multiple_of = checked_optional_int(
-            "pad_to_multiple_of", pad_to_multiple_of, hint="None switches it off"
+            "pad_to_multiple_of", pad_to_multiple_of, hint=hint
         )
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
         self.fields = own_fields(fields, (*ROLLOUT_KEYS, *_FIELDS, *_MADE), self.vision)
@@ -83,20 +85,6 @@ class RolloutCollator:
 
     def __call__(self, examples: Examples) -> Batch:
         rollouts = read_columns(examples, rollouts=True, fields=self.fields, vision=self.vision)
-        if self.max_seq_len is not None:
-            _warn_of_long(rollouts.lengths, self.max_seq_len)
         made = made_of_images(self.vision)
         names = (*_FIELDS, *made, *rollouts.names, "sub_seq_lengths")
         return one_per_row(self, rollouts, names, "left")
-
-
-def _warn_of_long(lengths: np.ndarray, max_seq_len: int) -> None:
-    num_long = int(np.count_nonzero(lengths > max_seq_len))
-    if num_long:
-        i = int(lengths.argmax())
-        warnings.warn(
-            f"{num_long} of {len(lengths)} rollouts are longer than max_seq_len={max_seq_len}; the "
-            f"longest is example {i} with {lengths[i]} tokens. Nothing was cut; limit the tokens "
-            "that are generated, or filter such rollouts out",
-            stacklevel=3,
-        )

@@ -113,7 +113,7 @@ class VisionLanguageCollator:
             "max_pixels": max_pixels,
         }
         ChatOptions(None, **self._chat)  # wrong ones raise here, not in a worker
-        self.collator: PackedCollator[Any] | PaddedCollator
+        self.collator: PackedCollator | PaddedCollator
         if max_tokens is None and options.get("packing") is None:
             if max_patches is not None:
                 raise ValueError(

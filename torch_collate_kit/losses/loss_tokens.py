@@ -64,7 +64,7 @@ def _num_loss_tokens(batch: Any) -> Tensor:
     raise TypeError(
         "global_num_loss_tokens takes a Batch, labels or a list of these, got "
         f"{type(batch).__name__}; pass the Batch that the collator returned, or "
-        'inputs["labels"] of a collator with model_inputs=True'
+        'inputs["labels"] of collate.for_trainer()'
     )
 
 

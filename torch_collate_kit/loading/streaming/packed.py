@@ -216,7 +216,6 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             "fixed_width": collator.fixed_width,
             "pad_token_id": collator.pad_token_id,
             "normalize_loss": collator.normalize_loss,
-            "model_inputs": collator.model_inputs,
             "train_all": collator.train_all,
             "fields": ", ".join(f"{name}: {spec}" for name, spec in collator.fields.items()),
         }

@@ -62,7 +62,7 @@ def plot_rows(batch: Batch, *, max_rows: int = 40, ax: Axes | None = None) -> Ax
     if not isinstance(batch, Batch):
         raise TypeError(
             f"plot_rows draws a Batch, got {type(batch).__name__}; pass what a collator returns "
-            "(with model_inputs=True it returns a dict, which does not say where examples begin)"
+            "(for_trainer() returns a dict, which does not say where examples begin)"
         )
     drawn = batch[: checked_int("max_rows", max_rows)]
     cells = cells_to_draw(drawn)

@@ -1,0 +1,82 @@
+"""Collators for ``transformers.Trainer``, which passes what they return to the model as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.reading.entries import DeclaredFields
+from torch_collate_kit.reading.examples import ExampleColumns
+
+__all__ = ["TrainerCollator", "check_targets"]
+
+
+class Collator(Protocol):
+    """A collator of examples: declared fields beside the known ones."""
+
+    fields: DeclaredFields
+
+
+class TrainerCollator:
+    """A collator whose calls return ``batch.model_inputs()``, a dict; made by ``for_trainer()``.
+
+    ``collate`` is the collator that it was made from.
+
+    Raises:
+        ValueError: the collator declares fields, which model inputs do not have.
+
+    >>> from torch_collate_kit import PaddedCollator
+    >>> PaddedCollator(0, train_all=True).for_trainer()([{"input_ids": [5, 6]}])["labels"]
+    tensor([[-100,    6]])
+    """
+
+    def __init__(self, collate: Collator, make_batch: Callable[[Any], Batch]) -> None:
+        if collate.fields:
+            raise ValueError(
+                f"for_trainer() returns what a model reads, so {', '.join(collate.fields)} would "
+                "be lost; take the Batch, and batch.model_inputs() for the model"
+            )
+        self.collate = collate
+        self._make_batch = make_batch
+
+    def __repr__(self) -> str:
+        return f"{self.collate!r}.for_trainer()"
+
+    def __call__(self, examples: Any) -> dict[str, Any]:
+        batch = self._make_batch(examples)
+        _refuse_weights(batch)
+        return batch.model_inputs()
+
+
+def check_targets(columns: ExampleColumns, train_all: bool) -> None:
+    """Check that labels alone say what is trained.
+
+    Raises:
+        ValueError: the examples are rollouts.
+        DataError: the examples have no loss target.
+    """
+    if columns.are_rollouts:
+        raise ValueError(
+            "for_trainer() passes on labels alone, so the rewards of rollouts would be lost; take "
+            "the Batch, and batch.model_inputs(labels=False) for the model"
+        )
+    if columns.target is None and not train_all and len(columns.lengths):
+        raise DataError(
+            "example 0 has no loss target: transformers.Trainer and TRL remove a loss_mask "
+            "column before the collator sees it; give labels (tokenize_chat with labels=True), "
+            "or set remove_unused_columns=False, or pass train_all=True to train every token"
+        )
+
+
+def _refuse_weights(batch: Batch) -> None:
+    """Refuse loss weights other than 0 and 1, which labels cannot express."""
+    weights = batch.column("loss_weights")
+    if weights is not None and weights.is_floating_point():
+        odd = weights[(weights != 0) & (weights != 1)]
+        if len(odd):
+            raise DataError(
+                f"for_trainer() passes on labels, no loss_mask, but a token has weight "
+                f"{float(odd[0]):g}; give masks of 0 and 1, or take the Batch and token_loss"
+            )
