@@ -351,12 +351,12 @@ def test_counts_per_row_go_with_the_rows(kind: str) -> None:
         for part in (batch[rows[0] : rows[0] + len(rows)], batch.select(rows)):
             found = part.row_metadata["example_indices"].tolist()
             places = [batch.row_metadata["example_indices"].tolist().index(row) for row in found]
-            assert part.num_tokens_per_row().tolist() == [tokens[i] for i in places]
-            assert part.num_loss_tokens_per_row().tolist() == [trained[i] for i in places]
+            assert part.stored().num_tokens().tolist() == [tokens[i] for i in places]
+            assert part.stored().num_loss_tokens().tolist() == [trained[i] for i in places]
             if "response_mask" in batch:
                 responses = part["response_mask"].sum(1).tolist()
-                assert part.num_tokens_per_row("responses").tolist() == responses
-    assert batch.num_tokens_per_row("nothing") is None
+                assert part.stored().num_tokens("responses").tolist() == responses
+    assert batch.stored().num_tokens("nothing") is None
 
 
 def test_to_takes_a_device(packed: Batch) -> None:
@@ -392,3 +392,21 @@ def test_with_fields_adds_and_replaces_without_a_copy() -> None:
     assert changed.row_metadata is not batch.row_metadata
     with pytest.raises(ValueError, match="c has 2 rows, but a has 3"):
         batch.with_fields(c=torch.zeros(2))
+
+
+@pytest.mark.parametrize("make", [PaddedCollator(0), PackedCollator(0, max_tokens=4)])
+def test_split_knows_the_divisor_of_the_step_and_the_last_part(make: Any) -> None:
+    batch = make([{"input_ids": [i + 5] * 3} for i in range(5)])
+    parts = batch.split(2)
+    assert [len(part) for part in parts] == [2, 2, 1]
+    assert [part.metadata["is_last_part"] for part in parts] == [False, False, True]
+    assert {part.metadata["num_loss_tokens"] for part in parts} == {10}
+    assert "is_last_part" not in batch.metadata
+    assert Batch.cat(parts) == batch
+    chosen = batch.split([[4, 0], [2]])
+    assert [part["input_ids"].tolist() for part in chosen] == [
+        batch.select(rows)["input_ids"].tolist() for rows in ([4, 0], [2])
+    ]
+    assert [part.metadata["is_last_part"] for part in chosen] == [False, True]
+    with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
+        batch.split(0)

@@ -94,8 +94,8 @@ SILENT: dict[str, Callable[[Batch], Any]] = {
     "digest": batch_digest,
     "to": lambda b: b.to("meta"),
     "with_fields": lambda b: b.with_fields(more=torch.zeros(len(b))),
-    "counts": lambda b: (b.num_tokens_per_row(), b.num_loss_tokens_per_row()),
-    "divide_loss_mask": lambda b: b.divide_loss_mask(3),
+    "counts": lambda b: (b.stored().num_tokens(), b.stored().num_loss_tokens()),
+    "divide_loss_mask": lambda b: Batch.of_storage(b.stored().with_divisor(3)),
 }
 
 

@@ -67,7 +67,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from _parts(value.flat_values)
     elif isinstance(value, Batch):
         yield f"batch {len(value)}".encode()
-        yield from _parts(value.contents())
+        yield from _parts(value.stored().contents())
         yield from _parts(value.row_metadata)
         yield from _parts(value.metadata)
     elif isinstance(value, Mapping):

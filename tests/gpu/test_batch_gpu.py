@@ -104,7 +104,7 @@ OPERATIONS: dict[str, Callable[[Batch], Batch]] = {
     "pad_rows": lambda b: b.pad_rows(multiple_of=len(b) + 2),
     "cat": lambda b: Batch.cat([b[1:], b[:1]]),
     "with_fields": lambda b: b.with_fields(attention_mask=b["attention_mask"] * 2),
-    "divided": lambda b: b.divide_loss_mask(7),
+    "divided": lambda b: Batch.of_storage(b.stored().with_divisor(7)),
     "changed": lambda b: _changed(b)[1:],
 }
 
@@ -148,7 +148,7 @@ def test_what_is_said_of_a_batch_does_not_wait(batch: Batch) -> None:
             assert shown(moved).split() == expected
         assert moved.nbytes == batch.nbytes
         assert list(moved) == list(batch)
-        assert moved.num_tokens_per_row().tolist() == batch.num_tokens_per_row().tolist()
+        assert moved.stored().num_tokens().tolist() == batch.stored().num_tokens().tolist()
         assert (
             moved["sub_seq_lengths"].lengths.tolist() == batch["sub_seq_lengths"].lengths.tolist()
         )

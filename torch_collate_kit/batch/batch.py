@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import rows
 from torch_collate_kit.batch.buffer import tensor_of
+from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.dense import make_field
 from torch_collate_kit.batch.fields import Field
 from torch_collate_kit.batch.model_inputs import model_inputs
@@ -34,9 +35,9 @@ class Batch(Mapping[str, Field]):
     ``batch[2:5]`` is a Batch of these rows, ``len(batch)`` is R. docs/contract.md lists the fields
     that a collator gives.
 
-    A collator's batch stores columns, one entry per token, and where they lie. A field is made of
-    them when it is first read, on their device, and kept. A field that is changed in place stays
-    changed (not through ``.numpy()``, which nobody sees); :meth:`with_fields` replaces one.
+    A collator's batch stores columns, one entry per token, and their places. A field is made when
+    it is first read, on their device, and kept. A change in place stays (not one through
+    ``.numpy()``, which cannot be seen); :meth:`with_fields` replaces a field.
 
     ``row_metadata`` has one entry per row (list, ndarray, tensor or Ragged) and is sliced with the
     rows. ``metadata`` belongs to the batch as it was collated, so slices keep it.
@@ -63,11 +64,13 @@ class Batch(Mapping[str, Field]):
                     f"field {name} must be a tensor with rows first or a Ragged, got "
                     f"{type(field).__name__}; what belongs to the whole batch goes into metadata"
                 )
-        self._set(Storage(None, dict(fields), dict(row_metadata or {}), dict(metadata or {})))
+        self._set(
+            Storage(Columns.none(), dict(fields), dict(row_metadata or {}), dict(metadata or {}))
+        )
 
     @classmethod
     def of_storage(cls, storage: Storage) -> Batch:
-        """What a collator makes."""
+        """Return a Batch of ``storage``, as collators make it."""
         batch = cls.__new__(cls)
         batch._set(storage)
         return batch
@@ -110,7 +113,7 @@ class Batch(Mapping[str, Field]):
         if name in storage.given:
             return storage.given[name]
         if name not in self._made:
-            if storage.columns is None or name not in storage.columns.names:
+            if name not in storage.columns.names:
                 raise KeyError(f"{name}; the batch has {', '.join(self)}")
             field = make_field(name, storage.columns, self._shared, self.metadata)
             self._made[name] = field, _version(field)
@@ -126,18 +129,19 @@ class Batch(Mapping[str, Field]):
         return key in self._storage.names
 
     def keys(self) -> KeysView[str]:  # the views of Mapping count rows: len(batch)
+        """Return the names of the fields."""
         return self._storage.names.keys()
 
     def items(self) -> ItemsView[str, Field]:
-        """The fields by name; makes all of them."""
+        """Return the fields by name; makes all of them."""
         return {name: self._field(name) for name in self}.items()
 
     def values(self) -> ValuesView[Field]:
-        """The fields; makes all of them."""
-        return dict(self.items()).values()
+        """Return the fields; makes all of them."""
+        return {name: self._field(name) for name in self}.values()
 
     def __eq__(self, other: object) -> bool:
-        """The same fields with equal dtypes, shapes and values, and equal metadata."""
+        """Compare names, dtypes, shapes and values of the fields, and metadata."""
         if not isinstance(other, Batch):
             return NotImplemented
         same = self.stored().equals(other.stored())
@@ -146,7 +150,7 @@ class Batch(Mapping[str, Field]):
     __hash__ = None  # type: ignore[assignment]
 
     def with_fields(self, **fields: Field) -> Batch:
-        """The same rows with fields added or replaced; nothing is copied.
+        """Return the same rows with fields added or replaced; nothing is copied.
 
         >>> batch = Batch({"input_ids": torch.tensor([[5], [6]])})
         >>> list(batch.with_fields(advantages=torch.zeros(2, 1)))
@@ -159,10 +163,7 @@ class Batch(Mapping[str, Field]):
         return batch
 
     def chunk(self, num_chunks: int) -> list[Batch]:
-        """The rows in ``num_chunks`` equal runs: chunk ``r`` is rank ``r``'s part.
-
-        Raises:
-            ValueError: rows that do not divide.
+        """Return the rows in ``num_chunks`` equal runs: chunk ``r`` is the part of rank ``r``.
 
         >>> [c["x"].tolist() for c in Batch({"x": torch.arange(4)}).chunk(2)]
         [[0, 1], [2, 3]]
@@ -176,8 +177,31 @@ class Batch(Mapping[str, Field]):
         size = len(self) // num_chunks
         return [self[i * size : (i + 1) * size] for i in range(num_chunks)]
 
+    def split(self, rows: int | Sequence[Sequence[int] | np.ndarray]) -> list[Batch]:
+        """Return micro-batches: of ``rows`` rows each (the last may have fewer), or of these rows.
+
+        Their metadata is that of the batch, such as ``"num_loss_tokens"``, the divisor of the whole
+        step, and ``"is_last_part"``, True of the last one, where gradients are synchronized. With
+        an int they are slices, with row numbers per part copies.
+
+        Raises:
+            ValueError, TypeError: ``rows`` below 1, or not an int.
+
+        >>> batch = Batch({"x": torch.arange(5)}, metadata={"num_loss_tokens": 9})
+        >>> [(part["x"].tolist(), part.metadata["is_last_part"]) for part in batch.split(2)]
+        [([0, 1], False), ([2, 3], False), ([4], True)]
+        """
+        if isinstance(rows, Sequence):
+            parts = [self.select(numbers) for numbers in rows]
+        else:
+            size = checked_int("rows", rows)
+            parts = [self[i : i + size] for i in range(0, len(self), size)]
+        for i, part in enumerate(parts, 1):
+            part.metadata["is_last_part"] = i == len(parts)
+        return parts
+
     def select(self, indices: Sequence[int] | np.ndarray | Tensor) -> Batch:
-        """The named rows, in that order and as often as named: a copy.
+        """Return the named rows, in that order and as often as named: a copy.
 
         >>> Batch({"x": torch.arange(4)}).select([3, 0])["x"].tolist()
         [3, 0]
@@ -189,12 +213,12 @@ class Batch(Mapping[str, Field]):
 
     @classmethod
     def cat(cls, batches: Sequence[Batch], metadata: Mapping[str, Any] | None = None) -> Batch:
-        """The rows of all batches, one after the other: a copy.
+        """Return the rows of all batches, one after the other: a copy.
 
-        Row metadata is concatenated; ``metadata`` must agree, but for keys that the argument has.
+        Row metadata is concatenated. ``metadata`` replaces keys on which the batches disagree.
 
         Raises:
-            ValueError: no batches, other fields, other widths, or metadata that disagrees.
+            ValueError: no batches, other fields or widths, or metadata that disagrees.
 
         >>> Batch.cat(Batch({"x": torch.arange(4)}).chunk(2))["x"].tolist()
         [0, 1, 2, 3]
@@ -203,16 +227,14 @@ class Batch(Mapping[str, Field]):
         return cls.of_storage(joined(stored, batches, dict(metadata or {})))
 
     def pad_rows(self, *, multiple_of: int) -> Batch:
-        """Rows added at the end until ``multiple_of`` divides them: a copy, or self if it does.
+        """Add rows at the end until ``multiple_of`` divides them: a copy, or self if it does.
 
         An added row repeats row 0, so that every model can run it, with zero loss and without
-        sub-sequences: docs/contract.md has the value of each field and row metadata.
-        ``metadata["num_dummy_rows"]`` counts added rows.
+        sub-sequences; docs/contract.md has every field. ``num_dummy_rows`` counts them.
 
         >>> batch = Batch({"input_ids": torch.tensor([[5]]), "loss_mask": torch.tensor([[1.0]])})
-        >>> padded = batch.pad_rows(multiple_of=2)
-        >>> padded["input_ids"].tolist(), padded["loss_mask"].tolist(), padded.metadata
-        ([[5], [5]], [[1.0], [0.0]], {'num_dummy_rows': 1})
+        >>> batch.pad_rows(multiple_of=2)["loss_mask"].tolist()
+        [[1.0], [0.0]]
         """
         added = -len(self) % checked_int("multiple_of", multiple_of)
         if not added:
@@ -220,71 +242,24 @@ class Batch(Mapping[str, Field]):
         return Batch.of_storage(padded(self.stored(), added))
 
     def stored(self) -> Storage:
-        """All that is stored, with the fields that were changed in place since they were made.
-
-        >>> list(Batch({"x": torch.zeros(4)}).stored().names)
-        ['x']
-        """
+        """Return all that is stored, with the dense fields that were changed in place."""
         changed = {k: field for k, (field, at) in self._made.items() if _version(field) != at}
         storage = replace(self._storage, row_metadata=self.row_metadata, metadata=self.metadata)
         return storage.with_given(changed)
 
-    def contents(self) -> dict[str, Any]:
-        """The ``"columns"``, in the dtypes of the dense fields, and what was ``"given"``.
-
-        No field is made. Batches with equal contents have equal fields.
-
-        >>> Batch({"x": torch.zeros(2)}).contents()
-        {'given': {'x': tensor([0., 0.])}}
-        """
-        return self.stored().contents()
-
     @property
     def placement(self) -> Placement | None:
-        """Where the tokens lie, in host memory; None of a Batch built from dense tensors.
-
-        >>> Batch({"x": torch.zeros(4)}).placement
-        """
+        """Places of the tokens, in host memory; None of a Batch built from dense tensors."""
         return self._storage.placement
 
     def column(self, name: str) -> Tensor | None:
-        """A column as it is stored, such as ``input_ids``, one entry per token; None without it.
-
-        >>> Batch({"x": torch.zeros(4)}).column("input_ids")
-        """
+        """Return a column as it is stored, with an entry per token, or None."""
         columns = self._storage.columns
-        return tensor_of(columns.values[name]) if columns and name in columns.values else None
-
-    def num_tokens_per_row(self, count: str = "lengths") -> np.ndarray | None:
-        """int64 [R], tokens (or ``"responses"``) of each row; None where they are not known.
-
-        >>> Batch({"x": torch.zeros(4)}).num_tokens_per_row()
-        """
-        placement = self.placement
-        if placement is None or count not in placement.segments:
-            return None
-        return np.diff(placement.offsets(count))
-
-    def num_loss_tokens_per_row(self) -> np.ndarray | None:
-        """int64 [R], cells of ``loss_mask`` that are not 0; None without one. Reads the device.
-
-        >>> Batch({"loss_mask": torch.tensor([[0.0, 0.5], [1.0, 1.0]])}).num_loss_tokens_per_row()
-        array([1, 2])
-        """
-        return self.stored().num_loss_tokens()
-
-    def divide_loss_mask(self, divisor: int) -> Batch:
-        """The same rows with a ``loss_mask`` divided by ``divisor``, whatever it was before.
-
-        >>> batch = Batch({"loss_mask": torch.ones(1, 2)}, metadata={"loss_mask_divisor": 1})
-        >>> batch.divide_loss_mask(4)["loss_mask"]
-        tensor([[0.2500, 0.2500]])
-        """
-        return Batch.of_storage(self.stored().with_divisor(divisor))
+        return tensor_of(columns.values[name]) if name in columns.values else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is stored, dense fields that were made from it not counted.
+        """Number of bytes stored, without the dense fields made from them.
 
         >>> Batch({"x": torch.arange(4)}).nbytes
         32
@@ -292,10 +267,9 @@ class Batch(Mapping[str, Field]):
         return self.stored().nbytes
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Batch:
-        """The batch on ``device``, by one copy of what is stored; self if it is there.
+        """Return the batch on ``device``, by one copy of what is stored; self if it is there.
 
-        Metadata stays in host memory. ``non_blocking=True`` overlaps with compute only from pinned
-        memory.
+        Metadata stays in host memory. ``non_blocking=True`` overlaps only from pinned memory.
         """
         if isinstance(device, torch.dtype):
             raise TypeError(f"Batch.to takes a device, got {device}; fields keep their dtypes")
@@ -304,7 +278,7 @@ class Batch(Mapping[str, Field]):
         return self if moved is None else Batch.of_storage(moved)
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked host memory, self on a device; DataLoader calls it to pin."""
+        """Return the batch in page-locked host memory, or self on a device."""
         pinned = self.stored().pinned()
         return self if pinned is None else Batch.of_storage(pinned)
 
@@ -328,32 +302,24 @@ class Batch(Mapping[str, Field]):
         mask: Literal["block"] | None = None,
         sliding_window: int | None = None,
     ) -> dict[str, Any]:
-        """What ``model(**inputs)`` of a transformers model needs, in a plain dict.
+        """Return what ``model(**inputs)`` of a transformers model needs, in a plain dict.
 
-        ``input_ids``, ``position_ids``, ``use_cache=False``, and ``labels`` if there are any and
-        ``labels`` is True. A padded batch adds ``attention_mask``; a packed one never does, since
-        with that 2-D mask transformers ignores the segments. For varlen ``attention`` it adds
-        ``cu_seq_lens_q/k`` (int32, flat over the rows) and ``max_length_q/k`` (Python ints). Rows
-        with images add their fields. ``attention`` may be the dict that ``attn_implementation`` is.
+        ``input_ids``, ``position_ids``, ``use_cache=False``, and ``labels`` unless ``labels`` is
+        False. A padded batch adds ``attention_mask``; a packed one never does: with a 2-D mask
+        transformers ignores the segments. For varlen ``attention`` it adds ``cu_seq_lens_q/k``
+        (int32, flat over the rows) and ``max_length_q/k`` (ints); images add their fields.
+        ``attention`` may be a dict, as ``attn_implementation`` may.
 
-        ``mask="block"`` is for packed rows of models whose mask does not see the position ids
-        (docs/contract.md names them): a causal ``attention_mask`` ``[R, 1, W, W]`` of a block per
-        segment, for "sdpa" or "eager". It replaces the masks of the model, so for one with
-        sliding-window layers pass ``sliding_window=model.config.sliding_window``; it is then a dict
-        of a mask for each kind of layer.
+        ``mask="block"``, for packed rows of models whose mask ignores position ids (named in
+        docs/contract.md), adds a causal mask ``[R, 1, W, W]`` of a block per segment, for "sdpa" or
+        "eager". For a model with sliding-window layers pass
+        ``sliding_window=model.config.sliding_window``: then it is a dict of two masks.
 
         Raises:
-            ValueError: an unknown ``attention`` or ``mask``, or one without the other it needs;
-                more cells than int32 boundaries count.
+            ValueError: an unknown name, or one without the other it needs; more cells than int32.
         """
-        return model_inputs(
-            self,
-            self.stored(),
-            attention,
-            labels=labels,
-            mask=mask,
-            sliding_window=sliding_window,
-        )
+        options: dict[str, Any] = {"mask": mask, "sliding_window": sliding_window}
+        return model_inputs(self, self.stored(), attention, labels=labels, **options)
 
     def explain(
         self,
@@ -365,26 +331,20 @@ class Batch(Mapping[str, Field]):
         stop: int | None = None,
         max_tokens: int | None = 60,
     ) -> Explanation:
-        """A row token by token: ids, text, positions, labels, weights and the other fields.
+        """Show a row token by token: ids, text, positions, labels, weights and the other fields.
 
-        ``tokenizer`` (or processor) gives the text. ``example`` shows that example alone, of the
+        ``tokenizer`` (or a processor) adds the text. ``example`` shows that example alone, of the
         first row that has a piece of it if no row is named; ``start`` and ``stop`` limit the cells.
-        Of more than ``max_tokens`` a table shows the first and the last; None shows all.
+        Past ``max_tokens`` a table shows the first and last ones; None shows all.
 
         Raises:
             IndexError, ValueError: no such row; an example that is not there; no ``input_ids``.
         """
         row = row_of(self.stored(), row, example)
-        one = self[row : row + 1].to("cpu").divide_loss_mask(1)
-        return explained(
-            one,
-            one.stored(),
-            f"row {row} of {len(self)}",
-            tokenizer,
-            example=example,
-            cells=slice(start, stop),
-            max_tokens=max_tokens,
-        )
+        one = Batch.of_storage(self[row : row + 1].to("cpu").stored().with_divisor(1))
+        title, cells = f"row {row} of {len(self)}", slice(start, stop)
+        of: dict[str, Any] = {"example": example, "cells": cells, "max_tokens": max_tokens}
+        return explained(one, one.stored(), title, tokenizer, **of)
 
     def __repr__(self) -> str:
         return described(self.stored())

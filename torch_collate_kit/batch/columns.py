@@ -20,7 +20,7 @@ __all__ = ["Columns"]
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a batch on their device, and where their entries lie.
+    """The columns of a batch on their device, and where their entries lie; false if it has none.
 
     ``values`` maps a name to its column, a Ragged, ``specs`` to what it has one entry of.
     ``loss_weights`` (or ``labels``, where labels were given) is what the loss fields follow from.
@@ -43,7 +43,7 @@ class Columns:
         names: tuple[str, ...],
         placement: Placement,
     ) -> Columns:
-        """Columns in host memory, whose segments are those of the placement."""
+        """Return columns in host memory, with the segments of ``placement``."""
         host = placement.segments
         segments: dict[str, Any] = {
             name: unchecked(torch.from_numpy(of.values), of.offsets) for name, of in host.items()
@@ -51,8 +51,17 @@ class Columns:
         segments["num_segments"] = torch.from_numpy(host["starts"].lengths.astype(np.int32))
         return cls(values, specs, names, placement, segments)
 
+    @classmethod
+    def none(cls) -> Columns:
+        """Return the columns of a batch that was built from dense tensors: none."""
+        return cls({}, {}, (), Placement(0, 0, 0, False, {}), {})
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
     @property
     def num_rows(self) -> int:
+        """Number of rows."""
         return len(self.segments["num_segments"])
 
     def change(
@@ -61,7 +70,7 @@ class Columns:
         counts: Callable[[str, Any], Any],
         **placement: Any,
     ) -> Columns:
-        """The same with every column changed, and all that is counted of the segments.
+        """Return a copy with every column and every count per segment changed.
 
         Both functions take a name and a Ragged, ``counts`` also the tensor ``"num_segments"``.
         """
@@ -74,14 +83,11 @@ class Columns:
         )
 
     @classmethod
-    def cat(cls, parts: Sequence[Columns | None]) -> Columns | None:
-        """The rows of all parts; None where they are not columns of the same kinds."""
-        columns = [part for part in parts if part is not None]
-        if len(columns) < len(parts):
-            return None
+    def cat(cls, columns: Sequence[Columns]) -> Columns:
+        """Return the rows of all ``columns``; none where they are of different kinds."""
         first = columns[0]
         if any(part.values.keys() != first.values.keys() for part in columns):
-            return None
+            return cls.none()
         hosts = [part.placement.segments for part in columns]
         on_host = {k: cat([segments[k] for segments in hosts]) for k in hosts[0]}
         return replace(
@@ -92,11 +98,13 @@ class Columns:
         )
 
     def emptied(self) -> Columns:
-        """The same without its tensors."""
+        """Return a copy without tensors."""
         return replace(self, values={}, segments={})
 
     def filled(self, values: dict[str, Any], segments: dict[str, Any]) -> Columns:
-        """The same, held by these tensors; in host memory the placement shares them."""
+        """Return a copy with these tensors, which the placement shares in host memory."""
+        if not self:
+            return self
         if segments["num_segments"].device.type == "cpu":
             per_segment = {k: of for k, of in segments.items() if k != "num_segments"}
             on_host = {k: Ragged(of.values.numpy(), of.offsets) for k, of in per_segment.items()}
@@ -107,7 +115,7 @@ class Columns:
         return replace(self, values=values, segments=segments, placement=placement)
 
     def in_full(self) -> dict[str, Any]:
-        """The columns in the dtypes of their dense fields, and where they lie.
+        """Return the columns in the dtypes of their dense fields, and where they lie.
 
         Two batches with equal dense fields have equal ones, whatever dtypes they are stored in.
         """
@@ -124,13 +132,13 @@ class Columns:
         return "labels" if "labels" in self.values else "loss_weights"
 
     def is_trained(self) -> Tensor:
-        """bool, one for each entry of the target."""
+        """Return whether each entry of the target is trained, bool."""
         values: Tensor = self.values[self.target].values
         if values.dtype == torch.bool:
             return values
         return values != (IGNORE_INDEX if self.target == "labels" else 0)
 
     def num_trained(self) -> np.ndarray:
-        """int64 [R], loss tokens of each row; read from the device."""
+        """Return the loss tokens of each row, int64 [R]; reads the device."""
         before = np.append(0, np.cumsum(self.is_trained().cpu().numpy()))
         return np.diff(before[self.values[self.target].offsets])

@@ -77,7 +77,7 @@ def _positions_and_images(batch: Mapping[str, Any], stored: Storage) -> dict[str
 
     A batch without images has none of their fields, as its processor gives none.
     """
-    vision = None if stored.placement is None else stored.placement.vision
+    vision = stored.columns.placement.vision
     if vision is None:
         if "pixel_values" in batch:
             raise ValueError(
@@ -123,7 +123,7 @@ def needs_image_blocks(batch: Mapping[str, Any], stored: Storage) -> bool:
 
 def _images_of_cells(batch: Mapping[str, Any], stored: Storage) -> Tensor | None:
     """int64 [R, W], the image that a cell is of, -1 of text; None where images are causal."""
-    vision = None if stored.placement is None else stored.placement.vision
+    vision = stored.columns.placement.vision
     if vision is None or vision.family_name != "gemma3" or not len(batch["pixel_values"].values):
         return None
     is_image = batch["token_type_ids"].flatten()

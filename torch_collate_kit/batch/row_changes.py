@@ -37,6 +37,7 @@ _FILL = {
     "returns": 0,
     "router_padding_mask": 1,  # True: a router counts none of their tokens
 }
+_OF_A_PART = "is_last_part"  # metadata of ``Batch.split``
 # What a model reads: of any dtype, ragged or not.
 _REPEATED = ("attention_mask", "cu_seq_lens", "inputs_embeds", *IMAGE_FIELDS)
 
@@ -59,12 +60,12 @@ def joined(
         _check_one_collation(parts)
     columns = Columns.cat([part.columns for part in parts])
     stored = {name for part in parts for name in part.given}
-    names = [name for name in first.names if columns is None or name in stored]
+    names = [name for name in first.names if not columns or name in stored]
     return Storage(
         columns,
         {name: cat([of[name] for of in fields]) for name in names},
         {key: cat([part.row_metadata[key] for part in parts]) for key in first.row_metadata},
-        {**first.metadata, **overrides},
+        {k: v for k, v in first.metadata.items() if k != _OF_A_PART} | overrides,
     )
 
 
@@ -73,7 +74,7 @@ def _check_fields(index: int, part: Storage, first: Storage) -> None:
         raise ValueError(
             f"batch {index} has fields {list(part.names)}, batch 0 has {list(first.names)}"
         )
-    if part.columns is not None and first.columns is not None:
+    if part.columns and first.columns:
         mine, theirs = first.columns.placement.vision, part.columns.placement.vision
         if mine != theirs:  # images become tokens, and pixels a dtype, in one way
             raise ValueError(
@@ -97,6 +98,7 @@ def _check_metadata(
         if odd:
             raise ValueError(f"only one of batch 0 and batch {index} has the {kind} {sorted(odd)}")
     pairs = {key: (value, part.metadata[key]) for key, value in first.metadata.items()}
+    pairs.pop(_OF_A_PART, None)
     differ = {key: pair for key, pair in pairs.items() if not equal(*pair)}
     if "loss_mask_divisor" in differ:
         mine, theirs = differ["loss_mask_divisor"]
@@ -144,13 +146,13 @@ def padded(storage: Storage, added: int) -> Storage:
     They repeat row 0, so that every model can run them, and have no loss, no response, no route and
     no sub-sequence.
     """
-    if storage.columns is not None and "sub_seq_lengths" not in storage.given:
+    if storage.columns and "sub_seq_lengths" not in storage.given:
         # from the columns, it would count the segments that are repeated
         lengths = make_field("sub_seq_lengths", storage.columns, {}, storage.metadata)
         storage = storage.with_given({"sub_seq_lengths": lengths})
     num_dummy_rows = storage.metadata.get("num_dummy_rows", 0) + added
     return Storage(
-        None if storage.columns is None else _padded_columns(storage.columns, added),
+        _padded_columns(storage.columns, added),
         _padded_given(storage, added),
         {k: _padded_row_metadata(k, value, added) for k, value in storage.row_metadata.items()},
         {**storage.metadata, "num_dummy_rows": num_dummy_rows},
@@ -190,7 +192,7 @@ def _padded_columns(columns: Columns, added: int) -> Columns:
 
 def _padded_given(storage: Storage, added: int) -> dict[str, Any]:
     """Return the dense fields with added rows; one that has a column is padded as that is."""
-    specs = {} if storage.columns is None else storage.columns.specs
+    specs = storage.columns.specs
     given: dict[str, Any] = {}
     for name, field in storage.given.items():
         spec = specs.get(name)
@@ -223,11 +225,8 @@ def cells_per_row(storage: Storage) -> np.ndarray | None:
     """int64 [R], the cells that each row alone would be trimmed to; None without ``input_ids``.
 
     Packed rows, and those of a Batch that was built from dense tensors, keep their width.
-
-    >>> cells_per_row(Storage(None, {"input_ids": torch.zeros(2, 5, dtype=torch.int64)}))
-    array([5, 5])
     """
-    if storage.columns is not None and not storage.columns.placement.is_packed:
+    if storage.columns and not storage.columns.placement.is_packed:
         return storage.columns.placement.segments["lengths"].values.astype(np.int64)
     shape = storage.row_shapes().get("input_ids")
     return None if shape is None else np.full(storage.num_rows, shape[0], dtype=np.int64)
@@ -242,7 +241,7 @@ def trimmed(storage: Storage, *, multiple_of: int = 1) -> Storage:
     in place) are cut where their rows are as wide as the rows or as the responses: views.
     """
     columns = storage.columns
-    if columns is None or columns.placement.is_packed:
+    if not columns or columns.placement.is_packed:
         return storage
     before = columns.placement
     starts, lengths, responses = (

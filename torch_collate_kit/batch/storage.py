@@ -1,4 +1,4 @@
-"""All that a batch holds at rest: columns, fields given or changed, and metadata; in one buffer."""
+"""The content of a batch at rest: columns, dense fields given or changed, and metadata."""
 
 from __future__ import annotations
 
@@ -33,39 +33,40 @@ _PLAIN_METADATA = "take what pickle refuses out of row_metadata and metadata"
 
 @dataclass(frozen=True)
 class Storage:
-    """Columns, if a collator made the batch, the fields that are stored as they are, metadata."""
+    """Columns (none unless a collator made the batch), dense fields as they are, metadata."""
 
-    columns: Columns | None
+    columns: Columns
     given: dict[str, Field]
     row_metadata: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     buffer: tuple[Tensor, dict[Key, Slot]] | None = field(default=None, compare=False)
-    """The one that holds all of it, if it was moved or sent, and where everything lies there."""
+    """The buffer that holds all tensors of a batch that was moved or sent, and their places."""
 
     @property
     def num_rows(self) -> int:
-        if self.columns is not None:
+        """Number of rows."""
+        if self.columns:
             return self.columns.num_rows
         return len(next(iter(self.given.values())))
 
     @property
     def placement(self) -> Placement | None:
-        """Where the tokens lie; None without columns."""
-        return None if self.columns is None else self.columns.placement
+        """Places of the tokens in host memory; None without columns."""
+        return self.columns.placement if self.columns else None
 
     @property
     def names(self) -> dict[str, None]:
-        """Of the fields, in their order."""
-        return dict.fromkeys((*(() if self.columns is None else self.columns.names), *self.given))
+        """Names of the fields, in their order."""
+        return dict.fromkeys((*self.columns.names, *self.given))
 
     def check(self) -> None:
-        """That fields and row metadata have one entry per row, and a packed batch its metadata.
+        """Check that fields and row metadata have one entry per row.
 
         Raises:
             TypeError: row metadata without rows.
             ValueError: no field, other numbers of rows, a packed batch that was taken apart.
         """
-        if self.columns is None and not self.given:
+        if not self.names:
             raise ValueError("a Batch needs at least one field, got none; rows are counted there")
         if "cu_seq_lens" in self.given and "max_segment_length" not in self.row_metadata:
             raise ValueError(
@@ -88,24 +89,24 @@ class Storage:
                 raise ValueError(f"{name} has {len(value)} rows, but {first} has {self.num_rows}")
 
     def with_given(self, fields: dict[str, Field]) -> Storage:
-        """With fields added or replaced."""
+        """Return a copy with fields added or replaced."""
         return replace(self, given={**self.given, **fields}, buffer=None) if fields else self
 
     def change(self, change_rows: Callable[[Any], Any]) -> Storage:
-        """With other rows: ``change_rows`` takes anything that has one entry per row."""
+        """Return a copy with other rows; ``change_rows`` maps anything with one entry per row."""
 
         def changed(_: str, value: Any) -> Any:
             return change_rows(value)
 
         return Storage(
-            None if self.columns is None else self.columns.change(changed, changed),
+            self.columns.change(changed, changed),
             {name: change_rows(value) for name, value in self.given.items()},
             {key: change_rows(value) for key, value in self.row_metadata.items()},
             self.metadata,
         )
 
     def equals(self, other: Storage) -> bool | None:
-        """Whether all of it is equal; None where the same fields are stored in other forms."""
+        """Return whether all is equal; None where equal fields may be stored in other forms."""
         if self.names.keys() != other.names.keys():
             return False
         if not rows.equal(self.row_metadata, other.row_metadata):
@@ -119,51 +120,55 @@ class Storage:
         return False if not given and mine["columns"].keys() == theirs["columns"].keys() else None
 
     def items(self) -> dict[Key, Field]:
-        """Everything that is stored on the device, by its kind and name."""
-        kinds: dict[str, dict[str, Any]] = {"given": self.given}
-        if self.columns is not None:
-            kinds |= {"columns": self.columns.values, "segments": self.columns.segments}
+        """Return everything that is stored on the device, by its kind and name."""
+        columns = self.columns
+        kinds = {"given": self.given, "columns": columns.values, "segments": columns.segments}
         return {(kind, name): value for kind, of in kinds.items() for name, value in of.items()}
 
     def contents(self) -> dict[str, Any]:
-        """What was given or changed, and the columns in the dtypes of dense fields."""
-        columns = {} if self.columns is None else {"columns": self.columns.in_full()}
+        """Return the dense fields as they are, and the columns in the dtypes of dense fields."""
+        columns = {"columns": self.columns.in_full()} if self.columns else {}
         return {"given": self.given, **columns}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is stored on the device."""
+        """Number of bytes stored on the device."""
         return sum(tensor_of(value).nbytes for value in self.items().values())
 
     def row_shapes(self) -> dict[str, list[int]]:
-        """Shapes of the rows of the fields whose shape is not the same for every batch."""
+        """Return the row shapes of the fields whose shape differs from batch to batch."""
         shapes: dict[str, list[int]] = {}
-        if self.columns is not None:
+        if self.columns:
             placement = self.columns.placement
             shapes = {"input_ids": [placement.width], "loss_mask": [placement.response_length]}
         tensors = {k: v for k, v in self.given.items() if isinstance(v, Tensor)}
         return shapes | {name: list(tensor.shape[1:]) for name, tensor in tensors.items()}
 
     def num_loss_tokens(self) -> np.ndarray | None:
-        """int64 [R], cells of ``loss_mask`` that are not 0, read from the device."""
-        if self.columns is not None and "loss_mask" not in self.given:
+        """Return the trained cells of each row, int64 [R]; reads the device."""
+        if self.columns and "loss_mask" not in self.given:
             return self.columns.num_trained()
         mask: Any = self.given.get("loss_mask")
         return None if mask is None else (mask != 0).flatten(1).sum(dim=1).cpu().numpy()
 
+    def num_tokens(self, count: str = "lengths") -> np.ndarray | None:
+        """Return the tokens (or ``"responses"``) of each row, int64 [R]; None if not known."""
+        placement = self.columns.placement
+        return np.diff(placement.offsets(count)) if count in placement.segments else None
+
     def with_divisor(self, divisor: int) -> Storage:
-        """With a ``loss_mask`` divided by this number; where it is not stored, when it is made."""
+        """Return a copy whose ``loss_mask`` is divided by ``divisor``, when it is made or now."""
         before = self.metadata.get("loss_mask_divisor", 1)
         mask: Any = self.given.get("loss_mask")
         storage = replace(self, metadata={**self.metadata, "loss_mask_divisor": divisor})
         return storage.with_given({} if mask is None else {"loss_mask": mask * (before / divisor)})
 
     def in_one_buffer(self, *, pin: bool = False) -> tuple[Tensor, dict[Key, Slot]]:
-        """The buffer, and where everything lies there; a copy, unless it is in one already."""
+        """Return the content in one buffer, and its places there; copied unless it is in one."""
         return gather(self.items(), pin=pin) if self.buffer is None else self.buffer
 
     def moved(self, device: torch.device, *, non_blocking: bool) -> Storage | None:
-        """In one buffer on another device; None if all of it is there."""
+        """Return a copy in one buffer on ``device``; None if all of it is there."""
         stored = [tensor_of(value) for value in self.items().values()]
         if all(tensor.device == device for tensor in stored):
             return None
@@ -172,20 +177,19 @@ class Storage:
         return self._carved(buffer.to(device, non_blocking=non_blocking), slots)
 
     def pinned(self) -> Storage | None:
-        """In one buffer of page-locked memory; None if it is not in host memory."""
+        """Return a copy in page-locked memory; None if some of it is not in host memory."""
         if any(tensor_of(value).device.type != "cpu" for value in self.items().values()):
             return None
         buffer, slots = self.in_one_buffer()
         return self._carved(buffer.pin_memory(), slots)
 
     def _carved(self, buffer: Tensor, slots: dict[Key, Slot]) -> Storage:
-        columns = None if self.columns is None else self.columns.emptied()
-        return _rebuilt(buffer, slots, columns, self.row_metadata, self.metadata)
+        return _rebuilt(buffer, slots, self.columns.emptied(), self.row_metadata, self.metadata)
 
     def __reduce__(self) -> tuple[Any, ...]:
         on_host = all(tensor_of(value).device.type == "cpu" for value in self.items().values())
-        columns = None if self.columns is None else self.columns.emptied()
-        if columns is not None and on_host:  # the placement is in the buffer
+        columns = self.columns.emptied()
+        if on_host:  # the placement is in the buffer
             columns = replace(columns, placement=replace(columns.placement, segments={}))
         others = columns, _owned(self.row_metadata), self.metadata
         if on_host and get_worker_info() is not None:  # its batches go to another process
@@ -198,7 +202,7 @@ class Storage:
         return _rebuilt, (*self.in_one_buffer(), *others)
 
     def _sent(self, others: tuple[Any, ...]) -> tuple[Any, ...]:
-        """In shared memory, arrays of the metadata and offsets, too.
+        """Return the parts in shared memory, with arrays of the metadata and offsets.
 
         A pipe holds 64 KB. What does not fit waits there for the reader, and then the worker copies
         its next batch while the reader waits to get the memory of this one: 3 ms of 12 MB.
@@ -227,7 +231,7 @@ def _received(buffer: Tensor, stops: list[int], message: bytes) -> Storage:
 
 
 def _owned(values: dict[str, Any]) -> dict[str, Any]:
-    """The same, tensors with storage of their own: a view would ship the rows of a whole batch."""
+    """Return a copy whose tensors own their storage: a view would ship a whole batch."""
     return {
         k: v.clone() if isinstance(v, Tensor) and v.nbytes < v.untyped_storage().nbytes() else v
         for k, v in values.items()
@@ -235,7 +239,7 @@ def _owned(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _not_sent(nbytes: int, error: str, way_out: str) -> Any:
-    """Raises where the batch is received."""
+    """Raise, where the batch is received."""
     raise RuntimeError(
         f"a DataLoader worker could not send a batch of {nbytes:,} bytes: {error}; {way_out}"
     )
@@ -244,13 +248,12 @@ def _not_sent(nbytes: int, error: str, way_out: str) -> Any:
 def _rebuilt(
     buffer: Tensor,
     slots: dict[Key, Slot],
-    columns: Columns | None,
+    columns: Columns,
     row_metadata: dict[str, Any],
     metadata: dict[str, Any],
 ) -> Storage:
     parts: dict[str, dict[str, Any]] = {"given": {}, "columns": {}, "segments": {}}
     for (kind, name), value in carve(buffer, slots).items():
         parts[kind][name] = value
-    if columns is not None:
-        columns = columns.filled(parts["columns"], parts["segments"])
+    columns = columns.filled(parts["columns"], parts["segments"])
     return Storage(columns, parts["given"], row_metadata, metadata, (buffer, slots))

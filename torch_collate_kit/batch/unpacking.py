@@ -273,6 +273,6 @@ def response_cells(batch: Batch) -> Tensor | None:
     was built of dense fields or its ``loss_mask`` was replaced or changed. Waits for no device.
     """
     stored = batch.stored()
-    if stored.columns is None or "loss_mask" in stored.given:
+    if not stored.columns or "loss_mask" in stored.given:
         return None
     return cells_of_responses(stored.columns, batch._shared)

@@ -227,9 +227,8 @@ def _fit(
 ) -> tuple[Pieces, np.ndarray, np.ndarray]:
     """Return the pieces of at most ``max_length`` tokens; which examples are dropped, and cut."""
     lengths = examples.lengths
-    too_long = np.flatnonzero(lengths > (np.inf if max_length is None else max_length))
-    whole, none = whole_examples(lengths), too_long[:0]
-    if not len(too_long):
+    whole, none = whole_examples(lengths), np.zeros(0, dtype=np.int64)
+    if max_length is None or not len(too_long := np.flatnonzero(lengths > max_length)):
         return whole, none, none
     i = int(too_long[0])
     found = f"example {i} has {lengths[i]} tokens, more than max_length={max_length}"

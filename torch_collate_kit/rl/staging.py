@@ -154,7 +154,8 @@ def _stage(
     if isinstance(examples, Ragged):  # a packed row holds several
         metadata["num_examples"] = len(np.unique(np.asarray(examples.to("cpu").values)))
     if "num_loss_tokens" in metadata and metadata.get("loss_mask_divisor", 1) != 1:
-        whole = whole.divide_loss_mask(max(metadata["num_loss_tokens"], 1))
+        divisor = max(metadata["num_loss_tokens"], 1)
+        whole = Batch.of_storage(whole.stored().with_divisor(divisor))
     mini = whole.pad_rows(multiple_of=dp_size)
     mini.row_metadata["row_indices"][stop - start :] = -1
     if costs is not None:
@@ -182,7 +183,7 @@ def _rows_with_images(batch: Batch) -> np.ndarray:
 def _row_counts(batch: Batch, balance: str | None) -> tuple[dict[str, _PerRow], _PerRow]:
     """What metadata count, per row, and the costs to balance; the device is read here, once."""
     is_dummy = np.zeros(len(batch), dtype=bool)  # rows that were added before
-    responses = batch.num_tokens_per_row("responses")
+    responses = batch.stored().num_tokens("responses")
     if "response_mask" in batch:
         counts = _nonzero_cells(batch["response_mask"]) if responses is None else responses
         is_dummy |= counts == 0
@@ -206,7 +207,7 @@ def _row_counts(batch: Batch, balance: str | None) -> tuple[dict[str, _PerRow], 
     totals = {
         "num_dummy_rows": is_dummy,
         "num_tokens": tokens,
-        "num_loss_tokens": batch.num_loss_tokens_per_row(),
+        "num_loss_tokens": batch.stored().num_loss_tokens(),
     }
     return totals, {"tokens": tokens, "attention": costs, None: None}[balance]
 

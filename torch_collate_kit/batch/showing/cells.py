@@ -96,7 +96,7 @@ def examples_per_row(stored: Storage) -> np.ndarray | None:
     indices = stored.row_metadata.get("example_indices")
     if isinstance(indices, Ragged):
         return indices.lengths
-    if stored.columns is None:
+    if not stored.columns:
         return None
     placement = stored.columns.placement
     has_tokens = placement.segments["lengths"].values > 0
@@ -115,13 +115,9 @@ def cells_of(stored: Storage) -> Cells | None:
     """The cells of all rows; makes no dense field and waits for no device.
 
     None of a Batch built from dense tensors without ``input_ids`` ``[R, W]`` in host memory.
-
-    >>> import torch
-    >>> cells_of(Storage(None, {"input_ids": torch.tensor([[5, 6]])})).segments.tolist()
-    [[0, 0]]
     """
     counts = examples_per_row(stored)
-    if stored.columns is not None:
+    if stored.columns:
         kinds, segments = _of_columns(stored.columns, counts)
     elif (found := _of_dense(stored.given)) is not None:
         kinds, segments = found
@@ -179,7 +175,7 @@ def _trained(stored: Storage, shape: tuple[int, ...]) -> np.ndarray | None:
     """By the columns, or where fields were given by ``loss_mask``, else by ``labels``."""
     columns, given = stored.columns, stored.given
     trained = np.zeros(shape, dtype=bool)
-    if columns is not None and "loss_mask" not in given:
+    if columns and "loss_mask" not in given:
         if not _is_readable(columns.values[columns.target].values):
             return None
         cells = columns.placement.cells(str(columns.specs[columns.target].count))
@@ -201,14 +197,7 @@ def _is_readable(values: Any) -> bool:
 
 
 def runs_of(cells: Cells) -> Runs:
-    """The runs of all rows, row by row.
-
-    >>> import torch
-    >>> cells = cells_of(Storage(None, {"input_ids": torch.tensor([[5, 6], [7, 8]])}))
-    >>> runs = runs_of(cells)
-    >>> runs.rows.tolist(), runs.lengths.tolist(), runs.examples.tolist()
-    ([0, 1], [2, 2], [0, 1])
-    """
+    """The runs of all rows, row by row."""
     size, width = cells.kinds.size, max(1, cells.kinds.shape[1])
     kinds, segments = cells.kinds.ravel().astype(np.int64), cells.segments.ravel()
     trained = np.zeros_like(kinds) if cells.trained is None else cells.trained.ravel().astype(int)

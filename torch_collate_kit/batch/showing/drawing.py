@@ -65,7 +65,7 @@ def described(stored: Storage) -> str:
         lines += [f"  row {i} |{row}|" for i, row in enumerate(rows)]
         if stored.num_rows > len(rows):
             lines.append(f"  ... {plural(stored.num_rows - len(rows), 'more row')}")
-        if legend := _text_legend(blocks, size, is_made=stored.columns is not None):
+        if legend := _text_legend(blocks, size, is_made=bool(stored.columns)):
             lines.append(fill(legend, _WIDTH, initial_indent="  ", subsequent_indent="  "))
     for name, fields in _field_lines(stored).items():
         text = f"{name}: {fields}"
@@ -74,16 +74,11 @@ def described(stored: Storage) -> str:
 
 
 def title(stored: Storage) -> str:
-    """The rows, and what they hold, in one line.
-
-    >>> import torch
-    >>> title(Storage(None, {"x": torch.zeros(2)}))
-    'Batch of 2 rows, built from tensors'
-    """
+    """Return the number of rows and what they hold, in one line."""
     devices = {tensor_of(value).device for value in stored.items().values()}
     places = ", ".join(sorted(str(device) for device in devices if device.type != "cpu"))
     where = f", on {places}" if places else ""
-    if stored.columns is None:
+    if not stored.columns:
         return f"Batch of {plural(stored.num_rows, 'row')}{where}, built from tensors"
     placement = stored.columns.placement
     rows = plural(stored.num_rows, "packed row" if placement.is_packed else "padded row")
@@ -116,7 +111,7 @@ def _field_lines(stored: Storage) -> dict[str, str]:
     """The fields: what is stored of them, what is made when it is read, and what was given."""
     columns, given = stored.columns, stored.given
     lines = {}
-    if columns is not None:
+    if columns:
         forms = ", ".join(f"{name} {_form(of)}" for name, of in columns.values.items())
         lines["stored"] = f"{forms} ({stored.nbytes:,} bytes)"
         made = [n for n in columns.names if n not in columns.values and n not in given]

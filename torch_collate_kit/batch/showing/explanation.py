@@ -130,7 +130,7 @@ def _values_of(
     name: str, one: Mapping[str, Any], stored: Storage, cells: Cells
 ) -> list[Any] | None:
     """Of a field that is stored, per token, response token or example; None of any other."""
-    spec = None if stored.columns is None else stored.columns.specs.get(name)
+    spec = stored.columns.specs.get(name)
     if isinstance(spec, PerExample):
         return _of_examples(one[name][0].tolist(), cells)
     is_per_token = isinstance(spec, PerToken | PerResponseToken)
