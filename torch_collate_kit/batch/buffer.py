@@ -21,7 +21,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def fresh_bytes(size: int) -> np.ndarray:
-    """uint8 [size], not filled; from 1 MB on it begins where a page of 2 MB may.
+    """Return an unfilled array, uint8 [size]; from 1 MB on it begins where a page of 2 MB may.
 
     NumPy asks for such pages, for arrays of 4 MB and more. To touch fresh memory in pages of 4 KB
     takes up to ten times as long as to fill it. The bytes around the array are never touched, so
@@ -35,7 +35,7 @@ def fresh_bytes(size: int) -> np.ndarray:
 
 
 class Slot(NamedTuple):
-    """Where a field lies in the buffer; ``offsets`` is set for a ragged field."""
+    """Place of a field in the buffer; ``offsets`` is set for a ragged field."""
 
     start: int
     shape: tuple[int, ...]
@@ -44,12 +44,12 @@ class Slot(NamedTuple):
 
 
 def tensor_of(field: Tensor | Ragged) -> Tensor:
-    """The tensor of a field, or of the values of a ragged one."""
+    """Return a tensor field, or the values of a ragged one as a tensor."""
     return field if isinstance(field, Tensor) else torch.as_tensor(field.values)
 
 
 def slots_of(fields: Mapping[Key, Tensor | Ragged]) -> dict[Key, Slot]:
-    """Where the fields lie in a buffer of theirs: one after the other, in their order."""
+    """Return the places of the fields in one buffer, one after the other in their order."""
     slots: dict[Key, Slot] = {}
     end = 0
     for key, field in fields.items():
@@ -68,10 +68,10 @@ def _stop(slot: Slot) -> int:
 def gather(
     fields: Mapping[Key, Tensor | Ragged], *, pin: bool = False, share: bool = False
 ) -> tuple[Tensor, dict[Key, Slot]]:
-    """A new uint8 buffer with the bytes of all fields, on the device of the first, and where.
+    """Return a new uint8 buffer with the bytes of all fields, and their places there.
 
-    With ``pin`` in page-locked memory; with ``share``, where the first is in host memory, in memory
-    that other processes get without a copy.
+    It is on the device of the first field: with ``pin`` in page-locked memory, with ``share`` in
+    memory that other processes map without a copy, if that is host memory.
     """
     slots = slots_of(fields)
     sources = [tensor_of(field) for field in fields.values()]
@@ -86,7 +86,7 @@ def gather(
 
 
 def _shared(sources: Sequence[Tensor], slots: Sequence[Slot], size: int) -> Tensor:
-    """uint8 [size] in shared memory, with the bytes of the sources.
+    """Return the bytes of the sources in shared memory, uint8 [size].
 
     Torch shares it as it is, and would copy any other memory. Written through its addresses, the
     new memory would take a page fault per 4 KB (10 MB: 6 ms), as the file that it is it does not
@@ -109,7 +109,7 @@ def _shared(sources: Sequence[Tensor], slots: Sequence[Slot], size: int) -> Tens
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """In the order of the elements; of a contiguous tensor no copy."""
+    """Return the bytes in the order of the elements; no copy if the tensor is contiguous."""
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     storage = torch.empty(0, dtype=torch.uint8).set_(plain.untyped_storage())
     first = plain.storage_offset() * plain.itemsize  # view() refuses one element of stride 0
@@ -117,7 +117,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def carve(buffer: Tensor, slots: Mapping[Key, Slot]) -> dict[Key, Tensor | Ragged]:
-    """The fields, as views of the buffer."""
+    """Return the fields, as views of the buffer."""
     fields: dict[Key, Tensor | Ragged] = {}
     for key, slot in slots.items():
         values = _view(buffer, slot)

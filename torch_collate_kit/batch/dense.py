@@ -30,7 +30,7 @@ __all__ = ["cells_of_responses", "make_field", "mrope_positions"]
 def make_field(
     name: str, columns: Columns, made: dict[str, Tensor], metadata: Mapping[str, Any]
 ) -> Field:
-    """The dense field; ``made`` keeps what several fields need.
+    """Return the dense field; ``made`` keeps what several fields need.
 
     ``metadata["loss_mask_divisor"]`` divides the loss mask.
     """
@@ -40,7 +40,7 @@ def make_field(
 
 
 def cells_of_responses(columns: Columns, made: dict[str, Tensor]) -> Tensor:
-    """int64 [n], the cell of every response token in ``[R, A]``; ``made`` keeps it."""
+    """Return the cell of every response token in ``[R, A]``, int64 [n]; ``made`` keeps it."""
     with torch.inference_mode(False):
         maker = _Maker(columns, made)
         return maker.cells("responses", maker.hidden)
@@ -62,26 +62,26 @@ class _Maker:
         return values
 
     def per_segment(self, count: str) -> Tensor:
-        """int32 [Q], as the placement has it."""
+        """Return a count per segment, int32 [Q]."""
         counts: Tensor = self.columns.segments[count].values
         return counts
 
     def row_of_segment(self) -> Tensor:
-        """int64 [Q]."""
+        """Return the row of each segment, int64 [Q]."""
         rows = torch.arange(self.num_rows, device=self.device)
         total = len(self.placement.segments["starts"].values)
         num_segments = self.columns.segments["num_segments"]
         return torch.repeat_interleave(rows, num_segments, output_size=total)
 
     def starts(self) -> Tensor:
-        """int64 [Q], the first cell of each segment, counted over all rows."""
+        """Return the first cell of each segment, int64 [Q], counted over all rows."""
         if "starts" not in self._made:
             first = self.row_of_segment() * self.width
             self._made["starts"] = self.per_segment("starts") + first
         return self._made["starts"]
 
     def cells(self, count: str, hidden: int = 0) -> Tensor:
-        """int64, the cell of every counted token, over all rows without their hidden cells."""
+        """Return the cell of every counted token, int64, over all rows without hidden cells."""
         key = f"{count}, {hidden} hidden"
         if key not in self._made:
             number, starts = self.per_segment(count), self.starts()
@@ -97,7 +97,7 @@ class _Maker:
     def dense(
         self, values: Tensor | int, count: str, pad: Any, dtype: torch.dtype, *, hidden: int = 0
     ) -> Tensor:
-        """Values per counted token, or one for all of them, as a new tensor ``[R, W - hidden]``."""
+        """Return values per counted token, or one for all, as a new tensor ``[R, W - hidden]``."""
         width, cells = self.width - hidden, self.cells(count, hidden)
         dense = _full(self.num_rows * width, pad, dtype, self.device)
         if isinstance(values, int):  # scatter_ takes four times as long with a number
@@ -106,21 +106,21 @@ class _Maker:
 
 
 def _empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new flat tensor, not filled."""
+    """Return a new flat tensor, not filled."""
     if device.type != "cpu" or not size:
         return torch.empty(size, dtype=dtype, device=device)
     return torch.from_numpy(fresh_bytes(size * dtype.itemsize)).view(dtype)
 
 
 def _full(size: int, value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new flat tensor. In host memory zeros take no time until they are read or written."""
+    """Return a new flat tensor; in host memory zeros take no time until they are used."""
     if device.type == "cpu" and value == 0 and size:
         return torch.from_numpy(np.zeros(size * dtype.itemsize, dtype=np.uint8)).view(dtype)
     return _empty(size, dtype, device).fill_(value)
 
 
 def _copied(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """A new tensor with the same values in this dtype."""
+    """Return a new tensor with the same values in this dtype."""
     if values.dtype == torch.bool:  # the CPU takes seven times as long to convert it
         values = values.view(torch.uint8)
     fresh = _empty(values.numel(), dtype, values.device)
@@ -132,7 +132,7 @@ def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _counted_up(shifts: Tensor, starts: Tensor, size: int) -> Tensor:
-    """``t + shifts[q]`` for all t below ``size``, where q is the last segment that begins by t.
+    """Return ``t + shifts[q]`` for t below ``size``, with q the last segment that begins by t.
 
     ``starts`` do not fall. A running sum needs no other array of that size.
     """
@@ -144,7 +144,7 @@ def _counted_up(shifts: Tensor, starts: Tensor, size: int) -> Tensor:
 
 
 def _own(name: str, maker: _Maker) -> Field:
-    """A field that has a column of its own."""
+    """Return a field that has a column of its own."""
     spec = maker.columns.specs[name]
     if isinstance(spec, PerExample | PerImage):
         column: Any = maker.columns.values[name]
@@ -166,7 +166,7 @@ def _own(name: str, maker: _Maker) -> Field:
 
 
 def _with_frames(patches: Tensor, channels: int, frames: int, size: int) -> Tensor:
-    """Flat patches of several frames, of which one is stored: ``[P, channels * frames * size]``."""
+    """Repeat the one stored frame of each patch: ``[P, channels * frames * size]``."""
     dense = _empty(patches.numel() * frames, patches.dtype, patches.device)
     dense.view(-1, channels, frames, size).copy_(patches.view(-1, channels, 1, size))
     return dense.view(len(patches), channels * frames * size)
@@ -190,7 +190,7 @@ def _mrope_position_ids(maker: _Maker) -> Field:
 def mrope_positions(
     is_image_T: Tensor, grids_N3: Tensor, lengths_S: Tensor, merge_size: int
 ) -> Tensor:
-    """int64 [3, T], where tokens lie in time, height and width, in each example from 0 on.
+    """Return positions in time, height and width, int64 [3, T], from 0 in each example.
 
     Source: P. Wang et al., "Qwen2-VL: Enhancing Vision-Language Model's Perception of the World at
     Any Resolution" (2024), section 2.1.

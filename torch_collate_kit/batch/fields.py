@@ -82,7 +82,7 @@ class PerRoutedToken:
 
 @dataclass(frozen=True)
 class PerImage:
-    """What a vision processor returned for the images of a row: ragged.
+    """A field that a vision processor returned for the images of a row: ragged.
 
     ``patch_shape`` is channels, frames and pixels of a flat patch. A column whose patches have one
     frame holds each of still images once; the field repeats it.

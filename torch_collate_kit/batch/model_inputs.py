@@ -1,4 +1,4 @@
-"""What a transformers model takes of a batch, and the masks that are made for some models.
+"""Inputs of a transformers model from a batch, and the masks that some models need.
 
 Most models of transformers see from positions that restart where a packed example begins. Some
 build their mask without looking at them, and need it from outside.
@@ -40,7 +40,7 @@ def model_inputs(
     mask: Any,
     sliding_window: int | None,
 ) -> dict[str, Any]:
-    """As ``Batch.model_inputs``, of its dense fields and of what is stored."""
+    """Return ``Batch.model_inputs`` of its dense fields and its content."""
     checked_bool("labels", labels)
     attention = _of_text(attention)
     varlen = _is_varlen(attention)
@@ -73,7 +73,7 @@ def model_inputs(
 
 
 def _positions_and_images(batch: Mapping[str, Any], stored: Storage) -> dict[str, Any]:
-    """Positions, and of a vision-language model the images of the rows and what tells their tokens.
+    """Return positions, and the image fields of a vision-language model.
 
     A batch without images has none of their fields, as its processor gives none.
     """
@@ -100,7 +100,7 @@ def _positions_and_images(batch: Mapping[str, Any], stored: Storage) -> dict[str
 
 
 def _refuse_lost_positions(given: Mapping[str, Any], kind: str, name: str) -> None:
-    """Position ids that were replaced or changed, where the model gets others."""
+    """Refuse replaced position ids that the model would not get."""
     if kind == "mrope" and "image_grid_thw" in given and "mrope_position_ids" not in given:
         raise ValueError(
             "image_grid_thw was replaced, and mrope_position_ids follow from the grids that were "
@@ -117,12 +117,12 @@ def _refuse_lost_positions(given: Mapping[str, Any], kind: str, name: str) -> No
 
 
 def needs_image_blocks(batch: Mapping[str, Any], stored: Storage) -> bool:
-    """Whether packed images attend within themselves, so that only a block mask is exact."""
+    """Return whether packed images attend within themselves: only a block mask is exact then."""
     return "cu_seq_lens" in batch and _images_of_cells(batch, stored) is not None
 
 
 def _images_of_cells(batch: Mapping[str, Any], stored: Storage) -> Tensor | None:
-    """int64 [R, W], the image that a cell is of, -1 of text; None where images are causal."""
+    """Return the image of each cell, int64 [R, W], -1 for text; None where images are causal."""
     vision = stored.columns.placement.vision
     if vision is None or vision.family_name != "gemma3" or not len(batch["pixel_values"].values):
         return None
@@ -132,7 +132,7 @@ def _images_of_cells(batch: Mapping[str, Any], stored: Storage) -> Tensor | None
 
 
 def _of_text(attention: str | Mapping[str, str]) -> str:
-    """The text model's attention, where ``attn_implementation`` names one for each part."""
+    """Return the text model's attention, where ``attn_implementation`` names one per part."""
     if not isinstance(attention, Mapping):
         return attention
     example = '{"text_config": "torch_varlen", "vision_config": "sdpa"}'
@@ -187,7 +187,7 @@ def _refuse_unknown_mask(attention: str, mask: Any, sliding_window: Any) -> None
 
 
 def _flat_cu_seq_lens(per_row: Ragged, width: int) -> Tensor:
-    """Boundaries [0, ..., R * W] over all rows, int32, without waiting for the device."""
+    """Return boundaries [0, ..., R * W] over all rows, int32, without waiting for the device."""
     num_cells = len(per_row) * width
     if num_cells > _MAX_CELLS:
         raise ValueError(
@@ -204,11 +204,7 @@ def _flat_cu_seq_lens(per_row: Ragged, width: int) -> Tensor:
 
 
 def _segments_of_cells(cu_seq_lens: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Which segment every cell lies in: int64 [R, W], from boundaries [S + 1] flat over the rows.
-
-    >>> _segments_of_cells(torch.tensor([0, 2, 3, 6]), (2, 3)).tolist()
-    [[0, 0, 1], [2, 2, 2]]
-    """
+    """Return the segment of every cell, int64 [R, W], from boundaries [S + 1] over all rows."""
     cells = torch.arange(shape[0] * shape[1], device=cu_seq_lens.device, dtype=cu_seq_lens.dtype)
     return torch.searchsorted(cu_seq_lens[1:], cells, right=True).view(shape)
 
@@ -220,7 +216,7 @@ def block_mask(
     window: int | None = None,
     images_RW: Tensor | None = None,
 ) -> Tensor | dict[str, Tensor]:
-    """[R, 1, W, W]: a cell sees itself and the cells before it in its segment.
+    """Return the mask [R, 1, W, W] by which a cell sees its segment up to itself.
 
     With ``images_RW``, the image of every cell or -1, it also sees all of its own image.
 

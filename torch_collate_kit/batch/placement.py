@@ -1,4 +1,4 @@
-"""Where the tokens of a batch lie in its rows: integers, from which every dense field follows.
+"""Places of the tokens of a batch in its rows: integers from which every dense field follows.
 
 A row is a run of segments. A segment begins at a cell of its row, and its first cells hold tokens;
 the rest of its cells, if any, are padding. In a padded row there is one segment. In a packed row
@@ -32,7 +32,7 @@ MAX_WIDTH = int(np.iinfo(np.int32).max)  # cells of a row; places there are int3
 
 
 class Pieces(NamedTuple):
-    """Which tokens of which examples make a batch, in the order of its rows; int64 each."""
+    """The tokens of examples that make a batch, in the order of its rows; int64 each."""
 
     examples: np.ndarray
     """[S] the example that each piece is taken from."""
@@ -45,7 +45,7 @@ class Pieces(NamedTuple):
 
 
 def whole_examples(lengths: np.ndarray) -> Pieces:
-    """One example per row."""
+    """Return pieces with one whole example per row."""
     examples = np.arange(len(lengths), dtype=np.int64)
     return Pieces(examples, np.zeros_like(examples), lengths, np.arange(len(lengths) + 1))
 
@@ -69,51 +69,45 @@ class Placement:
     is_packed: bool
     segments: dict[str, Ragged]
     vision: VisionLayout | None = None
-    """Of a vision-language model: how its images become tokens."""
+    """The layout of images as tokens; None for a text model."""
 
     def rows(self) -> np.ndarray:
-        """int64 [Q], the row of each segment."""
+        """Return the row of each segment, int64 [Q]."""
         starts = self.segments["starts"]
         return np.repeat(np.arange(len(starts)), starts.lengths)
 
     def numbers(self) -> np.ndarray:
-        """int64 [Q], the number of each segment in its row."""
+        """Return the number of each segment in its row, int64 [Q]."""
         rows = self.rows()
         return np.arange(len(rows)) - self.segments["starts"].offsets[rows]
 
     def first_cells(self) -> np.ndarray:
-        """int64 [Q], the first cell of each segment, counted over all rows."""
+        """Return the first cell of each segment, int64 [Q], counted over all rows."""
         return self.rows() * self.width + self.segments["starts"].values
 
     def cells(self, count: str) -> np.ndarray:
-        """int64, the cell of every counted token, over all rows."""
+        """Return the cell of every counted token, int64, over all rows."""
         first, counted = self.first_cells(), self.segments[count].values.astype(np.int64)
         if count == "responses":
             first += self.segments["lengths"].values - counted
         return span_indices(first, counted)
 
     def offsets(self, count: str) -> np.ndarray:
-        """int64 [R + 1], where the rows of a column begin that has one entry per counted token."""
+        """Return where rows begin in a column with an entry per counted token, int64 [R + 1]."""
         per_segment = self.segments[count]
         before = np.append(0, np.cumsum(per_segment.values, dtype=np.int64))
         return before[per_segment.offsets]
 
 
 def too_wide(width: int, way_out: str) -> DataError:
-    """Return the error for rows of more cells than int32 counts, ``MAX_WIDTH``.
-
-    >>> raise too_wide(2**31, "lower max_tokens")
-    Traceback (most recent call last):
-    torch_collate_kit.errors.DataError: a row would have 2147483648 cells, more than the 2147483647
-    that int32 counts; lower max_tokens
-    """
+    """Return the error for rows of more cells than int32 counts, ``MAX_WIDTH``."""
     return DataError(
         f"a row would have {width} cells, more than the {MAX_WIDTH} that int32 counts; {way_out}"
     )
 
 
 def padded(counts: dict[str, np.ndarray], width: int, *, padding_side: str) -> dict[str, Ragged]:
-    """The segments of rows with one piece each; ``counts`` int64 [R], ``"lengths"`` one of them."""
+    """Return the segments of rows with one piece each; ``counts`` are int64 [R]."""
     lengths = counts["lengths"]
     starts = width - lengths if padding_side == "left" else np.zeros_like(lengths)
     offsets = np.arange(len(lengths) + 1, dtype=np.int64)
@@ -124,7 +118,7 @@ def padded(counts: dict[str, np.ndarray], width: int, *, padding_side: str) -> d
 def packed(
     counts: dict[str, np.ndarray], row_offsets: np.ndarray, *, width: int, align: int
 ) -> dict[str, Ragged]:
-    """The segments of packed rows; ``counts`` int64 [S] of the pieces, ``"lengths"`` one of them.
+    """Return the segments of packed rows; ``counts`` of the pieces are int64 [S].
 
     The segment without tokens at the end of a row has 0 of everything.
     """
@@ -149,7 +143,7 @@ def packed(
 
 
 def longest_segments(starts: Ragged, width: int) -> list[int]:
-    """The cells of the longest segment of each packed row; no row is without one."""
+    """Return the cells of the longest segment of each packed row; every row has one."""
     ends = np.append(starts.values[1:], width)
     ends[starts.offsets[1:] - 1] = width
     longest: list[int] = np.maximum.reduceat(ends - starts.values, starts.offsets[:-1]).tolist()

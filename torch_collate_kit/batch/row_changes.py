@@ -1,4 +1,4 @@
-"""What is stored with other rows: those of several batches as one, rows added, rows narrowed."""
+"""Changes of the stored rows: several batches joined, rows added, padding trimmed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _REPEATED = ("attention_mask", "cu_seq_lens", "inputs_embeds", *IMAGE_FIELDS)
 def joined(
     parts: Sequence[Storage], fields: Sequence[Mapping[str, Field]], overrides: dict[str, Any]
 ) -> Storage:
-    """All rows of all parts; ``fields`` of each part are read where only another one stores them.
+    """Return all rows of all parts; ``fields`` of a part are read where only another stores them.
 
     Raises:
         ValueError: fields, widths or metadata disagree, and nothing overrides them.
@@ -141,7 +141,7 @@ def _check_one_collation(parts: Sequence[Storage]) -> None:
 
 
 def padded(storage: Storage, added: int) -> Storage:
-    """With ``added`` rows at the end, which have nothing to train and nothing to count.
+    """Add rows at the end that have nothing to train and nothing to count.
 
     They repeat row 0, so that every model can run them, and have no loss, no response, no route and
     no sub-sequence.
@@ -160,12 +160,12 @@ def padded(storage: Storage, added: int) -> Storage:
 
 
 def _repeated(value: Any, added: int) -> Any:
-    """A copy with row 0 again ``added`` times at the end."""
+    """Return a copy with row 0 repeated ``added`` times at the end."""
     return take(value, np.append(np.arange(len(value)), np.zeros(added, dtype=np.int64)))
 
 
 def _with_empty_rows(ragged: Ragged, added: int) -> Ragged:
-    """The same rows, and ``added`` empty ones after them: values are shared."""
+    """Return the rows with ``added`` empty ones after them; values are shared."""
     return Ragged(ragged.values, np.append(ragged.offsets, [ragged.offsets[-1]] * added))
 
 
@@ -222,7 +222,7 @@ def _padded_row_metadata(key: str, value: Any, added: int) -> Any:
 
 
 def cells_per_row(storage: Storage) -> np.ndarray | None:
-    """int64 [R], the cells that each row alone would be trimmed to; None without ``input_ids``.
+    """Return the width that each row alone would be trimmed to, int64 [R], or None.
 
     Packed rows, and those of a Batch that was built from dense tensors, keep their width.
     """
@@ -233,7 +233,7 @@ def cells_per_row(storage: Storage) -> np.ndarray | None:
 
 
 def trimmed(storage: Storage, *, multiple_of: int = 1) -> Storage:
-    """The same rows without the padding, left or right, that none of them needs.
+    """Return the rows without the padding, left or right, that none of them needs.
 
     The width is that of the longest row, rounded up to ``multiple_of``, which divides the width
     that they have; ``metadata["response_length"]`` that of the longest response. Columns are

@@ -1,4 +1,4 @@
-"""Values with one entry per row, whatever holds them: list, array, tensor or Ragged."""
+"""Values with one entry per row: list, array, tensor or Ragged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PackedValues", "cat", "equal", "is_per_row", "take"]
 
 
 class PackedValues(tuple[Any, ...]):
-    """What a packed row has for each of its sub-sequences, so that none is taken for the row's.
+    """One value per sub-sequence of a packed row.
 
     >>> PackedValues(["a", "b"])
     ('a', 'b')
@@ -25,14 +25,14 @@ class PackedValues(tuple[Any, ...]):
 
 
 def is_per_row(value: Any) -> bool:
-    """Whether a metadata value has one entry per row."""
+    """Return whether a metadata value has one entry per row."""
     if isinstance(value, np.ndarray | Tensor):
         return value.ndim > 0  # a scalar has no rows
     return isinstance(value, list | Ragged)
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Same kind, dtype and values."""
+    """Return whether kind, dtype and values are the same."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
     if isinstance(a, Ragged) and isinstance(b, Ragged):
@@ -45,7 +45,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def take(value: Any, rows: np.ndarray) -> Any:
-    """The named rows, in that order: a copy."""
+    """Return the named rows, in that order: a copy."""
     if isinstance(value, Ragged):
         return value.take(rows)
     if isinstance(value, Tensor):
@@ -54,7 +54,7 @@ def take(value: Any, rows: np.ndarray) -> Any:
 
 
 def cat(values: Sequence[Any]) -> Any:
-    """The rows of all values, one after the other: a copy."""
+    """Return the rows of all values, one after the other: a copy."""
     first = values[0]
     if isinstance(first, Ragged):
         return Ragged.cat(values)

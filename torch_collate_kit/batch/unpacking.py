@@ -1,4 +1,4 @@
-"""Where the tokens of every example lie in the rows of a batch, and a model's outputs there."""
+"""A model's outputs per example: the cells of every example in the rows of a batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NEEDED = ("example_indices", "example_starts", "num_actions")
 
 
 def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
-    """Values of the cells of a batch's rows as one tensor (or array) per example.
+    """Return values of the cells of a batch's rows as one tensor (or array) per example.
 
     ``values`` ``[R, W, ...]`` have an entry per cell, such as logits or predicted ids: entry ``t``
     of the result for an example is that of its token ``t``. ``[R, W - 1, ...]`` have one for every
@@ -86,7 +86,7 @@ def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
 
 
 def _checked_width(batch: Batch) -> int:
-    """The cells of a row, of a batch that says where its examples lie."""
+    """Return the cells of a row; refuse a batch that does not say where its examples lie."""
     if not all(isinstance(batch.row_metadata.get(name), Ragged) for name in _NEEDED):
         raise ValueError(
             "the batch was built without the row metadata of a collator, so it does not say where "
@@ -129,7 +129,7 @@ def cells_of_every_example(batch: Batch, num_columns: int, count: Count = "respo
 def cells_by_example(
     batch: Batch, num_columns: int, count: Count = "responses"
 ) -> tuple[np.ndarray, Ragged]:
-    """The examples, int64 [E] ascending, and the cells of their tokens, ragged int64.
+    """Return the examples, int64 [E] ascending, and the cells of their tokens, ragged int64.
 
     ``count``: of their response tokens, of all tokens, or of all but the first of each piece, which
     nothing predicts. Cells are counted over all rows of ``[R, num_columns]``. The pieces of a split
@@ -162,10 +162,7 @@ def cells_by_example(
 
 
 def _pieces(batch: Batch, num_pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of the first pieces of every row, which are those of examples: int64 [S] each.
-
-    The cell of its row where a piece begins, and its tokens.
-    """
+    """Return the first cell in its row, and the length, of each piece of an example: int64 [S]."""
     if (placement := batch.placement) is not None:
         starts, lengths = (placement.segments[name] for name in ("starts", "lengths"))
     else:
@@ -184,7 +181,7 @@ def _pieces(batch: Batch, num_pieces: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def cells_of_spans(
     rows: np.ndarray, from_end: np.ndarray, counts: np.ndarray, num_columns: int
 ) -> np.ndarray:
-    """The cells of spans of tokens, which begin ``from_end`` columns before their row ends: [T]."""
+    """Return the cells, [T], of spans that begin ``from_end`` columns before their row ends."""
     too_few = np.flatnonzero((from_end > num_columns) & (counts > 0))
     if len(too_few):
         i = too_few[from_end[too_few].argmax()]
@@ -196,7 +193,7 @@ def cells_of_spans(
 
 
 def _cells_of_inputs(inputs: Mapping[str, Any], labels: np.ndarray, num_columns: int) -> Ragged:
-    """The cells of every segment with a trained token."""
+    """Return the cells of every segment with a trained token."""
     begins = _begins(inputs, labels)
     starts = np.flatnonzero(begins)
     lengths = np.diff(starts, append=labels.size)
@@ -211,7 +208,7 @@ def _cells_of_inputs(inputs: Mapping[str, Any], labels: np.ndarray, num_columns:
 
 
 def _begins(inputs: Mapping[str, Any], labels: np.ndarray) -> np.ndarray:
-    """bool [R * W], where a segment begins; cells that Trainer adds are segments of their own."""
+    """Return where segments begin, bool [R * W]; cells that Trainer adds are segments, too."""
     begins = np.zeros(labels.shape, dtype=bool)
     begins[:, :1] = True
     if "position_ids" in inputs:
@@ -255,7 +252,7 @@ def _array(inputs: Mapping[str, Any], name: str, *, ndim: int = 2) -> np.ndarray
 
 
 def values_of_cells(values: Tensor, cells: Ragged, dtype: torch.dtype) -> Ragged:
-    """The values ``[R, A]`` in these cells, in host memory: a copy without a graph.
+    """Return the values ``[R, A]`` in these cells, in host memory: a copy without a graph.
 
     >>> cells = Ragged.from_lengths(np.array([1, 2, 5]), np.array([2, 1]))
     >>> values_of_cells(torch.arange(6).view(2, 3), cells, torch.float32).tolist()
@@ -267,7 +264,7 @@ def values_of_cells(values: Tensor, cells: Ragged, dtype: torch.dtype) -> Ragged
 
 
 def response_cells(batch: Batch) -> Tensor | None:
-    """Where ``[R, A]`` holds response tokens: int64 [n], flat cells in their order, on the device.
+    """Return the flat cells of ``[R, A]`` that hold response tokens, int64 [n], on the device.
 
     All cells that ``loss_mask`` trains are among them. None where the batch does not say, since it
     was built of dense fields or its ``loss_mask`` was replaced or changed. Waits for no device.

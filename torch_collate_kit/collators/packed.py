@@ -158,6 +158,7 @@ class PackedCollator:
         return TrainerCollator(self, partial(self._collate, for_trainer=True))
 
     def __call__(self, examples: Examples | PlannedExamples) -> Batch:
+        """Collate the examples into a new Batch."""
         return self._collate(examples)
 
     def _collate(self, examples: Examples | PlannedExamples, *, for_trainer: bool = False) -> Batch:

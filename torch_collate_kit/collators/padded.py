@@ -112,6 +112,7 @@ class PaddedCollator:
         return TrainerCollator(self, partial(self._collate, for_trainer=True))
 
     def __call__(self, examples: Examples) -> Batch:
+        """Collate the examples into a new Batch."""
         return self._collate(examples)
 
     def _collate(self, examples: Examples, *, for_trainer: bool = False) -> Batch:

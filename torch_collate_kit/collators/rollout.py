@@ -84,6 +84,7 @@ class RolloutCollator:
         return call_repr(self, str(self.pad_token_id), **changed_settings(self))
 
     def __call__(self, examples: Examples) -> Batch:
+        """Collate the examples into a new Batch."""
         rollouts = read_columns(examples, rollouts=True, fields=self.fields, vision=self.vision)
         made = made_of_images(self.vision)
         names = (*_FIELDS, *made, *rollouts.names, "sub_seq_lengths")

@@ -45,6 +45,7 @@ class TrainerCollator:
         return f"{self.collate!r}.for_trainer()"
 
     def __call__(self, examples: Any) -> dict[str, Any]:
+        """Collate the examples into model inputs."""
         batch = self._make_batch(examples)
         _refuse_weights(batch)
         return batch.model_inputs()
