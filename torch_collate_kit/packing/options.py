@@ -37,7 +37,14 @@ if TYPE_CHECKING:
         rows_multiple_of: int | None
 
 
-__all__ = ["STRATEGIES", "PackingOptions", "ParallelLayout", "capacity_of", "packing_options"]
+__all__ = [
+    "STRATEGIES",
+    "PackingOptions",
+    "ParallelLayout",
+    "capacity_of",
+    "common_options",
+    "packing_options",
+]
 
 STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential")
 _OVERFLOWS = ("raise", "truncate", "drop", "split")
@@ -229,6 +236,49 @@ class PackingOptions:
         given = {key: value for key, value in state.items() if key not in ("align", "dp", "cost")}
         parallel = ParallelLayout(dp=state["dp"], tp=state["align"])
         return cls(parallel=parallel, cost=ModelCost(*state["cost"]), **given)
+
+
+def common_options(
+    packing: PackingOptions | None,
+    max_tokens: int | None = None,
+    *,
+    strategy: str | None = None,
+    overflow: str | None = None,
+    parallel: ParallelLayout | None = None,
+    max_patches: int | None = None,
+) -> PackingOptions:
+    """Return ``packing``, or options made of the common fields; None means a field's default.
+
+    Raises:
+        TypeError: ``packing`` beside any of the fields, neither of ``packing`` and ``max_tokens``,
+            or a ``packing`` of another type.
+
+    >>> common_options(None, 100, parallel=ParallelLayout(tp=8)).capacity
+    96
+    """
+    common: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "strategy": strategy,
+        "overflow": overflow,
+        "parallel": parallel,
+        "max_patches": max_patches,
+    }
+    given = {name: value for name, value in common.items() if value is not None}
+    if packing is None:
+        if max_tokens is None:
+            raise TypeError(
+                "max_tokens must be an int, got None of type NoneType; pass max_tokens=4096, or "
+                "packing=PackingOptions(4096)"
+            )
+        return PackingOptions(**given)
+    if not isinstance(packing, PackingOptions):
+        raise TypeError(f"packing must be a PackingOptions, got {packing!r}")
+    if given:
+        raise TypeError(
+            f"packing= and {', '.join(given)} both say how to pack; pass one of them, such as "
+            "packing=dataclasses.replace(packing, ...)"
+        )
+    return packing
 
 
 def packing_options(
