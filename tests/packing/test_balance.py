@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.packing.oracle_packing import next_fit, one_by_one
-from torch_collate_kit.packing import pack
+from tests.packing.oracle_packing import next_fit, one_by_one, pack_with
 from torch_collate_kit.packing.balance import level, over_ranks
 from torch_collate_kit.packing.rows import Limits, Rows, Sizes
 from torch_collate_kit.packing.strategies import best_fit_decreasing, split_evenly
@@ -175,7 +174,7 @@ def test_over_ranks_written_out() -> None:
 
 
 def test_without_balance_rows_go_round_robin() -> None:
-    plan = pack([9, 4, 8, 5, 7, 6], 9, rows_multiple_of=2, balance=None, strategy="sequential")
+    plan = pack_with([9, 4, 8, 5, 7, 6], 9, rows_multiple_of=2, balance=None, strategy="sequential")
     assert plan.bins == [[0], [2], [4], [1], [3], [5]]
 
 

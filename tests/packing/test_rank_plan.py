@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.packing.oracle_packing import pack_with
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing import RankPlan, pack
+from torch_collate_kit.packing import RankPlan
 
 
 def drawn(seed: int) -> tuple[RankPlan, list[int], np.random.Generator]:
@@ -19,7 +20,7 @@ def drawn(seed: int) -> tuple[RankPlan, list[int], np.random.Generator]:
     patches = np.where(rng.random(len(lengths)) < 0.3, 4, 0)
     num_ranks = int(rng.choice([1, 2, 4]))
     overflow = str(rng.choice(["split", "drop"])) if not patches.any() else "drop"
-    plan = pack(
+    plan = pack_with(
         lengths,
         int(rng.integers(20, 40)),
         patches=patches,
@@ -115,7 +116,7 @@ def test_images_are_lost_in_the_sample():
 
 @pytest.mark.parametrize("number", [0, 2, 4])
 def test_a_whole_plan_takes_as_many_examples_as_it_was_made_for(number):
-    whole = RankPlan.whole(pack([3, 4, 9], 8, overflow="drop"))  # it numbers the dropped one, too
+    whole = RankPlan.whole(pack_with([3, 4, 9], 8, overflow="drop"))
     whole.check_lengths(np.array([3, 4, 9]))
     message = (
         f"there are {number} examples, and the plan was made for 3; give all that were planned, "
@@ -126,7 +127,7 @@ def test_a_whole_plan_takes_as_many_examples_as_it_was_made_for(number):
 
 
 def test_a_plan_of_nothing_takes_no_example():
-    whole = RankPlan.whole(pack([], 8))
+    whole = RankPlan.whole(pack_with([], 8))
     whole.check_lengths(np.zeros(0, dtype=np.int64))
     with pytest.raises(DataError, match=r"^there are 1 examples, and the plan was made for 0; "):
         whole.check_lengths(np.array([2]))

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_collate_kit.packing import PackingOptions, ParallelLayout
+from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
 from torch_collate_kit.packing.options import STRATEGIES
-from torch_collate_kit.packing.planner import fill_rows, plan_of, rows_alone
+from torch_collate_kit.packing.planner import fill_rows, rows_alone
 from torch_collate_kit.testing import batch_digest
 
 
@@ -40,7 +40,7 @@ def test_is_the_plan_of_the_examples_alone(data: Any) -> None:
 
     members = [i for row in rows.tolist() for i in filled.bins[row]]
     assert examples.tolist() == sorted([*members, *dropped.tolist()])
-    again = plan_of(lengths[examples], packing)
+    again = pack(lengths[examples], packing=packing)
     for name in ("example_indices", "starts", "lengths", "row_offsets", "dropped", "cut"):
         assert getattr(plan, name).tolist() == getattr(again, name).tolist(), name
     assert (plan.max_tokens, plan.align, plan.num_ranks, plan.width) == (
@@ -58,5 +58,5 @@ def test_all_rows_alone_are_the_plan() -> None:
     _, plan = rows_alone(filled, np.arange(filled.num_rows), filled.dropped, packing)
     for name in ("example_indices", "starts", "lengths", "row_offsets", "dropped", "cut"):
         assert batch_digest(getattr(plan, name)) == batch_digest(
-            getattr(plan_of(lengths, packing), name)
+            getattr(pack(lengths, packing=packing), name)
         )

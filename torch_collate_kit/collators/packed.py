@@ -33,7 +33,7 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions, PackingPlan, PlannedExamples, RankPlan
 from torch_collate_kit.packing.options import packing_options
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, image_load
-from torch_collate_kit.packing.planner import plan_of
+from torch_collate_kit.packing.planner import pack
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns
@@ -197,7 +197,7 @@ class PackedCollator(Generic[B]):
 
         ``patches``: of examples with images, see ``pack``.
         """
-        return plan_of(lengths, self.packing, patches)
+        return pack(lengths, packing=self.packing, patches=patches)
 
     def __call__(self, examples: Examples | PlannedExamples) -> B:
         if isinstance(examples, PlannedExamples):

@@ -23,7 +23,7 @@ class PackingPlan:
     A piece is an example or a part of one. All arrays are int64; treat them as read-only. Rows are
     shard-major: rank r owns rows ``[r * R / num_ranks, (r + 1) * R / num_ranks)``.
 
-    >>> from torch_collate_kit.packing import pack
+    >>> from torch_collate_kit.packing import ParallelLayout, pack
     >>> plan = pack([5, 3, 9, 2], 10)
     >>> plan.bins, plan.row_tokens.tolist(), plan.efficiency
     ([[2], [0, 1, 3]], [9, 10], 0.95)
@@ -176,8 +176,8 @@ class PackingPlan:
             TypeError: ``rank`` is not an int.
             ValueError: ``rank`` is not in ``range(num_ranks)``.
 
-        >>> from torch_collate_kit.packing import pack
-        >>> pack([5, 3, 9, 2], 10, rows_multiple_of=2).rank_rows(1)
+        >>> from torch_collate_kit.packing import ParallelLayout, pack
+        >>> pack([5, 3, 9, 2], 10, parallel=ParallelLayout(dp=2)).rank_rows(1)
         range(1, 2)
         """
         hint = f"this plan has ranks 0 to {self.num_ranks - 1}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._checks import checked_int, checked_lengths
+from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit.packing.balance import for_ranks
-from torch_collate_kit.packing.options import PackingOptions, ParallelLayout, packing_options
+from torch_collate_kit.packing.options import PackingOptions, ParallelLayout, common_options
 from torch_collate_kit.packing.pieces import (
     FittedPieces,
     ImageLoad,
@@ -27,56 +26,43 @@ from torch_collate_kit.packing.strategies import (
 )
 from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from torch_collate_kit.packing.options import PackingKeywords
-
-__all__ = ["fill_rows", "pack", "part_of", "plan_of", "rows_alone"]
+__all__ = ["fill_rows", "pack", "part_of", "rows_alone"]
 
 
 def pack(
     lengths: npt.ArrayLike,
     max_tokens: int | None = None,
     *,
-    patches: Patches | None = None,
+    strategy: str | None = None,
+    overflow: str | None = None,
+    parallel: ParallelLayout | None = None,
+    max_patches: int | None = None,
+    patches: Patches | ImageLoad | None = None,
     packing: PackingOptions | None = None,
-    align: int = 1,
-    **options: Unpack[PackingKeywords],
 ) -> PackingPlan:
     """Plan rows of at most ``max_tokens`` tokens that hold every example exactly once.
 
     Args:
         lengths: integers [N], tokens per example, each at least 1. Not modified.
-        max_tokens: capacity of a row, where each piece counts with its length rounded up to
-            ``align``.
+        max_tokens: capacity of a row; a piece counts with its length rounded up to the
+            ``align`` of ``parallel``.
+        strategy: "best_fit_decreasing" (default; Johnson 1973, by length histogram as in Krell et
+            al. 2021) and "first_fit_decreasing" use at most 11/9 of the optimal number of rows +
+            6/9, and nearly the optimum on real data. "balanced" evens out the tokens over as many
+            rows as best fit uses (LPT, Graham 1969). "sequential" keeps the order of the examples,
+            within rows and across them.
+        overflow: what to do with an example longer than a row: "raise" an error (default),
+            "truncate" it to its first tokens, "drop" it, or "split" it into consecutive pieces. An
+            example with images is never split, and truncated only by a collator, which knows where
+            they are.
+        parallel: a :class:`ParallelLayout`, by default of one rank. The number of rows is rounded
+            up to a multiple of its ``dp``. A row added by rounding takes pieces from many other
+            rows, so that all are evenly filled; with too few pieces, empty dummy rows are added.
+        max_patches: the most patches of a row; None for no limit.
         patches: vision patches: ints [N], 0 for an example without an image, or for each example
             the ints of its images (a list of lists, or a Ragged). Not modified.
-        max_patches: the most patches of a row.
-        packing: all options in one object; then nothing else is passed but ``patches``.
-        strategy: "best_fit_decreasing" (Johnson 1973, by length histogram as in Krell et al. 2021)
-            and "first_fit_decreasing" use at most 11/9 of the optimal number of rows + 6/9, and
-            nearly the optimum on real data. "balanced" evens out the tokens over as many rows as
-            best fit uses (LPT, Graham 1969). "sequential" keeps the order of the examples, within
-            rows and across them.
-        parallel: the parallel layout; its ``align`` and ``dp`` are the next two.
-        align: each piece occupies a multiple of this many cells.
-        rows_multiple_of: number of data-parallel ranks that rows are planned for, by default
-            ``dp``. The number of rows is rounded up to a multiple of it. A row added by rounding
-            takes pieces from many other rows, so that all are evenly filled; with too few pieces,
-            empty dummy rows are added.
-        balance: what to balance over the ranks: "attention" (what pieces and images cost by
-            ``cost``) or "tokens" (and patches). The i-th rows of all ranks are similar, too. With
-            None, row i goes to rank ``i % rows_multiple_of``.
-            "sequential" keeps the order of groups of ``rows_multiple_of`` rows; with
-            ``balance=None`` it also keeps the order within a group.
-        cost: a :class:`ModelCost`, by default ``n * (24576 + n)`` for n tokens.
-        overflow: what to do with an example longer than a row: "raise" an error, "truncate" it to
-            its first tokens, "drop" it, or "split" it into consecutive pieces. An example with
-            images is never split, and truncated only by a collator, which knows where they are.
-        max_sequences_per_row: the largest number of pieces per row; None for no limit.
-        dummy_image_tokens: with several ranks and ``patches``, rows without an image keep so many
-            tokens free: they get a dummy image where ``PackingPlan.needs_dummy_image``.
+        packing: a :class:`PackingOptions` with these options and the rarer ones (``balance``,
+            ``cost``, ``rows_multiple_of``, ...), in place of all of the above but ``patches``.
 
     Returns:
         A new plan. With one rank, rows are in the order in which the strategy opened them. The same
@@ -85,27 +71,21 @@ def pack(
     Raises:
         DataError: a length below 1, or an example that does not fit in a row with
             ``overflow="raise"``; names the example.
-        TypeError: a wrong type, such as float lengths; options given twice.
+        TypeError: a wrong type, such as float lengths; ``packing`` beside other options.
         ValueError: lengths that are not 1-D, an unknown option, a number below its minimum.
 
-    >>> plan = pack([5, 3, 9, 2, 14], 10, overflow="drop", rows_multiple_of=2)
+    >>> plan = pack([5, 3, 9, 2, 14], 10, overflow="drop", parallel=ParallelLayout(dp=2))
     >>> plan.bins, plan.dropped.tolist(), plan.tokens_per_rank.tolist()
     ([[0, 1, 3], [2]], [4], [10, 9])
     """
-    if align != 1:
-        if packing is not None or options.get("parallel") is not None:
-            raise TypeError(
-                "align is that of the parallel layout; pass either it or "
-                f"{'packing' if packing else 'parallel'}="
-            )
-        options["parallel"] = ParallelLayout(tp=checked_int("align", align))
-    return plan_of(lengths, packing_options(packing, max_tokens, options), patches)
-
-
-def plan_of(
-    lengths: npt.ArrayLike, packing: PackingOptions, patches: Patches | ImageLoad | None = None
-) -> PackingPlan:
-    """As ``pack``, of options that are checked."""
+    packing = common_options(
+        packing,
+        max_tokens,
+        strategy=strategy,
+        overflow=overflow,
+        parallel=parallel,
+        max_patches=max_patches,
+    )
     checked = checked_lengths(lengths)
     images = None if patches is None else image_load(patches, len(checked), packing.cost)
     pieces = cut_to_fit(checked, packing, images)

@@ -30,9 +30,9 @@ class RankPlan:
     that does not know about plans would return the examples alone, and each rank would pack its
     own.
 
-    >>> from torch_collate_kit.packing import pack
+    >>> from torch_collate_kit.packing import ParallelLayout, pack
     >>> lengths = np.array([5, 3, 9, 2])  # of examples 40, 41, 42 and 43 of a dataset
-    >>> plan = pack(lengths, 10, rows_multiple_of=2)
+    >>> plan = pack(lengths, 10, parallel=ParallelLayout(dp=2))
     >>> part = RankPlan.of(plan, 0, np.arange(40, 44), lengths)
     >>> part.indices, part.lengths.tolist()
     ([40, 41, 43], [5, 3, 2])
@@ -113,9 +113,10 @@ class RankPlan:
         Other ranks do not know, so what is said of the whole batch stays as it was planned,
         ``num_loss_tokens`` too.
 
-        >>> from torch_collate_kit.packing import pack
+        >>> from torch_collate_kit.packing import ParallelLayout, pack
         >>> lengths = np.array([5, 3, 9, 2])
-        >>> part = RankPlan.of(pack(lengths, 10, rows_multiple_of=2), 0, np.arange(40, 44), lengths)
+        >>> plan = pack(lengths, 10, parallel=ParallelLayout(dp=2))
+        >>> part = RankPlan.of(plan, 0, np.arange(40, 44), lengths)
         >>> shorter = part.without([1])
         >>> shorter.indices, shorter.row_offsets.tolist(), shorter.plan.width
         ([40, 43], [0, 2], 10)

@@ -12,7 +12,7 @@ import numpy as np
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.packing import PackingOptions, PackingPlan
 from torch_collate_kit.packing.pieces import FittedPieces, ImageLoad, cut_to_fit
-from torch_collate_kit.packing.planner import plan_of
+from torch_collate_kit.packing.planner import pack
 from torch_collate_kit.packing.rows import Ints, row_sums
 
 __all__ = ["PADDED", "candidates_of", "capacities_to_try", "recommended"]
@@ -73,7 +73,7 @@ def _packed(
         batch = np.arange(start, min(start + (batch_size or len(lengths)), len(lengths)))
         part = None if images is None else images.take(batch)
         began = time.perf_counter()
-        plan = plan_of(lengths[batch], packing, part)
+        plan = pack(lengths[batch], packing=packing, patches=part)
         seconds += time.perf_counter() - began
         sums.update(
             num_rows=plan.num_rows,

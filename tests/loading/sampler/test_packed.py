@@ -27,7 +27,7 @@ from torch_collate_kit.loading import (
     ResumableSampler,
     TokenizedDataset,
 )
-from torch_collate_kit.packing import ParallelLayout, RankPlan, pack
+from torch_collate_kit.packing import PackingOptions, ParallelLayout, RankPlan, pack
 from torch_collate_kit.testing import assert_exact_resume
 
 EXAMPLES = [
@@ -410,7 +410,10 @@ def test_what_a_worker_is_sent_is_small():
 
 def test_the_plan_is_that_of_pack():
     part = next(iter(make_sampler(shuffle=False, balance="tokens", strategy="balanced")))
-    expected = pack(LENGTHS[:4], 8, rows_multiple_of=2, balance="tokens", strategy="balanced")
+    packing = PackingOptions(
+        8, strategy="balanced", parallel=ParallelLayout(dp=2), balance="tokens"
+    )
+    expected = pack(LENGTHS[:4], packing=packing)
     assert part.plan.bins == expected.bins
 
 

@@ -15,10 +15,9 @@ from torch_collate_kit.loading.sampler.checks import Indices, checked_rank, is_s
 from torch_collate_kit.loading.sampler.epochs import NEW_RUN
 from torch_collate_kit.loading.sampler.shuffled import Order, OrderedSampler
 from torch_collate_kit.loading.sampler.states import digest_in_blocks
-from torch_collate_kit.packing import PackingOptions, RankPlan
+from torch_collate_kit.packing import PackingOptions, RankPlan, pack
 from torch_collate_kit.packing.options import packing_options
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, cut_to_fit, image_load
-from torch_collate_kit.packing.planner import plan_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -146,7 +145,7 @@ class PackedBatchSampler(OrderedSampler):
         packing, lengths = self._packing, self._lengths[batch]
         counts = None if self._counts is None else self._counts[batch]
         images = None if self._images is None else self._images.take(batch)
-        plan = plan_of(lengths, packing, images)
+        plan = pack(lengths, packing=packing, patches=images)
         return RankPlan.of(plan, self._rank, batch, lengths, counts, world_size=packing.parallel.dp)
 
     def _layout(self) -> dict[str, Any]:
