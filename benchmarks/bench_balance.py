@@ -110,7 +110,7 @@ def found_in(
 
 def rows_of(plan: PackingPlan) -> balancers.Rows:
     bins = plan.bins
-    return [[bins[row] for row in plan.rank_rows(rank)] for rank in range(plan.num_ranks)]
+    return [[bins[row] for row in plan.rank_rows(rank)] for rank in range(plan.rows_multiple_of)]
 
 
 def ours(

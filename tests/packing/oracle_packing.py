@@ -6,9 +6,16 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from torch_collate_kit.packing import PackingOptions, PackingPlan, ParallelLayout, pack
 
 Bins = list[list[int]]  # sizes, a list per row
+
+
+def sizes_of(tokens: np.ndarray, patches: np.ndarray) -> np.ndarray:
+    """Cells and patches of pieces, as packers take them."""
+    return np.stack([tokens, patches])
 
 
 def pack_with(

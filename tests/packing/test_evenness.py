@@ -16,7 +16,7 @@ def cost_as_run(plan: PackingPlan) -> np.ndarray:
     """Of each rank, where all rows are as wide as the widest, and the pads of a row a segment."""
     pads = plan.width - plan.row_cells
     of_pads = pads * (24576 + pads)
-    return plan.cost_per_rank + of_pads.reshape(plan.num_ranks, -1).sum(axis=1)
+    return plan.cost_per_rank + of_pads.reshape(plan.rows_multiple_of, -1).sum(axis=1)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ModelCost, PackingOptions, PackingPlan, ParallelLayout, pack
 from torch_collate_kit.packing.options import STRATEGIES
 from torch_collate_kit.packing.pieces import ImageLoad, image_load
-from torch_collate_kit.packing.planner import fill_rows, rows_alone
+from torch_collate_kit.packing.planner import batch_of_rows, fill_rows
 from torch_collate_kit.ragged import Ragged
 
 COST = ModelCost(language_linear=20, vision_linear=7, vision_quadratic=1)
@@ -162,7 +162,7 @@ def test_rows_alone_are_the_rows_that_were_filled(
     filled = fill_rows(np.array(lengths, dtype=np.int64), packing, load)
     first = data.draw(st.integers(0, filled.num_rows - 1))
     rows = np.arange(first, data.draw(st.integers(first + 1, filled.num_rows)))
-    examples, plan = rows_alone(filled, rows, filled.dropped[:0], packing)
+    examples, plan = batch_of_rows(filled, rows, filled.dropped[:0], packing)
     assert examples.tolist() == sorted(i for row in rows for i in filled.bins[row])
     kept = [lengths[i] for i in examples]
     of_kept = [images[i] for i in examples]

@@ -49,10 +49,10 @@ def assert_lawful(plan: PackingPlan, lengths: list[int], most_pieces: int | None
     assert (plan.row_offsets[0], plan.row_offsets[-1]) == (0, len(plan.lengths))
     if most_pieces is not None:
         assert np.diff(plan.row_offsets).max() <= most_pieces
-    assert plan.num_rows % plan.num_ranks == 0
-    assert plan.num_rows >= max(plan.num_ranks, plan.lower_bound)
+    assert plan.num_rows % plan.rows_multiple_of == 0
+    assert plan.num_rows >= max(plan.rows_multiple_of, plan.lower_bound)
     assert plan.num_dummy_rows == max(0, plan.num_rows - len(plan.lengths))
-    owned = [row for rank in range(plan.num_ranks) for row in plan.rank_rows(rank)]
+    owned = [row for rank in range(plan.rows_multiple_of) for row in plan.rank_rows(rank)]
     assert owned == list(range(plan.num_rows))
     assert plan.tokens_per_rank.sum() == plan.lengths.sum()
 

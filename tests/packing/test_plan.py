@@ -24,7 +24,7 @@ def plan() -> PackingPlan:
         row_offsets=ints(0, 2, 3, 4, 4),
         max_tokens=18,
         align=4,
-        num_ranks=2,
+        rows_multiple_of=2,
         dropped=ints(),
         cut=ints(2),
         num_cut_tokens=0,

@@ -256,12 +256,12 @@ class PackedCollator(Generic[B]):
     def _read_part(self, part: RankPlan, examples: Examples) -> ExampleColumns:
         """Examples that a sampler or a stream has planned; none, if the rank has none."""
         self._check_part(part)
-        if part.rank is None or part.indices:
+        if part.dp_rank is None or part.indices:
             columns = self._read(examples)
         else:
             columns = ExampleColumns.of_none(self.fields, self.vision)
         part.check_lengths(columns.lengths)
-        is_limited = part.plan.max_patches is not None or part.plan.num_ranks > 1
+        is_limited = part.plan.max_patches is not None or part.plan.rows_multiple_of > 1
         if columns.images is not None and is_limited:
             part.check_patches(np.array([sum(of) for of in columns.images.patches], dtype=np.int64))
         return columns
@@ -269,8 +269,12 @@ class PackedCollator(Generic[B]):
     def _check_part(self, part: RankPlan) -> None:
         """That a sampler or a stream planned as this collator would."""
         plan, own = part.plan, self.packing
-        given = {"max_tokens": plan.max_tokens, "align": plan.align, "ranks": plan.num_ranks}
-        mine = {"max_tokens": own.max_tokens, "align": own.parallel.align, "ranks": own.num_ranks}
+        given = {"max_tokens": plan.max_tokens, "align": plan.align, "ranks": plan.rows_multiple_of}
+        mine = {
+            "max_tokens": own.max_tokens,
+            "align": own.parallel.align,
+            "ranks": own.row_multiple,
+        }
         if self.vision is not None:
             for name in ("max_patches", "dummy_image_tokens"):
                 given[name], mine[name] = getattr(plan, name), getattr(own, name)
@@ -279,11 +283,11 @@ class PackedCollator(Generic[B]):
                 f"the batch was planned for {given}, the collator has {mine}; give "
                 "PackedBatchSampler and PackedCollator the same: packing=collator.packing"
             )
-        is_known = part.rank is None or part.num_loss_tokens is not None or part.num_parts == 1
+        is_known = part.dp_rank is None or part.num_loss_tokens is not None or part.dp_size == 1
         if self.normalize_loss and not self.model_inputs and not is_known:
             raise ValueError(
                 "normalize_loss=True divides by the loss tokens of the whole batch, and this rank "
-                f"reads one of its {part.num_parts} parts; pass num_loss_tokens="
+                f"reads one of its {part.dp_size} parts; pass num_loss_tokens="
                 "dataset.num_loss_tokens to PackedBatchSampler, or normalize_loss=False here and "
                 "the sum over the ranks to token_loss"
             )
@@ -300,11 +304,10 @@ class PackedCollator(Generic[B]):
 
     def _place(self, columns: ExampleColumns, part: RankPlan) -> Batch:
         """The rows of the part."""
-        plan, chosen, num_examples = part.plan, part.pieces, len(columns.input_ids)
+        plan, pieces, num_examples = part.plan, part.pieces, len(columns.input_ids)
         width = self.packing.capacity if self.fixed_width else plan.width
         if width > MAX_WIDTH:
             raise too_wide(width, f"lower max_tokens={plan.max_tokens}")
-        pieces = Pieces(part.positions, plan.starts[chosen], plan.lengths[chosen], part.row_offsets)
         per_row = _per_row(columns.per_example, pieces)
         if part.needs_dummy_image.any():
             columns, pieces = columns.with_dummy_images(pieces, part.needs_dummy_image)
@@ -323,7 +326,9 @@ class PackedCollator(Generic[B]):
             normalize_loss=self.normalize_loss,
             num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere(num_trained),
             row_metadata={
-                "example_indices": Ragged(plan.example_indices[chosen], part.row_offsets),
+                "example_indices": Ragged(
+                    plan.example_indices[part.numbers], part.pieces.row_offsets
+                ),
                 "max_segment_length": longest_segments(segments["starts"], width),
                 **per_row,
             },
@@ -332,8 +337,8 @@ class PackedCollator(Generic[B]):
 
     def _metadata(self, part: RankPlan, num_examples: int) -> dict[str, Any]:
         """Of the whole plan: what is lost, and what every rank has to compute."""
-        plan, num_ranks = part.plan, part.world_size or self.packing.parallel.dp
-        costs = plan.cost_per_rank.reshape(num_ranks, -1).sum(axis=1)
+        plan, dp_size = part.plan, part.dp_size or self.packing.parallel.dp
+        costs = plan.cost_per_rank.reshape(dp_size, -1).sum(axis=1)
         metadata = {
             "num_examples": num_examples,
             "num_tokens": int(plan.lengths.sum()),
@@ -341,7 +346,7 @@ class PackedCollator(Generic[B]):
             "cost_per_rank": tuple(costs.tolist()),
         }
         if self.vision is not None:
-            images = plan.vision_cost_per_rank.reshape(num_ranks, -1).sum(axis=1)
+            images = plan.vision_cost_per_rank.reshape(dp_size, -1).sum(axis=1)
             metadata["vision_cost_per_rank"] = tuple(images.tolist())
             metadata["num_dummy_images"] = int(np.count_nonzero(plan.needs_dummy_image))
         return {

@@ -170,7 +170,7 @@ class PackingOptions:
                 f"max_tokens must be at least align={self.parallel.align}, got {max_tokens}: not "
                 "one aligned token fits in a row; raise max_tokens or lower align"
             )
-        if self.num_ranks % self.parallel.dp:
+        if self.row_multiple % self.parallel.dp:
             raise ValueError(
                 f"rows_multiple_of must be a multiple of dp={self.parallel.dp}, got "
                 f"{self.rows_multiple_of}: every rank takes as many rows"
@@ -190,8 +190,8 @@ class PackingOptions:
         return capacity_of(self.max_tokens, self.parallel.align)
 
     @property
-    def num_ranks(self) -> int:
-        """Ranks that rows are planned for: ``rows_multiple_of``, or else ``dp``."""
+    def row_multiple(self) -> int:
+        """Number that the rows are a multiple of: ``rows_multiple_of``, or else ``dp``."""
         return self.rows_multiple_of or self.parallel.dp
 
     @property
@@ -201,7 +201,7 @@ class PackingOptions:
         >>> PackingOptions(64, parallel=ParallelLayout(dp=2, tp=8), dummy_image_tokens=3).reserved
         8
         """
-        if self.num_ranks == 1:
+        if self.row_multiple == 1:
             return 0
         return -(-self.dummy_image_tokens // self.parallel.align) * self.parallel.align
 

@@ -10,15 +10,9 @@ import numpy.typing as npt
 from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit.packing.balance import for_ranks
 from torch_collate_kit.packing.options import PackingOptions, ParallelLayout, common_options
-from torch_collate_kit.packing.pieces import (
-    FittedPieces,
-    ImageLoad,
-    Patches,
-    cut_to_fit,
-    image_load,
-)
+from torch_collate_kit.packing.pieces import ImageLoad, Patches, cut_to_fit, image_load
 from torch_collate_kit.packing.plan import PackingPlan
-from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
+from torch_collate_kit.packing.rows import Ints, Limits, Rows
 from torch_collate_kit.packing.strategies import (
     best_fit_decreasing,
     first_fit_decreasing,
@@ -26,7 +20,7 @@ from torch_collate_kit.packing.strategies import (
 )
 from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
-__all__ = ["fill_rows", "pack", "part_of", "rows_alone"]
+__all__ = ["batch_of_rows", "fill_rows", "pack", "part_of"]
 
 
 def pack(
@@ -91,27 +85,27 @@ def pack(
     pieces = cut_to_fit(checked, packing, images)
     sizes, limits = _measured(pieces, packing, has_images=images is not None)
     rows = _filled(sizes, limits, packing.strategy)
-    rows = for_ranks(rows, sizes, limits, pieces.images.costs, packing)
-    return _plan(pieces, rows, packing, packing.num_ranks)
+    rows = for_ranks(rows, sizes, limits, pieces.vision_costs, packing)
+    return pieces.in_rows(rows, packing.row_multiple)
 
 
 def fill_rows(
     lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None
 ) -> PackingPlan:
-    """Rows as the strategy opens them: not evened out, and for no ranks yet.
+    """Fill rows as the strategy opens them: not evened out, and for no ranks yet.
 
     ``lengths`` int64 [N]. "balanced" opens the rows of best fit. With ``images``, of these examples
     or of others of the run, rows reserve cells for a dummy image.
     """
     pieces = cut_to_fit(lengths, packing, images)
     sizes, limits = _measured(pieces, packing, has_images=images is not None)
-    return _plan(pieces, _filled(sizes, limits, packing.strategy), packing, num_ranks=1)
+    return pieces.in_rows(_filled(sizes, limits, packing.strategy))
 
 
-def rows_alone(
+def batch_of_rows(
     filled: PackingPlan, rows: Ints, dropped: Ints, packing: PackingOptions
 ) -> tuple[Ints, PackingPlan]:
-    """Rows that ``fill_rows`` has filled, as a batch of their own for all ranks of ``packing``.
+    """Plan some rows that ``fill_rows`` has filled as a batch for all ranks of ``packing``.
 
     Returns its examples, int64 [N] ascending, and a plan in which they are numbered 0 to N - 1;
     ``dropped`` are examples that it counts as dropped. Without images it is the plan that packing
@@ -123,25 +117,21 @@ def rows_alone(
     >>> filled = fill_rows(np.array([4, 2, 6, 3]), packing)
     >>> filled.bins
     [[2], [0, 1], [3]]
-    >>> examples, plan = rows_alone(filled, np.array([1, 2]), filled.dropped, packing)
+    >>> examples, plan = batch_of_rows(filled, np.array([1, 2]), filled.dropped, packing)
     >>> examples.tolist(), plan.bins
     ([0, 1, 3], [[0, 1], [2]])
     """
     chosen = Rows(np.arange(len(filled.lengths)), filled.row_offsets).take(np.sort(rows))
     examples = np.unique(np.append(filled.example_indices[chosen.order], dropped))
-    part = part_of(filled, chosen, examples)
-    images = ImageLoad(part.patches, part.vision_costs)
-    pieces = FittedPieces(
-        part.example_indices, part.starts, part.lengths, images, part.dropped, part.cut
-    )
-    sizes, limits = _measured(pieces, packing, has_images=True)
+    part = replace(part_of(filled, chosen, examples), num_cut_tokens=0, num_dropped_tokens=0)
+    sizes, limits = _measured(part, packing, has_images=True)
     alone = Rows(np.arange(len(part.lengths)), part.row_offsets)
     alone = for_ranks(alone, sizes, limits, part.vision_costs, packing)
-    return examples, _plan(pieces, alone, packing, packing.num_ranks)
+    return examples, part.in_rows(alone, packing.row_multiple)
 
 
 def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
-    """Rows of some of a plan's pieces, with the ``examples``, ascending, numbered anew from 0.
+    """Return rows of some of a plan's pieces, the ``examples``, ascending, numbered anew from 0.
 
     >>> plan = pack([4, 2, 6], 6)
     >>> part_of(plan, Rows(np.array([1]), np.array([0, 0, 1])), np.array([0])).bins
@@ -151,68 +141,43 @@ def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
     def renumbered(numbers: Ints) -> Ints:
         return np.searchsorted(examples, numbers[np.isin(numbers, examples)])
 
-    images = ImageLoad(plan.patches, plan.vision_costs).take(rows.order)
+    part = plan.in_rows(rows, plan.rows_multiple_of)
     return replace(
-        plan,
-        example_indices=np.searchsorted(examples, plan.example_indices[rows.order]),
-        starts=plan.starts[rows.order],
-        lengths=plan.lengths[rows.order],
-        row_offsets=rows.offsets,
+        part,
+        example_indices=np.searchsorted(examples, part.example_indices),
         dropped=renumbered(plan.dropped),
         cut=renumbered(plan.cut),
-        patches=images.patches,
-        vision_costs=images.costs,
     )
 
 
 def _measured(
-    pieces: FittedPieces, packing: PackingOptions, *, has_images: bool
-) -> tuple[Sizes, Limits]:
-    """What the pieces take, and what a row may hold; ``has_images``: it may need a dummy image.
+    pieces: PackingPlan, packing: PackingOptions, *, has_images: bool
+) -> tuple[Ints, Limits]:
+    """Return the cells and patches of each piece, int64 [2, S], and the limits of a row.
 
-    A row may hold at most all there is: it makes the same rows, and no sum overflows.
+    With ``has_images`` a row may need a dummy image. A row may hold at most all there is: it makes
+    the same rows, and no sum overflows.
     """
-    align, patches = packing.parallel.align, pieces.images.patches
-    cells = -(-pieces.lengths // align) * align if align > 1 else pieces.lengths
-    num_cells, num_patches = int(cells.sum()), int(patches.sum())
+    sizes = np.stack([pieces.lengths, pieces.patches])
+    align = packing.parallel.align
+    if align > 1:
+        sizes[0] = -(-pieces.lengths // align) * align
+    num_cells, num_patches = map(int, sizes.sum(axis=1))
     tokens = min(packing.max_tokens, num_cells)
     text = min(packing.max_tokens - (packing.reserved if has_images else 0), num_cells)
     most_patches = min(packing.max_patches or num_patches, num_patches)
-    limits = Limits(tokens, most_patches, packing.max_sequences_per_row, tokens - text)
-    return Sizes(cells, patches), limits
+    return sizes, Limits(tokens, most_patches, packing.max_sequences_per_row, tokens - text)
 
 
-def _filled(sizes: Sizes, limits: Limits, strategy: str) -> Rows:
-    """The rows as the strategy opens them; one empty row of no pieces."""
-    if not len(sizes.tokens):
-        return Rows(sizes.tokens, np.zeros(2, dtype=np.int64))
+def _filled(sizes: Ints, limits: Limits, strategy: str) -> Rows:
+    """Return the rows as the strategy opens them; one empty row without pieces."""
+    tokens, patches = sizes
+    if not len(tokens):
+        return Rows(tokens, np.zeros(2, dtype=np.int64))
     if strategy == "sequential":
         return sequential(sizes, limits)
     is_first_fit = strategy == "first_fit_decreasing"
     fill = first_fit_decreasing if is_first_fit else best_fit_decreasing
-    if limits.patches and (limits.reserved or limits.patches < int(sizes.patches.sum())):
+    if limits.patches and (limits.reserved or limits.patches < int(patches.sum())):
         return fill_two_budgets(fill, sizes, limits)
-    return fill(sizes.tokens, limits.text, limits.pieces)
-
-
-def _plan(pieces: FittedPieces, rows: Rows, packing: PackingOptions, num_ranks: int) -> PackingPlan:
-    """The plan of these rows."""
-    placed = pieces.take(rows.order)
-    return PackingPlan(
-        example_indices=placed.example_indices,
-        starts=placed.starts,
-        lengths=placed.lengths,
-        row_offsets=rows.offsets,
-        max_tokens=packing.max_tokens,
-        align=packing.parallel.align,
-        num_ranks=num_ranks,
-        dropped=placed.dropped,
-        cut=placed.cut,
-        num_cut_tokens=placed.num_cut_tokens,
-        num_dropped_tokens=placed.num_dropped_tokens,
-        patches=placed.images.patches,
-        vision_costs=placed.images.costs,
-        max_patches=packing.max_patches,
-        dummy_image_tokens=packing.dummy_image_tokens,
-        cost=packing.cost,
-    )
+    return fill(tokens, limits.text, limits.pieces)

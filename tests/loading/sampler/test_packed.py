@@ -331,7 +331,7 @@ def test_lengths_and_counts_that_are_not_those_of_the_dataset():
         with pytest.raises(DataError, match=message):
             make_collator()(TokenizedDataset(rows).__getitems__(part))
     part = next(iter(make_sampler(num_loss_tokens=np.zeros(13, dtype=int), shuffle=False)))
-    message = r"the examples at \[.*\] of the dataset have \d loss tokens, the sampler was told 0;"
+    message = r"the examples at \[.*\] of the dataset have \d loss tokens, the sampler has 0;"
     with pytest.raises(DataError, match=message):
         make_collator()(DATASET.__getitems__(part))
     with pytest.raises(DataError, match=r"has 1 examples where \d were asked for"):

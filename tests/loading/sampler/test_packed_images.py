@@ -130,7 +130,7 @@ def test_other_images_than_planned_are_refused() -> None:
     patches[3] += 1
     message = (
         f"example {part.indices[3]} of the dataset has {patches[3]} patches of images, the plan "
-        f"was made for {patches[3] - 1}; give the sampler patches= of the dataset that is read"
+        f"was made for {patches[3] - 1}; pass the sampler patches= of the dataset that is read"
     )
     with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
         part.check_patches(patches)
