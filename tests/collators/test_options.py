@@ -25,7 +25,7 @@ ROLLOUTS = [{"prompt_ids": [1], "response_ids": [2], "rewards": 1.0, "loss_mask"
 
 
 def _layout(n: Callable[[int], Any]) -> ParallelLayout:
-    return ParallelLayout(dp=n(2), tp=n(2), cp=n(2), pp=n(1))
+    return ParallelLayout(dp=n(2), tp=n(2), cp=n(2))
 
 
 def _packed(n: Callable[[int], Any]) -> Any:

@@ -89,7 +89,7 @@ def test_options_are_values() -> None:
         ({"tp": 4}, 4),
         ({"cp": 2}, 4),
         ({"tp": 4, "cp": 2}, 16),
-        ({"dp": 8, "pp": 2}, 1),
+        ({"dp": 8}, 1),
         ({"fp8": True}, 16),
         ({"tp": 3, "fp8": True}, 48),
         ({"tp": 2, "cp": 2, "fp8": True}, 32),
@@ -101,10 +101,6 @@ def test_align_is_what_the_parallel_ranks_need(options: dict[str, int], align: i
     assert ParallelLayout(**options).align == align
 
 
-def test_a_pipeline_changes_nothing() -> None:
-    assert ParallelLayout(pp=4, tp=2).align == ParallelLayout(tp=2).align
-
-
 def test_a_layout_is_immutable_hashable_and_holds_python_ints() -> None:
     layout = ParallelLayout(dp=np.int32(4), tp=2)  # type: ignore[arg-type]
     assert layout == ParallelLayout(dp=4, tp=2)
@@ -114,7 +110,7 @@ def test_a_layout_is_immutable_hashable_and_holds_python_ints() -> None:
         layout.dp = 2  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ["dp", "tp", "cp", "pp"])
+@pytest.mark.parametrize("name", ["dp", "tp", "cp"])
 def test_a_layout_refuses_sizes_below_one_and_non_ints(name: str) -> None:
     off = "; 1 means this kind of parallelism is off$"
     with pytest.raises(ValueError, match=rf"^{name} must be at least 1, got 0{off}"):

@@ -58,11 +58,11 @@ _NONE_MEANS = {
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the parallel dimensions: data, tensor, context, pipeline; and fp8 on or off.
+    """Sizes of the parallel dimensions: data, tensor, context; and fp8 on or off.
 
-    The four sizes are ints of at least 1 and are kept as Python ints. Immutable and hashable.
-    ``pp`` changes nothing here: pipeline stages exchange blocks of one shape, which is
-    ``PackedCollator(fixed_width=True)`` with a fixed number of rows (docs/contract.md).
+    The sizes are ints of at least 1 and are kept as Python ints. Immutable and hashable. Pipeline
+    stages exchange blocks of one shape: ``PackedCollator(fixed_width=True)`` with a fixed number of
+    rows.
 
     Raises:
         TypeError: a size is not an int, or ``fp8`` is not a bool.
@@ -76,11 +76,10 @@ class ParallelLayout:
     dp: int = 1
     tp: int = 1
     cp: int = 1
-    pp: int = 1
     fp8: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "cp", "pp"):
+        for name in ("dp", "tp", "cp"):
             hint = "1 means this kind of parallelism is off"
             object.__setattr__(self, name, checked_int(name, getattr(self, name), hint=hint))
         checked_bool("fp8", self.fp8)
