@@ -26,7 +26,7 @@ from harness import Report, Times, arguments
 from row_by_row import best_fit
 from samples import DEFAULT_DATA, long_tail, real_mix
 
-from torch_collate_kit import ModelCost, PackingPlan, pack
+from torch_collate_kit import ModelCost, PackingOptions, PackingPlan, ParallelLayout, pack
 
 RANKS = (8, 64, 512)
 _FILLED = 0.95
@@ -110,16 +110,17 @@ def found_in(
 
 def rows_of(plan: PackingPlan) -> balancers.Rows:
     bins = plan.bins
-    return [[bins[row] for row in plan.rank_rows(rank)] for rank in range(plan.num_ranks)]
+    return [[bins[row] for row in plan.rank_rows(rank)] for rank in range(plan.rows_multiple_of)]
 
 
 def ours(
     lengths: np.ndarray, max_tokens: int, num_ranks: int, cost: ModelCost, rounds: int
 ) -> Found:
+    packing = PackingOptions(max_tokens, parallel=ParallelLayout(dp=num_ranks), cost=cost)
     seconds = []
     for _ in range(rounds):
         began = time.process_time()
-        plan = pack(lengths, max_tokens, rows_multiple_of=num_ranks, cost=cost)
+        plan = pack(lengths, packing=packing)
         seconds.append(time.process_time() - began)
     return found_in(rows_of(plan), lengths, cost, max_tokens, Times.of(seconds).median)
 
@@ -204,7 +205,7 @@ def within_the_limit(report: Report, folder: Path) -> None:
                 found = found_in(rows, lengths, ModelCost(), max_tokens, 0)
                 if not found.num_over:
                     break
-            mine = pack(lengths, max_tokens, rows_multiple_of=8)
+            mine = pack(lengths, max_tokens, parallel=ParallelLayout(dp=8))
             counts = [f"{n:,}" for n in (mine.num_rows, found.num_rows)]
             table.append([f"{rows_per_rank} of {max_tokens:,}", *counts, f"{found.filled:.1%}"])
     note = "8 ranks; rows are added to every rank until none is over the limit."

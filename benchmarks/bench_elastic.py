@@ -23,7 +23,13 @@ import numpy as np
 from harness import Report, arguments
 from samples import DEFAULT_DATA, real_mix
 
-from torch_collate_kit import PackedBatchSampler, ParallelLayout, PrefetchingSampler, pack
+from torch_collate_kit import (
+    PackedBatchSampler,
+    PackingOptions,
+    ParallelLayout,
+    PrefetchingSampler,
+    pack,
+)
 
 _MAX_TOKENS, _ROWS_PER_RANK, _STEPS = 8192, 8, 12
 
@@ -77,7 +83,8 @@ def price(report: Report, data: Path) -> None:
 
 def filled(batches: list[np.ndarray], ranks: int, planned_for: int) -> float:
     layout = ParallelLayout(dp=ranks)
-    plans = [pack(of, _MAX_TOKENS, parallel=layout, rows_multiple_of=planned_for) for of in batches]
+    packing = PackingOptions(_MAX_TOKENS, parallel=layout, rows_multiple_of=planned_for)
+    plans = [pack(of, packing=packing) for of in batches]
     return sum(int(p.lengths.sum()) for p in plans) / sum(p.num_rows * p.width for p in plans)
 
 

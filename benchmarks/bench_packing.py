@@ -31,7 +31,7 @@ from harness import Report, Times, alternate, arguments, timed
 from row_by_row import best_fit, first_fit
 from samples import DEFAULT_DATA, long_tail, real_mix
 
-from torch_collate_kit import PackingPlan, pack
+from torch_collate_kit import PackingPlan, ParallelLayout, pack
 
 NOT_INSTALLED = "not installed"
 
@@ -52,7 +52,7 @@ def packers(count: int) -> dict[str, Callable[[np.ndarray, int], int] | None]:
 
     found: dict[str, Callable[[np.ndarray, int], int] | None] = {
         "pack, best fit": ours("best_fit_decreasing"),
-        "pack, best fit, 8 ranks": ours("best_fit_decreasing", rows_multiple_of=8),
+        "pack, best fit, 8 ranks": ours("best_fit_decreasing", parallel=ParallelLayout(dp=8)),
         "pack, first fit": ours("first_fit_decreasing"),
         "TRL best fit": peers.trl_packer(),
         **(peers.axolotl_packers() or {"axolotl first fit": None}),

@@ -35,7 +35,7 @@ from vision_step import compare_steps
 
 from torch_collate_kit import PackedCollator, PaddedCollator, Ragged, pack, tokenize_chat
 from torch_collate_kit.collators.vision import VisionLanguageCollator
-from torch_collate_kit.packing import ModelCost
+from torch_collate_kit.packing import ModelCost, ParallelLayout
 from torch_collate_kit.vision import VisionLayout
 
 MAX_TOKENS = 8192
@@ -201,11 +201,11 @@ def planning(report: Report, data: Any, count: int, rounds: int) -> None:
     """Two budgets against one, on the same examples and 8 ranks."""
     lengths, what = real_mix(data, count, longest=4096)
     tokens, (patches, offsets) = image_mix(lengths, longest=PLANNED_TOKENS)
-    load, cost = Ragged(patches, offsets), ModelCost()
+    load, cost, ranks = Ragged(patches, offsets), ModelCost(), ParallelLayout(dp=8)
     runs = {
-        "tokens alone": lambda: pack(tokens, PLANNED_TOKENS, rows_multiple_of=8),
+        "tokens alone": lambda: pack(tokens, PLANNED_TOKENS, parallel=ranks),
         "tokens and patches": lambda: pack(
-            tokens, PLANNED_TOKENS, patches=load, max_patches=PLANNED_PATCHES, rows_multiple_of=8
+            tokens, PLANNED_TOKENS, patches=load, max_patches=PLANNED_PATCHES, parallel=ranks
         ),
     }
     times = alternate(

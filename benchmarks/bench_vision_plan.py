@@ -15,13 +15,12 @@ the heaviest rank over the mean if the plan does not know about images.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 from harness import Report, Times, arguments
 from samples import IMAGE_MIXES, image_mix
 
-from torch_collate_kit import PackingPlan, Ragged, pack
+from torch_collate_kit import PackingOptions, PackingPlan, ParallelLayout, Ragged, pack
 from torch_collate_kit.packing.pieces import image_load
 
 MAX_TOKENS = 8192
@@ -43,7 +42,7 @@ def heaviest(costs: np.ndarray) -> float:
 
 def blind_vision_cost(lengths: np.ndarray, patches: Ragged) -> float:
     """Of the heaviest rank over the mean, in a plan by tokens alone."""
-    plan = pack(lengths, MAX_TOKENS, rows_multiple_of=RANKS)
+    plan = pack(lengths, MAX_TOKENS, parallel=ParallelLayout(dp=RANKS))
     costs = image_load(patches, len(lengths), plan.cost).costs[plan.example_indices]
     rows = np.diff(np.append(0, np.cumsum(costs))[plan.row_offsets])
     return heaviest(rows.reshape(RANKS, -1).sum(axis=1))
@@ -56,16 +55,19 @@ def compare(report: Report, name: str, count: int, rounds: int) -> dict[str, flo
     worst = {"language": 1.0, "vision": 1.0, "fill": 1.0}
     rows = []
     for max_patches in BUDGETS:
-        options: dict[str, Any] = {"patches": patches, "max_patches": max_patches}
+        packing = PackingOptions(
+            MAX_TOKENS,
+            parallel=ParallelLayout(dp=RANKS),
+            max_patches=max_patches,
+            dummy_image_tokens=3,
+        )
         seconds = []
         for _ in range(rounds):
             began = time.process_time()
-            plan = pack(
-                lengths, MAX_TOKENS, rows_multiple_of=RANKS, dummy_image_tokens=3, **options
-            )
+            plan = pack(lengths, packing=packing, patches=patches)
             seconds.append(time.process_time() - began)
         check(plan, lengths, max_patches)
-        alone = pack(lengths, MAX_TOKENS, **options)
+        alone = pack(lengths, MAX_TOKENS, patches=patches, max_patches=max_patches)
         check(alone, lengths, max_patches)
         found = {
             "language": heaviest(plan.cost_per_rank),
@@ -123,7 +125,7 @@ def main() -> None:
                     MAX_TOKENS,
                     patches=patches,
                     max_patches=max_patches,
-                    rows_multiple_of=RANKS,
+                    parallel=ParallelLayout(dp=RANKS),
                 )
                 seconds.append(time.process_time() - began)
             check(plan, lengths, max_patches)

@@ -76,10 +76,11 @@ def check_batch(batch: Any) -> None:
 
 
 def check_packing() -> None:
-    from torch_collate_kit import pack
+    from torch_collate_kit import ParallelLayout, pack
 
     for strategy in ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential"):
-        plan = pack([7, 3, 5, 2, 9], 8, strategy=strategy, rows_multiple_of=2, overflow="truncate")
+        layout = ParallelLayout(dp=2)
+        plan = pack([7, 3, 5, 2, 9], 8, strategy=strategy, parallel=layout, overflow="truncate")
         assert sorted(plan.example_indices.tolist()) == [0, 1, 2, 3, 4]
 
 

@@ -163,7 +163,6 @@ def packed_options(
         "dp": draw(st.sampled_from((1, 1, 2, 3, 4, 8))),
         "tp": draw(st.sampled_from((1, 1, 1, 2, 3, 4))),
         "cp": draw(st.sampled_from((1, 1, 1, 2, 3))),
-        "pp": draw(st.sampled_from((1, 1, 2))),
         "fp8": draw(st.sampled_from((False, False, False, True))),
     }
     align = alignment(tp=layout["tp"], cp=layout["cp"], fp8=layout["fp8"])

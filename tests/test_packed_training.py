@@ -31,7 +31,7 @@ LAYOUTS = {
     "dp": {"max_tokens": 64, "parallel": ParallelLayout(dp=4)},
     "fp8, fixed width": {
         "max_tokens": 64,
-        "parallel": ParallelLayout(fp8=True, pp=2),
+        "parallel": ParallelLayout(fp8=True),
         "fixed_width": True,
     },
 }

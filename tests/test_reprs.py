@@ -97,7 +97,7 @@ def test_plans() -> None:
     assert repr(pack([5, 3, 9, 2], 10)) == (
         "PackingPlan(4 examples; 19 tokens in 2 rows of 10 cells, efficiency 95.00%, max_tokens=10)"
     )
-    assert repr(pack([5, 9, 2], 6, overflow="split", rows_multiple_of=2)) == (
+    assert repr(pack([5, 9, 2], 6, overflow="split", parallel=ParallelLayout(dp=2))) == (
         "PackingPlan(4 pieces, 1 cut; 16 tokens in 4 rows of 6 cells for 2 ranks, efficiency "
         "66.67%, max_tokens=6)"
     )

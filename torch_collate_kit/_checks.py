@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import operator
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,30 @@ def _raise_not_integers(array: npt.NDArray[Any], hint: str) -> None:
         f"a length is more than int64 can hold (largest {max(array.tolist())}); "
         "check how the lengths were computed"
     )
+
+
+@lru_cache(maxsize=4096)
+def respelt(key: str, names: tuple[str, ...]) -> str | None:
+    """Return the one of ``names`` that ``key`` is but for case, "_", a plural, or one slip.
+
+    >>> respelt("contents", ("role", "content")), respelt("tool_call_id", ("tool_calls",))
+    ('content', None)
+    """
+    return next((name for name in names if _is_one_slip(bare_key(key), bare_key(name))), None)
+
+
+def bare_key(key: str) -> str:
+    """Return a key without case, a plural, and characters other than letters and digits."""
+    return "".join(filter(str.isalnum, key.lower())).rstrip("s")
+
+
+def _is_one_slip(a: str, b: str) -> bool:
+    """Tell whether two words differ in one letter, added, lost or changed, or in two swapped."""
+    while a and b and a[0] == b[0]:
+        a, b = a[1:], b[1:]
+    while a and b and a[-1] == b[-1]:
+        a, b = a[:-1], b[:-1]
+    return (len(a) < 2 and len(b) < 2) or (len(a) == 2 and a == b[::-1])
 
 
 def needed_package(name: str, purpose: str, *, install: str | None = None) -> Any:

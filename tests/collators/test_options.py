@@ -18,7 +18,7 @@ from torch_collate_kit.loading import (
     PackedIterableDataset,
     PrefetchingSampler,
 )
-from torch_collate_kit.packing import ParallelLayout, pack
+from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
 
 INTEGERS = [np.int64, np.int32, np.uint8]
 EXAMPLES = [{"input_ids": [1] * (1 + i % 60)} for i in range(600)]  # more than 256 KB of fields
@@ -26,7 +26,7 @@ ROLLOUTS = [{"prompt_ids": [1], "response_ids": [2], "rewards": 1.0, "loss_mask"
 
 
 def _layout(n: Callable[[int], Any]) -> ParallelLayout:
-    return ParallelLayout(dp=n(2), tp=n(2), cp=n(2), pp=n(1))
+    return ParallelLayout(dp=n(2), tp=n(2), cp=n(2))
 
 
 def _packed(n: Callable[[int], Any]) -> Any:
@@ -67,7 +67,7 @@ USES: dict[str, Callable[[Callable[[int], Any]], Any]] = {
         MixedSampler([n(9), n(4)], n(2), num_steps=n(3), seed=n(3), rank=n(0)).state_dict()
     ),
     "pack": lambda n: (
-        pack([3, 4, 9], n(200), align=n(2), rows_multiple_of=n(2), max_sequences_per_row=n(2)).bins
+        pack([3, 4, 9], packing=PackingOptions(n(200), max_sequences_per_row=n(2))).bins
     ),
     "Batch.pad_rows": lambda n: PaddedCollator(0)(EXAMPLES).pad_rows(multiple_of=n(7)),
     "Batch.chunk": lambda n: PaddedCollator(0)(EXAMPLES).chunk(n(3)),

@@ -179,7 +179,7 @@ def _collate(
         "normalize_loss": True,
     }
     options = PackedOptions(
-        {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "fp8": False, **(layout or {})},
+        {"dp": 1, "tp": 1, "cp": 1, "fp8": False, **(layout or {})},
         {**defaults, **collator},
     )
     made = collator_of(options)
@@ -307,11 +307,10 @@ def test_fp8_aligns_every_sub_sequence(layout: dict[str, Any], align: int) -> No
         assert (boundaries % align == 0).all()
 
 
-@pytest.mark.parametrize("pp", [1, 2])
-def test_fixed_width_gives_one_shape_whatever_is_in_the_batch(pp: int) -> None:
+def test_fixed_width_gives_one_shape_whatever_is_in_the_batch() -> None:
     shapes = set()
     for lengths in ([3], [16], [4, 4, 4], [10, 10]):
-        batch = _collate(_examples(*lengths), max_tokens=16, fixed_width=True, layout={"pp": pp})
+        batch = _collate(_examples(*lengths), max_tokens=16, fixed_width=True)
         shapes.add(batch["input_ids"].shape[1])
     assert shapes == {16}
 

@@ -1,11 +1,30 @@
-"""The slow and obvious packers that the fast ones are compared with; no import from the kit."""
+"""The slow and obvious packers that the fast ones are compared with, and ``pack_with``."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from torch_collate_kit.packing import PackingOptions, PackingPlan, ParallelLayout, pack
 
 Bins = list[list[int]]  # sizes, a list per row
+
+
+def sizes_of(tokens: np.ndarray, patches: np.ndarray) -> np.ndarray:
+    """Cells and patches of pieces, as packers take them."""
+    return np.stack([tokens, patches])
+
+
+def pack_with(
+    lengths: Any, max_tokens: int, *, align: int = 1, patches: Any = None, **fields: Any
+) -> PackingPlan:
+    """``pack`` with any field of PackingOptions as a keyword."""
+    if align != 1:
+        fields["parallel"] = ParallelLayout(tp=align)
+    return pack(lengths, patches=patches, packing=PackingOptions(max_tokens, **fields))
 
 
 def one_by_one(

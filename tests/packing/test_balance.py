@@ -8,15 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.packing.oracle_packing import next_fit, one_by_one
-from torch_collate_kit.packing import pack
+from tests.packing.oracle_packing import next_fit, one_by_one, pack_with, sizes_of
 from torch_collate_kit.packing.balance import level, over_ranks
-from torch_collate_kit.packing.rows import Limits, Rows, Sizes
+from torch_collate_kit.packing.rows import Limits, Rows
 from torch_collate_kit.packing.strategies import best_fit_decreasing, split_evenly
 
 
-def of_text(tokens: np.ndarray) -> Sizes:
-    return Sizes(tokens, np.zeros_like(tokens))
+def of_text(tokens: np.ndarray) -> np.ndarray:
+    return sizes_of(tokens, np.zeros_like(tokens))
 
 
 def bins_of(rows: Rows, sizes: np.ndarray) -> list[list[int]]:
@@ -29,7 +28,7 @@ def levelled(sizes: list[int], capacity: int, num_rows: int, **options: Any) -> 
     rows = best_fit_decreasing(array, capacity, most_pieces)
     sizes, limits = of_text(array), Limits(capacity, 0, most_pieces)
     options = {"most": 1000, **options}
-    result = level(rows, sizes, num_rows, limits=limits, image_weights=sizes.patches, **options)
+    result = level(rows, sizes, num_rows, limits=limits, image_weights=sizes[1], **options)
     return bins_of(result, array)
 
 
@@ -65,14 +64,14 @@ def test_level_does_not_trade_the_capacity_for_evenness() -> None:
 
 def test_level_keeps_the_cells_free_that_are_reserved() -> None:
     sizes = of_text(np.array([10, 6, 6, 5, 5, 4, 4, 4, 3, 3, 1]))
-    rows = best_fit_decreasing(sizes.tokens, 11, None)
-    options: dict[str, Any] = {"image_weights": sizes.patches, "most": 5}
+    rows = best_fit_decreasing(sizes[0], 11, None)
+    options: dict[str, Any] = {"image_weights": sizes[1], "most": 5}
     expected = level(rows, sizes, 5, limits=Limits(11, 0), **options)
     found = level(rows, sizes, 5, limits=Limits(12, 0, None, 1), **options)
-    assert bins_of(found, sizes.tokens) == bins_of(expected, sizes.tokens)
-    assert max(map(sum, bins_of(found, sizes.tokens))) == 11
+    assert bins_of(found, sizes[0]) == bins_of(expected, sizes[0])
+    assert max(map(sum, bins_of(found, sizes[0]))) == 11
     other = level(rows, sizes, 5, limits=Limits(12, 0), **options)
-    assert bins_of(found, sizes.tokens) != bins_of(other, sizes.tokens)
+    assert bins_of(found, sizes[0]) != bins_of(other, sizes[0])
 
 
 def test_level_touches_no_more_rows_than_told() -> None:
@@ -87,7 +86,10 @@ def test_level_touches_no_more_rows_than_told() -> None:
 def test_level_weighs_images_by_cost_and_falls_back_to_patches() -> None:
     # one image of 8 costs as much as four of 4 (n * n): the 8 stays alone, the capacity allows it
     patches = np.array([8, 4, 4, 4, 4])
-    sizes, rows = Sizes(np.ones(5, dtype=np.int64), patches), Rows(np.arange(5), np.array([0, 5]))
+    sizes, rows = (
+        sizes_of(np.ones(5, dtype=np.int64), patches),
+        Rows(np.arange(5), np.array([0, 5])),
+    )
 
     def dealt(capacity: int) -> list[list[int]]:
         limits = Limits(9, capacity)
@@ -175,7 +177,7 @@ def test_over_ranks_written_out() -> None:
 
 
 def test_without_balance_rows_go_round_robin() -> None:
-    plan = pack([9, 4, 8, 5, 7, 6], 9, rows_multiple_of=2, balance=None, strategy="sequential")
+    plan = pack_with([9, 4, 8, 5, 7, 6], 9, rows_multiple_of=2, balance=None, strategy="sequential")
     assert plan.bins == [[0], [2], [4], [1], [3], [5]]
 
 
@@ -223,9 +225,9 @@ def test_pieces_as_large_as_int64_allows_are_dealt_like_small_ones() -> None:
     rows = Rows(np.arange(8), np.array([0, 2, 4, 8]))
 
     def leveled(tokens: np.ndarray, capacity: int) -> Rows:
-        sizes = Sizes(tokens, np.zeros_like(tokens))
+        sizes = sizes_of(tokens, np.zeros_like(tokens))
         limits = Limits(capacity, 0)
-        return level(rows, sizes, 8, limits=limits, image_weights=sizes.patches, most=3)
+        return level(rows, sizes, 8, limits=limits, image_weights=sizes[1], most=3)
 
     expected = leveled(small, 20)
     assert expected.offsets.tolist() != rows.offsets.tolist()

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.packing.oracle_packing import sizes_of
 from tests.packing.test_two_budgets import assert_lawful, members, problems
 from torch_collate_kit.packing import ModelCost, PackingOptions, balance, pack
 from torch_collate_kit.packing.balance import level, over_ranks
-from torch_collate_kit.packing.rows import Limits, Rows, Sizes
+from torch_collate_kit.packing.rows import Limits, Rows
 from torch_collate_kit.packing.strategies import best_fit_decreasing
 from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
@@ -25,9 +26,9 @@ def test_level_always_makes_the_rows_within_the_limits(
     tokens, patches, limits = problem
     if not patches.any():
         return
-    before = fill_two_budgets(best_fit_decreasing, Sizes(tokens, patches), limits)
+    before = fill_two_budgets(best_fit_decreasing, sizes_of(tokens, patches), limits)
     num_rows = len(before.offsets) - 1 + added
-    sizes = Sizes(tokens, patches)
+    sizes = sizes_of(tokens, patches)
     costs = patches * (9 + patches)
     after = level(before, sizes, num_rows, limits=limits, image_weights=costs, most=most)
     filled = [row for row in members(after) if row]
@@ -41,28 +42,28 @@ def test_level_deals_images_then_texts() -> None:
     # images of cost 9, 5, 4 to rows of their own; texts of 6, 3 and 2 to rows of 1, 4 and 2 tokens
     tokens, patches = np.array([1, 4, 2, 6, 3, 2]), np.array([9, 5, 4, 0, 0, 0])
     rows = Rows(np.arange(6), np.array([0, 1, 5, 6]))
-    sizes = Sizes(tokens, patches)
-    after = level(rows, sizes, 3, limits=Limits(20, 20), image_weights=sizes.patches, most=3)
+    sizes = sizes_of(tokens, patches)
+    after = level(rows, sizes, 3, limits=Limits(20, 20), image_weights=sizes[1], most=3)
     assert sorted(map(sorted, members(after))) == [[0, 3], [1, 5], [2, 4]]
     # two rows: 9 | 5 4 by patches, where tokens would make it 9 4 | 5
-    sizes = Sizes(tokens[:3], patches[:3])
+    sizes = sizes_of(tokens[:3], patches[:3])
     rows = Rows(np.arange(3), np.array([0, 3]))
-    after = level(rows, sizes, 2, limits=Limits(20, 20), image_weights=sizes.patches, most=1)
+    after = level(rows, sizes, 2, limits=Limits(20, 20), image_weights=sizes[1], most=1)
     assert sorted(map(sorted, members(after))) == [[0], [1, 2]]
 
 
 def test_level_splits_a_row_where_no_deal_fits() -> None:
     # beside the image 9 of 10 tokens are used; without one only 7 of 10 may be
     tokens, patches = np.array([1, 5, 4]), np.array([3, 0, 0])
-    limits, sizes = Limits(10, 3, None, 3), Sizes(tokens, patches)
+    limits, sizes = Limits(10, 3, None, 3), sizes_of(tokens, patches)
     rows = Rows(np.arange(3), np.array([0, 3]))
     after = level(rows, sizes, 2, limits=limits, image_weights=patches, most=0)
     assert_lawful(after, tokens, patches, limits)
     assert len(members(after)) == 2
-    full = Sizes(np.array([5, 5, 5, 5]), np.array([5, 5, 0, 0]))
+    full = sizes_of(np.array([5, 5, 5, 5]), np.array([5, 5, 0, 0]))
     rows = Rows(np.arange(4), np.array([0, 2, 4]))
-    after = level(rows, full, 3, limits=Limits(10, 10, 2), image_weights=full.patches, most=0)
-    assert_lawful(after, full.tokens, full.patches, Limits(10, 10, 2))
+    after = level(rows, full, 3, limits=Limits(10, 10, 2), image_weights=full[1], most=0)
+    assert_lawful(after, full[0], full[1], Limits(10, 10, 2))
     assert len(members(after)) == 3
 
 

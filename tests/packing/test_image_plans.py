@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.image_mixes import MIXES, mix, totals
-from tests.packing.oracle_packing import needed_dummies
+from tests.packing.oracle_packing import needed_dummies, pack_with
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ModelCost, PackingOptions, PackingPlan, ParallelLayout, pack
 from torch_collate_kit.packing.options import STRATEGIES
 from torch_collate_kit.packing.pieces import ImageLoad, image_load
-from torch_collate_kit.packing.planner import fill_rows, plan_of, rows_alone
+from torch_collate_kit.packing.planner import batch_of_rows, fill_rows
 from torch_collate_kit.ragged import Ragged
 
 COST = ModelCost(language_linear=20, vision_linear=7, vision_quadratic=1)
@@ -162,7 +162,7 @@ def test_rows_alone_are_the_rows_that_were_filled(
     filled = fill_rows(np.array(lengths, dtype=np.int64), packing, load)
     first = data.draw(st.integers(0, filled.num_rows - 1))
     rows = np.arange(first, data.draw(st.integers(first + 1, filled.num_rows)))
-    examples, plan = rows_alone(filled, rows, filled.dropped[:0], packing)
+    examples, plan = batch_of_rows(filled, rows, filled.dropped[:0], packing)
     assert examples.tolist() == sorted(i for row in rows for i in filled.bins[row])
     kept = [lengths[i] for i in examples]
     of_kept = [images[i] for i in examples]
@@ -178,7 +178,7 @@ def test_rows_alone_are_the_rows_that_were_filled(
 
 def test_written_out() -> None:
     # images of 6, 4 and 4 patches; rows of 10 tokens and 8 patches, a dummy image of 1 token
-    plan = pack(
+    plan = pack_with(
         [5, 3, 4, 6, 2, 9],
         10,
         patches=[[6], [4], [1, 3], [], [], []],
@@ -198,25 +198,25 @@ def test_written_out() -> None:
 
 def test_one_row_with_an_image_asks_for_a_dummy_on_the_other_ranks() -> None:
     options: dict[str, Any] = {"rows_multiple_of": 3, "max_patches": 9, "dummy_image_tokens": 2}
-    plan = pack([8, 8, 8, 8, 8, 8], 10, patches=[0, 0, 0, 9, 0, 0], **options)
+    plan = pack_with([8, 8, 8, 8, 8, 8], 10, patches=[0, 0, 0, 9, 0, 0], **options)
     index = int(plan.row_patches.argmax()) % 2
     expected = [row % 2 == index and not plan.row_patches[row] for row in range(6)]
     assert plan.needs_dummy_image.tolist() == expected
     assert sum(expected) == 2
     assert (plan.width, plan.row_cells.tolist()) == (10, [8] * 6)
     # an empty row needs one, too; with one rank none does
-    plan = pack([8], 10, patches=[9], **options)
+    plan = pack_with([8], 10, patches=[9], **options)
     assert plan.num_dummy_rows == 2
     assert sorted(plan.needs_dummy_image.tolist()) == [False, True, True]
-    assert not pack([8, 8], 10, patches=[9, 0], max_patches=9).needs_dummy_image.any()
+    assert not pack_with([8, 8], 10, patches=[9, 0], max_patches=9).needs_dummy_image.any()
 
 
 def test_one_int_per_example_is_one_image() -> None:
     for patches in ([4, 0, 2], np.array([4, 0, 2], dtype=np.uint8)):
-        plan = pack([2, 2, 2], 6, patches=patches, cost=COST)
+        plan = pack_with([2, 2, 2], 6, patches=patches, cost=COST)
         assert plan.patches[plan.example_indices.argsort()].tolist() == [4, 0, 2]
         assert sorted(plan.vision_costs.tolist()) == [0, 2 * 9, 4 * 11]
-    plan = pack([2, 2, 2], 6, patches=[[2, 2], [], [2]], cost=COST)
+    plan = pack_with([2, 2, 2], 6, patches=[[2, 2], [], [2]], cost=COST)
     assert sorted(plan.vision_costs.tolist()) == [0, 2 * 9, 2 * 2 * 9]
 
 
@@ -230,22 +230,22 @@ def test_too_many_patches() -> None:
         "well: 2 more); raise max_patches, make its images smaller, or pass overflow='drop'"
     )
     with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
-        pack(lengths, 10, patches=patches, max_patches=7)
+        pack_with(lengths, 10, patches=patches, max_patches=7)
     message = (
         "example 0 has 9 patches of images, more than the max_patches=7 of a row (too large as "
         "well: 1 more); an example with images is never split; raise max_patches, make its images "
         "smaller, or pass overflow='truncate' or 'drop'"
     )
     with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
-        pack(lengths, 10, patches=patches, max_patches=7, overflow="split")
+        pack_with(lengths, 10, patches=patches, max_patches=7, overflow="split")
     message = (
         "example 0 has 9 patches of images, more than the max_patches=7 of a row (too large as "
         "well: 1 more); an image is never cut, and lengths alone do not say where images are; "
         "raise max_patches, make its images smaller, or pass overflow='drop'"
     )
     with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
-        pack(lengths, 10, patches=patches, max_patches=7, overflow="truncate")
-    plan = pack(lengths, 10, patches=patches, max_patches=7, overflow="drop")
+        pack_with(lengths, 10, patches=patches, max_patches=7, overflow="truncate")
+    plan = pack_with(lengths, 10, patches=patches, max_patches=7, overflow="drop")
     assert (plan.dropped.tolist(), plan.num_dropped_tokens) == ([0, 2, 3], 28)
     assert (plan.bins, plan.patches.tolist()) == ([[1]], [3])
 
@@ -256,15 +256,15 @@ def test_too_many_tokens_with_images() -> None:
         "align=1; raise max_tokens, shorten it, or pass overflow='drop'"
     )
     with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
-        pack([4, 12], 10, patches=[0, 2])
+        pack_with([4, 12], 10, patches=[0, 2])
     message = (
         "example 1 has 12 tokens, more than the 10 that fit in a row with max_tokens=10 and "
         "align=1; an example with images is never split; raise max_tokens, shorten it, or pass "
         "overflow='truncate' or 'drop'"
     )
     with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
-        pack([14, 12], 10, patches=[0, 2], overflow="split")
-    plan = pack([14, 10], 10, patches=[0, 2], overflow="split")
+        pack_with([14, 12], 10, patches=[0, 2], overflow="split")
+    plan = pack_with([14, 10], 10, patches=[0, 2], overflow="split")
     assert sorted(zip(plan.example_indices, plan.lengths, strict=True)) == [
         (0, 4),
         (0, 10),
@@ -281,14 +281,14 @@ def test_text_leaves_room_for_a_dummy_image_on_several_ranks() -> None:
     )
     two = ParallelLayout(dp=2, tp=2)
     with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
-        pack([9, 4], 12, patches=[0, 5], parallel=two, **options)
-    assert pack([9, 4], 12, patches=[0, 5], parallel=ParallelLayout(tp=2), **options).num_rows == 2
-    assert pack([12, 4], 12, parallel=two, **options).num_rows == 2  # no patches are known of
-    plan = pack([12, 8], 12, patches=[5, 0], parallel=two, **options)  # an image may fill its row
+        pack_with([9, 4], 12, patches=[0, 5], parallel=two, **options)
+    assert pack_with([9, 4], 12, patches=[0, 5], align=2, **options).num_rows == 2
+    assert pack_with([12, 4], 12, parallel=two, **options).num_rows == 2  # no patches are known of
+    plan = pack_with([12, 8], 12, patches=[5, 0], parallel=two, **options)  # an image may fill it
     assert plan.width == 12
-    plan = pack([9, 4], 12, patches=[0, 5], parallel=two, overflow="split", **options)
+    plan = pack_with([9, 4], 12, patches=[0, 5], parallel=two, overflow="split", **options)
     assert plan.lengths[plan.example_indices == 0].tolist() in ([8, 1], [1, 8])
-    plan = pack([9, 4], 12, patches=[0, 5], parallel=two, overflow="truncate", **options)
+    plan = pack_with([9, 4], 12, patches=[0, 5], parallel=two, overflow="truncate", **options)
     assert (plan.cut.tolist(), plan.num_cut_tokens) == ([0], 1)
 
 
@@ -296,7 +296,7 @@ def test_text_leaves_room_for_a_dummy_image_on_several_ranks() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_image_may_fill_the_cells_that_text_leaves_free(strategy: str, reserved: int) -> None:
     lengths = [10, 10, 10 - reserved, 10 - reserved]
-    plan = pack(
+    plan = pack_with(
         lengths,
         10,
         patches=[4, 4, 0, 0],
@@ -313,7 +313,7 @@ def test_a_collator_says_where_examples_with_images_are_cut() -> None:
     load = image_load([[4, 8], [9], [3], [5, 3, 1], []], 5, COST)
     left = np.array([6, 2, 7, 8, 0])
     images = load.with_cuts(left, [[4], [], [3], [5, 3], []], COST)
-    plan = plan_of([9, 6, 7, 12, 30], packing, images)
+    plan = pack([9, 6, 7, 12, 30], packing=packing, patches=images)
     by_example = plan.example_indices.argsort()
     assert plan.lengths[by_example].tolist() == [6, 2, 7, 8, 10]
     assert plan.patches[by_example].tolist() == [4, 0, 3, 8, 0]
@@ -326,7 +326,7 @@ def test_a_collator_says_where_examples_with_images_are_cut() -> None:
     )
     nothing = load.with_cuts(np.array([6, 0, 7, 8, 0]), [[4], [], [3], [5, 3], []], COST)
     with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
-        plan_of([9, 6, 7, 12, 30], packing, nothing)
+        pack([9, 6, 7, 12, 30], packing=packing, patches=nothing)
 
 
 def test_a_text_that_is_left_of_an_example_with_images_leaves_room_for_a_dummy() -> None:
@@ -339,7 +339,7 @@ def test_a_text_that_is_left_of_an_example_with_images_leaves_room_for_a_dummy()
     )
     images = image_load([[9], [2]], 2, packing.cost)
     images = images.with_cuts(np.array([9, 4]), [[], [2]], packing.cost)
-    plan = plan_of([12, 4], packing, images)
+    plan = pack([12, 4], packing=packing, patches=images)
     assert plan.lengths[plan.example_indices.argsort()].tolist() == [8, 4]
 
 
@@ -353,7 +353,7 @@ def test_ranks_are_even_and_rows_full(name: str, max_patches: int | None, count:
     lengths, images = mix(name, count)
     patches = totals(images)
     options: dict[str, Any] = {"patches": images, "max_patches": max_patches}
-    plan = pack(lengths, 8192, rows_multiple_of=8, dummy_image_tokens=3, **options)
+    plan = pack_with(lengths, 8192, rows_multiple_of=8, dummy_image_tokens=3, **options)
     assert plan.row_cells.max() <= 8192
     assert max_patches is None or plan.row_patches.max() <= max_patches
     np.testing.assert_array_equal(np.sort(plan.example_indices), np.arange(count))
@@ -361,7 +361,7 @@ def test_ranks_are_even_and_rows_full(name: str, max_patches: int | None, count:
     for costs in (plan.cost_per_rank, plan.vision_cost_per_rank):
         assert costs.max() <= 1.05 * costs.mean()
     assert plan.needs_dummy_image.sum() <= 8  # rows with images are the same on all ranks
-    filled = pack(lengths, 8192, **options)
+    filled = pack_with(lengths, 8192, **options)
     assert plan.num_rows - filled.num_rows < 8
     fill = filled.lower_bound / filled.num_rows
     assert fill >= {"half images": 0.98, "several images": 0.98, "no text": 0.97}.get(name, 0.90)
@@ -369,7 +369,7 @@ def test_ranks_are_even_and_rows_full(name: str, max_patches: int | None, count:
 
 def test_balance_by_tokens_evens_out_tokens_and_patches() -> None:
     lengths, images = mix("half images", 1024)
-    plan = pack(
+    plan = pack_with(
         lengths, 8192, patches=images, max_patches=12288, rows_multiple_of=8, balance="tokens"
     )
     for even in (plan.tokens_per_rank, plan.row_patches.reshape(8, -1).sum(axis=1)):
@@ -383,10 +383,10 @@ def test_rows_are_levelled_by_what_images_cost() -> None:
         "rows_multiple_of": 2,
         "cost": ModelCost(vision_linear=0, vision_quadratic=1),
     }
-    by_cost = pack([1] * 5, 10, **options)
+    by_cost = pack_with([1] * 5, 10, **options)
     assert sorted(map(sorted, by_cost.bins)) == [[0], [1, 2, 3, 4]]
     for other in ({"strategy": "balanced"}, {"balance": "tokens"}):
-        by_patches = pack([1] * 5, 10, **options, **other)
+        by_patches = pack_with([1] * 5, 10, **options, **other)
         assert sorted(by_patches.row_patches.tolist()) == [16, 24], other
 
 
@@ -394,8 +394,8 @@ def test_images_are_balanced_where_text_is_not_enough() -> None:
     """Ranks that are even in tokens alone are not even in what large images cost."""
     lengths, images = mix("half images", 1024)
     options: dict[str, Any] = {"rows_multiple_of": 8, "max_patches": 16384}
-    plan = pack(lengths, 8192, patches=images, **options)
-    blind = pack(lengths, 8192, rows_multiple_of=8)
+    plan = pack_with(lengths, 8192, patches=images, **options)
+    blind = pack_with(lengths, 8192, rows_multiple_of=8)
     costs = image_load(images, len(images), ModelCost()).costs[blind.example_indices]
     by_rank = np.add.reduceat(costs, blind.row_offsets[:-1]).reshape(8, -1).sum(axis=1)
     even = plan.vision_cost_per_rank
@@ -411,7 +411,7 @@ def test_a_million_examples_in_two_seconds() -> None:
     seconds = []
     for _ in range(2):  # processor time, the best of two: other work is not the packer's
         begin = time.process_time()
-        plan = pack(lengths, 8192, patches=patches, max_patches=12288, rows_multiple_of=8)
+        plan = pack_with(lengths, 8192, patches=patches, max_patches=12288, rows_multiple_of=8)
         seconds.append(time.process_time() - begin)
     assert min(seconds) < 2.0
     assert plan.row_cells.max() <= 8192

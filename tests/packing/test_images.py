@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.packing.oracle_packing import pack_with
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout, pack
+from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
 from torch_collate_kit.packing.pieces import ImageLoad, image_load
 from torch_collate_kit.ragged import Ragged
 
@@ -92,7 +93,7 @@ def test_no_images_and_no_examples() -> None:
 )
 def test_refuses_wrong_patches(patches: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}"):
-        pack([3, 4, 5], 8, patches=patches)
+        pack_with([3, 4, 5], 8, patches=patches)
 
 
 @pytest.mark.parametrize(

@@ -192,14 +192,10 @@ def test_chunks_count_as_windows() -> None:
     assert language_flops(config) == LanguageFlops(2 * passed, 64, 3 * 64, 16)
 
 
-def test_a_config_of_an_older_release_has_no_layer_types() -> None:
+def test_without_layer_types_a_window_is_of_all_layers() -> None:
     sizes = {**SIZES, "head_dim": 8, "sliding_window": 5}
     assert language_flops(SimpleNamespace(**sizes))[1:] == (0, 3 * 64, 5)
     assert language_flops(SimpleNamespace(**sizes, use_sliding_window=False))[1:] == (3 * 64, 0, 0)
-    last = SimpleNamespace(**sizes, use_sliding_window=True, max_window_layers=2)
-    assert language_flops(last)[1:] == (2 * 64, 64, 5)
-    every_third = SimpleNamespace(**sizes, sliding_window_pattern=3)
-    assert language_flops(every_third)[1:] == (64, 2 * 64, 5)
 
 
 @pytest.mark.parametrize(

@@ -10,88 +10,51 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torch_collate_kit.collators import PackedCollator
-from torch_collate_kit.loading import PackedBatchSampler, PackedIterableDataset
 from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
 from torch_collate_kit.testing import batch_digest
 
 LENGTHS = [5, 30, 9, 2, 14, 8, 8, 1, 22, 3]
-EXAMPLES = [{"input_ids": list(range(1, n + 1))} for n in LENGTHS]
-KEYWORDS: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "max_tokens": 23,
     "strategy": "balanced",
     "parallel": ParallelLayout(dp=2, tp=4),
     "overflow": "split",
-    "max_sequences_per_row": 3,
-    "balance": "tokens",
+    "max_patches": 30,
 }
+KEYWORDS = {**COMMON, "max_sequences_per_row": 3, "balance": "tokens"}
 PACKING = PackingOptions(**KEYWORDS)
 
 
-def digests(make: Any, **keywords: Any) -> list[str]:
-    return [batch_digest(batch) for batch in make(**keywords)]
-
-
-def collated(**keywords: Any) -> list[Any]:
-    return [PackedCollator(0, **keywords)(EXAMPLES)]
-
-
-def sampled(**keywords: Any) -> list[Any]:
-    sampler = PackedBatchSampler(LENGTHS, batch_size=5, rank=1, **keywords)
-    return [*sampler, sampler.state_dict()]
-
-
-def streamed(**keywords: Any) -> list[Any]:
-    stream = PackedIterableDataset(
-        EXAMPLES, tokenizer=0, buffer_size=6, rows_per_batch=2, **keywords
+def test_the_common_options_of_pack_are_those_of_the_object() -> None:
+    expected = batch_digest(pack(LENGTHS, packing=PackingOptions(**COMMON)))
+    assert batch_digest(pack(LENGTHS, **COMMON)) == expected
+    changes = {"max_tokens": 27, "strategy": "sequential", "overflow": "truncate"}
+    for name, other in {**changes, "parallel": ParallelLayout(dp=2), "max_patches": 3}.items():
+        assert batch_digest(pack(LENGTHS, **COMMON | {name: other})) != expected
+    assert batch_digest(pack(LENGTHS, 30)) == batch_digest(
+        pack(LENGTHS, packing=PackingOptions(30))
     )
-    return [*stream, stream.state_dict()]
 
 
-def planned(**keywords: Any) -> list[Any]:
-    return [pack(LENGTHS, **keywords)]
-
-
-@pytest.mark.parametrize("make", [collated, sampled, streamed, planned])
-def test_one_object_is_the_same_as_its_keywords(make: Any) -> None:
-    expected = digests(make, **KEYWORDS)
-    assert digests(make, packing=PACKING) == expected
-    for name, other in [
-        ("max_tokens", 27),
-        ("overflow", "truncate"),
-        ("parallel", ParallelLayout(dp=2)),
-    ]:
-        assert digests(make, **KEYWORDS | {name: other}) != expected
-
-
-@pytest.mark.parametrize("make", [collated, sampled, streamed, planned])
-def test_the_packing_is_said_once(make: Any) -> None:
-    message = (
-        "packing= and max_tokens, strategy both say how to pack; pass one of them, such as "
-        "packing=dataclasses.replace(packing, ...)"
-    )
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        make(packing=PACKING, max_tokens=23, strategy="balanced")
-    message = "max_tokens must be an int, got None of type NoneType; pass max_tokens=4096, or"
-    with pytest.raises(TypeError, match=f"^{message}"):
-        make(strategy="balanced")
-    with pytest.raises(TypeError, match=r"^packing must be a PackingOptions, got 23$"):
-        make(packing=23)
-    with pytest.raises(TypeError, match="strategi"):
-        make(max_tokens=23, strategi="balanced")
-
-
-@pytest.mark.parametrize("given", [{"packing": PACKING}, {"max_tokens": 8, "parallel": 0}])
-def test_align_beside_a_layout_is_refused(given: dict[str, Any]) -> None:
-    message = "align is that of the parallel layout; pass either it or pa"
-    with pytest.raises(TypeError, match=f"^{message}"):
-        pack(LENGTHS, align=4, **given)
-
-
-def test_pack_of_a_layout_is_that_of_its_align_and_dp() -> None:
-    of_numbers = pack(LENGTHS, 32, align=4, rows_multiple_of=2)
-    of_layout = pack(LENGTHS, 32, parallel=ParallelLayout(dp=2, tp=4))
-    assert batch_digest(of_numbers) == batch_digest(of_layout)
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        *(
+            ({"packing": PACKING, name: value}, f"packing= and {name} both say how to pack; pass")
+            for name, value in COMMON.items()
+        ),
+        ({"packing": PACKING} | COMMON, "packing= and max_tokens, strategy, overflow, parallel, "),
+        (
+            {"strategy": "balanced"},
+            "max_tokens must be an int, got None of type NoneType; pass",
+        ),
+        ({"packing": 23}, "packing must be a PackingOptions, got 23"),
+        ({"max_tokens": 23, "strategi": "balanced"}, "pack() got an unexpected keyword argument"),
+    ],
+)
+def test_how_to_pack_is_said_once(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        pack(LENGTHS, **keywords)
 
 
 @pytest.mark.parametrize(
@@ -120,26 +83,13 @@ def test_options_are_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keyword", "message"),
-    [
-        ("max_token", "there is no option 'max_token'; did you mean max_tokens?"),
-        ("stratgy", "there is no option 'stratgy'; did you mean strategy?"),
-        ("xyz", "there is no option 'xyz'; there are max_tokens, strategy, parallel"),
-    ],
-)
-def test_an_option_that_does_not_exist_is_named(keyword: str, message: str) -> None:
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
-        pack([1, 2], 4, **{keyword: 3})
-
-
-@pytest.mark.parametrize(
     ("options", "align"),
     [
         ({}, 1),
         ({"tp": 4}, 4),
         ({"cp": 2}, 4),
         ({"tp": 4, "cp": 2}, 16),
-        ({"dp": 8, "pp": 2}, 1),
+        ({"dp": 8}, 1),
         ({"fp8": True}, 16),
         ({"tp": 3, "fp8": True}, 48),
         ({"tp": 2, "cp": 2, "fp8": True}, 32),
@@ -151,10 +101,6 @@ def test_align_is_what_the_parallel_ranks_need(options: dict[str, int], align: i
     assert ParallelLayout(**options).align == align
 
 
-def test_a_pipeline_changes_nothing() -> None:
-    assert ParallelLayout(pp=4, tp=2).align == ParallelLayout(tp=2).align
-
-
 def test_a_layout_is_immutable_hashable_and_holds_python_ints() -> None:
     layout = ParallelLayout(dp=np.int32(4), tp=2)  # type: ignore[arg-type]
     assert layout == ParallelLayout(dp=4, tp=2)
@@ -164,7 +110,7 @@ def test_a_layout_is_immutable_hashable_and_holds_python_ints() -> None:
         layout.dp = 2  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ["dp", "tp", "cp", "pp"])
+@pytest.mark.parametrize("name", ["dp", "tp", "cp"])
 def test_a_layout_refuses_sizes_below_one_and_non_ints(name: str) -> None:
     off = "; 1 means this kind of parallelism is off$"
     with pytest.raises(ValueError, match=rf"^{name} must be at least 1, got 0{off}"):

@@ -19,10 +19,11 @@ from tests.packing.oracle_packing import (
     fewest_rows,
     next_fit,
     one_by_one,
+    pack_with,
 )
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.packing import PackingPlan, pack
+from torch_collate_kit.packing import PackingPlan
 from torch_collate_kit.ragged import Ragged
 
 EXAMPLES = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
@@ -48,10 +49,10 @@ def assert_lawful(plan: PackingPlan, lengths: list[int], most_pieces: int | None
     assert (plan.row_offsets[0], plan.row_offsets[-1]) == (0, len(plan.lengths))
     if most_pieces is not None:
         assert np.diff(plan.row_offsets).max() <= most_pieces
-    assert plan.num_rows % plan.num_ranks == 0
-    assert plan.num_rows >= max(plan.num_ranks, plan.lower_bound)
+    assert plan.num_rows % plan.rows_multiple_of == 0
+    assert plan.num_rows >= max(plan.rows_multiple_of, plan.lower_bound)
     assert plan.num_dummy_rows == max(0, plan.num_rows - len(plan.lengths))
-    owned = [row for rank in range(plan.num_ranks) for row in plan.rank_rows(rank)]
+    owned = [row for rank in range(plan.rows_multiple_of) for row in plan.rank_rows(rank)]
     assert owned == list(range(plan.num_rows))
     assert plan.tokens_per_rank.sum() == plan.lengths.sum()
 
@@ -82,26 +83,26 @@ def real_lengths(folder: Path, count: int, *, longest: int) -> np.ndarray:
     ],
 )
 def test_small_plans(strategy: str, bins: list[list[int]]) -> None:
-    plan = pack([2, 5, 9, 3, 7, 3], 10, strategy=strategy)
+    plan = pack_with([2, 5, 9, 3, 7, 3], 10, strategy=strategy)
     assert plan.bins == bins
     assert plan.starts.tolist() == [0] * 6
     assert plan.num_dummy_rows == plan.num_cut_tokens == plan.num_dropped_tokens == 0
 
 
 def test_balanced_evens_out_what_best_fit_leaves_uneven() -> None:
-    assert pack([4, 4, 2, 2], 10).bins == [[0, 1, 2], [3]]
-    assert pack([4, 4, 2, 2], 10, strategy="balanced").bins == [[0, 2], [1, 3]]
+    assert pack_with([4, 4, 2, 2], 10).bins == [[0, 1, 2], [3]]
+    assert pack_with([4, 4, 2, 2], 10, strategy="balanced").bins == [[0, 2], [1, 3]]
 
 
 def test_alignment_comes_before_capacity() -> None:
-    plan = pack([5, 5, 5], 16, align=8)  # three fives are 15 tokens, but 24 cells
+    plan = pack_with([5, 5, 5], 16, align=8)  # three fives are 15 tokens, but 24 cells
     assert plan.bins == [[0, 1], [2]]
     assert plan.row_cells.tolist() == [16, 8]
     assert plan.row_tokens.tolist() == [10, 5]
 
 
 def test_rows_are_shard_major_and_alike_over_the_ranks() -> None:
-    plan = pack([8, 7, 6, 5, 4, 3], 8, rows_multiple_of=2, balance="tokens")
+    plan = pack_with([8, 7, 6, 5, 4, 3], 8, rows_multiple_of=2, balance="tokens")
     # best fit: 8 | 7 | 6 | 5 3 | 4, rounded up to six rows: every piece on its own.
     # groups 8 7 | 6 5 | 4 3: 8 | 7, then 5 | 6 (13, 13), then 4 | 3
     assert plan.bins == [[0], [3], [4], [1], [2], [5]]
@@ -110,14 +111,14 @@ def test_rows_are_shard_major_and_alike_over_the_ranks() -> None:
 
 
 def test_no_balance_is_round_robin() -> None:
-    plan = pack([6, 6, 5, 4], 6, rows_multiple_of=2, balance=None, strategy="sequential")
+    plan = pack_with([6, 6, 5, 4], 6, rows_multiple_of=2, balance=None, strategy="sequential")
     assert plan.bins == [[0], [2], [1], [3]]  # rows 0 and 2 to rank 0, rows 1 and 3 to rank 1
 
 
 def test_sequential_keeps_the_order_of_steps_over_the_ranks() -> None:
     lengths = np.random.default_rng(0).integers(1, 100, 500)
     for balance in ("attention", "tokens", None):
-        plan = pack(lengths, 128, rows_multiple_of=4, balance=balance, strategy="sequential")
+        plan = pack_with(lengths, 128, rows_multiple_of=4, balance=balance, strategy="sequential")
         rows = plan.bins
         steps = [
             sorted(rows[rank[i]] for rank in map(plan.rank_rows, range(4)))
@@ -128,16 +129,16 @@ def test_sequential_keeps_the_order_of_steps_over_the_ranks() -> None:
 
 def test_no_examples_make_one_dummy_row_a_rank() -> None:
     for strategy in STRATEGIES:
-        plan = pack([], 8, rows_multiple_of=3, strategy=strategy)
+        plan = pack_with([], 8, rows_multiple_of=3, strategy=strategy)
         assert (plan.bins, plan.num_dummy_rows) == ([[], [], []], 3)
         assert plan.tokens_per_rank.tolist() == [0, 0, 0]
-    assert pack(np.zeros(0, dtype=np.int32), 8).bins == [[]]
-    assert pack([9], 8, overflow="drop").bins == [[]]
+    assert pack_with(np.zeros(0, dtype=np.int32), 8).bins == [[]]
+    assert pack_with([9], 8, overflow="drop").bins == [[]]
 
 
 def test_fewer_examples_than_ranks_leave_dummy_rows() -> None:
     for strategy in STRATEGIES:
-        plan = pack([3, 1], 8, rows_multiple_of=4, strategy=strategy)
+        plan = pack_with([3, 1], 8, rows_multiple_of=4, strategy=strategy)
         assert plan.num_dummy_rows == 2
         assert sorted(plan.bins) == [[], [], [0], [1]]
 
@@ -152,13 +153,13 @@ def test_overflow_raise_names_the_example_and_the_ways_out() -> None:
         "overflow='truncate', 'drop' or 'split'"
     )
     with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
-        pack([16, 17, 4, 99], 18, align=4)
+        pack_with([16, 17, 4, 99], 18, align=4)
     with pytest.raises(DataError, match=r"max_tokens=8 and align=1; raise max_tokens"):
-        pack([9], 8)
+        pack_with([9], 8)
 
 
 def test_overflow_truncate() -> None:
-    plan = pack([5, 23, 16, 40], 18, align=4, overflow="truncate", strategy="sequential")
+    plan = pack_with([5, 23, 16, 40], 18, align=4, overflow="truncate", strategy="sequential")
     assert plan.lengths.tolist() == [5, 16, 16, 16]
     assert plan.cut.tolist() == [1, 3]
     assert (plan.num_cut_tokens, plan.num_dropped_tokens) == (7 + 24, 0)
@@ -167,7 +168,7 @@ def test_overflow_truncate() -> None:
 
 
 def test_overflow_drop() -> None:
-    plan = pack([5, 23, 16, 40, 3], 18, align=4, overflow="drop", strategy="sequential")
+    plan = pack_with([5, 23, 16, 40, 3], 18, align=4, overflow="drop", strategy="sequential")
     assert plan.bins == [[0], [2], [4]]
     assert plan.lengths.tolist() == [5, 16, 3]
     assert plan.dropped.tolist() == [1, 3]
@@ -176,7 +177,7 @@ def test_overflow_drop() -> None:
 
 
 def test_overflow_split() -> None:
-    plan = pack([5, 35, 16, 32], 18, align=4, overflow="split", strategy="sequential")
+    plan = pack_with([5, 35, 16, 32], 18, align=4, overflow="split", strategy="sequential")
     assert plan.example_indices.tolist() == [0, 1, 1, 1, 2, 3, 3]
     assert plan.starts.tolist() == [0, 0, 16, 32, 0, 0, 16]
     assert plan.lengths.tolist() == [5, 16, 16, 3, 16, 16, 16]
@@ -186,7 +187,7 @@ def test_overflow_split() -> None:
 
 def test_an_example_of_exactly_one_row_is_not_over_long() -> None:
     for overflow in ("raise", "truncate", "drop", "split"):
-        plan = pack([8, 7], 8, overflow=overflow)
+        plan = pack_with([8, 7], 8, overflow=overflow)
         assert plan.bins == [[0], [1]]
         assert (plan.cut.size, plan.dropped.size) == (0, 0)
 
@@ -240,7 +241,7 @@ def test_an_example_of_exactly_one_row_is_not_over_long() -> None:
 )
 def test_refuses_wrong_lengths(lengths: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}"):
-        pack(lengths, 8)
+        pack_with(lengths, 8)
 
 
 @pytest.mark.parametrize(
@@ -256,8 +257,6 @@ def test_refuses_wrong_lengths(lengths: Any, error: type[Exception], message: st
             "max_tokens must be at least align=16, got 8: not one aligned token fits in a row; "
             "raise max_tokens or lower align",
         ),
-        ({"align": 0}, ValueError, "align must be at least 1, got 0"),
-        ({"align": "4"}, TypeError, "align must be an int, got '4' of type str"),
         (
             {"rows_multiple_of": 0},
             ValueError,
@@ -298,7 +297,7 @@ def test_refuses_wrong_options(
     options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}"):
-        pack([3, 4], **{"max_tokens": 8, **options})
+        pack_with([3, 4], **{"max_tokens": 8, **options})
 
 
 # Laws
@@ -327,7 +326,7 @@ def test_every_token_exactly_once_within_every_limit(
     call: tuple[list[int], dict[str, Any]],
 ) -> None:
     lengths, options = call
-    plan = pack(lengths, **options)
+    plan = pack_with(lengths, **options)
     assert_lawful(plan, lengths, options["max_sequences_per_row"])
     limit = plan.max_tokens // plan.align * plan.align
     over_long = [i for i, n in enumerate(lengths) if n > limit]
@@ -348,9 +347,9 @@ def test_the_same_call_gives_the_same_plan_and_changes_no_argument(
     lengths, options = call
     array = np.array(lengths, dtype=np.int64)
     array.setflags(write=False)
-    plan = pack(array, **options)
-    assert_same(plan, pack(list(lengths), **options))
-    assert_same(plan, pack(array.astype(np.uint32), **options))
+    plan = pack_with(array, **options)
+    assert_same(plan, pack_with(list(lengths), **options))
+    assert_same(plan, pack_with(array.astype(np.uint32), **options))
     for field in dataclasses.fields(PackingPlan):
         value = getattr(plan, field.name)
         assert not isinstance(value, np.ndarray) or not np.shares_memory(value, array)
@@ -361,7 +360,7 @@ def test_the_number_of_rows_is_that_of_one_by_one_packing(
     call: tuple[list[int], dict[str, Any]],
 ) -> None:
     lengths, options = call
-    plan = pack(lengths, **options)
+    plan = pack_with(lengths, **options)
     most, ranks = options["max_sequences_per_row"], options["rows_multiple_of"]
     slow: dict[str, Callable[[list[int]], list[list[int]]]] = {
         "best_fit_decreasing": lambda x: one_by_one(x, plan.max_tokens, most, best=True),
@@ -377,7 +376,7 @@ def test_the_number_of_rows_is_that_of_one_by_one_packing(
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.sampled_from([1, 4]))
 def test_at_most_eleven_ninths_of_the_fewest_rows(lengths: list[int], align: int) -> None:
     for strategy in STRATEGIES[:3]:
-        plan = pack(lengths, 20, align=align, strategy=strategy)
+        plan = pack_with(lengths, 20, align=align, strategy=strategy)
         best = fewest_rows(plan.aligned_lengths.tolist(), 20)
         assert plan.lower_bound <= best <= plan.num_rows
         assert 9 * plan.num_rows <= 11 * best + 6
@@ -385,7 +384,7 @@ def test_at_most_eleven_ninths_of_the_fewest_rows(lengths: list[int], align: int
 
 def test_a_capacity_beyond_int64_is_no_limit() -> None:
     for strategy in STRATEGIES:
-        assert pack([5, 2**40], 2**63 + 1, strategy=strategy).num_rows == 1
+        assert pack_with([5, 2**40], 2**63 + 1, strategy=strategy).num_rows == 1
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:3])
@@ -396,15 +395,15 @@ def test_rounding_leaves_no_row_near_empty_and_ranks_even(
 ) -> None:
     lengths = real_lengths(data_folder, count, longest=4096)
     options = {"strategy": strategy, "align": align, "rows_multiple_of": ranks}
-    plan = pack(lengths, 4096, **options)
-    least = pack(lengths, 4096, strategy=strategy, align=align).num_rows
+    plan = pack_with(lengths, 4096, **options)
+    least = pack_with(lengths, 4096, strategy=strategy, align=align).num_rows
     assert plan.num_rows == -(-least // ranks) * ranks
     cells = plan.row_cells
     assert cells.min() > 0.5 * cells.mean()
     assert cells.max() < 1.4 * cells.mean()
     cost = plan.cost_per_rank
     assert cost.max() < 1.02 * cost.mean()
-    tokens = pack(lengths, 4096, balance="tokens", **options).tokens_per_rank
+    tokens = pack_with(lengths, 4096, balance="tokens", **options).tokens_per_rank
     assert tokens.max() < 1.02 * tokens.mean()
     row_cost = np.array([_cost(plan, row) for row in range(plan.num_rows)])
     by_step = row_cost.reshape(ranks, -1)
@@ -418,8 +417,8 @@ def _cost(plan: PackingPlan, row: int) -> int:
 
 def test_balanced_rows_are_even(data_folder: Path) -> None:
     lengths = real_lengths(data_folder, 5000, longest=2048)
-    best_fit = pack(lengths, 4096)
-    balanced = pack(lengths, 4096, strategy="balanced")
+    best_fit = pack_with(lengths, 4096)
+    balanced = pack_with(lengths, 4096, strategy="balanced")
     assert balanced.num_rows == best_fit.num_rows
     assert balanced.row_tokens.min() > 0.98 * balanced.row_tokens.max()
     assert best_fit.row_tokens.min() < 0.9 * best_fit.row_tokens.max(), "the sample shows nothing"
@@ -433,7 +432,7 @@ def test_a_million_real_lengths_in_less_than_a_second(shared_data: Path) -> None
     seconds = []
     for _ in range(3):  # processor time, the best of three: other work is not the packer's
         begin = time.process_time()
-        plan = pack(lengths, 4096)
+        plan = pack_with(lengths, 4096)
         seconds.append(time.process_time() - begin)
     assert min(seconds) < 1.0
     assert plan.num_rows == best_fit_row_count(lengths.tolist(), 4096)
@@ -446,7 +445,7 @@ def test_a_million_real_lengths_in_less_than_a_second(shared_data: Path) -> None
 def test_a_hundred_thousand_lengths_take_seconds_at_most(shared_data: Path, strategy: str) -> None:
     lengths = real_lengths(shared_data, 100_000, longest=4096)
     begin = time.process_time()
-    plan = pack(lengths, 4096, strategy=strategy, rows_multiple_of=8)
+    plan = pack_with(lengths, 4096, strategy=strategy, rows_multiple_of=8)
     assert time.process_time() - begin < 5.0
     np.testing.assert_array_equal(np.sort(plan.example_indices), np.arange(100_000))
 

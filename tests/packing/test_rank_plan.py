@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.packing.oracle_packing import pack_with
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing import RankPlan, pack
+from torch_collate_kit.packing import RankPlan
 
 
 def drawn(seed: int) -> tuple[RankPlan, list[int], np.random.Generator]:
@@ -19,7 +20,7 @@ def drawn(seed: int) -> tuple[RankPlan, list[int], np.random.Generator]:
     patches = np.where(rng.random(len(lengths)) < 0.3, 4, 0)
     num_ranks = int(rng.choice([1, 2, 4]))
     overflow = str(rng.choice(["split", "drop"])) if not patches.any() else "drop"
-    plan = pack(
+    plan = pack_with(
         lengths,
         int(rng.integers(20, 40)),
         patches=patches,
@@ -28,12 +29,11 @@ def drawn(seed: int) -> tuple[RankPlan, list[int], np.random.Generator]:
         rows_multiple_of=num_ranks,
         overflow=overflow,
     )
-    world_size = int(rng.choice([n for n in (1, 2, 4) if num_ranks % n == 0]))
-    rank = int(rng.integers(world_size))
+    dp_size = int(rng.choice([n for n in (1, 2, 4) if num_ranks % n == 0]))
+    rank = int(rng.integers(dp_size))
     indices = 100 + rng.permutation(len(lengths))
-    part = RankPlan.of(
-        plan, rank, indices, lengths, np.maximum(lengths - 1, 0), world_size=world_size
-    )
+    counts = np.maximum(lengths - 1, 0)
+    part = RankPlan(plan, rank, indices, lengths, counts, dp_size=dp_size)
     gone = np.flatnonzero(rng.random(len(part.indices)) < rng.choice([0.2, 0.7, 1.0]))
     return part, gone.tolist(), rng
 
@@ -51,10 +51,10 @@ def rows_written_out(part: RankPlan, gone: list[int]) -> list[list[tuple[int, in
 
 
 def rows_of(part: RankPlan) -> list[list[tuple[int, int, int]]]:
-    plan, chosen = part.plan, part.pieces
-    columns = (plan.example_indices[chosen], plan.starts[chosen], plan.lengths[chosen])
+    _, starts, lengths, row_offsets = part.pieces
+    columns = (part.plan.example_indices[part.numbers], starts, lengths)
     pieces = list(zip(*(column.tolist() for column in columns), strict=True))
-    offsets = part.row_offsets.tolist()
+    offsets = row_offsets.tolist()
     return [pieces[a:b] for a, b in pairwise(offsets)]
 
 
@@ -72,7 +72,7 @@ def test_a_part_without_examples_is_the_plan_without_their_pieces(seed):
     assert shorter.lengths.tolist() == [int(part.lengths[i]) for i in kept]
     read = sorted({piece[0] for row in rows for piece in row})  # in the order of the indices
     expected = [read.index(piece[0]) for row in rows for piece in row]
-    assert shorter.positions.tolist() == expected
+    assert shorter.pieces.examples.tolist() == expected
     assert shorter.patches.tolist() == [int(part.patches[i]) for i in kept]
     shorter.check_lengths(shorter.lengths)
     shorter.check_patches(shorter.patches)
@@ -96,7 +96,7 @@ def test_a_row_that_has_lost_its_images_runs_the_vision_tower_where_others_do(se
         images = [i for i in pieces if plan.patches[i]]
         has_lost = bool(images) and all(plan.example_indices[i] in lost for i in images)
         planned = bool(plan.needs_dummy_image[row])
-        expected.append(planned or (has_lost and plan.num_ranks > 1))
+        expected.append(planned or (has_lost and plan.rows_multiple_of > 1))
     shorter = part.without(gone)
     assert shorter.needs_dummy_image.tolist() == expected
     used = [sum(piece[2] for piece in row) for row in rows_of(shorter)]
@@ -115,10 +115,10 @@ def test_images_are_lost_in_the_sample():
 
 @pytest.mark.parametrize("number", [0, 2, 4])
 def test_a_whole_plan_takes_as_many_examples_as_it_was_made_for(number):
-    whole = RankPlan.whole(pack([3, 4, 9], 8, overflow="drop"))  # it numbers the dropped one, too
+    whole = RankPlan.whole(pack_with([3, 4, 9], 8, overflow="drop"))
     whole.check_lengths(np.array([3, 4, 9]))
     message = (
-        f"there are {number} examples, and the plan was made for 3; give all that were planned, "
+        f"there are {number} examples, and the plan was made for 3; pass all that were planned, "
         "in their order, and no others"
     )
     with pytest.raises(DataError, match=f"^{message}$"):
@@ -126,7 +126,7 @@ def test_a_whole_plan_takes_as_many_examples_as_it_was_made_for(number):
 
 
 def test_a_plan_of_nothing_takes_no_example():
-    whole = RankPlan.whole(pack([], 8))
+    whole = RankPlan.whole(pack_with([], 8))
     whole.check_lengths(np.zeros(0, dtype=np.int64))
     with pytest.raises(DataError, match=r"^there are 1 examples, and the plan was made for 0; "):
         whole.check_lengths(np.array([2]))

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_collate_kit.packing import PackingOptions, ParallelLayout
+from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
 from torch_collate_kit.packing.options import STRATEGIES
-from torch_collate_kit.packing.planner import fill_rows, plan_of, rows_alone
+from torch_collate_kit.packing.planner import batch_of_rows, fill_rows
 from torch_collate_kit.testing import batch_digest
 
 
@@ -36,17 +36,17 @@ def test_is_the_plan_of_the_examples_alone(data: Any) -> None:
         rows = rows[: draw(st.integers(1, len(rows)))]
     dropped = filled.dropped[: draw(st.integers(0, len(filled.dropped)))]
 
-    examples, plan = rows_alone(filled, rows, dropped, packing)
+    examples, plan = batch_of_rows(filled, rows, dropped, packing)
 
     members = [i for row in rows.tolist() for i in filled.bins[row]]
     assert examples.tolist() == sorted([*members, *dropped.tolist()])
-    again = plan_of(lengths[examples], packing)
+    again = pack(lengths[examples], packing=packing)
     for name in ("example_indices", "starts", "lengths", "row_offsets", "dropped", "cut"):
         assert getattr(plan, name).tolist() == getattr(again, name).tolist(), name
-    assert (plan.max_tokens, plan.align, plan.num_ranks, plan.width) == (
+    assert (plan.max_tokens, plan.align, plan.rows_multiple_of, plan.width) == (
         again.max_tokens,
         again.align,
-        again.num_ranks,
+        again.rows_multiple_of,
         again.width,
     )
 
@@ -55,8 +55,8 @@ def test_all_rows_alone_are_the_plan() -> None:
     packing = PackingOptions(12, parallel=ParallelLayout(dp=2), overflow="truncate")
     lengths = np.array([5, 20, 3, 9, 1, 13])
     filled = fill_rows(lengths, packing)
-    _, plan = rows_alone(filled, np.arange(filled.num_rows), filled.dropped, packing)
+    _, plan = batch_of_rows(filled, np.arange(filled.num_rows), filled.dropped, packing)
     for name in ("example_indices", "starts", "lengths", "row_offsets", "dropped", "cut"):
         assert batch_digest(getattr(plan, name)) == batch_digest(
-            getattr(plan_of(lengths, packing), name)
+            getattr(pack(lengths, packing=packing), name)
         )

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.packing.oracle_packing import fewest_rows, next_fit, one_by_one
-from torch_collate_kit.packing.rows import Limits, Rows, Sizes, stable_argsort
+from tests.packing.oracle_packing import fewest_rows, next_fit, one_by_one, sizes_of
+from torch_collate_kit.packing.rows import Limits, Rows, stable_argsort
 from torch_collate_kit.packing.strategies import (
     best_fit_decreasing,
     first_fit_decreasing,
@@ -21,7 +21,7 @@ def bins_of(rows: Rows, sizes: np.ndarray) -> list[list[int]]:
 
 
 def next_fit_of(sizes: np.ndarray, capacity: int, most: int | None = None) -> list[list[int]]:
-    rows = sequential(Sizes(sizes, np.zeros_like(sizes)), Limits(capacity, 0, most))
+    rows = sequential(sizes_of(sizes, np.zeros_like(sizes)), Limits(capacity, 0, most))
     return bins_of(rows, sizes)
 
 

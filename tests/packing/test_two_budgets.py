@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.packing.oracle_packing import fewest_rows_of_both, fits, into_rows
-from torch_collate_kit.packing.rows import Limits, Rows, Sizes
+from tests.packing.oracle_packing import fewest_rows_of_both, fits, into_rows, sizes_of
+from torch_collate_kit.packing.rows import Limits, Rows
 from torch_collate_kit.packing.strategies import (
     OpenRows,
     best_fit_decreasing,
@@ -60,9 +60,9 @@ def test_every_piece_once_and_no_row_over_a_limit(
     tokens, patches, limits = problem
     if not patches.any():
         patches = np.where(np.arange(len(patches)) == 0, 1, patches)
-    rows = fill_two_budgets(FILLS[best], Sizes(tokens, patches), limits)
+    rows = fill_two_budgets(FILLS[best], sizes_of(tokens, patches), limits)
     assert_lawful(rows, tokens, patches, limits)
-    again = fill_two_budgets(FILLS[best], Sizes(tokens.copy(), patches.copy()), limits)
+    again = fill_two_budgets(FILLS[best], sizes_of(tokens.copy(), patches.copy()), limits)
     assert members(again) == members(rows)
 
 
@@ -73,7 +73,7 @@ def test_at_most_four_thirds_of_the_fewest_rows(
 ) -> None:
     tokens, patches, limits = problem
     if patches.any():
-        rows = len(fill_two_budgets(FILLS[best], Sizes(tokens, patches), limits).offsets) - 1
+        rows = len(fill_two_budgets(FILLS[best], sizes_of(tokens, patches), limits).offsets) - 1
         pieces = list(zip(tokens.tolist(), patches.tolist(), strict=True))
         fewest = fewest_rows_of_both(pieces, tuple(limits))
         assert fewest <= rows
@@ -84,20 +84,20 @@ def test_written_out() -> None:
     limits = Limits(10, 10)
     tokens, patches = ints(2, 2, 8, 7, 1), ints(9, 8, 0, 0, 0)
     # images by patches: 9 | 8, in rows of their own; then the texts by tokens, into what is free
-    rows = fill_two_budgets(best_fit_decreasing, Sizes(tokens, patches), limits)
+    rows = fill_two_budgets(best_fit_decreasing, sizes_of(tokens, patches), limits)
     assert members(rows) == [[0, 2], [1, 3, 4]]
     # of 10 tokens one is kept free in a row without an image, but not beside one
     tokens, patches = ints(2, 8, 9, 1), ints(9, 0, 0, 0)
-    rows = fill_two_budgets(best_fit_decreasing, Sizes(tokens, patches), Limits(10, 10, None, 1))
+    rows = fill_two_budgets(best_fit_decreasing, sizes_of(tokens, patches), Limits(10, 10, None, 1))
     assert members(rows) == [[0, 1], [2], [3]]
-    rows = fill_two_budgets(best_fit_decreasing, Sizes(tokens, patches), limits)
+    rows = fill_two_budgets(best_fit_decreasing, sizes_of(tokens, patches), limits)
     assert members(rows) == [[0, 1], [2, 3]]
 
 
 def test_images_of_many_tokens_go_beside_images_of_many_patches() -> None:
     # 6 + 3 tokens and 3 + 6 patches: one of each kind fills a row of 9 and 9
     tokens, patches = ints(*[6] * 5, *[3] * 5), ints(*[3] * 5, *[6] * 5)
-    rows = fill_two_budgets(best_fit_decreasing, Sizes(tokens, patches), Limits(9, 9))
+    rows = fill_two_budgets(best_fit_decreasing, sizes_of(tokens, patches), Limits(9, 9))
     assert len(members(rows)) == 5
 
 
@@ -106,7 +106,7 @@ def test_both_budgets_bind_and_rows_hold_a_mixture() -> None:
     tokens = np.repeat(ints(30, 10), [200, 600])
     patches = np.repeat(ints(60, 7), [200, 600])
     limits = Limits(300, 400)
-    rows = fill_two_budgets(best_fit_decreasing, Sizes(tokens, patches), limits)
+    rows = fill_two_budgets(best_fit_decreasing, sizes_of(tokens, patches), limits)
     assert_lawful(rows, tokens, patches, limits)
     least = max(-(-int(tokens.sum()) // 300), -(-int(patches.sum()) // 400))
     assert len(rows.offsets) - 1 <= 1.05 * least
@@ -116,10 +116,10 @@ def test_both_budgets_bind_and_rows_hold_a_mixture() -> None:
 def test_huge_budgets_do_not_overflow(scale: int) -> None:
     rng = np.random.default_rng(scale)
     tokens, patches = rng.integers(1, 100, 40), rng.integers(0, 60, 40)
-    small = fill_two_budgets(best_fit_decreasing, Sizes(tokens, patches), Limits(120, 70))
+    small = fill_two_budgets(best_fit_decreasing, sizes_of(tokens, patches), Limits(120, 70))
     assert_lawful(small, tokens, patches, Limits(120, 70))
     limits = Limits(120 * scale, 70 * scale)
-    large = fill_two_budgets(best_fit_decreasing, Sizes(tokens * scale, patches * scale), limits)
+    large = fill_two_budgets(best_fit_decreasing, sizes_of(tokens * scale, patches * scale), limits)
     assert_lawful(large, tokens * scale, patches * scale, limits)
     assert abs(len(large.offsets) - len(small.offsets)) <= 1  # rooms are rounded down
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_collate_kit import ModelCost, ParallelLayout, pack
+from torch_collate_kit import ModelCost, PackingOptions, ParallelLayout, pack
 
 
 def rounded_up(number: int, multiple: int) -> int:
@@ -58,9 +58,8 @@ def packed_figures(
     costs: list[list[int]] = []
     size = batch_size or len(lengths)
     for start in range(0, len(lengths), size):
-        plan = pack(
-            lengths[start : start + size], max_tokens, parallel=layout, cost=cost, **options
-        )
+        packing = PackingOptions(max_tokens, parallel=layout, cost=cost, **options)
+        plan = pack(lengths[start : start + size], packing=packing)
         row_tokens, row_cells, row_costs = [], [], []
         pieces = plan.lengths.tolist()
         for row in range(plan.num_rows):

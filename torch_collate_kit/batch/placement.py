@@ -9,11 +9,11 @@ without tokens for the pads at the end, if there are any.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing.rows import Pieces
 from torch_collate_kit.ragged import Ragged, span_indices, unchecked
 from torch_collate_kit.vision import VisionLayout
 
@@ -31,21 +31,8 @@ __all__ = [
 MAX_WIDTH = int(np.iinfo(np.int32).max)  # cells of a row; places there are int32
 
 
-class Pieces(NamedTuple):
-    """The tokens of examples that make a batch, in the order of its rows; int64 each."""
-
-    examples: np.ndarray
-    """[S] the example that each piece is taken from."""
-    starts: np.ndarray
-    """[S] its first token there; not 0 only after a split."""
-    lengths: np.ndarray
-    """[S] its tokens."""
-    row_offsets: np.ndarray
-    """[R + 1] row r holds the pieces ``row_offsets[r]:row_offsets[r + 1]``."""
-
-
 def whole_examples(lengths: np.ndarray) -> Pieces:
-    """Return pieces with one whole example per row."""
+    """Return pieces of one whole example per row."""
     examples = np.arange(len(lengths), dtype=np.int64)
     return Pieces(examples, np.zeros_like(examples), lengths, np.arange(len(lengths) + 1))
 

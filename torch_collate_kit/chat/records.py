@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
+from torch_collate_kit._checks import respelt
 from torch_collate_kit.chat.content_parts import read_parts, text_of
 from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.chat.record_forms import ImageSource, find_messages, num_images, read_images
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.reading.raw import is_respelt
 
 __all__ = ["Conversation", "read_record"]
 
@@ -193,7 +192,7 @@ def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
         DataError: a key in another spelling; a text under another name.
     """
     for key in message:
-        name = _respelt(str(key))
+        name = respelt(str(key), _WRITTEN)
         if name is not None and name not in message and message[key] is not None:
             raise DataError(
                 f"{where} has no {name}, but {key!r} looks like it; rename it to {name}, or remove "
@@ -206,12 +205,6 @@ def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
             f"{where} has no `content`, only {', '.join(map(repr, others))} and its role; "
             "rename the key of its text to content"
         )
-
-
-@lru_cache(maxsize=4096)
-def _respelt(key: str) -> str | None:
-    """The key with a text that this one is, but for its spelling; asked of every message."""
-    return next((name for name in _WRITTEN if is_respelt(key, name)), None)
 
 
 def _read_call(call: Mapping[str, Any], where: str, from_arrow: bool) -> dict[str, Any]:

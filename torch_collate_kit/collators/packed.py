@@ -35,7 +35,7 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions, PackingPlan, PlannedExamples, RankPlan
 from torch_collate_kit.packing.options import ParallelLayout, common_options
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, image_load
-from torch_collate_kit.packing.planner import plan_of
+from torch_collate_kit.packing.planner import pack
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns
@@ -140,7 +140,7 @@ class PackedCollator:
 
         ``patches``: of examples with images, as in :func:`~torch_collate_kit.pack`.
         """
-        return plan_of(lengths, self.packing, patches)
+        return pack(lengths, packing=self.packing, patches=patches)
 
     def for_trainer(self) -> TrainerCollator:
         """Return the collator for ``transformers.Trainer``: calls return ``batch.model_inputs()``.
@@ -205,12 +205,12 @@ class PackedCollator:
 
     def _read_part(self, part: RankPlan, examples: Examples) -> ExampleColumns:
         """Read examples that a sampler or a stream has planned; none if the rank has none."""
-        if part.rank is None or part.indices:
+        if part.dp_rank is None or part.indices:
             columns = self._read(examples)
         else:
             columns = ExampleColumns.of_none(self.fields, self.vision)
         part.check_lengths(columns.lengths)
-        is_limited = part.plan.max_patches is not None or part.plan.num_ranks > 1
+        is_limited = part.plan.max_patches is not None or part.plan.rows_multiple_of > 1
         if columns.images is not None and is_limited:
             part.check_patches(np.array([sum(of) for of in columns.images.patches], dtype=np.int64))
         return columns
@@ -218,8 +218,12 @@ class PackedCollator:
     def _check_part(self, part: RankPlan, *, normalize_loss: bool) -> None:
         """Check that the plan was made with this collator's options."""
         plan, own = part.plan, self.packing
-        given = {"max_tokens": plan.max_tokens, "align": plan.align, "ranks": plan.num_ranks}
-        mine = {"max_tokens": own.max_tokens, "align": own.parallel.align, "ranks": own.num_ranks}
+        given = {"max_tokens": plan.max_tokens, "align": plan.align, "ranks": plan.rows_multiple_of}
+        mine = {
+            "max_tokens": own.max_tokens,
+            "align": own.parallel.align,
+            "ranks": own.row_multiple,
+        }
         if self.vision is not None:
             for name in ("max_patches", "dummy_image_tokens"):
                 given[name], mine[name] = getattr(plan, name), getattr(own, name)
@@ -228,11 +232,11 @@ class PackedCollator:
                 f"the batch was planned for {given}, the collator has {mine}; give "
                 "PackedBatchSampler and PackedCollator the same: packing=collator.packing"
             )
-        is_known = part.rank is None or part.num_loss_tokens is not None or part.num_parts == 1
+        is_known = part.dp_rank is None or part.num_loss_tokens is not None or part.num_parts == 1
         if normalize_loss and not is_known:
             raise ValueError(
                 "normalize_loss=True divides by the loss tokens of the whole batch, and this rank "
-                f"reads one of its {part.num_parts} parts; pass num_loss_tokens="
+                f"reads one of its {part.dp_size} parts; pass num_loss_tokens="
                 "dataset.num_loss_tokens to PackedBatchSampler, or normalize_loss=False here and "
                 "the sum over the ranks to token_loss"
             )
@@ -253,7 +257,6 @@ class PackedCollator:
         width = self.packing.capacity if self.fixed_width else plan.width
         if width > MAX_WIDTH:
             raise too_wide(width, f"lower max_tokens={plan.max_tokens}")
-        pieces = Pieces(part.positions, plan.starts[chosen], plan.lengths[chosen], part.row_offsets)
         per_row = _per_row(columns.per_example, pieces)
         if part.needs_dummy_image.any():
             columns, pieces = columns.with_dummy_images(pieces, part.needs_dummy_image)
@@ -272,7 +275,9 @@ class PackedCollator:
             normalize_loss=self.normalize_loss,
             num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere(num_trained),
             row_metadata={
-                "example_indices": Ragged(plan.example_indices[chosen], part.row_offsets),
+                "example_indices": Ragged(
+                    plan.example_indices[part.numbers], part.pieces.row_offsets
+                ),
                 "max_segment_length": longest_segments(segments["starts"], width),
                 **per_row,
             },
@@ -281,7 +286,7 @@ class PackedCollator:
 
     def _metadata(self, part: RankPlan, num_examples: int) -> dict[str, Any]:
         """Return batch metadata: dropped and cut examples, cost per rank."""
-        plan, num_ranks = part.plan, part.world_size or self.packing.parallel.dp
+        plan, num_ranks = part.plan, part.dp_size or self.packing.parallel.dp
         costs = plan.cost_per_rank.reshape(num_ranks, -1).sum(axis=1)
         metadata = {
             "num_examples": num_examples,
@@ -290,7 +295,7 @@ class PackedCollator:
             "cost_per_rank": tuple(costs.tolist()),
         }
         if self.vision is not None:
-            images = plan.vision_cost_per_rank.reshape(num_ranks, -1).sum(axis=1)
+            images = plan.vision_cost_per_rank.reshape(dp_size, -1).sum(axis=1)
             metadata["vision_cost_per_rank"] = tuple(images.tolist())
             metadata["num_dummy_images"] = int(np.count_nonzero(plan.needs_dummy_image))
         return {

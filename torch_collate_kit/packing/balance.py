@@ -11,7 +11,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 
 from torch_collate_kit.packing.options import PackingOptions
-from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, stable_argsort
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, stable_argsort
 from torch_collate_kit.packing.strategies import split_evenly
 
 __all__ = ["for_ranks", "level", "over_ranks"]
@@ -26,13 +26,13 @@ _SWAPS_PER_RANK = 16
 
 
 def for_ranks(
-    rows: Rows, sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOptions
+    rows: Rows, sizes: Ints, limits: Limits, vision_costs: Ints, packing: PackingOptions
 ) -> Rows:
     """Filled rows, as many as a multiple of the ranks, evened out and given to these.
 
     ``vision_costs``, int64 [S], are those of the images of each piece.
     """
-    num_ranks, strategy = packing.num_ranks, packing.strategy
+    num_ranks, strategy = packing.row_multiple, packing.strategy
     is_balanced, in_order = strategy == "balanced", strategy == "sequential"
     if num_ranks == 1 and not is_balanced:
         return rows
@@ -49,7 +49,7 @@ def for_ranks(
             sizes,
             num_rows,
             limits=limits,
-            image_weights=sizes.patches if is_balanced else costs.patches,
+            image_weights=sizes[1] if is_balanced else costs[1],
             most=num_filled if is_balanced else _LEVELLED_ROWS_PER_RANK * num_ranks,
         )
     if num_ranks == 1:
@@ -57,26 +57,26 @@ def for_ranks(
     if packing.balance is None:  # round robin
         return rows.take(np.arange(num_rows).reshape(-1, num_ranks).T.ravel())
     given = over_ranks(
-        rows.totals(costs.tokens),
+        rows.totals(costs[0]),
         num_ranks,
         keep_order=in_order,
-        image_costs=rows.totals(costs.patches) if limits.patches else None,
+        image_costs=rows.totals(costs[1]) if limits.patches else None,
     )
     return rows.take(given)
 
 
-def _costs(sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOptions) -> Sizes:
+def _costs(sizes: Ints, limits: Limits, vision_costs: Ints, packing: PackingOptions) -> Ints:
     """What is made even over ranks, of each piece: cost in the model and its vision tower."""
     if packing.balance != "attention":
         return sizes
-    of_images = sizes.patches
+    tokens, of_images = sizes
     if limits.patches and vision_costs.any():  # a model without a vision part has none
         of_images = vision_costs
-    return Sizes(packing.cost.language(sizes.tokens), of_images)
+    return np.stack([packing.cost.language(tokens), of_images])
 
 
 def level(
-    rows: Rows, sizes: Sizes, num_rows: int, *, limits: Limits, image_weights: Ints, most: int
+    rows: Rows, sizes: Ints, num_rows: int, *, limits: Limits, image_weights: Ints, most: int
 ) -> Rows:
     """Redistribute pieces over ``num_rows`` rows, as evenly as their sizes allow.
 
@@ -96,29 +96,29 @@ def level(
     If no row is added, rows change only if that reduces the difference between the heaviest and
     the lightest of them.
 
-    >>> sizes = Sizes(np.array([4, 3, 2, 1]), np.zeros(4, dtype=np.int64))
+    >>> sizes = np.array([[4, 3, 2, 1], [0, 0, 0, 0]])
     >>> rows = Rows(np.arange(4), np.array([0, 4]))
-    >>> options = {"limits": Limits(10, 0), "image_weights": sizes.patches, "most": 1}
+    >>> options = {"limits": Limits(10, 0), "image_weights": sizes[1], "most": 1}
     >>> level(rows, sizes, 2, **options)
     Rows(order=array([0, 3, 1, 2]), offsets=array([0, 2, 4]))
     """
     old_rows = len(rows.offsets) - 1
     added = np.arange(old_rows, num_rows)
     row_of, num_chosen = rows.labels(), min(most, old_rows)
-    longest = int(sizes.tokens.max())
-    weights = Sizes(sizes.tokens, image_weights)
+    tokens, longest = sizes[0], int(sizes[0].max())
+    weights = np.stack([tokens, image_weights])
     while num_chosen:
-        chosen, places = _taken_apart(rows, sizes.tokens, num_chosen)
+        chosen, places = _taken_apart(rows, tokens, num_chosen)
         if len(places) < num_chosen + len(added) and num_chosen < old_rows:
             break  # a row would stay empty, and others can be split
-        places = places[stable_argsort(longest - sizes.tokens[rows.order[places]], longest)]
+        places = places[stable_argsort(longest - tokens[rows.order[places]], longest)]
         pieces = rows.order[places]
-        taken = sizes.take(pieces)
+        taken = sizes[:, pieces]
         for weigh in (weights, sizes) if limits.patches else (sizes,):
-            bins = _deal(taken, weigh.patches[pieces], num_chosen + len(added), limits)
+            bins = _deal(taken, weigh[1, pieces], num_chosen + len(added), limits)
             if bins is None:
                 continue
-            if len(added) or _is_evener(bins, weights.take(pieces), rows, weights, chosen):
+            if len(added) or _is_evener(bins, weights[:, pieces], rows, weights, chosen):
                 row_of[places] = np.concatenate([chosen, added])[bins]
                 return Rows.from_labels(rows.order, row_of, num_rows)
         num_chosen //= 2
@@ -139,7 +139,7 @@ def _taken_apart(rows: Rows, sizes: Ints, number: int) -> tuple[Ints, Ints]:
     return chosen, Rows(places, rows.offsets).take(chosen).order
 
 
-def _is_evener(bins: Ints, taken: Sizes, rows: Rows, weights: Sizes, chosen: Ints) -> bool:
+def _is_evener(bins: Ints, taken: Ints, rows: Rows, weights: Ints, chosen: Ints) -> bool:
     """Whether the rows ``bins`` of the pieces differ less in weight than the rows ``chosen``.
 
     Of two weights, the one that differs more in relation to its sum decides.
@@ -154,25 +154,26 @@ def _is_evener(bins: Ints, taken: Sizes, rows: Rows, weights: Sizes, chosen: Int
     return after < now
 
 
-def _deal(sizes: Sizes, image_weights: Ints, num_rows: int, limits: Limits) -> Ints | None:
+def _deal(sizes: Ints, image_weights: Ints, num_rows: int, limits: Limits) -> Ints | None:
     """The row of each piece: the lightest row so far. None if a row overflows."""
-    if limits.pieces is not None and len(sizes.tokens) > num_rows * limits.pieces:
+    tokens, patches = sizes
+    if limits.pieces is not None and len(tokens) > num_rows * limits.pieces:
         return None
     slots = None if limits.pieces is None else [limits.pieces] * num_rows
     loads = [0] * num_rows
     if not limits.patches:
-        bins = _lightest(sizes.tokens, loads, slots)
-        return bins if (_added(sizes.tokens, bins, num_rows) <= limits.text).all() else None
-    bins = np.zeros(len(sizes.tokens), dtype=np.int64)
-    images = np.flatnonzero(sizes.patches)
+        bins = _lightest(tokens, loads, slots)
+        return bins if (_added(tokens, bins, num_rows) <= limits.text).all() else None
+    bins = np.zeros(len(tokens), dtype=np.int64)
+    images = np.flatnonzero(patches)
     images = images[np.argsort(-image_weights[images], kind="stable")]
     bins[images] = _lightest(image_weights[images], loads, slots)
-    loads = _added(sizes.tokens[images], bins[images], num_rows).tolist()
-    texts = np.flatnonzero(sizes.patches == 0)
-    bins[texts] = _lightest(sizes.tokens[texts], loads, slots)
-    tokens, patches = (_added(values, bins, num_rows) for values in sizes)
-    cells = np.where(patches > 0, limits.tokens, limits.text)
-    return bins if ((tokens <= cells) & (patches <= limits.patches)).all() else None
+    loads = _added(tokens[images], bins[images], num_rows).tolist()
+    texts = np.flatnonzero(patches == 0)
+    bins[texts] = _lightest(tokens[texts], loads, slots)
+    used, used_patches = (_added(values, bins, num_rows) for values in sizes)
+    cells = np.where(used_patches > 0, limits.tokens, limits.text)
+    return bins if ((used <= cells) & (used_patches <= limits.patches)).all() else None
 
 
 def _added(values: Ints, bins: Ints, num_rows: int) -> Ints:
@@ -205,17 +206,17 @@ def _lightest(weights: Ints, loads: list[int], slots: list[int] | None) -> Ints:
     return np.fromiter(bins, np.int64, len(bins))
 
 
-def _with_a_row_split(rows: Rows, sizes: Sizes, limits: Limits) -> Rows:
+def _with_a_row_split(rows: Rows, sizes: Ints, limits: Limits) -> Rows:
     """One row more: about half of the pieces of the row that has the most."""
     num_rows = len(rows.offsets) - 1
     row = int(rows.counts().argmax())
     places = np.arange(rows.offsets[row], rows.offsets[row + 1])
     pieces = rows.order[places]
-    is_image = sizes.patches[pieces] > 0
+    is_image = sizes[1, pieces] > 0
     moved = np.zeros(len(pieces), dtype=bool)
     if is_image.sum() == 1:  # the text that leaves its image must leave room for a dummy image
         texts = np.flatnonzero(~is_image)
-        fit = np.cumsum(sizes.tokens[pieces[texts]]) <= limits.text
+        fit = np.cumsum(sizes[0, pieces[texts]]) <= limits.text
         moved[texts[fit][: -(-len(texts) // 2)]] = True
     else:
         moved[np.flatnonzero(is_image)[1::2]] = moved[np.flatnonzero(~is_image)[1::2]] = True

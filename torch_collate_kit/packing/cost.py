@@ -1,4 +1,4 @@
-"""What an example costs a model: its language layers by tokens, its vision tower by patches."""
+"""Cost of an example in a model: language layers by tokens, vision tower by patches."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ModelCost:
         return dataclass_repr(self)
 
     def language(self, lengths: Ints) -> Ints:
-        """Cost of sub-sequences of these lengths in the language model: int64, their shape."""
+        """Return the cost of sub-sequences of these lengths: int64, their shape."""
         costs = lengths * (self.language_linear + self.language_quadratic * lengths)
         if self.language_window:
             within = np.minimum(lengths, self.language_window)
@@ -79,7 +79,7 @@ class ModelCost:
         return costs
 
     def vision(self, patches_per_image: Ints) -> Ints:
-        """Cost of images of so many patches (or tiles) in the vision tower: int64, their shape.
+        """Return the cost of images with so many patches, or tiles: int64, their shape.
 
         >>> ModelCost(vision_linear=10, vision_quadratic=1).vision(np.array([2, 0])).tolist()
         [24, 0]
@@ -88,15 +88,12 @@ class ModelCost:
 
     @classmethod
     def of(cls, config: Any) -> ModelCost:
-        """The cost of a transformers model, from its config. Without a vision config, images are 0.
+        """Read the cost of a transformers model from its config; without a tower, images cost 0.
 
-        In a mixture of experts a token passes those that it is routed to, and the shared ones.
-        Layers with a sliding window are counted with it, and those with chunks as if a chunk were a
-        window, which is exact up to its length. Latent attention (DeepSeek) is counted with its
-        projections, the gated delta rule (Qwen3-Next, Qwen3.5) as linear. Windowed attention is
-        linear in a vision tower. Images are counted in patches where the tower has a
-        ``spatial_merge_size`` (Qwen, GLM), else in tiles of its ``image_size`` (InternVL, LLaVA,
-        Idefics3, Gemma-3).
+        A token passes the experts that it is routed to, and the shared ones. Layers with a window
+        are counted with it, chunks as windows, latent attention with its projections, the gated
+        delta rule (Qwen3-Next, Qwen3.5) as linear. Images are counted in patches where the tower
+        has a ``spatial_merge_size`` (Qwen, GLM), else in tiles of its ``image_size``.
 
         Raises:
             ValueError: the config lacks a size that is needed, or has layers of another kind or of
@@ -107,10 +104,7 @@ class ModelCost:
         >>> ModelCost.of(SimpleNamespace(intermediate_size=256, **sizes))
         ModelCost(language_linear=16384, language_quadratic=16, vision_linear=0, vision_quadratic=0)
         """
-        if getattr(config, "text_config", None) is None:
-            language = language_flops(config)
-        else:
-            language = language_flops(config.text_config)
+        language = language_flops(getattr(config, "text_config", None) or config)
         vision = getattr(config, "vision_config", None)
         images = (0, 0) if vision is None else vision_flops(vision)
         squared = [n for n in (language.quadratic, language.windowed, images[1]) if n]
@@ -119,10 +113,6 @@ class ModelCost:
         return cls(*[round(n * unit) for n in flops] + [language.window])
 
     def as_state(self) -> list[int]:
-        """Its numbers for a state; those of the window only if there is one.
-
-        >>> ModelCost().as_state()
-        [24576, 1, 5266, 1]
-        """
+        """Return the numbers for a state; those of the window only if there is one."""
         numbers = list(astuple(self))
         return numbers if self.language_window else numbers[:4]

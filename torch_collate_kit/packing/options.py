@@ -58,11 +58,11 @@ _NONE_MEANS = {
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the parallel dimensions: data, tensor, context, pipeline; and fp8 on or off.
+    """Sizes of the parallel dimensions: data, tensor, context; and fp8 on or off.
 
-    The four sizes are ints of at least 1 and are kept as Python ints. Immutable and hashable.
-    ``pp`` changes nothing here: pipeline stages exchange blocks of one shape, which is
-    ``PackedCollator(fixed_width=True)`` with a fixed number of rows (docs/contract.md).
+    The sizes are ints of at least 1 and are kept as Python ints. Immutable and hashable. Pipeline
+    stages exchange blocks of one shape: ``PackedCollator(fixed_width=True)`` with a fixed number of
+    rows.
 
     Raises:
         TypeError: a size is not an int, or ``fp8`` is not a bool.
@@ -76,11 +76,10 @@ class ParallelLayout:
     dp: int = 1
     tp: int = 1
     cp: int = 1
-    pp: int = 1
     fp8: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "cp", "pp"):
+        for name in ("dp", "tp", "cp"):
             hint = "1 means this kind of parallelism is off"
             object.__setattr__(self, name, checked_int(name, getattr(self, name), hint=hint))
         checked_bool("fp8", self.fp8)
@@ -170,7 +169,7 @@ class PackingOptions:
                 f"max_tokens must be at least align={self.parallel.align}, got {max_tokens}: not "
                 "one aligned token fits in a row; raise max_tokens or lower align"
             )
-        if self.num_ranks % self.parallel.dp:
+        if self.row_multiple % self.parallel.dp:
             raise ValueError(
                 f"rows_multiple_of must be a multiple of dp={self.parallel.dp}, got "
                 f"{self.rows_multiple_of}: every rank takes as many rows"
@@ -190,8 +189,8 @@ class PackingOptions:
         return capacity_of(self.max_tokens, self.parallel.align)
 
     @property
-    def num_ranks(self) -> int:
-        """Ranks that rows are planned for: ``rows_multiple_of``, or else ``dp``."""
+    def row_multiple(self) -> int:
+        """Number that the rows are a multiple of: ``rows_multiple_of``, or else ``dp``."""
         return self.rows_multiple_of or self.parallel.dp
 
     @property
@@ -201,7 +200,7 @@ class PackingOptions:
         >>> PackingOptions(64, parallel=ParallelLayout(dp=2, tp=8), dummy_image_tokens=3).reserved
         8
         """
-        if self.num_ranks == 1:
+        if self.row_multiple == 1:
             return 0
         return -(-self.dummy_image_tokens // self.parallel.align) * self.parallel.align
 

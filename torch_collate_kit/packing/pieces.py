@@ -1,11 +1,9 @@
-"""The pieces to place: examples with their images, refused, cut or dropped where over-long.
-
-Over-long examples are decided on here, and nowhere else.
-"""
+"""The pieces to place: examples and their images, refused, cut or dropped where over-long."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,9 +13,10 @@ from numpy.ma import MaskedArray
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.cost import ModelCost
 from torch_collate_kit.packing.options import PackingOptions
-from torch_collate_kit.packing.rows import Ints, row_sums
+from torch_collate_kit.packing.plan import PackingPlan
+from torch_collate_kit.packing.rows import Ints, Rows, row_sums
 
-__all__ = ["FittedPieces", "ImageLoad", "Patches", "cut_to_fit", "image_load", "num_pieces"]
+__all__ = ["ImageLoad", "Patches", "cut_to_fit", "image_load", "num_pieces"]
 
 _MOST_PATCHES = 2**28 - 1  # of an image; the cost of more would not fit int64
 
@@ -33,9 +32,9 @@ _HINT = (
 class ImageLoad(NamedTuple):
     """Patches and vision cost of each example: int64 [N].
 
-    ``cuts`` says what is left of an example that is truncated: tokens, patches and cost of its
-    longest beginning that fits and does not end within an image, int64 [N] each. It is made by
-    who knows the tokens; without it no example with an image is cut.
+    ``cuts`` are the tokens, patches and cost that truncation leaves of an example: of its longest
+    beginning that fits and does not end within an image, int64 [N] each. Only a collator knows
+    them; without them no example with an image is cut.
     """
 
     patches: Ints
@@ -44,24 +43,24 @@ class ImageLoad(NamedTuple):
 
     @classmethod
     def none(cls, num_examples: int) -> ImageLoad:
-        """Of examples without images."""
+        """Return zeros, for examples without images."""
         zeros = np.zeros(num_examples, dtype=np.int64)
         return cls(zeros, zeros)
 
     def take(self, examples: Ints) -> ImageLoad:
-        """Of these examples, in that order, without ``cuts``. A copy."""
+        """Return those of these examples, in that order, without ``cuts``. A copy."""
         if not self.patches.any():
             return ImageLoad.none(len(examples))  # zeros that take no memory
         return ImageLoad(self.patches[examples], self.costs[examples])
 
     def with_cuts(self, lengths: Ints, patches: Patches, cost: ModelCost) -> ImageLoad:
-        """With the tokens, int64 [N], and the patches that truncation may leave."""
+        """Add the tokens, int64 [N], and the patches that truncation leaves."""
         left = image_load(patches, len(self.patches), cost)
         return self._replace(cuts=(lengths, left.patches, left.costs))
 
 
 def image_load(patches: Patches | ImageLoad, num_examples: int, cost: ModelCost) -> ImageLoad:
-    """``patches`` of the examples, checked, with their cost. An ImageLoad is returned as it is.
+    """Return checked ``patches`` of the examples with their cost; an ImageLoad as it is.
 
     An int per example counts as one image. Not modified; may be a view of it.
 
@@ -89,7 +88,7 @@ def image_load(patches: Patches | ImageLoad, num_examples: int, cost: ModelCost)
 
 
 def _patches_of_images(patches: Any) -> tuple[npt.NDArray[Any], Ints | None]:
-    """The patches of all images, and where those of each example begin; None: one of each."""
+    """Return the patches of all images, and each example's offset; None: one per example."""
     kinds = set(map(type, patches)) if isinstance(patches, Sequence) else {type(patches)}
     if MaskedArray in kinds:
         raise TypeError("patches are a masked array, whose mask would be lost; pass .compressed()")
@@ -136,42 +135,17 @@ def _checked_patches(values: npt.NDArray[Any], offsets: Ints | None) -> Ints:
     return values.astype(np.int64, copy=False)
 
 
-class FittedPieces(NamedTuple):
-    """Examples, or parts of them, each at most a row long, in example order."""
-
-    example_indices: Ints
-    starts: Ints
-    lengths: Ints
-    images: ImageLoad
-    """Of each piece."""
-    dropped: Ints
-    cut: Ints
-    num_cut_tokens: int = 0
-    num_dropped_tokens: int = 0
-
-    def take(self, pieces: Ints) -> FittedPieces:
-        """These pieces, in that order. A copy."""
-        return self._replace(
-            example_indices=self.example_indices[pieces],
-            starts=self.starts[pieces],
-            lengths=self.lengths[pieces],
-            images=self.images.take(pieces),
-        )
-
-
 def cut_to_fit(
     lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None
-) -> FittedPieces:
-    """The pieces to place of examples of these lengths, int64 [N], and images.
+) -> PackingPlan:
+    """Return the pieces of examples of these lengths, int64 [N], and images: one in each row.
 
-    An example without an image may be as long as a row less what is reserved for a dummy image. An
-    example with an image is cut only where ``images.cuts`` says, and never split.
+    They are in the order of the examples. An example without an image may be as long as a row less
+    the cells reserved for a dummy image. An example with an image is cut only where ``images.cuts``
+    says, and never split.
 
     Raises:
         DataError: an example that does not fit in a row, with ``overflow="raise"``, or with images.
-
-    >>> cut_to_fit(np.array([3, 5]), PackingOptions(3, overflow="split")).starts.tolist()
-    [0, 0, 3]
     """
     most, overflow = _longest(packing, images), packing.overflow
     does_not_fit = lengths > most
@@ -179,18 +153,15 @@ def cut_to_fit(
         images = ImageLoad.none(len(lengths))
     elif packing.max_patches is not None:
         does_not_fit = does_not_fit | (images.patches > packing.max_patches)
-    none = np.zeros(0, dtype=np.int64)
-    whole = FittedPieces(
-        np.arange(len(lengths)), np.zeros_like(lengths), lengths, images, dropped=none, cut=none
-    )
+    whole = _whole_examples(lengths, packing, images)
     too_long = np.flatnonzero(does_not_fit)
     if not len(too_long):
         return whole
     limits = np.broadcast_to(most, lengths.shape)
     if overflow == "drop":
-        kept = whole.take(np.delete(whole.example_indices, too_long))
+        kept = np.delete(whole.example_indices, too_long)
         lost = int(lengths[too_long].sum())
-        return kept._replace(dropped=too_long, num_dropped_tokens=lost)
+        return replace(_one_in_each_row(whole, kept), dropped=too_long, num_dropped_tokens=lost)
     with_images = too_long[images.patches[too_long] > 0]
     if overflow == "raise" or (len(with_images) and (overflow == "split" or images.cuts is None)):
         unfit = too_long if overflow == "raise" else with_images
@@ -200,30 +171,54 @@ def cut_to_fit(
         if len(with_images):
             shortened, images = _cut_before_images(shortened, with_images, packing, images)
         lost = int((lengths - shortened).sum())
-        return whole._replace(lengths=shortened, images=images, cut=too_long, num_cut_tokens=lost)
+        whole = _whole_examples(shortened, packing, images)
+        return replace(whole, cut=too_long, num_cut_tokens=lost)
     counts = num_pieces(lengths, packing, images)
-    split = whole.take(np.repeat(whole.example_indices, counts))
+    split = _one_in_each_row(whole, np.repeat(whole.example_indices, counts))
     limit = limits[split.example_indices]
     first_piece = np.repeat(np.cumsum(counts) - counts, counts)
     starts = (np.arange(len(limit)) - first_piece) * limit
-    return split._replace(
-        starts=starts, lengths=np.minimum(split.lengths - starts, limit), cut=too_long
+    return replace(
+        split, starts=starts, lengths=np.minimum(split.lengths - starts, limit), cut=too_long
     )
 
 
-def num_pieces(lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None) -> Ints:
-    """How many pieces of examples are placed, of those that are: int64 [N].
+def _whole_examples(lengths: Ints, packing: PackingOptions, images: ImageLoad) -> PackingPlan:
+    """Return a plan with every example in a row of its own."""
+    none = np.zeros(0, dtype=np.int64)
+    return PackingPlan(
+        example_indices=np.arange(len(lengths)),
+        starts=np.zeros_like(lengths),
+        lengths=lengths,
+        row_offsets=np.arange(len(lengths) + 1),
+        max_tokens=packing.max_tokens,
+        align=packing.parallel.align,
+        rows_multiple_of=1,
+        dropped=none,
+        cut=none,
+        num_cut_tokens=0,
+        num_dropped_tokens=0,
+        patches=images.patches,
+        vision_costs=images.costs,
+        max_patches=packing.max_patches,
+        dummy_image_tokens=packing.dummy_image_tokens,
+        cost=packing.cost,
+    )
 
-    >>> num_pieces(np.array([3, 5]), PackingOptions(3, overflow="split")).tolist()
-    [1, 2]
-    """
+
+def _one_in_each_row(plan: PackingPlan, pieces: Ints) -> PackingPlan:
+    return plan.in_rows(Rows(pieces, np.arange(len(pieces) + 1)))
+
+
+def num_pieces(lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None) -> Ints:
+    """Count the pieces of each example that is placed: int64 [N]."""
     if packing.overflow != "split":
         return np.ones_like(lengths)
     return -(-lengths // _longest(packing, images))
 
 
 def _longest(packing: PackingOptions, images: ImageLoad | None) -> Ints | np.int64:
-    """The longest piece of each example: int64 [N], or without images one for all."""
+    """Return the longest piece that each example may have: int64 [N], or one for all."""
     capacity = min(packing.capacity, 2**63 - 1)
     if images is None:
         return np.int64(capacity)
@@ -233,7 +228,7 @@ def _longest(packing: PackingOptions, images: ImageLoad | None) -> Ints | np.int
 def _cut_before_images(
     lengths: Ints, examples: Ints, packing: PackingOptions, images: ImageLoad
 ) -> tuple[Ints, ImageLoad]:
-    """The lengths of all, and their images, with these ``examples`` cut as ``images.cuts`` says."""
+    """Cut these ``examples`` as ``images.cuts`` says; return the lengths and images of all."""
     assert images.cuts is not None
     lengths, patches, costs = lengths.copy(), images.patches.copy(), images.costs.copy()
     kept, patches[examples], costs[examples] = (values[examples] for values in images.cuts)
@@ -257,7 +252,7 @@ def _cut_before_images(
 def _unfit_error(
     unfit: Ints, lengths: Ints, limits: Ints, packing: PackingOptions, images: ImageLoad
 ) -> DataError:
-    """What is wrong with the first of the examples that do not fit, and how many others do not."""
+    """Return the error that names the first example that does not fit, and counts the others."""
     i, overflow = int(unfit[0]), packing.overflow
     limit, has_image = int(limits[i]), bool(images.patches[i] > 0)
     if lengths[i] > limit:

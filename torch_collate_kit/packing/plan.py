@@ -1,27 +1,29 @@
-"""The result of packing: which piece of which example goes where."""
+"""The result of packing: the row and the place of every piece of every example."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int
+from torch_collate_kit._reprs import plural
 from torch_collate_kit.packing.cost import ModelCost
 from torch_collate_kit.packing.options import capacity_of
-from torch_collate_kit.packing.rows import Ints, row_sums
+from torch_collate_kit.packing.rows import Ints, Rows, row_sums
 
 __all__ = ["PackingPlan"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PackingPlan:
     """Rows of pieces, listed row by row, as ``pack`` returns them. Legend: S pieces, R rows.
 
     A piece is an example or a part of one. All arrays are int64; treat them as read-only. Rows are
-    shard-major: rank r owns rows ``[r * R / num_ranks, (r + 1) * R / num_ranks)``.
+    planned for ``N = rows_multiple_of`` ranks and are shard-major: rank r owns the rows
+    ``[r * R / N, (r + 1) * R / N)``.
 
     >>> from torch_collate_kit.packing import pack
     >>> plan = pack([5, 3, 9, 2], 10)
@@ -41,8 +43,8 @@ class PackingPlan:
     """Capacity of a row, in tokens."""
     align: int
     """A piece occupies its length rounded up to a multiple of this."""
-    num_ranks: int
-    """Number of data-parallel ranks; the number of rows is a multiple of it."""
+    rows_multiple_of: int
+    """Number of ranks that the rows are planned for; the number of rows is a multiple of it."""
     dropped: Ints
     """[D] examples left out, ascending (overflow="drop")."""
     cut: Ints
@@ -54,13 +56,13 @@ class PackingPlan:
     patches: Ints
     """[S] patches of the images in the piece; 0 without an image, or if none were given."""
     vision_costs: Ints
-    """[S] what these cost the vision tower."""
+    """[S] cost of these images in the vision tower."""
     max_patches: int | None
     """Capacity of a row, in patches; None for no limit."""
     dummy_image_tokens: int
     """Tokens of the dummy image that ``needs_dummy_image`` asks for."""
     cost: ModelCost
-    """What a piece costs the language model."""
+    """Cost of a piece in the language model."""
 
     @property
     def num_rows(self) -> int:
@@ -75,9 +77,8 @@ class PackingPlan:
     @property
     def bins(self) -> list[list[int]]:
         """Example indices, a list per row. Python lists are slow: meant for inspection."""
-        offsets = self.row_offsets.tolist()
         indices = self.example_indices.tolist()
-        return [indices[a:b] for a, b in pairwise(offsets)]
+        return [indices[a:b] for a, b in pairwise(self.row_offsets.tolist())]
 
     @property
     def aligned_lengths(self) -> Ints:
@@ -105,7 +106,7 @@ class PackingPlan:
 
         Ranks must run the vision tower equally often, else their collectives do not match.
         """
-        has_image = (self.row_patches > 0).reshape(self.num_ranks, -1)
+        has_image = (self.row_patches > 0).reshape(self.rows_multiple_of, -1)
         needed: npt.NDArray[np.bool_] = (has_image.any(axis=0) & ~has_image).ravel()
         return needed
 
@@ -126,7 +127,7 @@ class PackingPlan:
 
         The larger of two numbers: all cells divided by the capacity, and the number of pieces
         longer than half the capacity, since no two of those share a row; or that of patches, if
-        these are limited. Rounded up to a multiple of ``num_ranks``.
+        these are limited. Rounded up to a multiple of ``rows_multiple_of``.
         """
         budgets = [(self.aligned_lengths, capacity_of(self.max_tokens, self.align))]
         if self.max_patches is not None:
@@ -136,57 +137,71 @@ class PackingPlan:
             by_sum = -(-int(sizes.sum()) // usable)
             by_large_pieces = int(np.count_nonzero(2 * sizes > usable))
             rows = max(rows, by_sum, by_large_pieces)
-        return -(-rows // self.num_ranks) * self.num_ranks
+        return -(-rows // self.rows_multiple_of) * self.rows_multiple_of
 
     @property
     def tokens_per_rank(self) -> Ints:
-        """[num_ranks] tokens of each rank, padding not counted."""
+        """[N] tokens of each rank, padding not counted."""
         return self._rank_sums(self.row_tokens)
 
     @property
     def cost_per_rank(self) -> Ints:
-        """[num_ranks] cost in the language model: ``cost.language`` of the aligned pieces."""
+        """[N] cost in the language model: ``cost.language`` of the aligned pieces."""
         costs = self.cost.language(self.aligned_lengths)
         return self._rank_sums(row_sums(costs, self.row_offsets))
 
     @property
     def vision_cost_per_rank(self) -> Ints:
-        """[num_ranks] cost in the vision tower, in the same unit: ``cost.vision`` of the images."""
+        """[N] cost in the vision tower, in the same unit: ``cost.vision`` of the images."""
         return self._rank_sums(row_sums(self.vision_costs, self.row_offsets))
 
     def __repr__(self) -> str:
-        """What it is of and what it costs, in one line."""
-        unit = "piece" if len(self.cut) else "example"
-        pieces = f"{len(self.lengths):,} {unit}{'' if len(self.lengths) == 1 else 's'}"
-        ranks = "" if self.num_ranks == 1 else f" for {self.num_ranks} ranks"
-        lost = [
-            *([f"{len(self.dropped):,} dropped"] if len(self.dropped) else []),
-            *([f"{len(self.cut):,} cut"] if len(self.cut) else []),
-        ]
+        pieces = [plural(len(self.lengths), "piece" if len(self.cut) else "example")]
+        pieces += [f"{len(self.dropped):,} dropped"] if len(self.dropped) else []
+        pieces += [f"{len(self.cut):,} cut"] if len(self.cut) else []
+        ranks = "" if self.rows_multiple_of == 1 else f" for {self.rows_multiple_of} ranks"
         return (
-            f"PackingPlan({', '.join([pieces, *lost])}; {int(self.lengths.sum()):,} tokens in "
+            f"PackingPlan({', '.join(pieces)}; {int(self.lengths.sum()):,} tokens in "
             f"{self.num_rows:,} rows of {self.width:,} cells{ranks}, efficiency "
             f"{self.efficiency:.2%}, max_tokens={self.max_tokens})"
         )
 
     def rank_rows(self, rank: int) -> range:
-        """The rows that belong to rank ``rank``; every rank has the same number.
+        """Return the rows that belong to rank ``rank``; every rank has the same number.
 
         Raises:
             TypeError: ``rank`` is not an int.
-            ValueError: ``rank`` is not in ``range(num_ranks)``.
+            ValueError: ``rank`` is not in ``range(rows_multiple_of)``.
 
-        >>> from torch_collate_kit.packing import pack
-        >>> pack([5, 3, 9, 2], 10, rows_multiple_of=2).rank_rows(1)
+        >>> from torch_collate_kit.packing import ParallelLayout, pack
+        >>> pack([5, 3, 9, 2], 10, parallel=ParallelLayout(dp=2)).rank_rows(1)
         range(1, 2)
         """
-        hint = f"this plan has ranks 0 to {self.num_ranks - 1}"
+        num_ranks = self.rows_multiple_of
+        hint = f"this plan has ranks 0 to {num_ranks - 1}"
         rank = checked_int("rank", rank, minimum=0, hint=hint)
-        if rank >= self.num_ranks:
-            raise ValueError(f"rank must be less than {self.num_ranks}, got {rank}; {hint}")
-        rows_per_rank = self.num_rows // self.num_ranks
+        if rank >= num_ranks:
+            raise ValueError(f"rank must be less than {num_ranks}, got {rank}; {hint}")
+        rows_per_rank = self.num_rows // num_ranks
         return range(rank * rows_per_rank, (rank + 1) * rows_per_rank)
 
+    def in_rows(self, rows: Rows, rows_multiple_of: int = 1) -> PackingPlan:
+        """Return the plan of these pieces, or of some of them, in other rows. A copy."""
+        order = rows.order
+        patches = costs = np.zeros(len(order), dtype=np.int64)
+        if self.patches.any():
+            patches, costs = self.patches[order], self.vision_costs[order]
+        return replace(
+            self,
+            example_indices=self.example_indices[order],
+            starts=self.starts[order],
+            lengths=self.lengths[order],
+            row_offsets=rows.offsets,
+            rows_multiple_of=rows_multiple_of,
+            patches=patches,
+            vision_costs=costs,
+        )
+
     def _rank_sums(self, values: Ints) -> Ints:
-        sums: Ints = values.reshape(self.num_ranks, -1).sum(axis=1)
+        sums: Ints = values.reshape(self.rows_multiple_of, -1).sum(axis=1)
         return sums

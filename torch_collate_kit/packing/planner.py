@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._checks import checked_int, checked_lengths
+from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit.packing.balance import for_ranks
-from torch_collate_kit.packing.options import PackingOptions, ParallelLayout, packing_options
-from torch_collate_kit.packing.pieces import (
-    FittedPieces,
-    ImageLoad,
-    Patches,
-    cut_to_fit,
-    image_load,
-)
+from torch_collate_kit.packing.options import PackingOptions, ParallelLayout, common_options
+from torch_collate_kit.packing.pieces import ImageLoad, Patches, cut_to_fit, image_load
 from torch_collate_kit.packing.plan import PackingPlan
-from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
+from torch_collate_kit.packing.rows import Ints, Limits, Rows
 from torch_collate_kit.packing.strategies import (
     best_fit_decreasing,
     first_fit_decreasing,
@@ -27,56 +20,43 @@ from torch_collate_kit.packing.strategies import (
 )
 from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from torch_collate_kit.packing.options import PackingKeywords
-
-__all__ = ["fill_rows", "pack", "part_of", "plan_of", "rows_alone"]
+__all__ = ["batch_of_rows", "fill_rows", "pack", "part_of"]
 
 
 def pack(
     lengths: npt.ArrayLike,
     max_tokens: int | None = None,
     *,
-    patches: Patches | None = None,
+    strategy: str | None = None,
+    overflow: str | None = None,
+    parallel: ParallelLayout | None = None,
+    max_patches: int | None = None,
+    patches: Patches | ImageLoad | None = None,
     packing: PackingOptions | None = None,
-    align: int = 1,
-    **options: Unpack[PackingKeywords],
 ) -> PackingPlan:
     """Plan rows of at most ``max_tokens`` tokens that hold every example exactly once.
 
     Args:
         lengths: integers [N], tokens per example, each at least 1. Not modified.
-        max_tokens: capacity of a row, where each piece counts with its length rounded up to
-            ``align``.
+        max_tokens: capacity of a row; a piece counts with its length rounded up to the
+            ``align`` of ``parallel``.
+        strategy: "best_fit_decreasing" (default; Johnson 1973, by length histogram as in Krell et
+            al. 2021) and "first_fit_decreasing" use at most 11/9 of the optimal number of rows +
+            6/9, and nearly the optimum on real data. "balanced" evens out the tokens over as many
+            rows as best fit uses (LPT, Graham 1969). "sequential" keeps the order of the examples,
+            within rows and across them.
+        overflow: what to do with an example longer than a row: "raise" an error (default),
+            "truncate" it to its first tokens, "drop" it, or "split" it into consecutive pieces. An
+            example with images is never split, and truncated only by a collator, which knows where
+            they are.
+        parallel: a :class:`ParallelLayout`, by default of one rank. The number of rows is rounded
+            up to a multiple of its ``dp``. A row added by rounding takes pieces from many other
+            rows, so that all are evenly filled; with too few pieces, empty dummy rows are added.
+        max_patches: the most patches of a row; None for no limit.
         patches: vision patches: ints [N], 0 for an example without an image, or for each example
             the ints of its images (a list of lists, or a Ragged). Not modified.
-        max_patches: the most patches of a row.
-        packing: all options in one object; then nothing else is passed but ``patches``.
-        strategy: "best_fit_decreasing" (Johnson 1973, by length histogram as in Krell et al. 2021)
-            and "first_fit_decreasing" use at most 11/9 of the optimal number of rows + 6/9, and
-            nearly the optimum on real data. "balanced" evens out the tokens over as many rows as
-            best fit uses (LPT, Graham 1969). "sequential" keeps the order of the examples, within
-            rows and across them.
-        parallel: the parallel layout; its ``align`` and ``dp`` are the next two.
-        align: each piece occupies a multiple of this many cells.
-        rows_multiple_of: number of data-parallel ranks that rows are planned for, by default
-            ``dp``. The number of rows is rounded up to a multiple of it. A row added by rounding
-            takes pieces from many other rows, so that all are evenly filled; with too few pieces,
-            empty dummy rows are added.
-        balance: what to balance over the ranks: "attention" (what pieces and images cost by
-            ``cost``) or "tokens" (and patches). The i-th rows of all ranks are similar, too. With
-            None, row i goes to rank ``i % rows_multiple_of``.
-            "sequential" keeps the order of groups of ``rows_multiple_of`` rows; with
-            ``balance=None`` it also keeps the order within a group.
-        cost: a :class:`ModelCost`, by default ``n * (24576 + n)`` for n tokens.
-        overflow: what to do with an example longer than a row: "raise" an error, "truncate" it to
-            its first tokens, "drop" it, or "split" it into consecutive pieces. An example with
-            images is never split, and truncated only by a collator, which knows where they are.
-        max_sequences_per_row: the largest number of pieces per row; None for no limit.
-        dummy_image_tokens: with several ranks and ``patches``, rows without an image keep so many
-            tokens free: they get a dummy image where ``PackingPlan.needs_dummy_image``.
+        packing: a :class:`PackingOptions` with these options and the rarer ones (``balance``,
+            ``cost``, ``rows_multiple_of``, ...), in place of all of the above but ``patches``.
 
     Returns:
         A new plan. With one rank, rows are in the order in which the strategy opened them. The same
@@ -85,53 +65,47 @@ def pack(
     Raises:
         DataError: a length below 1, or an example that does not fit in a row with
             ``overflow="raise"``; names the example.
-        TypeError: a wrong type, such as float lengths; options given twice.
+        TypeError: a wrong type, such as float lengths; ``packing`` beside other options.
         ValueError: lengths that are not 1-D, an unknown option, a number below its minimum.
 
-    >>> plan = pack([5, 3, 9, 2, 14], 10, overflow="drop", rows_multiple_of=2)
+    >>> plan = pack([5, 3, 9, 2, 14], 10, overflow="drop", parallel=ParallelLayout(dp=2))
     >>> plan.bins, plan.dropped.tolist(), plan.tokens_per_rank.tolist()
     ([[0, 1, 3], [2]], [4], [10, 9])
     """
-    if align != 1:
-        if packing is not None or options.get("parallel") is not None:
-            raise TypeError(
-                "align is that of the parallel layout; pass either it or "
-                f"{'packing' if packing else 'parallel'}="
-            )
-        options["parallel"] = ParallelLayout(tp=checked_int("align", align))
-    return plan_of(lengths, packing_options(packing, max_tokens, options), patches)
-
-
-def plan_of(
-    lengths: npt.ArrayLike, packing: PackingOptions, patches: Patches | ImageLoad | None = None
-) -> PackingPlan:
-    """As ``pack``, of options that are checked."""
+    packing = common_options(
+        packing,
+        max_tokens,
+        strategy=strategy,
+        overflow=overflow,
+        parallel=parallel,
+        max_patches=max_patches,
+    )
     checked = checked_lengths(lengths)
     images = None if patches is None else image_load(patches, len(checked), packing.cost)
     pieces = cut_to_fit(checked, packing, images)
     sizes, limits = _measured(pieces, packing, has_images=images is not None)
     rows = _filled(sizes, limits, packing.strategy)
-    rows = for_ranks(rows, sizes, limits, pieces.images.costs, packing)
-    return _plan(pieces, rows, packing, packing.num_ranks)
+    rows = for_ranks(rows, sizes, limits, pieces.vision_costs, packing)
+    return pieces.in_rows(rows, packing.row_multiple)
 
 
 def fill_rows(
     lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None
 ) -> PackingPlan:
-    """Rows as the strategy opens them: not evened out, and for no ranks yet.
+    """Fill rows as the strategy opens them: not evened out, and for no ranks yet.
 
     ``lengths`` int64 [N]. "balanced" opens the rows of best fit. With ``images``, of these examples
     or of others of the run, rows reserve cells for a dummy image.
     """
     pieces = cut_to_fit(lengths, packing, images)
     sizes, limits = _measured(pieces, packing, has_images=images is not None)
-    return _plan(pieces, _filled(sizes, limits, packing.strategy), packing, num_ranks=1)
+    return pieces.in_rows(_filled(sizes, limits, packing.strategy))
 
 
-def rows_alone(
+def batch_of_rows(
     filled: PackingPlan, rows: Ints, dropped: Ints, packing: PackingOptions
 ) -> tuple[Ints, PackingPlan]:
-    """Rows that ``fill_rows`` has filled, as a batch of their own for all ranks of ``packing``.
+    """Plan some rows that ``fill_rows`` has filled as a batch for all ranks of ``packing``.
 
     Returns its examples, int64 [N] ascending, and a plan in which they are numbered 0 to N - 1;
     ``dropped`` are examples that it counts as dropped. Without images it is the plan that packing
@@ -143,25 +117,21 @@ def rows_alone(
     >>> filled = fill_rows(np.array([4, 2, 6, 3]), packing)
     >>> filled.bins
     [[2], [0, 1], [3]]
-    >>> examples, plan = rows_alone(filled, np.array([1, 2]), filled.dropped, packing)
+    >>> examples, plan = batch_of_rows(filled, np.array([1, 2]), filled.dropped, packing)
     >>> examples.tolist(), plan.bins
     ([0, 1, 3], [[0, 1], [2]])
     """
     chosen = Rows(np.arange(len(filled.lengths)), filled.row_offsets).take(np.sort(rows))
     examples = np.unique(np.append(filled.example_indices[chosen.order], dropped))
-    part = part_of(filled, chosen, examples)
-    images = ImageLoad(part.patches, part.vision_costs)
-    pieces = FittedPieces(
-        part.example_indices, part.starts, part.lengths, images, part.dropped, part.cut
-    )
-    sizes, limits = _measured(pieces, packing, has_images=True)
+    part = replace(part_of(filled, chosen, examples), num_cut_tokens=0, num_dropped_tokens=0)
+    sizes, limits = _measured(part, packing, has_images=True)
     alone = Rows(np.arange(len(part.lengths)), part.row_offsets)
     alone = for_ranks(alone, sizes, limits, part.vision_costs, packing)
-    return examples, _plan(pieces, alone, packing, packing.num_ranks)
+    return examples, part.in_rows(alone, packing.row_multiple)
 
 
 def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
-    """Rows of some of a plan's pieces, with the ``examples``, ascending, numbered anew from 0.
+    """Return rows of some of a plan's pieces, the ``examples``, ascending, numbered anew from 0.
 
     >>> plan = pack([4, 2, 6], 6)
     >>> part_of(plan, Rows(np.array([1]), np.array([0, 0, 1])), np.array([0])).bins
@@ -171,68 +141,43 @@ def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
     def renumbered(numbers: Ints) -> Ints:
         return np.searchsorted(examples, numbers[np.isin(numbers, examples)])
 
-    images = ImageLoad(plan.patches, plan.vision_costs).take(rows.order)
+    part = plan.in_rows(rows, plan.rows_multiple_of)
     return replace(
-        plan,
-        example_indices=np.searchsorted(examples, plan.example_indices[rows.order]),
-        starts=plan.starts[rows.order],
-        lengths=plan.lengths[rows.order],
-        row_offsets=rows.offsets,
+        part,
+        example_indices=np.searchsorted(examples, part.example_indices),
         dropped=renumbered(plan.dropped),
         cut=renumbered(plan.cut),
-        patches=images.patches,
-        vision_costs=images.costs,
     )
 
 
 def _measured(
-    pieces: FittedPieces, packing: PackingOptions, *, has_images: bool
-) -> tuple[Sizes, Limits]:
-    """What the pieces take, and what a row may hold; ``has_images``: it may need a dummy image.
+    pieces: PackingPlan, packing: PackingOptions, *, has_images: bool
+) -> tuple[Ints, Limits]:
+    """Return the cells and patches of each piece, int64 [2, S], and the limits of a row.
 
-    A row may hold at most all there is: it makes the same rows, and no sum overflows.
+    With ``has_images`` a row may need a dummy image. A row may hold at most all there is: it makes
+    the same rows, and no sum overflows.
     """
-    align, patches = packing.parallel.align, pieces.images.patches
-    cells = -(-pieces.lengths // align) * align if align > 1 else pieces.lengths
-    num_cells, num_patches = int(cells.sum()), int(patches.sum())
+    sizes = np.stack([pieces.lengths, pieces.patches])
+    align = packing.parallel.align
+    if align > 1:
+        sizes[0] = -(-pieces.lengths // align) * align
+    num_cells, num_patches = map(int, sizes.sum(axis=1))
     tokens = min(packing.max_tokens, num_cells)
     text = min(packing.max_tokens - (packing.reserved if has_images else 0), num_cells)
     most_patches = min(packing.max_patches or num_patches, num_patches)
-    limits = Limits(tokens, most_patches, packing.max_sequences_per_row, tokens - text)
-    return Sizes(cells, patches), limits
+    return sizes, Limits(tokens, most_patches, packing.max_sequences_per_row, tokens - text)
 
 
-def _filled(sizes: Sizes, limits: Limits, strategy: str) -> Rows:
-    """The rows as the strategy opens them; one empty row of no pieces."""
-    if not len(sizes.tokens):
-        return Rows(sizes.tokens, np.zeros(2, dtype=np.int64))
+def _filled(sizes: Ints, limits: Limits, strategy: str) -> Rows:
+    """Return the rows as the strategy opens them; one empty row without pieces."""
+    tokens, patches = sizes
+    if not len(tokens):
+        return Rows(tokens, np.zeros(2, dtype=np.int64))
     if strategy == "sequential":
         return sequential(sizes, limits)
     is_first_fit = strategy == "first_fit_decreasing"
     fill = first_fit_decreasing if is_first_fit else best_fit_decreasing
-    if limits.patches and (limits.reserved or limits.patches < int(sizes.patches.sum())):
+    if limits.patches and (limits.reserved or limits.patches < int(patches.sum())):
         return fill_two_budgets(fill, sizes, limits)
-    return fill(sizes.tokens, limits.text, limits.pieces)
-
-
-def _plan(pieces: FittedPieces, rows: Rows, packing: PackingOptions, num_ranks: int) -> PackingPlan:
-    """The plan of these rows."""
-    placed = pieces.take(rows.order)
-    return PackingPlan(
-        example_indices=placed.example_indices,
-        starts=placed.starts,
-        lengths=placed.lengths,
-        row_offsets=rows.offsets,
-        max_tokens=packing.max_tokens,
-        align=packing.parallel.align,
-        num_ranks=num_ranks,
-        dropped=placed.dropped,
-        cut=placed.cut,
-        num_cut_tokens=placed.num_cut_tokens,
-        num_dropped_tokens=placed.num_dropped_tokens,
-        patches=placed.images.patches,
-        vision_costs=placed.images.costs,
-        max_patches=packing.max_patches,
-        dummy_image_tokens=packing.dummy_image_tokens,
-        cost=packing.cost,
-    )
+    return fill(tokens, limits.text, limits.pieces)

@@ -1,4 +1,4 @@
-"""What all packers work with: sizes of pieces, what a row may hold, and rows of pieces."""
+"""Pieces in rows: the partition that packers return, the limits of a row, and sums over rows."""
 
 from __future__ import annotations
 
@@ -7,26 +7,13 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Ints", "Limits", "Rows", "Sizes", "row_sums", "running_sum", "stable_argsort"]
+__all__ = ["Ints", "Limits", "Pieces", "Rows", "row_sums", "running_sum", "stable_argsort"]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 
-class Sizes(NamedTuple):
-    """Of pieces, by number, int64 [S] each: what they take of a row, or what they cost a model."""
-
-    tokens: Ints
-    """Cells, each at least 1; or the cost in the language model."""
-    patches: Ints
-    """Patches of images, 0 without an image; or the cost in the vision tower."""
-
-    def take(self, pieces: Ints) -> Sizes:
-        """Of these pieces. A copy."""
-        return Sizes(self.tokens[pieces], self.patches[pieces])
-
-
 class Limits(NamedTuple):
-    """What a row may hold at most."""
+    """The most that a row may hold."""
 
     tokens: int
     """Cells."""
@@ -42,8 +29,21 @@ class Limits(NamedTuple):
         return self.tokens - self.reserved
 
 
+class Pieces(NamedTuple):
+    """Parts of examples in the order of the rows of a batch; int64 each."""
+
+    examples: Ints
+    """[S] the example that each piece is taken from."""
+    starts: Ints
+    """[S] its first token there; not 0 only after a split."""
+    lengths: Ints
+    """[S] its tokens."""
+    row_offsets: Ints
+    """[R + 1] row r holds the pieces ``row_offsets[r]:row_offsets[r + 1]``."""
+
+
 class Rows(NamedTuple):
-    """A partition of pieces into rows: row r holds ``order[offsets[r]:offsets[r + 1]]``."""
+    """A partition of numbered pieces: row r holds ``order[offsets[r]:offsets[r + 1]]``."""
 
     order: Ints
     """int64 [S], piece numbers listed row by row."""
@@ -57,44 +57,40 @@ class Rows(NamedTuple):
         return cls(order[stable_argsort(row_of, num_rows)], offsets)
 
     def labels(self) -> Ints:
-        """The row of every entry of ``order``: int64 [S]."""
+        """Return the row of every entry of ``order``: int64 [S]."""
         return np.arange(len(self.offsets) - 1).repeat(self.counts())
 
     def counts(self) -> Ints:
-        """The pieces of each row: int64 [R]."""
+        """Return the number of pieces of each row: int64 [R]."""
         return self.offsets[1:] - self.offsets[:-1]  # np.diff takes ten times as long to begin
 
     def take(self, row_indices: Ints) -> Rows:
-        """The rows ``row_indices``, in that order. A copy."""
+        """Return the rows ``row_indices``, in that order. A copy."""
         counts = self.counts()[row_indices]
         offsets = running_sum(counts)
         shift = (self.offsets[row_indices] - offsets[:-1]).repeat(counts)
         return Rows(self.order[np.arange(offsets[-1]) + shift], offsets)
 
     def totals(self, values: Ints) -> Ints:
-        """Sum of ``values`` (int64 [S], by piece number) over each row: int64 [R]."""
+        """Sum ``values`` (int64 [S], by piece number) over each row: int64 [R]."""
         return row_sums(values[self.order], self.offsets)
 
 
 def row_sums(values: Ints, offsets: Ints) -> Ints:
-    """Sum of each row, of values listed row by row: row r is ``offsets[r]:offsets[r + 1]``.
-
-    >>> row_sums(np.array([4, 3, 2]), np.array([0, 2, 2, 3])).tolist()
-    [7, 0, 2]
-    """
+    """Sum each row of values listed row by row: row r is ``offsets[r]:offsets[r + 1]``."""
     sums = running_sum(values)[offsets]
     return sums[1:] - sums[:-1]
 
 
 def running_sum(values: npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Ints:
-    """The sum of the values before each place, and of all: int64, one entry more than values."""
+    """Sum the values before each place, and all of them: int64, one entry more than values."""
     sums = np.zeros(len(values) + 1, dtype=np.int64)
     values.cumsum(out=sums[1:])
     return sums
 
 
 def stable_argsort(keys: npt.NDArray[np.integer], num_keys: int) -> Ints:
-    """Stable argsort of integers in ``range(num_keys)``: int64, the shape of ``keys``.
+    """Sort integers in ``range(num_keys)`` stably: the places, int64, in ascending order.
 
     NumPy sorts 16-bit integers by radix, wider ones by comparison: two 16-bit passes over 32-bit
     keys are several times faster than one pass of the comparison sort.

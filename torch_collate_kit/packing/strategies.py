@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, running_sum, stable_argsort
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, running_sum, stable_argsort
 
 __all__ = [
     "OpenRows",
@@ -240,24 +240,24 @@ def _int_array(values: list[int]) -> Ints:
     return np.fromiter(values, np.int64, len(values))  # np.array takes twice as long
 
 
-def sequential(sizes: Sizes, limits: Limits) -> Rows:
+def sequential(sizes: Ints, limits: Limits) -> Rows:
     """Next fit: pieces in the order given, a new row whenever the next one does not fit.
 
     All rows keep the reserved cells free. Only a piece with an image may use them, and is then
     alone in its row.
 
-    >>> sizes = Sizes(np.array([4, 6, 3, 7, 1]), np.zeros(5, dtype=np.int64))
+    >>> sizes = np.array([[4, 6, 3, 7, 1], [0, 0, 0, 0, 0]])
     >>> sequential(sizes, Limits(10, 0)).offsets.tolist()
     [0, 2, 4, 5]
     """
-    next_start = _latest_ends(sizes, limits)
+    next_start, num_pieces = _latest_ends(sizes, limits), sizes.shape[1]
     offsets = [0]
-    while offsets[-1] < len(sizes.tokens):
+    while offsets[-1] < num_pieces:
         offsets.append(int(next_start[offsets[-1]]))
-    return Rows(np.arange(len(sizes.tokens)), np.array(offsets, dtype=np.int64))
+    return Rows(np.arange(num_pieces), np.array(offsets, dtype=np.int64))
 
 
-def split_evenly(sizes: Sizes, num_rows: int, limits: Limits) -> Rows:
+def split_evenly(sizes: Ints, num_rows: int, limits: Limits) -> Rows:
     """Cut the sequence of pieces into ``num_rows`` rows, in order and as evenly as possible.
 
     The cut after row r is at the piece boundary nearest to r / num_rows of all tokens. It moves
@@ -265,15 +265,14 @@ def split_evenly(sizes: Sizes, num_rows: int, limits: Limits) -> Rows:
     ``num_rows`` must be at least what next fit needs. Once all pieces are placed, the remaining
     rows are empty.
 
-    >>> sizes = Sizes(np.array([4, 6, 3, 7, 1]), np.zeros(5, dtype=np.int64))
+    >>> sizes = np.array([[4, 6, 3, 7, 1], [0, 0, 0, 0, 0]])
     >>> split_evenly(sizes, 3, Limits(10, 0)).offsets.tolist()
     [0, 1, 3, 5]
     """
-    num_pieces = len(sizes.tokens)
+    tokens, num_pieces = sizes[0], sizes.shape[1]
     latest_end = _latest_ends(sizes, limits)
-    backwards = Sizes(sizes.tokens[::-1], sizes.patches[::-1])
-    earliest_start = num_pieces - _latest_ends(backwards, limits)[::-1]
-    boundaries = running_sum(np.minimum(sizes.tokens, limits.text)).tolist()
+    earliest_start = num_pieces - _latest_ends(sizes[:, ::-1], limits)[::-1]
+    boundaries = running_sum(np.minimum(tokens, limits.text)).tolist()
     least = [num_pieces]  # filled backwards: the earliest end of row r
     for _ in range(num_rows):
         least.append(int(earliest_start[least[-1]]))
@@ -289,12 +288,13 @@ def split_evenly(sizes: Sizes, num_rows: int, limits: Limits) -> Rows:
     return Rows(np.arange(num_pieces), np.array(offsets, dtype=np.int64))
 
 
-def _latest_ends(sizes: Sizes, limits: Limits) -> Ints:
+def _latest_ends(sizes: Ints, limits: Limits) -> Ints:
     """Where a row that begins at each place, or at the end, must end at last: int64 [S + 1]."""
-    ends = np.full(len(sizes.tokens) + 1, len(sizes.tokens))
-    budgets = [(np.minimum(sizes.tokens, limits.text), limits.text)]
+    tokens, patches = sizes
+    ends = np.full(len(tokens) + 1, len(tokens))
+    budgets = [(np.minimum(tokens, limits.text), limits.text)]
     if limits.patches:
-        budgets.append((sizes.patches, limits.patches))
+        budgets.append((patches, limits.patches))
     for values, most in budgets:
         sums = running_sum(values)
         ends = np.minimum(ends, np.searchsorted(sums, sums + most, side="right") - 1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
+from torch_collate_kit.packing.rows import Ints, Limits, Rows
 from torch_collate_kit.packing.strategies import OpenRows
 
 __all__ = ["fill_two_budgets"]
@@ -30,7 +30,7 @@ _TOKENS, _PATCHES, _SLOTS = range(3)  # what is free in a row, and what a piece 
 _KEPT = 8  # of the images that are dealt, the smallest are kept to fill rows up: this part of all
 
 
-def fill_two_budgets(fill: Fill, sizes: Sizes, limits: Limits) -> Rows:
+def fill_two_budgets(fill: Fill, sizes: Ints, limits: Limits) -> Rows:
     """Rows of the pieces, within the limits, by ``fill``: best fit or first fit.
 
     Each piece must fit in a row of its own.
@@ -42,13 +42,13 @@ def fill_two_budgets(fill: Fill, sizes: Sizes, limits: Limits) -> Rows:
     as are needed at least, or 1% more. The plan with the fewest rows is taken.
 
     >>> from torch_collate_kit.packing.strategies import best_fit_decreasing
-    >>> sizes = Sizes(np.array([4, 3, 5, 2]), np.array([8, 6, 0, 0]))
+    >>> sizes = np.array([[4, 3, 5, 2], [8, 6, 0, 0]])
     >>> rows = fill_two_budgets(best_fit_decreasing, sizes, Limits(9, 9))
     >>> rows.order.tolist(), rows.offsets.tolist()
     ([0, 2, 1, 3], [0, 2, 4])
     """
-    by_tokens = -(-int(sizes.tokens.sum()) // limits.tokens)
-    least = max(by_tokens, -(-int(sizes.patches.sum()) // limits.patches))
+    num_tokens, num_patches = map(int, sizes.sum(axis=1))
+    least = max(-(-num_tokens // limits.tokens), -(-num_patches // limits.patches))
     best: Rows | None = None
     for rows in _plans(fill, _Pieces(sizes, limits), least):
         if best is None or len(rows.offsets) < len(best.offsets):
@@ -74,25 +74,26 @@ def _plans(fill: Fill, pieces: _Pieces, least: int) -> Iterator[Rows]:
 class _Pieces:
     """What is known of the pieces, each array [S], and of the rows that they are for."""
 
-    def __init__(self, sizes: Sizes, limits: Limits) -> None:
-        num_pieces = len(sizes.tokens)
+    def __init__(self, sizes: Ints, limits: Limits) -> None:
+        tokens, patches = sizes
+        num_pieces = len(tokens)
         self.limits = limits
         self.most = (limits.tokens, limits.patches, limits.pieces or num_pieces)
-        self.takes = (*sizes, np.ones(num_pieces, dtype=np.int64))
+        self.takes = (tokens, patches, np.ones(num_pieces, dtype=np.int64))
         # A product of both budgets, a slope and the number of rows must fit.
         is_small = limits.tokens * limits.patches * _STEEPEST < 2**62
         self.integer: type = np.int64 if is_small else object
-        by_tokens = sizes.tokens.astype(self.integer) * limits.patches
-        by_patches = sizes.patches.astype(self.integer) * limits.tokens
+        by_tokens = tokens.astype(self.integer) * limits.patches
+        by_patches = patches.astype(self.integer) * limits.tokens
         self.shares = by_tokens + by_patches
         self.classes = np.zeros(num_pieces, dtype=np.int64)
         for number, (num, den) in enumerate(_TOKEN_SLOPES, 1):
             self.classes[(by_patches * num <= by_tokens * den).astype(bool)] = number
         for number, (num, den) in enumerate(_PATCH_SLOPES, 1):
             self.classes[(by_tokens * num <= by_patches * den).astype(bool)] = -number
-        if limits.patches >= int(sizes.patches.sum()):  # no limit: images are packed by tokens
+        if limits.patches >= int(patches.sum()):  # no limit: images are packed by tokens
             self.classes[:] = len(_TOKEN_SLOPES)
-        self.classes[sizes.patches == 0] = 0
+        self.classes[patches == 0] = 0
 
 
 class _Opened:

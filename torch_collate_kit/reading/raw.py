@@ -6,13 +6,13 @@ Keys are checked here: those that are missing, say two things, or look like a kn
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.ma import MaskedArray
 from torch import Tensor
 
+from torch_collate_kit._checks import bare_key, respelt
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision import VisionLayout
@@ -31,7 +31,6 @@ __all__ = [
     "check_even",
     "check_keys",
     "first_with",
-    "is_respelt",
     "is_sequence",
     "raw_examples",
     "raw_rollouts",
@@ -285,7 +284,7 @@ def check_keys(
     """
     others = [key for key in owners if key not in KNOWN and key not in declared]
     for key in others:
-        name = _respelt(str(key), declared)
+        name = respelt(str(key), (*KNOWN, *declared))
         if name is not None and name not in owners:
             raise DataError(
                 f"{owners[key]} has no {name}, but {key!r} looks like it; rename it to {name}, or "
@@ -315,7 +314,7 @@ def _check_rollout_keys(raw: Mapping[str, Any], given: list[str]) -> None:
         )
     for name in (name for name in (*ROLLOUT_KEYS, *IMAGES) if name not in raw):
         for key in (key for key in given if key not in (*ROLLOUT_KEYS, *IMAGES)):
-            if _bare_key(key) == _bare_key(name) or (name == "logprobs" and _is_logprobs(key)):
+            if bare_key(key) == bare_key(name) or (name == "logprobs" and _is_logprobs(key)):
                 raise DataError(
                     f"example 0 has no {name}, but {key!r} looks like it; rename it to {name}, or "
                     "remove it"
@@ -323,38 +322,4 @@ def _check_rollout_keys(raw: Mapping[str, Any], given: list[str]) -> None:
 
 
 def _is_logprobs(key: str) -> bool:
-    return "logprob" in _bare_key(key) or _bare_key(key).endswith("logp")
-
-
-@lru_cache(maxsize=4096)
-def _respelt(key: str, declared: tuple[str, ...]) -> str | None:
-    """The known key that this one is, but for case, "_", a plural, or one slip of the hand."""
-    known = (*KNOWN, *declared)
-    return next((name for name in known if is_respelt(key, name)), None)
-
-
-def is_respelt(key: str, name: str) -> bool:
-    """Whether ``key`` is ``name`` but for case, "_", a plural, or one slip of the hand.
-
-    >>> is_respelt("contents", "content"), is_respelt("tool_call_id", "tool_calls")
-    (True, False)
-    """
-    return _is_one_slip(_bare_key(key), _bare_key(name))
-
-
-def _bare_key(key: str) -> str:
-    """A key but for case, what is no letter or digit, and a plural.
-
-    >>> _bare_key("Log_Probs")
-    'logprob'
-    """
-    return "".join(filter(str.isalnum, key.lower())).rstrip("s")
-
-
-def _is_one_slip(a: str, b: str) -> bool:
-    """Whether they differ in a letter, one too many or too few, or two that changed places."""
-    while a and b and a[0] == b[0]:
-        a, b = a[1:], b[1:]
-    while a and b and a[-1] == b[-1]:
-        a, b = a[:-1], b[:-1]
-    return (len(a) < 2 and len(b) < 2) or (len(a) == 2 and a == b[::-1])
+    return "logprob" in bare_key(key) or bare_key(key).endswith("logp")

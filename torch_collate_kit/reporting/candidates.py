@@ -11,8 +11,8 @@ import numpy as np
 
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.packing import PackingOptions, PackingPlan
-from torch_collate_kit.packing.pieces import FittedPieces, ImageLoad, cut_to_fit
-from torch_collate_kit.packing.planner import plan_of
+from torch_collate_kit.packing.pieces import ImageLoad, cut_to_fit
+from torch_collate_kit.packing.planner import pack
 from torch_collate_kit.packing.rows import Ints, row_sums
 
 __all__ = ["PADDED", "candidates_of", "capacities_to_try", "recommended"]
@@ -64,7 +64,7 @@ def _packed(
     """
 
     def per_step(per_row: Ints) -> Ints:
-        per_rank = per_row.reshape(packing.num_ranks, -1)
+        per_rank = per_row.reshape(packing.row_multiple, -1)
         return per_rank.T if batch_size is None else per_rank.sum(axis=1)[None]
 
     sums: Counter[str] = Counter()
@@ -73,7 +73,7 @@ def _packed(
         batch = np.arange(start, min(start + (batch_size or len(lengths)), len(lengths)))
         part = None if images is None else images.take(batch)
         began = time.perf_counter()
-        plan = plan_of(lengths[batch], packing, part)
+        plan = pack(lengths[batch], packing=packing, patches=part)
         seconds += time.perf_counter() - began
         sums.update(
             num_rows=plan.num_rows,
@@ -101,7 +101,7 @@ def _padded(
     starts = np.arange(0, len(kept), batch_size)
     rows = np.diff(starts, append=len(kept))
     widths = -(-np.maximum.reduceat(kept, starts) // align) * align
-    costs = rows * packing.cost.language(widths) + np.add.reduceat(pieces.images.costs, starts)
+    costs = rows * packing.cost.language(widths) + np.add.reduceat(pieces.vision_costs, starts)
     sums = {
         "num_rows": len(kept),
         "num_tokens": int(kept.sum()),
@@ -116,7 +116,7 @@ def _padded(
     return _figures(packing, PADDED, sums, *ranks)
 
 
-def _lost(pieces: FittedPieces | PackingPlan) -> dict[str, int]:
+def _lost(pieces: PackingPlan) -> dict[str, int]:
     """What does not fit."""
     return {
         "num_dropped": len(pieces.dropped),

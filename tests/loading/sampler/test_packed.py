@@ -27,7 +27,7 @@ from torch_collate_kit.loading import (
     ResumableSampler,
     TokenizedDataset,
 )
-from torch_collate_kit.packing import ParallelLayout, RankPlan, pack
+from torch_collate_kit.packing import PackingOptions, ParallelLayout, RankPlan, pack
 from torch_collate_kit.testing import assert_exact_resume
 
 EXAMPLES = [
@@ -331,7 +331,7 @@ def test_lengths_and_counts_that_are_not_those_of_the_dataset():
         with pytest.raises(DataError, match=message):
             make_collator()(TokenizedDataset(rows).__getitems__(part))
     part = next(iter(make_sampler(num_loss_tokens=np.zeros(13, dtype=int), shuffle=False)))
-    message = r"the examples at \[.*\] of the dataset have \d loss tokens, the sampler was told 0;"
+    message = r"the examples at \[.*\] of the dataset have \d loss tokens, the sampler has 0;"
     with pytest.raises(DataError, match=message):
         make_collator()(DATASET.__getitems__(part))
     with pytest.raises(DataError, match=r"has 1 examples where \d were asked for"):
@@ -410,7 +410,10 @@ def test_what_a_worker_is_sent_is_small():
 
 def test_the_plan_is_that_of_pack():
     part = next(iter(make_sampler(shuffle=False, balance="tokens", strategy="balanced")))
-    expected = pack(LENGTHS[:4], 8, rows_multiple_of=2, balance="tokens", strategy="balanced")
+    packing = PackingOptions(
+        8, strategy="balanced", parallel=ParallelLayout(dp=2), balance="tokens"
+    )
+    expected = pack(LENGTHS[:4], packing=packing)
     assert part.plan.bins == expected.bins
 
 

@@ -11,8 +11,7 @@ import pytest
 from tests.packing.image_mixes import mix, totals
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading import PackedBatchSampler
-from torch_collate_kit.packing import ParallelLayout, RankPlan, pack
-from torch_collate_kit.packing.planner import plan_of
+from torch_collate_kit.packing import PackingOptions, ParallelLayout, RankPlan, pack
 from torch_collate_kit.ragged import Ragged
 
 LENGTHS, IMAGES = mix("several images", 200)
@@ -53,7 +52,7 @@ def test_all_ranks_have_parts_of_the_plan_of_the_whole_batch() -> None:
 def test_a_batch_is_planned_as_pack_plans_its_examples() -> None:
     found = next(iter(sampler(shuffle=False))).plan
     packing = {key: OPTIONS[key] for key in OPTIONS if key != "batch_size"}
-    expected = pack(LENGTHS[:64], patches=IMAGES[:64], **packing)
+    expected = pack(LENGTHS[:64], patches=IMAGES[:64], packing=PackingOptions(**packing))
     for name in ("example_indices", "row_offsets", "patches", "vision_costs"):
         assert getattr(found, name).tolist() == getattr(expected, name).tolist()
 
@@ -131,7 +130,7 @@ def test_other_images_than_planned_are_refused() -> None:
     patches[3] += 1
     message = (
         f"example {part.indices[3]} of the dataset has {patches[3]} patches of images, the plan "
-        f"was made for {patches[3] - 1}; give the sampler patches= of the dataset that is read"
+        f"was made for {patches[3] - 1}; pass the sampler patches= of the dataset that is read"
     )
     with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
         part.check_patches(patches)
@@ -140,5 +139,5 @@ def test_other_images_than_planned_are_refused() -> None:
     with pytest.raises(DataError, match=r"^example 1 has 3 patches of images, the plan was made f"):
         whole.check_patches(np.array([7, 3]))
     packing = sampler(overflow="drop")._packing
-    dropped = RankPlan.whole(plan_of([3, 4], packing, [7000, 4]))
+    dropped = RankPlan.whole(pack([3, 4], packing=packing, patches=[7000, 4]))
     dropped.check_patches(np.array([7000, 4]))

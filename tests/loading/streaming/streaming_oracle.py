@@ -11,7 +11,7 @@ import torch
 
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
-from torch_collate_kit.packing import pack
+from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
 
 datasets = pytest.importorskip("datasets")
 SETTINGS: dict[str, Any] = {"tokenizer": 0, "max_tokens": 12, "buffer_size": 7}
@@ -67,18 +67,19 @@ def plain_loop(
     """Give out full rows while a window of eight buffers lasts, then a beginning of the buffer."""
     packing = collator.packing
     limit, align = packing.max_tokens, packing.parallel.align
-    settings: dict[str, Any] = {
-        "strategy": packing.strategy,
-        "align": align,
-        "overflow": packing.overflow,
-        "max_sequences_per_row": packing.max_sequences_per_row,
-    }
+    alone = PackingOptions(
+        limit,
+        strategy=packing.strategy,
+        parallel=ParallelLayout(tp=align),
+        overflow=packing.overflow,
+        max_sequences_per_row=packing.max_sequences_per_row,
+    )
     batches: list[Batch] = []
     unread, buffer, held_back, num_read = list(range(len(examples))), [], set(), 0
     num_buffers = 1 if packing.strategy == "sequential" else 8
 
     def rows_of(waiting: list[int]) -> list[list[int]]:
-        plan = pack([len(examples[i]["input_ids"]) for i in waiting], limit, **settings)
+        plan = pack([len(examples[i]["input_ids"]) for i in waiting], packing=alone)
         return [[waiting[j] for j in row] for row in plan.bins if row]
 
     def percent_free(row: list[int]) -> int:

@@ -13,6 +13,7 @@ from tests.batch_samples import examples
 from torch_collate_kit import (
     ModelCost,
     PackedCollator,
+    PackingOptions,
     PaddedCollator,
     ParallelLayout,
     pack,
@@ -28,6 +29,7 @@ from torch_collate_kit.packing.options import STRATEGIES
 from torch_collate_kit.reporting.plots.bars import LOOKS
 
 LENGTHS = [5, 3, 9, 2, 12, 7, 7, 1]
+TWO = ParallelLayout(dp=2)
 STEPS = [
     StepTimes(0, 0, 10.0, 11.0, 11.5, 10.0, 11.5, 13.5),  # built when it was asked for
     StepTimes(0, 1, 11.5, 12.5, 13.0, 13.5, 13.5, 15.0),  # hidden
@@ -43,7 +45,7 @@ PLOTS = {
     "rows": lambda ax=None: plot_rows(PaddedCollator(0)(examples()), ax=ax),
     "lengths": lambda ax=None: plot_lengths(LENGTHS, [8, 10], ax=ax),
     "efficiency": lambda ax=None: plot_efficiency(report(), ax=ax),
-    "balance": lambda ax=None: plot_balance(pack(LENGTHS, 16, rows_multiple_of=2), ax=ax),
+    "balance": lambda ax=None: plot_balance(pack(LENGTHS, 16, parallel=TWO), ax=ax),
     "balance of a report": lambda ax=None: plot_balance(report(), ax=ax),
     "timeline": lambda ax=None: plot_timeline(STEPS, ax=ax),
 }
@@ -173,7 +175,8 @@ def heights(ax) -> dict[str, list[float]]:
 
 def test_ranks_of_a_plan_by_hand():
     """Rows [9] and [5, 3, 2], of 9 and 10 tokens, and with cost n * n of 81 and 38."""
-    plan = pack([5, 3, 9, 2], 10, rows_multiple_of=2, cost=ModelCost(0, 1), balance=None)
+    packing = PackingOptions(10, parallel=TWO, cost=ModelCost(0, 1), balance=None)
+    plan = pack([5, 3, 9, 2], packing=packing)
     assert plan.bins == [[2], [0, 1, 3]]
     ax = plot_balance(plan)
     found = heights(ax)
@@ -184,14 +187,14 @@ def test_ranks_of_a_plan_by_hand():
 
 
 def test_of_many_ranks_some_are_named():
-    ax = plot_balance(pack([4] * 70, 4, rows_multiple_of=70))
+    ax = plot_balance(pack([4] * 70, 4, parallel=ParallelLayout(dp=70)))
     ranks = [*range(0, 70, 3)]
     assert ax.get_xticks().tolist() == ranks
     assert [text.get_text() for text in ax.get_xticklabels()] == [str(rank) for rank in ranks]
 
 
 def test_images_have_bars_of_their_own():
-    plan = pack([5, 3, 9, 2], 10, rows_multiple_of=2, patches=[8, 0, 0, 0])
+    plan = pack([5, 3, 9, 2], 10, parallel=TWO, patches=[8, 0, 0, 0])
     found = heights(plot_balance(plan))
     assert sorted(found["vision cost"]) == pytest.approx([-100, 100])
 

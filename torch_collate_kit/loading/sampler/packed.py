@@ -15,10 +15,9 @@ from torch_collate_kit.loading.sampler.checks import Indices, checked_rank, is_s
 from torch_collate_kit.loading.sampler.epochs import NEW_RUN
 from torch_collate_kit.loading.sampler.shuffled import Order, OrderedSampler
 from torch_collate_kit.loading.sampler.states import digest_in_blocks
-from torch_collate_kit.packing import PackingOptions, RankPlan
+from torch_collate_kit.packing import PackingOptions, RankPlan, pack
 from torch_collate_kit.packing.options import packing_options
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, cut_to_fit, image_load
-from torch_collate_kit.packing.planner import plan_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -55,7 +54,7 @@ class PackedBatchSampler(OrderedSampler):
     >>> options = {"max_tokens": 8, "parallel": ParallelLayout(dp=2)}
     >>> sampler = PackedBatchSampler([3, 1, 4, 2], batch_size=4, shuffle=False, **options)
     >>> part = next(iter(sampler))
-    >>> part.rank, part.indices, part.plan.bins
+    >>> part.dp_rank, part.indices, part.plan.bins
     (0, [1, 2], [[2, 1], [0, 3]])
     """
 
@@ -146,8 +145,8 @@ class PackedBatchSampler(OrderedSampler):
         packing, lengths = self._packing, self._lengths[batch]
         counts = None if self._counts is None else self._counts[batch]
         images = None if self._images is None else self._images.take(batch)
-        plan = plan_of(lengths, packing, images)
-        return RankPlan.of(plan, self._rank, batch, lengths, counts, world_size=packing.parallel.dp)
+        plan = pack(lengths, packing=packing, patches=images)
+        return RankPlan(plan, self._rank, batch, lengths, counts, dp_size=packing.parallel.dp)
 
     def _layout(self) -> dict[str, Any]:
         return {**self._packing.as_state(), "image_costs_digest": self._image_costs_digest}
@@ -184,7 +183,9 @@ class PackedBatchSampler(OrderedSampler):
     def _replans(self, before: Mapping[str, Any]) -> bool:
         other = {k for k, v in self._layout().items() if not is_same(v, before.get(k))}
         planned_for = before.get("rows_multiple_of") or before["dp"]
-        return other - {"dp", "rows_multiple_of"} != set() or planned_for != self._packing.num_ranks
+        return (
+            other - {"dp", "rows_multiple_of"} != set() or planned_for != self._packing.row_multiple
+        )
 
     def _counted(self) -> dict[str, Indices | None]:
         """By their names in a state, the counts that must be the same."""

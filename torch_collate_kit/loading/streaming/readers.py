@@ -213,7 +213,7 @@ class _RowReader:
         rows, starts, num_tokens = np.arange(len(lengths)), np.zeros_like(lengths), lengths
         fitted = cut_to_fit(lengths, packing, ImageLoad.none(len(lengths)))
         if packing.overflow == "split":
-            rows, starts, num_tokens = fitted[:3]
+            rows, starts, num_tokens = fitted.example_indices, fitted.starts, fitted.lengths
             left = np.flatnonzero((rows > 0) | (starts >= self.place.start))
             rows, starts, num_tokens = rows[left], starts[left], num_tokens[left]
         is_last = starts + num_tokens == lengths[rows]

@@ -23,7 +23,7 @@ from torch_collate_kit.loading.streaming.readers import ENTRY, place_after
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import PackingOptions, PackingPlan
 from torch_collate_kit.packing.pieces import ImageLoad
-from torch_collate_kit.packing.planner import fill_rows, rows_alone
+from torch_collate_kit.packing.planner import batch_of_rows, fill_rows
 
 __all__ = ["Windows"]
 
@@ -179,7 +179,7 @@ def _grouped(
     groups = []
     for i in range(0, len(chosen), rows_per_batch):
         rows = chosen[i : i + rows_per_batch]
-        groups.append(rows_alone(packed, rows, dropped, packing))
+        groups.append(batch_of_rows(packed, rows, dropped, packing))
         dropped = dropped[:0]
     return groups
 

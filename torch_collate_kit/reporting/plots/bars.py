@@ -124,8 +124,8 @@ def plot_balance(
         ValueError: rows that do not divide into ``num_ranks``; a batch that is not on the CPU.
         ImportError: matplotlib is not installed.
 
-    >>> from torch_collate_kit import pack
-    >>> plot_balance(pack([5, 3, 9, 2], 10, rows_multiple_of=2)).get_title()
+    >>> from torch_collate_kit import ParallelLayout, pack
+    >>> plot_balance(pack([5, 3, 9, 2], 10, parallel=ParallelLayout(dp=2))).get_title()
     'heaviest of 2 ranks: +5.3% tokens, +5.3% cost'
     """
     if isinstance(balanced, Batch):
