@@ -82,7 +82,7 @@ def filled(batches: list[np.ndarray], ranks: int, planned_for: int) -> float:
 
 
 def next_step(sampler: PrefetchingSampler, steps: Iterator[int]) -> object:
-    return sampler.examples(5, next(steps), rank=63)
+    return sampler.examples(5, next(steps))
 
 
 def read(sampler: PrefetchingSampler) -> None:

@@ -53,14 +53,13 @@ def test_the_examples_of_a_step(name: str, run: Run) -> None:
     sampler = samplers()[name]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     Path("state.json").write_text(json.dumps({"loader": {"sampler": sampler.state_at(1, 2)}}))
-    for epoch, step, rank in ((0, 1, None), (1, 1, 1), (7, 0, 0)):
-        of_rank = [] if rank is None else ["--rank", rank]
-        where = ["--epoch", epoch, "--step", step, *of_rank]
+    for epoch, step in ((0, 1), (1, 1), (7, 0)):
+        where = ["--epoch", epoch, "--step", step]
         code, out, err = run("step", "state.json", "rows.jsonl", *where, "--json")
         assert (code, err) == (0, "")
         found = json.loads(out)
-        assert (found["epoch"], found["step"], found["rank"]) == (epoch, step, rank)
-        indices = sampler.examples(epoch, step, rank).tolist()
+        assert (found["epoch"], found["step"]) == (epoch, step)
+        indices = sampler.examples(epoch, step).tolist()
         assert [one["index"] for one in found["examples"]] == indices
         assert [one["num_tokens"] for one in found["examples"]] == DATA.lengths[indices].tolist()
         trained = DATA.num_loss_tokens[indices].tolist()
@@ -125,17 +124,7 @@ def refusals() -> dict[str, tuple[list[Any], str]]:
             ["state.json", "rows.jsonl", "--step", "99"],
             "step must be below 4, the steps of",
         ),
-        "no rank": (["state.json", "rows.jsonl", "--rank", "2"], "rank must be below dp=2, got 2"),
     }
-
-
-def test_a_state_of_very_many_sources_is_refused(run: Run) -> None:
-    sampler = MixedSampler([1] * 15 + [2] * 30, 4, num_steps=3)
-    Path("state.json").write_text(json.dumps(sampler.state_dict()))
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    code, _, err = run("step", "state.json", "rows.jsonl", "--step", 0)
-    assert code == 2
-    assert "the state has only a digest of the many sources of this run (45 values, digest" in err
 
 
 @pytest.mark.parametrize("name", refusals())

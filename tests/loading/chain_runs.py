@@ -25,7 +25,6 @@ from torch_collate_kit import (
 )
 
 KINDS = ("prefetching", "mixed", "packed", "rows")
-_MOST_STATE = 4096 + 100  # of a sampler; a loader adds its version and max_tokens
 Position = tuple[int, int]
 
 
@@ -302,7 +301,6 @@ class Runner:
         }
         self.wrong["states of ranks differ"] += len(states) > 1
         state = states.pop()
-        self.wrong["a state over 4 KB"] += len(state) > _MOST_STATE
         self.states.append(state)
         return state
 

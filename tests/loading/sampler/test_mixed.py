@@ -287,10 +287,10 @@ def test_lengths_are_taken_from_the_sources():
 def test_the_state_is_small():
     sampler = MixedSampler([10**7, 300], 64, weights=[0.7, 0.3], num_steps=100)
     assert sampler.state_at(2, 5) == {
-        "version": 2,
+        "version": 3,
         "epoch": 2,
         "step": 5,
-        "layouts": [[0, 0, {"world_size": 1}]],
+        "layout": {"world_size": 1},
         "taken": [9184, 3936],
         "sizes": [10**7, 300],
         "weights": ["7/10", "3/10"],

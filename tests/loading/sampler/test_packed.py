@@ -243,7 +243,7 @@ def test_counts_of_examples_that_are_cut(overflow):
         ({"rank": 2}, ValueError, r"rank must be below parallel\.dp=2, got 2"),
         ({"parallel": 2}, TypeError, r"must be a ParallelLayout, got 2; ParallelLayout\(dp=2\)"),
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
-        ({"batch_size": 14, "drop_last": True}, ValueError, "tail='drop' leaves no step; lower"),
+        ({"batch_size": 14, "tail": "drop"}, ValueError, "tail='drop' leaves no step; lower"),
         (
             {"num_loss_tokens": [1, 2]},
             ValueError,

@@ -71,7 +71,7 @@ def test_patches_are_copied(form: Any) -> None:
 
 def test_a_state_names_the_images_and_their_budget(caplog: pytest.LogCaptureFixture) -> None:
     state = sampler().state_at(0, 2)
-    layout = state["layouts"][0][2]
+    layout = state["layout"]
     assert (layout["max_patches"], layout["dummy_image_tokens"]) == (6000, 3)
     assert layout["cost"] == [24576, 1, 5266, 1]
     resumed = sampler()

@@ -183,7 +183,7 @@ def test_may_look_ahead_within_the_epoch_begun_last():
 
 
 def test_the_protocol_has_no_batch_size():
-    sampler = PrefetchingSampler(list(range(10)), 4, drop_last=True)
+    sampler = PrefetchingSampler(list(range(10)), 4, tail="drop")
     assert isinstance(sampler, ResumableSampler)
     assert not hasattr(sampler, "batch_size"), "Accelerate would lose batches"
     assert sampler.num_examples_per_step == 4

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
+from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.errors import StateError
 
 Indices: TypeAlias = npt.NDArray[np.int64]
@@ -51,15 +51,6 @@ def checked_shuffle(shuffle: bool | str) -> bool | str:
     if shuffle != "keyed":
         raise ValueError(f"shuffle must be True, False or 'keyed', got {shuffle!r}")
     return shuffle
-
-
-def checked_tail(tail: str, drop_last: bool) -> str:
-    checked_choice("tail", tail, ("keep", "drop", "wrap"))
-    if drop_last and tail == "wrap":
-        raise ValueError(
-            "drop_last=True drops the tail and tail='wrap' carries it over; pass only one of them"
-        )
-    return "drop" if drop_last else tail
 
 
 def checked_order(indices: npt.ArrayLike, epoch: int, length: int) -> Indices:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit._reprs import Shown, changed_settings
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading.sampler.checks import Indices, checked_rank, is_same
+from torch_collate_kit.loading.sampler.checks import Indices, checked_rank, damaged_state, is_same
 from torch_collate_kit.loading.sampler.epochs import NEW_RUN
 from torch_collate_kit.loading.sampler.shuffled import Order, OrderedSampler
 from torch_collate_kit.loading.sampler.states import digest_in_blocks
@@ -40,7 +40,7 @@ class PackedBatchSampler(OrderedSampler):
         rank: of ``parallel.dp`` ranks.
         num_loss_tokens: trained tokens of every example, ints [N]; the loss is divided by those of
             the whole batch. Without them the collator needs ``normalize_loss=False``.
-        shuffle, seed, drop_last, tail, order, allow_appended: as for ``PrefetchingSampler``; a kept
+        shuffle, seed, tail, order, allow_appended: as for ``PrefetchingSampler``; a kept
             tail may be of any size, since ranks without examples get rows of pads.
 
     Every rank computes the same order and plan, without collectives, so all have as many rows, of
@@ -59,8 +59,6 @@ class PackedBatchSampler(OrderedSampler):
     (0, [1, 2], [[2, 1], [0, 3]])
     """
 
-    _ranks = "dp"
-
     def __init__(
         self,
         lengths: npt.ArrayLike,
@@ -73,7 +71,6 @@ class PackedBatchSampler(OrderedSampler):
         num_loss_tokens: npt.ArrayLike | None = None,
         shuffle: bool | str = True,
         seed: int = 0,
-        drop_last: bool = False,
         tail: str = "keep",
         order: Order | None = None,
         allow_appended: bool = False,
@@ -97,7 +94,6 @@ class PackedBatchSampler(OrderedSampler):
             batch_size,
             shuffle=shuffle,
             seed=seed,
-            drop_last=drop_last,
             tail=tail,
             order=order,
             rank=rank,
@@ -152,14 +148,12 @@ class PackedBatchSampler(OrderedSampler):
     def _layout(self) -> dict[str, Any]:
         return {**self._packing.as_state(), "image_costs_digest": self._image_costs_digest}
 
-    def _use_layout(self, layout: Mapping[str, Any]) -> None:
-        self._packing = _packing_of(layout)
-
-    def _load(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        layout = super()._load(state)
-        self._layouts.check(_packing_of)
-        self._check_same_tokens(_packing_of(layout))
-        return layout
+    def _check_layout(self, layout: dict[str, Any]) -> None:
+        try:
+            before = _packing_of(layout)
+        except (TypeError, ValueError, OverflowError, KeyError) as error:
+            raise damaged_state(f"a layout that no run can have had: {error}") from error
+        self._check_same_tokens(before)
 
     def _check_same_tokens(self, before: PackingOptions) -> None:
         """That examples which were too long then, and lost tokens, lose the same ones now."""
