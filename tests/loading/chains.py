@@ -29,7 +29,7 @@ def check_chain(chain: Chain) -> Counter[str]:
     alone.run()
     broken.run()
     found: Counter[str] = Counter({"steps": len(broken.steps), "chains": 1})
-    found["runs"], found["ranks"] = len(chain.legs), sum(leg.world_size for leg in chain.legs)
+    found["runs"], found["ranks"] = len(chain.legs), sum(leg.dp_size for leg in chain.legs)
     found["by a PrefetchLoader"] = int(chain.behind_loader)
     expected = _expected(chain, alone)
     found["wrong: number of steps"] += len(broken.steps) != len(expected)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.loading.building import packed_sampler
 from torch_collate_kit.collators import PackedCollator
-from torch_collate_kit.loading import PackedBatchSampler, PackedIterableDataset
+from torch_collate_kit.loading import PackedIterableDataset
 from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
 from torch_collate_kit.testing import batch_digest
 
@@ -37,7 +38,7 @@ def collated(**keywords: Any) -> list[Any]:
 
 
 def sampled(**keywords: Any) -> list[Any]:
-    sampler = PackedBatchSampler(LENGTHS, batch_size=5, rank=1, **keywords)
+    sampler = packed_sampler(LENGTHS, batch_size=5, dp_rank=1, **keywords)
     return [*sampler, sampler.state_dict()]
 
 
@@ -64,7 +65,7 @@ def test_one_object_is_the_same_as_its_keywords(make: Any) -> None:
         assert digests(make, **KEYWORDS | {name: other}) != expected
 
 
-@pytest.mark.parametrize("make", [collated, sampled, streamed, planned])
+@pytest.mark.parametrize("make", [collated, planned])
 def test_the_packing_is_said_once(make: Any) -> None:
     message = (
         "packing= and max_tokens, strategy both say how to pack; pass one of them, such as "

@@ -267,25 +267,26 @@ class PackedCollator(Generic[B]):
         return columns
 
     def _check_part(self, part: RankPlan) -> None:
-        """That a sampler or a stream planned as this collator would."""
-        plan, own = part.plan, self.packing
-        given = {"max_tokens": plan.max_tokens, "align": plan.align, "ranks": plan.num_ranks}
-        mine = {"max_tokens": own.max_tokens, "align": own.parallel.align, "ranks": own.num_ranks}
-        if self.vision is not None:
-            for name in ("max_patches", "dummy_image_tokens"):
-                given[name], mine[name] = getattr(plan, name), getattr(own, name)
+        """Refuse a plan that was made with another collator."""
+        names = ("max_patches", "dummy_image_tokens") if self.vision is not None else ()
+        given, mine = (
+            {"max_tokens": by.max_tokens, "align": align, "num_ranks": by.num_ranks}
+            | {name: getattr(by, name) for name in names}
+            for by, align in (
+                (part.plan, part.plan.align),
+                (self.packing, self.packing.parallel.align),
+            )
+        )
         if given != mine:
             raise ValueError(
-                f"the batch was planned for {given}, the collator has {mine}; give "
-                "PackedBatchSampler and PackedCollator the same: packing=collator.packing"
+                f"the batch was planned for {given}, this collator has {mine}; give the sampler "
+                "the collator of the DataLoader"
             )
         is_known = part.rank is None or part.num_loss_tokens is not None or part.num_parts == 1
         if self.normalize_loss and not self.model_inputs and not is_known:
             raise ValueError(
-                "normalize_loss=True divides by the loss tokens of the whole batch, and this rank "
-                f"reads one of its {part.num_parts} parts; pass num_loss_tokens="
-                "dataset.num_loss_tokens to PackedBatchSampler, or normalize_loss=False here and "
-                "the sum over the ranks to token_loss"
+                "the batch was planned with normalize_loss=False, this collator has True; give "
+                "the sampler the collator of the DataLoader"
             )
 
     def _images(self, columns: ExampleColumns) -> ImageLoad | None:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from torch_collate_kit._reprs import plural
+from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.commands.arguments import (
     Records,
     add_allow_empty,
@@ -184,14 +185,13 @@ def _packed(
     state: Mapping[str, Any], data: TokenizedDataset, shared: dict[str, Any]
 ) -> PackedBatchSampler:
     packing = {k: v for k, v in state["layout"].items() if k != "image_costs_digest"}
-    return PackedBatchSampler(
-        data.lengths,
+    collate = PackedCollator(
+        0,
         packing=PackingOptions.from_state(packing),
-        tail=state["tail"],
-        num_loss_tokens=None if state["loss_tokens_digest"] is None else data.num_loss_tokens,
-        patches=None if state["patches_digest"] is None else data.patches,
-        **shared,
+        normalize_loss=state["loss_tokens_digest"] is not None,
+        vision=None if state["patches_digest"] is None else data.vision,
     )
+    return PackedBatchSampler(data, collate, tail=state["tail"], **shared)
 
 
 def _mixed(

@@ -41,7 +41,7 @@ def clock(monkeypatch) -> Clock:
 
 
 def loader_of(num_examples, batch_size, collate, **options) -> PrefetchLoader:
-    sampler = PrefetchingSampler(num_examples, batch_size, shuffle=False)
+    sampler = PrefetchingSampler(num_examples, batch_size=batch_size, shuffle=False)
     data = DataLoader(range(num_examples), batch_sampler=sampler, collate_fn=collate)
     return PrefetchLoader(data, **options)
 

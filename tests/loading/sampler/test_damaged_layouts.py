@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.loading.building import packed_sampler
 from torch_collate_kit import PackedBatchSampler, ParallelLayout, PrefetchingSampler
 from torch_collate_kit.errors import StateError
 
 
 def packed() -> PackedBatchSampler:
-    return PackedBatchSampler(
+    return packed_sampler(
         [3, 1, 4, 2, 5, 3], batch_size=2, max_tokens=8, parallel=ParallelLayout(dp=2)
     )
 
@@ -70,7 +71,7 @@ def test_another_capacity_is_refused_where_it_would_drop_or_cut_other_examples(
 ) -> None:
     def make(max_tokens: int) -> PackedBatchSampler:
         options = {"batch_size": 3, "overflow": overflow, "shuffle": False}
-        return PackedBatchSampler([3, 9, 4, 2, 12, 3], max_tokens=max_tokens, **options)
+        return packed_sampler([3, 9, 4, 2, 12, 3], max_tokens=max_tokens, **options)
 
     state = make(16).state_at(0, 1)
     other, loaded = make(8), make(12)
@@ -89,6 +90,6 @@ def test_a_fingerprint_that_is_an_array_is_refused() -> None:
         def fingerprint(self, num_examples: int) -> str:
             return f"of {num_examples}"
 
-    sampler = PrefetchingSampler(Data(), 2)
+    sampler = PrefetchingSampler(Data(), batch_size=2)
     with pytest.raises(StateError, match="fingerprint=array"):
         sampler.load_state_dict(sampler.state_dict() | {"fingerprint": np.arange(2)})

@@ -21,8 +21,8 @@ def read(part: Any) -> list[int]:
 def recorded_run(make: Any, legs: list[tuple[int, int]]) -> tuple[list[list[Any]], Any]:
     """What a run of (ranks, steps) served, and a sampler that has its last state."""
     state, steps = None, []
-    for world_size, num_steps in legs:
-        samplers = [make(rank, world_size) for rank in range(world_size)]
+    for dp_size, num_steps in legs:
+        samplers = [make(rank, dp_size) for rank in range(dp_size)]
         for sampler in samplers if state else []:
             sampler.load_state_dict(json.loads(state))
         if hasattr(samplers[0], "reshuffle") and len(steps) == 4:
@@ -58,11 +58,11 @@ def by_hand(sampler: Any, example: int, epoch: int) -> list[tuple[int, int]]:
         prefetching(0, 1, tail="drop"),
         prefetching(0, 1, tail="keep", shuffle="keyed"),
         prefetching(0, 1, batch_size=60),  # an epoch of no step
-        PrefetchingSampler(13, 5, order=curriculum, tail="wrap"),
+        PrefetchingSampler(13, batch_size=5, order=curriculum, tail="wrap"),
         packed(0, 2),
-        MixedSampler([30, 7], 8, weights=[0.5, 0.5], stop="all"),
-        MixedSampler([30, 7], 8, weights=[0.7, 0.3], shuffle="keyed", num_steps=9),
-        MixedSampler([3, 2], 2, by="tokens", lengths=[[3, 1, 2], [4, 4]], num_steps=3),
+        MixedSampler([30, 7], batch_size=8, weights=[0.5, 0.5], stop="all"),
+        MixedSampler([30, 7], batch_size=8, weights=[0.7, 0.3], shuffle="keyed", num_steps=9),
+        MixedSampler([3, 2], batch_size=2, by="tokens", lengths=[[3, 1, 2], [4, 4]], num_steps=3),
     ],
 )
 def test_when_is_the_search_of_all_steps(sampler: Any) -> None:
@@ -105,13 +105,13 @@ def test_asking_changes_nothing(shuffle: bool | str) -> None:
 
 def test_any_step_of_many_examples_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """At 1e8 examples: cold with a keyed order, and with the epoch's order at hand."""
-    sampler = PrefetchingSampler(10**8, 512, shuffle="keyed", world_size=8)
+    sampler = PrefetchingSampler(10**8, batch_size=512, shuffle="keyed", dp_size=8)
     began = time.thread_time()
     batch = sampler.examples(7, 123_456)
     ((epoch, step),) = sampler.when(int(batch[0]), 7)
     assert time.thread_time() - began < 0.5, "about 2 ms on a quiet machine"
     assert (epoch, step, len(batch)) == (7, 123_456, 512)
-    small = PrefetchingSampler(1000, 10, seed=1)
+    small = PrefetchingSampler(1000, batch_size=10, seed=1)
     expected = small.examples(2, 50)
     monkeypatch.setattr("torch_collate_kit.loading.sampler.shuffled.epoch_order", None)
     assert small.examples(2, 50).tolist() == expected.tolist(), "no new order is made"

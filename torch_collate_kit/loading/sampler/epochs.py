@@ -66,10 +66,10 @@ class EpochSampler(ABC):
     """The part of a resumable batch sampler that does not depend on what is in a batch."""
 
     def __init__(
-        self, batch_size: int, *, seed: int, shuffle: bool | str, rank: int, world_size: int
+        self, batch_size: int, *, seed: int, shuffle: bool | str, dp_rank: int, dp_size: int
     ) -> None:
-        self._world_size = checked_int("world_size", world_size)
-        self._rank = checked_rank(rank, self._world_size)
+        self._dp_size = checked_int("dp_size", dp_size)
+        self._dp_rank = checked_rank(dp_rank, self._dp_size)
         self._num_global = checked_batch_size(batch_size, self._least_examples)
         self._seed = checked_word("seed", seed)
         self._shuffle = checked_shuffle(shuffle)
@@ -95,23 +95,23 @@ class EpochSampler(ABC):
 
     def _pick(self, batch: Indices) -> Any:
         """What this rank is given of a global batch, in the order in which it reads it."""
-        each, longer = divmod(len(batch), self._world_size)  # the first ranks may have one more
-        start = self._rank * each + min(self._rank, longer)
-        mine: list[int] = batch[start : start + each + (self._rank < longer)].tolist()
+        each, longer = divmod(len(batch), self._dp_size)  # the first ranks may have one more
+        start = self._dp_rank * each + min(self._dp_rank, longer)
+        mine: list[int] = batch[start : start + each + (self._dp_rank < longer)].tolist()
         return mine
 
     @property
     def _least_examples(self) -> int:
         """A batch has at least so many examples."""
-        return self._world_size
+        return self._dp_size
 
     def _layout(self) -> dict[str, Any]:
         """Return the settings that a resumed run may have otherwise, as JSON."""
-        return {"world_size": self._world_size}
+        return {"dp_size": self._dp_size}
 
     def _check_layout(self, layout: dict[str, Any]) -> None:
         """Raise StateError if no run can have had the layout of a state."""
-        if not is_count(layout["world_size"]) or not layout["world_size"]:
+        if not is_count(layout["dp_size"]) or not layout["dp_size"]:
             raise damaged_state(f"layout={layout!r}")
 
     def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -133,9 +133,9 @@ class EpochSampler(ABC):
         return {"batch_size": self._num_global, **shuffle, **seed}
 
     def _rank_settings(self) -> dict[str, int]:
-        if self._world_size == 1:
+        if self._dp_size == 1:
             return {}
-        return {"rank": self._rank, "world_size": self._world_size}
+        return {"dp_rank": self._dp_rank, "dp_size": self._dp_size}
 
     def _shown(self, positional: str, **settings: Any) -> str:
         """The repr: the call that makes it, and the position of the next ``iter()``."""

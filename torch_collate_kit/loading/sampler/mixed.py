@@ -35,7 +35,7 @@ class MixedSampler(EpochSampler):
         sources: datasets, or their numbers of examples. Indices are those of a
             ``torch.utils.data.ConcatDataset`` of them. Of those that have a ``fingerprint``, as a
             TokenizedDataset has, a state is refused by other data of the same size.
-        batch_size, seed, shuffle, rank, world_size: as for ``PrefetchingSampler``.
+        batch_size, seed, shuffle, dp_rank, dp_size: as for ``PrefetchingSampler``.
         weights: the shares, positive numbers; by default the sizes of the sources.
         by: whether these are shares of the "examples" or of the "tokens".
         lengths: by tokens, the int lengths of each source's examples; by default its ``.lengths``.
@@ -57,8 +57,8 @@ class MixedSampler(EpochSampler):
     def __init__(
         self,
         sources: Sequence[int | Sized],
-        batch_size: int,
         *,
+        batch_size: int,
         weights: Sequence[float | Fraction] | None = None,
         by: str = "examples",
         lengths: Sequence[npt.ArrayLike] | None = None,
@@ -66,10 +66,10 @@ class MixedSampler(EpochSampler):
         stop: str | None = None,
         shuffle: bool | str = True,
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        dp_rank: int = 0,
+        dp_size: int = 1,
     ) -> None:
-        super().__init__(batch_size, seed=seed, shuffle=shuffle, rank=rank, world_size=world_size)
+        super().__init__(batch_size, seed=seed, shuffle=shuffle, dp_rank=dp_rank, dp_size=dp_size)
         checked_choice("by", by, ("examples", "tokens"))
         sizes, arrays = _checked_sources(sources, lengths, by)
         self._by = by

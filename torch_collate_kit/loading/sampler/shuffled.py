@@ -6,7 +6,6 @@ as one int64 array, or computed where it is read.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sized
 from functools import partial
 from typing import Any, TypeAlias
@@ -44,20 +43,20 @@ class OrderedSampler(EpochSampler):
 
     def __init__(
         self,
-        data: int | Sized,
-        batch_size: int,
+        examples: int | Sized,
         *,
+        batch_size: int,
         shuffle: bool | str = True,
         seed: int = 0,
         tail: str = "keep",
         order: Order | None = None,
-        rank: int = 0,
-        world_size: int = 1,
+        dp_rank: int = 0,
+        dp_size: int = 1,
         allow_appended: bool = False,
     ) -> None:
-        super().__init__(batch_size, seed=seed, shuffle=shuffle, rank=rank, world_size=world_size)
-        self._growth = Growth([(0, checked_length(data))])
-        self._data_fingerprint = getattr(data, "fingerprint", None)
+        super().__init__(batch_size, seed=seed, shuffle=shuffle, dp_rank=dp_rank, dp_size=dp_size)
+        self._growth = Growth([(0, checked_length(examples))])
+        self._data_fingerprint = getattr(examples, "fingerprint", None)
         self._fingerprints: dict[int, dict[str, Any]] = {}  # by the number of examples
         self._allow_appended = checked_bool("allow_appended", allow_appended)
         self._tail = tail
@@ -71,9 +70,10 @@ class OrderedSampler(EpochSampler):
         self._latest_order: tuple[Any, EpochOrder] | None = None
         self._num_steps(0)
 
-    @abstractmethod
     def _fingerprint(self, num_examples: int) -> dict[str, Any]:
-        """What is compared of the first so many examples: JSON."""
+        """Return what is compared of the first so many examples, as JSON."""
+        make = self._data_fingerprint
+        return {"fingerprint": make(num_examples) if callable(make) else None}
 
     def _settings(self) -> dict[str, Any]:
         settings = super()._settings()
@@ -135,7 +135,7 @@ class OrderedSampler(EpochSampler):
         if 0 < rest < self._least_examples:
             raise ValueError(
                 f"epoch {epoch} ends with a batch of {rest} examples, fewer than "
-                f"world_size={self._least_examples}: a rank would have none; use tail='drop' or "
+                f"dp_size={self._least_examples}: a rank would have none; use tail='drop' or "
                 "'wrap', or another batch_size"
             )
         return full + (rest > 0)
@@ -205,7 +205,10 @@ class OrderedSampler(EpochSampler):
         if known not in self._fingerprints:
             self._fingerprints[known] = self._fingerprint(known)
         own = {"tail": self._tail, "custom_order": self._user_order is not None}
-        return {**own, **super()._fits(like), **self._fingerprints[known]}
+        fits = {**own, **super()._fits(like), **self._fingerprints[known]}
+        if like is not None and (like["fingerprint"] is None or fits["fingerprint"] is None):
+            fits["fingerprint"] = like["fingerprint"]  # one of the two does not know
+        return fits
 
     def _extra(self, epoch: int, step: int) -> dict[str, Any]:
         made = [list(at) for at in self._reshuffles if at <= (epoch, step)]
@@ -250,7 +253,7 @@ class PrefetchingSampler(OrderedSampler):
     """Batches of one dataset's indices: shuffled by (seed, epoch), sharded, resumable.
 
     Args:
-        data: the number of examples, or anything with ``len()``. If it has a ``fingerprint``, as a
+        examples: their number, or anything with ``len()``. If it has a ``fingerprint``, as a
             TokenizedDataset has, a state is refused by other data of the same size.
         batch_size: examples of a step over all ranks. Rank r gets the r-th contiguous part.
         shuffle, seed: an epoch is in an order that is a function of (seed, epoch), or in sequence
@@ -259,7 +262,7 @@ class PrefetchingSampler(OrderedSampler):
             ("drop"), or begin the next epoch's first batch ("wrap").
         order: ``order(epoch, rng)`` returns the indices of an epoch, which may repeat or be left
             out. It must be a pure function; ``rng`` is seeded by (seed, epoch).
-        rank, world_size: which part of each batch is yielded, as a list of Python ints.
+        dp_rank, dp_size: which part of each batch is yielded, as a list of Python ints.
         allow_appended: a state of fewer examples loads, if these are the first ones here. The
             running epoch keeps its order, and the next one has all.
 
@@ -277,13 +280,3 @@ class PrefetchingSampler(OrderedSampler):
 
     def __repr__(self) -> str:
         return self._shown(str(self.num_examples))
-
-    def _fingerprint(self, num_examples: int) -> dict[str, Any]:
-        make = self._data_fingerprint
-        return {"fingerprint": make(num_examples) if callable(make) else None}
-
-    def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        fits = super()._fits(like)
-        if like is not None and (like["fingerprint"] is None or fits["fingerprint"] is None):
-            fits["fingerprint"] = like["fingerprint"]  # one of the two does not know
-        return fits
