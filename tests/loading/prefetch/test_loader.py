@@ -176,7 +176,7 @@ def test_a_sampler_of_another_length_than_it_says(claimed):
         def __len__(self) -> int:
             return claimed
 
-    loader = DataLoader(range(6), batch_sampler=Odd(6, 2))
+    loader = DataLoader(range(6), batch_sampler=Odd(6, batch_size=2))
     with PrefetchLoader(loader) as loader:
         word = "more" if claimed < 3 else "fewer"
         with pytest.raises(StateError, match=f"has {claimed} steps, but the loader yields {word}"):

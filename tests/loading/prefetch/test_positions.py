@@ -216,7 +216,7 @@ def test_a_question_of_another_thread_that_the_consumer_overtakes_is_asked_again
                 gate.wait()
             return super().state_dict()
 
-    with sampled(sampler=Slow(NUM_EXAMPLES, 2)) as loader:
+    with sampled(sampler=Slow(NUM_EXAMPLES, batch_size=2)) as loader:
         states: list[Any] = []
         thread = threading.Thread(target=lambda: states.append(loader.state_dict()))
         thread.start()
