@@ -161,7 +161,7 @@ def compare(
 
     def dataloader(collate_fn: Callable[[Any], Any], **options: Any) -> DataLoader[Any]:
         indices: Any = range(num_steps + 1)  # all the work is the collator's
-        sampler = PrefetchingSampler(indices, 1)
+        sampler = PrefetchingSampler(indices, batch_size=1)
         return DataLoader(indices, batch_sampler=sampler, collate_fn=collate_fn, **options)
 
     noting = Timed(collate)
@@ -239,7 +239,7 @@ def measure_overhead(report: Report, rounds: int, step_seconds: float, num_steps
     """A collator that returns at once: all that is left is the loader."""
 
     def dataloader(kind: Any = DataLoader) -> Any:
-        sampler = PrefetchingSampler(num_steps, 1, shuffle=False)
+        sampler = PrefetchingSampler(num_steps, batch_size=1, shuffle=False)
         return kind(range(num_steps), batch_sampler=sampler, collate_fn=len)
 
     def run(loader: Any) -> Callable[[], float]:

@@ -30,7 +30,7 @@ from samples import DEFAULT_DATA, real_mix
 
 from torch_collate_kit import (
     PackedBatchSampler,
-    PackingOptions,
+    PackedCollator,
     ParallelLayout,
     PrefetchingSampler,
     TokenizedDataset,
@@ -53,8 +53,13 @@ def plan_steps(report: Report, lengths: np.ndarray, what: str, rounds: int) -> N
         batch_size = int(0.95 * ranks * _ROWS_PER_RANK * _MAX_TOKENS / lengths.mean())
         sampler = PackedBatchSampler(
             lengths,
+            PackedCollator(
+                0,
+                max_tokens=_MAX_TOKENS,
+                parallel=ParallelLayout(dp=ranks),
+                normalize_loss=False,
+            ),
             batch_size=batch_size,
-            packing=PackingOptions(max_tokens=_MAX_TOKENS, parallel=ParallelLayout(dp=ranks)),
             tail="wrap",
         )
         steps = iter(sampler)

@@ -199,8 +199,7 @@ def make_loader(
     if args.no_packing:  # every rank collates the whole batch
         sampler: Any = kit.PrefetchingSampler(examples, **options)
     else:  # every rank plans the whole batch, and reads its own rows: as narrow as can be
-        options |= {"packing": collate.packing, "num_loss_tokens": examples.num_loss_tokens}
-        sampler = kit.PackedBatchSampler(examples.lengths, rank=args.rank, **options)
+        sampler = kit.PackedBatchSampler(examples, collate, dp_rank=args.rank, **options)
     if shuffle:
         args.sampler = sampler  # knows the examples of every step
     workers = {"num_workers": args.num_workers, "worker_init_fn": finish_the_step}

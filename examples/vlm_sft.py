@@ -182,8 +182,7 @@ def make_loader(
         sampler: Any = kit.PrefetchingSampler(examples, **options)
     else:
         options |= {"patches": examples.patches, "num_loss_tokens": examples.num_loss_tokens}
-        options |= {"packing": collate.collator.packing, "rank": args.rank}
-        sampler = kit.PackedBatchSampler(examples.lengths, **options)
+        sampler = kit.PackedBatchSampler(examples.lengths, collate, dp_rank=args.rank, **options)
     if shuffle:
         args.sampler = sampler
     options = {"collate_fn": collate, "num_workers": args.num_workers}

@@ -125,11 +125,13 @@ def check_loading() -> None:
         )
 
     def packed() -> Any:
-        return PackedBatchSampler(dataset.lengths, batch_size=2, max_tokens=8)
+        return PackedBatchSampler(dataset, PackedCollator(0, max_tokens=8), batch_size=2)
 
-    assert_exact_resume(lambda: loader(PrefetchingSampler(dataset, 2, seed=1)), num_steps=3)
+    assert_exact_resume(
+        lambda: loader(PrefetchingSampler(dataset, batch_size=2, seed=1)), num_steps=3
+    )
     assert_exact_resume(lambda: loader(packed(), num_workers=1), num_steps=2)
-    mixed = MixedSampler([dataset, dataset], 2, weights=[1, 2], by="tokens")
+    mixed = MixedSampler([dataset, dataset], batch_size=2, weights=[1, 2], by="tokens")
     assert len(next(iter(mixed))) == 2
 
     def stream() -> Any:

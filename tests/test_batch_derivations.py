@@ -150,7 +150,7 @@ def test_a_field_that_was_made_is_recorded_with_what_it_is_made_of(
 def test_a_loader_makes_none(
     collate: Any, data: Any, num_workers: int, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampler = PrefetchingSampler(len(data), 2, seed=0)
+    sampler = PrefetchingSampler(len(data), batch_size=2, seed=0)
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=collate, num_workers=num_workers)
     with PrefetchLoader(loader, device="meta") as source:
         batches = list(source.steps(3))

@@ -142,7 +142,9 @@ def save_state(name: str) -> None:
         rows, _ = tokenize_chat_dataset(read_records(file), **options)
     vision = processor if name == "pictures" else None
     data = TokenizedDataset(rows, train_all=name == "extra", vision=vision)
-    sampler = PrefetchingSampler(data, min(4, len(data)), world_size=2 if name == "rows" else 1)
+    sampler = PrefetchingSampler(
+        data, batch_size=min(4, len(data)), dp_size=2 if name == "rows" else 1
+    )
     Path(f"{name}.json").write_text(json.dumps(sampler.state_dict()))
 
 

@@ -10,11 +10,10 @@ import pytest
 from datasets import Dataset
 
 from tests.chat.test_chat import byte_tokenizer
+from tests.loading.building import packed_sampler
 from tests.test_command_line import CHATS, TEMPLATE, Run, folder, run
 from torch_collate_kit import (
     MixedSampler,
-    PackedBatchSampler,
-    PackedCollator,
     PrefetchingSampler,
     PrefetchLoader,
     TokenizedDataset,
@@ -37,13 +36,15 @@ def samplers() -> dict[str, Any]:
     counts = {"num_loss_tokens": DATA.num_loss_tokens}
     lengths = [DATA.lengths[:9], DATA.lengths[9:]]
     return {
-        "prefetching": PrefetchingSampler(DATA, 4, seed=5, tail="wrap", world_size=2),
-        "keyed": PrefetchingSampler(DATA, 4, shuffle="keyed", world_size=2),
-        "packed": PackedBatchSampler(DATA.lengths, batch_size=4, seed=5, **packed, **counts),
-        "packed, without counts": PackedBatchSampler(DATA.lengths, batch_size=4, **packed),
-        "mixed": MixedSampler([9, 6], 4, weights=[0.3, 0.7], seed=5, num_steps=3, world_size=2),
+        "prefetching": PrefetchingSampler(DATA, batch_size=4, seed=5, tail="wrap", dp_size=2),
+        "keyed": PrefetchingSampler(DATA, batch_size=4, shuffle="keyed", dp_size=2),
+        "packed": packed_sampler(DATA.lengths, batch_size=4, seed=5, **packed, **counts),
+        "packed, without counts": packed_sampler(DATA.lengths, batch_size=4, **packed),
+        "mixed": MixedSampler(
+            [9, 6], batch_size=4, weights=[0.3, 0.7], seed=5, num_steps=3, dp_size=2
+        ),
         "by tokens": MixedSampler(
-            [9, 6], 4, by="tokens", lengths=lengths, stop="all", world_size=2
+            [9, 6], batch_size=4, by="tokens", lengths=lengths, stop="all", dp_size=2
         ),
     }
 
@@ -53,14 +54,13 @@ def test_the_examples_of_a_step(name: str, run: Run) -> None:
     sampler = samplers()[name]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     Path("state.json").write_text(json.dumps({"loader": {"sampler": sampler.state_at(1, 2)}}))
-    for epoch, step, rank in ((0, 1, None), (1, 1, 1), (7, 0, 0)):
-        of_rank = [] if rank is None else ["--rank", rank]
-        where = ["--epoch", epoch, "--step", step, *of_rank]
+    for epoch, step in ((0, 1), (1, 1), (7, 0)):
+        where = ["--epoch", epoch, "--step", step]
         code, out, err = run("step", "state.json", "rows.jsonl", *where, "--json")
         assert (code, err) == (0, "")
         found = json.loads(out)
-        assert (found["epoch"], found["step"], found["rank"]) == (epoch, step, rank)
-        indices = sampler.examples(epoch, step, rank).tolist()
+        assert (found["epoch"], found["step"]) == (epoch, step)
+        indices = sampler.examples(epoch, step).tolist()
         assert [one["index"] for one in found["examples"]] == indices
         assert [one["num_tokens"] for one in found["examples"]] == DATA.lengths[indices].tolist()
         trained = DATA.num_loss_tokens[indices].tolist()
@@ -70,7 +70,7 @@ def test_the_examples_of_a_step(name: str, run: Run) -> None:
 def test_a_checkpoint_of_chats_is_decoded(run: Run) -> None:
     tokenized, _ = tokenize_chat_dataset(Dataset.from_list(CHATS), byte_tokenizer(TEMPLATE))
     data = TokenizedDataset(tokenized)
-    sampler = PackedBatchSampler(data.lengths, batch_size=2, max_tokens=200, seed=1)
+    sampler = packed_sampler(data.lengths, batch_size=2, max_tokens=200, seed=1)
     folder = Path("checkpoint-7")
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps({"step": 7, "sampler": sampler.state_dict()}))
@@ -93,7 +93,7 @@ def test_chats_are_cut_as_the_run_cut_them(run: Run) -> None:
         tokenized, _ = tokenize_chat_dataset(chats, load_processor("tokenizer"), **options)
         data = TokenizedDataset(tokenized)
         assert len(data) == num_left
-        sampler = PrefetchingSampler(data, 1)
+        sampler = PrefetchingSampler(data, batch_size=1)
         Path("state.json").write_text(json.dumps(sampler.state_dict()))
         cuts = ["--max-length", limit, "--overflow", overflow]
         code, out, _ = run("step", "state.json", "chats.jsonl", *where, *cuts)
@@ -125,17 +125,7 @@ def refusals() -> dict[str, tuple[list[Any], str]]:
             ["state.json", "rows.jsonl", "--step", "99"],
             "step must be below 4, the steps of",
         ),
-        "no rank": (["state.json", "rows.jsonl", "--rank", "2"], "rank must be below dp=2, got 2"),
     }
-
-
-def test_a_state_of_very_many_sources_is_refused(run: Run) -> None:
-    sampler = MixedSampler([1] * 15 + [2] * 30, 4, num_steps=3)
-    Path("state.json").write_text(json.dumps(sampler.state_dict()))
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    code, _, err = run("step", "state.json", "rows.jsonl", "--step", 0)
-    assert code == 2
-    assert "the state has only a digest of the many sources of this run (45 values, digest" in err
 
 
 @pytest.mark.parametrize("name", refusals())
@@ -143,7 +133,7 @@ def test_what_is_refused(name: str, run: Run) -> None:
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     Path("state.json").write_text(json.dumps(samplers()["packed"].state_dict()))
     Path("other.json").write_text(json.dumps({"epoch": 3, "more": [{"step": 1}]}))
-    ordered = PrefetchingSampler(15, 4, order=lambda epoch, rng: range(15))
+    ordered = PrefetchingSampler(15, batch_size=4, order=lambda epoch, rng: range(15))
     Path("order.json").write_text(json.dumps(ordered.state_dict()))
     arguments, message = refusals()[name]
     code, out, err = run("step", *arguments, *([] if "--step" in arguments else ["--step", "0"]))
@@ -156,7 +146,7 @@ def test_a_state_of_a_loader_in_the_middle_of_an_epoch(run: Run) -> None:
     from torch.utils.data import DataLoader
 
     sampler = samplers()["packed"]
-    collate = PackedCollator(0, packing=sampler._packing)
+    collate = sampler._collate
     with PrefetchLoader(DataLoader(DATA, batch_sampler=sampler, collate_fn=collate)) as loader:
         batch = next(loader.steps(3))
         batch = [batch, *loader.steps(2)][-1]

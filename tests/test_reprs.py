@@ -107,38 +107,44 @@ def test_plans() -> None:
 
 
 def test_samplers_say_where_they_stand() -> None:
-    sampler = PrefetchingSampler(10, 4)
+    sampler = PrefetchingSampler(10, batch_size=4)
     assert repr(sampler) == "PrefetchingSampler(10, batch_size=4) [next iter(): epoch 0, step 0]"
     sampler.set_epoch(2, step=1)
     assert repr(sampler).endswith("[next iter(): epoch 2, step 1]")
     ranked = PrefetchingSampler(
-        10, 4, seed=3, shuffle=False, tail="drop", order=order, rank=1, world_size=2
+        10, batch_size=4, seed=3, shuffle=False, tail="drop", order=order, dp_rank=1, dp_size=2
     )
     assert repr(ranked) == (
         "PrefetchingSampler(10, batch_size=4, shuffle=False, seed=3, tail='drop', order=<order>, "
-        "rank=1, world_size=2) [next iter(): epoch 0, step 0]"
+        "dp_rank=1, dp_size=2) [next iter(): epoch 0, step 0]"
     )
     packed = PackedBatchSampler(
         [3, 1, 4, 2],
+        PackedCollator(0, max_tokens=8, parallel=ParallelLayout(dp=2)),
         batch_size=4,
-        max_tokens=8,
-        parallel=ParallelLayout(dp=2),
-        rank=1,
+        dp_rank=1,
         num_loss_tokens=[1, 0, 1, 1],
     )
     assert repr(packed) == (
-        "PackedBatchSampler(<4 lengths, 10 tokens>, batch_size=4, num_loss_tokens=<ndarray of 4>, "
-        "max_tokens=8, parallel=ParallelLayout(dp=2), rank=1) [next iter(): epoch 0, step 0]"
+        "PackedBatchSampler(<4 lengths, 10 tokens>, PackedCollator(0, max_tokens=8, "
+        "parallel=ParallelLayout(dp=2)), batch_size=4, num_loss_tokens=<ndarray of 4>, dp_rank=1) "
+        "[next iter(): epoch 0, step 0]"
     )
-    with_images = PackedBatchSampler([3, 1], batch_size=2, max_tokens=8, patches=[[4], []])
+    with_images = PackedBatchSampler(
+        [3, 1], PackedCollator(0, max_tokens=8), batch_size=2, patches=[[4], []]
+    )
     assert "patches=<ndarray of 2>" in repr(with_images)
-    mixed = MixedSampler([100, 10], 4, weights=[0.3, 0.7], stop="all", rank=1, world_size=2)
+    mixed = MixedSampler(
+        [100, 10], batch_size=4, weights=[0.3, 0.7], stop="all", dp_rank=1, dp_size=2
+    )
     assert repr(mixed) == (
-        "MixedSampler([100, 10], batch_size=4, weights=[3, 7], stop='all', rank=1, world_size=2) "
+        "MixedSampler([100, 10], batch_size=4, weights=[3, 7], stop='all', dp_rank=1, dp_size=2) "
         "[next iter(): epoch 0, step 0]"
     )
     lengths = [[1] * 5, [2] * 5]
-    by_tokens = MixedSampler([5, 5], 2, by="tokens", lengths=lengths, num_steps=3, seed=1)
+    by_tokens = MixedSampler(
+        [5, 5], batch_size=2, by="tokens", lengths=lengths, num_steps=3, seed=1
+    )
     assert "seed=1, weights=[1, 2], by='tokens', num_steps=3)" in repr(by_tokens)
 
 
@@ -149,7 +155,7 @@ def test_a_repr_does_not_ask_for_an_order() -> None:
         calls.append(epoch)
         return range(10)
 
-    sampler = PrefetchingSampler(10, 4, order=counted)
+    sampler = PrefetchingSampler(10, batch_size=4, order=counted)
     sampler.set_epoch(5)
     calls.clear()
     assert "test_a_repr_does_not_ask_for_an_order.<locals>.counted" in repr(sampler)
@@ -193,7 +199,7 @@ def test_datasets_say_what_they_hold() -> None:
 
 def test_loaders_say_where_they_stand() -> None:
     def loader(**options: Any) -> PrefetchLoader:
-        sampler = PrefetchingSampler(5, 2, shuffle=False)
+        sampler = PrefetchingSampler(5, batch_size=2, shuffle=False)
         return PrefetchLoader(
             DataLoader(EXAMPLES * 2 + EXAMPLES[:1], batch_sampler=sampler, collate_fn=len),
             **options,

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from torch_collate_kit import PackedCollator, PaddedCollator, PrefetchLoader, TokenizedDataset
+from tests.loading import building
+from torch_collate_kit import PaddedCollator, PrefetchLoader, TokenizedDataset
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.loading.sampler import PackedBatchSampler, PrefetchingSampler
 from torch_collate_kit.packing import ParallelLayout
@@ -124,7 +125,9 @@ def test_an_exact_loader_passes_and_every_one_is_closed():
 
 @pytest.mark.parametrize("tail", ["keep", "drop", "wrap"])
 def test_samplers_are_saved_by_what_was_consumed(tail):
-    found = assert_exact_resume(lambda: PrefetchingSampler(11, 4, tail=tail), num_steps=9)
+    found = assert_exact_resume(
+        lambda: PrefetchingSampler(11, batch_size=4, tail=tail), num_steps=9
+    )
     assert len(found) == 9
 
 
@@ -235,7 +238,7 @@ def test_states_of_a_live_sampler_would_be_found():
 
     class Live:
         def __init__(self) -> None:
-            self.sampler = PrefetchingSampler(8, 4)
+            self.sampler = PrefetchingSampler(8, batch_size=4)
             self.state_dict = self.sampler.state_dict
             self.load_state_dict = self.sampler.load_state_dict
 
@@ -254,51 +257,53 @@ ROWS = TokenizedDataset([{"input_ids": [i + 1] * n} for i, n in enumerate(LENGTH
 def packed_sampler(rank: int, world_size: int, **options: Any) -> PackedBatchSampler:
     given = {"batch_size": 6, "max_tokens": 40, "parallel": ParallelLayout(dp=world_size)}
     counts = LENGTHS - 1
-    return PackedBatchSampler(LENGTHS, rank=rank, num_loss_tokens=counts, **{**given, **options})
+    return building.packed_sampler(
+        LENGTHS, dp_rank=rank, num_loss_tokens=counts, **{**given, **options}
+    )
 
 
 def packed_loader(rank: int, world_size: int, **options: Any) -> PrefetchLoader:
     sampler = packed_sampler(rank, world_size, **options)
-    collate = PackedCollator(0, packing=sampler._packing)
+    collate = sampler._collate
     return PrefetchLoader(DataLoader(ROWS, batch_sampler=sampler, collate_fn=collate))
 
 
 def padded_loader(rank: int, world_size: int) -> PrefetchLoader:
-    sampler = PrefetchingSampler(ROWS, 6, tail="drop", rank=rank, world_size=world_size)
+    sampler = PrefetchingSampler(ROWS, batch_size=6, tail="drop", dp_rank=rank, dp_size=world_size)
     return PrefetchLoader(DataLoader(ROWS, batch_sampler=sampler, collate_fn=PaddedCollator(0)))
 
 
 @pytest.mark.parametrize("make", [packed_sampler, packed_loader, padded_loader])
 def test_ranks_that_change(make: Callable[..., Any]) -> None:
-    found = assert_exact_resume(make, num_steps=7, world_sizes=[2, 1, 3], stops=[0, 2, 6])
+    found = assert_exact_resume(make, num_steps=7, dp_sizes=[2, 1, 3], stops=[0, 2, 6])
     assert len(found) == 7
-    assert found == assert_exact_resume(make, num_steps=7, world_sizes=[1], stops=[])
+    assert found == assert_exact_resume(make, num_steps=7, dp_sizes=[1], stops=[])
     if make is not padded_loader:
         fixed = partial(make, rows_multiple_of=6)
-        assert_exact_resume(fixed, num_steps=7, world_sizes=[2, 3, 6], stops=[3], same_rows=True)
+        assert_exact_resume(fixed, num_steps=7, dp_sizes=[2, 3, 6], stops=[3], same_rows=True)
         with pytest.raises(
             AssertionError, match=r"resumed after 3 of 7 steps, 1 -> 4 ranks: batch 3"
         ):
-            assert_exact_resume(make, num_steps=7, world_sizes=[1, 4], stops=[3], same_rows=True)
+            assert_exact_resume(make, num_steps=7, dp_sizes=[1, 4], stops=[3], same_rows=True)
 
 
 class Faulty(PrefetchingSampler):
     """Loses, keeps or tells something that ranks must agree on."""
 
     def __init__(self, fault: str, rank: int, world_size: int) -> None:
-        super().__init__(20, 4, rank=rank, world_size=world_size)
+        super().__init__(20, batch_size=4, dp_rank=rank, dp_size=world_size)
         self.fault = fault
 
     def __iter__(self) -> Any:
         it = super().__iter__()
-        if self.fault == "lost" and self._world_size == 2:
+        if self.fault == "lost" and self._dp_size == 2:
             return iter([batch[:-1] for batch in it])
-        if self.fault == "uneven" and self._rank == 1:
+        if self.fault == "uneven" and self._dp_rank == 1:
             return iter(list(it)[:-1])
         return iter([set(batch) for batch in it]) if self.fault == "sets" else it
 
     def state_at(self, epoch: int, step: int) -> dict[str, Any]:
-        own = {"rank": self._rank} if self.fault == "own states" else {}
+        own = {"rank": self._dp_rank} if self.fault == "own states" else {}
         return {**super().state_at(epoch, step), **own}
 
 
@@ -308,7 +313,7 @@ class Faulty(PrefetchingSampler):
         ("lost", AssertionError, r"resumed after 0 of 3 steps, 1 -> 2 ranks: batch 0 differs"),
         ("uneven", AssertionError, r"1 of 2 ranks end an epoch before the others"),
         ("own states", AssertionError, r"after 1 steps the states of the 2 ranks differ; a state"),
-        ("sets", TypeError, r"world_sizes compares examples, which a set does not tell; let make"),
+        ("sets", TypeError, r"dp_sizes compares examples, which a set does not tell; let make"),
     ],
 )
 def test_faults_that_a_change_of_ranks_shows(
@@ -316,7 +321,7 @@ def test_faults_that_a_change_of_ranks_shows(
 ) -> None:
     num_steps = 7 if fault == "uneven" else 3
     with pytest.raises(error, match=message):
-        assert_exact_resume(partial(Faulty, fault), num_steps=num_steps, world_sizes=[1, 2])
+        assert_exact_resume(partial(Faulty, fault), num_steps=num_steps, dp_sizes=[1, 2])
 
 
 def test_a_divisor_that_is_neither_the_steps_nor_the_ranks() -> None:
@@ -335,4 +340,4 @@ def test_a_divisor_that_is_neither_the_steps_nor_the_ranks() -> None:
     with pytest.raises(
         AssertionError, match=r"the ranks say num_loss_tokens=\[\d+\], and have \d+"
     ):
-        assert_exact_resume(make, num_steps=2, world_sizes=[1])
+        assert_exact_resume(make, num_steps=2, dp_sizes=[1])

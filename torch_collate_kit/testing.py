@@ -99,7 +99,7 @@ def assert_exact_resume(
     num_steps: int,
     stops: Iterable[int] | None = None,
     max_state_bytes: int = 16_384,
-    world_sizes: Sequence[int] | None = None,
+    dp_sizes: Sequence[int] | None = None,
     same_rows: bool = False,
 ) -> list[str]:
     """Stop at every step, load the state into a new object, and compare all later batches.
@@ -114,38 +114,40 @@ def assert_exact_resume(
         num_steps: number of batches to compare, over as many epochs as needed.
         stops: numbers of batches after which to stop; by default 0, 1, ... ``num_steps`` - 1.
         max_state_bytes: the largest size of a state as JSON.
-        world_sizes: numbers of ranks; then ``make(rank, world_size)`` creates one rank's object.
+        dp_sizes: numbers of ranks; then ``make(dp_rank, dp_size)`` creates one rank's object.
             The run of the first number is stopped, goes on with each of the others, and halfway
             with the first again. All ranks live in this process, and must have the same state.
             Compared are the examples of each step over all ranks, whatever rows they are in, and
             their number of loss tokens.
-        same_rows: with ``world_sizes``, the rows of all ranks, one after the other, must be equal.
+        same_rows: with ``dp_sizes``, the rows of all ranks, one after the other, must be equal.
 
     Returns:
-        The digest of every batch, in order; of every step with ``world_sizes``.
+        The digest of every batch, in order; of every step with ``dp_sizes``.
 
     Raises:
         AssertionError: a batch differs, an epoch begins at another batch, there are fewer than
             ``num_steps`` batches, or a state is too large, not JSON, or not that of all ranks.
-        TypeError: with ``world_sizes``, a batch that is no Batch, RankPlan or list of indices.
+        TypeError: with ``dp_sizes``, a batch that is no Batch, RankPlan or list of indices.
 
     >>> from torch_collate_kit.loading.sampler import PrefetchingSampler
-    >>> len(assert_exact_resume(lambda: PrefetchingSampler(10, 4, seed=1), num_steps=7))
+    >>> len(assert_exact_resume(lambda: PrefetchingSampler(10, batch_size=4, seed=1), num_steps=7))
     7
-    >>> def make(rank, world_size):
-    ...     return PrefetchingSampler(10, 4, rank=rank, world_size=world_size, tail="wrap")
-    >>> len(assert_exact_resume(make, num_steps=7, world_sizes=[4, 2, 3]))
+    >>> def make(dp_rank, dp_size):
+    ...     return PrefetchingSampler(
+    ...         10, batch_size=4, dp_rank=dp_rank, dp_size=dp_size, tail="wrap"
+    ...     )
+    >>> len(assert_exact_resume(make, num_steps=7, dp_sizes=[4, 2, 3]))
     7
     """
     stops = range(num_steps) if stops is None else stops
     run = partial(_run, num_steps=num_steps, max_state_bytes=max_state_bytes)
-    if world_sizes is not None:
+    if dp_sizes is not None:
         digest = partial(_digest_of_step, same_rows=same_rows)
 
-        def run_ranks(world_size: int, done: int = 0, state: str | None = None) -> _Found:
-            return run([make(rank, world_size) for rank in range(world_size)], digest, done, state)
+        def run_ranks(dp_size: int, done: int = 0, state: str | None = None) -> _Found:
+            return run([make(dp_rank, dp_size) for dp_rank in range(dp_size)], digest, done, state)
 
-        return _compare_ranks(run_ranks, list(world_sizes), num_steps, stops)
+        return _compare_ranks(run_ranks, list(dp_sizes), num_steps, stops)
     expected, _ = run([make()], _digest_of_batch, saves=False)
     found, states = run([make()], _digest_of_batch)
     _compare(found, expected, "the run that saves at every step")
@@ -156,15 +158,15 @@ def assert_exact_resume(
 
 
 def _compare_ranks(
-    run: Callable[..., _Found], world_sizes: list[int], num_steps: int, stops: Iterable[int]
+    run: Callable[..., _Found], dp_sizes: list[int], num_steps: int, stops: Iterable[int]
 ) -> list[str]:
-    first, *others = world_sizes
+    first, *others = dp_sizes
     expected, states = run(first)
     for stop in stops:
-        for world_size in others:
+        for dp_size in others:
             back = stop + (num_steps - stop) // 2
-            found, later = run(world_size, stop, states[stop])
-            name = f"resumed after {stop} of {num_steps} steps, {first} -> {world_size} ranks"
+            found, later = run(dp_size, stop, states[stop])
+            name = f"resumed after {stop} of {num_steps} steps, {first} -> {dp_size} ranks"
             _compare(found, expected[stop:], name, stop)
             found, _ = run(first, back, later[back - stop])
             _compare(found, expected[back:], f"{name} -> {first} after {back}", back)
@@ -259,7 +261,7 @@ def _examples_of(part: Any) -> list[Any]:
     if isinstance(part, (list, np.ndarray)) and all(hasattr(i, "__index__") for i in part):
         return [int(i) for i in part]
     raise TypeError(
-        f"world_sizes compares examples, which a {type(part).__name__} does not tell; let make() "
+        f"dp_sizes compares examples, which a {type(part).__name__} does not tell; let make() "
         "give a loader of Batches, or a sampler of indices or plans"
     )
 

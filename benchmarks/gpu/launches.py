@@ -79,9 +79,8 @@ def _loader(where: Where, examples: int, num_workers: int) -> PrefetchLoader:
     tokens = np.ones(int(lengths.sum()), dtype=np.int32)
     rows = [{"input_ids": row} for row in Ragged.from_lengths(tokens, lengths)]
     dataset = TokenizedDataset(rows, train_all=True)
-    options: dict[str, Any] = {"max_tokens": 4096, "strategy": "balanced"}
-    sampler = PackedBatchSampler(dataset.lengths, batch_size=examples, **options)
-    collate = PackedCollator(0, train_all=True, **options)
+    collate = PackedCollator(0, max_tokens=4096, strategy="balanced", train_all=True)
+    sampler = PackedBatchSampler(dataset, collate, batch_size=examples)
 
     def collate_longer(rows: Any) -> Any:  # a tiny batch is done before the lock is given back
         time.sleep(0.03)

@@ -70,10 +70,8 @@ def loader_of(mix: Mix, layout: Layout, where: Where) -> PrefetchLoader:
     options: dict[str, Any] = {"batch_size": mix.batch_size, "seed": 0, "tail": "drop"}
     collate: Any
     if layout.kind == "packed":
-        sampler: Any = PackedBatchSampler(
-            mix.dataset.lengths, max_tokens=mix.max_tokens, strategy="balanced", **options
-        )
         collate = PackedRows(mix.max_tokens, fixed_width=layout.fixed_width)
+        sampler: Any = PackedBatchSampler(mix.dataset, collate, **options)
     else:
         sampler = PrefetchingSampler(mix.dataset, **options)
         collate = PaddedRows(mix.max_tokens, is_sorted=layout.kind == "sorted")
@@ -91,7 +89,7 @@ class PackedRows:
     """The batch itself: its rows are slices of it, taken where it is used."""
 
     def __init__(self, max_tokens: int, *, fixed_width: bool) -> None:
-        self._collate = PackedCollator(
+        self.collate = PackedCollator(
             0, max_tokens=max_tokens, strategy="balanced", fixed_width=fixed_width, train_all=True
         )
 

@@ -64,7 +64,7 @@ class _Run:
     def __init__(self, where: Where, model: Any, setting: Setting, mix: Mix, steps: int) -> None:
         self.where, self.model, self.setting = where, model, setting
         self.mix, self.steps = mix, steps
-        sampler = PrefetchingSampler(mix.dataset, mix.batch_size, seed=0, tail="drop")
+        sampler = PrefetchingSampler(mix.dataset, batch_size=mix.batch_size, seed=0, tail="drop")
         self.indices = [list(indices) for _, indices in zip(range(steps), sampler, strict=False)]
 
     def examples(self) -> list[dict[str, list[int]]]:

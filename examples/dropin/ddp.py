@@ -24,14 +24,8 @@ rank, num_ranks = dist.get_rank(), dist.get_world_size()
 
 examples = kit.TokenizedDataset(tiny.make_examples(), columns=["input_ids", "labels", "number"])
 packing = kit.PackingOptions(max_tokens=tiny.MAX_TOKENS, parallel=kit.ParallelLayout(dp=num_ranks))
-sampler = kit.PackedBatchSampler(
-    examples.lengths,
-    batch_size=tiny.BATCH_SIZE,
-    packing=packing,
-    rank=rank,
-    num_loss_tokens=examples.num_loss_tokens,
-)
 collate = kit.PackedCollator(tiny.PAD, packing=packing, fields=tiny.NUMBER)
+sampler = kit.PackedBatchSampler(examples, collate, batch_size=tiny.BATCH_SIZE, dp_rank=rank)
 loader = DataLoader(examples, batch_sampler=sampler, collate_fn=collate)
 
 model = DistributedDataParallel(tiny.make_model())

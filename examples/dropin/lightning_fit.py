@@ -44,14 +44,10 @@ class PackedTraining(lightning.LightningModule):
         packing = kit.PackingOptions(
             max_tokens=tiny.MAX_TOKENS, parallel=kit.ParallelLayout(dp=self.trainer.world_size)
         )
-        sampler = kit.PackedBatchSampler(
-            examples.lengths,
-            batch_size=tiny.BATCH_SIZE,
-            packing=packing,
-            rank=self.trainer.global_rank,
-            num_loss_tokens=examples.num_loss_tokens,
-        )
         collate = kit.PackedCollator(tiny.PAD, packing=packing, fields=tiny.NUMBER)
+        sampler = kit.PackedBatchSampler(
+            examples, collate, batch_size=tiny.BATCH_SIZE, dp_rank=self.trainer.global_rank
+        )
         loader = DataLoader(examples, batch_sampler=sampler, collate_fn=collate)
         self.loader = kit.PrefetchLoader(loader)  # Lightning moves a Batch to its device
         return self.loader

@@ -35,14 +35,8 @@ def make_loader(rank: int) -> kit.PrefetchLoader:
     packing = kit.PackingOptions(
         max_tokens=tiny.MAX_TOKENS, parallel=kit.ParallelLayout(dp=NUM_RANKS)
     )
-    sampler = kit.PackedBatchSampler(
-        examples.lengths,
-        batch_size=tiny.BATCH_SIZE,
-        packing=packing,
-        rank=rank,
-        num_loss_tokens=examples.num_loss_tokens,
-    )
     collate = kit.PackedCollator(tiny.PAD, packing=packing, fields=tiny.NUMBER)
+    sampler = kit.PackedBatchSampler(examples, collate, batch_size=tiny.BATCH_SIZE, dp_rank=rank)
     loader = DataLoader(examples, batch_sampler=sampler, collate_fn=collate)
     return kit.PrefetchLoader(loader, device=ray.train.torch.get_device())
 

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.loading.building import packed_sampler
 from tests.packed import packed_collator
 from tests.vision.oracle_images import LAYOUTS, TOKEN
-from torch_collate_kit import PackedBatchSampler, PackedCollator, PaddedCollator, TokenizedDataset
+from torch_collate_kit import PackedCollator, PaddedCollator, TokenizedDataset
 from torch_collate_kit.packing import ModelCost, ParallelLayout
 from torch_collate_kit.rl import stage_mini_batches
 
@@ -29,8 +30,8 @@ def test_written_out_by_hand() -> None:
     assert whole.metadata["cost_per_rank"] == (56 + 11, 39 + 24)
     dataset = TokenizedDataset(EXAMPLES)
     for rank in range(2):
-        (part,) = PackedBatchSampler(
-            dataset.lengths, batch_size=4, rank=rank, shuffle=False, **OPTIONS
+        (part,) = packed_sampler(
+            dataset.lengths, batch_size=4, dp_rank=rank, shuffle=False, **OPTIONS
         )
         batch = packed_collator(0, normalize_loss=False, **OPTIONS)(dataset.__getitems__(part))
         assert batch.metadata["cost_per_rank"] == (67, 63)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.loading.building import packed_sampler
 from tests.packed import packed_collator
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.loading import (
     MixedSampler,
-    PackedBatchSampler,
     PackedIterableDataset,
     PrefetchingSampler,
 )
@@ -44,8 +44,8 @@ def _stream(n: Callable[[int], Any]) -> Any:
 
 
 def _packed_sampler(n: Callable[[int], Any]) -> str:
-    options = {"max_tokens": n(200), "max_sequences_per_row": n(2), "rank": n(1), "seed": n(3)}
-    sampler = PackedBatchSampler([3, 2, 4], batch_size=n(2), parallel=_layout(n), **options)
+    options = {"max_tokens": n(200), "max_sequences_per_row": n(2), "dp_rank": n(1), "seed": n(3)}
+    sampler = packed_sampler([3, 2, 4], batch_size=n(2), parallel=_layout(n), **options)
     return json.dumps(sampler.state_dict())
 
 
@@ -60,11 +60,13 @@ USES: dict[str, Callable[[Callable[[int], Any]], Any]] = {
     "PackedBatchSampler": _packed_sampler,
     "PrefetchingSampler": lambda n: json.dumps(
         PrefetchingSampler(
-            n(8), batch_size=n(2), seed=n(3), rank=n(0), world_size=n(2)
+            n(8), batch_size=n(2), seed=n(3), dp_rank=n(0), dp_size=n(2)
         ).state_dict()
     ),
     "MixedSampler": lambda n: json.dumps(
-        MixedSampler([n(9), n(4)], n(2), num_steps=n(3), seed=n(3), rank=n(0)).state_dict()
+        MixedSampler(
+            [n(9), n(4)], batch_size=n(2), num_steps=n(3), seed=n(3), dp_rank=n(0)
+        ).state_dict()
     ),
     "pack": lambda n: (
         pack([3, 4, 9], packing=PackingOptions(n(200), max_sequences_per_row=n(2))).bins

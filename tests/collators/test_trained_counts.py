@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.loading.building import packed_sampler
 from torch_collate_kit import (
     Batch,
-    PackedBatchSampler,
     PackedCollator,
     PackedIterableDataset,
     PackingOptions,
@@ -94,10 +94,10 @@ def test_the_ranks_of_a_sampler_have_the_counts_of_their_rows() -> None:
     collate = PackedCollator(0, packing=packing)
     found: list[int] = []
     for rank in range(2):
-        sampler = PackedBatchSampler(
+        sampler = packed_sampler(
             data.lengths,
             batch_size=4,
-            rank=rank,
+            dp_rank=rank,
             shuffle=False,
             packing=packing,
             num_loss_tokens=data.num_loss_tokens,

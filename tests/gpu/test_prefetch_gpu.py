@@ -37,7 +37,7 @@ def make_loader(name: str = "packed", device: Any = "cuda", **options: Any) -> P
     prefetch = options.pop("prefetch", True)
     loader = DataLoader(
         EXAMPLES,  # type: ignore[arg-type]
-        batch_sampler=PrefetchingSampler(len(EXAMPLES), 8, seed=1),
+        batch_sampler=PrefetchingSampler(len(EXAMPLES), batch_size=8, seed=1),
         collate_fn=COLLATORS[name],
         **options,
     )

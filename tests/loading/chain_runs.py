@@ -13,9 +13,9 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from tests.loading import chain_truth as truth
+from tests.loading.building import packed_sampler
 from torch_collate_kit import (
     MixedSampler,
-    PackedBatchSampler,
     PackedCollator,
     PaddedCollator,
     ParallelLayout,
@@ -25,7 +25,6 @@ from torch_collate_kit import (
 )
 
 KINDS = ("prefetching", "mixed", "packed", "rows")
-_MOST_STATE = 4096 + 100  # of a sampler; a loader adds its version and max_tokens
 Position = tuple[int, int]
 
 
@@ -33,7 +32,7 @@ Position = tuple[int, int]
 class Leg:
     """A run on some ranks, up to where it is stopped."""
 
-    world_size: int
+    dp_size: int
     num_steps: int
     num_workers: int
     reshuffles: bool
@@ -58,31 +57,31 @@ class Chain:
     def is_packed(self) -> bool:
         return self.kind in ("packed", "rows")
 
-    def sampler(self, rank: int, leg: Leg, world_size: int) -> Any:
+    def sampler(self, rank: int, leg: Leg, dp_size: int) -> Any:
         if self.kind == "prefetching":
             num_examples = len(self.examples)
-            return PrefetchingSampler(num_examples, rank=rank, world_size=world_size, **self.order)
+            return PrefetchingSampler(num_examples, dp_rank=rank, dp_size=dp_size, **self.order)
         if self.kind == "mixed":
-            return MixedSampler(self.sources, rank=rank, world_size=world_size, **self.order)
+            return MixedSampler(self.sources, dp_rank=rank, dp_size=dp_size, **self.order)
         counts = [truth.num_trained(example) for example in self.examples]
-        return PackedBatchSampler(
+        return packed_sampler(
             [len(example["input_ids"]) for example in self.examples],
-            rank=rank,
+            dp_rank=rank,
             patches=self.patches,
             num_loss_tokens=counts if self.counted else None,
-            **self.packing(leg, world_size),
+            **self.packing(leg, dp_size),
             **self.order,
         )
 
-    def packing(self, leg: Leg, world_size: int) -> dict[str, Any]:
+    def packing(self, leg: Leg, dp_size: int) -> dict[str, Any]:
         options = {**leg.packing, "rows_multiple_of": self.multiple}
-        options["parallel"] = ParallelLayout(dp=world_size, tp=options.pop("tp"))
+        options["parallel"] = ParallelLayout(dp=dp_size, tp=options.pop("tp"))
         return options
 
-    def collator(self, leg: Leg, world_size: int) -> Any:
+    def collator(self, leg: Leg, dp_size: int) -> Any:
         if not self.is_packed:
             return PaddedCollator(0)
-        return PackedCollator(0, normalize_loss=self.counted, **self.packing(leg, world_size))
+        return PackedCollator(0, normalize_loss=self.counted, **self.packing(leg, dp_size))
 
 
 def random_chain(rng: np.random.Generator, kind: str, *, with_workers: bool) -> Chain:
@@ -97,7 +96,7 @@ def random_chain(rng: np.random.Generator, kind: str, *, with_workers: bool) -> 
     changes = kind != "mixed" and rng.random() < 0.4
     legs = [
         Leg(
-            world_size=int(rng.choice(sizes)),
+            dp_size=int(rng.choice(sizes)),
             num_steps=int(rng.integers(0, 6)),
             num_workers=int(rng.integers(1, 3)) if with_workers else 0,
             reshuffles=bool(changes and rng.random() < 0.5),
@@ -218,33 +217,31 @@ class Runner:
         samplers: list[Any] = []
         for leg in self.chain.legs:
             packed_as = self.chain.legs[0] if self.unbroken else leg
-            world_size = 1 if self.unbroken else leg.world_size
+            dp_size = 1 if self.unbroken else leg.dp_size
             if not (self.unbroken and samplers):
-                ranks = range(world_size)
-                samplers = [self.chain.sampler(rank, leg, world_size) for rank in ranks]
+                ranks = range(dp_size)
+                samplers = [self.chain.sampler(rank, leg, dp_size) for rank in ranks]
             with ExitStack() as stack:
-                sources = self._sources(stack, samplers, leg, world_size)
+                sources = self._sources(stack, samplers, leg, dp_size)
                 for source in sources if state and not self.unbroken else []:
                     source.load_state_dict(json.loads(state))
-                self._serve(sources, samplers, leg, packed_as, world_size)
+                self._serve(sources, samplers, leg, packed_as, dp_size)
                 at = position_after(self.steps[-1].position if self.steps else None, self.lengths)
                 if leg.reshuffles:
                     self._reshuffle(sources, at)
                 state = self._state(sources, at, moved=bool(leg.num_steps))
             self.last = samplers[0]
 
-    def _sources(
-        self, stack: ExitStack, samplers: list[Any], leg: Leg, world_size: int
-    ) -> list[Any]:
+    def _sources(self, stack: ExitStack, samplers: list[Any], leg: Leg, dp_size: int) -> list[Any]:
         if not self.chain.behind_loader or self.unbroken:
             return samplers
-        collate = self.chain.collator(leg, world_size)
+        collate = self.chain.collator(leg, dp_size)
         options: dict[str, Any] = {"collate_fn": collate, "num_workers": leg.num_workers}
         loaders = [DataLoader(self.dataset, batch_sampler=s, **options) for s in samplers]
         return [stack.enter_context(PrefetchLoader(loader)) for loader in loaders]
 
     def _serve(
-        self, sources: list[Any], samplers: list[Any], leg: Leg, packed_as: Leg, world_size: int
+        self, sources: list[Any], samplers: list[Any], leg: Leg, packed_as: Leg, dp_size: int
     ) -> None:
         if not leg.num_steps:
             return
@@ -257,9 +254,9 @@ class Runner:
             epoch, step = position_after(before, self.lengths)
             while step >= self.lengths(epoch):
                 epoch, step = epoch + 1, 0
-            self.steps.append(self._step((epoch, step), list(parts), packed_as, world_size))
+            self.steps.append(self._step((epoch, step), list(parts), packed_as, dp_size))
 
-    def _step(self, at: Position, parts: list[Any], leg: Leg, world_size: int) -> Step:
+    def _step(self, at: Position, parts: list[Any], leg: Leg, dp_size: int) -> Step:
         if isinstance(parts[0], list):
             trained = [truth.num_trained(self.chain.examples[i]) for part in parts for i in part]
             return Step(at, parts, sum(trained), [], parts, {at})
@@ -271,7 +268,7 @@ class Runner:
             return Step(at, read, total.pop() if len(total) == 1 else -1, rows, parts, {at})
         batches, named = parts, {at}
         if hasattr(parts[0], "indices"):
-            collate = self.chain.collator(leg, world_size)
+            collate = self.chain.collator(leg, dp_size)
             batches = [collate(self.dataset.__getitems__(part)) for part in parts]
         else:
             named = {(b.metadata.get("epoch"), b.metadata.get("step")) for b in parts}
@@ -302,7 +299,6 @@ class Runner:
         }
         self.wrong["states of ranks differ"] += len(states) > 1
         state = states.pop()
-        self.wrong["a state over 4 KB"] += len(state) > _MOST_STATE
         self.states.append(state)
         return state
 

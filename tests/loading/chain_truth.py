@@ -106,9 +106,9 @@ def rows_of(batch: Any) -> list[tuple[Any, ...]]:
     return [tuple(map(tuple, cells)) for cells in zip(*columns, strict=True)]
 
 
-def part_of(values: Sequence[int], rank: int, world_size: int) -> list[int]:
+def part_of(values: Sequence[int], rank: int, dp_size: int) -> list[int]:
     """The rank-th contiguous part, of sizes that differ by one at most, larger ones first."""
-    size, rest = divmod(len(values), world_size)
+    size, rest = divmod(len(values), dp_size)
     start = rank * size + min(rank, rest)
     return list(values[start : start + size + (rank < rest)])
 

@@ -6,7 +6,6 @@ import pytest
 
 from tests.loading import chains
 from torch_collate_kit.loading.sampler.orders import KeyedOrder
-from torch_collate_kit.loading.sampler.states import Layouts
 
 
 def test_chains_of_runs_serve_what_an_unbroken_run_serves() -> None:
@@ -28,10 +27,3 @@ def test_chains_see_a_keyed_order_that_is_off_by_one(monkeypatch: pytest.MonkeyP
     take = KeyedOrder.take
     monkeypatch.setattr(KeyedOrder, "take", lambda self, a, b: take(self, a and a - 1, b - 1))
     assert chains.run(10, 7)[1]
-
-
-def test_chains_see_ranks_of_the_past_that_are_those_of_now(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Layouts, "at", lambda self, position: self._entries[-1][1])
-    assert any("rank=" in line for line in chains.run(10, 7)[1])

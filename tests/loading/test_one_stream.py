@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from tests.loading.building import packed_sampler
 from tests.loading.hang_guard import fails_when_it_hangs, our_threads
 from tests.loading.sampler.sampler_oracle import epochs_of, flat
 from torch_collate_kit.batch import Batch
@@ -202,18 +203,18 @@ class Ranks:
 def sampler_of(case: Case, rank: int) -> Any:
     if case.collator == "packed" and case.num_ranks > 1:
         return packed_sampler_of(case, rank)
-    order = {"tail": case.tail, "rank": rank, "world_size": case.num_ranks, **ORDER}
+    order = {"tail": case.tail, "dp_rank": rank, "dp_size": case.num_ranks, **ORDER}
     return PrefetchingSampler(NUM_EXAMPLES, **order)
 
 
 def packed_sampler_of(case: Case, rank: int) -> PackedBatchSampler:
-    return PackedBatchSampler(
+    return packed_sampler(
         DATASET.lengths,
         max_tokens=MAX_TOKENS,
         parallel=ParallelLayout(dp=case.num_ranks),
         num_loss_tokens=DATASET.num_loss_tokens,
         tail=case.tail,
-        rank=rank,
+        dp_rank=rank,
         **ORDER,
     )
 
@@ -371,7 +372,9 @@ def make_mixed(request) -> Callable[[], MixedSampler]:
         "tokens": {"by": "tokens", "lengths": [DATASET.lengths[:9], DATASET.lengths[9:]]},
         "one of two ranks": {"num_steps": 4, "rank": 1, "world_size": 2},
     }[request.param]
-    return lambda: MixedSampler([9, NUM_EXAMPLES - 9], 6, weights=[3, 1], seed=SEED, **options)
+    return lambda: MixedSampler(
+        [9, NUM_EXAMPLES - 9], batch_size=6, weights=[3, 1], seed=SEED, **options
+    )
 
 
 @pytest.mark.parametrize("setting", ["plain", "prefetch", "workers", "stateful"])

@@ -236,12 +236,12 @@ def test_a_worker_sends_the_same_batch_in_one_buffer(kind: str, family: str) -> 
 
 def test_a_prefetch_loader_brings_the_same_batches() -> None:
     given_ = [e.given for e in drawn(np.random.default_rng(6), "gemma3", 8)]
-    sampler = PrefetchingSampler(len(given_), 2, seed=0)
+    sampler = PrefetchingSampler(len(given_), batch_size=2, seed=0)
     collate = PaddedCollator(0, vision=LAYOUTS["gemma3"])
     loader: Any = DataLoader(given_, batch_sampler=sampler, collate_fn=collate)
     with PrefetchLoader(loader) as source:
         batches = list(source.steps(3))
-    rest = iter(PrefetchingSampler(len(given_), 2, seed=0))
+    rest = iter(PrefetchingSampler(len(given_), batch_size=2, seed=0))
     for step, batch in enumerate(batches):
         expected = collate([given_[i] for i in next(rest)])
         expected.metadata |= {"epoch": 0, "step": step}

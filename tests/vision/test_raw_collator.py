@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.chat_images.truth import chat, image, text
+from tests.loading.building import packed_sampler
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
 from torch_collate_kit import (
-    PackedBatchSampler,
     PackingOptions,
     ParallelLayout,
     VisionLanguageCollator,
@@ -60,13 +60,13 @@ def under_a_plan(rank: int, **options: Any) -> list[Any]:
     )
     dataset = PlannedRecords(records())
     sizes = collate.sizes(dataset)
-    sampler = PackedBatchSampler(
+    sampler = packed_sampler(
         sizes.lengths,
         patches=sizes.patches,
         num_loss_tokens=sizes.num_loss_tokens,
         batch_size=6,
         packing=collate.packing,
-        rank=rank,
+        dp_rank=rank,
         shuffle=False,
     )
     return list(DataLoader(dataset, batch_sampler=sampler, collate_fn=collate))

@@ -216,29 +216,27 @@ class PackedCollator:
         return columns
 
     def _check_part(self, part: RankPlan, *, normalize_loss: bool) -> None:
-        """Check that the plan was made with this collator's options."""
+        """Refuse a plan that was made with another collator."""
         plan, own = part.plan, self.packing
-        given = {"max_tokens": plan.max_tokens, "align": plan.align, "ranks": plan.rows_multiple_of}
-        mine = {
-            "max_tokens": own.max_tokens,
-            "align": own.parallel.align,
-            "ranks": own.row_multiple,
-        }
-        if self.vision is not None:
-            for name in ("max_patches", "dummy_image_tokens"):
-                given[name], mine[name] = getattr(plan, name), getattr(own, name)
+        names = ("max_patches", "dummy_image_tokens") if self.vision is not None else ()
+        given, mine = (
+            {"max_tokens": by.max_tokens, "align": align, "rows_multiple_of": ranks}
+            | {name: getattr(by, name) for name in names}
+            for by, align, ranks in (
+                (plan, plan.align, plan.rows_multiple_of),
+                (own, own.parallel.align, own.row_multiple),
+            )
+        )
         if given != mine:
             raise ValueError(
-                f"the batch was planned for {given}, the collator has {mine}; give "
-                "PackedBatchSampler and PackedCollator the same: packing=collator.packing"
+                f"the batch was planned for {given}, this collator has {mine}; give the sampler "
+                "the collator of the DataLoader"
             )
         is_known = part.dp_rank is None or part.num_loss_tokens is not None or part.num_parts == 1
         if normalize_loss and not is_known:
             raise ValueError(
-                "normalize_loss=True divides by the loss tokens of the whole batch, and this rank "
-                f"reads one of its {part.dp_size} parts; pass num_loss_tokens="
-                "dataset.num_loss_tokens to PackedBatchSampler, or normalize_loss=False here and "
-                "the sum over the ranks to token_loss"
+                "the batch was planned with normalize_loss=False, this collator has True; give "
+                "the sampler the collator of the DataLoader"
             )
 
     def _images(self, columns: ExampleColumns) -> ImageLoad | None:
@@ -253,7 +251,7 @@ class PackedCollator:
 
     def _place(self, columns: ExampleColumns, part: RankPlan) -> Batch:
         """Return the Batch of the rows of ``part``."""
-        plan, chosen, num_examples = part.plan, part.pieces, len(columns.input_ids)
+        plan, pieces, num_examples = part.plan, part.pieces, len(columns.input_ids)
         width = self.packing.capacity if self.fixed_width else plan.width
         if width > MAX_WIDTH:
             raise too_wide(width, f"lower max_tokens={plan.max_tokens}")
@@ -286,8 +284,8 @@ class PackedCollator:
 
     def _metadata(self, part: RankPlan, num_examples: int) -> dict[str, Any]:
         """Return batch metadata: dropped and cut examples, cost per rank."""
-        plan, num_ranks = part.plan, part.dp_size or self.packing.parallel.dp
-        costs = plan.cost_per_rank.reshape(num_ranks, -1).sum(axis=1)
+        plan, dp_size = part.plan, part.dp_size or self.packing.parallel.dp
+        costs = plan.cost_per_rank.reshape(dp_size, -1).sum(axis=1)
         metadata = {
             "num_examples": num_examples,
             "num_tokens": int(plan.lengths.sum()),

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from torch_collate_kit._reprs import plural
+from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.commands.arguments import (
     Records,
     add_allow_empty,
@@ -57,7 +58,6 @@ def add_step(commands: Any) -> None:
     )
     parser.add_argument("--epoch", type=int, default=0, metavar="N", help="from 0 (0)")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="of the epoch, from 0")
-    parser.add_argument("--rank", type=int, metavar="N", help="only what this rank read")
     parser.add_argument(
         "--max-length", type=number, metavar="N", help="chats over N tokens were dropped or cut"
     )
@@ -82,14 +82,13 @@ def _run(options: argparse.Namespace) -> int:
         raise DataError(f"{options.data} holds rollouts, which no sampler has an order of")
     data = _tokenized(records, options)
     sampler = _sampler_of(state, data)
-    indices = sampler.examples(options.epoch, options.step, options.rank).tolist()
+    indices = sampler.examples(options.epoch, options.step).tolist()
     found = _described(data, indices, options)
     if options.json:
-        where = {"epoch": options.epoch, "step": options.step, "rank": options.rank}
+        where = {"epoch": options.epoch, "step": options.step}
         print(json.dumps({**where, "examples": found}, indent=2))
         return 0
-    rank = "" if options.rank is None else f", rank {options.rank}"
-    print(f"epoch {options.epoch}, step {options.step}{rank}: {plural(len(indices), 'example')}")
+    print(f"epoch {options.epoch}, step {options.step}: {plural(len(indices), 'example')}")
     for one in found:
         counts = f"{one['num_tokens']:,} tokens, {one['num_trained']:,} trained"
         print(f"\nexample {one['index']:,}, {counts}")
@@ -177,44 +176,28 @@ def _sampler_of(state: Mapping[str, Any], data: TokenizedDataset) -> _Sampler:
     elif "lengths_digest" in state:
         sampler = _packed(state, data, shared)
     else:
-        world_size = _layout(state)["world_size"]
-        sampler = PrefetchingSampler(data, tail=state["tail"], world_size=world_size, **shared)
+        sampler = PrefetchingSampler(data, tail=state["tail"], **state["layout"], **shared)
     sampler.load_state_dict(state)
     return sampler
-
-
-def _layout(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the last layout."""
-    layout: dict[str, Any] = {}
-    for _, _, changed in state["layouts"]:
-        layout |= changed
-    return layout
 
 
 def _packed(
     state: Mapping[str, Any], data: TokenizedDataset, shared: dict[str, Any]
 ) -> PackedBatchSampler:
-    layout = _layout(state)
-    packing = {key: layout[key] for key in PackingOptions(1).as_state() if key in layout}
-    return PackedBatchSampler(
-        data.lengths,
+    packing = {k: v for k, v in state["layout"].items() if k != "image_costs_digest"}
+    collate = PackedCollator(
+        0,
         packing=PackingOptions.from_state(packing),
-        tail=state["tail"],
-        num_loss_tokens=None if state["loss_tokens_digest"] is None else data.num_loss_tokens,
-        patches=None if state["patches_digest"] is None else data.patches,
-        **shared,
+        normalize_loss=state["loss_tokens_digest"] is not None,
+        vision=None if state["patches_digest"] is None else data.vision,
     )
+    return PackedBatchSampler(data, collate, tail=state["tail"], **shared)
 
 
 def _mixed(
     state: Mapping[str, Any], data: TokenizedDataset, shared: dict[str, Any]
 ) -> MixedSampler:
     sizes = state["sizes"]
-    if isinstance(sizes, str):
-        raise StateError(
-            f"the state has only a digest of the many sources of this run ({sizes}); build its "
-            "sampler, load the state, and call examples(epoch, step)"
-        )
     if sum(sizes) != len(data):
         raise StateError(
             f"state is of sources of {sizes} examples, the data has {len(data)}; pass the sources "
@@ -231,6 +214,6 @@ def _mixed(
         lengths=lengths,
         num_steps=state["num_steps"],
         stop=state["stop"],
-        world_size=_layout(state)["world_size"],
+        **state["layout"],
         **shared,
     )

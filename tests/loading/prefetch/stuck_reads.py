@@ -50,7 +50,7 @@ class Stuck:
 
 
 def loader_of(data: Stuck, num_workers: int) -> PrefetchLoader:
-    sampler = PrefetchingSampler(len(data), 1, shuffle=False)
+    sampler = PrefetchingSampler(len(data), batch_size=1, shuffle=False)
     return PrefetchLoader(DataLoader(data, batch_sampler=sampler, num_workers=num_workers))
 
 
@@ -109,7 +109,7 @@ def leave_a_hundred(leave: Callable[[PrefetchLoader], None]) -> None:
     for _ in range(100):
         data = DataLoader(
             range(50),
-            batch_sampler=PrefetchingSampler(50, 1),
+            batch_sampler=PrefetchingSampler(50, batch_size=1),
             collate_fn=collecting,
         )
         leave(PrefetchLoader(data))

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.loading.building import packed_sampler
 from tests.loading.hang_guard import (
     interrupt_main_thread,
     once_main_thread_waits,
@@ -36,7 +37,7 @@ from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.prefetch import AsyncBatchCollator, PrefetchLoader
 from torch_collate_kit.loading.prefetch.device_copy import check_recordable
-from torch_collate_kit.loading.sampler import MixedSampler, PackedBatchSampler, PrefetchingSampler
+from torch_collate_kit.loading.sampler import MixedSampler, PrefetchingSampler
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.testing import assert_exact_resume, batch_digest
 
@@ -108,7 +109,7 @@ def test_steps_go_on_across_epochs_and_calls(tail, num_workers):
 
 
 def test_epochs_without_a_batch_are_passed_over():
-    sampler = PrefetchingSampler(3, 7, shuffle=False, tail="wrap")
+    sampler = PrefetchingSampler(3, batch_size=7, shuffle=False, tail="wrap")
     with PrefetchLoader(DataLoader(range(3), batch_sampler=sampler)) as loader:
         assert len(loader) == 0
         assert list(loader) == []
@@ -120,7 +121,7 @@ def test_epochs_without_a_batch_are_passed_over():
 
 def test_epochs_without_end_and_batch_are_an_error(monkeypatch):
     monkeypatch.setattr("torch_collate_kit.loading.prefetch.loader._MAX_EMPTY_EPOCHS", 20)
-    sampler = PrefetchingSampler(1, 50, tail="wrap")
+    sampler = PrefetchingSampler(1, batch_size=50, tail="wrap")
     with PrefetchLoader(DataLoader(range(1), batch_sampler=sampler)) as loader:
         batches = loader.steps(1)
         with pytest.raises(StateError, match="21 epochs in a row had no batch"):
@@ -151,7 +152,7 @@ def test_the_sampler_of_the_caller_may_be_moved_between_epochs():
 
 
 def test_an_iterator_of_the_callers_sampler_that_nothing_was_drawn_from_does_not_count():
-    sampler = PrefetchingSampler(5, 2, shuffle=False, tail="wrap")  # 2 and 3 steps
+    sampler = PrefetchingSampler(5, batch_size=2, shuffle=False, tail="wrap")  # 2 and 3 steps
     with PrefetchLoader(DataLoader(range(5), batch_sampler=sampler)) as loader:
         iter(sampler)
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
@@ -175,7 +176,7 @@ def test_a_sampler_of_another_length_than_it_says(claimed):
         def __len__(self) -> int:
             return claimed
 
-    loader = DataLoader(range(6), batch_sampler=Odd(6, 2))
+    loader = DataLoader(range(6), batch_sampler=Odd(6, batch_size=2))
     with PrefetchLoader(loader) as loader:
         word = "more" if claimed < 3 else "fewer"
         with pytest.raises(StateError, match=f"has {claimed} steps, but the loader yields {word}"):
@@ -296,13 +297,13 @@ def test_the_order_of_an_epoch_is_asked_for_after_its_hook():
         assert epoch <= known[-1]
         return [epoch % 2, 1 - epoch % 2]
 
-    sampler = PrefetchingSampler(2, 1, order=order)
+    sampler = PrefetchingSampler(2, batch_size=1, order=order)
     with PrefetchLoader(DataLoader(range(2), batch_sampler=sampler)) as loader:
         found = [batch.item() for batch in loader.steps(6, on_epoch=known.append)]
     assert found == [0, 1, 1, 0, 0, 1]
 
     known[:] = [0]
-    sampler = PrefetchingSampler(2, 1, order=order)
+    sampler = PrefetchingSampler(2, batch_size=1, order=order)
     with PrefetchLoader(DataLoader(range(2), batch_sampler=sampler)) as loader:
         assert len(list(loader)) == 2
         assert loader.state_dict()["sampler"]["epoch"] == loader.epoch == 1
@@ -454,7 +455,7 @@ def saved_by(**options: Any) -> dict[str, Any]:
 
 
 def sized(length: int, batch_size: int, **options: Any) -> PrefetchLoader:
-    sampler = PrefetchingSampler(length, batch_size, **options)
+    sampler = PrefetchingSampler(length, batch_size=batch_size, **options)
     return PrefetchLoader(DataLoader(range(length), batch_sampler=sampler))
 
 
@@ -463,7 +464,7 @@ def sized(length: int, batch_size: int, **options: Any) -> PrefetchLoader:
     [
         (sized(12, 4).state_dict(), "12 examples"),
         (sized(13, 2).state_dict(), "batch_size=2"),
-        (sized(13, 4, world_size=2, tail="drop").state_dict(), "tail='drop'"),
+        (sized(13, 4, dp_size=2, tail="drop").state_dict(), "tail='drop'"),
         (sized(13, 4).state_dict() | {"version": 2}, "version=2"),
         ({}, "version=None"),
         (sized(13, 4).state_dict() | {"version": True}, "version=True"),
@@ -536,7 +537,7 @@ def test_a_sampler_that_plans_rows_says_itself_that_they_are_others(caplog):
     def make(max_tokens: int) -> PrefetchLoader:
         lengths = [len(example["input_ids"]) for example in EXAMPLES]
         collate = PackedCollator(0, max_tokens=max_tokens)
-        sampler = PackedBatchSampler(lengths, batch_size=4, packing=collate.packing)
+        sampler = packed_sampler(lengths, batch_size=4, packing=collate.packing)
         data = TokenizedDataset(EXAMPLES)
         return PrefetchLoader(DataLoader(data, batch_sampler=sampler, collate_fn=collate))
 
@@ -738,9 +739,9 @@ def test_wrong_loaders():
 def test_a_sampler_of_another_dataset_is_refused(length):
     sizes = [5, length - 5]
     samplers = [
-        PrefetchingSampler(length, 4),
-        MixedSampler(sizes, 4),
-        PackedBatchSampler([1] * length, batch_size=4, max_tokens=8),
+        PrefetchingSampler(length, batch_size=4),
+        MixedSampler(sizes, batch_size=4),
+        packed_sampler([1] * length, batch_size=4, max_tokens=8),
     ]
     for sampler in samplers:
         with pytest.raises(ValueError, match="the sampler was built for") as caught:
@@ -756,7 +757,9 @@ def test_a_dataset_that_grows_between_epochs_is_read_by_a_sampler_of_its_first_l
         """No length is asked for later."""
 
     dataset = Growing(range(4))
-    with PrefetchLoader(DataLoader(dataset, batch_sampler=PrefetchingSampler(4, 2))) as loader:
+    with PrefetchLoader(
+        DataLoader(dataset, batch_sampler=PrefetchingSampler(4, batch_size=2))
+    ) as loader:
         assert len(list(loader.steps(4, on_epoch=lambda epoch: dataset.append(epoch)))) == 4
 
 
@@ -790,7 +793,10 @@ def test_loaders_leave_nothing():
 
 def test_persistent_workers_of_the_caller_are_left_alone():
     plain = DataLoader(
-        range(6), batch_sampler=PrefetchingSampler(6, 2), num_workers=1, persistent_workers=True
+        range(6),
+        batch_sampler=PrefetchingSampler(6, batch_size=2),
+        num_workers=1,
+        persistent_workers=True,
     )
     assert len(list(plain)) == 3
     (worker,) = torch.multiprocessing.active_children()
@@ -843,7 +849,9 @@ def test_structures_of_tensors_are_moved_and_the_rest_stays():
     def collate(examples: list[int]) -> Any:
         return {"x": torch.tensor(examples), "y": [(torch.ones(2), 3)], "name": "a"}
 
-    loader = DataLoader(range(2), batch_sampler=PrefetchingSampler(2, 2), collate_fn=collate)
+    loader = DataLoader(
+        range(2), batch_sampler=PrefetchingSampler(2, batch_size=2), collate_fn=collate
+    )
     with PrefetchLoader(loader, device="meta") as loader:
         (batch,) = loader
     assert batch["x"].device.type == batch["y"][0][0].device.type == "meta"
@@ -882,7 +890,7 @@ def test_an_object_with_tensors_that_the_loader_cannot_see_is_refused_before_it_
 def test_without_a_stream_an_object_with_tensors_may_be_anything():
     loader = DataLoader(
         range(2),
-        batch_sampler=PrefetchingSampler(2, 2),
+        batch_sampler=PrefetchingSampler(2, batch_size=2),
         collate_fn=lambda examples: Holder(torch.tensor(examples)),
     )
     with PrefetchLoader(loader, device="meta") as loader:

@@ -131,7 +131,9 @@ def test_a_stream_that_names_its_own_steps_keeps_them():
 
 
 def test_a_batch_of_a_sampler_with_a_wrapped_tail_is_named_by_the_epoch_it_ends_in():
-    sampler = PrefetchingSampler(3, 2, shuffle=False, tail="wrap")  # 1, 2, 1, 2, ... steps
+    sampler = PrefetchingSampler(
+        3, batch_size=2, shuffle=False, tail="wrap"
+    )  # 1, 2, 1, 2, ... steps
     collate = COLLATORS["padded"]
     with PrefetchLoader(DataLoader(EXAMPLES[:3], batch_sampler=sampler, collate_fn=collate)) as it:
         assert [names(batch) for batch in it.steps(4)] == [(0, 0), (1, 0), (1, 1), (2, 0)]

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from tests.loading.building import packed_sampler
 from tests.loading.prefetch.toy_data import COLLATORS, EXAMPLES, collated, make_sampler
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading import (
-    PackedBatchSampler,
     PrefetchLoader,
     SkippedExample,
     TokenizedDataset,
@@ -427,10 +427,10 @@ def ranks(gone: Any, *, on_error: str = "skip", **workers: Any) -> list[Prefetch
     collate = PackedCollator(0, max_tokens=12, parallel=LAYOUT)
     made = []
     for rank in range(2):
-        sampler = PackedBatchSampler(
+        sampler = packed_sampler(
             COLUMNS.lengths,
             batch_size=6,
-            rank=rank,
+            dp_rank=rank,
             num_loss_tokens=TRAINED,
             packing=collate.packing,
         )
@@ -505,7 +505,7 @@ def test_of_a_plan_nothing_may_be_left():
 
 
 def test_a_plan_that_no_collator_follows_is_raised():
-    sampler = PackedBatchSampler(COLUMNS.lengths, batch_size=6, max_tokens=12)
+    sampler = packed_sampler(COLUMNS.lengths, batch_size=6, max_tokens=12)
     data = DataLoader(COLUMNS, batch_sampler=sampler, collate_fn=PackedCollator(0, max_tokens=9))
     with (
         PrefetchLoader(data, on_error="skip") as loader,

@@ -35,7 +35,7 @@ def number_of(batch: Any) -> Any:
 
 
 def sampled(num_workers: int = 0, sampler: Any = None) -> PrefetchLoader:
-    sampler = sampler or PrefetchingSampler(NUM_EXAMPLES, 2, seed=1)
+    sampler = sampler or PrefetchingSampler(NUM_EXAMPLES, batch_size=2, seed=1)
     data = DataLoader(
         range(NUM_EXAMPLES), batch_sampler=sampler, collate_fn=slow, num_workers=num_workers
     )
@@ -43,7 +43,7 @@ def sampled(num_workers: int = 0, sampler: Any = None) -> PrefetchLoader:
 
 
 def mixed(num_workers: int = 0) -> PrefetchLoader:
-    return sampled(num_workers, MixedSampler([4, 3], 2, seed=1))
+    return sampled(num_workers, MixedSampler([4, 3], batch_size=2, seed=1))
 
 
 def streamed(num_workers: int = 0) -> PrefetchLoader:
@@ -216,7 +216,7 @@ def test_a_question_of_another_thread_that_the_consumer_overtakes_is_asked_again
                 gate.wait()
             return super().state_dict()
 
-    with sampled(sampler=Slow(NUM_EXAMPLES, 2)) as loader:
+    with sampled(sampler=Slow(NUM_EXAMPLES, batch_size=2)) as loader:
         states: list[Any] = []
         thread = threading.Thread(target=lambda: states.append(loader.state_dict()))
         thread.start()
@@ -241,7 +241,9 @@ def test_a_second_thread_that_draws_meanwhile_is_told_so_and_changes_nothing():
 
     with PrefetchLoader(
         DataLoader(
-            range(6), batch_sampler=PrefetchingSampler(6, 2, shuffle=False), collate_fn=gated
+            range(6),
+            batch_sampler=PrefetchingSampler(6, batch_size=2, shuffle=False),
+            collate_fn=gated,
         )
     ) as loader:
         found: list[Any] = []
@@ -285,7 +287,7 @@ def test_two_loops_in_two_threads_lose_and_repeat_nothing():
 
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_close_in_another_thread_ends_a_loop_by_a_message_of_the_loader(prefetch):
-    sampler = PrefetchingSampler(100, 1)
+    sampler = PrefetchingSampler(100, batch_size=1)
     data = DataLoader(range(100), batch_sampler=sampler, collate_fn=slow)
     for delay in (0.0005, 0.001, 0.002, 0.003, 0.004, 0.005):
         loader = PrefetchLoader(data, prefetch=prefetch)

@@ -334,7 +334,9 @@ def test_a_dataloader_that_does_not_fit_is_refused(options: dict[str, Any], mess
 
 def test_states_of_other_loaders_are_refused() -> None:
     data = [[1], [2], [3]]
-    with PrefetchLoader(DataLoader(data, batch_sampler=PrefetchingSampler(3, 2))) as sampled:
+    with PrefetchLoader(
+        DataLoader(data, batch_sampler=PrefetchingSampler(3, batch_size=2))
+    ) as sampled:
         other = sampled.state_dict()
     with make() as loader:
         list(islice(loader, 3))
@@ -390,7 +392,7 @@ def test_a_worker_that_dies_at_the_end_of_an_epoch_is_no_error(kind: str, prefet
     for _ in range(3):
         plain = DataLoader(
             make_stream() if kind == "stream" else range(6),
-            batch_sampler=PrefetchingSampler(6, 2) if kind == "sampler" else None,
+            batch_sampler=PrefetchingSampler(6, batch_size=2) if kind == "sampler" else None,
             batch_size=None if kind == "stream" else 1,
             num_workers=2,
             collate_fn=KilledAtItsEnd(),

@@ -103,7 +103,9 @@ def test_a_thread_that_was_abandoned_changes_nothing_later(said, kind):
 
     if kind == "sampler":
         data = DataLoader(
-            range(6), batch_sampler=PrefetchingSampler(6, 2, shuffle=False), collate_fn=collate
+            range(6),
+            batch_sampler=PrefetchingSampler(6, batch_size=2, shuffle=False),
+            collate_fn=collate,
         )
     else:
         stateful = pytest.importorskip("torchdata.stateful_dataloader")

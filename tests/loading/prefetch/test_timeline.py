@@ -41,7 +41,7 @@ def clock(monkeypatch) -> Clock:
 
 
 def loader_of(num_examples, batch_size, collate, **options) -> PrefetchLoader:
-    sampler = PrefetchingSampler(num_examples, batch_size, shuffle=False)
+    sampler = PrefetchingSampler(num_examples, batch_size=batch_size, shuffle=False)
     data = DataLoader(range(num_examples), batch_sampler=sampler, collate_fn=collate)
     return PrefetchLoader(data, **options)
 
@@ -149,7 +149,7 @@ def test_waits_add_up_over_slow_batches_and_epochs(clock):
             clock.sleep(10)
             yield from ()
 
-    data = DataLoader(range(6), batch_sampler=SlowEnd(6, 2), collate_fn=lambda _: clock.sleep(1))
+    data = DataLoader(range(6), batch_sampler=SlowEnd(6, batch_size=2), collate_fn=lambda _: clock.sleep(1))
     with PrefetchLoader(data, prefetch=False) as loader:
         for _ in loader.steps(7):
             clock.sleep(100)

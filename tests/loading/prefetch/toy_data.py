@@ -24,7 +24,7 @@ COLLATORS: dict[str, Callable[[Any], Any]] = {
 
 
 def make_sampler(**options: Any) -> PrefetchingSampler:
-    return PrefetchingSampler(len(EXAMPLES), 4, **{"seed": 3, **options})
+    return PrefetchingSampler(len(EXAMPLES), batch_size=4, **{"seed": 3, **options})
 
 
 def make_loader(

@@ -18,8 +18,8 @@ def epoch_order(n, epoch, *, seed, shuffle, order=None):
     return rng.permutation(n).tolist() if shuffle else list(range(n))
 
 
-def dealt(batch, world_size):
-    return [part.tolist() for part in np.array_split(np.array(batch, dtype=np.int64), world_size)]
+def dealt(batch, dp_size):
+    return [part.tolist() for part in np.array_split(np.array(batch, dtype=np.int64), dp_size)]
 
 
 def epochs_of(n, size, num_epochs, *, tail, seed=0, shuffle=True, order=None, reshuffles=()):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.loading.building import packed_sampler
 from tests.loading.sampler.sampler_oracle import curriculum
 from torch_collate_kit import PackedBatchSampler, PrefetchingSampler, TokenizedDataset
 from torch_collate_kit.errors import StateError
@@ -18,13 +19,13 @@ ROWS = [{"input_ids": [i, i + 1, *range(i % 5)]} for i in range(31)]
 def packed(rows: list[dict[str, Any]], **options: Any) -> PackedBatchSampler:
     dataset = TokenizedDataset(rows, train_all=True)
     counts = dataset.num_loss_tokens
-    return PackedBatchSampler(
+    return packed_sampler(
         dataset.lengths, batch_size=4, max_tokens=16, seed=2, num_loss_tokens=counts, **options
     )
 
 
 def prefetching(rows: list[dict[str, Any]], **options: Any) -> PrefetchingSampler:
-    return PrefetchingSampler(TokenizedDataset(rows), 4, seed=2, **options)
+    return PrefetchingSampler(TokenizedDataset(rows), batch_size=4, seed=2, **options)
 
 
 def read(sampler: Any) -> list[list[int]]:
@@ -108,16 +109,18 @@ def test_appended_data_must_be_allowed() -> None:
         StateError, match=r"^state is of 30 examples, the data has 31; if they were"
     ):
         prefetching(ROWS).load_state_dict(state)
-    ordered = PrefetchingSampler(20, 5, order=curriculum, allow_appended=True)
+    ordered = PrefetchingSampler(20, batch_size=5, order=curriculum, allow_appended=True)
     with pytest.raises(
         StateError, match="allow_appended=True cannot keep the running epoch's order"
     ):
-        ordered.load_state_dict(PrefetchingSampler(19, 5, order=curriculum).state_at(0, 1))
+        ordered.load_state_dict(
+            PrefetchingSampler(19, batch_size=5, order=curriculum).state_at(0, 1)
+        )
 
 
 def test_a_size_alone_is_compared_with_a_size() -> None:
     """Data without a fingerprint: only their number is known."""
-    sampler = PrefetchingSampler(31, 4, seed=2)
+    sampler = PrefetchingSampler(31, batch_size=4, seed=2)
     sampler.load_state_dict(prefetching(ROWS).state_at(0, 2))
     assert sampler.state_dict()["fingerprint"] is None
     prefetching(ROWS).load_state_dict(sampler.state_dict())
@@ -138,11 +141,11 @@ def test_a_size_alone_is_compared_with_a_size() -> None:
     ],
 )
 def test_changes_that_cannot_have_been(changes: Any) -> None:
-    state = {**PrefetchingSampler(5, 2).state_dict(), "num_examples": changes}
+    state = {**PrefetchingSampler(5, batch_size=2).state_dict(), "num_examples": changes}
     with pytest.raises(
         StateError, match=r"^state has num_examples=.*, not a list of \[epoch, exam"
     ):
-        PrefetchingSampler(6, 2, allow_appended=True).load_state_dict(state)
+        PrefetchingSampler(6, batch_size=2, allow_appended=True).load_state_dict(state)
 
 
 def test_a_fingerprint_is_of_the_rows_not_of_how_they_are_held() -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.loading.building import packed_sampler
 from torch_collate_kit import PackedBatchSampler, ParallelLayout, PrefetchingSampler
 from torch_collate_kit.errors import StateError
 
 
 def packed() -> PackedBatchSampler:
-    return PackedBatchSampler(
+    return packed_sampler(
         [3, 1, 4, 2, 5, 3], batch_size=2, max_tokens=8, parallel=ParallelLayout(dp=2)
     )
 
@@ -49,45 +49,20 @@ def packed() -> PackedBatchSampler:
 def test_a_packing_that_cannot_have_been_is_refused(key: str, value: Any) -> None:
     sampler = packed()
     state = copy.deepcopy(sampler.state_at(0, 1))
-    state["layouts"][0][2][key] = value
+    state["layout"][key] = value
     before = sampler.state_dict()
-    with pytest.raises(StateError, match="a layout of epoch 0 step 0 that no run can have had"):
+    with pytest.raises(StateError, match="a layout that no run can have had"):
         sampler.load_state_dict(state)
     assert sampler.state_dict() == before
-    with pytest.raises(StateError, match="that no run can have had"):
-        sampler.replay(state)
 
 
-@pytest.mark.parametrize("key", sorted(packed().state_at(0, 1)["layouts"][0][2]))
+@pytest.mark.parametrize("key", sorted(packed().state_at(0, 1)["layout"]))
 def test_a_packing_without_one_of_its_options_is_refused(key: str) -> None:
     sampler = packed()
     state = copy.deepcopy(sampler.state_at(0, 1))
-    del state["layouts"][0][2][key]
-    with pytest.raises(StateError, match=r"state has layouts=.*, not a list of"):
+    del state["layout"][key]
+    with pytest.raises(StateError, match="state has layout="):
         sampler.load_state_dict(state)
-
-
-def test_a_state_stays_small_when_all_options_of_packing_change_all_the_time() -> None:
-    state = None
-    for run in range(40):
-        sampler = PackedBatchSampler(
-            [3, 1, 4, 2, 5, 3] * 50,
-            batch_size=4,
-            max_tokens=8 + run,
-            parallel=ParallelLayout(dp=1 + run % 7, tp=1 + run % 4),
-            strategy=["sequential", "balanced"][run % 2],
-            max_sequences_per_row=[None, 9][run % 2],
-            balance=["attention", None][run % 2],
-        )
-        if state is not None:
-            sampler.load_state_dict(state)
-        sampler.set_epoch(run, step=3)
-        state = json.loads(json.dumps(sampler.state_dict()))
-        assert len(json.dumps(state)) <= 4096
-    assert sampler.examples(38, 5, rank=1).tolist()
-    with pytest.raises(StateError, match="a state keeps the last 50 changes of it at most, back"):
-        sampler.examples(1, 0, rank=0)
-    assert len(sampler.examples(1, 0)) == 4
 
 
 @pytest.mark.parametrize("overflow", ["drop", "truncate"])
@@ -96,7 +71,7 @@ def test_another_capacity_is_refused_where_it_would_drop_or_cut_other_examples(
 ) -> None:
     def make(max_tokens: int) -> PackedBatchSampler:
         options = {"batch_size": 3, "overflow": overflow, "shuffle": False}
-        return PackedBatchSampler([3, 9, 4, 2, 12, 3], max_tokens=max_tokens, **options)
+        return packed_sampler([3, 9, 4, 2, 12, 3], max_tokens=max_tokens, **options)
 
     state = make(16).state_at(0, 1)
     other, loaded = make(8), make(12)
@@ -115,6 +90,6 @@ def test_a_fingerprint_that_is_an_array_is_refused() -> None:
         def fingerprint(self, num_examples: int) -> str:
             return f"of {num_examples}"
 
-    sampler = PrefetchingSampler(Data(), 2)
+    sampler = PrefetchingSampler(Data(), batch_size=2)
     with pytest.raises(StateError, match="fingerprint=array"):
         sampler.load_state_dict(sampler.state_dict() | {"fingerprint": np.arange(2)})

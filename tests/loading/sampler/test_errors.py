@@ -18,30 +18,38 @@ def order_of(indices):
 
 
 BAD_ARGUMENTS = [
-    ({"data": 0}, ValueError, "data must be at least 1, got 0; an empty dataset has no batches"),
-    ({"data": []}, ValueError, "len(data) must be at least 1, got 0; an empty dataset"),
     (
-        {"data": iter([1])},
+        {"examples": 0},
+        ValueError,
+        "examples must be at least 1, got 0; an empty dataset has no batches",
+    ),
+    ({"examples": []}, ValueError, "len(examples) must be at least 1, got 0; an empty dataset"),
+    (
+        {"examples": iter([1])},
         TypeError,
         "of type list_iterator; for a stream use an iterable dataset, without a sampler",
     ),
-    ({"data": True}, TypeError, "data must be a number of examples or have len(), got True"),
-    ({"data": 2.0}, TypeError, "data must be a number of examples or have len(), got 2.0"),
+    (
+        {"examples": True},
+        TypeError,
+        "examples must be a number of examples or have len(), got True",
+    ),
+    ({"examples": 2.0}, TypeError, "examples must be a number of examples or have len(), got 2.0"),
     ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
     ({"batch_size": 4.0}, TypeError, "batch_size must be an int, got 4.0 of type float"),
     (
-        {"batch_size": 3, "world_size": 4},
+        {"batch_size": 3, "dp_size": 4},
         ValueError,
-        "batch_size counts the examples of all ranks and must be at least world_size=4, "
+        "batch_size counts the examples of all ranks and must be at least dp_size=4, "
         "got 3; with 3 per rank it is 12",
     ),
-    ({"world_size": 0}, ValueError, "world_size must be at least 1, got 0"),
+    ({"dp_size": 0}, ValueError, "dp_size must be at least 1, got 0"),
     (
-        {"rank": 2, "world_size": 2},
+        {"dp_rank": 2, "dp_size": 2},
         ValueError,
-        "rank must be below world_size=2, got 2; ranks count from 0",
+        "dp_rank must be below dp_size=2, got 2; ranks count from 0",
     ),
-    ({"rank": -1}, ValueError, "rank must be at least 0, got -1"),
+    ({"dp_rank": -1}, ValueError, "dp_rank must be at least 0, got -1"),
     ({"seed": -1}, ValueError, "seed must be at least 0, got -1"),
     (
         {"seed": 2**32},
@@ -50,21 +58,15 @@ BAD_ARGUMENTS = [
     ),
     ({"seed": None}, TypeError, "seed must be an int, got None of type NoneType"),
     ({"shuffle": 1}, TypeError, "shuffle must be True or False, got 1"),
-    ({"drop_last": "no"}, TypeError, "drop_last must be True or False, got 'no'"),
     ({"tail": "pad"}, ValueError, "tail must be one of 'keep', 'drop', 'wrap'; got 'pad'"),
     (
-        {"tail": "wrap", "drop_last": True},
+        {"examples": 9, "batch_size": 4, "dp_size": 2},
         ValueError,
-        "drop_last=True drops the tail and tail='wrap' carries it over; pass only one of them",
-    ),
-    (
-        {"data": 9, "batch_size": 4, "world_size": 2},
-        ValueError,
-        "epoch 0 ends with a batch of 1 examples, fewer than world_size=2: a rank would have none; "
+        "epoch 0 ends with a batch of 1 examples, fewer than dp_size=2: a rank would have none; "
         "use tail='drop' or 'wrap', or another batch_size",
     ),
     (
-        {"data": 3, "batch_size": 4, "drop_last": True},
+        {"examples": 3, "batch_size": 4, "tail": "drop"},
         ValueError,
         "epoch 0 has 3 examples, fewer than batch_size=4, and tail='drop' leaves no step; "
         "lower batch_size, or use tail='keep' or 'wrap'",
@@ -97,7 +99,7 @@ BAD_ARGUMENTS = [
 @pytest.mark.parametrize(("options", "error", "message"), BAD_ARGUMENTS)
 def test_bad_arguments(options, error, message):
     with pytest.raises(error, match=re.escape(message)):
-        PrefetchingSampler(**{"data": 10, "batch_size": 4, **options})
+        PrefetchingSampler(**{"examples": 10, "batch_size": 4, **options})
 
 
 BAD_POSITIONS = [
@@ -117,7 +119,7 @@ BAD_POSITIONS = [
 
 @pytest.mark.parametrize(("args", "options", "error", "message"), BAD_POSITIONS)
 def test_bad_positions(args, options, error, message):
-    sampler = PrefetchingSampler(10, 4)
+    sampler = PrefetchingSampler(10, batch_size=4)
     sampler.set_epoch(2, step=1)
     before = sampler.state_dict()
     with pytest.raises(error, match=re.escape(message)):
@@ -129,7 +131,9 @@ def test_bad_positions(args, options, error, message):
 
 def test_a_later_epochs_order_is_checked_before_anything_moves():
     orders = [np.arange(10), np.arange(9)]
-    sampler = PrefetchingSampler(10, 4, order=lambda epoch, rng: orders[epoch], world_size=2)
+    sampler = PrefetchingSampler(
+        10, batch_size=4, order=lambda epoch, rng: orders[epoch], dp_size=2
+    )
     before = sampler.state_dict()
     with pytest.raises(ValueError, match="epoch 1 ends with a batch of 1 examples, fewer than"):
         sampler.set_epoch(1)
@@ -142,7 +146,7 @@ def test_a_later_epochs_order_is_checked_before_anything_moves():
 
 
 def prefetching(**options):
-    return PrefetchingSampler(**{"data": 10, "batch_size": 4, "tail": "wrap", **options})
+    return PrefetchingSampler(**{"examples": 10, "batch_size": 4, "tail": "wrap", **options})
 
 
 def mixed(**options):
@@ -154,12 +158,12 @@ FROM_STATE = "pass what state_dict() gave"
 OTHER_RUNS = [
     (
         prefetching,
-        {"data": 11},
+        {"examples": 11},
         "state is of 11 examples, the data has 10; examples were taken away; " + WAY_OUT,
     ),
     (
         prefetching,
-        {"data": 9},
+        {"examples": 9},
         "state is of 9 examples, the data has 10; if they were added at the end, build the sampler "
         "with allow_appended=True: the running epoch keeps its order, and the next one has them",
     ),
@@ -218,11 +222,11 @@ EDITED = {
 def test_the_state_of_a_mixture_of_other_data(by, num_sources, kind):
     def make(rows):
         others = [TokenizedDataset(ROWS)] * (num_sources - 1)
-        return MixedSampler([TokenizedDataset(rows), *others], 4, by=by, num_steps=3)
+        return MixedSampler([TokenizedDataset(rows), *others], batch_size=4, by=by, num_steps=3)
 
     state = json.loads(json.dumps(make(ROWS).state_at(1, 2)))
     numbers = [[2] * 40] * num_sources if by == "tokens" else None
-    unknown = MixedSampler([40] * num_sources, 4, by=by, lengths=numbers, num_steps=3)
+    unknown = MixedSampler([40] * num_sources, batch_size=4, by=by, lengths=numbers, num_steps=3)
     unknown.load_state_dict(state)
     other = make(EDITED[kind])
     if kind != "lengths":  # which are known by tokens
@@ -241,11 +245,11 @@ def test_the_state_of_another_run(make, options, message):
 
 NO_STATES = [
     (
-        {"version": 3},
-        "state has version 3, this release reads version 2; load it with the release",
+        {"version": 2},
+        "state has version 2, this release reads version 3; load it with the release",
     ),
-    ({"version": True}, "state has version True, this release reads version 2"),
-    ({"version": np.arange(2)}, "state has version array([0, 1]), this release reads version 2"),
+    ({"version": True}, "state has version True, this release reads version 3"),
+    ({"version": np.arange(2)}, "state has version array([0, 1]), this release reads version 3"),
     ({"seed": np.arange(2)}, "state is of seed=array([0, 1]), this sampler has seed=0"),
     ({"more": 1}, "state of another kind: keys missing [], unknown ['more']; " + FROM_STATE[:5]),
     ({"step": None}, f"state has step=None, not an int between 0 and 4294967295; {FROM_STATE}"),

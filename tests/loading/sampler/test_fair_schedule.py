@@ -56,7 +56,9 @@ def test_a_jump_to_each_place_of_a_rare_source() -> None:
 
 @pytest.mark.parametrize("weights", [[0.7, 0.25, 0.05], [0.123456, 1 / 3, 7, 0.001]])
 def test_any_step_of_a_mixture_of_many_examples_is_found_at_once(weights: list[float]) -> None:
-    sampler = MixedSampler([10**8] * len(weights), 512, weights=weights, shuffle="keyed", seed=3)
+    sampler = MixedSampler(
+        [10**8] * len(weights), batch_size=512, weights=weights, shuffle="keyed", seed=3
+    )
     step = len(sampler) - 7
     assert step > 195_000, "1e8 examples"
     began = time.perf_counter()

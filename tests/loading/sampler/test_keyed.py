@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_collate_kit import MixedSampler, PackedBatchSampler, PrefetchingSampler
+from tests.loading.building import packed_sampler
+from torch_collate_kit import MixedSampler, PrefetchingSampler
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.sampler.orders import (
     ArrayOrder,
@@ -130,9 +131,9 @@ def test_any_part_of_a_keyed_order_in_any_sequence() -> None:
 
 
 MAKERS = {
-    "prefetching": lambda **o: PrefetchingSampler(23, 4, tail="wrap", **o),
-    "packed": lambda **o: PackedBatchSampler(np.arange(1, 24), batch_size=4, max_tokens=30, **o),
-    "mixed": lambda **o: MixedSampler([20, 3], 4, weights=[0.5, 0.5], num_steps=6, **o),
+    "prefetching": lambda **o: PrefetchingSampler(23, batch_size=4, tail="wrap", **o),
+    "packed": lambda **o: packed_sampler(np.arange(1, 24), batch_size=4, max_tokens=30, **o),
+    "mixed": lambda **o: MixedSampler([20, 3], batch_size=4, weights=[0.5, 0.5], num_steps=6, **o),
 }
 
 
@@ -154,7 +155,7 @@ def test_samplers_resume_and_cover_their_epochs(name: str) -> None:
 
 def test_a_billion_examples_take_no_memory() -> None:
     tracemalloc.start()
-    sampler = PrefetchingSampler(10**9, 4096, shuffle="keyed", world_size=8)
+    sampler = PrefetchingSampler(10**9, batch_size=4096, shuffle="keyed", dp_size=8)
     first = next(iter(sampler))
     sampler.set_epoch(3, step=200_000)
     sampler.reshuffle()

@@ -12,8 +12,6 @@ import pytest
 from tests.loading.sampler.sampler_oracle import curriculum
 from tests.loading.sampler.test_elastic import MAKERS, packed, place, prefetching, served
 from torch_collate_kit import MixedSampler, PrefetchingSampler
-from torch_collate_kit.errors import StateError
-from torch_collate_kit.testing import batch_digest
 
 
 def read(part: Any) -> list[int]:
@@ -23,8 +21,8 @@ def read(part: Any) -> list[int]:
 def recorded_run(make: Any, legs: list[tuple[int, int]]) -> tuple[list[list[Any]], Any]:
     """What a run of (ranks, steps) served, and a sampler that has its last state."""
     state, steps = None, []
-    for world_size, num_steps in legs:
-        samplers = [make(rank, world_size) for rank in range(world_size)]
+    for dp_size, num_steps in legs:
+        samplers = [make(rank, dp_size) for rank in range(dp_size)]
         for sampler in samplers if state else []:
             sampler.load_state_dict(json.loads(state))
         if hasattr(samplers[0], "reshuffle") and len(steps) == 4:
@@ -44,42 +42,8 @@ def test_every_step_of_a_recorded_run(name: str, legs: list[tuple[int, int]]) ->
     for count, parts in enumerate(steps):
         at = place([last], count)
         assert sorted(last.examples(*at)) == sorted(i for part in parts for i in read(part))
-        for rank, part in enumerate(parts):
-            assert last.examples(*at, rank=rank).tolist() == read(part), (at, rank)
-        with pytest.raises(ValueError, match=rf"^rank must be below \w+={len(parts)}, got"):
-            last.examples(*at, rank=len(parts))
     with pytest.raises(ValueError, match=r"^step must be below \d+, the steps of epoch 0;"):
         last.examples(0, 99)
-
-
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("legs", [[(2, 25)], [(4, 4), (2, 6), (8, 11)]])
-def test_a_replay_is_what_was_served(name: str, legs: list[tuple[int, int]]) -> None:
-    """From a state at any step, to the end of its epoch, as the ranks of then."""
-    make, count, state = MAKERS[name], 0, None
-    steps, last = recorded_run(make, legs)
-    before = json.dumps(last.state_dict())
-    for world_size, num_steps in legs:
-        samplers = [make(rank, world_size) for rank in range(world_size)]
-        for sampler in samplers if state else []:
-            sampler.load_state_dict(json.loads(state))
-        if hasattr(samplers[0], "reshuffle") and count == 4:
-            for sampler in samplers:
-                sampler.reshuffle()
-        stop = count + num_steps
-        for first in range(count, stop, 3):
-            at = place(samplers, first)
-            saved = json.loads(json.dumps(samplers[0].state_at(*at)))
-            for rank in range(world_size):
-                replayed = list(last.replay(saved, rank))
-                known = [steps[i][rank] for i in range(first, stop)][: len(replayed)]
-                for mine, was in zip(replayed, known, strict=False):
-                    assert batch_digest(read(mine)) == batch_digest(read(was)), (at, rank)
-        state = json.dumps(samplers[0].state_at(*place(samplers, stop)))
-        count = stop
-    assert json.dumps(last.state_dict()) == before, "a replay moves nothing"
-    with pytest.raises(ValueError, match=r"^rank must be below \w+=\d+, got 64"):
-        last.replay(last.state_dict(), 64)
 
 
 def by_hand(sampler: Any, example: int, epoch: int) -> list[tuple[int, int]]:
@@ -94,11 +58,11 @@ def by_hand(sampler: Any, example: int, epoch: int) -> list[tuple[int, int]]:
         prefetching(0, 1, tail="drop"),
         prefetching(0, 1, tail="keep", shuffle="keyed"),
         prefetching(0, 1, batch_size=60),  # an epoch of no step
-        PrefetchingSampler(13, 5, order=curriculum, tail="wrap"),
+        PrefetchingSampler(13, batch_size=5, order=curriculum, tail="wrap"),
         packed(0, 2),
-        MixedSampler([30, 7], 8, weights=[0.5, 0.5], stop="all"),
-        MixedSampler([30, 7], 8, weights=[0.7, 0.3], shuffle="keyed", num_steps=9),
-        MixedSampler([3, 2], 2, by="tokens", lengths=[[3, 1, 2], [4, 4]], num_steps=3),
+        MixedSampler([30, 7], batch_size=8, weights=[0.5, 0.5], stop="all"),
+        MixedSampler([30, 7], batch_size=8, weights=[0.7, 0.3], shuffle="keyed", num_steps=9),
+        MixedSampler([3, 2], batch_size=2, by="tokens", lengths=[[3, 1, 2], [4, 4]], num_steps=3),
     ],
 )
 def test_when_is_the_search_of_all_steps(sampler: Any) -> None:
@@ -125,41 +89,6 @@ def test_a_reshuffle_is_in_the_lineage() -> None:
     assert [later.examples(0, step).tolist() for step in range(7)] == served_batches
 
 
-def test_reshuffles_that_were_forgotten_are_refused() -> None:
-    sampler = prefetching(0, 1, tail="keep")
-    for epoch in range(130):
-        sampler.set_epoch(epoch, step=3)
-        sampler.reshuffle()
-    sampler.set_epoch(130)
-    state = sampler.state_dict()
-    assert len(state["reshuffles"]) == 100
-    assert len(json.dumps(state)) <= 4096
-    later = prefetching(0, 1, tail="keep")
-    later.load_state_dict(state)
-    assert later.examples(30, 5).tolist() == sampler.examples(30, 5).tolist()
-    message = "the reshuffles of epoch 29 are not known any more: a state keeps the last 100, back"
-    with pytest.raises(StateError, match=f"^{message}"):
-        later.examples(29, 5)
-    with pytest.raises(StateError, match=f"^{message}"):
-        later.when(3, 29)
-    with pytest.raises(StateError, match=f"^{message}"):
-        later.state_at(29, 5)
-    assert later.state_at(30, 5)["reshuffles"] == [[30, 3]]
-
-
-@pytest.mark.parametrize("tail", ["keep", "wrap"])
-def test_a_jump_to_where_reshuffles_are_forgotten_begins_anew(tail: str) -> None:
-    sampler = prefetching(0, 1, tail=tail)
-    for epoch in range(130):
-        sampler.set_epoch(epoch, step=3)
-        sampler.reshuffle()
-    sampler.set_epoch(20, step=2)
-    state = sampler.state_at(20, 4)
-    read = list(sampler)
-    assert read[2:] == list(sampler.replay(state))
-    assert [sampler.examples(20, step).tolist() for step in range(2, 2 + len(read))] == read
-
-
 @pytest.mark.parametrize("shuffle", [True, "keyed"])
 def test_asking_changes_nothing(shuffle: bool | str) -> None:
     sampler, other = (prefetching(0, 2, shuffle=shuffle) for _ in range(2))
@@ -176,13 +105,13 @@ def test_asking_changes_nothing(shuffle: bool | str) -> None:
 
 def test_any_step_of_many_examples_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """At 1e8 examples: cold with a keyed order, and with the epoch's order at hand."""
-    sampler = PrefetchingSampler(10**8, 512, shuffle="keyed", world_size=8)
+    sampler = PrefetchingSampler(10**8, batch_size=512, shuffle="keyed", dp_size=8)
     began = time.thread_time()
-    batch = sampler.examples(7, 123_456, rank=3)
+    batch = sampler.examples(7, 123_456)
     ((epoch, step),) = sampler.when(int(batch[0]), 7)
     assert time.thread_time() - began < 0.5, "about 2 ms on a quiet machine"
-    assert (epoch, step, len(batch)) == (7, 123_456, 64)
-    small = PrefetchingSampler(1000, 10, seed=1)
+    assert (epoch, step, len(batch)) == (7, 123_456, 512)
+    small = PrefetchingSampler(1000, batch_size=10, seed=1)
     expected = small.examples(2, 50)
     monkeypatch.setattr("torch_collate_kit.loading.sampler.shuffled.epoch_order", None)
     assert small.examples(2, 50).tolist() == expected.tolist(), "no new order is made"

@@ -62,18 +62,24 @@ def oracle(sizes, weights, lengths, num_picks, *, seed):
 def test_picks_are_those_of_the_loops(weights, by):
     lengths = LENGTHS if by == "tokens" else None
     sampler = MixedSampler(
-        [4, 7, 5], 6, weights=weights, by=by, lengths=lengths, num_steps=7, seed=3
+        [4, 7, 5], batch_size=6, weights=weights, by=by, lengths=lengths, num_steps=7, seed=3
     )
     expected = oracle([4, 7, 5], weights, lengths, 3 * 7 * 6, seed=3)
     assert picks_of(sampler, [4, 7, 5]) == expected
 
 
 def test_written_out_by_hand():
-    sampler = MixedSampler([3, 2], 4, weights=[1, 1], shuffle=False, num_steps=2)
+    sampler = MixedSampler([3, 2], batch_size=4, weights=[1, 1], shuffle=False, num_steps=2)
     assert read(sampler, 2) == [[[0, 3, 1, 4], [2, 3, 0, 4]], [[1, 3, 2, 4], [0, 3, 1, 4]]]
     lengths = [[10, 10], [5, 5]]  # due at 20, 40 and at 10, 20, 30, 40 tokens of both
     sampler = MixedSampler(
-        [2, 2], 6, weights=[1, 1], by="tokens", lengths=lengths, shuffle=False, num_steps=1
+        [2, 2],
+        batch_size=6,
+        weights=[1, 1],
+        by="tokens",
+        lengths=lengths,
+        shuffle=False,
+        num_steps=1,
     )
     assert list(sampler) == [[2, 0, 3, 2, 1, 3]]
 
@@ -84,7 +90,7 @@ def test_every_prefix_is_within_one_example_of_the_weights(seed):
     num_sources = int(rng.integers(2, 12))
     weights = np.round(rng.dirichlet(np.full(num_sources, 0.5)) + 1e-3, 4)
     sizes = rng.integers(1, 50, num_sources).tolist()
-    sampler = MixedSampler(sizes, 5, weights=weights, num_steps=100)
+    sampler = MixedSampler(sizes, batch_size=5, weights=weights, num_steps=100)
     sources = np.array([source for source, _ in picks_of(sampler, sizes, 1)])
     counts = np.cumsum(sources[:, None] == np.arange(num_sources), axis=0)
     shares = np.arange(1, 501)[:, None] * (weights / weights.sum())
@@ -99,7 +105,9 @@ def test_every_prefix_is_within_one_longest_example_by_tokens(seed):
     weights = np.round(rng.dirichlet(np.full(num_sources, 1.0)) + 1e-3, 4)
     sizes = rng.integers(1, 50, num_sources).tolist()
     lengths = [np.where(rng.random(n) < 0.1, 900, rng.integers(1, 60, n)) for n in sizes]
-    sampler = MixedSampler(sizes, 5, weights=weights, by="tokens", lengths=lengths, num_steps=120)
+    sampler = MixedSampler(
+        sizes, batch_size=5, weights=weights, by="tokens", lengths=lengths, num_steps=120
+    )
     picks = picks_of(sampler, sizes, 1)
     tokens = np.array([[(s == i) * lengths[s][j] for i in range(num_sources)] for s, j in picks])
     used = np.cumsum(tokens, axis=0)
@@ -111,7 +119,7 @@ def test_every_prefix_is_within_one_longest_example_by_tokens(seed):
 @pytest.mark.parametrize("by", ["examples", "tokens"])
 def test_no_example_comes_again_before_all_have_come(by):
     lengths = LENGTHS if by == "tokens" else None
-    sampler = MixedSampler([4, 7, 5], 6, by=by, lengths=lengths, num_steps=20)
+    sampler = MixedSampler([4, 7, 5], batch_size=6, by=by, lengths=lengths, num_steps=20)
     picks = picks_of(sampler, [4, 7, 5])
     orders = set()
     for source, size in enumerate([4, 7, 5]):
@@ -126,7 +134,7 @@ def test_no_example_comes_again_before_all_have_come(by):
 
 def test_without_weights_it_is_the_sources_own_share():
     sizes = [30, 10]
-    picks = picks_of(MixedSampler(sizes, 4, stop="all"), sizes, 1)
+    picks = picks_of(MixedSampler(sizes, batch_size=4, stop="all"), sizes, 1)
     assert sorted(picks) == [(0, i) for i in range(30)] + [(1, i) for i in range(10)]
 
 
@@ -135,7 +143,9 @@ def test_without_weights_it_is_the_sources_own_share():
 def test_stop_is_exact_in_the_first_epoch(weights, size):
     """ "first" repeats no example and would with one more step; "all" leaves none out."""
     sizes = [20, 30, 90]
-    first, last = (MixedSampler(sizes, size, weights=weights, stop=s) for s in ("first", "all"))
+    first, last = (
+        MixedSampler(sizes, batch_size=size, weights=weights, stop=s) for s in ("first", "all")
+    )
     num_first, num_all = len(first), len(last)
     picks = picks_of(first, sizes, 1)
     assert len(picks) == num_first * size == len(set(picks))
@@ -161,7 +171,7 @@ def test_stop_by_tokens_holds_on_average(stop):
     rng = np.random.default_rng(0)
     lengths = [rng.integers(1, 50, 60), rng.integers(100, 200, 40)]
     sampler = MixedSampler(
-        [60, 40], 4, weights=[0.5, 0.5], by="tokens", lengths=lengths, stop=stop, seed=1
+        [60, 40], batch_size=4, weights=[0.5, 0.5], by="tokens", lengths=lengths, stop=stop, seed=1
     )
     picks = picks_of(sampler, [60, 40], 10)
     turned = [sum(source == i for source, _ in picks) / n for i, n in enumerate([60, 40])]
@@ -174,7 +184,7 @@ CASES = {
     "first": {"stop": "first", "weights": [0.2, 0.3, 0.5]},
     "all": {"stop": "all", "weights": [1, 1, 1], "by": "tokens", "lengths": LENGTHS},
     "in order": {"num_steps": 3, "shuffle": False},
-    "one of two ranks": {"num_steps": 4, "rank": 1, "world_size": 2},
+    "one of two ranks": {"num_steps": 4, "dp_rank": 1, "dp_size": 2},
 }
 
 
@@ -183,7 +193,7 @@ def test_resume_at_every_step(case, monkeypatch):
     monkeypatch.setattr("torch_collate_kit.loading.sampler.mixed._PICKS_PER_PLACE", 8)
 
     def make():
-        return MixedSampler([4, 7, 5], 4, seed=2, **CASES[case])
+        return MixedSampler([4, 7, 5], batch_size=4, seed=2, **CASES[case])
 
     whole = read(make(), 5)
     assert all(len(batches) > 1 for batches in whole)
@@ -203,16 +213,18 @@ def test_resume_at_every_step(case, monkeypatch):
             assert flat(read(jumped, 5 - jumped.epoch)) == flat(got)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_in_turn_are_one_rank(world_size):
+@pytest.mark.parametrize("dp_size", [2, 4])
+def test_ranks_in_turn_are_one_rank(dp_size):
     def make(rank, ranks):
-        return MixedSampler([40, 70], 8, weights=[1, 3], num_steps=5, rank=rank, world_size=ranks)
+        return MixedSampler(
+            [40, 70], batch_size=8, weights=[1, 3], num_steps=5, dp_rank=rank, dp_size=ranks
+        )
 
-    ranks = [read(make(rank, world_size)) for rank in range(world_size)]
+    ranks = [read(make(rank, dp_size)) for rank in range(dp_size)]
     for epoch, batches in enumerate(read(make(0, 1))):
         for step, batch in enumerate(batches):
             assert flat(rank[epoch][step] for rank in ranks) == batch
-            assert {len(rank[epoch][step]) for rank in ranks} == {8 // world_size}
+            assert {len(rank[epoch][step]) for rank in ranks} == {8 // dp_size}
 
 
 def counted_picks(monkeypatch):
@@ -232,7 +244,7 @@ def test_a_resumed_run_does_not_pick_again_what_was_picked(monkeypatch):
 
     def make():
         lengths = [np.arange(1, 41), np.arange(5, 75)]
-        return MixedSampler([40, 70], 8, by="tokens", lengths=lengths, num_steps=3000)
+        return MixedSampler([40, 70], batch_size=8, by="tokens", lengths=lengths, num_steps=3000)
 
     sampler, resumed = make(), make()
     read(sampler, 1)
@@ -248,7 +260,7 @@ def test_a_resumed_run_does_not_pick_again_what_was_picked(monkeypatch):
 def test_one_batch_after_the_other_costs_its_own_picks_alone(by, monkeypatch):
     lengths = [[3, 1, 2] * 4, [5, 9, 1] * 5]
     options = {"lengths": lengths} if by == "tokens" else {}
-    sampler = MixedSampler([12, 15], 4, weights=[2, 1], by=by, num_steps=9, **options)
+    sampler = MixedSampler([12, 15], batch_size=4, weights=[2, 1], by=by, num_steps=9, **options)
     count = counted_picks(monkeypatch)
     for _ in range(3):
         assert len(list(sampler)) == 9
@@ -258,13 +270,13 @@ def test_one_batch_after_the_other_costs_its_own_picks_alone(by, monkeypatch):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_as_a_dataloaders_batch_sampler(num_workers):
     data = ConcatDataset([torch.arange(10), torch.arange(100, 105)])
-    sampler = MixedSampler(data.datasets, 4, weights=[1, 1], num_steps=5, seed=4)
+    sampler = MixedSampler(data.datasets, batch_size=4, weights=[1, 1], num_steps=5, seed=4)
     assert isinstance(sampler, ResumableSampler)
     assert not hasattr(sampler, "batch_size")
     assert sampler.num_examples_per_step == 4
     loader = DataLoader(data, batch_sampler=sampler, num_workers=num_workers)
     got = [[batch.tolist() for batch in loader] for _ in range(2)]
-    whole = read(MixedSampler([10, 5], 4, weights=[1, 1], num_steps=5, seed=4), 2)
+    whole = read(MixedSampler([10, 5], batch_size=4, weights=[1, 1], num_steps=5, seed=4), 2)
     assert got == [[[int(data[i]) for i in batch] for batch in epoch] for epoch in whole]
     assert [sampler.may_look_ahead(step) for step in range(5)] == [True] * 4 + [False]
 
@@ -277,20 +289,20 @@ def test_lengths_are_taken_from_the_sources():
             return 3
 
     sources = [Source(), Source()]
-    implied = MixedSampler(sources, 2, by="tokens", num_steps=3)
+    implied = MixedSampler(sources, batch_size=2, by="tokens", num_steps=3)
     assert implied.state_dict()["num_units"] == [12, 12]
     assert read(implied) == read(
-        MixedSampler([3, 3], 2, by="tokens", lengths=[[4] * 3] * 2, num_steps=3)
+        MixedSampler([3, 3], batch_size=2, by="tokens", lengths=[[4] * 3] * 2, num_steps=3)
     )
 
 
 def test_the_state_is_small():
-    sampler = MixedSampler([10**7, 300], 64, weights=[0.7, 0.3], num_steps=100)
+    sampler = MixedSampler([10**7, 300], batch_size=64, weights=[0.7, 0.3], num_steps=100)
     assert sampler.state_at(2, 5) == {
-        "version": 2,
+        "version": 3,
         "epoch": 2,
         "step": 5,
-        "layouts": [[0, 0, {"world_size": 1}]],
+        "layout": {"dp_size": 1},
         "taken": [9184, 3936],
         "sizes": [10**7, 300],
         "weights": ["7/10", "3/10"],
@@ -309,7 +321,7 @@ def test_the_state_is_small():
 @pytest.mark.parametrize("other", [[[3, 1, 2], [4, 4]], [[1, 2, 3], [3, 5]]])
 def test_a_state_of_other_lengths_with_the_same_sums_is_refused(other):
     def make(lengths: list[list[int]]) -> MixedSampler:
-        return MixedSampler([3, 2], 2, by="tokens", lengths=lengths, num_steps=3)
+        return MixedSampler([3, 2], batch_size=2, by="tokens", lengths=lengths, num_steps=3)
 
     state = make([[1, 2, 3], [4, 4]]).state_dict()
     message = (

@@ -76,8 +76,8 @@ BAD_ARGUMENTS = [
         "a source ends after 15 examples, fewer than batch_size=64, so that "
         "stop='first' leaves no step; use stop='all', num_steps=..., or a lower batch_size",
     ),
-    ({"batch_size": 1, "world_size": 2}, ValueError, "must be at least world_size=2, got 1"),
-    ({"rank": 1}, ValueError, "rank must be below world_size=1, got 1"),
+    ({"batch_size": 1, "dp_size": 2}, ValueError, "must be at least dp_size=2, got 1"),
+    ({"dp_rank": 1}, ValueError, "dp_rank must be below dp_size=1, got 1"),
     ({"seed": -1}, ValueError, "seed must be at least 0, got -1"),
     ({"shuffle": None}, TypeError, "shuffle must be True or False, got None"),
 ]

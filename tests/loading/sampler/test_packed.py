@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
+from tests.loading.building import packed_sampler
 from tests.loading.hang_guard import fails_when_it_hangs, our_threads
 from tests.loading.sampler.sampler_oracle import epochs_of
 from tests.strategies import FORMS, FUZZ, DrawnBatch, PackedOptions, batches, packed_options
@@ -46,9 +47,9 @@ def guard() -> Iterator[None]:
     assert our_threads() == []
 
 
-def make_sampler(**options: Any) -> PackedBatchSampler:
-    return PackedBatchSampler(
-        LENGTHS, **{"batch_size": 4, "max_tokens": 8, "parallel": TWO, "seed": 3, **options}
+def make_sampler(examples: Any = LENGTHS, **options: Any) -> PackedBatchSampler:
+    return packed_sampler(
+        examples, **{"batch_size": 4, "max_tokens": 8, "parallel": TWO, "seed": 3, **options}
     )
 
 
@@ -64,7 +65,7 @@ def sampler_of(
     names = ("max_tokens", "strategy", "overflow", "max_sequences_per_row", "balance")
     chosen = {name: options.collator[name] for name in names}
     layout = ParallelLayout(**options.layout)
-    return PackedBatchSampler(drawn.lengths, parallel=layout, rank=rank, **chosen, **more)
+    return packed_sampler(drawn.lengths, parallel=layout, dp_rank=rank, **chosen, **more)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -111,8 +112,8 @@ def test_the_ranks_together_are_the_controller(form: str, data: st.DataObject) -
 
 
 def test_written_out_by_hand():
-    sampler = PackedBatchSampler(
-        [3, 1, 4, 2], batch_size=4, max_tokens=8, parallel=TWO, rank=1, shuffle=False
+    sampler = packed_sampler(
+        [3, 1, 4, 2], batch_size=4, max_tokens=8, parallel=TWO, dp_rank=1, shuffle=False
     )
     (part,) = sampler
     assert part.plan.bins == [[2, 1], [0, 3]]
@@ -128,7 +129,7 @@ def test_written_out_by_hand():
 
 def test_a_rank_without_examples_gets_a_row_of_pads():
     layout = ParallelLayout(dp=4)
-    sampler = PackedBatchSampler([2, 3], batch_size=2, max_tokens=8, parallel=layout, rank=3)
+    sampler = packed_sampler([2, 3], batch_size=2, max_tokens=8, parallel=layout, dp_rank=3)
     (part,) = sampler
     assert part.indices == []
     dataset = TokenizedDataset([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
@@ -142,21 +143,21 @@ def test_a_rank_without_examples_gets_a_row_of_pads():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_sampler_resumes_at_every_step(tail, rank):
     assert isinstance(make_sampler(), ResumableSampler)
-    digests = assert_exact_resume(lambda: make_sampler(tail=tail, rank=rank), num_steps=9)
+    digests = assert_exact_resume(lambda: make_sampler(tail=tail, dp_rank=rank), num_steps=9)
     assert len(set(digests)) >= 8  # a tail of one example is nothing for rank 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_through_a_loader_with_workers_and_resumed(num_workers):
     def make(rank: int) -> PrefetchLoader:
-        sampler = make_sampler(rank=rank, num_loss_tokens=DATASET.num_loss_tokens)
+        sampler = make_sampler(DATASET, dp_rank=rank)
         collate = make_collator(normalize_loss=True)
         options = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
         return PrefetchLoader(
             DataLoader(DATASET, batch_sampler=sampler, collate_fn=collate, **options)
         )
 
-    order = PrefetchingSampler(13, 4, seed=3)
+    order = PrefetchingSampler(13, batch_size=4, seed=3)
     whole = [*order, *order]
     assert [len(step) for step in whole] == [4, 4, 4, 1, 4, 4, 4, 1]
     collate = make_collator(normalize_loss=True)
@@ -216,7 +217,7 @@ def test_counts_of_examples_that_are_cut(overflow):
         return make_sampler(max_tokens=4, overflow=overflow, num_loss_tokens=counts)
 
     if overflow == "drop":
-        whole = list(PrefetchingSampler(13, 4, seed=3))
+        whole = list(PrefetchingSampler(13, batch_size=4, seed=3))
         kept = [[i for i in step if LENGTHS[i] <= 4] for step in whole]
         counts = [DATASET.num_loss_tokens[step].sum() for step in kept]
         assert [part.num_loss_tokens for part in make()] == counts
@@ -229,7 +230,7 @@ def test_counts_of_examples_that_are_cut(overflow):
             assert set(plan.example_indices.tolist()).isdisjoint(plan.dropped.tolist())
             assert collate(DATASET.__getitems__(part)).metadata["num_dropped"] == len(plan.dropped)
         return
-    message = r"left of example 4, cut to 4 tokens by overflow='\w+'; cut it when tokenizing, or le"
+    message = r"left of example 4, cut to 4 tokens by overflow='\w+'; cut it when tokenizing, or co"
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -240,10 +241,10 @@ def test_counts_of_examples_that_are_cut(overflow):
         ({"max_tokens": 4}, DataError, r"example 4 has 5 tokens, more than the 4 that .*overflow="),
         ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
         ({"strategy": "bfd"}, ValueError, "strategy must be one of 'best_fit_decreasing'"),
-        ({"rank": 2}, ValueError, r"rank must be below parallel\.dp=2, got 2"),
+        ({"dp_rank": 2}, ValueError, r"dp_rank must be below parallel\.dp=2, got 2"),
         ({"parallel": 2}, TypeError, r"must be a ParallelLayout, got 2; ParallelLayout\(dp=2\)"),
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
-        ({"batch_size": 14, "drop_last": True}, ValueError, "tail='drop' leaves no step; lower"),
+        ({"batch_size": 14, "tail": "drop"}, ValueError, "tail='drop' leaves no step; lower"),
         (
             {"num_loss_tokens": [1, 2]},
             ValueError,
@@ -270,23 +271,23 @@ def test_wrong_arguments(options, error, message):
 def test_what_fits_is_a_multiple_of_the_alignment():
     layout = {"batch_size": 1, "max_tokens": 10, "parallel": ParallelLayout(tp=4)}
     with pytest.raises(DataError, match="example 1 has 9 tokens, more than the 8 that"):
-        PackedBatchSampler([8, 9], **layout)
+        packed_sampler([8, 9], **layout)
     with pytest.raises(ValueError, match="left of example 1, cut to 8 tokens by overflow='split'"):
-        PackedBatchSampler([8, 9], num_loss_tokens=[7, 8], overflow="split", **layout)
-    assert len(PackedBatchSampler([8, 8], num_loss_tokens=[7, 7], **layout)) == 2
+        packed_sampler([8, 9], num_loss_tokens=[7, 8], overflow="split", **layout)
+    assert len(packed_sampler([8, 8], num_loss_tokens=[7, 7], **layout)) == 2
 
 
 def test_wrong_lengths():
     with pytest.raises(DataError, match="example 1 has length 0, but a length must be at least 1"):
-        PackedBatchSampler([3, 0], batch_size=1, max_tokens=4)
-    with pytest.raises(ValueError, match=r"len\(data\) must be at least 1|data must be at least 1"):
-        PackedBatchSampler([], batch_size=1, max_tokens=4)
+        packed_sampler([3, 0], batch_size=1, max_tokens=4)
+    with pytest.raises(ValueError, match=r"^examples must be at least 1"):
+        packed_sampler([], batch_size=1, max_tokens=4)
 
 
 def test_lengths_are_copied():
     lengths, counts = np.array(LENGTHS), np.array(LENGTHS) - 1
     sampler = make_sampler()
-    mine = PackedBatchSampler(
+    mine = packed_sampler(
         lengths, batch_size=4, max_tokens=8, parallel=TWO, seed=3, num_loss_tokens=counts
     )
     lengths[:], counts[:] = 8, 7
@@ -298,29 +299,79 @@ def test_lengths_are_copied():
     ]
 
 
-OTHER_LAYOUTS = [ParallelLayout(dp=2, tp=2), ParallelLayout(dp=4)]
+OTHERS = [
+    {"max_tokens": 9},
+    {"parallel": ParallelLayout(dp=2, tp=2)},
+    {"parallel": ParallelLayout(dp=4)},
+]
 
 
-@pytest.mark.parametrize("other", [{"max_tokens": 9}, *({"parallel": x} for x in OTHER_LAYOUTS)])
-def test_a_collator_of_another_layout_is_refused(other):
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_plan_of_another_collator_is_refused(other):
     part = next(iter(make_sampler()))
     message = (
-        r"planned for \{'max_tokens': 8, 'align': 1, 'ranks': 2\}, the collator has \{.*the same"
+        r"planned for \{'max_tokens': 8, 'align': 1, 'num_ranks': 2\}, this collator has \{.*give "
+        "the sampler the collator of the DataLoader"
     )
     with pytest.raises(ValueError, match=message):
         make_collator(**other)(DATASET.__getitems__(part))
 
 
 def test_a_mask_cannot_be_divided_by_what_is_not_known():
+    with pytest.raises(ValueError, match=r"bare lengths do not tell; pass a TokenizedDataset, or"):
+        make_sampler(normalize_loss=True)
     part = next(iter(make_sampler()))
-    with pytest.raises(ValueError, match=r"one of its 2 parts; pass num_loss_tokens=dataset\.num_"):
+    with pytest.raises(ValueError, match="was planned with normalize_loss=False, this collator"):
         make_collator(normalize_loss=True)(DATASET.__getitems__(part))
     one = ParallelLayout()
-    part = next(iter(make_sampler(parallel=one)))
+    part = next(iter(make_sampler(parallel=one, normalize_loss=True)))
     batch = make_collator(parallel=one, normalize_loss=True)(DATASET.__getitems__(part))
     assert batch.metadata["loss_mask_divisor"] == max(1, batch.metadata["num_loss_tokens"])
-    inputs = make_collator(normalize_loss=True, model_inputs=True)  # labels are not divided
-    assert "labels" in inputs(DATASET.__getitems__(next(iter(make_sampler()))))
+
+
+def test_a_dataset_has_lengths_loss_tokens_and_fingerprint():
+    counts = DATASET.num_loss_tokens
+    of_lengths = list(make_sampler(num_loss_tokens=counts))
+    for mine, other in zip(make_sampler(DATASET), of_lengths, strict=True):
+        assert mine.plan.bins == other.plan.bins
+        assert mine.num_loss_tokens == other.num_loss_tokens
+    assert next(iter(make_sampler(DATASET, normalize_loss=False))).num_loss_tokens is None
+    edited = [
+        {**EXAMPLES[4], "input_ids": [9] * 5} if i == 4 else e for i, e in enumerate(EXAMPLES)
+    ]
+    other = make_sampler(TokenizedDataset(edited))
+    with pytest.raises(StateError, match=r"^state is of fingerprint=|^state is of token_ids="):
+        other.load_state_dict(make_sampler(DATASET).state_at(0, 1))
+    other.load_state_dict(make_sampler(num_loss_tokens=counts).state_at(0, 1))  # ids unknown
+    with pytest.raises(TypeError, match="are read from the TokenizedDataset; pass them only"):
+        make_sampler(DATASET, num_loss_tokens=counts)
+
+
+def test_a_dataset_whose_examples_are_cut_needs_no_counts_on_one_rank():
+    options = {"max_tokens": 4, "overflow": "truncate"}
+    assert next(iter(make_sampler(DATASET, parallel=None, **options))).num_loss_tokens is None
+    with pytest.raises(ValueError, match="it is not known how many loss tokens are left"):
+        make_sampler(DATASET, **options)
+
+
+class _Around:
+    """What `collate.for_trainer()` is: a callable around a collator."""
+
+    def __init__(self, collate: Any) -> None:
+        self.collate = collate
+
+
+def test_the_collator_may_be_held_by_another():
+    collate = make_collator()
+    plans = [
+        next(iter(PackedBatchSampler(LENGTHS, given, batch_size=4))).plan.bins
+        for given in (collate, _Around(collate))
+    ]
+    assert plans[0] == plans[1]
+    for wrong in (PaddedCollator(0), _Around(PaddedCollator(0)), None):
+        message = f"collate must be a PackedCollator, got a {type(wrong).__name__}: it says how"
+        with pytest.raises(TypeError, match=message):
+            PackedBatchSampler(LENGTHS, wrong, batch_size=4)
 
 
 def test_lengths_and_counts_that_are_not_those_of_the_dataset():
@@ -353,33 +404,33 @@ def test_a_state_of_another_run_is_refused(other, message):
         sampler.load_state_dict(state)
     assert sampler.state_dict() == before
     with pytest.raises(StateError, match="keys missing"):
-        PrefetchingSampler(13, 4, seed=3).load_state_dict(state)
+        PrefetchingSampler(13, batch_size=4, seed=3).load_state_dict(state)
 
 
 def test_a_state_of_other_lengths_is_refused():
-    state = PackedBatchSampler([2, 3, 4], batch_size=2, max_tokens=8).state_dict()
+    state = packed_sampler([2, 3, 4], batch_size=2, max_tokens=8).state_dict()
     with pytest.raises(StateError, match=r"num_tokens=9, .* this sampler has num_tokens=8"):
-        PackedBatchSampler([2, 3, 3], batch_size=2, max_tokens=8).load_state_dict(state)
+        packed_sampler([2, 3, 3], batch_size=2, max_tokens=8).load_state_dict(state)
 
 
 @pytest.mark.parametrize("other", [[2, 4, 3], [3, 2, 4], [1, 4, 4]])
 def test_a_state_of_the_same_lengths_in_another_order_is_refused(other):
     options: dict[str, Any] = {"batch_size": 2, "max_tokens": 8}
-    state = PackedBatchSampler([2, 3, 4], **options).state_dict()
-    sampler = PackedBatchSampler(other, **options)
+    state = packed_sampler([2, 3, 4], **options).state_dict()
+    sampler = packed_sampler(other, **options)
     message = (
         r"^state is of lengths_digest='\w{32}', this sampler has lengths_digest='\w{32}'; build"
     )
     with pytest.raises(StateError, match=message):
         sampler.load_state_dict(state)
-    PackedBatchSampler(np.array([2, 3, 4], dtype=np.uint8), **options).load_state_dict(state)
+    packed_sampler(np.array([2, 3, 4], dtype=np.uint8), **options).load_state_dict(state)
 
 
 @pytest.mark.parametrize("other", [None, [1, 1, 3]])
 def test_a_state_of_other_loss_tokens_is_refused(other):
     options: dict[str, Any] = {"batch_size": 2, "max_tokens": 8}
-    state = PackedBatchSampler([2, 3, 4], num_loss_tokens=[1, 2, 3], **options).state_dict()
-    sampler = PackedBatchSampler([2, 3, 4], num_loss_tokens=other, **options)
+    state = packed_sampler([2, 3, 4], num_loss_tokens=[1, 2, 3], **options).state_dict()
+    sampler = packed_sampler([2, 3, 4], num_loss_tokens=other, **options)
     with pytest.raises(StateError, match=r"^state is of loss_tokens_digest='\w{32}', this sampler"):
         sampler.load_state_dict(state)
 
@@ -394,14 +445,14 @@ def test_a_state_without_digests_is_refused_by_name():
 
 
 def test_a_state_is_the_same_on_all_ranks():
-    assert make_sampler(rank=0).state_at(2, 3) == make_sampler(rank=1).state_at(2, 3)
+    assert make_sampler(dp_rank=0).state_at(2, 3) == make_sampler(dp_rank=1).state_at(2, 3)
 
 
 def test_what_a_worker_is_sent_is_small():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 2048, size=20_000)
-    sampler = PackedBatchSampler(
-        lengths, batch_size=1024, max_tokens=4096, parallel=ParallelLayout(dp=8), rank=3
+    sampler = packed_sampler(
+        lengths, batch_size=1024, max_tokens=4096, parallel=ParallelLayout(dp=8), dp_rank=3
     )
     part = next(iter(sampler))
     assert len(pickle.dumps(part)) < 60_000
@@ -419,7 +470,7 @@ def test_the_plan_is_that_of_pack():
 
 def test_a_reshuffle_whose_examples_are_carried_over_two_epochs_stays_in_the_state():
     def make() -> PackedBatchSampler:
-        return PackedBatchSampler([1, 2, 3], batch_size=8, max_tokens=8, tail="wrap", seed=1)
+        return packed_sampler([1, 2, 3], batch_size=8, max_tokens=8, tail="wrap", seed=1)
 
     sampler, resumed = make(), make()
     sampler.reshuffle()  # of epoch 0, which is shorter than a batch, as is epoch 1
@@ -437,12 +488,12 @@ def test_a_weight_that_float32_loses_is_refused_where_it_is_counted_and_where_it
             read()
 
 
-@pytest.mark.parametrize("data", [DATASET, datasets.Dataset.from_list(EXAMPLES), EXAMPLES])
+@pytest.mark.parametrize("data", [datasets.Dataset.from_list(EXAMPLES), EXAMPLES])
 def test_a_dataset_in_place_of_lengths_is_named_in_one_line(data: Any) -> None:
     with pytest.raises(
         TypeError, match=r"^lengths is a \w+( of examples|, not its lengths); pass"
     ) as of:
-        PackedBatchSampler(data, batch_size=4, max_tokens=8)
+        packed_sampler(data, batch_size=4, max_tokens=8)
     assert len(str(of.value)) < 120
 
 
@@ -451,8 +502,8 @@ def test_a_state_of_other_lengths_after_the_first_four_million_is_refused() -> N
     lengths = np.ones(2**22 + 2, dtype=np.int64)
     lengths[-1] = 2
     options: dict[str, Any] = {"batch_size": 2**20, "max_tokens": 8, "shuffle": False}
-    state = PackedBatchSampler(lengths, **options).state_dict()
+    state = packed_sampler(lengths, **options).state_dict()
     lengths[-2:] = [2, 1]  # as many tokens
-    other = PackedBatchSampler(lengths, **options)
+    other = packed_sampler(lengths, **options)
     with pytest.raises(StateError, match="state is of lengths_digest="):
         other.load_state_dict(state)

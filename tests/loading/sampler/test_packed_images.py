@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.loading.building import packed_sampler
 from tests.packing.image_mixes import mix, totals
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading import PackedBatchSampler
@@ -25,7 +26,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def sampler(rank: int = 0, patches: Any = IMAGES, **changes: Any) -> PackedBatchSampler:
-    return PackedBatchSampler(LENGTHS, patches=patches, rank=rank, **{**OPTIONS, **changes})
+    return packed_sampler(LENGTHS, patches=patches, dp_rank=rank, **{**OPTIONS, **changes})
 
 
 def test_all_ranks_have_parts_of_the_plan_of_the_whole_batch() -> None:
@@ -70,7 +71,7 @@ def test_patches_are_copied(form: Any) -> None:
 
 def test_a_state_names_the_images_and_their_budget(caplog: pytest.LogCaptureFixture) -> None:
     state = sampler().state_at(0, 2)
-    layout = state["layouts"][0][2]
+    layout = state["layout"]
     assert (layout["max_patches"], layout["dummy_image_tokens"]) == (6000, 3)
     assert layout["cost"] == [24576, 1, 5266, 1]
     resumed = sampler()
@@ -117,10 +118,10 @@ def test_loss_tokens_are_those_of_examples_that_keep_all_tokens() -> None:
         "dummy_image_tokens": 2,
         "overflow": "truncate",
     }
-    message = "num_loss_tokens cannot tell how many are left of example 0, cut to 8 tokens by overf"
+    message = "it is not known how many loss tokens are left of example 0, cut to 8 tokens by overf"
     with pytest.raises(ValueError, match=f"^{message}"):
-        PackedBatchSampler(lengths, patches=[0, 3, 0], num_loss_tokens=counts, **options)
-    (part,) = PackedBatchSampler(lengths, num_loss_tokens=counts, **options)
+        packed_sampler(lengths, patches=[0, 3, 0], num_loss_tokens=counts, **options)
+    (part,) = packed_sampler(lengths, num_loss_tokens=counts, **options)
     assert part.num_loss_tokens == 6
 
 

@@ -16,8 +16,8 @@ CASES = {
     "in order": {"tail": "wrap", "shuffle": False},
     "order": {"tail": "keep", "order": curriculum},
     "order, wrap": {"tail": "wrap", "order": curriculum},
-    "two ranks": {"data": 14, "tail": "keep", "rank": 1, "world_size": 2},
-    "four ranks, wrap": {"tail": "wrap", "rank": 2, "world_size": 4},
+    "two ranks": {"examples": 14, "tail": "keep", "dp_rank": 1, "dp_size": 2},
+    "four ranks, wrap": {"tail": "wrap", "dp_rank": 2, "dp_size": 4},
 }
 
 
@@ -26,7 +26,7 @@ def test_resume_at_every_step(case):
     """A fresh sampler with the state goes on as the unstopped one, by the live state too."""
 
     def make():
-        return PrefetchingSampler(**{"data": 13, "batch_size": 4, "seed": 9, **CASES[case]})
+        return PrefetchingSampler(**{"examples": 13, "batch_size": 4, "seed": 9, **CASES[case]})
 
     whole = read(make(), 5)
     saver = make()
@@ -46,26 +46,25 @@ def test_resume_at_every_step(case):
 
 
 def test_the_state_is_small_and_complete():
-    sampler = PrefetchingSampler(10**7, 64, seed=4, tail="wrap", world_size=2)
+    sampler = PrefetchingSampler(10**7, batch_size=64, seed=4, tail="wrap", dp_size=2)
     assert sampler.state_at(3, 17) == {
-        "version": 2,
+        "version": 3,
         "epoch": 3,
         "step": 17,
-        "layouts": [[0, 0, {"world_size": 2}]],
         "num_examples": [[0, 10**7]],
         "reshuffles": [],
-        "known_from": 0,
         "fingerprint": None,
         "batch_size": 64,
         "seed": 4,
         "tail": "wrap",
         "shuffle": True,
         "custom_order": False,
+        "layout": {"dp_size": 2},
     }
 
 
 def test_iter_begins_an_epoch_and_abandons_the_one_before():
-    sampler = PrefetchingSampler(8, 2, seed=1)
+    sampler = PrefetchingSampler(8, batch_size=2, seed=1)
     whole = epochs_of(8, 2, 3, tail="keep", seed=1)
     first = iter(sampler)
     assert sampler.epoch == 1
@@ -78,7 +77,7 @@ def test_iter_begins_an_epoch_and_abandons_the_one_before():
 
 def test_an_iterator_not_drawn_from_does_not_count():
     """DataLoader with workers makes two for its first epoch."""
-    sampler = PrefetchingSampler(8, 2, seed=1)
+    sampler = PrefetchingSampler(8, batch_size=2, seed=1)
     sampler.set_epoch(1, step=1)
     whole = epochs_of(8, 2, 3, tail="keep", seed=1)
     first, second = iter(sampler), iter(sampler)
@@ -106,7 +105,7 @@ def test_reshuffle_at_every_step_and_resume_at_every_step_after(case):
     n, options = RESHUFFLED[case]
 
     def make():
-        return PrefetchingSampler(n, 4, seed=9, **options)
+        return PrefetchingSampler(n, batch_size=4, seed=9, **options)
 
     lengths = [len(batches) for batches in epochs_of(n, 4, 5, **{"seed": 9, **options})]
     for epoch in range(2):
@@ -128,7 +127,7 @@ def test_reshuffle_at_every_step_and_resume_at_every_step_after(case):
 def test_several_reshuffles_of_an_epoch():
     at = [(0, 1), (0, 1), (0, 2), (1, 0), (1, 2)]
     whole = epochs_of(17, 4, 3, tail="wrap", seed=2, reshuffles=at)
-    sampler = PrefetchingSampler(17, 4, seed=2, tail="wrap")
+    sampler = PrefetchingSampler(17, batch_size=4, seed=2, tail="wrap")
     steps = []
     for epoch in range(3):
         for step in range(len(whole[epoch])):
@@ -142,7 +141,7 @@ def test_several_reshuffles_of_an_epoch():
 
 
 def test_a_jump_back_forgets_the_reshuffles_after_it():
-    sampler = PrefetchingSampler(12, 4, seed=2)
+    sampler = PrefetchingSampler(12, batch_size=4, seed=2)
     sampler.set_epoch(0, step=1)
     sampler.reshuffle()
     assert sampler.state_dict()["reshuffles"] == [[0, 1]]
@@ -152,7 +151,7 @@ def test_a_jump_back_forgets_the_reshuffles_after_it():
 
 
 def test_reshuffle_makes_an_undrawn_iterator_stale():
-    sampler = PrefetchingSampler(12, 4, seed=2)
+    sampler = PrefetchingSampler(12, batch_size=4, seed=2)
     stale = iter(sampler)
     sampler.reshuffle()
     assert sampler.epoch == 0

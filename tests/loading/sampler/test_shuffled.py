@@ -22,7 +22,7 @@ SIZES = [(12, 4), (13, 4), (10, 3), (7, 7), (9, 8), (5, 1)]
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("n", "size"), SIZES)
 def test_batches_are_those_of_the_loops(n, size, shuffle, tail):
-    sampler = PrefetchingSampler(n, size, shuffle=shuffle, seed=5, tail=tail)
+    sampler = PrefetchingSampler(n, batch_size=size, shuffle=shuffle, seed=5, tail=tail)
     expected = epochs_of(n, size, 5, tail=tail, seed=5, shuffle=shuffle)
     lengths = []
     for batches in expected:
@@ -34,7 +34,7 @@ def test_batches_are_those_of_the_loops(n, size, shuffle, tail):
 
 
 def test_a_wrapped_tail_written_out_by_hand():
-    sampler = PrefetchingSampler(5, 3, shuffle=False, tail="wrap")
+    sampler = PrefetchingSampler(5, batch_size=3, shuffle=False, tail="wrap")
     assert [len(sampler), *read(sampler, 4)] == [
         1,
         [[0, 1, 2]],
@@ -47,7 +47,7 @@ def test_a_wrapped_tail_written_out_by_hand():
 @pytest.mark.parametrize(("n", "size"), [(3, 8), (1, 4), (5, 7), (7, 7), (11, 4), (2, 1)])
 def test_wrap_is_slices_of_an_endless_list(n, size):
     """Also when a batch spans several epochs, and an epoch has no step."""
-    sampler = PrefetchingSampler(n, size, seed=2, tail="wrap")
+    sampler = PrefetchingSampler(n, batch_size=size, seed=2, tail="wrap")
     endless = []
     for epoch in range(12):
         rng = np.random.default_rng(np.random.SeedSequence((2, epoch)))
@@ -59,19 +59,19 @@ def test_wrap_is_slices_of_an_endless_list(n, size):
 
 @pytest.mark.parametrize("tail", ["keep", "wrap"])
 def test_a_users_order(tail):
-    sampler = PrefetchingSampler(13, 4, seed=3, tail=tail, order=curriculum)
+    sampler = PrefetchingSampler(13, batch_size=4, seed=3, tail=tail, order=curriculum)
     expected = epochs_of(13, 4, 6, tail=tail, seed=3, order=curriculum)
     for batches in expected:
         assert len(sampler) == len(batches)
         assert list(sampler) == batches
-    jumped = PrefetchingSampler(13, 4, seed=3, tail=tail, order=curriculum)
+    jumped = PrefetchingSampler(13, batch_size=4, seed=3, tail=tail, order=curriculum)
     jumped.set_epoch(4)
     assert list(jumped) == expected[4]
 
 
 def test_a_users_order_is_copied():
     mine = np.arange(6)
-    sampler = PrefetchingSampler(6, 2, order=lambda epoch, rng: mine)
+    sampler = PrefetchingSampler(6, batch_size=2, order=lambda epoch, rng: mine)
     iterator = iter(sampler)
     mine[:] = 0
     assert list(iterator) == [[0, 1], [2, 3], [4, 5]]
@@ -79,7 +79,7 @@ def test_a_users_order_is_copied():
 
 @pytest.mark.parametrize("tail", TAILS)
 def test_every_epoch_is_a_permutation(tail):
-    sampler = PrefetchingSampler(12, 4, tail=tail)
+    sampler = PrefetchingSampler(12, batch_size=4, tail=tail)
     for batches in read(sampler, 4):
         assert sorted(flat(batches)) == list(range(12))
 
@@ -87,7 +87,7 @@ def test_every_epoch_is_a_permutation(tail):
 def test_seeds_and_epochs_differ():
     orders = {}
     for seed in range(4):
-        for epoch, batches in enumerate(read(PrefetchingSampler(50, 50, seed=seed), 4)):
+        for epoch, batches in enumerate(read(PrefetchingSampler(50, batch_size=50, seed=seed), 4)):
             orders[seed, epoch] = tuple(batches[0])
     assert len(set(orders.values())) == 16
     assert orders[0, 1] != orders[1, 0]
@@ -97,12 +97,16 @@ def test_another_process_gives_the_same():
     code = (
         "from torch_collate_kit.loading.sampler import PrefetchingSampler\n"
         "from torch_collate_kit.loading.sampler import MixedSampler\n"
-        "samplers = PrefetchingSampler(29, 4, seed=7, tail='wrap'), MixedSampler([40, 9], 4)\n"
+        "samplers = (PrefetchingSampler(29, batch_size=4, seed=7, tail='wrap'),"
+        " MixedSampler([40, 9], batch_size=4))\n"
         "print([[list(sampler) for _ in range(3)] for sampler in samplers])"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    samplers = PrefetchingSampler(29, 4, seed=7, tail="wrap"), MixedSampler([40, 9], 4)
+    samplers = (
+        PrefetchingSampler(29, batch_size=4, seed=7, tail="wrap"),
+        MixedSampler([40, 9], batch_size=4),
+    )
     assert done.stdout.strip() == str([read(sampler) for sampler in samplers])
 
 
@@ -110,32 +114,32 @@ def test_no_global_random_state():
     np.random.seed(1)
     torch.manual_seed(1)
     before = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    first = read(PrefetchingSampler(20, 4))
+    first = read(PrefetchingSampler(20, batch_size=4))
     assert (np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
     np.random.seed(2)
-    assert read(PrefetchingSampler(20, 4)) == first
+    assert read(PrefetchingSampler(20, batch_size=4)) == first
 
 
 @pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
 @pytest.mark.parametrize("n", [24, 28, 29, 30, 31])  # a kept tail of fewer than ranks is refused
-def test_ranks_in_turn_are_one_rank(n, world_size, tail):
+def test_ranks_in_turn_are_one_rank(n, dp_size, tail):
     expected = epochs_of(n, 8, 3, tail=tail)
     ranks = [
-        read(PrefetchingSampler(n, 8, tail=tail, rank=rank, world_size=world_size))
-        for rank in range(world_size)
+        read(PrefetchingSampler(n, batch_size=8, tail=tail, dp_rank=rank, dp_size=dp_size))
+        for rank in range(dp_size)
     ]
     for epoch, batches in enumerate(expected):
         for step, batch in enumerate(batches):
             parts = [rank[epoch][step] for rank in ranks]
-            assert parts == dealt(batch, world_size)
+            assert parts == dealt(batch, dp_size)
             assert flat(parts) == batch
         assert all(len(rank[epoch]) == len(batches) for rank in ranks)
 
 
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_as_a_dataloaders_batch_sampler(num_workers, persistent):
-    sampler = PrefetchingSampler(11, 4, seed=1, tail="wrap")
+    sampler = PrefetchingSampler(11, batch_size=4, seed=1, tail="wrap")
     loader = DataLoader(
         torch.arange(11),
         batch_sampler=sampler,
@@ -155,7 +159,7 @@ def test_inside_a_stateful_dataloader(tail):
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     def make():
-        sampler = PrefetchingSampler(11, 4, seed=3, tail=tail)
+        sampler = PrefetchingSampler(11, batch_size=4, seed=3, tail=tail)
         return stateful.StatefulDataLoader(torch.arange(11), batch_sampler=sampler)
 
     loader, states, batches = make(), [], []
@@ -172,7 +176,7 @@ def test_inside_a_stateful_dataloader(tail):
 
 
 def test_may_look_ahead_within_the_epoch_begun_last():
-    sampler = PrefetchingSampler(5, 3, tail="wrap")  # epochs of 1, 2, 2 steps
+    sampler = PrefetchingSampler(5, batch_size=3, tail="wrap")  # epochs of 1, 2, 2 steps
     assert [sampler.may_look_ahead(step) for step in range(3)] == [False, False, False]
     next(iter(sampler))
     assert not sampler.may_look_ahead(0), "epoch 0 is being read, though epoch 1 comes next"
@@ -183,7 +187,7 @@ def test_may_look_ahead_within_the_epoch_begun_last():
 
 
 def test_the_protocol_has_no_batch_size():
-    sampler = PrefetchingSampler(list(range(10)), 4, drop_last=True)
+    sampler = PrefetchingSampler(list(range(10)), batch_size=4, tail="drop")
     assert isinstance(sampler, ResumableSampler)
     assert not hasattr(sampler, "batch_size"), "Accelerate would lose batches"
     assert sampler.num_examples_per_step == 4
@@ -194,7 +198,7 @@ def test_the_protocol_has_no_batch_size():
 
 def test_ten_million_examples_cost_two_arrays():
     """The order, and once more when the tail of the epoch before comes first; no Python list."""
-    sampler = PrefetchingSampler(10**7, 1024, shuffle=False, tail="wrap")
+    sampler = PrefetchingSampler(10**7, batch_size=1024, shuffle=False, tail="wrap")
     tracemalloc.start()
     sampler.set_epoch(1, step=3)
     assert len(next(iter(sampler))) == 1024

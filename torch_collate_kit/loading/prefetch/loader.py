@@ -66,7 +66,7 @@ class PrefetchLoader:
 
     >>> from torch.utils.data import DataLoader
     >>> from torch_collate_kit import PrefetchingSampler
-    >>> sampler = PrefetchingSampler(5, 2, shuffle=False)
+    >>> sampler = PrefetchingSampler(5, batch_size=2, shuffle=False)
     >>> with PrefetchLoader(DataLoader(range(5), batch_sampler=sampler)) as loader:
     ...     [batch.tolist() for batch in loader.steps(4)]
     [[0, 1], [2, 3], [4], [0, 1]]
@@ -131,7 +131,7 @@ class PrefetchLoader:
         >>> import time
         >>> from torch.utils.data import DataLoader
         >>> from torch_collate_kit import PrefetchingSampler
-        >>> sampler = PrefetchingSampler(4, 2)
+        >>> sampler = PrefetchingSampler(4, batch_size=2)
         >>> with PrefetchLoader(DataLoader(range(4), batch_sampler=sampler)) as loader:
         ...     for batch in loader.steps(2):
         ...         time.sleep(0.1)  # train
@@ -151,7 +151,7 @@ class PrefetchLoader:
         >>> data = [4, 2, 0, 5]
         >>> divided = DataLoader(
         ...     data,
-        ...     batch_sampler=PrefetchingSampler(data, 2, shuffle=False),
+        ...     batch_sampler=PrefetchingSampler(data, batch_size=2, shuffle=False),
         ...     collate_fn=lambda numbers: [20 // number for number in numbers],
         ... )
         >>> with PrefetchLoader(divided, on_error="skip") as loader:

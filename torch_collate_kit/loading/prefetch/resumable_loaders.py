@@ -211,7 +211,7 @@ def resumable_loader(loader: Any) -> ResumableLoader:
         return StreamLoader(loader)
     raise TypeError(
         f"a {type(loader).__name__} with batch_sampler={type(sampler).__name__} cannot be resumed; "
-        "build it with batch_sampler=PrefetchingSampler(data, batch_size), or wrap torchdata's "
+        "build it with batch_sampler=PrefetchingSampler(data, batch_size=...), or wrap torchdata's "
         "StatefulDataLoader, which is also the way for iterable datasets"
     )
 

@@ -8,14 +8,15 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
+from torch_collate_kit._checks import checked_bool, checked_int
+from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import StateError
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 MAX_WORD = 2**32 - 1  # one word of a SeedSequence each, or (2**32 + 1, 0) would be (1, 1)
 
 
-def checked_length(data: int | Sized, name: str = "data") -> int:
+def checked_length(data: int | Sized, name: str = "examples") -> int:
     """The number of examples of ``data``, at least 1."""
     hint = "an empty dataset has no batches"
     if not isinstance(data, bool) and hasattr(data, "__index__") and not hasattr(data, "__len__"):
@@ -28,18 +29,35 @@ def checked_length(data: int | Sized, name: str = "data") -> int:
     return checked_int(f"len({name})", len(data), hint=hint)
 
 
-def checked_rank(rank: int, world_size: int, name: str = "world_size") -> int:
-    rank = checked_int("rank", rank, minimum=0)
-    if rank >= world_size:
-        raise ValueError(f"rank must be below {name}={world_size}, got {rank}; ranks count from 0")
-    return rank
+def checked_rank(dp_rank: int, dp_size: int, name: str = "dp_size") -> int:
+    """Return ``dp_rank`` as an int of 0 .. ``dp_size`` - 1."""
+    dp_rank = checked_int("dp_rank", dp_rank, minimum=0)
+    if dp_rank >= dp_size:
+        raise ValueError(
+            f"dp_rank must be below {name}={dp_size}, got {dp_rank}; ranks count from 0"
+        )
+    return dp_rank
+
+
+def checked_collator(collate: Any) -> PackedCollator[Any]:
+    """Return the PackedCollator that ``collate`` is, or that it holds and calls."""
+    found = collate
+    while not isinstance(found, PackedCollator):
+        found = getattr(found, "collate", getattr(found, "collator", None))
+        if found is None:
+            raise TypeError(
+                f"collate must be a PackedCollator, got a {type(collate).__name__}: it says how "
+                "rows are packed; examples without a plan of rows take a PrefetchingSampler"
+            )
+    return found
 
 
 def checked_batch_size(batch_size: int, least: int) -> int:
+    """Return ``batch_size`` as an int of at least ``least``, the number of ranks."""
     batch_size = checked_int("batch_size", batch_size)
     if batch_size < least:
         raise ValueError(
-            f"batch_size counts the examples of all ranks and must be at least world_size={least}, "
+            f"batch_size counts the examples of all ranks and must be at least dp_size={least}, "
             f"got {batch_size}; with {batch_size} per rank it is {batch_size * least}"
         )
     return batch_size
@@ -51,15 +69,6 @@ def checked_shuffle(shuffle: bool | str) -> bool | str:
     if shuffle != "keyed":
         raise ValueError(f"shuffle must be True, False or 'keyed', got {shuffle!r}")
     return shuffle
-
-
-def checked_tail(tail: str, drop_last: bool) -> str:
-    checked_choice("tail", tail, ("keep", "drop", "wrap"))
-    if drop_last and tail == "wrap":
-        raise ValueError(
-            "drop_last=True drops the tail and tail='wrap' carries it over; pass only one of them"
-        )
-    return "drop" if drop_last else tail
 
 
 def checked_order(indices: npt.ArrayLike, epoch: int, length: int) -> Indices:

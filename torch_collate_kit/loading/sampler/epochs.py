@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import call_repr
@@ -20,16 +17,16 @@ from torch_collate_kit.loading.sampler.checks import (
     checked_rank,
     checked_shuffle,
     checked_word,
+    damaged_state,
+    is_count,
     is_same,
     state_int,
     told_apart,
 )
-from torch_collate_kit.loading.sampler.states import Layouts
 
 __all__ = ["NEW_RUN", "EpochSampler", "Plan"]
 
-_VERSION = 2
-_MAX_BYTES = 4096  # of a state as JSON
+_VERSION = 3
 Plan: TypeAlias = Callable[[int], Indices]  # a step's global batch
 NEW_RUN = "build the sampler with the arguments of the saved run, or start without the state"
 _logger = logging.getLogger("torch_collate_kit.loading")
@@ -68,19 +65,16 @@ class StepIterator(Iterator[Any]):
 class EpochSampler(ABC):
     """The part of a resumable batch sampler that does not depend on what is in a batch."""
 
-    _ranks = "world_size"  # what a layout calls the number of ranks
-
     def __init__(
-        self, batch_size: int, *, seed: int, shuffle: bool | str, rank: int, world_size: int
+        self, batch_size: int, *, seed: int, shuffle: bool | str, dp_rank: int, dp_size: int
     ) -> None:
-        self._world_size = checked_int("world_size", world_size)
-        self._rank = checked_rank(rank, self._world_size)
+        self._dp_size = checked_int("dp_size", dp_size)
+        self._dp_rank = checked_rank(dp_rank, self._dp_size)
         self._num_global = checked_batch_size(batch_size, self._least_examples)
         self._seed = checked_word("seed", seed)
         self._shuffle = checked_shuffle(shuffle)
         self._epoch, self._step = 0, 0  # of the next iter()
         self._latest: StepIterator | None = None
-        self._layouts = Layouts([((0, 0), self._layout())])
 
     @abstractmethod
     def _num_steps(self, epoch: int) -> int:
@@ -101,33 +95,24 @@ class EpochSampler(ABC):
 
     def _pick(self, batch: Indices) -> Any:
         """What this rank is given of a global batch, in the order in which it reads it."""
-        each, longer = divmod(len(batch), self._world_size)  # the first ranks may have one more
-        start = self._rank * each + min(self._rank, longer)
-        mine: list[int] = batch[start : start + each + (self._rank < longer)].tolist()
+        each, longer = divmod(len(batch), self._dp_size)  # the first ranks may have one more
+        start = self._dp_rank * each + min(self._dp_rank, longer)
+        mine: list[int] = batch[start : start + each + (self._dp_rank < longer)].tolist()
         return mine
-
-    @abstractmethod
-    def _check_known(self, epoch: int) -> None:
-        """StateError if an epoch is so long ago that its order is not known any more."""
 
     @property
     def _least_examples(self) -> int:
         """A batch has at least so many examples."""
-        return self._world_size
+        return self._dp_size
 
     def _layout(self) -> dict[str, Any]:
-        """What a state may have otherwise: how batches are divided over the ranks. JSON."""
-        return {"world_size": self._world_size}
+        """Return the settings that a resumed run may have otherwise, as JSON."""
+        return {"dp_size": self._dp_size}
 
-    def _use_layout(self, layout: Mapping[str, Any]) -> None:
-        self._world_size = layout["world_size"]
-
-    def _as_rank(self, rank: int, layout: Mapping[str, Any]) -> EpochSampler:
-        """A copy that is a rank of this layout."""
-        other = copy.copy(self)
-        other._rank = checked_rank(rank, layout[self._ranks], self._ranks)
-        other._use_layout(layout)
-        return other
+    def _check_layout(self, layout: dict[str, Any]) -> None:
+        """Raise StateError if no run can have had the layout of a state."""
+        if not is_count(layout["dp_size"]) or not layout["dp_size"]:
+            raise damaged_state(f"layout={layout!r}")
 
     def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What a state must have in common with this sampler, for as many examples as ``like``."""
@@ -148,9 +133,9 @@ class EpochSampler(ABC):
         return {"batch_size": self._num_global, **shuffle, **seed}
 
     def _rank_settings(self) -> dict[str, int]:
-        if self._world_size == 1:
+        if self._dp_size == 1:
             return {}
-        return {"rank": self._rank, "world_size": self._world_size}
+        return {"dp_rank": self._dp_rank, "dp_size": self._dp_size}
 
     def _shown(self, positional: str, **settings: Any) -> str:
         """The repr: the call that makes it, and the position of the next ``iter()``."""
@@ -205,34 +190,26 @@ class EpochSampler(ABC):
         step = checked_int("step", step, minimum=0)
         return step + 1 < self._num_steps(self._latest.epoch if self._latest else self._epoch)
 
-    def examples(self, epoch: int, step: int, rank: int | None = None) -> Indices:
-        """The examples of any step, past or future, by calculation.
+    def examples(self, epoch: int, step: int) -> Indices:
+        """Calculate the examples of any step, past or future.
 
         Returns:
-            int64 [N], a copy: the indices of the global batch in its order, or those that ``rank``
-            reads in the order in which it reads them. For a step of the past the ranks are those
-            that the run had then, also if it was resumed on another number of them.
+            int64 [N], a copy: the indices of the global batch in its order.
 
         Raises:
-            TypeError, ValueError: there is no such step or rank.
-            StateError: it was so long ago that the state no longer tells.
+            TypeError, ValueError: there is no such step.
 
         >>> from torch_collate_kit.loading import PrefetchingSampler
-        >>> sampler = PrefetchingSampler(10, batch_size=4, world_size=2, shuffle=False)
-        >>> sampler.examples(7, 1).tolist(), sampler.examples(7, 1, rank=1).tolist()
-        ([4, 5, 6, 7], [6, 7])
+        >>> sampler = PrefetchingSampler(10, batch_size=4, shuffle=False)
+        >>> sampler.examples(7, 1).tolist()
+        [4, 5, 6, 7]
         """
         epoch, step = checked_word("epoch", epoch), checked_int("step", step, minimum=0)
         if step >= (num_steps := self._num_steps(epoch)):
             raise ValueError(
                 f"step must be below {num_steps}, the steps of epoch {epoch}; got {step}"
             )
-        self._check_known(epoch)
-        batch = self._plan(epoch, step)(step)
-        if rank is None:
-            return batch.copy()
-        mine = self._as_rank(rank, self._layouts.at((epoch, step)))._pick(batch)
-        return np.array(getattr(mine, "indices", mine), dtype=np.int64)
+        return self._plan(epoch, step)(step).copy()
 
     def when(self, example: int, epoch: int | None = None) -> list[tuple[int, int]]:
         """The steps of an epoch in which an example is trained on: a list of (epoch, step).
@@ -255,27 +232,7 @@ class EpochSampler(ABC):
                 f"0 to {self.num_examples - 1}"
             )
         epoch = self._position()[0] if epoch is None else checked_word("epoch", epoch)
-        self._check_known(epoch)
         return [(epoch, step) for step in self._steps_of(example, epoch)]
-
-    def replay(self, state: Mapping[str, Any], rank: int | None = None) -> StepIterator:
-        """What the run that saved ``state`` drew after it, to the end of that epoch.
-
-        It is divided over the ranks that this run had; ``rank`` is one of them, by default this
-        one's. Nothing here moves: neither the position nor an iterator.
-
-        Raises:
-            StateError: the state does not fit.
-            ValueError: the run had no such rank.
-
-        >>> from torch_collate_kit.loading import PrefetchingSampler
-        >>> sampler = PrefetchingSampler(6, batch_size=2, shuffle=False)
-        >>> list(sampler.replay(sampler.state_at(0, 1)))
-        [[2, 3], [4, 5]]
-        """
-        other = copy.copy(self)
-        layout = other._load(state)
-        return iter(other._as_rank(self._rank if rank is None else rank, layout))
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next ``iter()``; a consumer saves :meth:`state_at` instead."""
@@ -288,14 +245,11 @@ class EpochSampler(ABC):
             TypeError, ValueError: the epoch or the step is not an int or out of range.
         """
         epoch, step = self._checked_position(epoch, step)
-        self._check_known(epoch)
         return self._state_at(epoch, step)
 
     def _state_at(self, epoch: int, step: int) -> dict[str, Any]:
-        where = {"version": _VERSION, "epoch": epoch, "step": step, "layouts": []}
-        state = {**where, **self._extra(epoch, step), **self._fits()}
-        left = _MAX_BYTES - len(json.dumps(state))
-        return {**state, "layouts": self._layouts.until((epoch, step), max_bytes=left)}
+        where = {"version": _VERSION, "epoch": epoch, "step": step}
+        return {**where, **self._extra(epoch, step), **self._fits(), "layout": self._layout()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next ``iter()`` goes on where the state was saved, on any number of ranks.
@@ -310,7 +264,7 @@ class EpochSampler(ABC):
         before = other._load(state)
         vars(self).update(vars(other))
         now = self._layout().items()
-        changed = [f"{k} {before.get(k)} -> {v}" for k, v in now if not is_same(v, before.get(k))]
+        changed = [f"{k} {before[k]} -> {v}" for k, v in now if not is_same(v, before[k])]
         if changed:
             level = logging.WARNING if self._replans(before) else logging.INFO
             told = "the same examples in each step" + (", other rows" if level > 20 else "")
@@ -342,13 +296,15 @@ class EpochSampler(ABC):
                 f"state is of step {step}, but epoch {epoch} has {num_steps} steps; {NEW_RUN}"
             )
         self._load_extra(state, epoch, step)
-        self._layouts = Layouts.of_state(state["layouts"], (epoch, step), self._layout())
-        layout = self._layouts.at((epoch, step))
+        layout = state["layout"]
+        if not isinstance(layout, dict) or layout.keys() != self._layout().keys():
+            raise damaged_state(f"layout={layout!r}")
+        self._check_layout(layout)
         self._jump(epoch, step)
         return layout
 
     def _check_keys(self, state: Mapping[str, Any]) -> None:
-        keys = {"version", "epoch", "step", "layouts", *self._extra(0, 0), *self._fits()}
+        keys = {"version", "epoch", "step", "layout", *self._extra(0, 0), *self._fits()}
         if state.keys() != keys:
             missing, unknown = sorted(keys - state.keys()), sorted(map(str, state.keys() - keys))
             raise StateError(
@@ -374,7 +330,6 @@ class EpochSampler(ABC):
     def _jump(self, epoch: int, step: int) -> None:
         """Makes a checked position the next one."""
         self._epoch, self._step, self._latest = epoch, step, None
-        self._layouts.change((epoch, step), self._layout())
 
     def _checked_position(self, epoch: int, step: int) -> tuple[int, int]:
         """The position as ints; the end of an epoch is the start of the next one."""

@@ -21,12 +21,11 @@ from torch_collate_kit._checks import checked_choice, checked_int, checked_lengt
 from torch_collate_kit.loading.sampler.checks import Indices, checked_length, damaged_state
 from torch_collate_kit.loading.sampler.epochs import EpochSampler, Plan
 from torch_collate_kit.loading.sampler.mixture import Mixture, Place
-from torch_collate_kit.loading.sampler.states import digest_of, ints_of_text, text_of_ints
+from torch_collate_kit.loading.sampler.states import digest_of
 
 __all__ = ["MixedSampler"]
 
 _PICKS_PER_PLACE = 4096  # a place is a few ints; a state costs the picks since the last one: 5 ms
-_MOST_LISTED = 40  # sources; of more a state holds digests, or it would be over 4 KB
 
 
 class MixedSampler(EpochSampler):
@@ -36,7 +35,7 @@ class MixedSampler(EpochSampler):
         sources: datasets, or their numbers of examples. Indices are those of a
             ``torch.utils.data.ConcatDataset`` of them. Of those that have a ``fingerprint``, as a
             TokenizedDataset has, a state is refused by other data of the same size.
-        batch_size, seed, shuffle, rank, world_size: as for ``PrefetchingSampler``.
+        batch_size, seed, shuffle, dp_rank, dp_size: as for ``PrefetchingSampler``.
         weights: the shares, positive numbers; by default the sizes of the sources.
         by: whether these are shares of the "examples" or of the "tokens".
         lengths: by tokens, the int lengths of each source's examples; by default its ``.lengths``.
@@ -58,8 +57,8 @@ class MixedSampler(EpochSampler):
     def __init__(
         self,
         sources: Sequence[int | Sized],
-        batch_size: int,
         *,
+        batch_size: int,
         weights: Sequence[float | Fraction] | None = None,
         by: str = "examples",
         lengths: Sequence[npt.ArrayLike] | None = None,
@@ -67,10 +66,10 @@ class MixedSampler(EpochSampler):
         stop: str | None = None,
         shuffle: bool | str = True,
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        dp_rank: int = 0,
+        dp_size: int = 1,
     ) -> None:
-        super().__init__(batch_size, seed=seed, shuffle=shuffle, rank=rank, world_size=world_size)
+        super().__init__(batch_size, seed=seed, shuffle=shuffle, dp_rank=dp_rank, dp_size=dp_size)
         checked_choice("by", by, ("examples", "tokens"))
         sizes, arrays = _checked_sources(sources, lengths, by)
         self._by = by
@@ -158,9 +157,6 @@ class MixedSampler(EpochSampler):
         self._latest_place = after
         return batch
 
-    def _check_known(self, epoch: int) -> None:
-        """All are: nothing is forgotten."""
-
     def _steps_of(self, example: int, epoch: int) -> list[int]:
         steps = range(self._num_steps(epoch))
         first, last = self._place(epoch, 0), self._place(epoch, len(steps))
@@ -184,10 +180,10 @@ class MixedSampler(EpochSampler):
     def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
         like, mixture = like or {}, self._mixture
         return {
-            "sizes": _listed(mixture.sizes, like.get("sizes")),
-            "weights": _listed(list(map(str, mixture.shares)), like.get("weights")),
+            "sizes": mixture.sizes,
+            "weights": list(map(str, mixture.shares)),
             "by": self._by,
-            "num_units": _listed(mixture.num_units, like.get("num_units")),
+            "num_units": mixture.num_units,
             "lengths_digest": self._lengths_digest,
             "fingerprints": self._known_fingerprints(like),
             "num_steps": self._steps_per_epoch,
@@ -204,32 +200,25 @@ class MixedSampler(EpochSampler):
         if isinstance(saved, list) and len(saved) == len(mine):
             pairs = zip(mine, saved, strict=True)
             return [b if a is None or b is None else a for a, b in pairs]
-        return None if is_unknown else _listed(mine, saved)
+        return None if is_unknown else list(mine)
 
     def _extra(self, epoch: int, step: int) -> dict[str, Any]:
-        place = self._place(epoch, step)
-        if len(place.taken) <= _MOST_LISTED:
-            return {"taken": list(place.taken)}
-        return {"taken": text_of_ints(self._mixture.ahead(place))}
+        return {"taken": list(self._place(epoch, step).taken)}
 
     def _load_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
         taken, num_steps = state["taken"], self._first_step(epoch) + step
-        counts, ahead = taken, None
-        if isinstance(taken, str):
-            ahead = ints_of_text("taken", taken, shape=(1 + len(self._mixture.sizes),))
-            counts = self._mixture.taken(ahead)
-        if not isinstance(counts, list) or any(type(n) is not int or n < 0 for n in counts):
+        if not isinstance(taken, list) or any(type(n) is not int or n < 0 for n in taken):
             raise damaged_state(f"taken={taken!r}, not a list of counts")
         num_sources, num_examples = len(self._mixture.sizes), num_steps * self._num_global
-        if len(counts) != num_sources or sum(counts) != num_examples:
+        if len(taken) != num_sources or sum(taken) != num_examples:
             raise damaged_state(
                 f"taken={taken!r}, but after {num_steps} steps the {num_sources} sources have "
                 f"given {num_examples} examples in all"
             )
-        mixture, place = self._mixture, self._mixture.place(counts)
+        mixture, place = self._mixture, self._mixture.place(taken)
         known = self._known.get(num_examples) if mixture.lengths else self._place(epoch, step)
         is_right = place == known if known else mixture.is_fair(place)
-        if not is_right or (ahead is not None and mixture.ahead(place) != ahead):
+        if not is_right:
             raise damaged_state(
                 f"taken={taken!r}, which is not in the proportions of weights="
                 f"{list(map(str, mixture.shares))}"
@@ -244,14 +233,6 @@ def _fingerprint(source: Any) -> str | None:
         return None
     text = json.dumps(make(len(source)), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _listed(values: Sequence[Any], like: Any) -> list[Any] | str:
-    """The values as a state holds them: a digest of many of them, or as ``like`` does."""
-    if not isinstance(like, str) and (like is not None or len(values) <= _MOST_LISTED):
-        return list(values)
-    digest = hashlib.blake2b(",".join(map(str, values)).encode(), digest_size=16).hexdigest()
-    return f"{len(values)} values, digest {digest}"
 
 
 def _checked_weights(weights: Sequence[Any] | None, num_sources: int) -> list[Fraction] | None:

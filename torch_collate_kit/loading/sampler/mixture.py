@@ -178,24 +178,6 @@ class Mixture:
             following[source] = self._units(source, number)
         return Place(sum(taken), tuple(taken), tuple(used), tuple(following))
 
-    def ahead(self, place: Place) -> list[int]:
-        """The units of all sources, and by how many of them each one is ahead of its share."""
-        done, shares = sum(place.used), self._total_weight
-        used = zip(place.used, self.weights, strict=True)
-        return [done, *(units - done * weight // shares for units, weight in used)]
-
-    def taken(self, ahead: Sequence[int]) -> list[int]:
-        """The examples of each source at the place of which this is ``ahead``."""
-        done, shares = ahead[0], self._total_weight
-        units = zip(ahead[1:], self.weights, strict=True)
-        found = [max(0, done * weight // shares + more) for more, weight in units]
-        for source, used in enumerate(found if self.lengths else []):
-            turn, rest = divmod(used, self.num_units[source])
-            ends = self._lengths(source, turn, self.sizes[source]).cumsum()
-            at = int(np.searchsorted(ends, rest, side="right"))
-            found[source] = turn * self.sizes[source] + at
-        return found
-
     def is_fair(self, place: Place) -> bool:
         """Whether every source is within one longest example of its share."""
         done, shares = sum(place.used), self.shares

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_lengths
-from torch_collate_kit._reprs import Shown, changed_settings
+from torch_collate_kit._reprs import Shown
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading.sampler.checks import Indices, checked_rank, is_same
+from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading.sampler.checks import (
+    Indices,
+    checked_collator,
+    checked_rank,
+    damaged_state,
+    is_same,
+)
 from torch_collate_kit.loading.sampler.epochs import NEW_RUN
 from torch_collate_kit.loading.sampler.shuffled import Order, OrderedSampler
 from torch_collate_kit.loading.sampler.states import digest_in_blocks
 from torch_collate_kit.packing import PackingOptions, RankPlan, pack
-from torch_collate_kit.packing.options import packing_options
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, cut_to_fit, image_load
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from torch_collate_kit.packing.options import PackingKeywords
 
 __all__ = ["PackedBatchSampler"]
 
@@ -31,57 +32,65 @@ class PackedBatchSampler(OrderedSampler):
     """Batches whose rows are planned over all ranks, of which each rank reads only its own.
 
     Args:
-        lengths: tokens of every example, ints [N]: ``TokenizedDataset.lengths``.
+        examples: a ``TokenizedDataset``, or the number of tokens of every example, ints [N].
+        collate: the ``PackedCollator`` of the DataLoader, or a collator around one. Its ``packing``
+            says how rows are filled, and for how many ranks (``packing.parallel.dp``).
         batch_size: examples of a step over all ranks.
-        patches: patches of images of every example, ints [N], or of each of its images, a Ragged
-            or a list of lists (see :func:`~torch_collate_kit.packing.pack`).
-        max_tokens, packing, options: as for ``PackedCollator``, which must have the same.
-        rank: of ``parallel.dp`` ranks.
-        num_loss_tokens: trained tokens of every example, ints [N]; the loss is divided by those of
-            the whole batch. Without them the collator needs ``normalize_loss=False``.
-        shuffle, seed, drop_last, tail, order, allow_appended: as for ``PrefetchingSampler``; a kept
-            tail may be of any size, since ranks without examples get rows of pads.
+        dp_rank: the rank whose rows are yielded.
+        shuffle, seed, tail, order, allow_appended: as for ``PrefetchingSampler``; a kept tail may
+            be of any size, since ranks without examples get rows of pads.
+        num_loss_tokens: beside bare lengths, trained tokens of every example, ints [N]. With
+            several ranks and ``normalize_loss=True`` the loss is divided by those of all ranks.
+        patches: beside bare lengths, patches of images of every example, ints [N], or of each of
+            its images, a Ragged or a list of lists (see :func:`~torch_collate_kit.packing.pack`).
 
-    Every rank computes the same order and plan, without collectives, so all have as many rows, of
-    one width. It yields a ``RankPlan``, which a ``TokenizedDataset`` passes on to the collator.
+    Every rank computes the same order and plan, without collectives, so all have equally many rows
+    of one width. It yields a ``RankPlan``, which a ``TokenizedDataset`` passes on to the collator.
     With ``rows_multiple_of`` a state goes on with the same rows on any number of ranks that divides
     it; without it, with the same examples in each step, packed anew.
 
     Raises:
         TypeError, ValueError, DataError: an argument or a length is wrong. See docs/loading.md.
 
-    >>> from torch_collate_kit.packing import ParallelLayout
-    >>> options = {"max_tokens": 8, "parallel": ParallelLayout(dp=2)}
-    >>> sampler = PackedBatchSampler([3, 1, 4, 2], batch_size=4, shuffle=False, **options)
+    >>> from torch_collate_kit import PackedCollator, ParallelLayout
+    >>> collate = PackedCollator(0, max_tokens=8, parallel=ParallelLayout(dp=2))
+    >>> rows = [{"input_ids": [7] * n} for n in (3, 1, 4, 2)]
+    >>> sampler = PackedBatchSampler(TokenizedDataset(rows), collate, batch_size=4, shuffle=False)
     >>> part = next(iter(sampler))
-    >>> part.dp_rank, part.indices, part.plan.bins
-    (0, [1, 2], [[2, 1], [0, 3]])
+    >>> part.indices, part.plan.bins, part.num_loss_tokens
+    ([1, 2], [[2, 1], [0, 3]], 6)
     """
-
-    _ranks = "dp"
 
     def __init__(
         self,
-        lengths: npt.ArrayLike,
+        examples: TokenizedDataset | npt.ArrayLike,
+        collate: Any,
         *,
         batch_size: int,
-        patches: Patches | None = None,
-        max_tokens: int | None = None,
-        packing: PackingOptions | None = None,
-        rank: int = 0,
-        num_loss_tokens: npt.ArrayLike | None = None,
+        dp_rank: int = 0,
         shuffle: bool | str = True,
         seed: int = 0,
-        drop_last: bool = False,
         tail: str = "keep",
         order: Order | None = None,
         allow_appended: bool = False,
-        **options: Unpack[PackingKeywords],
+        num_loss_tokens: npt.ArrayLike | None = None,
+        patches: Patches | None = None,
     ) -> None:
+        self._collate = checked_collator(collate)
+        self._packing = self._collate.packing
+        self._shown_examples = None
+        lengths: Any = examples
+        if isinstance(examples, TokenizedDataset):
+            if num_loss_tokens is not None or patches is not None:
+                raise TypeError(
+                    "num_loss_tokens and patches are read from the TokenizedDataset; pass them "
+                    "only beside bare lengths"
+                )
+            lengths, self._shown_examples = examples.lengths, repr(Shown(examples))
+            patches = None if self._collate.vision is None else examples.patches
         self._lengths = checked_lengths(lengths).copy()
-        self._packing = packing_options(packing, max_tokens, options)
         dp = self._packing.parallel.dp
-        checked_rank(rank, dp, "parallel.dp")
+        checked_rank(dp_rank, dp, "parallel.dp")
         self._images, self._image_costs_digest = None, None
         if patches is not None:
             images = image_load(patches, len(self._lengths), self._packing.cost)
@@ -90,23 +99,33 @@ class PackedBatchSampler(OrderedSampler):
         if self._packing.overflow == "raise" or patches is not None:
             # Names an example that does not fit, before the first batch.
             cut_to_fit(self._lengths, self._packing, self._images)
-        self._counts = None if num_loss_tokens is None else self._checked_counts(num_loss_tokens)
+        if isinstance(examples, TokenizedDataset) and self._collate.normalize_loss:
+            cut = cut_to_fit(self._lengths, self._packing, self._images).cut
+            num_loss_tokens = None if dp == 1 and len(cut) else examples.num_loss_tokens
+        self._counts = self._checked_counts(num_loss_tokens)
         super().__init__(
-            len(self._lengths),
-            batch_size,
+            examples if isinstance(examples, TokenizedDataset) else len(self._lengths),
+            batch_size=batch_size,
             shuffle=shuffle,
             seed=seed,
-            drop_last=drop_last,
             tail=tail,
             order=order,
-            rank=rank,
-            world_size=dp,
+            dp_rank=dp_rank,
+            dp_size=dp,
             allow_appended=allow_appended,
         )
 
-    def _checked_counts(self, num_loss_tokens: npt.ArrayLike) -> Indices:
-        """Loss tokens of every example: at most all tokens but the first, and none cut off."""
+    def _checked_counts(self, num_loss_tokens: npt.ArrayLike | None) -> Indices | None:
+        """Return the loss tokens of every example, checked; None where none are needed."""
         lengths, packing, images = self._lengths, self._packing, self._images
+        if num_loss_tokens is None:
+            if packing.parallel.dp > 1 and self._collate.normalize_loss:
+                raise ValueError(
+                    "normalize_loss=True divides by the loss tokens of all ranks, which bare "
+                    "lengths do not tell; pass a TokenizedDataset, or num_loss_tokens=, or collate "
+                    "with normalize_loss=False and give token_loss the sum over the ranks"
+                )
+            return None
         counts = np.asarray(num_loss_tokens)
         if counts.shape != lengths.shape or counts.dtype.kind not in "iu":
             raise ValueError(
@@ -124,18 +143,20 @@ class PackedBatchSampler(OrderedSampler):
         if len(cut):
             limit = packing.capacity - (packing.reserved if images else 0)
             raise ValueError(
-                f"num_loss_tokens cannot tell how many are left of example {int(cut[0])}, cut to "
+                f"it is not known how many loss tokens are left of example {int(cut[0])}, cut to "
                 f"{limit} tokens by overflow={packing.overflow!r}; cut it when tokenizing, or "
-                "leave num_loss_tokens out and collate with normalize_loss=False"
+                "collate with normalize_loss=False and without num_loss_tokens="
             )
         return counts.astype(np.int64)
 
     def __repr__(self) -> str:
         given = {"patches": self._images and self._images.patches, "num_loss_tokens": self._counts}
-        settings: dict[str, Any] = {k: Shown(of) for k, of in given.items() if of is not None}
-        settings |= changed_settings(self._packing)
-        lengths = f"<{self.num_examples:,} lengths, {int(self._lengths.sum()):,} tokens>"
-        return self._shown(lengths, **settings)
+        shown: dict[str, Any] = {k: Shown(of) for k, of in given.items() if of is not None}
+        examples = self._shown_examples
+        if examples is None:
+            examples = f"<{self.num_examples:,} lengths, {int(self._lengths.sum()):,} tokens>"
+            return self._shown(f"{examples}, {self._collate!r}", **shown)
+        return self._shown(f"{examples}, {self._collate!r}")
 
     @property
     def _least_examples(self) -> int:
@@ -145,24 +166,18 @@ class PackedBatchSampler(OrderedSampler):
         packing, lengths = self._packing, self._lengths[batch]
         counts = None if self._counts is None else self._counts[batch]
         images = None if self._images is None else self._images.take(batch)
-        plan = pack(lengths, packing=packing, patches=images)
-        return RankPlan(plan, self._rank, batch, lengths, counts, dp_size=packing.parallel.dp)
+        plan, dp = pack(lengths, packing=packing, patches=images), packing.parallel.dp
+        return RankPlan(plan, self._dp_rank, batch, lengths, counts, dp_size=dp)
 
     def _layout(self) -> dict[str, Any]:
         return {**self._packing.as_state(), "image_costs_digest": self._image_costs_digest}
 
-    def _use_layout(self, layout: Mapping[str, Any]) -> None:
-        self._packing = _packing_of(layout)
-
-    def _load(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        layout = super()._load(state)
-        self._layouts.check(_packing_of)
-        self._check_same_tokens(_packing_of(layout))
-        return layout
-
-    def _check_same_tokens(self, before: PackingOptions) -> None:
-        """That examples which were too long then, and lost tokens, lose the same ones now."""
-        now = self._packing
+    def _check_layout(self, layout: dict[str, Any]) -> None:
+        try:
+            before = _packing_of(layout)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise damaged_state(f"a layout that no run can have had: {error}") from error
+        now = self._packing  # what was too long then, and lost tokens, must lose the same ones now
         if before != now and self._lost(before) != self._lost(now):
             raise StateError(
                 f"state is of max_tokens={before.max_tokens}, overflow={before.overflow!r}, this "
@@ -171,7 +186,7 @@ class PackedBatchSampler(OrderedSampler):
             )
 
     def _lost(self, packing: PackingOptions) -> tuple[int, list[int]]:
-        """Tokens cut off, and the examples dropped."""
+        """Return the number of tokens cut off, and the examples dropped."""
         if packing.overflow in ("raise", "split"):
             return 0, []
         try:
@@ -187,27 +202,25 @@ class PackedBatchSampler(OrderedSampler):
             other - {"dp", "rows_multiple_of"} != set() or planned_for != self._packing.row_multiple
         )
 
-    def _counted(self) -> dict[str, Indices | None]:
-        """By their names in a state, the counts that must be the same."""
-        patches = None if self._images is None else self._images.patches
-        return {
-            "lengths_digest": self._lengths,
-            "patches_digest": patches,
-            "loss_tokens_digest": self._counts,
-        }
-
     def _rank_settings(self) -> dict[str, int]:
-        return {"rank": self._rank} if self._rank else {}
+        return {"dp_rank": self._dp_rank} if self._dp_rank else {}
 
     def _fingerprint(self, num_examples: int) -> dict[str, Any]:
+        counted = {
+            "lengths_digest": self._lengths,
+            "patches_digest": None if self._images is None else self._images.patches,
+            "loss_tokens_digest": self._counts,
+        }
         digests = {
             name: None if counts is None else digest_in_blocks(counts[:num_examples])
-            for name, counts in self._counted().items()
+            for name, counts in counted.items()
         }
-        return {"num_tokens": int(self._lengths[:num_examples].sum()), **digests}
+        known = super()._fingerprint(num_examples)
+        return {"num_tokens": int(self._lengths[:num_examples].sum()), **digests, **known}
 
 
 def _packing_of(layout: Mapping[str, Any]) -> PackingOptions:
+    """Return the options of packing in a layout; TypeError, ValueError if no run can have them."""
     known = {key: value for key, value in layout.items() if key != "image_costs_digest"}
     packing = PackingOptions.from_state(known)
     if not is_same(packing.as_state(), known):

@@ -6,7 +6,6 @@ as one int64 array, or computed where it is read.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sized
 from functools import partial
 from typing import Any, TypeAlias
@@ -14,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._checks import checked_bool
+from torch_collate_kit._checks import checked_bool, checked_choice
 from torch_collate_kit._reprs import Shown
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.sampler.checks import (
@@ -22,7 +21,6 @@ from torch_collate_kit.loading.sampler.checks import (
     are_pairs,
     checked_length,
     checked_order,
-    checked_tail,
     damaged_state,
     state_int,
 )
@@ -33,12 +31,11 @@ from torch_collate_kit.loading.sampler.orders import (
     epoch_order,
     seeded_generator,
 )
-from torch_collate_kit.loading.sampler.states import Growth, ints_of_text, text_of_ints
+from torch_collate_kit.loading.sampler.states import Growth
 
 __all__ = ["Order", "OrderedSampler", "PrefetchingSampler"]
 
 Order: TypeAlias = Callable[[int, np.random.Generator], npt.ArrayLike]
-_MOST_RESHUFFLES = 100  # of earlier epochs, in a state; more in all are packed into a text
 
 
 class OrderedSampler(EpochSampler):
@@ -46,37 +43,37 @@ class OrderedSampler(EpochSampler):
 
     def __init__(
         self,
-        data: int | Sized,
-        batch_size: int,
+        examples: int | Sized,
         *,
+        batch_size: int,
         shuffle: bool | str = True,
         seed: int = 0,
-        drop_last: bool = False,
         tail: str = "keep",
         order: Order | None = None,
-        rank: int = 0,
-        world_size: int = 1,
+        dp_rank: int = 0,
+        dp_size: int = 1,
         allow_appended: bool = False,
     ) -> None:
-        super().__init__(batch_size, seed=seed, shuffle=shuffle, rank=rank, world_size=world_size)
-        self._growth = Growth([(0, checked_length(data))])
-        self._data_fingerprint = getattr(data, "fingerprint", None)
+        super().__init__(batch_size, seed=seed, shuffle=shuffle, dp_rank=dp_rank, dp_size=dp_size)
+        self._growth = Growth([(0, checked_length(examples))])
+        self._data_fingerprint = getattr(examples, "fingerprint", None)
         self._fingerprints: dict[int, dict[str, Any]] = {}  # by the number of examples
         self._allow_appended = checked_bool("allow_appended", allow_appended)
-        self._tail = checked_tail(tail, checked_bool("drop_last", drop_last))
+        self._tail = tail
+        checked_choice("tail", tail, ("keep", "drop", "wrap"))
         if order is not None and not callable(order):
             raise TypeError(f"order must be a function of (epoch, rng), got {order!r}")
         self._user_order = order
         self._user_latest: tuple[int, Indices] | None = None
         self._user_lengths: dict[int, int] = {}
         self._reshuffles: list[tuple[int, int]] = []
-        self._known_from = 0  # the first epoch of which all reshuffles are known
         self._latest_order: tuple[Any, EpochOrder] | None = None
         self._num_steps(0)
 
-    @abstractmethod
     def _fingerprint(self, num_examples: int) -> dict[str, Any]:
-        """What is compared of the first so many examples: JSON."""
+        """Return what is compared of the first so many examples, as JSON."""
+        make = self._data_fingerprint
+        return {"fingerprint": make(num_examples) if callable(make) else None}
 
     def _settings(self) -> dict[str, Any]:
         settings = super()._settings()
@@ -138,7 +135,7 @@ class OrderedSampler(EpochSampler):
         if 0 < rest < self._least_examples:
             raise ValueError(
                 f"epoch {epoch} ends with a batch of {rest} examples, fewer than "
-                f"world_size={self._least_examples}: a rank would have none; use tail='drop' or "
+                f"dp_size={self._least_examples}: a rank would have none; use tail='drop' or "
                 "'wrap', or another batch_size"
             )
         return full + (rest > 0)
@@ -146,14 +143,6 @@ class OrderedSampler(EpochSampler):
     def _num_carried(self, epoch: int) -> int:
         """Examples of earlier epochs in the first batch of an epoch."""
         return self._start(epoch) % self._num_global if self._tail == "wrap" else 0
-
-    def _carried_from(self, epoch: int) -> int:
-        """The first epoch that has examples in the batches of ``epoch``."""
-        carried = self._num_carried(epoch)
-        while carried > 0:
-            epoch -= 1
-            carried -= self._num_examples(epoch)
-        return epoch
 
     def _users(self, epoch: int) -> Indices:
         """The indices of an epoch that the user's function gives."""
@@ -206,26 +195,9 @@ class OrderedSampler(EpochSampler):
         found |= {(place + before) // self._num_global for place in places}
         return sorted(step for step in found if step < num_steps)
 
-    def _check_known(self, epoch: int) -> None:
-        if self._carried_from(epoch) < self._known_from:
-            raise StateError(
-                f"the reshuffles of epoch {epoch} are not known any more: a state keeps the last "
-                f"{_MOST_RESHUFFLES}, back to epoch {self._known_from}"
-            )
-
     def _jump(self, epoch: int, step: int) -> None:
         super()._jump(epoch, step)
-        self._reshuffles, self._known_from = self._reshuffles_for(epoch, step)
-        self._known_from = min(self._known_from, self._carried_from(epoch))  # as it is read now
-
-    def _reshuffles_for(self, epoch: int, step: int) -> tuple[list[tuple[int, int]], int]:
-        """The reshuffles before a position, and the first epoch of which they are all there."""
-        first = self._carried_from(epoch)
-        made = [at for at in self._reshuffles if at <= (epoch, step)]
-        over = sum(at[0] < first for at in made) - _MOST_RESHUFFLES
-        if over <= 0:
-            return made, self._known_from
-        return made[over:], max(self._known_from, made[over - 1][0] + 1)
+        self._reshuffles = [at for at in self._reshuffles if at <= (epoch, step)]
 
     def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
         growth = self._growth if like is None else Growth.of_state(like["num_examples"])
@@ -233,18 +205,14 @@ class OrderedSampler(EpochSampler):
         if known not in self._fingerprints:
             self._fingerprints[known] = self._fingerprint(known)
         own = {"tail": self._tail, "custom_order": self._user_order is not None}
-        return {**own, **super()._fits(like), **self._fingerprints[known]}
+        fits = {**own, **super()._fits(like), **self._fingerprints[known]}
+        if like is not None and (like["fingerprint"] is None or fits["fingerprint"] is None):
+            fits["fingerprint"] = like["fingerprint"]  # one of the two does not know
+        return fits
 
     def _extra(self, epoch: int, step: int) -> dict[str, Any]:
-        made, known_from = self._reshuffles_for(epoch, step)
-        reshuffles: Any = [list(at) for at in made]
-        if len(made) > _MOST_RESHUFFLES:
-            reshuffles = text_of_ints(np.diff(reshuffles, axis=0, prepend=[[0, 0]]))
-        return {
-            "num_examples": self._growth.as_state(),
-            "reshuffles": reshuffles,
-            "known_from": known_from,
-        }
+        made = [list(at) for at in self._reshuffles if at <= (epoch, step)]
+        return {"num_examples": self._growth.as_state(), "reshuffles": made}
 
     def _check_fits(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
         growth = Growth.of_state(state["num_examples"])
@@ -267,11 +235,7 @@ class OrderedSampler(EpochSampler):
         self._growth = growth.to(now, from_epoch=epoch + (step > 0))  # the running one keeps its
 
     def _load_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
-        self._known_from = state_int("known_from", state["known_from"])
         records = state["reshuffles"]
-        if isinstance(records, str):
-            distances = ints_of_text("reshuffles", records, shape=(-1, 2))
-            records = np.cumsum(distances, axis=0).tolist()
         if not are_pairs(records):
             raise damaged_state(f"reshuffles={records!r}, not a list of [epoch, step]")
         names = "a reshuffle's epoch", "a reshuffle's step"
@@ -289,17 +253,16 @@ class PrefetchingSampler(OrderedSampler):
     """Batches of one dataset's indices: shuffled by (seed, epoch), sharded, resumable.
 
     Args:
-        data: the number of examples, or anything with ``len()``. If it has a ``fingerprint``, as a
+        examples: their number, or anything with ``len()``. If it has a ``fingerprint``, as a
             TokenizedDataset has, a state is refused by other data of the same size.
         batch_size: examples of a step over all ranks. Rank r gets the r-th contiguous part.
         shuffle, seed: an epoch is in an order that is a function of (seed, epoch), or in sequence
             (False). "keyed" is a shuffled order in O(1) memory, for very many examples.
         tail: the examples after the last full batch make a short batch ("keep"), are left out
             ("drop"), or begin the next epoch's first batch ("wrap").
-        drop_last: True is ``tail="drop"``.
         order: ``order(epoch, rng)`` returns the indices of an epoch, which may repeat or be left
             out. It must be a pure function; ``rng`` is seeded by (seed, epoch).
-        rank, world_size: which part of each batch is yielded, as a list of Python ints.
+        dp_rank, dp_size: which part of each batch is yielded, as a list of Python ints.
         allow_appended: a state of fewer examples loads, if these are the first ones here. The
             running epoch keeps its order, and the next one has all.
 
@@ -317,13 +280,3 @@ class PrefetchingSampler(OrderedSampler):
 
     def __repr__(self) -> str:
         return self._shown(str(self.num_examples))
-
-    def _fingerprint(self, num_examples: int) -> dict[str, Any]:
-        make = self._data_fingerprint
-        return {"fingerprint": make(num_examples) if callable(make) else None}
-
-    def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        fits = super()._fits(like)
-        if like is not None and (like["fingerprint"] is None or fits["fingerprint"] is None):
-            fits["fingerprint"] = like["fingerprint"]  # one of the two does not know
-        return fits
