@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch_samples import KINDS, loose, masked_examples
-from tests.packed import packed_collator
+from tests.building import packed_collator
 from tests.strategies import FUZZ, batches, packed_options
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.showing.explanation import token_texts

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch_samples import KINDS, loose, masked_examples
-from tests.packed import packed_collator
+from tests.building import packed_collator
 from tests.rollout_strategies import packed_rollout_options, rollouts
 from tests.strategies import FUZZ, batches, packed_options, padded_options
 from tests.vision import test_dummy_images as dummies

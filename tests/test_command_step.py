@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
+from tests.building import packed_sampler
 from tests.chat.test_chat import byte_tokenizer
-from tests.loading.building import packed_sampler
 from tests.test_command_line import CHATS, TEMPLATE, Run, folder, run
 from torch_collate_kit import (
     MixedSampler,

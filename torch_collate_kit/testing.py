@@ -75,6 +75,8 @@ def _parts(value: Any) -> Iterator[Any]:
         for key in sorted(value, key=repr):
             yield repr(key).encode()
             yield from _parts(value[key])
+    elif isinstance(value, RankPlan):
+        yield from _parts({k: of for k, of in vars(value).items() if k != "rows"})
     elif isinstance(value, (list, tuple)):
         yield f"{type(value).__name__} {len(value)}".encode()
         for item in value:

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.loading.building import packed_sampler
-from tests.packed import packed_collator
+from tests.building import packed_collator, packed_sampler
 from tests.vision.oracle_images import LAYOUTS, TOKEN
 from torch_collate_kit import PackedCollator, PaddedCollator, TokenizedDataset
 from torch_collate_kit.packing import ModelCost, ParallelLayout

@@ -17,8 +17,8 @@ from tests.batch_checks import (
     frozen,
     same_value,
 )
+from tests.building import packed_collator
 from tests.oracle import packed_batch
-from tests.packed import packed_collator
 from tests.strategies import FORMS, FUZZ, PackedOptions, batches, packed_options
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator

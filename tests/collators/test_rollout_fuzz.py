@@ -15,8 +15,8 @@ from tests.batch_checks import (
     frozen,
     same_value,
 )
+from tests.building import packed_collator
 from tests.oracle import packed_rollouts, rollout_batch
-from tests.packed import packed_collator
 from tests.rollout_strategies import packed_rollout_options, rollout_options, rollouts
 from tests.strategies import FUZZ, PackedOptions
 from torch_collate_kit.collators import PackedCollator, RolloutCollator

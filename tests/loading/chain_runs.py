@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader
 
+from tests.building import packed_sampler
 from tests.loading import chain_truth as truth
-from tests.loading.building import packed_sampler
 from torch_collate_kit import (
     MixedSampler,
     PackedCollator,

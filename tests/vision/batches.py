@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.packed import packed_collator
+from tests.building import packed_collator
 from tests.vision.alone import alone
 from tests.vision.families import FAMILIES, Example, Part, TinyFamily
 from torch_collate_kit import PaddedCollator

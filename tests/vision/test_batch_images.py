@@ -19,8 +19,8 @@ from tests.batch_checks import (
     frozen,
     same_value,
 )
+from tests.building import packed_collator
 from tests.oracle import alignment, packed_batch, padded_batch
-from tests.packed import packed_collator
 from tests.vision.oracle_images import (
     FEWER,
     LAYOUTS,

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.building import packed_collator
 from tests.no_waiting import NoWaiting
-from tests.packed import packed_collator
 from tests.strategies import FUZZ
 from tests.vision.alone import mrope_positions
 from tests.vision.batches import cells_of, examples_of, layout_of, padded

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.building import packed_sampler
 from tests.chat_images.truth import chat, image, text
-from tests.loading.building import packed_sampler
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
 from torch_collate_kit import (

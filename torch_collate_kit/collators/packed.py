@@ -232,7 +232,7 @@ class PackedCollator:
                 f"the batch was planned for {given}, this collator has {mine}; give the sampler "
                 "the collator of the DataLoader"
             )
-        is_known = part.dp_rank is None or part.num_loss_tokens is not None or part.num_parts == 1
+        is_known = part.dp_rank is None or part.num_loss_tokens is not None or part.dp_size == 1
         if normalize_loss and not is_known:
             raise ValueError(
                 "the batch was planned with normalize_loss=False, this collator has True; give "

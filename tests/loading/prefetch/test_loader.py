@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.loading.building import packed_sampler
+from tests.building import packed_sampler
 from tests.loading.hang_guard import (
     interrupt_main_thread,
     once_main_thread_waits,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from tests.loading.building import packed_sampler
+from tests.building import packed_sampler
 from tests.loading.prefetch.toy_data import COLLATORS, EXAMPLES, collated, make_sampler
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.loading.building import packed_sampler
+from tests.building import packed_sampler
 from torch_collate_kit import PackedBatchSampler, ParallelLayout, PrefetchingSampler
 from torch_collate_kit.errors import StateError
 

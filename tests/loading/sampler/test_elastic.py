@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.loading.building import packed_sampler
+from tests.building import packed_sampler
 from torch_collate_kit import (
     MixedSampler,
     PackedBatchSampler,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.loading.building import packed_sampler
+from tests.building import packed_sampler
 from torch_collate_kit import MixedSampler, PrefetchingSampler
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.sampler.orders import (

@@ -1,4 +1,4 @@
-"""Samplers and streams whose collator is built from the same keywords."""
+"""Collators, samplers and streams from keywords: any field of PackingOptions, and their own."""
 
 from __future__ import annotations
 
@@ -28,6 +28,12 @@ def split_options(options: dict[str, Any], tokenizer: Any = 0) -> tuple[PackedCo
         given["packing"] = options.get("packing")
     others = options.keys() - packing.keys() - given.keys()
     return PackedCollator(tokenizer, **given), {name: options[name] for name in others}
+
+
+def packed_collator(tokenizer: Any, **options: Any) -> PackedCollator:
+    collate, others = split_options(options, tokenizer)
+    assert not others, others
+    return collate
 
 
 def packed_sampler(examples: Any, **options: Any) -> PackedBatchSampler:
