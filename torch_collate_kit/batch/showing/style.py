@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import needed_package
-from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.showing.cells import Cells, cells_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from torch_collate_kit.batch import Batch
 
 __all__ = [
     "COLORS",
