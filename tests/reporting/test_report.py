@@ -84,6 +84,11 @@ def test_a_report_by_hand():
         "mean": 4.75,
         "median": 4.0,
         "longest": 9,
+        "histogram": {
+            "edges": [*range(2, 11)],
+            "examples": [1, 1, 0, 1, 0, 0, 0, 1],
+            "tokens": [2, 3, 0, 5, 0, 0, 0, 9],
+        },
     }
 
 

@@ -15,11 +15,22 @@ from torch_collate_kit.packing.pieces import FittedPieces, ImageLoad, cut_to_fit
 from torch_collate_kit.packing.planner import plan_of
 from torch_collate_kit.packing.rows import Ints, row_sums
 
-__all__ = ["PADDED", "candidates_of", "capacities_to_try", "recommended"]
+__all__ = [
+    "PADDED",
+    "candidates_of",
+    "capacities_to_try",
+    "fits_nothing",
+    "headline",
+    "histogram",
+    "losses",
+    "recommended",
+]
 
 PADDED = "padded"
 _MOST_PADDING = 0.02
 _NEARLY = 0.005
+_MOST_BINS = 48
+_WIDE = 20  # longest / shortest above which bins are equally wide on a logarithmic scale
 
 
 def capacities_to_try(lengths: Ints, align: int) -> list[int]:
@@ -213,7 +224,7 @@ def _notes(
     """What the recommended ``max_tokens`` loses, and what the smallest of the next best would."""
     notes = []
     if _num_lost(best):
-        notes.append(f"note: {_losses(best, num_tokens)}; a larger max_tokens keeps more")
+        notes.append(f"note: {losses(best, num_tokens)}; a larger max_tokens keeps more")
     smaller = [
         candidate
         for candidate in packed
@@ -222,14 +233,50 @@ def _notes(
     ]
     if smaller:
         other = min(smaller, key=lambda candidate: (_num_lost(candidate), candidate["max_tokens"]))
-        notes.append(f"note: max_tokens={other['max_tokens']} {_losses(other, num_tokens)}")
+        notes.append(f"note: max_tokens={other['max_tokens']} {losses(other, num_tokens)}")
     return notes
 
 
-def _losses(candidate: Mapping[str, Any], num_tokens: int) -> str:
-    """What does not fit, such as "drops 3 examples (1.2% of the tokens)"."""
+def losses(candidate: Mapping[str, Any], num_tokens: int) -> str:
+    """Return what does not fit: "drops 3 examples (1.2% of the tokens lost)"; "" if all fits."""
     dropped, cut = candidate["num_dropped"], candidate["num_cut"]
     parts = [f"drops {plural(dropped, 'example')}"] if dropped else []
     parts += [f"cuts {plural(cut, 'example')}"] if cut else []
     share = (candidate["num_dropped_tokens"] + candidate["num_cut_tokens"]) / num_tokens
-    return f"{' and '.join(parts)} ({share:.2%} of the tokens lost)"
+    return f"{' and '.join(parts)} ({share:.2%} of the tokens lost)" if parts else ""
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """Return the padding of padded rows and of the recommended plan, in words."""
+    best = report["recommended"]
+    if fits_nothing(report):
+        return f"no example fits into max_tokens={best['max_tokens']}"
+    at_best = [c for c in report["candidates"] if c["max_tokens"] == best["max_tokens"]]
+    padding = {candidate["strategy"]: candidate["padding"] for candidate in at_best}
+    before, after = padding[PADDED], padding[best["strategy"]]
+    return f"padding {before:.1%} -> {after:.1%} at max_tokens={best['max_tokens']}"
+
+
+def fits_nothing(report: Mapping[str, Any]) -> bool:
+    """Whether no example fits into any of the rows."""
+    return all(candidate.get("num_tokens") == 0 for candidate in report["candidates"])
+
+
+def histogram(lengths: Ints) -> dict[str, list[int]]:
+    """Return the examples and tokens whose length is from ``edges[i]`` to below ``edges[i + 1]``.
+
+    >>> histogram(np.array([1, 1, 3]))
+    {'edges': [1, 2, 3, 4], 'examples': [2, 0, 1], 'tokens': [2, 0, 3]}
+    """
+    least, most = int(lengths.min()), int(lengths.max())
+    count = min(_MOST_BINS, max(1, 4 * int(np.sqrt(len(lengths)))))
+    if most > _WIDE * least:
+        edges = np.unique(np.ceil(np.geomspace(least, most + 1, count + 1)).astype(np.int64))
+    else:
+        size = -(-(most + 1 - least) // count)  # the same for all, or they look uneven
+        edges = np.arange(least, most + size + 1, size)
+    counts = (np.histogram(lengths, edges, weights=of)[0] for of in (None, lengths))
+    names = ("examples", "tokens")
+    return {"edges": edges.tolist()} | {
+        name: found.tolist() for name, found in zip(names, counts, strict=True)
+    }

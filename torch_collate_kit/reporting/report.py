@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torch_collate_kit._checks import (
     checked_bool,
+    checked_choice,
     checked_int,
     checked_optional_int,
     needed_package,
@@ -24,11 +25,18 @@ from torch_collate_kit.reporting.candidates import (
     PADDED,
     candidates_of,
     capacities_to_try,
+    fits_nothing,
+    headline,
+    histogram,
     recommended,
 )
 from torch_collate_kit.reporting.lengths import checked_limits, data_lengths
+from torch_collate_kit.reporting.plots import PLOTS
 
-__all__ = ["PackingReport", "headline", "packing_report"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["PackingReport", "packing_report"]
 
 _STRATEGIES = ("best_fit_decreasing", "balanced", "sequential")
 _LARGEST = 1 << 62
@@ -40,7 +48,8 @@ _KEYS = {"data", "options", "candidates", "recommended"}
 class PackingReport(dict[str, Any]):
     """What ``packing_report`` returns: a dict for ``json.dumps`` that prints as a table.
 
-    - ``"data"``: ``num_examples``, ``num_tokens``, ``mean``, ``median``, ``longest``;
+    - ``"data"``: ``num_examples``, ``num_tokens``, ``mean``, ``median``, ``longest`` and a
+      ``histogram`` of lengths;
     - ``"options"``: what the plans were made with;
     - ``"candidates"``: a dict for each ``max_tokens`` and strategy, padded rows first;
     - ``"recommended"``: ``max_tokens``, ``strategy``, the ``reason``, and ``notes``.
@@ -62,6 +71,28 @@ class PackingReport(dict[str, Any]):
             ImportError: pandas is not installed.
         """
         return needed_package("pandas", "PackingReport.to_frame").DataFrame(self["candidates"])
+
+    def plot(self, what: str = "padding", *, ax: Axes | None = None) -> Axes:
+        """Draw one of three plots with matplotlib, on ``ax`` or a new figure.
+
+        Args:
+            what: "padding", of every candidate, with what it loses; "balance", how much more than
+                the mean the heaviest rank of a step has, for which the others wait; "lengths", the
+                share of examples and of tokens by length.
+            ax: axes to draw on; by default those of a new figure.
+
+        Returns the axes. Nothing is shown: call ``plt.show()``, or
+        ``report.plot().figure.savefig("padding.png")``.
+
+        Raises:
+            ValueError: another plot.
+            ImportError: matplotlib is not installed.
+
+        >>> packing_report([5, 3, 9, 2], 20, show=False).plot().get_title()
+        'padding 47.2% -> 0.0% at max_tokens=20'
+        """
+        checked_choice("what", what, tuple(PLOTS))
+        return PLOTS[what](self, ax)
 
     def __repr__(self) -> str:
         """Lines of at most 100 characters: the data, a table, what is recommended."""
@@ -213,32 +244,12 @@ def _report(
             "mean": num_tokens / len(lengths),
             "median": float(np.median(lengths)),
             "longest": int(lengths.max()),
+            "histogram": histogram(lengths),
         },
         options={**options, "batch_size": batch_size, "padded_batch_size": padded_batch_size},
         candidates=candidates,
         recommended=recommended(candidates, num_tokens),
     )
-
-
-def headline(report: PackingReport) -> str:
-    """What packing saves: the padding of padded rows, and of the recommended plan.
-
-    >>> figures = {"max_tokens": 8, "strategy": "padded", "padding": 0.45}
-    >>> best = {"max_tokens": 8, "strategy": "sequential", "padding": 0.021}
-    >>> headline(PackingReport(candidates=[figures, best], recommended=best))
-    'padding 45.0% -> 2.1% at max_tokens=8'
-    """
-    best = report["recommended"]
-    if _fits_nothing(report):
-        return f"no example fits into max_tokens={best['max_tokens']}"
-    at_best = [c for c in report["candidates"] if c["max_tokens"] == best["max_tokens"]]
-    padding = {candidate["strategy"]: candidate["padding"] for candidate in at_best}
-    before, after = padding[PADDED], padding[best["strategy"]]
-    return f"padding {before:.1%} -> {after:.1%} at max_tokens={best['max_tokens']}"
-
-
-def _fits_nothing(report: PackingReport) -> bool:
-    return all(candidate.get("num_tokens") == 0 for candidate in report["candidates"])
 
 
 def _intro(report: PackingReport, names: Sequence[str]) -> list[str]:
@@ -301,7 +312,7 @@ def _time(seconds: float) -> str:
 
 def _recommendation(report: PackingReport) -> list[str]:
     best = report["recommended"]
-    if _fits_nothing(report):
+    if fits_nothing(report):
         return [f"recommended: nothing; {best['reason']}"]
     first = f"recommended: max_tokens={best['max_tokens']}, {best['strategy']}"
     return [first, f"  {best['reason']}", *(f"  {note}" for note in best["notes"])]

@@ -5,22 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import needed_package
-from torch_collate_kit.batch.showing.cells import Cells, cells_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from torch_collate_kit.batch import Batch
-
-__all__ = [
-    "COLORS",
-    "axes_for",
-    "boxed_number",
-    "cells_to_draw",
-    "legend_below",
-    "matplotlib_module",
-    "tint",
-]
+__all__ = ["COLORS", "axes_for", "boxed_number", "legend_below", "matplotlib_module", "tint"]
 
 _LETTERS_PER_INCH = 14  # of small print
 
@@ -61,17 +50,6 @@ def tint(color: str, share: float = 0.28) -> tuple[float, float, float]:
     """
     red, green, blue = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return 1 - share * (1 - red), 1 - share * (1 - green), 1 - share * (1 - blue)
-
-
-def cells_to_draw(batch: Batch) -> Cells:
-    """What the cells of a batch hold; ValueError if it does not say."""
-    cells = cells_of(batch.stored())
-    if cells is None:
-        raise ValueError(
-            "the batch does not say what its cells hold: it has no input_ids [R, W] in host "
-            'memory; pass batch.to("cpu")'
-        )
-    return cells
 
 
 def boxed_number(ax: Axes, x: float, y: float, number: int) -> None:
