@@ -12,7 +12,7 @@ from tests.reporting.audit_words import BOS, EOS, PAD, word_tokenizer
 from tests.strategies import FUZZ
 from torch_collate_kit import audit
 from torch_collate_kit.reading.entries import count_trained
-from torch_collate_kit.reporting.audit.row_checks import same_spans
+from torch_collate_kit.reporting.audit.group_checks import _same_spans as same_spans
 
 USER, HEADER = 3, 4
 TOKENIZERS = {pad: word_tokenizer(pad=pad) for pad in ("<pad>", "<eos>")}

@@ -50,7 +50,7 @@ def html_table(
 
     >>> html_table(["text"], [["<b>"]], ["text"], [""])
     '<table style="color:inherit"><tr><th style="text-align:left">text</th></tr><tr><td
-    style="text-align:left;white-space:pre">&lt;b&gt;</td></tr></table>'
+    style="text-align:left;white-space:pre-wrap">&lt;b&gt;</td></tr></table>'
     """
     sides = ["left" if name in left else "right" for name in names]
     html = ""
@@ -63,6 +63,6 @@ def html_table(
             html += f'<td colspan="{len(names)}"><i>{escape(row)}</i></td>'
         else:
             for cell, side in zip(row, sides, strict=True):
-                html += f'<td style="text-align:{side};white-space:pre">{escape(cell)}</td>'
+                html += f'<td style="text-align:{side};white-space:pre-wrap">{escape(cell)}</td>'
         html += "</tr>"
     return f'<table style="color:inherit">{html}</table>'

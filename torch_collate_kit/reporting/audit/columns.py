@@ -154,23 +154,17 @@ class AuditColumns:
         if not is_other.any():  # the usual case, in one pass
             return is_other, is_other
         is_other &= self.num_trained >= _LEAST_LABELS
-        return (
-            is_other & (self._share_of_labels(1) >= _AGREE),
-            is_other & (self._share_of_labels(-1) >= _AGREE),
-        )
+        has_next = self.trained.copy()
+        has_next[self.ends - 1] = False  # the first token of a row is not trained
 
-    def _share_of_labels(self, shift: int) -> np.ndarray:
-        """Return the share of each row's labels that are the ids ``shift`` tokens on: [N]."""
-        is_counted = self.trained
-        if shift == 1:  # the first token of a row is not trained, so it has a neighbour before
-            is_counted = is_counted.copy()
-            is_counted[self.ends - 1] = False
-        is_same = is_counted & (self.labels == np.roll(self.ids, -shift))
-        counts, same = (
-            np.add.reduceat(of, self.starts, dtype=np.int64) for of in (is_counted, is_same)
-        )
-        shares: np.ndarray = same / np.maximum(counts, 1)
-        return shares
+        def is_shifted(shift: int, is_counted: np.ndarray) -> np.ndarray:
+            is_same = is_counted & (self.labels == np.roll(self.ids, -shift))
+            counts, same = (
+                np.add.reduceat(of, self.starts, dtype=np.int64) for of in (is_counted, is_same)
+            )
+            return is_other & (same >= _AGREE * np.maximum(counts, 1))
+
+        return is_shifted(1, has_next), is_shifted(-1, self.trained)
 
     @cached_property
     def has_one_logprob(self) -> np.ndarray:
@@ -249,16 +243,11 @@ class AuditColumns:
     def places_of_ids(self, tokens: Iterable[int]) -> np.ndarray:
         """Return the tokens, int64, with any of these ids."""
         wanted = np.array([token for token in tokens if token >= 0], dtype=np.int64)
-        if not len(wanted):
-            return _none()
-        is_wanted = np.zeros(int(wanted.max()) + 2, dtype=np.bool_)  # the last for all larger ids
+        is_wanted = np.zeros(int(wanted.max(initial=0)) + 2, dtype=np.bool_)  # the last: any larger
         is_wanted[wanted] = True
         parts = range(0, len(self.ids), _AT_A_TIME)  # indices are copied, so a part stays in cache
-        found = [
-            np.flatnonzero(is_wanted.take(self.ids[a : a + _AT_A_TIME], mode="clip")) + a
-            for a in parts
-        ]
-        return np.concatenate([_none(), *found])
+        found = [is_wanted.take(self.ids[a : a + _AT_A_TIME], mode="clip") for a in parts]
+        return np.flatnonzero(np.concatenate(found)) if len(wanted) and found else _none()
 
     @cached_property
     def _places(self) -> dict[int, np.ndarray]:
@@ -351,11 +340,9 @@ class AuditColumns:
         """Return the text around these tokens, which are marked; long texts are cut short."""
         row = int(self.rows_of(start))
         begin, end = self.offsets[row : row + 2].tolist()
-        stop = min(stop, end)
-        first, last = max(begin, start - _BEFORE), min(end, stop + _AFTER)
-        shown = min(stop, start + _LONGEST)
-        if shown < stop:
-            last = shown
+        shown = min(stop, end, start + _LONGEST)
+        last = shown if shown < min(stop, end) else min(end, stop + _AFTER)
+        first = max(begin, start - _BEFORE)
         before, marked, after = (
             self.vocabulary.text(self.ids[a:b].tolist())
             for a, b in ((first, start), (start, shown), (shown, last))

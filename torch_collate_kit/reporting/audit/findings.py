@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from torch_collate_kit._reprs import plural
+from torch_collate_kit.batch.showing.tables import html_table
 
 __all__ = ["SEVERITIES", "AuditReport", "Finding", "Found", "Severity", "words_of"]
 
@@ -35,6 +36,16 @@ class Found:
     """The number of rows looked at; None: all that were read."""
     share: float = 0.0
     """These rows as a share of the rows that have a target."""
+
+
+def words_of(kinds: Mapping[str, np.ndarray]) -> str:
+    """Return the words, with "or" between, of the kinds of which there are any.
+
+    >>> words_of({"it is cut": np.array([False, True]), "it is long": np.array([False])})
+    'it is cut'
+    """
+    is_there = {what: of.any() if of.dtype == np.bool_ else len(of) for what, of in kinds.items()}
+    return " or ".join(what for what, found in is_there.items() if found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,22 +77,17 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it in types that JSON has."""
-        return {
-            "name": self.name,
-            "severity": self.severity,
-            "count": self.count,
-            "rows": self.rows.tolist(),
-            "message": self.message,
-            "example": self.example,
-        }
+        return {**vars(self), "count": self.count, "rows": self.rows.tolist()}
 
     def __str__(self) -> str:
-        lines = [f"{self.severity}: {self.name}", f"  {self.message}"]
-        if self.count:
-            lines.append(f"  {_numbered(self.rows)}")
-        if self.example:
-            lines.append(f"  {self.example}")
-        return "\n".join(lines)
+        rows = ", ".join(map(str, self.rows[:_ROWS_SHOWN].tolist()))
+        if self.count > 1:
+            more = f", ... ({self.count:,} in all)" if self.count > _ROWS_SHOWN else ""
+            rows = f"rows {rows}{more}"
+        elif rows:
+            rows = f"row {rows}"
+        lines = [f"{self.severity}: {self.name}", self.message, rows, self.example]
+        return "\n  ".join(filter(None, lines))
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,28 +129,24 @@ class AuditReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it in types that JSON has."""
-        return {
-            "ok": self.ok,
-            "num_rows": self.num_rows,
-            "num_tokens": self.num_tokens,
-            "findings": [finding.to_dict() for finding in self.findings],
-            "not_checked": dict(self.not_checked),
-        }
+        findings = [finding.to_dict() for finding in self.findings]
+        checked = {"findings": findings, "not_checked": dict(self.not_checked)}
+        return {"ok": self.ok, **vars(self), **checked}
 
     def __str__(self) -> str:
         parts = [self._summary(), *map(str, self.findings)]
         if self.not_checked:
-            parts.append("\n".join(["not checked", *self._needs()]))
+            parts.append("\n  ".join(["not checked", *self._needs()]))
         return "\n\n".join(parts)
 
     __repr__ = __str__
 
     def _needs(self) -> list[str]:
-        """Return a line per thing that is missing, with the checks that need it."""
+        """Return each thing that is missing, with the checks that need it."""
         names: dict[str, list[str]] = {}
         for name, what in self.not_checked.items():
             names.setdefault(what, []).append(name)
-        return [f"  without {what}: {', '.join(of)}" for what, of in names.items()]
+        return [f"without {what}: {', '.join(of)}" for what, of in names.items()]
 
     def _summary(self) -> str:
         counts = {of: sum(f.severity == of for f in self.findings) for of in SEVERITIES}
@@ -154,30 +156,9 @@ class AuditReport:
 
     def _repr_html_(self) -> str:
         """Return the findings as a table for notebooks."""
-        header = "".join(f"<th>{name}</th>" for name in ("", "found", "rows", "what", "example"))
-        rows = "".join(
-            f"<tr><td>{f.severity}</td><td><code>{f.name}</code></td><td>{f.count:,}</td>"
-            f"<td style='text-align:left'>{escape(f.message)}</td>"
-            f"<td style='text-align:left'><code>{escape(f.example)}</code></td></tr>"
-            for f in self.findings
-        )
-        table = f"<table><tr>{header}</tr>{rows}</table>" if rows else ""
-        needs = "; ".join(map(str.strip, self._needs()))
+        names = ("severity", "found", "rows", "what", "example")
+        rows = [[f.severity, f.name, f"{f.count:,}", f.message, f.example] for f in self.findings]
+        table = html_table(names, rows, names, [""] * len(rows)) if rows else ""
+        needs = "; ".join(self._needs())
         rest = f"<p>Not checked {escape(needs)}</p>" if needs else ""
         return f"<p>{escape(self._summary())}</p>{table}{rest}"
-
-
-def _numbered(rows: np.ndarray) -> str:
-    shown = ", ".join(map(str, rows[:_ROWS_SHOWN].tolist()))
-    more = f", ... ({len(rows):,} in all)" if len(rows) > _ROWS_SHOWN else ""
-    return f"{'rows' if len(rows) > 1 else 'row'} {shown}{more}"
-
-
-def words_of(kinds: Mapping[str, Any]) -> str:
-    """Return the words, with "or" between them, of the kinds of which there are any.
-
-    >>> words_of({"it is cut": np.array([False, True]), "it is long": np.array([False])})
-    'it is cut'
-    """
-    is_there = {what: of.any() if of.dtype == np.bool_ else len(of) for what, of in kinds.items()}
-    return " or ".join(what for what, found in is_there.items() if found)
