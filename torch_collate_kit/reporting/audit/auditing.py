@@ -1,4 +1,4 @@
-"""The audit of a dataset: a table of checks, each run on the same columns."""
+"""The audit of a dataset: all checks, run on the same columns."""
 
 from __future__ import annotations
 
@@ -65,8 +65,11 @@ def audit(
             needs special tokens or a chat template is not checked, and examples are shown as ids.
         max_tokens: the length at which rows will be cut; None leaves that out.
         train_all: as of the collators, for examples without a loss target.
-        train_on, tools, chat_template_kwargs, image_root: as of ``tokenize_chat``, for chat
-            records. Empty answers are not refused here: they are a finding.
+        train_on: as of ``tokenize_chat``, for chat records. Empty answers are not refused here:
+            they are a finding.
+        tools: as of ``tokenize_chat``.
+        chat_template_kwargs: as of ``tokenize_chat``.
+        image_root: as of ``tokenize_chat``.
         vision: how images become tokens; that of ``tokenizer`` if it is a processor.
 
     Returns an :class:`AuditReport`: findings with the numbers of the rows and one decoded example.
@@ -122,7 +125,7 @@ def audit(
 
 
 def _chat_options(tokenizer: Any, image_root: Any, **options: Any) -> ChatOptions:
-    """What tokenize_chat is called with: of a processor images are read, but not their pixels."""
+    """Return the options of tokenizing; a processor's images are read without their pixels."""
     if hasattr(tokenizer, "image_processor"):
         return ChatOptions(None, tokenizer, pixels=False, image_root=image_root, **options)
     if tokenizer is None:

@@ -136,7 +136,7 @@ class AuditColumns:
 
     @cached_property
     def is_fully_trained(self) -> np.ndarray:
-        """bool [N], rows of two tokens or more of which all but the first are trained."""
+        """Rows of two tokens or more of which all but the first are trained: bool [N]."""
         return (self.num_trained == self.lengths - 1) & (self.lengths > 1)
 
     @cached_property
@@ -148,7 +148,7 @@ class AuditColumns:
 
     @cached_property
     def shifted_labels(self) -> tuple[np.ndarray, np.ndarray]:
-        """bool [N] each: rows whose labels are the next tokens, and those before."""
+        """Rows whose labels are the next tokens, and those before: bool [N] each."""
         num_other = np.bincount(self.rows_of(self.other_labels), minlength=len(self.lengths))
         is_other = num_other > (1 - _DISAGREE) * self.num_trained
         if not is_other.any():  # the usual case, in one pass
@@ -168,7 +168,7 @@ class AuditColumns:
 
     @cached_property
     def has_one_logprob(self) -> np.ndarray:
-        """bool [N], rows whose trained tokens have one value, which chance does not explain."""
+        """Rows whose trained tokens have one value, which chance does not explain: bool [N]."""
         found, places = np.zeros(len(self.lengths), dtype=np.bool_), self.trained_places
         if self.logprobs is None or not len(places):
             return found
@@ -185,13 +185,13 @@ class AuditColumns:
 
     @cached_property
     def is_set_aside(self) -> np.ndarray:
-        """bool [N], rows with another explanation: trained as a whole, or shifted."""
+        """Rows with another explanation, trained as a whole or shifted: bool [N]."""
         is_shifted = self.in_rows(self.turns.rows[self.turns.shifts != 0])
         return self.is_fully_trained | is_shifted | np.logical_or(*self.shifted_labels)
 
     @cached_property
     def is_end(self) -> np.ndarray:
-        """bool [T], tokens that end an answer."""
+        """Tokens that end an answer: bool [T]."""
         found = np.zeros(len(self.ids), dtype=np.bool_)
         for token in self.vocabulary.end_ids:
             found[self.places_of_id(token)] = True

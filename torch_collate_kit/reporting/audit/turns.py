@@ -85,7 +85,7 @@ class Turns:
 
     @cached_property
     def is_set_aside(self) -> np.ndarray:
-        """bool [M], turns in rows that another finding explains."""
+        """Turns in rows that another finding explains: bool [M]."""
         return self.columns.is_set_aside[self.rows]
 
     @cached_property

@@ -51,7 +51,7 @@ def draw_padding(report: Mapping[str, Any], ax: Axes | None) -> Axes:
 
 
 def _tick(candidate: Mapping[str, Any], best: int) -> str:
-    """A ``max_tokens``, with a star if it is the best, and how many examples do not fit."""
+    """Return a ``max_tokens``, a star if it is the best, and how many examples do not fit."""
     lines = [f"{candidate['max_tokens']:,}" + (" *" if candidate["max_tokens"] == best else "")]
     for word in ("dropped", "cut"):
         if candidate[f"num_{word}"]:
