@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.batch_samples import VISION, examples, image_examples, masked_examples, rollouts
-from torch_collate_kit import Batch, PackedCollator, PaddedCollator, ParallelLayout, RolloutCollator
+from tests.batch_samples import KINDS, examples, masked_examples
+from tests.test_batch_drawing import rows_of
+from torch_collate_kit import Batch, PackedCollator, PaddedCollator
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
@@ -18,23 +19,13 @@ plt = pytest.importorskip("matplotlib.pyplot")
 
 __all__ = ["check_a_plot", "plots"]
 
-ALIGNED, RANKS = ParallelLayout(tp=4), ParallelLayout(dp=4)
-BATCHES = {
-    "packed": lambda: PackedCollator(0, max_tokens=8)(masked_examples()),
-    "aligned": lambda: PackedCollator(0, max_tokens=16, parallel=ALIGNED)(masked_examples()),
+BATCHES = KINDS | {
     "fixed width": lambda: PackedCollator(0, max_tokens=30, fixed_width=True)(masked_examples()),
     "split": lambda: PackedCollator(0, max_tokens=4, overflow="split")(masked_examples()),
-    "left": lambda: PaddedCollator(0)(masked_examples()),
-    "right": lambda: PaddedCollator(0, padding_side="right")(masked_examples("labels")),
-    "rollouts": lambda: RolloutCollator(0)(rollouts()),
-    "packed rollouts": lambda: PackedCollator(0, max_tokens=12)(rollouts()),
-    "added": lambda: PackedCollator(0, max_tokens=8)(masked_examples()).pad_rows(multiple_of=4),
-    "images": lambda: PackedCollator(0, max_tokens=16, vision=VISION)(image_examples()),
-    "padded images": lambda: PaddedCollator(0, vision=VISION)(image_examples()),
-    "dummy images": lambda: PackedCollator(0, max_tokens=10, vision=VISION, parallel=RANKS)(
-        image_examples()
-    ),
+    "added": lambda: KINDS["aligned"]().pad_rows(multiple_of=3),
 }
+NAMES = {".": "padding+", "-": "alignment gap+", "+": "filler, of no example+"}
+NAMES |= {"#": "not trained+image+"}
 
 
 @pytest.fixture(autouse=True)
@@ -85,44 +76,17 @@ def painted(ax: Any) -> list[list[str]]:
     return found.tolist()
 
 
-def expected(batch: Batch) -> list[list[str]]:
-    """From the dense fields, cell by cell."""
-    ids, mask, weights = (batch[k] for k in ("input_ids", "attention_mask", "loss_mask"))
-    rows = []
-    for row in range(len(batch)):
-        width = ids.shape[1]
-        edges = batch["cu_seq_lens"][row].tolist() if "cu_seq_lens" in batch else [0, width]
-        num_own = len(batch["sub_seq_lengths"][row])
-        tail = edges[-1] if mask[row, edges[-2]] or len(edges) == 2 else edges[-2]
-        cells = []
-        for cell in range(width):
-            column = cell - width + weights.shape[1]
-            segment = sum(cell >= edge for edge in edges[1:])
-            if mask[row, cell] and segment >= num_own:
-                cells.append("filler, of no example+")
-            elif mask[row, cell]:
-                is_trained = column >= 0 and bool(weights[row, column] != 0)
-                is_image = ids[row, cell] == VISION.image_token_id and batch.placement.vision
-                cells.append(
-                    ("" if is_trained else "not ") + "trained+" + "image+" * bool(is_image)
-                )
-            else:
-                is_gap = "cu_seq_lens" in batch and cell < tail
-                cells.append("alignment gap+" if is_gap else "padding+")
-        rows.append(cells)
-    return rows
-
-
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_cell_is_painted_once_for_what_it_is(name: str) -> None:
     batch = BATCHES[name]()
-    assert painted(batch.plot()) == expected(batch)
+    names = [[NAMES.get(cell, "trained+") for cell in row] for row in rows_of(batch)]
+    for row, found in zip(rows_of(batch), names, strict=True):
+        found[:] = ["not trained+" if c.islower() else f for c, f in zip(row, found, strict=True)]
+    assert painted(batch.plot()) == names
 
 
 def test_the_samples_have_everything() -> None:
-    kinds = {cell for make in BATCHES.values() for row in expected(make()) for cell in row}
-    names = ("trained", "not trained", "padding", "alignment gap", "filler, of no example")
-    assert kinds == {*(f"{name}+" for name in names), "not trained+image+"}
+    assert {*"".join(row for make in BATCHES.values() for row in rows_of(make()))} >= {*"aA.-+#"}
 
 
 def test_borders_numbers_and_legend_by_hand() -> None:

@@ -165,7 +165,7 @@ def packing_report(
         show: print the report.
 
     Padded rows are as wide as the longest example of their batch, in the order of the data, and
-    hold the same examples as packed rows. ``max_over_mean`` compares the slowest rank of a step with
+    hold the same examples as packed rows. ``max_over_mean`` compares the slowest rank of a step to
     the mean rank, over all steps. A step is a batch; where all data is packed at once, one row per
     rank.
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 
 import numpy as np
 
 from torch_collate_kit.reporting.audit.check import FEW, MOST, check
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
+from torch_collate_kit.reporting.audit.turns import Turns
 from torch_collate_kit.reporting.audit.vocabulary import THINKING_TAGS
 
 _NONE = np.empty(0, dtype=np.int64)
@@ -167,23 +169,28 @@ def thinking_not_closed(columns: AuditColumns) -> Found | None:
             for of in (opens, closes)
         )
         is_open = is_trained & (num_opens > 0) & (num_closes == 0)
-        at = np.append(opens, 0)[np.searchsorted(opens, turns.begins)]
-        columns.keep(is_open, lambda i, at=at: turns.is_markup(int(turns.begins[i]), int(at[i])))
+        first = np.append(opens, 0)[np.searchsorted(opens, turns.begins)]
+        columns.keep(is_open, partial(_is_markup_up_to, turns, first))
         is_late = is_trained & (num_closes > 0) & (num_opens == 0)
         if is_late.sum() > MOST * (is_trained & (num_closes > 0)).sum():
-            at = np.append(closes, 0)[np.searchsorted(closes, turns.begins)]
-
-            def is_line(i: int, at: np.ndarray = at, tag: str = tag) -> bool:
-                text = columns.text(at[i], at[i] + 8)  # a text may be about such a tag
-                return text.partition(f"</{tag}>")[2].startswith("\n")
-
-            columns.keep(is_late, is_line)
+            first = np.append(closes, 0)[np.searchsorted(closes, turns.begins)]
+            columns.keep(is_late, partial(_ends_line, columns, first, f"</{tag}>"))
         unclosed.append(turns.begins[is_open])
         if columns.share_of(turns.rows[is_late]) <= FEW:
             unopened.append(turns.begins[is_late])
     return columns.found_by(
         {"it is not closed": np.concatenate(unclosed), "it is not opened": np.concatenate(unopened)}
     )
+
+
+def _is_markup_up_to(turns: Turns, places: np.ndarray, turn: int) -> bool:
+    return turns.is_markup(int(turns.begins[turn]), int(places[turn]))
+
+
+def _ends_line(columns: AuditColumns, places: np.ndarray, tag: str, turn: int) -> bool:
+    """Whether a line ends after the tag; else a text may be about it."""
+    place = int(places[turn])
+    return columns.text(place, place + 8).partition(tag)[2].startswith("\n")
 
 
 def _places_of_tag(columns: AuditColumns, tag: str) -> np.ndarray:
