@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.reporting.audit.findings import Found, Severity, words_of
+from torch_collate_kit.reporting.audit.findings import Found, Refused, Severity, words_of
 from torch_collate_kit.reporting.audit.turns import Turns, turns_of
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 
@@ -20,16 +20,6 @@ _AGREE, _DISAGREE = 0.9, 0.5  # of the labels of a row that are shifted
 _LEAST_LABELS = 2
 _LEAST_CHANCE, _CERTAIN = 0.01, 1e-6  # of a zero, at least; that values are equal by chance
 _AT_A_TIME = 1 << 17  # tokens
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A row that no collator accepts."""
-
-    number: int
-    message: str
-    of_images: bool = False
-    """Whether its text would be accepted without its images."""
 
 
 def _none(dtype: Any = np.int64) -> np.ndarray:

@@ -12,7 +12,15 @@ import numpy as np
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch.showing.tables import html_table
 
-__all__ = ["SEVERITIES", "AuditReport", "Finding", "Found", "Severity", "words_of"]
+__all__ = [
+    "SEVERITIES",
+    "AuditReport",
+    "Finding",
+    "Found",
+    "Refused",
+    "Severity",
+    "words_of",
+]
 
 Severity = Literal["error", "warning", "note"]
 
@@ -36,6 +44,16 @@ class Found:
     """The number of rows looked at; None: all that were read."""
     share: float = 0.0
     """These rows as a share of the rows that have a target."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A row that no collator accepts."""
+
+    number: int
+    message: str
+    of_images: bool = False
+    """Whether its text would be accepted without its images."""
 
 
 def words_of(kinds: Mapping[str, np.ndarray]) -> str:
