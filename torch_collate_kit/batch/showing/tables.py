@@ -45,24 +45,26 @@ def html_table(
     rows: Sequence[Sequence[str] | str],
     left: Collection[str],
     styles: Sequence[str],
+    *,
+    wrap: bool = False,
 ) -> str:
-    """Return an HTML table, with a CSS style for each row, which may be empty.
+    """Return an HTML table, with a CSS style for each row; ``wrap`` breaks long lines.
 
     >>> html_table(["text"], [["<b>"]], ["text"], [""])
     '<table style="color:inherit"><tr><th style="text-align:left">text</th></tr><tr><td
-    style="text-align:left;white-space:pre-wrap">&lt;b&gt;</td></tr></table>'
+    style="text-align:left;white-space:pre">&lt;b&gt;</td></tr></table>'
     """
     sides = ["left" if name in left else "right" for name in names]
     html = ""
     for name, side in zip(names, sides, strict=True):
         html += f'<th style="text-align:{side}">{escape(name)}</th>'
-    html = f"<tr>{html}</tr>"
+    html, space = f"<tr>{html}</tr>", "pre-wrap" if wrap else "pre"
     for row, style in zip(rows, styles, strict=True):
         html += f'<tr style="{style}">' if style else "<tr>"
         if isinstance(row, str):
             html += f'<td colspan="{len(names)}"><i>{escape(row)}</i></td>'
         else:
             for cell, side in zip(row, sides, strict=True):
-                html += f'<td style="text-align:{side};white-space:pre-wrap">{escape(cell)}</td>'
+                html += f'<td style="text-align:{side};white-space:{space}">{escape(cell)}</td>'
         html += "</tr>"
     return f'<table style="color:inherit">{html}</table>'

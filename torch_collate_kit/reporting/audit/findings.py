@@ -176,7 +176,7 @@ class AuditReport:
         """Return the findings as a table for notebooks."""
         names = ("severity", "found", "rows", "what", "example")
         rows = [[f.severity, f.name, f"{f.count:,}", f.message, f.example] for f in self.findings]
-        table = html_table(names, rows, names, [""] * len(rows)) if rows else ""
+        table = html_table(names, rows, names, [""] * len(rows), wrap=True) if rows else ""
         needs = "; ".join(self._needs())
         rest = f"<p>Not checked {escape(needs)}</p>" if needs else ""
         return f"<p>{escape(self._summary())}</p>{table}{rest}"
