@@ -1,4 +1,4 @@
-"""What a layout costs, and what a dataset hides.
+"""Reports on data: the cost of a layout, and the faults that a dataset hides.
 
 matplotlib, pandas and transformers are loaded on use.
 """
