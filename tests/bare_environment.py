@@ -176,7 +176,6 @@ def needs() -> dict[str, Any]:
     from torch_collate_kit import (
         TokenizedDataset,
         packing_report,
-        plot_lengths,
         register_torch_varlen,
         tokenize_chat,
         tokenize_chat_dataset,
@@ -203,9 +202,7 @@ def needs() -> dict[str, Any]:
             lambda: tokenize_chat_dataset([], tokenizer)
         ),
         "PackingReport.to_frame needs the package pandas: pip install pandas": report.to_frame,
-        "a plot needs the package matplotlib: pip install -e '.[plots]'": (
-            lambda: plot_lengths([5, 3, 9])
-        ),
+        "a plot needs the package matplotlib: pip install -e '.[plots]'": (report.plot),
         "reading Arrow files needs the package pyarrow: pip install pyarrow": lambda: read(b"ARR"),
         "reading Parquet files needs the package datasets: pip install datasets": (
             lambda: read(b"PAR1")

@@ -105,8 +105,8 @@ FAULTS = [
     Fault("chat/tokenize.py", "loss_mask[first:stop] = [0] * (stop - first)", "pass", "chat_images"),
     Fault("chat/tokenize.py", "kept = min(kept, places[num_images][0])", "pass", "chat_images"),
     # commands
-    Fault("commands/dataset.py", "cp=options.cp", "cp=1", "test_command_line.py"),
-    Fault("commands/dataset.py", "lengths[: options.limit]", "lengths", "test_command_line.py"),
+    Fault("commands/dataset.py", "cp=options.cp", "cp=1", "test_command_options.py"),
+    Fault("commands/dataset.py", "lengths[: options.limit]", "lengths", "test_command_options.py"),
 ]  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from tests.batch_samples import KINDS, loose, masked_examples
 from tests.building import packed_collator
 from tests.strategies import FUZZ, batches, packed_options
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.showing.explanation import token_texts
 from torch_collate_kit.chat.preview import byte_tokenizer
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.packing import ParallelLayout
@@ -93,8 +92,8 @@ class SentencePieces:
 
 def test_text_of_sentence_pieces() -> None:
     expected = ["' Hello'", "'world'", r"b'\xe2'", "' '", "'\u65e5\u672c'", repr("\x00" * 40)]
-    assert token_texts([0, 1, 2, 3, 4, 5], SentencePieces()) == expected
-    assert token_texts([6, -1], SentencePieces()) == ["?", "?"]
+    batch = PaddedCollator(0)([{"input_ids": [*range(7)]}])
+    assert batch.explain(0, SentencePieces()).to_dict()["text"] == [*expected, "?"]
     batch = PaddedCollator(0)([{"input_ids": [4, 1, 5]}])
     lines = str(batch.explain(0, SentencePieces())).splitlines()
     position = lines[1].index("position") + len("position")

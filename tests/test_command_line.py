@@ -18,7 +18,6 @@ import pytest
 
 from torch_collate_kit.__main__ import main
 from torch_collate_kit.chat.preview import byte_tokenizer
-from torch_collate_kit.loading import read_records
 from torch_collate_kit.reporting import packing_report
 
 TEMPLATE = (
@@ -106,10 +105,6 @@ def test_a_report_of_chats(run: Run) -> None:
     texts = [tokenizer.apply_chat_template(c["messages"], tokenize=False) for c in CHATS]
     lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
     assert (data["num_examples"], data["num_tokens"]) == (3, sum(lengths))
-    code, out, _ = run(
-        "report", "chats.jsonl", "--tokenizer", "tokenizer", "--json", "--limit", "2"
-    )
-    assert json.loads(out)["data"]["num_tokens"] == sum(lengths[:2])
 
 
 def test_every_kind_of_file(run: Run, folder: Path) -> None:
@@ -203,14 +198,6 @@ def test_audit_finds_empty_answers_in_chats(run: Run) -> None:
     assert "refused" not in out
 
 
-def test_each_turn_is_an_example_of_its_own(run: Run) -> None:
-    options = ("--tokenizer", "tokenizer", "--row", "1", "--train-on")
-    assert "sure" not in run("explain", "chats.jsonl", *options, "each")[2]
-    out = run("explain", "chats.jsonl", *options, "last", "--all")[1]
-    trained = [line.split()[2] for line in out.splitlines()[2:] if line.split()[-1] == "1"]
-    assert trained == ["'y'", "'e'", "'s'", "'<|im_end|>'"]
-
-
 def test_tokens_and_rollouts_are_explained(run: Run) -> None:
     assert run("explain", "tokens.jsonl", "--row", "1")[:2] == (
         0,
@@ -241,14 +228,6 @@ def test_rollouts_are_never_cut(run: Run) -> None:
 
 
 # --- the process ----------------------------------------------------------------------------------
-
-
-def test_help_and_version(run: Run) -> None:
-    for command in ("report", "audit", "explain", "template"):
-        code, out, _ = run(command, "--help")
-        assert code == 0
-        assert "usage: python -m torch_collate_kit " + command in out
-    assert run("--version")[0] == 0
 
 
 ASKED = """
@@ -321,7 +300,3 @@ def test_an_interrupt() -> None:
         os.close(descriptor)
         out, err = process.communicate(timeout=600)
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
-
-
-def test_records_read_by_a_program() -> None:
-    assert read_records("tokens.jsonl").column_names == ["input_ids", "labels"]

@@ -40,10 +40,6 @@ from torch_collate_kit.reporting import (
     PackingReport,
     audit,
     packing_report,
-    plot_balance,
-    plot_efficiency,
-    plot_lengths,
-    plot_rows,
     plot_timeline,
 )
 from torch_collate_kit.vision import (
@@ -90,10 +86,6 @@ __all__ = [
     "load_processor",
     "pack",
     "packing_report",
-    "plot_balance",
-    "plot_efficiency",
-    "plot_lengths",
-    "plot_rows",
     "plot_timeline",
     "register_torch_varlen",
     "rl",

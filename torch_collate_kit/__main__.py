@@ -106,11 +106,7 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """The message of an error without line breaks, and without what would fill the screen.
-
-    >>> _one_line(ValueError("one\\n  two: pass train_all=True"))
-    'one two: pass --train-all'
-    """
+    """Return the message of an error in one line, cut to what fits on a screen."""
     text = as_flags(" ".join(str(error).split())) or type(error).__name__
     return text if len(text) <= _MOST else text[:_MOST] + "..."
 

@@ -16,16 +16,8 @@ from tests.vision.images import draw
 
 __all__ = ["IMAGE_DEFECTS", "clean_images", "image_processor"]
 
-IMAGE_DEFECTS: dict[str, Callable[[list[Example]], Planted]] = {}
-Defect = Callable[[list[Example]], Planted]
 _QWEN = FAMILIES["qwen2_5_vl"]
 _ROWS = {1, 4, 7}
-
-
-def planted(defect: Defect) -> Defect:
-    assert defect.__name__ not in IMAGE_DEFECTS, defect.__name__
-    IMAGE_DEFECTS[defect.__name__] = defect
-    return defect
 
 
 @cache
@@ -57,68 +49,46 @@ def clean_images(count: int = 9) -> list[Example]:
     return examples
 
 
-def _planted(examples: list[Example], edit: Callable[[Example], Example]) -> Planted:
-    damaged = [edit(e) if i in _ROWS else e for i, e in enumerate(examples)]
-    return Planted("placeholders_disagree_with_grids", damaged, image_processor(), [_ROWS])
+def _planted(chosen: Callable[[list[int]], list[int]]) -> Callable[[list[Example]], Planted]:
+    """``chosen`` returns the places to keep, of those of the ids; a place may be there twice."""
+
+    def made(examples: list[Example]) -> Planted:
+        damaged = list(examples)
+        for i in _ROWS:
+            e, places = examples[i], chosen(examples[i]["input_ids"])
+            damaged[i] = e | {k: [e[k][at] for at in places] for k in ("input_ids", "loss_mask")}
+        return Planted("placeholders_disagree_with_grids", damaged, image_processor(), [_ROWS])
+
+    return made
 
 
-def _first_placeholder(e: Example) -> int:
-    return int(e["input_ids"].index(_QWEN.image_token_id))
+def _split(ids: list[int]) -> tuple[int, list[int]]:
+    """The first placeholder, and all that is none."""
+    image = _QWEN.image_token_id
+    return ids.index(image), [i for i, token in enumerate(ids) if token != image]
 
 
-@planted
-def one_placeholder_too_few(examples: list[Example]) -> Planted:
-    def edit(e: Example) -> Example:
-        at = _first_placeholder(e)
-        return e | {key: e[key][:at] + e[key][at + 1 :] for key in ("input_ids", "loss_mask")}
-
-    return _planted(examples, edit)
-
-
-@planted
-def one_placeholder_too_many(examples: list[Example]) -> Planted:
-    def edit(e: Example) -> Example:
-        at = _first_placeholder(e)
-        return e | {
-            key: e[key][:at] + e[key][at : at + 1] + e[key][at:]
-            for key in ("input_ids", "loss_mask")
-        }
-
-    return _planted(examples, edit)
-
-
-@planted
-def placeholder_not_expanded(examples: list[Example]) -> Planted:
-    """One token for the image, as the text has it before the processor expands it."""
-
-    def edit(e: Example) -> Example:
-        image, at = _QWEN.image_token_id, _first_placeholder(e)
-        kept = [i for i, t in enumerate(e["input_ids"]) if t != image or i == at]
-        return e | {key: [e[key][i] for i in kept] for key in ("input_ids", "loss_mask")}
-
-    return _planted(examples, edit)
-
-
-@planted
-def images_of_another_row(examples: list[Example]) -> Planted:
+def _images_of_another_row(examples: list[Example]) -> Planted:
     """Grids and pixels were sorted apart from the texts."""
     keys = ("pixel_values", "image_grid_thw")
-    others = [{key: examples[(i + 1) % len(examples)][key] for key in keys} for i in range(9)]
-    damaged = [e | others[i] for i, e in enumerate(examples)]
-    rows = {i for i, e in enumerate(examples) if _cells(e) != _cells(damaged[i])}
+    others = [*examples[1:], examples[0]]
+    damaged = [e | {key: o[key] for key in keys} for e, o in zip(examples, others, strict=True)]
+    cells = [
+        [int((e["image_grid_thw"].prod(axis=1)).sum()) for e in of] for of in (examples, damaged)
+    ]
+    rows = {i for i, (a, b) in enumerate(zip(*cells, strict=True)) if a != b}
     assert len(rows) > 3, "the images are too much alike"
     return Planted("placeholders_disagree_with_grids", damaged, image_processor(), [rows])
 
 
-def _cells(e: Example) -> int:
-    return int((e["image_grid_thw"].prod(axis=1) // 4).sum())
-
-
-@planted
-def pixels_without_placeholders(examples: list[Example]) -> Planted:
-    def edit(e: Example) -> Example:
-        image = _QWEN.image_token_id
-        kept = [i for i, t in enumerate(e["input_ids"]) if t != image]
-        return e | {key: [e[key][i] for i in kept] for key in ("input_ids", "loss_mask")}
-
-    return _planted(examples, edit)
+IMAGE_DEFECTS: dict[str, Callable[[list[Example]], Planted]] = {
+    "one placeholder too few": _planted(
+        lambda ids: [i for i in range(len(ids)) if i != _split(ids)[0]]
+    ),
+    "one placeholder too many": _planted(lambda ids: sorted([*range(len(ids)), _split(ids)[0]])),
+    "a placeholder that is not expanded": _planted(
+        lambda ids: sorted([*_split(ids)[1], _split(ids)[0]])
+    ),
+    "pixels without placeholders": _planted(lambda ids: _split(ids)[1]),
+    "images of another row": _images_of_another_row,
+}

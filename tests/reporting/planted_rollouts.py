@@ -12,15 +12,6 @@ from tests.reporting.planted import Planted, shifted
 
 __all__ = ["ROLLOUT_DEFECTS", "clean_rollouts"]
 
-ROLLOUT_DEFECTS: dict[str, Callable[[list[Example]], Planted]] = {}
-Defect = Callable[[list[Example]], Planted]
-
-
-def planted(defect: Defect) -> Defect:
-    assert defect.__name__ not in ROLLOUT_DEFECTS, defect.__name__
-    ROLLOUT_DEFECTS[defect.__name__] = defect
-    return defect
-
 
 def clean_rollouts(groups: int = 8, size: int = 4, *, tools: bool = True) -> list[Example]:
     """Groups of answers to one prompt, with a tool's answer in the middle (0.0 as log-probs).
@@ -57,181 +48,70 @@ def clean_rollouts(groups: int = 8, size: int = 4, *, tools: bool = True) -> lis
     return rollouts
 
 
-def _edited(
-    name: str, rollouts: list[Example], rows: set[int], edit: Callable[[Example], Example]
-) -> Planted:
-    examples = [edit(r) if i in rows else r for i, r in enumerate(rollouts)]
-    return Planted(name, examples, chat_tokenizer(), [rows])
+def _planted(
+    name: str, step: int, also: str = "", **changes: Callable[[Example], Any]
+) -> Callable[[list[Example]], Planted]:
+    """Every rollout of so many gets other values, which are made of it."""
+
+    def made(rollouts: list[Example]) -> Planted:
+        rows = set(range(0, len(rollouts), step))
+        examples = [
+            r | {key: of(r) for key, of in changes.items()} if i in rows else r
+            for i, r in enumerate(rollouts)
+        ]
+        return Planted(name, examples, chat_tokenizer(), [rows], also=set(also.split()))
+
+    return made
 
 
-def _every(rollouts: list[Example], step: int = 1) -> set[int]:
-    return set(range(0, len(rollouts), step))
+def _moved(by: int) -> Callable[[Example], Any]:
+    return lambda r: shifted(r["logprobs"], by, 0.0)
 
 
-@planted
-def all_rewards_zero(rollouts: list[Example]) -> Planted:
-    """The checker finds no answer, say because of another format."""
-    return _edited(
-        "reward_without_variance", rollouts, _every(rollouts), lambda r: r | {"rewards": 0.0}
-    )
+def _all(value: float) -> Callable[[Example], Any]:
+    return lambda r: [value] * len(r["response_ids"])
 
 
-@planted
-def rewards_of_the_prompt(rollouts: list[Example]) -> Planted:
-    """Each group has one reward, and groups differ."""
-    return _edited(
-        "reward_without_variance",
-        rollouts,
-        _every(rollouts),
-        lambda r: r | {"rewards": float(r["uid"][-1]) / 8},
-    )
+def _rolled(r: Example) -> Any:
+    return r["logprobs"][1:] + r["logprobs"][:1]
 
 
-@planted
-def rewards_per_token_all_equal(rollouts: list[Example]) -> Planted:
-    return _edited(
-        "reward_without_variance",
-        rollouts,
-        _every(rollouts),
-        lambda r: r | {"rewards": [0.0] * (len(r["response_ids"]) - 1) + [1.0]},
-    )
+def _own(r: Example) -> str:
+    return f"run {r['response_ids']}"
 
 
-def _moved(rollouts: list[Example], by: int, step: int = 1) -> Planted:
-    return _edited(
-        "logprobs_shifted",
-        rollouts,
-        _every(rollouts, step),
-        lambda r: r | {"logprobs": shifted(r["logprobs"], by, 0.0)},
-    )
-
-
-@planted
-def logprobs_shifted_left(rollouts: list[Example]) -> Planted:
-    return _moved(rollouts, -1)
-
-
-@planted
-def logprobs_shifted_right(rollouts: list[Example]) -> Planted:
-    return _moved(rollouts, 1)
-
-
-@planted
-def logprobs_shifted_left_in_some_rollouts(rollouts: list[Example]) -> Planted:
-    return _moved(rollouts, -1, 3)
-
-
-@planted
-def logprobs_shifted_right_in_some_rollouts(rollouts: list[Example]) -> Planted:
-    return _moved(rollouts, 1, 3)
-
-
-@planted
-def logprobs_rolled(rollouts: list[Example]) -> Planted:
-    """``torch.roll`` in place of a shift: the first value comes to the end."""
-    return _edited(
-        "logprobs_shifted",
-        rollouts,
-        _every(rollouts),
-        lambda r: r | {"logprobs": r["logprobs"][1:] + r["logprobs"][:1]},
-    )
-
-
-@planted
-def response_masks_zero(rollouts: list[Example]) -> Planted:
-    planted = _edited(
-        "no_trained_token",
-        rollouts,
-        _every(rollouts, 5),
-        lambda r: r | {"loss_mask": [0] * len(r["loss_mask"])},
-    )
-    planted.also.update({"masks_all_zero", "eos_never_trained"})
-    for i in _every(rollouts, 5):  # a rollout that is not trained needs no log-probs
-        planted.examples[i]["logprobs"] = [0.0] * len(planted.examples[i]["loss_mask"])
-    return planted
-
-
-@planted
-def response_ids_beyond_the_vocabulary(rollouts: list[Example]) -> Planted:
-    return _edited(
-        "id_out_of_vocabulary",
-        rollouts,
-        _every(rollouts, 5),
-        lambda r: r | {"response_ids": [5000, *r["response_ids"][1:]]},
-    )
-
-
-@planted
-def double_bos_of_prompts(rollouts: list[Example]) -> Planted:
-    rows = _every(rollouts)
-    return _edited(
-        "double_bos", rollouts, rows, lambda r: r | {"prompt_ids": [1, 1, *r["prompt_ids"]]}
-    )
-
-
-def _values(name: str, rollouts: list[Example], **changes: Callable[[Example], Any]) -> Planted:
-    """Every fifth rollout with other values, which are made of it."""
-    return _edited(
-        name,
-        rollouts,
-        _every(rollouts, 5),
-        lambda r: r | {key: made(r) for key, made in changes.items()},
-    )
-
-
-@planted
-def logprobs_all_zero(rollouts: list[Example]) -> Planted:
-    """Placeholders that were never filled in."""
-    return _values("logprobs_constant", rollouts, logprobs=lambda r: [0.0] * len(r["logprobs"]))
-
-
-@planted
-def logprobs_of_one_value(rollouts: list[Example]) -> Planted:
-    return _values("logprobs_constant", rollouts, logprobs=lambda r: [-1.0] * len(r["logprobs"]))
-
-
-@planted
-def probabilities_in_place_of_logprobs(rollouts: list[Example]) -> Planted:
-    return _values("logprobs_positive", rollouts, logprobs=lambda r: np.exp(r["logprobs"]).tolist())
-
-
-@planted
-def logprobs_rolled_in_some_rollouts(rollouts: list[Example]) -> Planted:
-    return _values(
-        "logprobs_shifted", rollouts, logprobs=lambda r: r["logprobs"][1:] + r["logprobs"][:1]
-    )
-
-
-@planted
-def tokens_of_a_tool_trained(rollouts: list[Example]) -> Planted:
-    planted = _values(
-        "mask_disagrees_with_logprobs", rollouts, loss_mask=lambda r: [1] * len(r["loss_mask"])
-    )
-    planted.also.add("text_after_end_trained")
-    return planted
-
-
-@planted
-def first_tokens_of_responses_masked(rollouts: list[Example]) -> Planted:
-    return _values(
-        "mask_disagrees_with_logprobs", rollouts, loss_mask=lambda r: [0, 0, *r["loss_mask"][2:]]
-    )
-
-
-@planted
-def uids_of_their_own(rollouts: list[Example]) -> Planted:
-    return _values("uid_without_group", rollouts, uid=lambda r: f"run {r['response_ids']}")
-
-
-@planted
-def uid_unique_in_every_row(rollouts: list[Example]) -> Planted:
-    rows = _every(rollouts)
-    return _edited(
-        "uid_without_group", rollouts, rows, lambda r: r | {"uid": f"run {r['response_ids']}"}
-    )
-
-
-@planted
-def uids_of_another_prompt(rollouts: list[Example]) -> Planted:
-    other = {f"task {i}": f"task {(i + 1) % 8}" for i in range(8)}
-    return _values("uid_of_several_prompts", rollouts, uid=lambda r: other[r["uid"]])
+_FLAT, _SHIFTED = "reward_without_variance", "logprobs_shifted"
+_DISAGREE = "mask_disagrees_with_logprobs"
+ROLLOUT_DEFECTS: dict[str, Callable[[list[Example]], Planted]] = {
+    "all rewards zero": _planted(_FLAT, 1, rewards=lambda r: 0.0),
+    "rewards of the prompt": _planted(_FLAT, 1, rewards=lambda r: float(r["uid"][-1]) / 8),
+    "rewards per token": _planted(_FLAT, 1, rewards=lambda r: [*_all(0.0)(r)[1:], 1.0]),
+    "logprobs shifted left": _planted(_SHIFTED, 1, logprobs=_moved(-1)),
+    "logprobs shifted right": _planted(_SHIFTED, 1, logprobs=_moved(1)),
+    "logprobs shifted left in a third": _planted(_SHIFTED, 3, logprobs=_moved(-1)),
+    "logprobs shifted right in a third": _planted(_SHIFTED, 3, logprobs=_moved(1)),
+    "logprobs rolled": _planted(_SHIFTED, 1, logprobs=_rolled),
+    "logprobs rolled in a fifth": _planted(_SHIFTED, 5, logprobs=_rolled),
+    "response masks zero": _planted(
+        *("no_trained_token", 5, "masks_all_zero eos_never_trained"),
+        loss_mask=_all(0), logprobs=_all(0.0),  # what is not trained needs no log-probs
+    ),
+    "ids beyond the vocabulary": _planted(
+        "id_out_of_vocabulary", 5, response_ids=lambda r: [5000, *r["response_ids"][1:]]
+    ),
+    "two BOS": _planted("double_bos", 1, prompt_ids=lambda r: [1, 1, *r["prompt_ids"]]),
+    "logprobs all zero": _planted("logprobs_constant", 5, logprobs=_all(0.0)),
+    "logprobs of one value": _planted("logprobs_constant", 5, logprobs=_all(-1.0)),
+    "probabilities": _planted(
+        "logprobs_positive", 5, logprobs=lambda r: np.exp(r["logprobs"]).tolist()
+    ),
+    "a tool trained": _planted(_DISAGREE, 5, "text_after_end_trained", loss_mask=_all(1)),
+    "first tokens masked": _planted(
+        _DISAGREE, 5, loss_mask=lambda r: [0, 0, *r["loss_mask"][2:]]
+    ),
+    "uids of their own": _planted("uid_without_group", 5, uid=_own),
+    "a uid in every row": _planted("uid_without_group", 1, uid=_own),
+    "uids of another prompt": _planted(
+        "uid_of_several_prompts", 5, uid=lambda r: f"task {(int(r['uid'][-1]) + 1) % 8}"
+    ),
+}  # fmt: skip

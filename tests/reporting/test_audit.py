@@ -320,7 +320,7 @@ def test_a_report_prints_and_is_json(tokenizer: Any) -> None:
     )
     assert finding["count"] == 1
     html = report._repr_html_()
-    assert "<code>no_trained_token</code>" in html
+    assert ">no_trained_token</td>" in html
     assert "&lt;user&gt; w30" in html, "what rows hold is escaped"
 
 

@@ -12,7 +12,6 @@ import torch
 from tests.reporting.audit_words import TEMPLATE, chat, rows_like, word_tokenizer
 from tests.vision.families import FAMILIES
 from torch_collate_kit import DataError, Ragged, TokenizedDataset, VisionLayout, audit
-from torch_collate_kit.reporting.audit import reading
 
 ROWS = [*rows_like(5), {**chat([30], [31]), "loss_mask": [0] * 6}, rows_like(2)[1]]
 EXPECTED = {"no_trained_token": [5], "duplicates": [1, 6]}
@@ -80,10 +79,13 @@ def test_rows_that_were_cut_before(tokenizer: Any) -> None:
         assert "so they teach the model not to stop" in report["eos_truncated"].message
 
 
-def test_many_rows_are_read_in_parts(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = audit(ROWS, tokenizer).to_dict()
-    monkeypatch.setattr(reading, "_ROWS_AT_A_TIME", 2)
-    assert audit(ROWS, tokenizer).to_dict() == whole
+def test_many_rows_are_read_in_parts(tokenizer: Any) -> None:
+    rows: list[dict[str, Any]] = rows_like(1) * 9000
+    for i in (4095, 4096, 8999):
+        rows[i] = {**rows[i], "loss_mask": [0] * 8}
+    report = audit(rows, tokenizer)
+    assert report["no_trained_token"].rows.tolist() == [4095, 4096, 8999]
+    assert report["duplicates"].count == report.num_rows == 9000
 
 
 # What the readers refuse is a finding with their message, and the other rows are looked at.

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy as np
 from hypothesis import given, settings
 
 from tests.reporting.audit_words import BOS, EOS, PAD, word_tokenizer
+from tests.reporting.clean_data import with_target
 from tests.strategies import FUZZ
 from torch_collate_kit import audit
-from torch_collate_kit.reading.entries import count_trained
-from torch_collate_kit.reporting.audit.row_checks import same_spans
 
 USER, HEADER = 3, 4
 TOKENIZERS = {pad: word_tokenizer(pad=pad) for pad in ("<pad>", "<eos>")}
@@ -115,13 +113,10 @@ def expected(data: list[Row], pad: int, limit: int) -> dict[str, list[int]]:
         "duplicates": lambda row: sum(row["input_ids"] == o["input_ids"] for o in data) > 1,
     }
     any_end = any(row["input_ids"][i] == EOS for row in data for i in trained(row))
-    if pad == EOS:
-        by_row["eos_masked_as_pad"] = misses_end
-    else:
-        by_row["eos_not_trained"] = lambda row: any_end and misses_end(row)
+    by_row["eos_masked_as_pad"] = lambda row: pad == EOS and misses_end(row)
+    by_row["eos_not_trained"] = lambda row: pad != EOS and any_end and misses_end(row)
     by_row["eos_never_trained"] = lambda row: not any_end and bool(trained(row))
-    found = {name: [i for i, row in enumerate(data) if of(row)] for name, of in by_row.items()}
-    return {name: numbers for name, numbers in found.items() if numbers}
+    return {name: [i for i, row in enumerate(data) if of(row)] for name, of in by_row.items()}
 
 
 @given(rows(), st.sampled_from(["<pad>", "<eos>"]), st.integers(1, 9), st.booleans())
@@ -130,55 +125,11 @@ def test_rows_are_those_that_a_loop_finds(
     data: list[Row], pad: str, limit: int, as_labels: bool
 ) -> None:
     tokenizer, pad_id = TOKENIZERS[pad], PAD if pad == "<pad>" else EOS
-    examples: list[Row] = data
-    if as_labels:
-        examples = [
-            {
-                "input_ids": row["input_ids"],
-                "labels": [
-                    t if m else -100
-                    for t, m in zip(row["input_ids"], row["loss_mask"], strict=True)
-                ],
-            }
-            for row in data
-        ]
+    examples = [with_target(row, "labels") for row in data] if as_labels else data
     report = audit(examples, tokenizer, max_tokens=limit)
     truth = expected(data, pad_id, limit)
-    checked = {"eos_masked_as_pad", "eos_not_trained", *expected_names()}
-    found = {f.name: f.rows.tolist() for f in report.findings if f.name in checked}
-    assert found == truth
+    found = {f.name: f.rows.tolist() for f in report.findings if f.name in truth}
+    assert found == {name: rows for name, rows in truth.items() if rows}
     for finding in report.findings:
         if finding.count:
             assert finding.example.startswith(f"row {finding.rows[0]}: "), finding
-
-
-def expected_names() -> set[str]:
-    return {
-        *("no_trained_token", "masks_all_zero", "generation_prompt_trained", "double_bos"),
-        *("id_out_of_vocabulary", "pad_trained", "padded_rows", "target_truncated"),
-        *("prompt_longer_than_row", "duplicates", "eos_never_trained"),
-    }
-
-
-@given(st.lists(st.lists(st.integers(7, 9), min_size=1, max_size=4), min_size=1, max_size=12))
-@settings(FUZZ)
-def test_equal_spans_have_the_number_of_the_first(spans: list[list[int]]) -> None:
-    lengths = np.array([len(span) for span in spans])
-    ids = np.array([token for span in spans for token in span])
-    found = same_spans(ids, np.cumsum(lengths) - lengths, lengths)
-    assert found.tolist() == [spans.index(span) for span in spans]
-
-
-@given(st.lists(st.lists(st.booleans(), max_size=6), max_size=8), st.booleans())
-@settings(FUZZ)
-def test_runs_count_as_a_loop_does(pieces: list[list[bool]], are_masked: bool) -> None:
-    """As of responses, which may begin with a trained token, and of examples, which may not."""
-    if are_masked:
-        pieces = [[False, *piece] for piece in pieces]
-    flat = np.array([kept for piece in pieces for kept in piece], dtype=bool)
-    lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
-    counts, until_end = count_trained(flat, lengths)
-    assert counts.tolist() == [sum(piece) for piece in pieces]
-    if are_masked:
-        expected = [len(p) - p.index(True) if any(p) else 0 for p in pieces]
-        assert until_end.tolist() == expected

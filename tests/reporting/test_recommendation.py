@@ -21,67 +21,28 @@ def candidate(max_tokens, padding, *, strategy="sequential", dropped=0, cut=0):
     }
 
 
-LOSSLESS = "that drop and cut nothing"
+FULL = "the smallest of those that drop and cut nothing and leave at most 2% padding"
+LEAST = "the least padding of those that drop and cut nothing"
+FEWEST = FULL.replace("drop and cut nothing", "lose the fewest examples (3)")
+# max_tokens, padding, dropped and cut of each candidate; the recommended one, and why
+RULES: dict[str, tuple[list[tuple[int, float, int, int]], int, str]] = {
+    "the smallest": ([(8, 0.02, 0, 0), (16, 0.01, 0, 0), (32, 0.0, 0, 0)], 8, FULL),
+    "that is full enough": ([(8, 0.03, 0, 0), (16, 0.019, 0, 0), (32, 0.0, 0, 0)], 16, FULL),
+    "a lost example is worse than padding": ([(8, 0.0, 1, 0), (16, 0.02, 0, 0)], 16, FULL),
+    "than any padding": ([(8, 0.0, 1, 0), (16, 0.4, 0, 0)], 16, LEAST),
+    "a cut one too": ([(8, 0.0, 0, 1), (16, 0.4, 0, 0)], 16, LEAST),
+    "half a point does not pay for twice the memory": (
+        [(8, 0.3, 0, 0), (16, 0.1, 0, 0), (32, 0.096, 0, 0), (64, 0.2, 0, 0)], 16, LEAST
+    ),
+    "all lose something": ([(8, 0.0, 9, 0), (16, 0.0, 3, 0), (32, 0.01, 0, 3)], 16, FEWEST),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("candidates", "max_tokens", "reason"),
-    [
-        pytest.param(
-            [candidate(8, 0.02), candidate(16, 0.01), candidate(32, 0.0)],
-            8,
-            f"the smallest of those {LOSSLESS} and leave at most 2% padding",
-            id="the smallest that is full enough",
-        ),
-        pytest.param(
-            [candidate(8, 0.03), candidate(16, 0.019), candidate(32, 0.0)],
-            16,
-            f"the smallest of those {LOSSLESS} and leave at most 2% padding",
-            id="the order does not decide",
-        ),
-        pytest.param(
-            [candidate(8, 0.0, dropped=1), candidate(16, 0.02)],
-            16,
-            f"the smallest of those {LOSSLESS} and leave at most 2% padding",
-            id="a lost example is worse than padding",
-        ),
-        pytest.param(
-            [candidate(8, 0.0, dropped=1), candidate(16, 0.4)],
-            16,
-            f"the least padding of those {LOSSLESS}",
-            id="than any padding",
-        ),
-        pytest.param(
-            [candidate(8, 0.0, cut=1), candidate(16, 0.4)],
-            16,
-            f"the least padding of those {LOSSLESS}",
-            id="a cut one too",
-        ),
-        pytest.param(
-            [candidate(8, 0.3), candidate(16, 0.1), candidate(32, 0.096), candidate(64, 0.2)],
-            16,
-            f"the least padding of those {LOSSLESS}",
-            id="half a point does not pay for twice the memory",
-        ),
-        pytest.param(
-            [
-                candidate(8, 0.0, dropped=9),
-                candidate(16, 0.0, dropped=3),
-                candidate(32, 0.01, cut=3),
-            ],
-            16,
-            "the smallest of those that lose the fewest examples (3) and leave at most 2% padding",
-            id="all lose something",
-        ),
-        pytest.param(
-            [candidate(8, 0.9, strategy="padded"), candidate(8, 0.3), candidate(4, 0.1, dropped=1)],
-            8,
-            f"the least padding of those {LOSSLESS}",
-            id="padded rows are not recommended",
-        ),
-    ],
-)
-def test_rule(candidates, max_tokens, reason):
+@pytest.mark.parametrize("name", RULES)
+def test_rule(name):
+    figures, max_tokens, reason = RULES[name]
+    candidates = [candidate(n, p, dropped=lost, cut=cut) for n, p, lost, cut in figures]
+    candidates.append(candidate(4, 0.0, strategy="padded"))  # never recommended
     for order in (candidates, candidates[::-1]):
         found = recommended(order, 1000)
         assert (found["max_tokens"], found["reason"]) == (max_tokens, reason)

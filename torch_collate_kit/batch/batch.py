@@ -22,8 +22,12 @@ from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.row_changes import joined, padded
 from torch_collate_kit.batch.showing.drawing import described, html_of
 from torch_collate_kit.batch.showing.explanation import Explanation, explained, row_of
+from torch_collate_kit.batch.showing.plot import draw_rows
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged, row_indices
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["Batch"]
 
@@ -345,6 +349,23 @@ class Batch(Mapping[str, Field]):
         title, cells = f"row {row} of {len(self)}", slice(start, stop)
         of: dict[str, Any] = {"example": example, "cells": cells, "max_tokens": max_tokens}
         return explained(one, one.stored(), title, tokenizer, **of)
+
+    def plot(self, *, max_rows: int = 40, ax: Axes | None = None) -> Axes:
+        """Draw the first ``max_rows`` rows with matplotlib, on ``ax`` or a new figure.
+
+        Each example is a block, dark where it is trained; padding is hatched. Nothing is shown:
+        call ``plt.show()``, or ``batch.plot().figure.savefig("rows.png")``.
+
+        Raises:
+            ValueError: no rows, or no ``input_ids`` ``[R, W]`` in host memory.
+            ImportError: matplotlib is not installed.
+
+        >>> from torch_collate_kit import PackedCollator
+        >>> PackedCollator(0, max_tokens=8)([{"input_ids": [5, 6, 7]}]).plot().get_title()
+        '1 row of 3 cells: 3 tokens, 0.0% padding, 2 trained'
+        """
+        shown = self[: checked_int("max_rows", max_rows)]
+        return draw_rows(shown.stored(), len(self), ax)
 
     def __repr__(self) -> str:
         return described(self.stored())

@@ -1,10 +1,10 @@
-"""Arguments that several commands share, and what is read with them."""
+"""Arguments that several commands share, and the data read with them."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +17,9 @@ from torch_collate_kit.vision import load_processor
 __all__ = [
     "FILES",
     "Records",
-    "add_allow_empty",
-    "add_data_arguments",
-    "add_train_all",
+    "add_command",
+    "add_data",
+    "add_numbers",
     "as_flags",
     "chat_options",
     "loaded_tokenizer",
@@ -50,12 +50,10 @@ _FLAGS = {  # of arguments that messages of the library name
 
 
 class Records(NamedTuple):
-    """A dataset, and which kind of records it holds."""
+    """A ``datasets.Dataset``, and the kind of its records: "chats", "tokens" or "rollouts"."""
 
     rows: Any
-    """A ``datasets.Dataset``."""
     kind: str
-    """"chats", "tokens" or "rollouts"."""
 
 
 def as_flags(text: str) -> str:
@@ -70,11 +68,7 @@ def as_flags(text: str) -> str:
 
 
 def number(text: str) -> int:
-    """An argument that is a whole number of at least 1.
-
-    >>> number("4_096")
-    4096
-    """
+    """Return a whole number of at least 1."""
     try:
         value = int(text)
     except ValueError:
@@ -85,42 +79,53 @@ def number(text: str) -> int:
     return value
 
 
-def add_data_arguments(parser: argparse.ArgumentParser, what: str = FILES) -> None:
-    """DATA, and how it is read."""
+_SHARED: dict[str, dict[str, Any]] = {  # options of several commands
+    "--split": {"default": "train", "help": "of a dataset with several (train)"},
+    "--limit": {"type": number, "metavar": "N", "help": "read only the first N records"},
+    "--tokenizer": {
+        "metavar": "NAME",
+        "help": "a folder or hub name: tokenizes chats, and shows tokens as text",
+    },
+    "--train-on": {
+        "choices": ("all", "last", "each"),
+        "default": "all",
+        "help": "the turns of a chat that are trained (all)",
+    },
+    "--image-root": {"metavar": "FOLDER", "help": "where paths of images start"},
+    "--json": {"action": "store_true", "help": "print JSON"},
+    "--allow-empty": {"action": "store_true", "help": "answers without text are trained, too"},
+    "--train-all": {
+        "action": "store_true",
+        "help": "tokenized rows without a loss target are meant",
+    },
+}
+_ALWAYS = ("--split", "--limit", "--tokenizer", "--train-on", "--image-root", "--json")
+
+
+def add_numbers(parser: argparse.ArgumentParser, **helps: str) -> None:
+    """Add options that take a whole number of at least 1; their default is None."""
+    for name, text in helps.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=number, metavar="N", help=text)
+
+
+def add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, about: str
+) -> argparse.ArgumentParser:
+    """Return the parser of a new command."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=about)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_data(parser: argparse.ArgumentParser, *others: str, what: str = FILES) -> None:
+    """Add DATA and the options with which it is read; ``others`` are further shared ones."""
     parser.add_argument("data", metavar="DATA", help=what)
-    parser.add_argument("--split", default="train", help="of a dataset with several (train)")
-    parser.add_argument("--limit", type=number, metavar="N", help="read only the first N records")
-    parser.add_argument(
-        "--tokenizer",
-        metavar="NAME",
-        help="a folder or hub name: tokenizes chats, and shows tokens as text",
-    )
-    parser.add_argument(
-        "--train-on",
-        choices=("all", "last", "each"),
-        default="all",
-        help="the turns of a chat that are trained (all)",
-    )
-    parser.add_argument("--image-root", metavar="FOLDER", help="where paths of images start")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def add_allow_empty(parser: argparse.ArgumentParser) -> None:
-    """Add the option of ``tokenize_chat``."""
-    parser.add_argument(
-        "--allow-empty", action="store_true", help="answers without text are trained, too"
-    )
-
-
-def add_train_all(parser: argparse.ArgumentParser) -> None:
-    """As of the collators."""
-    parser.add_argument(
-        "--train-all", action="store_true", help="tokenized rows without a loss target are meant"
-    )
+    for name in (*_ALWAYS, *others):
+        parser.add_argument(name, **_SHARED[name])
 
 
 def read_data(options: argparse.Namespace) -> Records:
-    """The dataset of the arguments.
+    """Read the dataset of the arguments.
 
     Raises:
         DataError: it cannot be read, is empty, or holds another kind of records.
@@ -163,7 +168,7 @@ def note_unused(options: argparse.Namespace, names: Iterable[str], kind: str) ->
 
 
 def loaded_tokenizer(options: argparse.Namespace) -> Any:
-    """The tokenizer or processor of the arguments; None if they name none.
+    """Load the tokenizer or processor of the arguments; None if they name none.
 
     Raises:
         OSError: there is no such tokenizer.
@@ -180,7 +185,7 @@ def loaded_tokenizer(options: argparse.Namespace) -> Any:
 
 
 def chat_options(loaded: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """What the tokenizing functions take: ``loaded`` as tokenizer or processor, and options."""
+    """Return ``loaded`` as tokenizer or processor, and the options of tokenizing."""
     turns = {"train_on": options.train_on, "allow_empty": options.allow_empty}
     if not hasattr(loaded, "image_processor"):
         return {"tokenizer": loaded, **turns}
@@ -189,7 +194,7 @@ def chat_options(loaded: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def tokenized_chats(rows: Any, options: argparse.Namespace, **settings: Any) -> TokenizedDataset:
-    """A dataset of chats as tokens; ``settings`` are those of ``tokenize_chat_dataset``."""
+    """Tokenize a dataset of chats; ``settings`` are those of ``tokenize_chat_dataset``."""
     loaded = loaded_tokenizer(options)
     tokenized, _ = tokenize_chat_dataset(rows, **chat_options(loaded, options), **settings)
     is_processor = hasattr(loaded, "image_processor")

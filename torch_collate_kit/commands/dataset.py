@@ -1,4 +1,4 @@
-"""``report`` and ``audit``: what packing makes of a dataset, and what it hides."""
+"""The commands ``report`` and ``audit``, of a whole dataset."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 
 from torch_collate_kit.commands.arguments import (
     FILES,
-    add_allow_empty,
-    add_data_arguments,
-    add_train_all,
+    add_command,
+    add_data,
+    add_numbers,
     as_flags,
     loaded_tokenizer,
     note_unused,
@@ -32,14 +32,15 @@ _OF_RECORDS = ("split", "tokenizer", "train_on", "image_root", "num_proc")
 
 
 def add_report(commands: Any) -> None:
-    """The command's parser."""
-    parser = commands.add_parser(
+    """Add the command ``report``."""
+    parser = add_command(
+        commands,
         "report",
-        help="compare padding and packing on your data, and recommend a row length",
-        description="Compare padded rows with packed ones, and recommend a row length.",
+        _report,
+        "compare padding and packing on your data, and recommend a row length",
+        "Compare padded rows with packed ones, and recommend a row length.",
     )
-    add_data_arguments(parser, f"{FILES}; or an .npy file of lengths")
-    add_allow_empty(parser)
+    add_data(parser, "--allow-empty", what=f"{FILES}; or an .npy file of lengths")
     parser.add_argument(
         "--max-tokens", type=number, nargs="+", metavar="N", help="row lengths to compare"
     )
@@ -56,15 +57,15 @@ def add_report(commands: Any) -> None:
         default="drop",
         help="what becomes of an example longer than a row (drop)",
     )
-    parser.add_argument(
-        "--batch-size", type=number, metavar="N", help="examples packed together (all)"
+    parser.set_defaults(dp=1, tp=1, cp=1)
+    add_numbers(
+        parser,
+        batch_size="examples packed together (all)",
+        dp="data-parallel size (1)",
+        tp="tensor-parallel size (1)",
+        cp="context-parallel size (1)",
+        num_proc="processes that tokenize",
     )
-    for name, what in (("dp", "data"), ("tp", "tensor"), ("cp", "context")):
-        parser.add_argument(
-            f"--{name}", type=number, default=1, metavar="N", help=f"{what}-parallel size (1)"
-        )
-    parser.add_argument("--num-proc", type=number, metavar="N", help="processes that tokenize")
-    parser.set_defaults(run=_report)
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -103,31 +104,27 @@ def _lengths(options: argparse.Namespace) -> Any:
 
 
 def _tokens(options: argparse.Namespace) -> Any:
-    """What ``packing_report`` takes."""
     rows, kind = read_data(options)
     return tokenized_chats(rows, options, num_proc=options.num_proc) if kind == "chats" else rows
 
 
 def add_audit(commands: Any) -> None:
-    """The command's parser."""
-    parser = commands.add_parser(
+    """Add the command ``audit``."""
+    parser = add_command(
+        commands,
         "audit",
-        help="find training targets that look right and are not",
-        description="Find training targets that look right and are not. Exits with 1 if there "
-        "are errors or warnings.",
+        _audit,
+        "find training targets that look right and are not",
+        "Find training targets that look right and are not. Exits with 1 if there are errors or "
+        "warnings.",
     )
-    add_data_arguments(parser)
-    parser.add_argument(
-        "--max-tokens", type=number, metavar="N", help="the length at which examples are cut"
-    )
-    add_train_all(parser)
-    parser.set_defaults(run=_audit)
+    add_data(parser, "--train-all")
+    add_numbers(parser, max_tokens="the length at which examples are cut")
 
 
 def _audit(options: argparse.Namespace) -> int:
-    data = read_data(options)
     report = audit(
-        data.rows,
+        read_data(options).rows,
         loaded_tokenizer(options),
         max_tokens=options.max_tokens,
         train_all=options.train_all,

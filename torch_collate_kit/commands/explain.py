@@ -1,4 +1,4 @@
-"""``explain`` and ``template``: what is trained, of a record and with a chat template."""
+"""The commands ``explain``, of a record, and ``template``, of a chat template."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.commands.arguments import (
     Records,
-    add_allow_empty,
-    add_data_arguments,
-    add_train_all,
+    add_command,
+    add_data,
+    add_numbers,
     chat_options,
     loaded_tokenizer,
     number,
@@ -33,23 +33,22 @@ _ROW = "row 0 of 1"
 
 
 def add_explain(commands: Any) -> None:
-    """The command's parser."""
-    parser = commands.add_parser(
+    """Add the command ``explain``."""
+    parser = add_command(
+        commands,
         "explain",
-        help="show a record token by token: text, label, weight",
-        description="Show a record token by token, as a collator makes a row of it.",
+        _explain,
+        "show a record token by token: text, label, weight",
+        "Show a record token by token, as a collator makes a row of it.",
     )
-    add_data_arguments(parser)
+    add_data(parser, "--train-all", "--allow-empty")
     parser.add_argument("--row", type=int, default=0, metavar="N", help="which record (0)")
-    parser.add_argument("--max-tokens", type=number, metavar="N", help="cut it to N tokens")
-    add_train_all(parser)
-    add_allow_empty(parser)
+    add_numbers(parser, max_tokens="cut it to N tokens")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(
         "--show", type=number, default=60, metavar="N", help="tokens to show, first and last (60)"
     )
     shown.add_argument("--all", action="store_true", help="show all tokens")
-    parser.set_defaults(run=_explain)
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -81,7 +80,7 @@ def _explain(options: argparse.Namespace) -> int:
 def _batches(
     data: Records, number: int, options: argparse.Namespace, tokenizer: Any
 ) -> list[Batch]:
-    """A batch of one row for each example that the record makes."""
+    """Return a batch of one row for each example that the record makes."""
     record = data.rows[number]
     try:
         if data.kind == "rollouts":
@@ -100,7 +99,7 @@ def _batches(
 
 
 def _tokenized(record: Mapping[str, Any], chosen: ChatOptions) -> list[dict[str, Any]]:
-    """The examples of a chat that are trained."""
+    """Return the examples of a chat that are trained."""
     (found,) = tokenize_records([record], chosen, from_arrow=True)
     if isinstance(found, DataError):
         raise found
@@ -120,7 +119,7 @@ def _collated(example: Mapping[str, Any], options: argparse.Namespace) -> Batch:
 
 
 def add_template(commands: Any) -> None:
-    """The command's parser."""
+    """Add the command ``template``."""
     parser = commands.add_parser(
         "template", help="show what is trained with a chat template, and what it drops"
     )

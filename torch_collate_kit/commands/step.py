@@ -1,4 +1,4 @@
-"""``step``: the examples of any step of a saved run, from its state and the data alone."""
+"""The command ``step``: the examples of any step of a run, from its state and the data."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from torch_collate_kit._reprs import plural
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.commands.arguments import (
     Records,
-    add_allow_empty,
-    add_data_arguments,
-    add_train_all,
-    number,
+    add_command,
+    add_data,
+    add_numbers,
     read_data,
     tokenized_chats,
 )
@@ -40,11 +39,13 @@ _KEYS = {"epoch", "step", "seed", "batch_size", "shuffle"}
 
 
 def add_step(commands: Any) -> None:
-    """The command's parser."""
-    parser = commands.add_parser(
+    """Add the command ``step``."""
+    parser = add_command(
+        commands,
         "step",
-        help="show the examples of any step of a saved run",
-        description="Show the examples of any step of a saved run, past or future.",
+        _run,
+        "show the examples of any step of a saved run",
+        "Show the examples of any step of a saved run, past or future.",
     )
     parser.add_argument(
         "state",
@@ -52,27 +53,22 @@ def add_step(commands: Any) -> None:
         type=Path,
         help="a JSON file with the state of a sampler or loader, or a checkpoint's folder",
     )
-    add_data_arguments(
-        parser,
-        "what the run read: tokenized rows, or the chats that they were made of, in its order",
-    )
+    what = "what the run read: tokenized rows, or the chats that they were made of, in its order"
+    add_data(parser, "--train-all", "--allow-empty", what=what)
     parser.add_argument("--epoch", type=int, default=0, metavar="N", help="from 0 (0)")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="of the epoch, from 0")
-    parser.add_argument(
-        "--max-length", type=number, metavar="N", help="chats over N tokens were dropped or cut"
-    )
     parser.add_argument(
         "--overflow",
         choices=("drop", "truncate"),
         default="drop",
-        help="which of the two became of them (drop)",
+        help="whether chats over --max-length were dropped or cut (drop)",
     )
-    add_train_all(parser)
-    add_allow_empty(parser)
-    parser.add_argument(
-        "--show", type=number, default=200, metavar="N", help="characters of each example (200)"
+    parser.set_defaults(show=200)
+    add_numbers(
+        parser,
+        max_length="chats over N tokens were dropped or cut",
+        show="characters of each example (200)",
     )
-    parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -106,7 +102,7 @@ def _tokenized(records: Records, options: argparse.Namespace) -> TokenizedDatase
 def _described(
     data: TokenizedDataset, indices: list[int], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """What there is to say of each example; its text is cut to what is to be shown."""
+    """Return the number, counts and text of each example; a long text is cut."""
     loaded = None if options.tokenizer is None else load_processor(options.tokenizer)
     tokenizer = getattr(loaded, "tokenizer", loaded)
     rows = [data[index] for index in indices]
@@ -122,7 +118,7 @@ def _described(
 
 
 def _saved_state(path: Path) -> dict[str, Any]:
-    """The state of a sampler in a JSON file, at any depth, or in a checkpoint's ``run.json``.
+    """Read the state of a sampler in a JSON file, at any depth, or in a folder's ``run.json``.
 
     Raises:
         DataError: there is none.
@@ -159,7 +155,7 @@ def _find(content: Any) -> dict[str, Any] | None:
 
 
 def _sampler_of(state: Mapping[str, Any], data: TokenizedDataset) -> _Sampler:
-    """A sampler over ``data`` that has loaded the state.
+    """Build a sampler over ``data`` and load the state.
 
     Raises:
         StateError: the data are not those of the run, or nobody but the run itself knows its order.

@@ -1,4 +1,4 @@
-"""The layouts that are compared: which to try, the figures of each, and which to take."""
+"""The layouts that a report compares: which to try, their figures, and the recommended one."""
 
 from __future__ import annotations
 
@@ -15,15 +15,28 @@ from torch_collate_kit.packing.pieces import ImageLoad, cut_to_fit
 from torch_collate_kit.packing.planner import pack
 from torch_collate_kit.packing.rows import Ints, row_sums
 
-__all__ = ["PADDED", "candidates_of", "capacities_to_try", "recommended"]
+__all__ = [
+    "PADDED",
+    "candidates_of",
+    "capacities_to_try",
+    "fits_nothing",
+    "headline",
+    "histogram",
+    "losses",
+    "recommended",
+]
 
 PADDED = "padded"
 _MOST_PADDING = 0.02
 _NEARLY = 0.005
+_MOST_BINS = 48
+_WIDE = 20  # longest / shortest above which bins are equally wide on a logarithmic scale
 
 
 def capacities_to_try(lengths: Ints, align: int) -> list[int]:
-    """Powers of two, from what holds 99% of the examples to twice what holds all, and two between.
+    """Return the row lengths to try: powers of two that hold 99% of the examples and more.
+
+    The largest is twice what holds all, and two lie between.
 
     >>> capacities_to_try(np.array([5, 90, 300]), 1)
     [384, 512, 768, 1024]
@@ -35,7 +48,7 @@ def capacities_to_try(lengths: Ints, align: int) -> list[int]:
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest that is not below ``number``, at least 4."""
+    """Return the smallest power of two that is not below ``number``, at least 4."""
     return 1 << max(2, (number - 1).bit_length())
 
 
@@ -46,7 +59,7 @@ def candidates_of(
     batch_size: int | None,
     padded_batch_size: int,
 ) -> Iterator[dict[str, Any]]:
-    """For every ``max_tokens``, padded rows and the strategies, in the order given."""
+    """Yield the figures of padded rows and of each strategy for every ``max_tokens``."""
     done: set[int] = set()
     for packing in packings:
         if packing.max_tokens not in done:
@@ -58,10 +71,7 @@ def candidates_of(
 def _packed(
     lengths: Ints, packing: PackingOptions, images: ImageLoad | None, batch_size: int | None
 ) -> dict[str, Any]:
-    """``lengths`` int64 [N] packed, ``batch_size`` examples at a time, or all at once.
-
-    A step is a batch, or of data packed at once one row of every rank.
-    """
+    """Pack ``batch_size`` examples at a time, or all at once: then a step is a row per rank."""
 
     def per_step(per_row: Ints) -> Ints:
         per_rank = per_row.reshape(packing.row_multiple, -1)
@@ -91,11 +101,7 @@ def _packed(
 def _padded(
     lengths: Ints, packing: PackingOptions, images: ImageLoad | None, batch_size: int
 ) -> dict[str, Any]:
-    """One row per example, each as wide as the longest of its batch, in the order of ``lengths``.
-
-    The examples are those that ``packing`` keeps, cut as it says. In a step every rank has
-    ``batch_size`` of them, and in the last step fewer, or none.
-    """
+    """Pad the examples that ``packing`` keeps, in their order, ``batch_size`` per rank and step."""
     pieces = cut_to_fit(lengths, packing, images)
     kept, align = pieces.lengths, packing.parallel.align
     starts = np.arange(0, len(kept), batch_size)
@@ -117,7 +123,7 @@ def _padded(
 
 
 def _lost(pieces: PackingPlan) -> dict[str, int]:
-    """What does not fit."""
+    """Return the figures of what does not fit."""
     return {
         "num_dropped": len(pieces.dropped),
         "num_dropped_tokens": pieces.num_dropped_tokens,
@@ -135,7 +141,7 @@ def _figures(
     *,
     plan_seconds: float = 0.0,
 ) -> dict[str, Any]:
-    """A candidate, of sums over all steps; ``tokens`` and ``costs`` int64 [steps, ranks]."""
+    """Return a candidate; ``sums`` are over all steps, ``tokens`` and ``costs`` [steps, ranks]."""
     efficiency = sums["num_tokens"] / sums["num_cells"] if sums["num_cells"] else 1.0
     return {
         "max_tokens": packing.max_tokens,
@@ -152,14 +158,14 @@ def _figures(
 
 
 def _max_over_mean(per_step: Ints) -> float:
-    """What the slowest rank of each step takes, in relation to the mean rank: [steps, ranks]."""
+    """Return the share of the slowest rank of each step, relative to the mean rank."""
     total = int(per_step.sum())
     slowest = int(per_step.max(axis=1).sum())
     return slowest * per_step.shape[1] / total if total else 1.0
 
 
 def recommended(candidates: Sequence[Mapping[str, Any]], num_tokens: int) -> dict[str, Any]:
-    """The recommended ``max_tokens`` and ``strategy``, with the reason; see ``packing_report``.
+    """Return the recommended ``max_tokens`` and ``strategy``, with the reason.
 
     ``num_tokens`` are those of all examples.
     """
@@ -186,7 +192,7 @@ def recommended(candidates: Sequence[Mapping[str, Any]], num_tokens: int) -> dic
 
 
 def _nothing_fits(packed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The largest ``max_tokens`` that was tried, as there is nothing to choose by."""
+    """Return the largest ``max_tokens`` that was tried, as there is nothing to choose by."""
     largest = max(packed, key=lambda candidate: candidate["max_tokens"])
     return {
         "max_tokens": largest["max_tokens"],
@@ -197,23 +203,23 @@ def _nothing_fits(packed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _within(candidates: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those with the least padding, or nearly; in their order."""
+    """Return those with the least padding, or nearly, in their order."""
     least = min(candidate["padding"] for candidate in candidates)
     return [c for c in candidates if c["padding"] <= least + _NEARLY]
 
 
 def _num_lost(candidate: Mapping[str, Any]) -> int:
-    """Examples that are not in the rows as they were."""
+    """Return how many examples are dropped or cut."""
     return int(candidate["num_dropped"] + candidate["num_cut"])
 
 
 def _notes(
     packed: Sequence[Mapping[str, Any]], best: Mapping[str, Any], num_tokens: int
 ) -> list[str]:
-    """What the recommended ``max_tokens`` loses, and what the smallest of the next best would."""
+    """Return what the recommended ``max_tokens`` loses, and what a smaller one would."""
     notes = []
     if _num_lost(best):
-        notes.append(f"note: {_losses(best, num_tokens)}; a larger max_tokens keeps more")
+        notes.append(f"note: {losses(best, num_tokens)}; a larger max_tokens keeps more")
     smaller = [
         candidate
         for candidate in packed
@@ -222,14 +228,50 @@ def _notes(
     ]
     if smaller:
         other = min(smaller, key=lambda candidate: (_num_lost(candidate), candidate["max_tokens"]))
-        notes.append(f"note: max_tokens={other['max_tokens']} {_losses(other, num_tokens)}")
+        notes.append(f"note: max_tokens={other['max_tokens']} {losses(other, num_tokens)}")
     return notes
 
 
-def _losses(candidate: Mapping[str, Any], num_tokens: int) -> str:
-    """What does not fit, such as "drops 3 examples (1.2% of the tokens)"."""
+def losses(candidate: Mapping[str, Any], num_tokens: int) -> str:
+    """Return what does not fit: "drops 3 examples (1.2% of the tokens lost)"; "" if all fits."""
     dropped, cut = candidate["num_dropped"], candidate["num_cut"]
     parts = [f"drops {plural(dropped, 'example')}"] if dropped else []
     parts += [f"cuts {plural(cut, 'example')}"] if cut else []
     share = (candidate["num_dropped_tokens"] + candidate["num_cut_tokens"]) / num_tokens
-    return f"{' and '.join(parts)} ({share:.2%} of the tokens lost)"
+    return f"{' and '.join(parts)} ({share:.2%} of the tokens lost)" if parts else ""
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """Return the padding of padded rows and of the recommended plan, in words."""
+    best = report["recommended"]
+    if fits_nothing(report):
+        return f"no example fits into max_tokens={best['max_tokens']}"
+    at_best = [c for c in report["candidates"] if c["max_tokens"] == best["max_tokens"]]
+    padding = {candidate["strategy"]: candidate["padding"] for candidate in at_best}
+    before, after = padding[PADDED], padding[best["strategy"]]
+    return f"padding {before:.1%} -> {after:.1%} at max_tokens={best['max_tokens']}"
+
+
+def fits_nothing(report: Mapping[str, Any]) -> bool:
+    """Whether no example fits into any of the rows."""
+    return all(candidate.get("num_tokens") == 0 for candidate in report["candidates"])
+
+
+def histogram(lengths: Ints) -> dict[str, list[int]]:
+    """Return the examples and tokens whose length is from ``edges[i]`` to below ``edges[i + 1]``.
+
+    >>> histogram(np.array([1, 1, 3]))
+    {'edges': [1, 2, 3, 4], 'examples': [2, 0, 1], 'tokens': [2, 0, 3]}
+    """
+    least, most = int(lengths.min()), int(lengths.max())
+    count = min(_MOST_BINS, max(1, 4 * int(np.sqrt(len(lengths)))))
+    if most > _WIDE * least:
+        edges = np.unique(np.ceil(np.geomspace(least, most + 1, count + 1)).astype(np.int64))
+    else:
+        size = -(-(most + 1 - least) // count)  # the same for all, or they look uneven
+        edges = np.arange(least, most + size + 1, size)
+    counts = (np.histogram(lengths, edges, weights=of)[0] for of in (None, lengths))
+    names = ("examples", "tokens")
+    return {"edges": edges.tolist()} | {
+        name: found.tolist() for name, found in zip(names, counts, strict=True)
+    }

@@ -1,16 +1,17 @@
-"""``packing_report``: what padding and packing make of your data, side by side."""
+"""``packing_report``: the rows that padding and packing make of a dataset, side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torch_collate_kit._checks import (
     checked_bool,
+    checked_choice,
     checked_int,
     checked_optional_int,
     needed_package,
@@ -24,11 +25,18 @@ from torch_collate_kit.reporting.candidates import (
     PADDED,
     candidates_of,
     capacities_to_try,
+    fits_nothing,
+    headline,
+    histogram,
     recommended,
 )
 from torch_collate_kit.reporting.lengths import checked_limits, data_lengths
+from torch_collate_kit.reporting.plots import PLOTS
 
-__all__ = ["PackingReport", "headline", "packing_report"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["PackingReport", "packing_report"]
 
 _STRATEGIES = ("best_fit_decreasing", "balanced", "sequential")
 _LARGEST = 1 << 62
@@ -38,10 +46,11 @@ _KEYS = {"data", "options", "candidates", "recommended"}
 
 
 class PackingReport(dict[str, Any]):
-    """What ``packing_report`` returns: a dict for ``json.dumps`` that prints as a table.
+    """The result of ``packing_report``: a dict for ``json.dumps`` that prints as a table.
 
-    - ``"data"``: ``num_examples``, ``num_tokens``, ``mean``, ``median``, ``longest``;
-    - ``"options"``: what the plans were made with;
+    - ``"data"``: ``num_examples``, ``num_tokens``, ``mean``, ``median``, ``longest`` and a
+      ``histogram`` of lengths;
+    - ``"options"``: the options of the plans;
     - ``"candidates"``: a dict for each ``max_tokens`` and strategy, padded rows first;
     - ``"recommended"``: ``max_tokens``, ``strategy``, the ``reason``, and ``notes``.
 
@@ -56,15 +65,37 @@ class PackingReport(dict[str, Any]):
     """
 
     def to_frame(self) -> Any:
-        """The candidates as a pandas DataFrame, a row each.
+        """Return the candidates as a pandas DataFrame, a row each.
 
         Raises:
             ImportError: pandas is not installed.
         """
         return needed_package("pandas", "PackingReport.to_frame").DataFrame(self["candidates"])
 
+    def plot(self, what: str = "padding", *, ax: Axes | None = None) -> Axes:
+        """Draw one of three plots with matplotlib, on ``ax`` or a new figure.
+
+        Args:
+            what: "padding", of every candidate, with what it loses; "balance", how much more than
+                the mean the heaviest rank of a step has, for which the others wait; "lengths", the
+                share of examples and of tokens by length.
+            ax: axes to draw on; by default those of a new figure.
+
+        Returns the axes. Nothing is shown: call ``plt.show()``, or
+        ``report.plot().figure.savefig("padding.png")``.
+
+        Raises:
+            ValueError: another plot.
+            ImportError: matplotlib is not installed.
+
+        >>> packing_report([5, 3, 9, 2], 20, show=False).plot().get_title()
+        'padding 47.2% -> 0.0% at max_tokens=20'
+        """
+        checked_choice("what", what, tuple(PLOTS))
+        return PLOTS[what](self, ax)
+
     def __repr__(self) -> str:
-        """Lines of at most 100 characters: the data, a table, what is recommended."""
+        """Return the data, a table and the recommendation, in lines of at most 100 characters."""
         if not self.keys() >= _KEYS:
             return super().__repr__()
         names, rows = _table(self)
@@ -76,7 +107,7 @@ class PackingReport(dict[str, Any]):
         return "\n".join([*texts, "", headline(self), *_recommendation(self)])
 
     def _repr_html_(self) -> str | None:
-        """The same with a table; the recommended row is bold."""
+        """Return the report as an HTML table, the recommended layout in bold."""
         if not self.keys() >= _KEYS:
             return None
         names, rows = _table(self)
@@ -108,33 +139,35 @@ def packing_report(
 
     Recommended is the smallest ``max_tokens`` of those that drop and cut the fewest examples and
     leave at most 2% padding; if they all leave more, the smallest within half a point of the least.
-    Examples come first because what is lost cannot be learnt from, and small ``max_tokens`` because
-    memory grows with it. The strategy is the first one within half a point of the least padding.
+    The strategy is the first one within half a point of the least padding.
 
     Args:
         data: lengths, a TokenizedDataset, a datasets.Dataset, the path of an Arrow or Parquet file,
-            or examples or columns with ``input_ids`` (or rollouts). No token is read, but of an
-            ``attention_mask`` every value is, to refuse padded examples.
+            or examples or columns with ``input_ids`` (or rollouts). No token is read, only any
+            ``attention_mask``, to refuse padded examples.
         max_tokens: one or several. None tries powers of two, and a few numbers between them, from
             what holds 99 of 100 examples to twice what holds all.
         strategies: of ``pack``. None: best fit, balanced and sequential, but best fit alone if
             ``max_tokens`` is None.
         parallel: the layout; its ``dp`` ranks share the rows, and its ``align`` pads examples.
-        overflow: what to do with examples longer than a row. "drop" and "truncate" count what is
-            lost; "split" counts the examples it cuts; "raise" raises.
-        balance, cost, max_sequences_per_row, max_patches: as for ``pack``.
-        patches: of examples with images, as for ``pack``. A TokenizedDataset with ``vision`` has
-            them.
-        batch_size: examples that are packed together, over all ranks: the batch that a collator
-            gets. None packs all of the data at once, as if it had been packed before training.
+        overflow: for examples longer than a row: "drop" and "truncate" count what is lost, "split"
+            counts the examples it cuts, "raise" raises.
+        balance: as for ``pack``.
+        cost: as for ``pack``; language and vision together.
+        max_sequences_per_row: as for ``pack``.
+        patches: of examples with images, as for ``pack``; by default those of a TokenizedDataset
+            with ``vision``.
+        max_patches: as for ``pack``.
+        batch_size: examples that are packed together, over all ranks: the batch of a collator.
+            None packs all of the data at once, as if it had been packed before training.
         padded_batch_size: examples that a rank pads together. None: ``batch_size`` divided by the
             ranks, or 8.
         show: print the report.
 
     Padded rows are as wide as the longest example of their batch, in the order of the data, and
-    hold the same examples as packed rows. ``max_over_mean`` is what the slowest rank of a step
-    takes in relation to the mean rank, over all steps. A step is a batch; where all data is packed
-    at once, one row per rank. ``cost`` is that of ``ModelCost``, language and vision together.
+    hold the same examples as packed rows. ``max_over_mean`` compares the slowest rank of a step to
+    the mean rank, over all steps. A step is a batch; where all data is packed at once, one row per
+    rank.
 
     Raises:
         DataError: no examples; a length below 1; a padded example; columns of different lengths;
@@ -182,7 +215,7 @@ def packing_report(
 def _packings(
     packing: PackingOptions, max_tokens: int | Sequence[int], strategies: Sequence[str]
 ) -> list[PackingOptions]:
-    """Every ``max_tokens`` with every strategy, each once, in the order given."""
+    """Return every ``max_tokens`` with every strategy, each once, in the order given."""
     if isinstance(strategies, str):
         strategies = [strategies]
     if not len(strategies):
@@ -213,6 +246,7 @@ def _report(
             "mean": num_tokens / len(lengths),
             "median": float(np.median(lengths)),
             "longest": int(lengths.max()),
+            "histogram": histogram(lengths),
         },
         options={**options, "batch_size": batch_size, "padded_batch_size": padded_batch_size},
         candidates=candidates,
@@ -220,29 +254,8 @@ def _report(
     )
 
 
-def headline(report: PackingReport) -> str:
-    """What packing saves: the padding of padded rows, and of the recommended plan.
-
-    >>> figures = {"max_tokens": 8, "strategy": "padded", "padding": 0.45}
-    >>> best = {"max_tokens": 8, "strategy": "sequential", "padding": 0.021}
-    >>> headline(PackingReport(candidates=[figures, best], recommended=best))
-    'padding 45.0% -> 2.1% at max_tokens=8'
-    """
-    best = report["recommended"]
-    if _fits_nothing(report):
-        return f"no example fits into max_tokens={best['max_tokens']}"
-    at_best = [c for c in report["candidates"] if c["max_tokens"] == best["max_tokens"]]
-    padding = {candidate["strategy"]: candidate["padding"] for candidate in at_best}
-    before, after = padding[PADDED], padding[best["strategy"]]
-    return f"padding {before:.1%} -> {after:.1%} at max_tokens={best['max_tokens']}"
-
-
-def _fits_nothing(report: PackingReport) -> bool:
-    return all(candidate.get("num_tokens") == 0 for candidate in report["candidates"])
-
-
 def _intro(report: PackingReport, names: Sequence[str]) -> list[str]:
-    """What the data are, and what the columns of these ``names`` say."""
+    """Return lines about the data, and about the columns of these ``names``."""
     data, options = report["data"], report["options"]
     lines = [
         f"{plural(data['num_examples'], 'example')}, {data['num_tokens']:,} tokens; median "
@@ -263,7 +276,7 @@ def _intro(report: PackingReport, names: Sequence[str]) -> list[str]:
 
 
 def _table(report: PackingReport) -> tuple[list[str], list[list[str]]]:
-    """Header and rows; a column that says nothing for any candidate is left out."""
+    """Return the header and the rows, without columns that say nothing for any candidate."""
     candidates = report["candidates"]
     columns: dict[str, list[str]] = {
         "max_tokens": [str(c["max_tokens"]) for c in candidates],
@@ -301,7 +314,7 @@ def _time(seconds: float) -> str:
 
 def _recommendation(report: PackingReport) -> list[str]:
     best = report["recommended"]
-    if _fits_nothing(report):
+    if fits_nothing(report):
         return [f"recommended: nothing; {best['reason']}"]
     first = f"recommended: max_tokens={best['max_tokens']}, {best['strategy']}"
     return [first, f"  {best['reason']}", *(f"  {note}" for note in best["notes"])]

@@ -1,3 +1,3 @@
-"""A batch as people see it: rows drawn as text and in HTML, and a row token by token."""
+"""A batch for people to read: rows as text, HTML or a plot, and one row token by token."""
 
 from __future__ import annotations

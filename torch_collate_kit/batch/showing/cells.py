@@ -1,4 +1,4 @@
-"""What every cell of some rows holds, one by one, in blocks, and in runs that look the same."""
+"""The contents of every cell of a batch: one by one, in blocks, and in runs that look the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Cells", "Kind", "Runs", "cells_of", "example_numbers", "examples_per
 
 
 class Kind(IntEnum):
-    """What a cell holds."""
+    """The kind of thing that a cell holds."""
 
     TOKEN = 0
     IMAGE = 1
@@ -43,7 +43,7 @@ class Cells(NamedTuple):
 
     @property
     def is_own(self) -> np.ndarray:
-        """bool [R, W]: a token or an image of an example."""
+        """Cells with a token or an image of an example: bool [R, W]."""
         return (self.kinds == Kind.TOKEN) | (self.kinds == Kind.IMAGE)
 
     @property
@@ -53,9 +53,9 @@ class Cells(NamedTuple):
         return np.where(self.is_own, before[:, None] + self.segments, -1)
 
     def in_blocks(self, most: int) -> tuple[Cells, int]:
-        """At most so many blocks per row, of what most of their cells hold; the cells of a block.
+        """Return at most so many blocks per row for the cells, and the size of a block.
 
-        The last block of a row may have fewer.
+        The last block of a row may have fewer cells.
         """
         num_rows, width = self.kinds.shape
         size = 1
@@ -89,9 +89,9 @@ class Runs(NamedTuple):
 
 
 def examples_per_row(stored: Storage) -> np.ndarray | None:
-    """int64 [R], the sub-sequences of each row, which are its first segments.
+    """Return the number of sub-sequences of each row, int64 [R].
 
-    None of a Batch that was built by hand without ``row_metadata["example_indices"]``.
+    None for a batch that was built by hand without ``row_metadata["example_indices"]``.
     """
     indices = stored.row_metadata.get("example_indices")
     if isinstance(indices, Ragged):
@@ -104,7 +104,7 @@ def examples_per_row(stored: Storage) -> np.ndarray | None:
 
 
 def example_numbers(stored: Storage) -> np.ndarray | None:
-    """``row_metadata["example_indices"]`` of all rows, one after the other; None if not known."""
+    """Return ``row_metadata["example_indices"]`` of all rows, joined; None if not known."""
     indices = stored.row_metadata.get("example_indices")
     if not isinstance(indices, Ragged) or not _is_readable(indices.values):
         return None
@@ -112,9 +112,9 @@ def example_numbers(stored: Storage) -> np.ndarray | None:
 
 
 def cells_of(stored: Storage) -> Cells | None:
-    """The cells of all rows; makes no dense field and waits for no device.
+    """Return the cells of all rows, without making a dense field or waiting for a device.
 
-    None of a Batch built from dense tensors without ``input_ids`` ``[R, W]`` in host memory.
+    None for a batch built from dense tensors without ``input_ids`` ``[R, W]`` in host memory.
     """
     counts = examples_per_row(stored)
     if stored.columns:
@@ -131,7 +131,7 @@ def cells_of(stored: Storage) -> Cells | None:
 
 
 def _of_columns(columns: Columns, counts: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Kinds and segments; ``counts`` are the examples of each row."""
+    """Return kinds and segments; ``counts`` are the examples of each row."""
     placement, shape = columns.placement, (columns.num_rows, columns.placement.width)
     kinds = np.full(shape[0] * shape[1], Kind.PAD, dtype=np.uint8)
     numbers, lengths = placement.numbers(), placement.segments["lengths"].values.astype(np.int64)
@@ -152,7 +152,7 @@ def _of_columns(columns: Columns, counts: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _of_dense(given: dict[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Kinds and segments, fillers taken for tokens."""
+    """Return kinds and segments, fillers taken for tokens."""
     ids: Any = given.get("input_ids")
     if not _is_readable(ids) or ids.ndim != 2:
         return None
@@ -172,7 +172,7 @@ def _of_dense(given: dict[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _trained(stored: Storage, shape: tuple[int, ...]) -> np.ndarray | None:
-    """By the columns, or where fields were given by ``loss_mask``, else by ``labels``."""
+    """Return which cells are trained, by the columns or a given ``loss_mask``, else ``labels``."""
     columns, given = stored.columns, stored.given
     trained = np.zeros(shape, dtype=bool)
     if columns and "loss_mask" not in given:
@@ -190,14 +190,14 @@ def _trained(stored: Storage, shape: tuple[int, ...]) -> np.ndarray | None:
 
 
 def _is_readable(values: Any) -> bool:
-    """A tensor or an array in host memory."""
+    """Return whether this is a tensor or an array in host memory."""
     return isinstance(values, np.ndarray) or (
         isinstance(values, Tensor) and values.device.type == "cpu"
     )
 
 
 def runs_of(cells: Cells) -> Runs:
-    """The runs of all rows, row by row."""
+    """Return the runs of all rows, row by row."""
     size, width = cells.kinds.size, max(1, cells.kinds.shape[1])
     kinds, segments = cells.kinds.ravel().astype(np.int64), cells.segments.ravel()
     trained = np.zeros_like(kinds) if cells.trained is None else cells.trained.ravel().astype(int)

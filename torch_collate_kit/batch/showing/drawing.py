@@ -1,9 +1,9 @@
-"""A batch drawn, as text and in HTML for a notebook: its first rows, and what is stored.
+"""A batch as text, and in HTML for a notebook: its first rows, and the stored fields.
 
 In HTML, without scripts or style sheets, rows are coloured bars. Trained tokens are bars of full
 height in a strong colour, others are half as high and pale, so that they differ without colours,
-too. The colours are those of Okabe and Ito, which are told apart with every kind of colour vision,
-on a light and on a dark page.
+too. The colours are those of Okabe and Ito, which differ with every kind of colour vision, on a
+light and on a dark page.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _FILLS = {
 
 
 def _first_rows(stored: Storage) -> Cells | None:
-    """The rows that are drawn; None where the batch does not say what their cells hold."""
+    """Return the cells of the first rows; None where they are not known."""
     return cells_of(stored.change(lambda rows: rows[:_MAX_ROWS]))
 
 
 def described(stored: Storage) -> str:
-    """The repr: a title, the first rows, a legend and the fields, in lines of 80 characters."""
+    """Return the repr: a title, the first rows, a legend and the fields, 80 characters wide."""
     lines = [fill(title(stored), _WIDTH, subsequent_indent="    ")]
     cells = _first_rows(stored)
     if cells is not None:
@@ -89,7 +89,7 @@ def title(stored: Storage) -> str:
 
 
 def _counts(stored: Storage, placement: Placement) -> list[str]:
-    """Examples and tokens."""
+    """Return the number of examples and of tokens, in words."""
     counts: Any = examples_per_row(stored)
     is_own = placement.numbers() < counts[placement.rows()]
     num_tokens = int(placement.segments["lengths"].values[is_own].sum())
@@ -102,13 +102,13 @@ def _counts(stored: Storage, placement: Placement) -> list[str]:
 
 
 def _percent(share: float) -> str:
-    """Without rounding to 0% what is more, or to 100% what is less."""
+    """Format a share; only 0 is shown as 0%, and only 1 as 100%."""
     text = f"{share:.0%}"
     return text if (text in ("0%", "100%")) == (share in (0, 1)) else f"{share:.2%}"
 
 
 def _field_lines(stored: Storage) -> dict[str, str]:
-    """The fields: what is stored of them, what is made when it is read, and what was given."""
+    """Return the names of the fields: those stored, made when read, and given."""
     columns, given = stored.columns, stored.given
     lines = {}
     if columns:
@@ -130,7 +130,7 @@ def _form(value: Any) -> str:
 
 
 def _text_rows(blocks: Cells) -> list[str]:
-    """A letter or symbol for each block."""
+    """Draw each row as a letter or symbol per block."""
     trained = np.zeros_like(blocks.kinds) if blocks.trained is None else blocks.trained
     looks = np.stack([blocks.kinds, blocks.examples, trained], axis=-1)
     return ["".join(_symbol(*block) for block in row) for row in looks.tolist()]
@@ -158,7 +158,7 @@ def _text_legend(blocks: Cells, size: int, *, is_made: bool) -> str:
 
 
 def html_of(stored: Storage) -> str:
-    """What ``_repr_html_`` returns."""
+    """Return the batch in HTML."""
     parts = [f"<div><div><b>{escape(title(stored))}</b></div>"]
     cells = _first_rows(stored)
     if cells is not None:
@@ -175,7 +175,7 @@ def html_of(stored: Storage) -> str:
 
 
 def _html_rows(blocks: Cells, size: int, width: int, names: np.ndarray | None) -> list[str]:
-    """A bar for each run of blocks; ``names`` are the numbers of the examples in the call."""
+    """Draw a bar for each run of blocks; ``names`` are the numbers of the examples."""
     bars = [""] * len(blocks.kinds)
     runs = runs_of(blocks)
     num_cells = np.minimum((runs.starts + runs.lengths) * size, width) - runs.starts * size
@@ -183,8 +183,8 @@ def _html_rows(blocks: Cells, size: int, width: int, names: np.ndarray | None) -
     for row, count, kind, example, trained in looks.tolist():
         is_trained = None if blocks.trained is None else bool(trained)
         share, look = 100 * count / width, _look(kind, example, is_trained)
-        told = _told(kind, example, is_trained, count, names)
-        bars[row] += f'<div style="width:{share:.4g}%;{look}" title="{told}"></div>'
+        hover = _hover_text(kind, example, is_trained, count, names)
+        bars[row] += f'<div style="width:{share:.4g}%;{look}" title="{hover}"></div>'
     return [
         '<div style="display:flex;align-items:center;margin:2px 0">'
         f'<code style="flex:none;width:5em">row {i}</code>'
@@ -195,7 +195,7 @@ def _html_rows(blocks: Cells, size: int, width: int, names: np.ndarray | None) -
 
 
 def _look(kind: Kind, example: int, is_trained: bool | None) -> str:
-    """The style of a bar; ``is_trained`` is None where that is not known."""
+    """Return the style of a bar; ``is_trained`` is None where that is not known."""
     if kind != Kind.TOKEN:
         return f"height:100%;background:{_FILLS[kind]}"
     color = _COLORS[example % len(_COLORS)]
@@ -203,10 +203,10 @@ def _look(kind: Kind, example: int, is_trained: bool | None) -> str:
     return f"height:{50 if pale else 100}%;background:{color}{'88' if pale else ''}"
 
 
-def _told(
+def _hover_text(
     kind: Kind, example: int, is_trained: bool | None, num_cells: int, names: np.ndarray | None
 ) -> str:
-    """What a bar says under the pointer."""
+    """Return the text that is shown under the pointer."""
     cells = plural(num_cells, "cell")
     if kind not in (Kind.TOKEN, Kind.IMAGE):
         return f"{_NAMES[kind]}: {cells}"

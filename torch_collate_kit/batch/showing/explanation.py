@@ -1,4 +1,4 @@
-"""A row of a batch token by token: the text of each, and all that the batch holds of it."""
+"""A row of a batch token by token: text, label, weight and the other fields."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def explained(
     cells: slice,
     max_tokens: int | None,
 ) -> Explanation:
-    """As ``Batch.explain``: one row in host memory, its dense fields and all that is stored."""
+    """Explain one row in host memory, from its dense fields and what is stored of it."""
     checked_optional_int("max_tokens", max_tokens, hint="None shows all tokens")
     of_row = cells_of(stored)
     if of_row is None:
@@ -63,7 +63,7 @@ def explained(
 
 
 def row_of(stored: Storage, row: int | None, example: int | None) -> int:
-    """The row that is named, counted from 0, or the first one with a piece of the example."""
+    """Return the number of the row, or of the first one with a piece of the example."""
     num_rows, indices = stored.num_rows, stored.row_metadata.get("example_indices")
     if example is not None:
         if not isinstance(indices, Ragged):
@@ -98,12 +98,12 @@ def _counts(cells: Cells) -> str:
 
 
 def _of_examples(values: list[Any], cells: Cells) -> list[Any]:
-    """The value of every cell's example, by its number in the row; None where there is none."""
+    """Return the value of every cell's example; None where there is no example."""
     return [values[i] if 0 <= i < len(values) else None for i in cells.segments[0].tolist()]
 
 
 def _columns_of(one: Mapping[str, Any], stored: Storage, cells: Cells) -> dict[str, list[Any]]:
-    """What there is of every cell, a list [W] of each."""
+    """Return a list [W] of values for each thing that is known of the cells."""
     width = cells.kinds.shape[1]
     columns: dict[str, list[Any]] = {"cell": [*range(width)]}
     indices = stored.row_metadata.get("example_indices")
@@ -129,7 +129,7 @@ def _columns_of(one: Mapping[str, Any], stored: Storage, cells: Cells) -> dict[s
 def _values_of(
     name: str, one: Mapping[str, Any], stored: Storage, cells: Cells
 ) -> list[Any] | None:
-    """Of a field that is stored, per token, response token or example; None of any other."""
+    """Return a value per cell of a field per token, response token or example, else None."""
     spec = stored.columns.specs.get(name)
     if isinstance(spec, PerExample):
         return _of_examples(one[name][0].tolist(), cells)
@@ -146,7 +146,7 @@ def _values_of(
 
 
 def _of_cells(field: Any, width: int, sizes: Sequence[int]) -> list[Any] | None:
-    """A field ``[1, W]``, or right-aligned ``[1, A]``, of one of these sizes; else None."""
+    """Return a value per cell of a field ``[1, W]``, or right-aligned ``[1, A]``, else None."""
     if not isinstance(field, Tensor) or field.ndim != 2 or field.shape[1] not in sizes:
         return None
     return [None] * (width - field.shape[1]) + field[0].tolist()
@@ -193,11 +193,11 @@ class Explanation:
         return len(self.columns["cell"])
 
     def to_dict(self) -> dict[str, list[Any]]:
-        """The columns, with ``text`` after ``id``: what ``pandas.DataFrame`` takes."""
+        """Return the columns, with ``text`` after ``id``, as ``pandas.DataFrame`` accepts them."""
         return self._part(slice(None))
 
     def records(self) -> list[dict[str, Any]]:
-        """A dict for every token."""
+        """Return a dict for every token."""
         columns = self.to_dict()
         return [
             dict(zip(columns, values, strict=True))
@@ -213,7 +213,7 @@ class Explanation:
         return columns
 
     def _lines(self) -> tuple[list[str], list[list[str] | str]]:
-        """The names of the columns, and lines of cells, or of words about what is not shown."""
+        """Return the names of the columns, and lines of cells, or words for what is left out."""
         hidden = max(0, len(self) - self._max_tokens)
         tail = self._max_tokens // 2 if hidden else 0
         head = len(self) - hidden - tail
@@ -224,7 +224,7 @@ class Explanation:
             for values in zip(*part.values(), strict=True):
                 shown = dict(zip(part, values, strict=True))
                 lines += _skipped(expected, shown["cell"])
-                lines.append([_shown(name, value) for name, value in shown.items()])
+                lines.append([_cell_text(name, value) for name, value in shown.items()])
                 expected = shown["cell"] + 1
             if hidden and part is parts[0]:
                 lines.append(f"... {plural(hidden, 'more token')}")
@@ -251,12 +251,12 @@ class Explanation:
 
 
 def _skipped(expected: int | None, cell: int) -> list[str]:
-    """A line about the cells without a token before ``cell``."""
+    """Return a line about the cells without a token before ``cell``."""
     count = 0 if expected is None else cell - expected
     return [f"... {plural(count, 'cell')} of padding"] if count > 0 else []
 
 
-def _shown(name: str, value: Any) -> str:
+def _cell_text(name: str, value: Any) -> str:
     if value is None or (name == "label" and value == IGNORE_INDEX):
         return "-"
     if name == "weight" and value == 0:
@@ -268,10 +268,10 @@ def _shown(name: str, value: Any) -> str:
 
 
 def token_texts(ids: list[int], tokenizer: Any) -> list[str]:
-    r"""The text of every id by itself, quoted, with white space and control characters escaped.
+    r"""Return the text of every id by itself, quoted, with control characters escaped.
 
-    A token that is a part of a character in UTF-8 gives its bytes, ``b'\xe2\x82'``, and one that
-    is not in the vocabulary ``?``. ``tokenizer`` is one of transformers, or a processor.
+    A token that is a part of a character in UTF-8 is shown as its bytes, ``b'\xe2\x82'``, and one
+    that is not in the vocabulary as ``?``. ``tokenizer`` is one of transformers, or a processor.
 
     Raises:
         TypeError: no tokenizer.
@@ -305,7 +305,7 @@ def _text(token: int, tokenizer: Any) -> str:
 
 
 def _piece(token: int, tokenizer: Any) -> str | None:
-    """How the vocabulary writes it; None if it is not there."""
+    """Return how the vocabulary writes a token; None if it is not there."""
     if token < 0:
         return None
     if not hasattr(tokenizer, "convert_ids_to_tokens"):
@@ -318,7 +318,7 @@ def _piece(token: int, tokenizer: Any) -> str | None:
 
 
 def _bytes_of(piece: str) -> bytes | None:
-    """The bytes of a piece of a byte-level vocabulary; None if it is of another kind."""
+    """Return the bytes of a piece of a byte-level vocabulary; None if it is of another kind."""
     if found := _BYTE.fullmatch(piece):
         return bytes([int(found[1], 16)])
     alphabet = _byte_alphabet()
@@ -326,11 +326,7 @@ def _bytes_of(piece: str) -> bytes | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """How byte-level BPE writes bytes: printable ones as they are, others from U+0100 on.
-
-    >>> _byte_alphabet()["\u0120"]
-    32
-    """
+    """Return the byte for each character of byte-level BPE: printable ones, others from U+0100."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,6 +1,6 @@
-"""Tables as text and as HTML: numbers on the right, and the columns that are named on the left.
+"""Tables as text and as HTML, right-aligned but for the columns named in ``left``.
 
-A row is its cells, or words that stand on a line of their own.
+A row is its cells, or a text on a line of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["html_table", "text_table"]
 def text_table(
     names: Sequence[str], rows: Sequence[Sequence[str] | str], left: Collection[str]
 ) -> list[str]:
-    """A line with the names of the columns, and one per row.
+    """Return a line with the names of the columns, and one per row.
 
     >>> text_table(["id", "text"], [["5", "a"], "...", ["1,234", "b"]], left=["text"])
     ['   id  text', '    5  a', '...', '1,234  b']
@@ -36,7 +36,7 @@ def text_table(
 
 
 def _width(text: str) -> int:
-    """How wide a terminal shows it."""
+    """Return how many columns of a terminal a text takes."""
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
@@ -45,8 +45,10 @@ def html_table(
     rows: Sequence[Sequence[str] | str],
     left: Collection[str],
     styles: Sequence[str],
+    *,
+    wrap: bool = False,
 ) -> str:
-    """The same with a CSS style for each row, which may be empty.
+    """Return an HTML table, with a CSS style for each row; ``wrap`` breaks long lines.
 
     >>> html_table(["text"], [["<b>"]], ["text"], [""])
     '<table style="color:inherit"><tr><th style="text-align:left">text</th></tr><tr><td
@@ -56,13 +58,13 @@ def html_table(
     html = ""
     for name, side in zip(names, sides, strict=True):
         html += f'<th style="text-align:{side}">{escape(name)}</th>'
-    html = f"<tr>{html}</tr>"
+    html, space = f"<tr>{html}</tr>", "pre-wrap" if wrap else "pre"
     for row, style in zip(rows, styles, strict=True):
         html += f'<tr style="{style}">' if style else "<tr>"
         if isinstance(row, str):
             html += f'<td colspan="{len(names)}"><i>{escape(row)}</i></td>'
         else:
             for cell, side in zip(row, sides, strict=True):
-                html += f'<td style="text-align:{side};white-space:pre">{escape(cell)}</td>'
+                html += f'<td style="text-align:{side};white-space:{space}">{escape(cell)}</td>'
         html += "</tr>"
     return f'<table style="color:inherit">{html}</table>'

@@ -1,4 +1,4 @@
-"""Supervision that looks healthy and is not: each kind found by one small check."""
+"""Supervision that looks healthy and is not: one small check for each kind."""
 
 from __future__ import annotations
 

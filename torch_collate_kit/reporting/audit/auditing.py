@@ -1,4 +1,4 @@
-"""The audit of a dataset: a table of checks, each run on the same columns."""
+"""The audit of a dataset: all checks, run on the same columns."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch_collate_kit._checks import checked_bool, checked_optional_int
 from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.reporting.audit import (
     answer_checks,
-    label_checks,
+    group_checks,
     logprob_checks,
-    rollout_checks,
     row_checks,
     target_checks,
     template_checks,
     text_checks,
     token_checks,
 )
+from torch_collate_kit.reporting.audit.check import Check
 from torch_collate_kit.reporting.audit.findings import SEVERITIES, AuditReport, Finding
 from torch_collate_kit.reporting.audit.reading import read_dataset
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
@@ -27,17 +27,18 @@ from torch_collate_kit.vision import VisionLayout
 __all__ = ["CHECKS", "audit"]
 
 # Findings of one severity are in this order
-CHECKS = (
-    *row_checks.REFUSED,
-    *target_checks.CHECKS,
-    *token_checks.CHECKS,
-    *label_checks.CHECKS,
-    *answer_checks.CHECKS,
-    *text_checks.CHECKS,
-    *row_checks.REPEATED,
-    *rollout_checks.CHECKS,
-    *logprob_checks.CHECKS,
-    *template_checks.CHECKS,
+_MODULES = (
+    row_checks,
+    target_checks,
+    token_checks,
+    answer_checks,
+    text_checks,
+    group_checks,
+    logprob_checks,
+    template_checks,
+)
+CHECKS = tuple(
+    found for module in _MODULES for found in vars(module).values() if isinstance(found, Check)
 )
 _LARGEST = 1 << 62  # no row is longer, and a place in the dataset added to it is still int64
 
@@ -64,8 +65,11 @@ def audit(
             needs special tokens or a chat template is not checked, and examples are shown as ids.
         max_tokens: the length at which rows will be cut; None leaves that out.
         train_all: as of the collators, for examples without a loss target.
-        train_on, tools, chat_template_kwargs, image_root: as of ``tokenize_chat``, for chat
-            records. Empty answers are not refused here: they are a finding.
+        train_on: as of ``tokenize_chat``, for chat records. Empty answers are not refused here:
+            they are a finding.
+        tools: as of ``tokenize_chat``.
+        chat_template_kwargs: as of ``tokenize_chat``.
+        image_root: as of ``tokenize_chat``.
         vision: how images become tokens; that of ``tokenizer`` if it is a processor.
 
     Returns an :class:`AuditReport`: findings with the numbers of the rows and one decoded example.
@@ -106,14 +110,11 @@ def audit(
     findings: list[Finding] = []
     not_checked: dict[str, str] = {}
     for check in CHECKS:
-        if check.of_rows and not len(columns.lengths):
-            continue
         missing = check.missing(columns)
-        finding = None if missing else check.finding(columns)
-        if missing:
-            not_checked[check.name] = missing
-        elif finding is not None:
+        if missing is None and (finding := check.finding(columns)):
             findings.append(finding)
+        elif missing:
+            not_checked[check.name] = missing
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return AuditReport(
         findings,
@@ -124,7 +125,7 @@ def audit(
 
 
 def _chat_options(tokenizer: Any, image_root: Any, **options: Any) -> ChatOptions:
-    """What tokenize_chat is called with: of a processor images are read, but not their pixels."""
+    """Return the options of tokenizing; a processor's images are read without their pixels."""
     if hasattr(tokenizer, "image_processor"):
         return ChatOptions(None, tokenizer, pixels=False, image_root=image_root, **options)
     if tokenizer is None:

@@ -1,51 +1,25 @@
-"""What checks look at: the tokens of all rows in one flat column, and what is trained of them."""
+"""The tokens of all rows in one flat column, and what is trained of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.reporting.audit.findings import Severity
+from torch_collate_kit.reporting.audit.findings import Found, Refused, Severity, words_of
 from torch_collate_kit.reporting.audit.turns import Turns, turns_of
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 
-__all__ = ["AuditColumns", "Found", "Refused"]
+__all__ = ["AuditColumns", "Found", "Refused", "words_of"]
 
 _BEFORE, _AFTER, _LONGEST = 24, 12, 40  # tokens of an excerpt
 _AGREE, _DISAGREE = 0.9, 0.5  # of the labels of a row that are shifted
 _LEAST_LABELS = 2
 _LEAST_CHANCE, _CERTAIN = 0.01, 1e-6  # of a zero, at least; that values are equal by chance
 _AT_A_TIME = 1 << 17  # tokens
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a check found."""
-
-    rows: np.ndarray
-    """int64, the numbers of the rows in the user's data, each once."""
-    example: str = ""
-    """One of them as text, with the place that shows it marked."""
-    severity: Severity | None = None
-    """Where it differs from that of the check."""
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """What the message has in addition to the counts."""
-    num_rows: int | None = None
-    """Of how many rows; None: of those that were read."""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A row that no collator takes."""
-
-    number: int
-    message: str
-    of_images: bool = False
-    """Whether its text would be taken without its images."""
 
 
 def _none(dtype: Any = np.int64) -> np.ndarray:
@@ -57,37 +31,37 @@ class AuditColumns:
     """Rows of tokens, flat. Legend: N rows, T tokens of all rows."""
 
     numbers: np.ndarray = field(default_factory=_none)
-    """int64 [N], which row of the user's data each one is of."""
+    """int64 [N], the number of each row in the user's data."""
     ids: np.ndarray = field(default_factory=_none)
     """Integers [T]."""
     lengths: np.ndarray = field(default_factory=_none)
     """int64 [N], 1 or more."""
     trained: np.ndarray = field(default_factory=lambda: _none(np.bool_))
-    """bool [T], as collators see it: the first token of a row is not trained."""
+    """bool [T], trained tokens; never the first of a row, as for collators."""
     has_image: np.ndarray = field(default_factory=lambda: _none(np.bool_))
-    """bool [N], rows with images, of which text alone does not say whether they are equal."""
+    """bool [N], rows with images; equal text does not make them equal."""
     num_cut: np.ndarray = field(default_factory=_none)
-    """int64 [N], tokens that a row has lost already."""
+    """int64 [N], tokens that each row had lost before the audit."""
     has_target: bool = False
     """Whether the rows say what is trained."""
     labels: np.ndarray | None = None
-    """Integers [T], where labels are what says it."""
+    """Integers [T], where the target is given as labels."""
 
     num_actions: np.ndarray | None = None
-    """int64 [N], response tokens per row, of rollouts; the columns below are of rollouts too."""
+    """int64 [N], response tokens per row of rollouts, which the columns below belong to as well."""
     scores: np.ndarray | None = None
     """float64 [N], the sum of the rewards of each row."""
     logprobs: np.ndarray | None = None
     """float32 [T], NaN where there is none: in prompts."""
     uids: np.ndarray | None = None
-    """Objects [N]."""
+    """Objects [N], the uid of each rollout."""
     is_last_step: np.ndarray | None = None
-    """bool [N]."""
+    """bool [N], the last step of each trajectory."""
 
     refused: Sequence[Refused] = ()
-    """Rows that are not among the N, in order."""
+    """Rows that the readers refused, in order; they are not among the N."""
     without_answer: np.ndarray = field(default_factory=_none)
-    """int64, numbers of chat records that give no row, as nothing in them would be trained."""
+    """int64, numbers of chat records without a row, as nothing in them would be trained."""
     has_unread_images: bool = False
     """Whether there are images, and no processor that says how many tokens they take."""
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
@@ -100,12 +74,12 @@ class AuditColumns:
 
     @cached_property
     def num_read(self) -> int:
-        """How many rows of the user's data were read."""
+        """Number of rows of the user's data that were read."""
         return len(np.unique(self.numbers))
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """int64 [N + 1], where each row begins."""
+        """int64 [N + 1], the first token of each row, and T."""
         return np.append(0, np.cumsum(self.lengths))
 
     @cached_property
@@ -131,7 +105,7 @@ class AuditColumns:
 
     @cached_property
     def trained_places(self) -> np.ndarray:
-        """int64, which of the T tokens are trained."""
+        """int64, the trained tokens among the T."""
         return np.flatnonzero(self.trained)
 
     @cached_property
@@ -152,48 +126,39 @@ class AuditColumns:
 
     @cached_property
     def is_fully_trained(self) -> np.ndarray:
-        """bool [N], rows of two tokens or more of which all but the first are trained."""
+        """Rows of two tokens or more of which all but the first are trained: bool [N]."""
         return (self.num_trained == self.lengths - 1) & (self.lengths > 1)
 
     @cached_property
     def other_labels(self) -> np.ndarray:
-        """int64, the tokens whose label is another id."""
+        """int64, tokens with a label that is another id."""
         if self.labels is None:
             return _none()
         return np.flatnonzero(self.trained & (self.labels != self.ids))
 
     @cached_property
     def shifted_labels(self) -> tuple[np.ndarray, np.ndarray]:
-        """bool [N] each: rows whose labels are the next tokens, and those before."""
+        """Rows whose labels are the next tokens, and those before: bool [N] each."""
         num_other = np.bincount(self.rows_of(self.other_labels), minlength=len(self.lengths))
         is_other = num_other > (1 - _DISAGREE) * self.num_trained
         if not is_other.any():  # the usual case, in one pass
             return is_other, is_other
         is_other &= self.num_trained >= _LEAST_LABELS
-        return (
-            is_other & (self._share_of_labels(1) >= _AGREE),
-            is_other & (self._share_of_labels(-1) >= _AGREE),
-        )
+        has_next = self.trained.copy()
+        has_next[self.ends - 1] = False  # the first token of a row is not trained
 
-    def _share_of_labels(self, shift: int) -> np.ndarray:
-        """float64 [N], how many of the labels of a row are the ids ``shift`` tokens further on.
+        def is_shifted(shift: int, is_counted: np.ndarray) -> np.ndarray:
+            is_same = is_counted & (self.labels == np.roll(self.ids, -shift))
+            counts, same = (
+                np.add.reduceat(of, self.starts, dtype=np.int64) for of in (is_counted, is_same)
+            )
+            return is_other & (same >= _AGREE * np.maximum(counts, 1))
 
-        A label whose neighbour is outside the row does not count. 0 where there is none.
-        """
-        is_counted = self.trained
-        if shift == 1:  # the first token of a row is not trained, so it has a neighbour before
-            is_counted = is_counted.copy()
-            is_counted[self.ends - 1] = False
-        is_same = is_counted & (self.labels == np.roll(self.ids, -shift))
-        counts, same = (
-            np.add.reduceat(of, self.starts, dtype=np.int64) for of in (is_counted, is_same)
-        )
-        shares: np.ndarray = same / np.maximum(counts, 1)
-        return shares
+        return is_shifted(1, has_next), is_shifted(-1, self.trained)
 
     @cached_property
     def has_one_logprob(self) -> np.ndarray:
-        """bool [N], rows of which all trained tokens have one value, and more so than by chance."""
+        """Rows whose trained tokens have one value, which chance does not explain: bool [N]."""
         found, places = np.zeros(len(self.lengths), dtype=np.bool_), self.trained_places
         if self.logprobs is None or not len(places):
             return found
@@ -210,13 +175,13 @@ class AuditColumns:
 
     @cached_property
     def is_set_aside(self) -> np.ndarray:
-        """bool [N], rows that another finding explains: trained as a whole, or shifted."""
+        """Rows with another explanation, trained as a whole or shifted: bool [N]."""
         is_shifted = self.in_rows(self.turns.rows[self.turns.shifts != 0])
         return self.is_fully_trained | is_shifted | np.logical_or(*self.shifted_labels)
 
     @cached_property
     def is_end(self) -> np.ndarray:
-        """bool [T], tokens that end an answer."""
+        """Tokens that end an answer: bool [T]."""
         found = np.zeros(len(self.ids), dtype=np.bool_)
         for token in self.vocabulary.end_ids:
             found[self.places_of_id(token)] = True
@@ -224,33 +189,33 @@ class AuditColumns:
 
     @cached_property
     def turns(self) -> Turns:
-        """The turns of all roles."""
+        """Turns of all roles."""
         return turns_of(self)
 
     @cached_property
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """int64 each: the first token of every run of trained tokens, and the last + 1.
-
-        A run is in one row, as the first token of a row is not trained.
-        """
+        """int64 each: the first token of every run of trained tokens, and the last + 1."""
         edges = np.flatnonzero(np.diff(self.trained, prepend=False, append=False))
         return edges[::2], edges[1::2]
 
     @cached_property
     def headers(self) -> np.ndarray:
-        """int64, the first tokens of generation prompts, which begin a turn of the assistant."""
+        """int64, the first token of each header before an answer."""
         return self.places_of(self.vocabulary.header_ids)
 
     @cached_property
     def headers_of_turns(self) -> np.ndarray:
-        """int64, ``headers`` without those that the model writes after its thinking, as gpt-oss."""
+        """int64, ``headers`` without those that the model writes after its thinking (gpt-oss)."""
+        return self.without_repeated(self.headers)
+
+    def without_repeated(self, headers: np.ndarray) -> np.ndarray:
+        """Return the headers that the model does not write itself."""
         if not self.vocabulary.repeats_header:
-            return self.headers
-        begins_row = self.begins_row(self.headers)
-        return self.headers[begins_row | ~self.trained[self.headers - 1]]
+            return headers
+        return headers[self.begins_row(headers) | ~self.trained[headers - 1]]
 
     def places_of(self, pattern: tuple[int, ...]) -> np.ndarray:
-        """int64, the tokens at which these ids begin, all in one row."""
+        """Return the tokens, int64, at which these ids begin, all of them in one row."""
         if not pattern or len(pattern) > len(self.ids):
             return _none()
         places = self.places_of_id(pattern[0])
@@ -260,54 +225,60 @@ class AuditColumns:
         return places[self.rows_of(places) == self.rows_of(places + len(pattern) - 1)]
 
     def places_of_id(self, token: int) -> np.ndarray:
-        """int64, where this id stands; looked up once."""
+        """Return the tokens, int64, with this id; they are looked up once."""
         if token not in self._places:
             self._places[token] = np.flatnonzero(self.ids == token)
         return self._places[token]
 
     def places_of_ids(self, tokens: Iterable[int]) -> np.ndarray:
-        """int64, where any of these ids stands."""
+        """Return the tokens, int64, with any of these ids."""
         wanted = np.array([token for token in tokens if token >= 0], dtype=np.int64)
-        if not len(wanted):
-            return _none()
-        is_wanted = np.zeros(int(wanted.max()) + 2, dtype=np.bool_)  # the last for all larger ids
+        is_wanted = np.zeros(int(wanted.max(initial=0)) + 2, dtype=np.bool_)  # the last: any larger
         is_wanted[wanted] = True
         parts = range(0, len(self.ids), _AT_A_TIME)  # indices are copied, so a part stays in cache
-        found = [
-            np.flatnonzero(is_wanted.take(self.ids[a : a + _AT_A_TIME], mode="clip")) + a
-            for a in parts
-        ]
-        return np.concatenate([_none(), *found])
+        found = [is_wanted.take(self.ids[a : a + _AT_A_TIME], mode="clip") for a in parts]
+        return np.flatnonzero(np.concatenate(found)) if len(wanted) and found else _none()
 
     @cached_property
     def _places(self) -> dict[int, np.ndarray]:
         return {}
 
     def begins_row(self, places: np.ndarray) -> np.ndarray:
-        """bool, whether each of these tokens is the first of its row."""
+        """Return whether each of these tokens is the first of its row."""
         found: np.ndarray = self.starts[self.rows_of(places)] == places
         return found
 
     def rows_of(self, places: np.ndarray | int) -> np.ndarray:
-        """int64, the row of each of these tokens."""
+        """Return the row of each of these tokens, int64."""
         return np.searchsorted(self.offsets, places, side="right") - 1
 
-    def share_of(self, is_found: np.ndarray) -> float:
-        """How many of the rows with a target are found, bool [N]."""
-        return float(is_found.sum() / max(int((self.num_trained > 0).sum()), 1))
+    def share_of(self, rows: np.ndarray) -> float:
+        """Return the number of these rows, each counted once, per row with a target."""
+        return len(np.unique(rows)) / max(int((self.num_trained > 0).sum()), 1)
 
     def in_rows(self, rows: np.ndarray) -> np.ndarray:
-        """bool [N], whether a row is among these."""
+        """Return whether each row is among ``rows``: bool [N]."""
         found = np.zeros(len(self.lengths), dtype=np.bool_)
         found[rows] = True
         return found
 
-    def found_at(self, places: np.ndarray, width: int = 1, **values: Any) -> Found | None:
-        """The rows of these tokens, which must be in order; the first is shown, ``width`` wide."""
+    def found_at(
+        self,
+        places: np.ndarray,
+        width: int = 1,
+        *,
+        severity: Severity | None = None,
+        **values: Any,
+    ) -> Found | None:
+        """Return the rows of these tokens, in order; the first one is shown, ``width`` wide."""
         if not len(places):
             return None
-        rows = np.unique(self.numbers[self.rows_of(places)])
-        return Found(rows, self.excerpt(int(places[0]), int(places[0]) + width), values=values)
+        return self._found(self.rows_of(places), places[0], places[0] + width, severity, values)
+
+    def found_by(self, kinds: Mapping[str, np.ndarray], **options: Any) -> Found | None:
+        """Return the rows of several kinds of tokens; ``{what}`` of the message names the kinds."""
+        places = np.unique(np.concatenate([*kinds.values(), _none()]))
+        return self.found_at(places, what=words_of(kinds), **options)
 
     def found_in(
         self,
@@ -318,31 +289,50 @@ class AuditColumns:
         severity: Severity | None = None,
         **values: Any,
     ) -> Found | None:
-        """The rows where ``is_found``, bool [N], is True; the first is shown.
+        """Return the rows where ``is_found``, bool [N], is True; the first one is shown.
 
-        ``firsts`` and ``stops``, int64 [N]: the first token that shows it in each row, and the last
-        + 1. Without ``firsts`` it is the whole row, without ``stops`` the one token.
+        ``firsts`` and ``stops``, int64 [N], are the tokens to mark in each row: without ``firsts``
+        the whole row, without ``stops`` the one token.
         """
         rows = np.flatnonzero(is_found)
         if not len(rows):
             return None
-        row = rows[0]
-        first, stop = self.offsets[row : row + 2].tolist()
+        first, stop = self.offsets[rows[0] : rows[0] + 2]
         if firsts is not None:
-            first = int(firsts[row])
-            stop = first + 1 if stops is None else int(stops[row])
-        example = self.excerpt(first, stop)
-        return Found(np.unique(self.numbers[rows]), example, severity, values)
+            first = firsts[rows[0]]
+            stop = first + 1 if stops is None else stops[rows[0]]
+        return self._found(rows, first, stop, severity, values)
+
+    def _found(
+        self, rows: np.ndarray, first: int, stop: int, severity: Severity | None, values: Any
+    ) -> Found:
+        numbers, example = np.unique(self.numbers[rows]), self.excerpt(int(first), int(stop))
+        return Found(numbers, example, values, severity, share=self.share_of(rows))
+
+    def keep(self, is_found: np.ndarray, is_meant: Callable[[int], bool]) -> None:
+        """Set to False, in place, what a closer look at each of the few that are found rejects."""
+        for i in np.flatnonzero(is_found).tolist():
+            is_found[i] = is_meant(i)
+
+    def text(self, start: int, stop: int) -> str:
+        """Return the text of these tokens; equal ids are decoded once."""
+        ids = self.ids[start:stop]
+        key = ids.tobytes()
+        if key not in self._texts:
+            self._texts[key] = self.vocabulary.text(ids.tolist())
+        return self._texts[key]
+
+    @cached_property
+    def _texts(self) -> dict[bytes, str]:
+        return {}
 
     def excerpt(self, start: int, stop: int) -> str:
-        """These tokens between double brackets, within their row; long texts are cut short."""
+        """Return the text around these tokens, which are marked; long texts are cut short."""
         row = int(self.rows_of(start))
         begin, end = self.offsets[row : row + 2].tolist()
-        stop = min(stop, end)
-        first, last = max(begin, start - _BEFORE), min(end, stop + _AFTER)
-        shown = min(stop, start + _LONGEST)
-        if shown < stop:
-            last = shown
+        shown = min(stop, end, start + _LONGEST)
+        last = shown if shown < min(stop, end) else min(end, stop + _AFTER)
+        first = max(begin, start - _BEFORE)
         before, marked, after = (
             self.vocabulary.text(self.ids[a:b].tolist())
             for a, b in ((first, start), (start, shown), (shown, last))

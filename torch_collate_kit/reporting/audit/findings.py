@@ -1,4 +1,4 @@
-"""What an audit found, to print, to show in a notebook, and as JSON."""
+"""The findings of an audit, to print, to show in a notebook, and as JSON."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ from typing import Any, Literal
 import numpy as np
 
 from torch_collate_kit._reprs import plural
+from torch_collate_kit.batch.showing.tables import html_table
 
-__all__ = ["SEVERITIES", "AuditReport", "Finding", "Severity"]
+__all__ = [
+    "SEVERITIES",
+    "AuditReport",
+    "Finding",
+    "Found",
+    "Refused",
+    "Severity",
+    "words_of",
+]
 
 Severity = Literal["error", "warning", "note"]
 
@@ -19,16 +28,54 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 _ROWS_SHOWN = 8
 
 
+@dataclass(frozen=True)
+class Found:
+    """The rows that a check found, and one of them as text."""
+
+    rows: np.ndarray
+    """int64, the numbers of the rows in the user's data, each once."""
+    example: str = ""
+    """One of them as text, with the place that shows it marked."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Values for the message of the check, besides ``rows``."""
+    severity: Severity | None = None
+    """The severity where it differs from that of the check."""
+    num_rows: int | None = None
+    """The number of rows looked at; None: all that were read."""
+    share: float = 0.0
+    """These rows as a share of the rows that have a target."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A row that no collator accepts."""
+
+    number: int
+    message: str
+    of_images: bool = False
+    """Whether its text would be accepted without its images."""
+
+
+def words_of(kinds: Mapping[str, np.ndarray]) -> str:
+    """Return the words, with "or" between, of the kinds of which there are any.
+
+    >>> words_of({"it is cut": np.array([False, True]), "it is long": np.array([False])})
+    'it is cut'
+    """
+    is_there = {what: of.any() if of.dtype == np.bool_ else len(of) for what, of in kinds.items()}
+    return " or ".join(what for what, found in is_there.items() if found)
+
+
 @dataclass(frozen=True, eq=False)
 class Finding:
     """One thing that is wrong with a dataset, or worth knowing.
 
     Attributes:
-        name: what was found, one of the names in docs/audit_checks.md.
+        name: one of the names in docs/audit_checks.md.
         severity: "error", training would be wrong; "warning", it probably would; "note", worth
             knowing.
         message: what is wrong, in how many rows, and the way out.
-        rows: int64, the numbers of all rows that have it; empty if it is no matter of rows.
+        rows: int64, the numbers of all rows that have it; empty if it is not about rows.
         example: the text of one of them, with the place marked by double brackets.
 
     >>> Finding("pad_trained", "error", "1 of 2 rows trains pads", np.array([1])).count
@@ -43,27 +90,22 @@ class Finding:
 
     @property
     def count(self) -> int:
-        """How many rows have it."""
+        """Number of rows that have it."""
         return len(self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in types that JSON has."""
-        return {
-            "name": self.name,
-            "severity": self.severity,
-            "count": self.count,
-            "rows": self.rows.tolist(),
-            "message": self.message,
-            "example": self.example,
-        }
+        """Return all of it in types that JSON has."""
+        return {**vars(self), "count": self.count, "rows": self.rows.tolist()}
 
     def __str__(self) -> str:
-        lines = [f"{self.severity}: {self.name}", f"  {self.message}"]
-        if self.count:
-            lines.append(f"  {_numbered(self.rows)}")
-        if self.example:
-            lines.append(f"  {self.example}")
-        return "\n".join(lines)
+        rows = ", ".join(map(str, self.rows[:_ROWS_SHOWN].tolist()))
+        if self.count > 1:
+            more = f", ... ({self.count:,} in all)" if self.count > _ROWS_SHOWN else ""
+            rows = f"rows {rows}{more}"
+        elif rows:
+            rows = f"row {rows}"
+        lines = [f"{self.severity}: {self.name}", self.message, rows, self.example]
+        return "\n  ".join(filter(None, lines))
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +113,9 @@ class AuditReport:
     """The findings of an audit, errors first.
 
     Attributes:
-        findings: what was found.
-        num_rows, num_tokens: what was looked at.
-        not_checked: of each check that could not run what it needs, such as a tokenizer.
+        findings: a list of :class:`Finding`.
+        num_rows, num_tokens: size of the dataset.
+        not_checked: the checks that could not run, each with what it needs, such as a tokenizer.
 
     >>> report = AuditReport([], num_rows=2, num_tokens=5)
     >>> report.ok, report.names
@@ -94,7 +136,7 @@ class AuditReport:
 
     @property
     def names(self) -> list[str]:
-        """The names of what was found, in the order of the findings."""
+        """Names of the findings, in their order."""
         return [finding.name for finding in self.findings]
 
     def __getitem__(self, name: str) -> Finding:
@@ -104,29 +146,25 @@ class AuditReport:
         raise KeyError(f"{name!r} was not found; found were {self.names}")
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in types that JSON has."""
-        return {
-            "ok": self.ok,
-            "num_rows": self.num_rows,
-            "num_tokens": self.num_tokens,
-            "findings": [finding.to_dict() for finding in self.findings],
-            "not_checked": dict(self.not_checked),
-        }
+        """Return all of it in types that JSON has."""
+        findings = [finding.to_dict() for finding in self.findings]
+        checked = {"findings": findings, "not_checked": dict(self.not_checked)}
+        return {"ok": self.ok, **vars(self), **checked}
 
     def __str__(self) -> str:
         parts = [self._summary(), *map(str, self.findings)]
         if self.not_checked:
-            parts.append("\n".join(["not checked", *self._needs()]))
+            parts.append("\n  ".join(["not checked", *self._needs()]))
         return "\n\n".join(parts)
 
     __repr__ = __str__
 
     def _needs(self) -> list[str]:
-        """What could not be checked, by what it needs."""
+        """Return each thing that is missing, with the checks that need it."""
         names: dict[str, list[str]] = {}
         for name, what in self.not_checked.items():
             names.setdefault(what, []).append(name)
-        return [f"  without {what}: {', '.join(of)}" for what, of in names.items()]
+        return [f"without {what}: {', '.join(of)}" for what, of in names.items()]
 
     def _summary(self) -> str:
         counts = {of: sum(f.severity == of for f in self.findings) for of in SEVERITIES}
@@ -135,21 +173,10 @@ class AuditReport:
         return f"{what}: {', '.join(found) or 'nothing found'}"
 
     def _repr_html_(self) -> str:
-        """A table for notebooks."""
-        header = "".join(f"<th>{name}</th>" for name in ("", "found", "rows", "what", "example"))
-        rows = "".join(
-            f"<tr><td>{f.severity}</td><td><code>{f.name}</code></td><td>{f.count:,}</td>"
-            f"<td style='text-align:left'>{escape(f.message)}</td>"
-            f"<td style='text-align:left'><code>{escape(f.example)}</code></td></tr>"
-            for f in self.findings
-        )
-        table = f"<table><tr>{header}</tr>{rows}</table>" if rows else ""
-        needs = "; ".join(map(str.strip, self._needs()))
+        """Return the findings as a table for notebooks."""
+        names = ("severity", "found", "rows", "what", "example")
+        rows = [[f.severity, f.name, f"{f.count:,}", f.message, f.example] for f in self.findings]
+        table = html_table(names, rows, names, [""] * len(rows), wrap=True) if rows else ""
+        needs = "; ".join(self._needs())
         rest = f"<p>Not checked {escape(needs)}</p>" if needs else ""
         return f"<p>{escape(self._summary())}</p>{table}{rest}"
-
-
-def _numbered(rows: np.ndarray) -> str:
-    shown = ", ".join(map(str, rows[:_ROWS_SHOWN].tolist()))
-    more = f", ... ({len(rows):,} in all)" if len(rows) > _ROWS_SHOWN else ""
-    return f"{'rows' if len(rows) > 1 else 'row'} {shown}{more}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import re
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 from torch_collate_kit.chat.plain_turn import plain_turn
 from torch_collate_kit.chat.preview import CASES
 from torch_collate_kit.chat.rendering import preferred_style
-from torch_collate_kit.chat.template import ChatTemplate
+from torch_collate_kit.chat.template import ChatTemplate, shared_prefix
 from torch_collate_kit.errors import DataError
 
 __all__ = ["RoleTexts", "role_texts"]
@@ -28,14 +27,14 @@ _TAG_AFTER = re.compile(r"\s*(</[^<>\s]{1,40}>|\[/[A-Z_]+\])")
 class RoleTexts:
     """Headers by role and ends of answers, without the white space around them.
 
+    Headers without an added token are left out, since any text may hold them.
+
     Attributes:
         answer: headers before an answer; the first is that of the generation prompt.
         others: headers before messages of other roles, with the role.
         ends: added tokens that end an answer when something follows it.
         call: the tags around the JSON of a tool call, the second "" where there is none; or None.
         names_system: whether a system message has a header.
-
-    Headers without an added token are left out, since any text may hold them.
     """
 
     answer: tuple[str, ...] = ()
@@ -50,22 +49,35 @@ def role_texts(template: ChatTemplate, bos: str, end: str) -> RoleTexts:
 
     ``bos`` may begin a text, and is part of no header; ``end`` is the token that ends an answer.
     """
-    rendered = _Rendered(template, bos)
-    talk = rendered.text(("user", _QUESTION), ("assistant", _ANSWER), ("user", _NEXT))
-    again = talk.partition(_ANSWER)[2].partition(_NEXT)[0]
-    ends = template.added_token.findall(again)[:1]
+    style = preferred_style(template, None)
+
+    def rendered(messages: list[dict[str, Any]]) -> str:
+        try:
+            return template.render([style.apply(m) for m in messages])[0].removeprefix(bos)
+        except DataError:
+            return ""
+
+    def talk(**turns: str) -> str:
+        return rendered([{"role": role.rstrip("_"), "content": of} for role, of in turns.items()])
+
+    added = template.added_token
+    whole = talk(user=_QUESTION, assistant=_ANSWER, user_=_NEXT)
+    again = whole.partition(_ANSWER)[2].partition(_NEXT)[0]
+    ends = added.findall(again)[:1]
     stops = [stop for stop in (end, template.eos_token, *ends) if stop]
-    asked = rendered.text(("user", _QUESTION)).partition(_QUESTION)[0]
-    user = _header(template, _common_suffix(asked, again), stops)
-    ruled = rendered.text(("system", _RULES), ("user", _QUESTION), ("assistant", _ANSWER))
+    asked = talk(user=_QUESTION).partition(_QUESTION)[0]
+    user = _header(template, shared_prefix(asked[::-1], again[::-1])[::-1], stops)
+    ruled = talk(system=_RULES, user=_QUESTION, assistant=_ANSWER)
     system = _header(template, ruled.partition(_RULES)[0], stops) if _RULES in ruled else ""
-    call, before, after = rendered.tool_call()
+    messages = copy.deepcopy(CASES["tool call"])
+    messages[2]["content"], messages[3]["content"] = _RESULT, _ANSWER
+    call, before, after = _tool_call(rendered(messages), messages)
     if not any(stop in before for stop in stops):
-        tokens = list(template.added_token.finditer(before))[-2:]
+        tokens = list(added.finditer(before))[-2:]
         before = before[tokens[-1].start() :] if tokens else ""
         ends += [token[0] for token in tokens[:-1]]
     tool = _header(template, before, stops)
-    answer = _answer_headers(template, talk, after, stops)
+    answer = _answer_headers(template, whole, after, stops)
     names = {}
     if user.count("user") == 1:
         names = {user.replace("user", role): role for role in _OTHER_ROLES}
@@ -82,7 +94,7 @@ def role_texts(template: ChatTemplate, bos: str, end: str) -> RoleTexts:
 def _answer_headers(
     template: ChatTemplate, talk: str, after_tool: str, stops: list[str]
 ) -> tuple[str, ...]:
-    """After a question, and after the result of a tool if that differs."""
+    """Return the header after a question, and the one after a tool's result if that differs."""
     header = plain_turn(template).header.partition("<think")[0].strip()
     if not header:
         header = _header(template, talk.partition(_QUESTION)[2].partition(_ANSWER)[0], stops)
@@ -95,7 +107,7 @@ def _answer_headers(
 
 
 def _header(template: ChatTemplate, before: str, stops: list[str]) -> str:
-    """The header that ``before`` ends with: what is after the end of the last turn."""
+    """Return the header that ``before`` ends with, after the end of the last turn."""
     ends = [(before.rfind(stop), len(stop)) for stop in stops if stop in before]
     place, width = max(ends, default=(0, 0))
     header = before[place + width :]
@@ -108,57 +120,27 @@ def _header(template: ChatTemplate, before: str, stops: list[str]) -> str:
     return header[tokens[0].start() : line if line >= 0 else None].strip()
 
 
-def _common_suffix(one: str, other: str) -> str:
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    width = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return one[len(one) - width :]
-
-
-class _Rendered:
-    """Small conversations as text, in the style that the template prefers."""
-
-    def __init__(self, template: ChatTemplate, bos: str) -> None:
-        self._template, self._bos = template, bos
-        self._style = preferred_style(template, None)
-
-    def text(self, *turns: tuple[str, str]) -> str:
-        """The conversation; "" if the template cannot render it."""
-        return self._of([{"role": role, "content": text} for role, text in turns])
-
-    def _of(self, messages: list[dict[str, Any]]) -> str:
+def _tool_call(text: str, messages: list[Any]) -> tuple[tuple[str, str] | None, str, str]:
+    """Return the tags of the call, the text from call to result, and that from result to answer."""
+    name = messages[1]["tool_calls"][0]["function"]["name"]
+    before, _, after = text.partition(_RESULT)
+    if not after or name not in before:
+        return None, "", ""
+    called, call = before.find(name), None
+    for match in re.finditer(r"[{[]", before):
         try:
-            text, _ = self._template.render([self._style.apply(m) for m in messages])
-        except DataError:
-            return ""
-        return text.removeprefix(self._bos)
-
-    def tool_call(self) -> tuple[tuple[str, str] | None, str, str]:
-        """The tags of a call, the text between call and result, and that after the result."""
-        messages = copy.deepcopy(CASES["tool call"])
-        name = messages[1]["tool_calls"][0]["function"]["name"]
-        messages[2]["content"], messages[3]["content"] = _RESULT, _ANSWER
-        text = self._of(messages)
-        before, _, after = text.partition(_RESULT)
-        if not after or name not in before:
-            return None, "", ""
-        called, json_at = before.find(name), -1
-        for match in re.finditer(r"[{[]", before):
-            try:
-                _, json_end = json.JSONDecoder().raw_decode(before, match.start())
-            except ValueError:
-                continue
-            if json_end > called:
-                json_at = match.start()
-                break
-        call = None
-        if json_at >= 0:
-            tag = _TAG_BEFORE.search(before[:json_at])
+            _, json_end = json.JSONDecoder().raw_decode(before, match.start())
+        except ValueError:
+            continue
+        if json_end > called:
+            tag = _TAG_BEFORE.search(before[: match.start()])
             close = _TAG_AFTER.match(before, json_end)
             call = (tag[1], close[1] if close else "") if tag else None
             before = before[json_end:]
-        else:
-            before = before[called + len(name) :]
-        before = before.rpartition("Lima")[2]  # the last word of the arguments
-        for word in (name, messages[2]["tool_call_id"]):  # in the header of a result
-            before = before.partition(word)[0]
-        return call, before, after.partition(_ANSWER)[0]
+            break
+    else:
+        before = before[called + len(name) :]
+    before = before.rpartition("Lima")[2]  # the last word of the arguments
+    for word in (name, messages[2]["tool_call_id"]):  # in the header of a result
+        before = before.partition(word)[0]
+    return call, before, after.partition(_ANSWER)[0]

@@ -1,25 +1,22 @@
-"""The chat template itself: whether what comes before an answer stays as it was."""
+"""The chat template itself: whether the text before an answer stays as it was."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from torch_collate_kit.chat.preview import CASES
-from torch_collate_kit.chat.template import ChatTemplate
+from torch_collate_kit.chat.template import ChatTemplate, shared_prefix
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reporting.audit.check import check
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
-
-__all__ = ["CHECKS"]
 
 _SHOWN = 40
 
 
 def _talk(*answers: str, system: str = "") -> list[dict[str, Any]]:
-    """A question before each answer."""
+    """Return a conversation with a question before each answer."""
     messages = [{"role": "system", "content": system}] if system else []
     for i, answer in enumerate(answers):
         messages += [
@@ -45,17 +42,14 @@ _THINKING = {
     "the chat template writes earlier messages differently once others follow ({case}; "
     "{rows}): an answer is trained in a context that the model never sees; train the last turn "
     'of each conversation (train_on="each" or "last"), or change the template',
-    needs=("template",),
+    "template",
     of_rows=False,
 )
 def template_not_prefix_stable(columns: AuditColumns) -> Found | None:
-    """That the template changes an earlier turn, or the prompt before an answer, later on.
+    """Find an earlier turn, or the prompt before an answer, that the template changes later on.
 
-    Needs a chat template. Small conversations of several turns are rendered as a whole and up to
-    each message: the whole must begin with every part, and with what the model is asked with. One
-    that the template cannot render is passed over. It is a note, because then it concerns other
-    data than this, where no row trains an answer that another one follows (as with
-    ``train_on="each"`` or "last"), and for the conversations with thinking where no row thinks.
+    It concerns other data than this where no row trains an answer that another one follows, and of
+    the conversations with thinking where no row thinks.
     """
     template = columns.vocabulary.template
     assert template is not None
@@ -65,7 +59,7 @@ def template_not_prefix_stable(columns: AuditColumns) -> Found | None:
         drift = _drift(template, messages)
         if drift:
             matters = is_followed and (case not in _THINKING or _has_thinking(columns))
-            return Found(rows, drift, None if matters else "note", {"case": case})
+            return Found(rows, drift, {"case": case}, None if matters else "note")
     return None
 
 
@@ -73,14 +67,12 @@ def template_not_prefix_stable(columns: AuditColumns) -> Found | None:
     "note",
     "the chat template ends answers with {end}, and the EOS of the tokenizer is {eos}; "
     "generation stops only if generation_config.eos_token_id has both",
-    needs=("template", "eos"),
+    "template",
+    "eos",
     of_rows=False,
 )
 def eos_does_not_end_turns(columns: AuditColumns) -> Found | None:
-    """That the template ends an answer with another token than the tokenizer's EOS.
-
-    Silent where the template writes no token after an answer.
-    """
+    """Find a template that ends answers with another token than the tokenizer's EOS."""
     vocabulary = columns.vocabulary
     if len(vocabulary.end_ids) < 2:
         return None
@@ -89,7 +81,7 @@ def eos_does_not_end_turns(columns: AuditColumns) -> Found | None:
 
 
 def _rows_with_followed_answers(columns: AuditColumns) -> np.ndarray:
-    """int64, the numbers of rows that train an answer before the last one."""
+    """Return the numbers of the rows that train an answer before the last one: int64."""
     headers, places = columns.headers_of_turns, columns.trained_places
     rows = columns.rows_of(headers)
     is_followed = rows[:-1] == rows[1:]
@@ -101,13 +93,12 @@ def _rows_with_followed_answers(columns: AuditColumns) -> np.ndarray:
 def _has_thinking(columns: AuditColumns) -> bool:
     if not len(columns.lengths):
         return True  # all rows were refused, for this maybe
-    ids, before, after = map(columns.vocabulary.encode, ("a\n<think>\nb", "a\n", "\nb"))
-    pattern = ids[_num_shared(ids, before) : len(ids) - len(after)]
-    return bool(len(columns.places_of(pattern)))
+    patterns = columns.vocabulary.ids_of_tag("<think")
+    return any(len(columns.places_of(pattern)) for pattern in patterns)
 
 
 def _drift(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
-    """Where the text up to a turn is not the beginning of the whole text; "" if it always is."""
+    """Return how the whole text differs from the text up to a turn; "" if it does not."""
     try:
         whole, _ = template.render(messages)
         for turn in range(1, len(messages)):
@@ -125,20 +116,8 @@ def _drift(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
 
 
 def _difference(seen: str, trained: str) -> str:
-    """Both texts from shortly before the place where they part, which is marked."""
-    same = _num_shared(seen, trained)
+    """Return both texts from shortly before the place where they part, which is marked."""
+    same = len(shared_prefix(seen, trained))
     before = seen[max(same - _SHOWN, 0) : same]
     here, there = (f"{before}\u27e6{text[same : same + _SHOWN]}\u27e7" for text in (seen, trained))
     return f"the model is asked with {here!r}, and trained with {there!r}"
-
-
-def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many entries from the start on are the same."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
-CHECKS = (
-    template_not_prefix_stable,
-    eos_does_not_end_turns,
-)

@@ -1,20 +1,19 @@
-"""What the texts of turns hold: control tokens, thinking, tool calls, bytes without a character."""
+"""The texts of turns: control tokens, thinking, tool calls, bytes without a character."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 
 import numpy as np
 
-from torch_collate_kit.reporting.audit.check import check
+from torch_collate_kit.reporting.audit.check import FEW, MOST, check
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
-from torch_collate_kit.reporting.audit.findings import Severity
+from torch_collate_kit.reporting.audit.turns import Turns
 from torch_collate_kit.reporting.audit.vocabulary import THINKING_TAGS
 
-__all__ = ["CHECKS"]
-
-_FEW, _MOST = 1 / 3, 0.5  # of the rows: an exception; what the others do
+_NONE = np.empty(0, dtype=np.int64)
 _LONGEST_SEPARATOR = 16  # tokens between two turns that are looked at
 _LARGEST_ID = 1 << 22
 _REPLACEMENT = "\ufffd"
@@ -27,15 +26,12 @@ _MOST_READ, _SAMPLED = 1000, 500_000  # rows that are tokenized again; tokens at
     "warning",
     "{rows} are not as the chat template writes them: {what}; render all rows with the template, "
     "and take control tokens out of the texts",
-    needs=("turns",),
+    "turns",
 )
 def template_not_followed(columns: AuditColumns) -> Found | None:
-    """Rows with something about their turns that the chat template does not write.
+    """Find turns that are not as the template writes them, each kind in a third at most.
 
-    A control token inside a text, text between two turns, a turn without its end or without its
-    text, other white space after a header than most have, and a row that begins within a text. Each
-    of them counts in at most a third of the rows. Silent about rows with images, and about
-    responses of rollouts, whose environment may write anything.
+    Not in rows with images, nor in responses of rollouts, whose environment may write anything.
     """
     found: dict[str, np.ndarray] = {}
     num_rows = int(columns.in_rows(columns.turns.rows).sum())
@@ -45,19 +41,13 @@ def template_not_followed(columns: AuditColumns) -> Found | None:
             is_kept = ~columns.has_image[rows]
             if columns.are_rollouts:
                 is_kept &= places < columns.responses[rows]
-            if is_kept.any() and columns.in_rows(rows[is_kept]).sum() <= _FEW * num_rows:
+            if is_kept.any() and columns.in_rows(rows[is_kept]).sum() <= FEW * num_rows:
                 found[what] = places[is_kept]
-    if not found:
-        return None
-    places = np.unique(np.concatenate(list(found.values())))
-    return columns.found_at(places, what=" or ".join(dict.fromkeys(found)))
+    return columns.found_by(found)
 
 
 def _control_tokens(columns: AuditColumns) -> dict[str, np.ndarray]:
-    """Inside texts: those that begin or end turns, and in prompts those of no template.
-
-    Of each token by itself, since one that many rows have is meant.
-    """
+    """Return control tokens inside texts; in answers only those that begin or end turns."""
     vocabulary, turns = columns.vocabulary, columns.turns
     borders = {ids[0] for ids in vocabulary.role_ids} | {*vocabulary.end_ids}
     borders &= {*vocabulary.added_ids}
@@ -68,14 +58,14 @@ def _control_tokens(columns: AuditColumns) -> dict[str, np.ndarray]:
     is_border = np.isin(columns.ids[places], list(borders))
     is_inside = np.where(is_answer, is_border & (not vocabulary.repeats_header), turn >= 0)
     places = places[is_inside]
-    by_id = {
-        token: places[columns.ids[places] == token] for token in set(columns.ids[places].tolist())
+    return {
+        f"{vocabulary.text([token])!r} stands inside a text": places[columns.ids[places] == token]
+        for token in set(columns.ids[places].tolist())
     }
-    return {f"{vocabulary.text([token])!r} stands inside a text": of for token, of in by_id.items()}
 
 
 def _separators(columns: AuditColumns) -> dict[str, np.ndarray]:
-    """Text after the end of a turn, and before the next header."""
+    """Return where text follows the end of a turn, before the next header."""
     turns, vocabulary = columns.turns, columns.vocabulary
     starts, stops = turns.stops, turns.limits
     which = np.flatnonzero((turns.ends >= 0) & (stops > starts))
@@ -84,42 +74,37 @@ def _separators(columns: AuditColumns) -> dict[str, np.ndarray]:
     first = columns.ids[starts[which]]
     usual = int(np.bincount(first).argmax())
     which = which[(first != usual) | (stops[which] - starts[which] > 1)]
-    meant = {vocabulary.pad_id, vocabulary.eos_id, vocabulary.bos_id}
-    known: dict[bytes, bool] = {}
-    texts, repeated = [], []
-    for turn in which.tolist():
-        start, stop = int(starts[turn]), int(stops[turn])
-        end = int(columns.ids[turns.ends[turn]])
-        is_tail = vocabulary.pad_id == end and stop == turns.row_ends[turn]
-        if columns.ids[start] == end and not is_tail:
-            repeated.append(start)
-            continue
-        ids = columns.ids[start : min(stop, start + _LONGEST_SEPARATOR)]
-        key = ids.tobytes()
-        if key not in known:
-            others = [token for token in ids.tolist() if token not in meant]
-            known[key] = not vocabulary.text(others).strip()
-        if not known[key]:
-            texts.append(start)
+    ends = columns.ids[turns.ends[which]]
+    is_tail = (ends == vocabulary.pad_id) & (stops[which] == turns.row_ends[which])
+    is_repeated = (columns.ids[starts[which]] == ends) & ~is_tail
+    meant = [vocabulary.pad_id, vocabulary.eos_id, vocabulary.bos_id]
+    meant_texts = [vocabulary.text([token]) for token in meant if token is not None]
+
+    def is_text(turn: int) -> bool:
+        start = int(starts[turn])
+        text = columns.text(start, min(int(stops[turn]), start + _LONGEST_SEPARATOR))
+        for written in meant_texts:
+            text = text.replace(written, "")
+        return bool(text.strip())
+
+    texts = [turn for turn in which[~is_repeated].tolist() if is_text(turn)]
     return {
-        "text stands between two turns": np.array(texts, dtype=np.int64),
-        "the end of a turn is there twice": np.array(repeated, dtype=np.int64),
+        "text stands between two turns": starts[texts],
+        "the end of a turn is there twice": starts[which[is_repeated]],
     }
 
 
 def _unfinished(columns: AuditColumns) -> dict[str, np.ndarray]:
-    """Turns that another follows, without the end that most turns of their kind have; or empty."""
+    """Return turns without the end that most of their kind have, and those without a text."""
     turns = columns.turns
     is_open = (turns.ends < 0) & (turns.limits < turns.row_ends)
     is_closed = turns.ends >= 0
     counts = np.bincount(turns.kinds[is_open | is_closed], minlength=1)
     closed = np.bincount(turns.kinds[is_closed], minlength=len(counts))
-    is_usual = closed > (1 - _FEW) * counts
+    is_usual = closed > (1 - FEW) * counts
     width = turns.limits - turns.begins
     is_short = is_open & (width <= 4)
-    for i in np.flatnonzero(is_short).tolist():
-        text = columns.vocabulary.text(columns.ids[turns.begins[i] : turns.limits[i]].tolist())
-        is_short[i] = not text.strip()
+    columns.keep(is_short, lambda i: not columns.text(turns.begins[i], turns.limits[i]).strip())
     is_open[is_open] &= is_usual[turns.kinds[is_open]]
     return {
         "a header is followed by another one": turns.starts[is_short],
@@ -128,7 +113,7 @@ def _unfinished(columns: AuditColumns) -> dict[str, np.ndarray]:
 
 
 def _line_breaks(columns: AuditColumns) -> dict[str, np.ndarray]:
-    """Headers without the white space that comes after most headers of their kind."""
+    """Return headers without the line break that follows most headers of their kind."""
     turns, vocabulary = columns.turns, columns.vocabulary
     has_text = np.flatnonzero(turns.begins < turns.limits)
     tokens = columns.ids[turns.begins[has_text]]
@@ -140,12 +125,12 @@ def _line_breaks(columns: AuditColumns) -> dict[str, np.ndarray]:
     is_break = np.array([text[:1] == "\n" for text in texts])[which]
     kinds = turns.kinds[has_text]
     broken, all_of = (np.bincount(kinds, weights=of) for of in (is_break, None))
-    odd = has_text[~is_break & (broken > (1 - _FEW) * all_of)[kinds]]
+    odd = has_text[~is_break & (broken > (1 - FEW) * all_of)[kinds]]
     return {"a header is not followed by a line break": turns.starts[odd]}
 
 
 def _cut_starts(columns: AuditColumns) -> dict[str, np.ndarray]:
-    """Rows with turns that do not begin with a header, BOS apart."""
+    """Return the starts of rows that do not begin with a header, BOS apart."""
     turns, vocabulary = columns.turns, columns.vocabulary
     rows, first = np.unique(turns.rows, return_index=True)
     starts, stops = columns.starts[rows], turns.starts[first]
@@ -162,17 +147,19 @@ def _cut_starts(columns: AuditColumns) -> dict[str, np.ndarray]:
     "warning",
     "{rows} train thinking with one of its two tags: {what}, so a model learns to think without an "
     "end, or an answer is taken for thinking; give both tags",
-    needs=("turns",),
+    "turns",
+    of_rollouts="note",
+    of_most="note",
 )
 def thinking_not_closed(columns: AuditColumns) -> Found | None:
-    """Rows with a turn that begins with an opening tag of thinking and lacks the closing one.
+    """Find turns that begin with an opening tag and lack the closing one, or have it alone.
 
-    Or that has the closing tag alone, in at most a third of the rows: before a line break, or where
-    most turns with it have both. A note of rollouts, which may be stopped while they
-    think, and where it is so in more than half of all rows. Silent about tags within a text.
+    A rollout may be stopped while it thinks. The closing tag alone counts in a third of the rows at
+    most: before a line break, or where most turns with it have both.
     """
-    found: dict[str, list[np.ndarray]] = {"it is not closed": [], "it is not opened": []}
     turns = columns.turns
+    is_trained = turns.are_answers & (turns.num_trained(turns.begins, turns.text_stops) > 0)
+    unclosed, unopened = [_NONE], [_NONE]
     for tag in THINKING_TAGS:
         opens, closes = (_places_of_tag(columns, side + tag) for side in ("<", "</"))
         if not len(opens) and not len(closes):
@@ -181,48 +168,44 @@ def thinking_not_closed(columns: AuditColumns) -> Found | None:
             np.bincount(turns.holding(of)[turns.holding(of) >= 0], minlength=len(turns.starts))
             for of in (opens, closes)
         )
-        is_trained = turns.are_answers & (turns.num_trained(turns.begins, turns.text_stops) > 0)
-        is_open = is_trained & (num_opens > num_closes) & (num_closes == 0)
-        for i in np.flatnonzero(is_open).tolist():
-            first = int(opens[np.searchsorted(opens, turns.begins[i])])
-            is_open[i] = turns.is_markup(int(turns.begins[i]), first)
-        is_late = is_trained & (num_closes > num_opens) & (num_opens == 0)
-        if is_late.sum() > _MOST * (is_trained & (num_closes > 0)).sum():
-            for i in np.flatnonzero(is_late).tolist():  # a text may be about such a tag
-                place = int(closes[np.searchsorted(closes, turns.begins[i])])
-                text = columns.vocabulary.text(columns.ids[place : place + 8].tolist())
-                is_late[i] = text.partition(f"</{tag}>")[2].startswith("\n")
-        found["it is not closed"].append(turns.begins[is_open])
-        if columns.share_of(columns.in_rows(turns.rows[is_late])) <= _FEW:
-            found["it is not opened"].append(turns.begins[is_late])
-    whole = {what: np.concatenate(of) for what, of in found.items() if of}
-    places = np.unique(np.concatenate([*whole.values(), np.empty(0, dtype=np.int64)]))
-    is_found = columns.in_rows(columns.rows_of(places))
-    is_meant = columns.are_rollouts or columns.share_of(is_found) > _MOST
-    severity: Severity | None = "note" if is_meant else None
-    what = " or ".join(words for words, of in whole.items() if len(of))
-    result = columns.found_at(places, what=what)
-    return result and Found(result.rows, result.example, severity, result.values)
+        is_open = is_trained & (num_opens > 0) & (num_closes == 0)
+        first = np.append(opens, 0)[np.searchsorted(opens, turns.begins)]
+        columns.keep(is_open, partial(_is_markup_up_to, turns, first))
+        is_late = is_trained & (num_closes > 0) & (num_opens == 0)
+        if is_late.sum() > MOST * (is_trained & (num_closes > 0)).sum():
+            first = np.append(closes, 0)[np.searchsorted(closes, turns.begins)]
+            columns.keep(is_late, partial(_ends_line, columns, first, f"</{tag}>"))
+        unclosed.append(turns.begins[is_open])
+        if columns.share_of(turns.rows[is_late]) <= FEW:
+            unopened.append(turns.begins[is_late])
+    return columns.found_by(
+        {"it is not closed": np.concatenate(unclosed), "it is not opened": np.concatenate(unopened)}
+    )
+
+
+def _is_markup_up_to(turns: Turns, places: np.ndarray, turn: int) -> bool:
+    return turns.is_markup(int(turns.begins[turn]), int(places[turn]))
+
+
+def _ends_line(columns: AuditColumns, places: np.ndarray, tag: str, turn: int) -> bool:
+    """Whether a line ends after the tag; else a text may be about it."""
+    place = int(places[turn])
+    return columns.text(place, place + 8).partition(tag)[2].startswith("\n")
 
 
 def _places_of_tag(columns: AuditColumns, tag: str) -> np.ndarray:
-    patterns = columns.vocabulary.ids_of_tag(tag)
-    found = [columns.places_of(pattern) for pattern in patterns]
-    return np.unique(np.concatenate([*found, np.empty(0, dtype=np.int64)]))
+    found = [columns.places_of(pattern) for pattern in columns.vocabulary.ids_of_tag(tag)]
+    return np.unique(np.concatenate([*found, _NONE]))
 
 
 @check(
     "warning",
     "{rows} train a tool call that cannot be read as JSON, such as {call}; drop them, or correct "
     "the call",
-    needs=("turns",),
+    "turns",
 )
 def broken_tool_call(columns: AuditColumns) -> Found | None:
-    """Rows with a trained tool call between the tags of the template that is no whole JSON value.
-
-    Silent where the template does not write calls as JSON after a tag, where more than half of the
-    calls are none, and about turns without an end.
-    """
+    """Find trained calls between the tags of the template that are no JSON, if most are."""
     vocabulary, turns = columns.vocabulary, columns.turns
     if vocabulary.roles.call is None:
         return None
@@ -242,13 +225,13 @@ def broken_tool_call(columns: AuditColumns) -> Found | None:
     is_call = [call[:1] in ("{", "[") or "call" in tag.lower() for call in calls]
     known = {call: _is_json(call, close) for call in set(calls)}
     broken = [i for i, call in enumerate(calls) if is_call[i] and not known[call]]
-    if not broken or len(broken) > _MOST * sum(is_call):
+    if not broken or len(broken) > MOST * sum(is_call):
         return None
     return columns.found_at(places[broken], 40, call=repr(calls[broken[0]][:60]))
 
 
 def _is_json(written: str, close: str) -> bool:
-    """Whether a call is a JSON value, and the closing tag if there is one."""
+    """Whether a call is a JSON value and the closing tag."""
     try:
         _, end = json.JSONDecoder(strict=False).raw_decode(written)
     except (ValueError, RecursionError):
@@ -260,60 +243,42 @@ def _is_json(written: str, close: str) -> bool:
     "warning",
     "{rows} have tokens that are no text of this tokenizer ({what}); use the tokenizer that made "
     "the ids, and correct texts that were cut within a character or read in a wrong encoding",
-    needs=("tokenizer",),
+    "tokenizer",
+    of_rollouts="note",
 )
 def text_garbled(columns: AuditColumns) -> Found | None:
-    """Rows with tokens that decode to U+FFFD, together with their neighbours, in at most a third.
-
-    Or rows with many tokens that are rare in the dataset, of which 1.5% and two at least do not
-    come back when their text is tokenized again: ids of another tokenizer. Silent at the end of a
-    row, which may be cut there, and where a quarter of the tokens are single bytes. A note of
-    rollouts.
-    """
+    """Find tokens that decode to U+FFFD, and rows that their own text is not tokenized to."""
     if int(columns.ids.max()) >= _LARGEST_ID:
         return None
     found = {
         "they are shown as U+FFFD": _replaced(columns),
         "their text has other tokens": _foreign(columns),
     }
-    is_found = columns.in_rows(columns.rows_of(np.concatenate(list(found.values()))))
-    if is_found.sum() > _FEW * len(columns.lengths):
+    rows = columns.rows_of(np.concatenate(list(found.values())))
+    if len(np.unique(rows)) > FEW * len(columns.lengths):
         return None
-    severity: Severity | None = "note" if columns.are_rollouts else None
-    what = " or ".join(words for words, places in found.items() if len(places))
-    places = np.sort(np.concatenate(list(found.values())))
-    result = columns.found_at(places, what=what)
-    return result and Found(result.rows, result.example, severity, result.values)
+    return columns.found_by(found)
 
 
 def _replaced(columns: AuditColumns) -> np.ndarray:
-    """int64, tokens that with their neighbours are no whole character."""
+    """Return tokens that with their neighbours are no whole character, not at the end of a row."""
     vocabulary = columns.vocabulary
     if np.isin(columns.ids[:_SAMPLED], vocabulary.partial_ids).mean() > _MANY_PARTIAL:
-        return np.empty(0, dtype=np.int64)
+        return _NONE
     odd = columns.places_of_ids(vocabulary.partial_ids.tolist())
     if not len(odd):
         return odd
     breaks = np.flatnonzero((np.diff(odd) > 1) | columns.begins_row(odd[1:])) + 1
     firsts, lasts = odd[np.append(0, breaks)], odd[np.append(breaks - 1, -1)] + 1
     which = np.flatnonzero(~np.isin(lasts, columns.ends))  # a row may be cut within a character
-    known: dict[bytes, bool] = {}
-
-    def is_broken(run: int) -> bool:
-        ids = columns.ids[firsts[run] : lasts[run]]
-        key = ids.tobytes()
-        if key not in known:
-            known[key] = _REPLACEMENT in vocabulary.text(ids.tolist())
-        return known[key]
-
-    found = [run for run in which.tolist() if is_broken(run)]
+    found = [i for i in which.tolist() if _REPLACEMENT in columns.text(firsts[i], lasts[i])]
     return firsts[found]
 
 
 def _foreign(columns: AuditColumns) -> np.ndarray:
-    """int64, the first token of rows that their own text is not tokenized to.
+    """Return the first token of rows with rare tokens that their own text is not tokenized to.
 
-    What is rare is counted in the first and the last 500,000 tokens.
+    Rare are tokens by their counts in the first and the last 500,000.
     """
     sample = columns.ids
     if len(sample) > 2 * _SAMPLED:
@@ -335,6 +300,3 @@ def _foreign(columns: AuditColumns) -> np.ndarray:
         if (Counter(ids) - again).total() > max(_LOST * len(ids), 1):
             found.append(int(columns.starts[row]))
     return np.array(found, dtype=np.int64)
-
-
-CHECKS = (template_not_followed, thinking_not_closed, broken_tool_call, text_garbled)

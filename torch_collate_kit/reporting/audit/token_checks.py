@@ -1,132 +1,43 @@
-"""Single tokens: BOS, EOS, pads, and ids beyond the vocabulary."""
+"""Single tokens: ends of answers, pads, BOS, ids beyond the vocabulary, and labels."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from torch_collate_kit.reporting.audit.check import check
-from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
+from torch_collate_kit.ragged import span_indices
+from torch_collate_kit.reporting.audit.check import FEW, check
+from torch_collate_kit.reporting.audit.columns import AuditColumns, Found, words_of
 from torch_collate_kit.reporting.audit.findings import Severity
 
-__all__ = ["CHECKS"]
-
-_FEW = 1 / 3  # of the rows: an exception
-
-
-@check(
-    "error",
-    "{rows} have ids that the tokenizer does not have, such as {id}: its vocabulary has {size} "
-    "tokens; use the tokenizer that made the ids, or add the missing tokens to it",
-    needs=("size",),
-)
-def id_out_of_vocabulary(columns: AuditColumns) -> Found | None:
-    """Rows with an id, or a label, that is not below the size of the vocabulary.
-
-    Negative ids are refused by the readers.
-    """
-    size = columns.vocabulary.size or 0
-    is_beyond = columns.ids >= size
-    if columns.labels is not None:
-        is_beyond |= columns.labels >= size
-    places = np.flatnonzero(is_beyond)
-    if not len(places):
-        return None
-    first = int(places[0])
-    beyond = int(columns.ids[first])
-    if beyond < size and columns.labels is not None:
-        beyond = int(columns.labels[first])
-    return columns.found_at(places, id=beyond, size=f"{size:,}")
-
-
-@check(
-    "warning",
-    "{rows} begin with two BOS tokens (id {bos}), which no model has seen: the chat template "
-    "writes one, and the tokenizer another; pass add_special_tokens=False",
-    needs=("bos",),
-)
-def double_bos(columns: AuditColumns) -> Found | None:
-    """Rows whose first two tokens are BOS."""
-    bos = columns.vocabulary.bos_id
-    starts = columns.starts[columns.lengths > 1]
-    is_twice = (columns.ids[starts] == bos) & (columns.ids[starts + 1] == bos)
-    return columns.found_at(starts[is_twice], 2, bos=bos)
-
-
-@check(
-    "warning",
-    "{rows} have a BOS token (id {bos}) within their text, while the others begin with it or have "
-    "none: parts of a row were tokenized one by one; pass add_special_tokens=False",
-    needs=("bos",),
-)
-def bos_inside(columns: AuditColumns) -> Found | None:
-    """Rows with a BOS token within their text, in at most a third of the rows.
-
-    Silent about one after another BOS, after pads and after the end of an answer, and where BOS is
-    EOS.
-    """
-    vocabulary = columns.vocabulary
-    places = columns.places_of_id(vocabulary.bos_id or 0)
-    places = places[~columns.begins_row(places)]
-    before = [*vocabulary.end_ids, vocabulary.bos_id, vocabulary.pad_id]
-    begins = np.isin(columns.ids[places - 1], [token for token in before if token is not None])
-    for i in (2, 1):  # white space after an end
-        is_blank = ~begins & columns.is_end[np.maximum(places - i, 0)]
-        begins |= is_blank
-    found = places[~begins]
-    is_rare = columns.in_rows(columns.rows_of(found)).sum() <= _FEW * len(columns.lengths)
-    if vocabulary.bos_id == vocabulary.eos_id or not is_rare:
-        return None
-    return columns.found_at(found, bos=vocabulary.bos_id)
-
-
-@check(
-    "note",
-    "{rows} do not begin with BOS (id {bos}), while the others do; tokenize all rows the same way",
-    needs=("bos",),
-)
-def bos_in_some_rows(columns: AuditColumns) -> Found | None:
-    """Rows without a BOS at the start, where at least half of the rows have one.
-
-    Needs a tokenizer with a BOS that is not its EOS.
-    """
-    vocabulary = columns.vocabulary
-    has_bos = columns.ids[columns.starts] == vocabulary.bos_id
-    if vocabulary.bos_id == vocabulary.eos_id or has_bos.sum() * 2 < len(has_bos):
-        return None
-    return columns.found_at(columns.starts[~has_bos], bos=vocabulary.bos_id)
+_UNSIGNED = [(1 << bits) - 100 for bits in (8, 16, 32)]
 
 
 @check(
     "error",
     "no trained token is {ends}, in {rows} {which}, so the model never learns to stop; {way_out}",
-    needs=("eos",),
+    "eos",
 )
 def eos_never_trained(columns: AuditColumns) -> Found | None:
-    """That no trained token of the dataset ends an answer.
-
-    The token with which the chat template ends an answer counts as EOS. A warning where that may be
-    meant: rollouts, texts without a loss target, and targets of a single token. Silent where
-    nothing is trained.
-    """
+    """Find a dataset in which no trained token ends an answer."""
     targets = columns.ids if columns.labels is None else columns.labels
-    is_end = np.isin(targets[columns.trained_places], columns.vocabulary.end_ids)
-    if is_end.any():
+    if np.isin(targets[columns.trained_places], columns.vocabulary.end_ids).any():
         return None
     has_target = columns.num_trained > 0
-    severity: Severity | None = "warning" if columns.are_rollouts else None
-    which, way_out = "with a target", "add it to the end of every answer, and train it"
+    severity: Severity = "warning"
     if not columns.has_target:
-        severity, which = "warning", "that are trained as a whole"
+        which = "that are trained as a whole"
         way_out = "add it to the end of every text, unless a text goes on in the next row"
     elif not columns.are_rollouts and (columns.num_trained[has_target] == 1).all():
-        severity, which = "warning", "with a single trained token"
+        which = "with a single trained token"
         way_out = "that is right if the token is a class; else add it to the end of every answer"
-    ends = _names(columns)
+    else:
+        which, way_out = "with a target", "add it to the end of every answer, and train it"
+        severity = "warning" if columns.are_rollouts else "error"
     return columns.found_in(
         has_target,
         columns.last_trained,
         severity=severity,
-        ends=ends,
+        ends=_names(columns),
         which=which,
         way_out=way_out,
     )
@@ -136,37 +47,31 @@ def eos_never_trained(columns: AuditColumns) -> Found | None:
     "warning",
     "{rows} have {ends} after an answer but do not train it, while other answers do; extend "
     "their target by one token",
-    needs=("eos",),
+    "eos",
 )
 def eos_not_trained(columns: AuditColumns) -> Found | None:
-    """Rows where the EOS after a trained answer is not trained, while others train theirs.
-
-    Silent where none is trained, which :func:`eos_never_trained` says, and where the pad token is
-    the EOS, which :func:`eos_masked_as_pad` explains.
-    """
+    """Find untrained ends of trained answers, where other ends are trained."""
     vocabulary = columns.vocabulary
     if vocabulary.pad_id == vocabulary.eos_id:
-        return None
+        return None  # eos_masked_as_pad has the reason
     if not columns.is_end[columns.trained_places].any():
         return None
-    return columns.found_at(_unlearnt_ends(columns), ends=_names(columns))
+    return columns.found_at(_untrained_ends(columns), ends=_names(columns))
 
 
 @check(
     "error",
     "{rows} do not train the EOS after their answer: the pad token is the EOS token, and a "
     "collator that hides pads hid it too; mask by position, or set another pad token",
-    needs=("eos", "pad"),
+    "eos",
+    "pad",
 )
 def eos_masked_as_pad(columns: AuditColumns) -> Found | None:
-    """Rows where the EOS after a trained answer is not trained, and the pad token is the EOS.
-
-    Silent where the two ids differ.
-    """
+    """Find untrained EOS tokens after trained answers, where the pad token is the EOS."""
     vocabulary = columns.vocabulary
     if vocabulary.pad_id != vocabulary.eos_id:
         return None
-    places = _unlearnt_ends(columns)
+    places = _untrained_ends(columns)
     return columns.found_at(places[columns.ids[places] == vocabulary.eos_id])
 
 
@@ -174,14 +79,10 @@ def eos_masked_as_pad(columns: AuditColumns) -> Found | None:
     "error",
     "{rows} train pad tokens (id {pad}); pads are no target: tokenize without padding, "
     "collators pad",
-    needs=("pad",),
+    "pad",
 )
 def pad_trained(columns: AuditColumns) -> Found | None:
-    """Rows that train the pad token.
-
-    Where it is the EOS too, the second and further ones at the end of a row are pads; where it
-    differs, every one is.
-    """
+    """Find trained pads; of pads that are EOS too, all at the end of a row but the first."""
     vocabulary = columns.vocabulary
     is_pad = columns.ids == vocabulary.pad_id
     if vocabulary.pad_id in vocabulary.end_ids:
@@ -193,31 +94,127 @@ def pad_trained(columns: AuditColumns) -> Found | None:
     "warning",
     "{rows} are padded already (id {pad}), and collators take these pads for text; tokenize "
     "without padding",
-    needs=("pad",),
+    "pad",
 )
 def padded_rows(columns: AuditColumns) -> Found | None:
-    """Rows that begin or end with two or more untrained pads.
-
-    Silent about a single one, which may be an EOS.
-    """
+    """Find rows that begin or end with two untrained pads; a single one may be an EOS."""
     pad, ids = columns.vocabulary.pad_id, columns.ids
     rows = columns.lengths > 2
-    starts, ends = columns.starts[rows], columns.ends[rows]
-    found = []
-    for first in (starts, ends - 2):
-        is_run = (ids[first] == pad) & (ids[first + 1] == pad)
-        found.append(first[is_run & ~columns.trained[first + 1]])
-    return columns.found_at(np.unique(np.concatenate(found)), 2, pad=pad)
+    firsts = np.sort(np.concatenate([columns.starts[rows], columns.ends[rows] - 2]))
+    is_run = (ids[firsts] == pad) & (ids[firsts + 1] == pad) & ~columns.trained[firsts + 1]
+    return columns.found_at(firsts[is_run], 2, pad=pad)
 
 
-def _unlearnt_ends(columns: AuditColumns) -> np.ndarray:
-    """int64, tokens that end an answer and are not trained, though the token before them is.
+@check(
+    "warning",
+    "{rows} begin with two BOS tokens (id {bos}), which no model has seen: the chat template "
+    "writes one, and the tokenizer another; pass add_special_tokens=False",
+    "bos",
+)
+def double_bos(columns: AuditColumns) -> Found | None:
+    """Find rows whose first two tokens are BOS."""
+    bos = columns.vocabulary.bos_id
+    starts = columns.starts[columns.lengths > 1]
+    is_twice = (columns.ids[starts] == bos) & (columns.ids[starts + 1] == bos)
+    return columns.found_at(starts[is_twice], 2, bos=bos)
+
+
+@check(
+    "warning",
+    "{rows} have a BOS token (id {bos}) within their text, while the others begin with it or have "
+    "none: parts of a row were tokenized one by one; pass add_special_tokens=False",
+    "bos",
+)
+def bos_inside(columns: AuditColumns) -> Found | None:
+    """Find BOS tokens within texts, other than after an end, a pad or another BOS."""
+    vocabulary = columns.vocabulary
+    places = columns.places_of_id(vocabulary.bos_id or 0)
+    places = places[~columns.begins_row(places)]
+    before = [*vocabulary.end_ids, vocabulary.bos_id, vocabulary.pad_id]
+    begins = np.isin(columns.ids[places - 1], [token for token in before if token is not None])
+    begins |= columns.is_end[np.maximum(places - 2, 0)]  # white space after an end
+    found = places[~begins]
+    is_rare = columns.in_rows(columns.rows_of(found)).sum() <= FEW * len(columns.lengths)
+    if vocabulary.bos_id == vocabulary.eos_id or not is_rare:
+        return None
+    return columns.found_at(found, bos=vocabulary.bos_id)
+
+
+@check(
+    "note",
+    "{rows} do not begin with BOS (id {bos}), while the others do; tokenize all rows the same way",
+    "bos",
+)
+def bos_in_some_rows(columns: AuditColumns) -> Found | None:
+    """Find rows without a BOS at the start, where at least half of the rows have one."""
+    vocabulary = columns.vocabulary
+    has_bos = columns.ids[columns.starts] == vocabulary.bos_id
+    if vocabulary.bos_id == vocabulary.eos_id or has_bos.sum() * 2 < len(has_bos):
+        return None
+    return columns.found_at(columns.starts[~has_bos], bos=vocabulary.bos_id)
+
+
+@check(
+    "error",
+    "{rows} have ids that the tokenizer does not have, such as {id}: its vocabulary has {size} "
+    "tokens; use the tokenizer that made the ids, or add the missing tokens to it",
+    "size",
+)
+def id_out_of_vocabulary(columns: AuditColumns) -> Found | None:
+    """Find ids and labels that are not below the size of the vocabulary."""
+    size = columns.vocabulary.size or 0
+    is_beyond = columns.ids >= size
+    if columns.labels is not None:
+        is_beyond |= columns.labels >= size
+    places = np.flatnonzero(is_beyond)
+    if not len(places):
+        return None
+    beyond = int(columns.ids[places[0]])
+    if beyond < size and columns.labels is not None:
+        beyond = int(columns.labels[places[0]])
+    return columns.found_at(places, id=beyond, size=f"{size:,}")
+
+
+@check(
+    "error",
+    "the labels of {rows} are input_ids shifted by one ({direction}), so every token is "
+    "trained towards a wrong one: models and collators shift labels themselves; give labels "
+    "that equal input_ids at the same place",
+)
+def labels_shifted(columns: AuditColumns) -> Found | None:
+    """Find rows whose labels are the ids of the next tokens, or of those before."""
+    to_next, to_last = columns.shifted_labels
+    directions = {
+        "labels[i] is input_ids[i + 1]": to_next,
+        "labels[i] is input_ids[i - 1]": to_last,
+    }
+    return columns.found_in(
+        to_next | to_last, columns.first_trained, direction=words_of(directions)
+    )
+
+
+@check(
+    "warning",
+    "{labels} labels of {rows} are other ids than input_ids at the same place; a model that "
+    "predicts the next token is trained towards its own text: set them to input_ids, or -100{why}",
+)
+def labels_not_input_ids(columns: AuditColumns) -> Found | None:
+    """Find labels that are not the id at the same place, in rows that are not shifted."""
+    is_shifted = np.logical_or(*columns.shifted_labels)
+    places = columns.other_labels[~is_shifted[columns.rows_of(columns.other_labels)]]
+    if columns.labels is None or not len(places):
+        return None
+    wrapped = np.isin(columns.labels[places], _UNSIGNED).any()
+    why = "; -100 was stored unsigned, which a signed column holds as it is" if wrapped else ""
+    return columns.found_at(places, labels=f"{len(places):,}", why=why)
+
+
+def _untrained_ends(columns: AuditColumns) -> np.ndarray:
+    """Return the tokens, int64, that end a trained answer and are not trained.
 
     Of rollouts only the last token of a row: before a tool's answer the end may be the template's.
-    Those of other roles than the assistant's end no answer.
     """
-    turns = columns.turns
-    is_end, trained = columns.is_end, columns.trained
+    turns, is_end, trained = columns.turns, columns.is_end, columns.trained
     is_missed = is_end[1:] & ~trained[1:] & trained[:-1] & ~is_end[:-1]
     places = np.flatnonzero(is_missed) + 1
     if len(places):
@@ -228,31 +225,16 @@ def _unlearnt_ends(columns: AuditColumns) -> np.ndarray:
 
 
 def _in_last_run(columns: AuditColumns, is_pad: np.ndarray) -> np.ndarray:
-    """bool [T], pads after which the row has pads alone, but for the first of them."""
-    others = np.flatnonzero(~is_pad)
-    last = np.searchsorted(others, columns.ends) - 1  # the last token of each row that is no pad
-    places = np.where(last >= 0, others[np.maximum(last, 0)], -1) if len(others) else last
-    firsts = np.maximum(places + 2, columns.starts + 1)
-    found = np.zeros(len(is_pad) + 1, dtype=np.int64)
-    is_run = firsts < columns.ends
-    found[firsts[is_run]] += 1
-    np.add.at(found, columns.ends[is_run], -1)
-    return np.cumsum(found[:-1]) > 0
+    """Return the pads, bool [T], with pads alone after them, the first of each row apart."""
+    others = np.append(-1, np.flatnonzero(~is_pad))
+    last = others[np.searchsorted(others, columns.ends) - 1]  # that is no pad
+    firsts = np.maximum(last + 2, columns.starts + 1)
+    found = np.zeros(len(is_pad), dtype=np.bool_)
+    sizes = np.maximum(columns.ends - firsts, 0)
+    found[span_indices(firsts, sizes)] = True
+    return found
 
 
 def _names(columns: AuditColumns) -> str:
     vocabulary = columns.vocabulary
     return " or ".join(repr(vocabulary.text([token])) for token in vocabulary.end_ids)
-
-
-CHECKS = (
-    eos_never_trained,
-    eos_not_trained,
-    eos_masked_as_pad,
-    pad_trained,
-    padded_rows,
-    double_bos,
-    bos_inside,
-    bos_in_some_rows,
-    id_out_of_vocabulary,
-)

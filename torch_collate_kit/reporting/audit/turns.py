@@ -1,4 +1,4 @@
-"""The turns in rows of tokens, by the headers that the chat template writes before each role."""
+"""The turns in rows of tokens, found by the headers that the chat template writes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Turns:
     begins: np.ndarray
     """int64 [M], the first token after each header."""
     kinds: np.ndarray
-    """int64 [M], which of the headers of ``Vocabulary.role_ids`` it is."""
+    """int64 [M], the number of its header in ``Vocabulary.role_ids``."""
     are_answers: np.ndarray
     """bool [M]."""
 
@@ -51,10 +51,7 @@ class Turns:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """int64 [M], the first token that ends an answer, which may begin the next header; or -1.
-
-        Of the end of texts in other roles, too, templates write the same token.
-        """
+        """int64 [M], the token that ends each text, which may begin the next header; or -1."""
         places = np.flatnonzero(self.columns.is_end)
         if not len(places):
             return np.full(len(self.starts), -1)
@@ -74,7 +71,7 @@ class Turns:
         return np.where(self.ends >= 0, self.ends, self.limits)
 
     def holding(self, places: np.ndarray) -> np.ndarray:
-        """int64, the turn whose text holds each of these tokens, header and end apart; or -1."""
+        """Return the turn whose text holds each of these tokens, header and end apart; or -1."""
         which = np.searchsorted(self.starts, places, side="right") - 1
         if not len(self.starts):
             return which
@@ -88,12 +85,12 @@ class Turns:
 
     @cached_property
     def is_set_aside(self) -> np.ndarray:
-        """bool [M], turns in rows that another finding explains."""
+        """Turns in rows that another finding explains: bool [M]."""
         return self.columns.is_set_aside[self.rows]
 
     @cached_property
     def shifts(self) -> np.ndarray:
-        """int64 [M], by how many tokens the mask of each answer stands too late (early: below 0).
+        """int64 [M], tokens by which the mask of an answer is too late, or (below 0) early.
 
         Both ends must be off by as much; 0 where they are not, and in rows of shifted labels.
         """
@@ -121,10 +118,10 @@ class Turns:
 
     @cached_property
     def expected(self) -> np.ndarray:
-        """int64 [M], where the text of an answer begins: after the prompt, which most rows have.
+        """int64 [M], the first token of an answer that should be trained.
 
-        What the generation prompt adds to the header is not trained, nor what most answers leave
-        out as well, if it is white space and tags.
+        The rest of the generation prompt comes before it, or what most answers leave out, if that
+        is white space and tags.
         """
         vocabulary, last = self.columns.vocabulary, len(self.columns.ids) - 1
         rest = vocabulary.prompt_ids[len(vocabulary.header_ids) :]
@@ -145,28 +142,17 @@ class Turns:
         """Whether these tokens are white space and tags alone."""
         if stop - start > _LONGEST_GAP:
             return False
-        ids = self.columns.ids[start:stop]
-        key = ids.tobytes()
-        if key not in self._markup:
-            text = self.columns.vocabulary.text(ids.tolist())
-            self._markup[key] = not _MARKUP.sub("", text).strip()
-        return self._markup[key]
-
-    @cached_property
-    def _markup(self) -> dict[bytes, bool]:
-        return {}
+        return not _MARKUP.sub("", self.columns.text(start, stop)).strip()
 
     def num_trained(self, begins: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """int64, how many tokens from ``begins`` to ``stops`` are trained."""
+        """Return how many tokens from ``begins`` to ``stops`` are trained."""
         return self._num_before(stops) - self._num_before(begins)
 
     def _num_before(self, places: np.ndarray) -> np.ndarray:
         begins, stops = self.columns.runs  # far fewer than trained tokens
-        if not len(begins):
-            return np.zeros_like(places)
         run = np.searchsorted(begins, places)
-        beyond = np.maximum(stops[np.maximum(run - 1, 0)] - places, 0)
-        found: np.ndarray = self._counts[run] - np.where(run > 0, beyond, 0)
+        beyond = np.maximum(np.append(0, stops)[run] - places, 0)
+        found: np.ndarray = self._counts[run] - beyond
         return found
 
     @cached_property
@@ -175,31 +161,27 @@ class Turns:
         return np.append(0, np.cumsum(stops - begins))
 
     def first_trained(self, begins: np.ndarray) -> np.ndarray:
-        """int64, the first trained token from ``begins`` on; T where there is none."""
+        """Return the first trained token from ``begins`` on; T where there is none."""
         firsts, stops = (np.append(of, len(self.columns.ids)) for of in self.columns.runs)
         run = np.minimum(np.searchsorted(stops, begins, side="right"), len(firsts) - 1)
         found: np.ndarray = np.maximum(firsts[run], begins)
         return found
 
     def last_trained(self, stops: np.ndarray) -> np.ndarray:
-        """int64, the last trained token before ``stops``; -1 where there is none."""
+        """Return the last trained token before ``stops``; -1 where there is none."""
         begins, ends = self.columns.runs
-        if not len(begins):
-            return np.full_like(stops, -1)
-        run = np.searchsorted(begins, stops) - 1
-        return np.where(run >= 0, np.minimum(ends[np.maximum(run, 0)], stops) - 1, -1)
+        run = np.searchsorted(begins, stops)
+        found: np.ndarray = np.minimum(np.append(0, ends)[run], stops) - 1
+        return found
 
 
 def turns_of(columns: AuditColumns) -> Turns:
-    """The turns of rows; none without a chat template that begins answers with an added token."""
+    """Find the turns of rows; none without a template that begins answers with an added token."""
     names = columns.vocabulary.role_ids
     found = []
     for ids, role in names.items():
         places = columns.places_of(ids)
-        if role == "assistant" and columns.vocabulary.repeats_header:
-            begins_row = columns.begins_row(places)
-            places = places[begins_row | ~columns.trained[places - 1]]
-        found.append(places)
+        found.append(columns.without_repeated(places) if role == "assistant" else places)
     counts = [len(places) for places in found]
     starts = np.concatenate([*found, np.empty(0, dtype=np.int64)])
     kinds = np.repeat(np.arange(len(names)), counts)

@@ -1,4 +1,4 @@
-"""What checks need to know of a tokenizer: its special tokens, and how its template ends turns."""
+"""The special tokens of a tokenizer, and how its chat template begins and ends turns."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _QUESTION, _THINKING, _ANSWER = "Who?", "A thought", "An answer"
 
 
 class Vocabulary:
-    """Of a tokenizer, of the tokenizer of a processor, or of None, which has nothing of this.
+    """Special tokens and headers of a tokenizer, of a processor's, or of None, which has none.
 
-    Special tokens are ids; None, or an empty tuple, where the tokenizer does not have them.
+    They are ids; None, or an empty tuple, where the tokenizer does not have them.
 
     Raises:
         TypeError: something that cannot decode.
@@ -61,14 +61,12 @@ class Vocabulary:
 
     @cached_property
     def _plain_turn(self) -> tuple[str, str]:
-        """What is before an answer, and the added token after it; "" if unknown.
-
-        What begins the next question ends an answer where nothing else does.
-        """
+        """Text before an answer, and the added token after it; "" if unknown."""
         if self.template is None:
             return "", ""
         turn = plain_turn(self.template)
         try:
+            # What begins the next question ends an answer where nothing else does
             end = turn.end or next(iter(self.template.added_token.findall(turn.after)), "")
             return turn.header, end
         except DataError:
@@ -76,14 +74,14 @@ class Vocabulary:
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """EOS, and the token with which the chat template ends an answer."""
+        """Tokens that end an answer: EOS, and the one that the chat template writes."""
         ends = () if self.eos_id is None else (self.eos_id,)
         of_template = self.encode(self._plain_turn[1])
         return tuple(dict.fromkeys((*ends, *of_template))) if len(of_template) == 1 else ends
 
     @cached_property
     def roles(self) -> RoleTexts:
-        """What the chat template writes around messages; nothing without a template."""
+        """Texts that the chat template writes around messages."""
         if self.template is None:
             return RoleTexts()
         if self.template not in _TEXTS:
@@ -93,7 +91,7 @@ class Vocabulary:
 
     @cached_property
     def role_ids(self) -> dict[tuple[int, ...], str]:
-        """Headers of messages, and their role; empty where those before an answer are unknown."""
+        """Role of each header of messages; empty where those before an answer are unknown."""
         answers = dict.fromkeys(self.roles.answer, "assistant")
         headers = {**dict(self.roles.others), **answers} if answers else {}
         by_ids = {self.encode(header): role for header, role in headers.items()}
@@ -116,12 +114,12 @@ class Vocabulary:
 
     @cached_property
     def header_ids(self) -> tuple[int, ...]:
-        """The generation prompt of the chat template, without the white space around it."""
+        """Generation prompt of the chat template, without the white space around it."""
         return self.encode(self._header)
 
     @cached_property
     def prompt_ids(self) -> tuple[int, ...]:
-        """The generation prompt as it is."""
+        """Generation prompt of the chat template."""
         return self.encode(self._plain_turn[0])
 
     @cached_property
@@ -138,54 +136,61 @@ class Vocabulary:
         return self._header in text.partition(_THINKING)[2].partition(_ANSWER)[0]
 
     @cached_property
-    def control_ids(self) -> frozenset[int]:
-        """Special tokens, other than those that stand for a part of an image or a sound."""
-        added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        return frozenset(
-            token
-            for token, text in added.items()
-            if text.special and not any(word in text.content.lower() for word in _MEDIA_WORDS)
-        )
+    def _added(self) -> dict[int, Any]:
+        return getattr(self.tokenizer, "added_tokens_decoder", {})
 
     @cached_property
     def added_ids(self) -> frozenset[int]:
         """Tokens that were added to the vocabulary, such as all of a chat template."""
-        return frozenset(getattr(self.tokenizer, "added_tokens_decoder", {}))
+        return frozenset(self._added)
+
+    @cached_property
+    def control_ids(self) -> frozenset[int]:
+        """Special tokens, other than those that stand for a part of an image or a sound."""
+        return frozenset(
+            token
+            for token, text in self._added.items()
+            if text.special and not any(word in text.content.lower() for word in _MEDIA_WORDS)
+        )
 
     @cached_property
     def template_ids(self) -> frozenset[int]:
         """Added tokens whose text is in the source of the chat template."""
-        added = getattr(self.tokenizer, "added_tokens_decoder", {})
         source = "" if self.template is None else self.template.source
-        return frozenset(token for token, text in added.items() if text.content in source)
+        return frozenset(token for token, text in self._added.items() if text.content in source)
 
     def ids_of_tag(self, tag: str) -> set[tuple[int, ...]]:
-        """The fewest ids that hold ``tag``, in several surroundings, of which they may hold a part.
+        """Return the fewest ids that hold ``tag``, in several surroundings.
 
         A tag is given without its last character, which may be merged with what follows.
         """
         known = _TAGS.setdefault(self.tokenizer, {}) if self.tokenizer is not None else {}
-        if (self.size, tag) in known:
-            return known[self.size, tag]
-        patterns = known[self.size, tag] = set()
-        for before, after in itertools.product(("", "\n", " "), (">", ">\n")):
-            ids = self.encode(f"{before}{tag}{after}a")
-            tails = self.texts([ids[i:] for i in range(len(ids))])
-            heads = self.texts([ids[: i + 1] for i in range(len(ids))])
-            starts = [i for i, text in enumerate(tails) if tag in text]
-            stops = [i + 1 for i, text in enumerate(heads) if tag in text]
-            if starts and stops:
-                patterns.add(ids[starts[-1] : stops[0]])
-        return patterns
+        if (self.size, tag) not in known:
+            known[self.size, tag] = set().union(
+                *(
+                    self.fewest_ids(f"{before}{tag}{after}a", tag, tag)
+                    for before, after in itertools.product(("", "\n", " "), (">", ">\n"))
+                )
+            )
+        return known[self.size, tag]
+
+    def fewest_ids(self, text: str, first: str, last: str) -> set[tuple[int, ...]]:
+        """Return the ids of ``text`` from the start of ``first`` to the end of ``last``, if any."""
+        ids = self.encode(text)
+        tails = self.texts([ids[i:] for i in range(len(ids))])
+        heads = self.texts([ids[: i + 1] for i in range(len(ids))])
+        starts = [i for i, tail in enumerate(tails) if first in tail]
+        stops = [i + 1 for i, head in enumerate(heads) if last in head]
+        return {ids[starts[-1] : stops[0]]} if starts and stops else set()
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The ids of a text without special tokens around it; none without a tokenizer."""
+        """Return the ids of a text without special tokens around it; none without a tokenizer."""
         if not text or not callable(self.tokenizer):
             return ()
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def texts(self, spans: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each of these ids, which must be known, at once."""
+        """Return the text of each of these spans of ids, which the vocabulary must have."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             return [self.text(ids) for ids in spans]
@@ -194,7 +199,7 @@ class Vocabulary:
 
     @cached_property
     def partial_ids(self) -> np.ndarray:
-        """int64, ids that by themselves are no whole character."""
+        """Ids, int64, that by themselves are no whole character."""
         if self.tokenizer is None or self.size is None:
             return np.empty(0, dtype=np.int64)
         known = _PARTIAL.setdefault(self.tokenizer, {})
@@ -204,7 +209,7 @@ class Vocabulary:
         return known[self.size]
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of ids; the ids themselves without a tokenizer, or beyond its vocabulary."""
+        """Return the text of ids; the ids as numbers without a tokenizer, or beyond its size."""
         is_known = self.size is None or not ids or (min(ids) >= 0 and max(ids) < self.size)
         try:
             if self.tokenizer is not None and is_known:

@@ -1,10 +1,10 @@
-"""Plots with matplotlib, which is loaded on use: each takes ``ax=None`` and returns the Axes."""
+"""The plots of a packing report; matplotlib is loaded on use."""
 
 from __future__ import annotations
 
-from torch_collate_kit.reporting.plots.bars import plot_balance, plot_efficiency
-from torch_collate_kit.reporting.plots.lengths import plot_lengths
-from torch_collate_kit.reporting.plots.rows import plot_rows
-from torch_collate_kit.reporting.plots.timeline import plot_timeline
+from torch_collate_kit.reporting.plots.bars import draw_balance, draw_padding
+from torch_collate_kit.reporting.plots.lengths import draw_lengths
 
-__all__ = ["plot_balance", "plot_efficiency", "plot_lengths", "plot_rows", "plot_timeline"]
+__all__ = ["PLOTS"]
+
+PLOTS = {"padding": draw_padding, "balance": draw_balance, "lengths": draw_lengths}

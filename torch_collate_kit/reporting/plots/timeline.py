@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import plural
-from torch_collate_kit.loading import PrefetchLoader, StepTimes
-from torch_collate_kit.reporting.plots.style import (
+from torch_collate_kit.batch.showing.style import (
     COLORS,
     axes_for,
     boxed_number,
@@ -16,6 +15,7 @@ from torch_collate_kit.reporting.plots.style import (
     matplotlib_module,
     tint,
 )
+from torch_collate_kit.loading import PrefetchLoader, StepTimes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,25 +1,15 @@
-"""What all plots share: axes, colours that colour-blind readers tell apart, and hatches."""
+"""Axes, legends and colours of all plots, which differ for colour-blind readers too."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import needed_package
-from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.showing.cells import Cells, cells_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = [
-    "COLORS",
-    "axes_for",
-    "boxed_number",
-    "cells_to_draw",
-    "legend_below",
-    "matplotlib_module",
-    "tint",
-]
+__all__ = ["COLORS", "axes_for", "boxed_number", "legend_below", "matplotlib_module", "tint"]
 
 _LETTERS_PER_INCH = 14  # of small print
 
@@ -36,16 +26,12 @@ COLORS = {
 
 
 def matplotlib_module(name: str) -> Any:
-    """A module of matplotlib.
-
-    Raises:
-        ImportError: it is not installed; the message has the pip command.
-    """
+    """Import a module of matplotlib; the ImportError has the pip command."""
     return needed_package(f"matplotlib.{name}", "a plot", install="-e '.[plots]'")
 
 
 def axes_for(ax: Axes | None, width: float, height: float) -> Any:
-    """``ax``, or axes of a new figure of this size in inches."""
+    """Return ``ax``, or axes of a new figure of this size in inches."""
     if ax is not None:
         return ax
     _, axes = matplotlib_module("pyplot").subplots(figsize=(width, height), layout="constrained")
@@ -53,28 +39,13 @@ def axes_for(ax: Axes | None, width: float, height: float) -> Any:
 
 
 def tint(color: str, share: float = 0.28) -> tuple[float, float, float]:
-    """The colour ``#rrggbb`` mixed with white: ``share`` of it is left. RGB from 0 to 1.
-
-    >>> tint("#000000", 0.25)
-    (0.75, 0.75, 0.75)
-    """
+    """Mix the colour ``#rrggbb`` with white, of which ``share`` is left; RGB from 0 to 1."""
     red, green, blue = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return 1 - share * (1 - red), 1 - share * (1 - green), 1 - share * (1 - blue)
 
 
-def cells_to_draw(batch: Batch) -> Cells:
-    """What the cells of a batch hold; ValueError if it does not say."""
-    cells = cells_of(batch.stored())
-    if cells is None:
-        raise ValueError(
-            "the batch does not say what its cells hold: it has no input_ids [R, W] in host "
-            'memory; pass batch.to("cpu")'
-        )
-    return cells
-
-
 def boxed_number(ax: Axes, x: float, y: float, number: int) -> None:
-    """A number in a white box, around this point."""
+    """Write a number in a white box around this point."""
     ax.text(
         x,
         y,
@@ -88,7 +59,7 @@ def boxed_number(ax: Axes, x: float, y: float, number: int) -> None:
 
 
 def legend_below(ax: Axes, handles: list[Any], *, inches: float = 0.5) -> None:
-    """A legend so far below the axes, as wide as they are at most; nothing is drawn over."""
+    """Add a legend this far below the axes, at most as wide as they are."""
     figure = ax.figure
     transforms = matplotlib_module("transforms")
     below = transforms.ScaledTranslation(0, -inches, figure.dpi_scale_trans)

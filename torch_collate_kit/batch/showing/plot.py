@@ -1,4 +1,4 @@
-"""``plot_rows``: the rows of a batch, drawn."""
+"""The rows of a batch drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -6,24 +6,29 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import plural
-from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.showing.cells import Cells, Kind, Runs, example_numbers, runs_of
-from torch_collate_kit.reporting.plots.style import (
+from torch_collate_kit.batch.showing.cells import (
+    Cells,
+    Kind,
+    Runs,
+    cells_of,
+    example_numbers,
+    runs_of,
+)
+from torch_collate_kit.batch.showing.style import (
     COLORS,
     axes_for,
     boxed_number,
-    cells_to_draw,
     legend_below,
     matplotlib_module,
     tint,
 )
+from torch_collate_kit.batch.storage import Storage
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_rows"]
+__all__ = ["draw_rows"]
 
 _CYCLE = ("blue", "vermillion", "green", "purple")  # neighbours differ
 _HEIGHT = 0.8  # of a row, of the distance between two
@@ -34,64 +39,40 @@ _HATCHES = {Kind.PAD: "////", Kind.GAP: "xxxx", Kind.FILLER: "++"}
 _NAMES = {Kind.PAD: "padding", Kind.GAP: "alignment gap", Kind.FILLER: "filler, of no example"}
 
 
-def plot_rows(batch: Batch, *, max_rows: int = 40, ax: Axes | None = None) -> Axes:
-    """Draw the rows of a batch: a block per example, dark where it is trained.
-
-    Padding is hatched; blocks are numbered by example where they are wide enough. Batches of every
-    collator can be drawn, and those built by hand from ``input_ids`` ``[R, W]``. It reads which
-    cells are trained from ``loss_mask``, else from ``labels``.
-
-    Args:
-        batch: on the CPU; to draw others than the first rows, slice it: ``batch[40:80]``.
-        max_rows: the most rows that are drawn; the title says if there are more.
-        ax: axes to draw on; by default those of a new figure.
-
-    Returns:
-        The axes. Nothing is shown: call ``plt.show()``, or ``ax.figure.savefig("rows.png")``.
-
-    Raises:
-        TypeError: not a Batch.
-        ValueError: a batch without rows, or without ``input_ids`` in host memory.
-        ImportError: matplotlib is not installed.
-
-    >>> from torch_collate_kit import PackedCollator
-    >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    >>> plot_rows(batch).get_title()
-    '1 row of 5 cells: 5 tokens, 0.0% padding, 3 trained'
-    """
-    if not isinstance(batch, Batch):
-        raise TypeError(
-            f"plot_rows draws a Batch, got {type(batch).__name__}; pass what a collator returns "
-            "(for_trainer() returns a dict, which does not say where examples begin)"
+def draw_rows(stored: Storage, num_rows: int, ax: Axes | None) -> Axes:
+    """Draw the rows of ``stored``, the first of ``num_rows``; ``Batch.plot`` says how."""
+    cells = cells_of(stored)
+    if cells is None:
+        raise ValueError(
+            "the batch does not say what its cells hold: it has no input_ids [R, W] in host "
+            'memory; pass batch.to("cpu")'
         )
-    drawn = batch[: checked_int("max_rows", max_rows)]
-    cells = cells_to_draw(drawn)
-    num_rows, width = cells.kinds.shape
+    drawn, width = cells.kinds.shape
     if not cells.kinds.size:
         raise ValueError(
-            f"the batch has {num_rows} rows of {width} cells, so there is nothing to draw; pass a "
+            f"the batch has {drawn} rows of {width} cells, so there is nothing to draw; pass a "
             "batch with at least one token"
         )
-    ax = axes_for(ax, 9.0, min(12.0, 1.6 + 0.27 * num_rows))
+    ax = axes_for(ax, 9.0, min(12.0, 1.6 + 0.27 * drawn))
     runs = runs_of(cells)
     handles = _draw_blocks(ax, runs, is_known=cells.trained is not None)
     _draw_borders(ax, runs, width)
-    if num_rows <= _NUMBERED_ROWS:
-        _draw_numbers(ax, drawn, runs, width)
+    if drawn <= _NUMBERED_ROWS:
+        _draw_numbers(ax, stored, runs, width)
     ax.set(
         xlim=(0, width),
-        ylim=(num_rows - 0.5, -0.5),
+        ylim=(drawn - 0.5, -0.5),
         xlabel="position in the row (cells); numbers are those of the examples",
-        yticks=range(0, num_rows, -(-num_rows // 20)),
+        yticks=range(0, drawn, -(-drawn // 20)),
         ylabel="row of the batch",
-        title=_title(cells, len(batch)),
+        title=_title(cells, num_rows),
     )
     legend_below(ax, handles)
     return ax
 
 
 def _draw_blocks(ax: Any, runs: Runs, *, is_known: bool) -> list[Any]:
-    """A collection for each look; the entries of the legend."""
+    """Draw a collection for each look, and return the entries of the legend."""
     patch = matplotlib_module("patches").Patch
     handles = []
     for is_trained, name in ((1, "trained"), (0, "not trained" if is_known else "tokens")):
@@ -115,7 +96,7 @@ def _draw_blocks(ax: Any, runs: Runs, *, is_known: bool) -> list[Any]:
 
 
 def _add(ax: Any, runs: Runs, chosen: np.ndarray, name: str, **look: Any) -> bool:
-    """The chosen runs as rectangles; whether there are any."""
+    """Draw the chosen runs as rectangles, and return whether there are any."""
     if not chosen.any():
         return False
     left, right = runs.starts[chosen], (runs.starts + runs.lengths)[chosen]
@@ -129,7 +110,7 @@ def _add(ax: Any, runs: Runs, chosen: np.ndarray, name: str, **look: Any) -> boo
 
 
 def _draw_borders(ax: Any, runs: Runs, width: int) -> None:
-    """A line where an example begins or padding does, unless it would hide what is between."""
+    """Draw a line where an example or padding begins, unless the block is too narrow."""
     begins = np.ones(len(runs.rows), dtype=bool)
     begins[1:] = (runs.segments[1:] != runs.segments[:-1]) | (runs.rows[1:] != runs.rows[:-1])
     first = np.flatnonzero(begins)
@@ -138,10 +119,10 @@ def _draw_borders(ax: Any, runs: Runs, width: int) -> None:
     ax.vlines(x, y - _HEIGHT / 2, y + _HEIGHT / 2, color="black", linewidth=0.8)
 
 
-def _draw_numbers(ax: Any, batch: Batch, runs: Runs, width: int) -> None:
-    """The number of each example that is wide enough, in the middle of its tokens."""
-    names = example_numbers(batch.stored())
-    if names is None and "example_indices" in batch.row_metadata:
+def _draw_numbers(ax: Any, stored: Storage, runs: Runs, width: int) -> None:
+    """Write the number of each example that is wide enough in the middle of its tokens."""
+    names = example_numbers(stored)
+    if names is None and "example_indices" in stored.row_metadata:
         return
     is_own = np.flatnonzero(runs.examples >= 0)
     examples, first, of = np.unique(runs.examples[is_own], return_index=True, return_inverse=True)
@@ -155,9 +136,7 @@ def _draw_numbers(ax: Any, batch: Batch, runs: Runs, width: int) -> None:
 
 def _title(cells: Cells, num_rows: int) -> str:
     drawn, width = cells.kinds.shape
-    rows = plural(drawn, "row")
-    if drawn < num_rows:
-        rows = f"first {drawn:,} of {num_rows:,} rows"
+    rows = f"first {drawn:,} of {num_rows:,} rows" if drawn < num_rows else plural(drawn, "row")
     num_tokens = int(cells.is_own.sum())
     padding = 1 - num_tokens / cells.kinds.size
     trained = "" if cells.trained is None else f", {int(cells.trained.sum()):,} trained"
