@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tests.loading.building import packed_sampler
+from tests.loading.building import packed_sampler, packed_stream
 from tests.loading.hang_guard import fails_when_it_hangs, our_threads
 from tests.loading.sampler.sampler_oracle import epochs_of, flat
 from torch_collate_kit.batch import Batch
@@ -401,9 +401,7 @@ def test_a_mixture(make_mixed, setting, stateful):
 @pytest.mark.parametrize(("num_workers", "prefetch"), [(0, True), (0, False), (2, True)])
 def test_a_packed_stream_inside_a_stateful_loader(stateful, num_workers, prefetch):
     def make_stream() -> PackedIterableDataset:
-        return PackedIterableDataset(
-            EXAMPLES, tokenizer=0, max_tokens=MAX_TOKENS, buffer_size=7, rows_per_batch=2
-        )
+        return packed_stream(EXAMPLES, tokenizer=0, max_tokens=MAX_TOKENS, buffer_size=7, rows=2)
 
     def make() -> PrefetchLoader:
         stream = make_stream()

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.loading.building import packed_sampler
 from torch_collate_kit.collators import PackedCollator
-from torch_collate_kit.loading import PackedIterableDataset
 from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
 from torch_collate_kit.testing import batch_digest
 
@@ -37,23 +35,11 @@ def collated(**keywords: Any) -> list[Any]:
     return [PackedCollator(0, **keywords)(EXAMPLES)]
 
 
-def sampled(**keywords: Any) -> list[Any]:
-    sampler = packed_sampler(LENGTHS, batch_size=5, dp_rank=1, **keywords)
-    return [*sampler, sampler.state_dict()]
-
-
-def streamed(**keywords: Any) -> list[Any]:
-    stream = PackedIterableDataset(
-        EXAMPLES, tokenizer=0, buffer_size=6, rows_per_batch=2, **keywords
-    )
-    return [*stream, stream.state_dict()]
-
-
 def planned(**keywords: Any) -> list[Any]:
     return [pack(LENGTHS, **keywords)]
 
 
-@pytest.mark.parametrize("make", [collated, sampled, streamed, planned])
+@pytest.mark.parametrize("make", [collated, planned])
 def test_one_object_is_the_same_as_its_keywords(make: Any) -> None:
     expected = digests(make, **KEYWORDS)
     assert digests(make, packing=PACKING) == expected

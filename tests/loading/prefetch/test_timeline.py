@@ -149,7 +149,9 @@ def test_waits_add_up_over_slow_batches_and_epochs(clock):
             clock.sleep(10)
             yield from ()
 
-    data = DataLoader(range(6), batch_sampler=SlowEnd(6, batch_size=2), collate_fn=lambda _: clock.sleep(1))
+    data = DataLoader(
+        range(6), batch_sampler=SlowEnd(6, batch_size=2), collate_fn=lambda _: clock.sleep(1)
+    )
     with PrefetchLoader(data, prefetch=False) as loader:
         for _ in loader.steps(7):
             clock.sleep(100)

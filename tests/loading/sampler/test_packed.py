@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from tests.loading.building import packed_sampler
+from tests.loading.building import ForTrainer, packed_sampler
 from tests.loading.hang_guard import fails_when_it_hangs, our_threads
 from tests.loading.sampler.sampler_oracle import epochs_of
 from tests.strategies import FORMS, FUZZ, DrawnBatch, PackedOptions, batches, packed_options
@@ -354,21 +354,14 @@ def test_a_dataset_whose_examples_are_cut_needs_no_counts_on_one_rank():
         make_sampler(DATASET, **options)
 
 
-class _Around:
-    """What `collate.for_trainer()` is: a callable around a collator."""
-
-    def __init__(self, collate: Any) -> None:
-        self.collate = collate
-
-
 def test_the_collator_may_be_held_by_another():
     collate = make_collator()
     plans = [
         next(iter(PackedBatchSampler(LENGTHS, given, batch_size=4))).plan.bins
-        for given in (collate, _Around(collate))
+        for given in (collate, ForTrainer(collate))
     ]
     assert plans[0] == plans[1]
-    for wrong in (PaddedCollator(0), _Around(PaddedCollator(0)), None):
+    for wrong in (PaddedCollator(0), ForTrainer(PaddedCollator(0)), None):
         message = f"collate must be a PackedCollator, got a {type(wrong).__name__}: it says how"
         with pytest.raises(TypeError, match=message):
             PackedBatchSampler(LENGTHS, wrong, batch_size=4)

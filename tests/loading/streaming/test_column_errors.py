@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.loading.building import packed_stream
 from tests.loading.streaming.streaming_oracle import EXAMPLES, SETTINGS, datasets
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.loading.streaming import PackedIterableDataset
 
 pa = pytest.importorskip("pyarrow")
 
@@ -38,7 +38,7 @@ pa = pytest.importorskip("pyarrow")
 )
 def test_columns_that_no_collator_takes(rows: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        list(PackedIterableDataset(datasets.Dataset.from_dict(rows), **SETTINGS))
+        list(packed_stream(datasets.Dataset.from_dict(rows), **SETTINGS))
 
 
 # --- wrong rows ---
@@ -87,7 +87,7 @@ def with_bad_row(kind: str) -> Any:
         ("long lengths", "split", "example 23 of the stream: loss_mask has 31 entries, input_ids"),
     ],
 )
-@pytest.mark.parametrize("shard", [{}, {"rank": 1, "world_size": 2}])
+@pytest.mark.parametrize("shard", [{}, {"dp_rank": 1, "dp_size": 2}])
 def test_a_wrong_row_is_named_by_its_position(
     kind: str, overflow: str, message: str, shard: dict[str, int]
 ) -> None:
@@ -102,7 +102,7 @@ def test_a_wrong_row_is_named_by_its_position(
         found: list[Any] = []
         pattern = "23 of the stream" if isinstance(source, list) else message
         with pytest.raises(DataError, match=pattern):
-            found.extend(PackedIterableDataset(source, **settings))
+            found.extend(packed_stream(source, **settings))
         num_given_out.append(len(found))
     assert num_given_out[0] == num_given_out[1] >= num_given_out[2]  # no earlier than one by one
 
@@ -119,7 +119,7 @@ def test_a_wrong_row_behind_what_is_needed_waits(buffer_size: int, bad: Any) -> 
     for source in (TokenizedDataset(table), table.to_pylist()):
         found: list[Any] = []
         with pytest.raises(DataError, match="example 6 of the stream"):
-            found.extend(PackedIterableDataset(source, **settings))
+            found.extend(packed_stream(source, **settings))
         counts.append(len(found))
     assert counts[0] == counts[1]
 
@@ -141,7 +141,7 @@ def test_a_wrong_row_beside_a_piece_is_not_cut_to_fit(
     table = pa.table({"input_ids": [[1] * 26, [2] * 4], **columns})
     settings = SETTINGS | {"overflow": "split", "max_tokens": 6}
     with pytest.raises(DataError, match=f"example 1 of the stream: {message}"):
-        list(PackedIterableDataset(TokenizedDataset(table), **settings))
+        list(packed_stream(TokenizedDataset(table), **settings))
 
 
 def test_every_split_row_is_checked_before_a_piece_is_given_out() -> None:
@@ -150,5 +150,5 @@ def test_every_split_row_is_checked_before_a_piece_is_given_out() -> None:
     settings = SETTINGS | {"overflow": "split", "max_tokens": 6, "buffer_size": 30}
     found: list[Any] = []
     with pytest.raises(DataError, match="example 2 of the stream: labels has 21 entries"):
-        found.extend(PackedIterableDataset(TokenizedDataset(table), **settings))
+        found.extend(packed_stream(TokenizedDataset(table), **settings))
     assert found == []

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.worker import WorkerInfo
 
+from tests.loading.building import packed_stream
 from tests.loading.streaming.streaming_oracle import (
     EXAMPLES,
     SETTINGS,
@@ -44,21 +45,21 @@ def in_worker(
 def test_ranks_and_workers_lose_nothing(
     name: str, split: str, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for world_size in (1, 2, 4):
+    for dp_size in (1, 2, 4):
         found = []
-        for rank in range(world_size):
+        for rank in range(dp_size):
             for worker in range(max(1, num_workers)):
                 if split == "by node":
-                    source = split_dataset_by_node(SOURCES[name](), rank, world_size)
-                    dataset = PackedIterableDataset(source, **SETTINGS)
+                    source = split_dataset_by_node(SOURCES[name](), rank, dp_size)
+                    dataset = packed_stream(source, **SETTINGS)
                 else:
-                    shard = {"rank": rank, "world_size": world_size}
-                    dataset = PackedIterableDataset(SOURCES[name](), **SETTINGS, **shard)
+                    shard = {"dp_rank": rank, "dp_size": dp_size}
+                    dataset = packed_stream(SOURCES[name](), **SETTINGS, **shard)
                 if num_workers:
                     found += in_worker(monkeypatch, dataset, worker, num_workers)
                 else:
                     found += list(dataset)
-        assert tokens_of(found) == all_tokens(EXAMPLES), world_size
+        assert tokens_of(found) == all_tokens(EXAMPLES), dp_size
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
@@ -66,7 +67,7 @@ def test_ranks_and_workers_lose_nothing(
 def test_a_data_loader_passes_everything_through(name: str, num_workers: int) -> None:
     found = []
     for rank in range(2):
-        dataset = PackedIterableDataset(SOURCES[name](), **SETTINGS, rank=rank, world_size=2)
+        dataset = packed_stream(SOURCES[name](), **SETTINGS, dp_rank=rank, dp_size=2)
         loader = DataLoader(
             dataset, batch_size=None, num_workers=num_workers, collate_fn=dataset.as_is
         )
@@ -77,13 +78,13 @@ def test_a_data_loader_passes_everything_through(name: str, num_workers: int) ->
 
 
 def test_every_rank_gets_every_world_size_th_example() -> None:
-    dataset = PackedIterableDataset(EXAMPLES, **SETTINGS, rank=2, world_size=4)
+    dataset = packed_stream(EXAMPLES, **SETTINGS, dp_rank=2, dp_size=4)
     assert tokens_of(list(dataset)) == all_tokens(EXAMPLES[2::4])
 
 
 def test_a_presharded_source_is_not_split_again(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = EXAMPLES[1::2]
-    dataset = PackedIterableDataset(mine, **SETTINGS, rank=1, world_size=2, presharded=True)
+    dataset = packed_stream(mine, **SETTINGS, dp_rank=1, dp_size=2, presharded=True)
     assert tokens_of(list(dataset)) == all_tokens(mine)
     found = []
 
@@ -91,21 +92,21 @@ def test_a_presharded_source_is_not_split_again(monkeypatch: pytest.MonkeyPatch)
         yield from SOURCES["shards"]()
 
     for worker in range(2):
-        dataset = PackedIterableDataset(source, **SETTINGS, presharded=True)
+        dataset = packed_stream(source, **SETTINGS, presharded=True)
         found += in_worker(monkeypatch, dataset, worker, 2)
     assert tokens_of(found) == all_tokens(EXAMPLES)
 
 
 def test_each_iter_is_a_pass_of_its_own() -> None:
     for name in SOURCES:
-        dataset = PackedIterableDataset(SOURCES[name](), **SETTINGS)
+        dataset = packed_stream(SOURCES[name](), **SETTINGS)
         first = tokens_of(list(dataset))
         next(iter(dataset))  # broken off
         assert tokens_of(list(dataset)) == first == all_tokens(EXAMPLES), name
 
 
 def test_pickles_into_spawned_workers() -> None:
-    dataset = PackedIterableDataset(SOURCES["shards"](), **SETTINGS)
+    dataset = packed_stream(SOURCES["shards"](), **SETTINGS)
     next(iter(dataset))
     copied = pickle.loads(pickle.dumps(dataset))
     assert copied.state_dict() == dataset.state_dict()

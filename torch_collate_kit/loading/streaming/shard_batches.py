@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,13 +56,13 @@ class ShardBatches:
         policy: ErrorPolicy,
     ) -> None:
         part = stream.part(shard)
-        self._collator, self._position, self._policy = stream.collator, position, policy
+        self._call, self._position, self._policy = stream.collate, position, policy
         self._wrong = WrongExamples(policy, part.name)
         self._name = part.name if part.num_shards == 1 else f"shard {part.first} of the stream"
         self._reader = reader_of(stream, part, position.place, self._wrong)
         self._shard = None if stream.num_shards is None else shard
         self._epoch = {} if epoch is None else {"epoch": epoch}
-        packing = self._collator.packing
+        packing = stream.collator.packing
         self._windows = Windows(
             self._reader.read,
             packing,
@@ -166,7 +166,7 @@ class ShardBatches:
         """DataError: one of the entries is wrong; the message names its position."""
         try:
             examples = self._reader.examples(entries)
-            batch: Batch | dict[str, Any] = self._collator(PlannedExamples(plan, examples))
+            batch: Batch | dict[str, Any] = self._call(PlannedExamples(plan, examples))
         except DataError as error:
             raise self._wrong.named(error, entries["position"].tolist()) from error
         return batch
@@ -225,12 +225,9 @@ class DividedStream:
         """The positions where the dataset itself would begin: those of a state that it has loaded.
 
         Raises:
-            StateError: a state without shards, which workers cannot divide.
+            StateError: the state does not have these shards.
         """
-        if self.saved is None:
-            return self.beginning()
-        by_dataset = self if self.num_workers else replace(self, worker=0)
-        return by_dataset.positions_in(self.saved)
+        return self.beginning() if self.saved is None else self.positions_in(self.saved)
 
     def turns(self, positions: Mapping[int, Position], epoch: int | None) -> Iterator[Turn]:
         """The turns of this process's shards in pass ``epoch``, in a worker or outside one."""
@@ -258,12 +255,10 @@ class DividedStream:
         stream = self.stream
         division: dict[str, Any] = {"num_shards": stream.num_shards}
         if stream.num_shards is None:
-            rank, world_size = stream.node
-            division = {"rank": rank, "world_size": world_size, "num_workers": self.num_workers}
-            division |= {"num_shards": None} if self.worker is None else {"worker": self.worker}
+            division |= {"dp_size": stream.node[1], "num_workers": self.num_workers}
         return {
-            **self.settings,
             **division,
+            **self.settings,
             "presharded": stream.presharded,
             "epoch": stream.epoch,
             "fingerprint": stream.fingerprint(),

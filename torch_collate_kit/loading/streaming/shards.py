@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.sources import is_a
+from torch_collate_kit.loading.sampler.checks import checked_collator
 from torch_collate_kit.loading.streaming.fingerprints import SourceFingerprint
 from torch_collate_kit.loading.streaming.outside_streams import (
     canonical_part,
@@ -55,27 +55,27 @@ class Stream:
     def __init__(
         self,
         source: ExampleSource,
-        rank: int,
-        world_size: int,
+        dp_rank: int,
+        dp_size: int,
         *,
         presharded: bool,
-        collator: PackedCollator[Any],
+        collate: Any,
         num_shards: int | None = None,
     ) -> None:
         _check_source(source)
-        self.collator = collator
-        self.source, self._rank, self._world_size = source, rank, world_size
+        self.collate, self.collator = collate, checked_collator(collate)
+        self.source, self._dp_rank, self._dp_size = source, dp_rank, dp_size
         self.fingerprint = SourceFingerprint(source)
         self.presharded, self.num_shards = presharded, num_shards
         self._was_moved = False  # a datasets stream keeps the state it was given for every pass
         if num_shards is not None:
-            _check_divisible(source, num_shards, world_size, presharded=presharded)
+            _check_divisible(source, num_shards, dp_size, presharded=presharded)
         self._check_not_split(source)
 
     @property
     def node(self) -> tuple[int, int]:
-        """Rank and world size, of the source where it is split already."""
-        return node_of(self.source) or (self._rank, self._world_size)
+        """Rank and number of ranks, of the source where it is split already."""
+        return node_of(self.source) or (self._dp_rank, self._dp_size)
 
     @property
     def epoch(self) -> int | None:
@@ -89,17 +89,17 @@ class Stream:
         Raises:
             ValueError: more workers than shards.
         """
-        rank, world_size = self.node
+        dp_rank, dp_size = self.node
         num_each = max(1, num_workers)
         if self.num_shards is not None:
-            num_each = self.num_shards // world_size
+            num_each = self.num_shards // dp_size
             if num_workers > num_each:
                 raise ValueError(
                     f"num_workers={num_workers}, but with num_shards={self.num_shards} and "
-                    f"world_size={world_size} a rank has {num_each} shards; take at most as many "
+                    f"parallel.dp={dp_size} a rank has {num_each} shards; take at most as many "
                     "workers"
                 )
-        return range(rank * num_each, (rank + 1) * num_each)
+        return range(dp_rank * num_each, (dp_rank + 1) * num_each)
 
     def part(self, shard: int) -> Part:
         """A shard of this process."""
@@ -192,7 +192,7 @@ class Stream:
         """This process reads the examples at the first of these, modulo the second."""
         if self.presharded:
             return 0, 1
-        index, num_shards = (0, 1) if node_of(source) else (self._rank, self._world_size)
+        index, num_shards = (0, 1) if node_of(source) else (self._dp_rank, self._dp_size)
         worker = get_worker_info()
         if worker is None or is_datasets_stream(source):  # which looks at the worker itself
             return index, num_shards
@@ -206,12 +206,12 @@ class Stream:
         if self.num_shards is not None:
             raise ValueError(
                 f"{found}, so it cannot be divided into num_shards={self.num_shards} shards; pass "
-                "the stream before split_dataset_by_node, with rank and world_size"
+                "the stream before split_dataset_by_node, and dp_rank"
             )
-        if self._world_size > 1:
+        if self._dp_size > 1:
             raise ValueError(
-                f"{found} and would be split again by world_size={self._world_size}; leave rank "
-                "and world_size out"
+                f"{found} and would be split again by parallel.dp={self._dp_size}; pass the stream "
+                "before split_dataset_by_node"
             )
 
 
@@ -228,11 +228,11 @@ def _check_source(source: Any) -> None:
         )
 
 
-def _check_divisible(source: Any, num_shards: int, world_size: int, *, presharded: bool) -> None:
+def _check_divisible(source: Any, num_shards: int, dp_size: int, *, presharded: bool) -> None:
     """Refuses what cannot be divided into shards that are the same for any number of ranks."""
-    if num_shards % world_size:
+    if num_shards % dp_size:
         raise ValueError(
-            f"num_shards={num_shards} does not divide by world_size={world_size}; take a number "
+            f"num_shards={num_shards} does not divide by parallel.dp={dp_size}; take a number "
             "that every number of ranks of the run divides, such as 64"
         )
     if presharded and _is_iterable(source):
