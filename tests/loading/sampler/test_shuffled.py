@@ -175,22 +175,10 @@ def test_inside_a_stateful_dataloader(tail):
         assert rest[: len(batches) - step] == batches[step:]
 
 
-def test_may_look_ahead_within_the_epoch_begun_last():
-    sampler = PrefetchingSampler(5, batch_size=3, tail="wrap")  # epochs of 1, 2, 2 steps
-    assert [sampler.may_look_ahead(step) for step in range(3)] == [False, False, False]
-    next(iter(sampler))
-    assert not sampler.may_look_ahead(0), "epoch 0 is being read, though epoch 1 comes next"
-    next(iter(sampler))
-    assert [sampler.may_look_ahead(step) for step in range(2)] == [True, False]
-    sampler.set_epoch(0)
-    assert not sampler.may_look_ahead(0)
-
-
 def test_the_protocol_has_no_batch_size():
     sampler = PrefetchingSampler(list(range(10)), batch_size=4, tail="drop")
     assert isinstance(sampler, ResumableSampler)
     assert not hasattr(sampler, "batch_size"), "Accelerate would lose batches"
-    assert sampler.num_examples_per_step == 4
     assert sampler.state_dict()["num_examples"] == [[0, 10]]
     assert sampler.state_dict()["tail"] == "drop"
     assert len(sampler) == 2

@@ -39,7 +39,7 @@ class Part(NamedTuple):
     name: str = "the stream"  # where positions count, in the words of an error message
 
     def after(self, place: Place, num_examples: int) -> range:
-        """The positions that follow ``place``, of a source of so many examples."""
+        """Return the positions after ``place``, in a source of so many examples."""
         _check_num_read(place, num_examples)
         first = place.num_read + (self.first - place.num_read) % self.num_shards
         return range(first, num_examples, self.num_shards)
@@ -84,7 +84,7 @@ class Stream:
         return epoch if type(epoch) is int else None
 
     def shards(self, num_workers: int) -> range:
-        """The numbers of this rank's shards, of which worker w has every num_workers-th from w on.
+        """Return this rank's shards, of which worker w has every num_workers-th from w on.
 
         Raises:
             ValueError: more workers than shards.
@@ -102,7 +102,7 @@ class Stream:
         return range(dp_rank * num_each, (dp_rank + 1) * num_each)
 
     def part(self, shard: int) -> Part:
-        """A shard of this process."""
+        """Return the source and the examples of a shard."""
         if self.num_shards is None:
             source = self._made()
             self._check_not_split(source)
@@ -130,7 +130,7 @@ class Stream:
         return source
 
     def columns(self, part: Part, place: Place) -> TokenizedDataset | None:
-        """The source as columns, if their rows are what iterating over it gives.
+        """Return the source as columns, if their rows are what iterating over it gives.
 
         Not a ``datasets.IterableDataset``, whose state is exact only between the tables that it
         reads (docs/design_log.md), nor a ``datasets.Dataset`` with declared fields. With images
@@ -153,7 +153,7 @@ class Stream:
         return source if type(source) is TokenizedDataset and source._is_plain() else None
 
     def examples(self, part: Part, place: Place) -> Iterator[tuple[Example, int, Place]]:
-        """What comes after ``place``: an example, its position, and the place after it."""
+        """Yield each example after ``place``, its position, and the place after it."""
         source, num_shards = part.source, part.num_shards
         has_state = has_exact_state(source)
         examples = self._open(source, place, has_state)
@@ -189,7 +189,7 @@ class Stream:
         return iter(source) if self.num_shards is None else outside_workers(source)
 
     def _index(self, source: Any) -> tuple[int, int]:
-        """This process reads the examples at the first of these, modulo the second."""
+        """Return the first example of this process, and the distance to its next one."""
         if self.presharded:
             return 0, 1
         index, num_shards = (0, 1) if node_of(source) else (self._dp_rank, self._dp_size)
@@ -229,7 +229,7 @@ def _check_source(source: Any) -> None:
 
 
 def _check_divisible(source: Any, num_shards: int, dp_size: int, *, presharded: bool) -> None:
-    """Refuses what cannot be divided into shards that are the same for any number of ranks."""
+    """Refuse a source that cannot be divided into shards for any number of ranks."""
     if num_shards % dp_size:
         raise ValueError(
             f"num_shards={num_shards} does not divide by parallel.dp={dp_size}; take a number "

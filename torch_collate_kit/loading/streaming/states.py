@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 class Position(NamedTuple):
-    """How much of a shard has been given out."""
+    """Position in a shard."""
 
     place: Place = Place()  # where its window began
     num_batches: int = 0  # since then
@@ -76,7 +76,7 @@ def positions_in(
     packing: PackingOptions,
     shards: range,
 ) -> dict[int, Position]:
-    """The positions of ``shards`` in a state that has them, and may have more.
+    """Return the positions of ``shards`` in a state that has them, and may have more.
 
     Raises:
         StateError: the state does not fit, is damaged, or has not all of the shards.
@@ -124,7 +124,7 @@ def _position(entry: list[Any], skipped: Any, packing: PackingOptions) -> Positi
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The states of all ranks as one, which any number of ranks can load.
+    """Merge the states of all ranks into one, which any number of ranks can load.
 
     Args:
         states: what ``state_dict()`` of a ``PackedIterableDataset`` with ``num_shards``, or of a
@@ -215,7 +215,7 @@ def _check_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> No
 
 
 def _has_shards(state: Mapping[str, Any]) -> bool:
-    """Whether it has shards by their number, and a list of those that have ended."""
+    """Return whether a state has shards by number, and a list of those that have ended."""
     shards, ended = state.get("shards"), state.get("ended")
     if not isinstance(shards, Mapping) or not isinstance(ended, list):
         return False

@@ -76,7 +76,7 @@ class Windows:
             )  # nothing here refers to it while the buffer fills
 
     def _read_on(self) -> bool:
-        """Fills the buffer, and returns whether there is anything in it."""
+        """Fill the buffer, and return whether there is anything in it."""
         more = self._read(self._buffer_size - len(self._buffer))
         if len(more):
             self._end = place_after(more[-1])
@@ -85,7 +85,7 @@ class Windows:
         return len(self._buffer) > 0
 
     def _window_after(self, num_packed: int) -> Place | None:
-        """Where the next window begins after the first ``num_packed``; None if it may not yet.
+        """Return the start of the next window after ``num_packed`` entries; None if not yet.
 
         It is read from one place on, so what waits must be an unbroken piece of the stream.
         """
@@ -100,7 +100,7 @@ class Windows:
         return next_window
 
     def _taken_out(self, groups: list[Group]) -> deque[tuple[np.ndarray, PackingPlan]]:
-        """Takes the entries of each group out of the buffer; the others keep their order."""
+        """Take the entries of each group out of the buffer; the others keep their order."""
         taken = np.zeros(len(self._buffer), dtype=bool)
         taken[np.concatenate([indices for indices, _ in groups])] = True
         batches = deque(_planned(self._buffer[indices], plan) for indices, plan in groups)
@@ -110,7 +110,7 @@ class Windows:
 
 
 def _planned(entries: np.ndarray, plan: PackingPlan) -> tuple[np.ndarray, PackingPlan]:
-    """A batch of entries, whose plan says which of them are pieces of examples, and where."""
+    """Return a batch of entries whose plan names the pieces of examples."""
     is_piece = entries["is_piece"]
     if is_piece.any():
         starts = entries["start"][plan.example_indices]
@@ -121,7 +121,7 @@ def _planned(entries: np.ndarray, plan: PackingPlan) -> tuple[np.ndarray, Packin
 def _fullest_groups(
     buffer: np.ndarray, packing: PackingOptions, rows_per_batch: int
 ) -> list[Group]:
-    """The entries of each batch; none if too few rows would remain.
+    """Return the fullest rows as batches; none if too few rows would remain.
 
     The batches hold at least a third of the examples, so an example is packed about three times.
 
@@ -153,7 +153,7 @@ def _fullest_groups(
 def _first_groups(
     buffer: np.ndarray, packing: PackingOptions, rows_per_batch: int, *, ended: bool
 ) -> list[Group]:
-    """The entries of each batch; together they are the first ones, or all if the stream has ended.
+    """Return the first entries as batches, or all if the stream has ended.
 
     >>> buffer = np.zeros(4, dtype=ENTRY)
     >>> buffer["num_tokens"] = [4, 2, 6, 3]
@@ -170,7 +170,7 @@ def _first_groups(
 def _grouped(
     packed: PackingPlan, chosen: np.ndarray, packing: PackingOptions, rows_per_batch: int
 ) -> list[Group]:
-    """The entries of the rows ``chosen``, ``rows_per_batch`` rows per group."""
+    """Return the entries of the rows ``chosen``, ``rows_per_batch`` rows per group."""
     # By the longest example of each row, which is its first. In the order in which they were opened
     # the longest would come first, and by their oldest example those with many short ones.
     if len(packed.lengths):
@@ -185,7 +185,7 @@ def _grouped(
 
 
 def _num_ready(buffer: np.ndarray, packing: PackingOptions, rows_per_batch: int) -> int:
-    """The most entries that fill whole batches but not the last row; all, if none do."""
+    """Return the most entries that fill whole batches but not the last row, or all."""
 
     def num_rows(num_entries: int) -> int:
         packed = _filled(buffer[:num_entries], packing)
@@ -199,7 +199,7 @@ def _num_ready(buffer: np.ndarray, packing: PackingOptions, rows_per_batch: int)
 
 
 def _filled(entries: np.ndarray, packing: PackingOptions) -> PackingPlan:
-    """Rows of them, as the strategy opens these."""
+    """Return the rows of entries, as the strategy opens them."""
     lengths, patches, costs = (
         np.ascontiguousarray(entries[name]) for name in ("num_tokens", "patches", "vision_cost")
     )
