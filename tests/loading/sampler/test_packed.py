@@ -191,9 +191,7 @@ def test_a_dataset_of_ones_own():
 
 
 @pytest.mark.parametrize(
-    "dataset",
-    [EXAMPLES, datasets.Dataset.from_list(EXAMPLES)],
-    ids=["list", "datasets.Dataset"],
+    "dataset", [EXAMPLES, datasets.Dataset.from_list(EXAMPLES)], ids=["list", "datasets.Dataset"]
 )
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_dataset_that_would_lose_the_plan_is_an_error(dataset, num_workers):
@@ -245,21 +243,9 @@ def test_counts_of_examples_that_are_cut(overflow):
         ({"parallel": 2}, TypeError, r"must be a ParallelLayout, got 2; ParallelLayout\(dp=2\)"),
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
         ({"batch_size": 14, "tail": "drop"}, ValueError, "tail='drop' leaves no step; lower"),
-        (
-            {"num_loss_tokens": [1, 2]},
-            ValueError,
-            r"one int for each of the 13 examples, got shape \(2,\), dtype int64; pass dataset.num",
-        ),
-        (
-            {"num_loss_tokens": [0.5] * 13},
-            ValueError,
-            r"one int for each of the 13 examples, got shape \(13,\), dtype float64",
-        ),
-        (
-            {"num_loss_tokens": LENGTHS},
-            DataError,
-            "example 0 has num_loss_tokens=1 of 1 tokens; at most all but the first are trained",
-        ),
+        ({"num_loss_tokens": [1, 2]}, ValueError, r"one int for each of the 13 examples, got"),
+        ({"num_loss_tokens": [0.5] * 13}, ValueError, r"one int for each of the 13 examples, got"),
+        ({"num_loss_tokens": LENGTHS}, DataError, "example 0 has num_loss_tokens=1 of 1 tokens; "),
         ({"num_loss_tokens": [-1] * 13}, DataError, "example 0 has num_loss_tokens=-1 of 1 tokens"),
     ],
 )
@@ -428,15 +414,6 @@ def test_a_state_of_other_loss_tokens_is_refused(other):
         sampler.load_state_dict(state)
 
 
-def test_a_state_without_digests_is_refused_by_name():
-    state = make_sampler().state_dict()
-    older = {key: value for key, value in state.items() if not key.endswith("_digest")}
-    digests = r"'lengths_digest', 'loss_tokens_digest', 'patches_digest'"
-    message = rf"keys missing \[{digests}\], unknown \[\]; .* version"
-    with pytest.raises(StateError, match=message):
-        make_sampler().load_state_dict(older)
-
-
 def test_a_state_is_the_same_on_all_ranks():
     assert make_sampler(dp_rank=0).state_at(2, 3) == make_sampler(dp_rank=1).state_at(2, 3)
 
@@ -471,13 +448,6 @@ def test_a_reshuffle_whose_examples_are_carried_over_two_epochs_stays_in_the_sta
         assert part.plan.bins == pack([i + 1 for i in whole], 8).bins
 
 
-def test_a_weight_that_float32_loses_is_refused_where_it_is_counted_and_where_it_is_read():
-    rows = [{"input_ids": [1, 2, 3], "loss_mask": [0.0, 1e-60, 1.0]}]
-    for read in (lambda: TokenizedDataset(rows).num_loss_tokens, lambda: make_collator()(rows)):
-        with pytest.raises(DataError, match=r"example 0: loss_mask\[1\] is 1e-60, which float32"):
-            read()
-
-
 @pytest.mark.parametrize("data", [datasets.Dataset.from_list(EXAMPLES), EXAMPLES])
 def test_a_dataset_in_place_of_lengths_is_named_in_one_line(data: Any) -> None:
     with pytest.raises(
@@ -497,3 +467,21 @@ def test_a_state_of_other_lengths_after_the_first_four_million_is_refused() -> N
     other = packed_sampler(lengths, **options)
     with pytest.raises(StateError, match="state is of lengths_digest="):
         other.load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_inside_a_stateful_dataloader():
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make() -> Any:
+        sampler, collate = make_sampler(DATASET), make_collator(normalize_loss=True)
+        return stateful.StatefulDataLoader(DATASET, batch_sampler=sampler, collate_fn=collate)
+
+    loader, states, batches = make(), [], []
+    for batch in loader:
+        batches.append(batch)
+        states.append(loader.state_dict())
+    for step, state in enumerate(states[:-1], start=1):
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert list(resumed) == batches[step:]

@@ -14,33 +14,6 @@ from torch_collate_kit.loading import TokenizedDataset
 pa = pytest.importorskip("pyarrow")
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (
-            {"input_ids": [[1, 2]], "loss_masks": [[1, 1]]},
-            "stream has no loss_mask, but 'loss_masks' looks like it; rename it",
-        ),
-        ({"text": ["a"]}, r"no input_ids in example 0 of the stream, got keys \['text'\]"),
-        ({"input_ids": ["a b"]}, "example 0 of the stream: input_ids is str; give a list"),
-        ({"input_ids": [[1.5, 2.0]]}, r"example 0 of the stream: input_ids\[0\] is 1.5 \(float\)"),
-        ({"input_ids": [7]}, "example 0 of the stream: input_ids"),
-        ({"input_ids": [[1, 2]], "labels": [3]}, "example 0 of the stream: labels is int"),
-        (
-            {"input_ids": [[1, 2]], "loss_mask": [[1]], "num_actions": [[1]]},
-            r"example 0 of the stream: num_actions is \[1\]",
-        ),
-        (
-            {"input_ids": [[1, 2]], "loss_mask": [[1]], "num_actions": [1.0]},
-            "example 0 of the stream: num_actions is 1.0",
-        ),
-    ],
-)
-def test_columns_that_no_collator_takes(rows: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        list(packed_stream(datasets.Dataset.from_dict(rows), **SETTINGS))
-
-
 # --- wrong rows ---
 
 
@@ -122,26 +95,6 @@ def test_a_wrong_row_behind_what_is_needed_waits(buffer_size: int, bad: Any) -> 
             found.extend(packed_stream(source, **settings))
         counts.append(len(found))
     assert counts[0] == counts[1]
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"labels": [[1] * 26, [2] * 5]}, "labels has 5 entries, input_ids has 4 tokens"),
-        ({"loss_mask": [[1] * 26, [2] * 2]}, "loss_mask has 2 entries, input_ids has 4 tokens"),
-        (
-            {"loss_mask": [[1] * 26, [1] * 2], "num_actions": [26, 3]},
-            "loss_mask has 2 entries, num_actions=3",
-        ),
-    ],
-)
-def test_a_wrong_row_beside_a_piece_is_not_cut_to_fit(
-    columns: dict[str, Any], message: str
-) -> None:
-    table = pa.table({"input_ids": [[1] * 26, [2] * 4], **columns})
-    settings = SETTINGS | {"overflow": "split", "max_tokens": 6}
-    with pytest.raises(DataError, match=f"example 1 of the stream: {message}"):
-        list(packed_stream(TokenizedDataset(table), **settings))
 
 
 def test_every_split_row_is_checked_before_a_piece_is_given_out() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 from torch.utils.data._utils.worker import WorkerInfo
 
 from tests.batch_checks import assert_same_batch
@@ -20,7 +19,6 @@ from tests.loading.streaming.column_sources import FORMS, SOURCES, dataset_of, e
 from tests.loading.streaming.streaming_oracle import EXAMPLES, SETTINGS, moved
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
-from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.loading.dataset.columns import ListColumn
 from torch_collate_kit.loading.streaming.shards import Stream
@@ -136,23 +134,6 @@ def test_over_long_examples_at_every_stop(name: str, form: str, shard: dict[str,
             assert_same_batch(batch, wanted)
 
 
-def test_batches_by_hand() -> None:
-    rows = pa.array([[1, 2], [3, 4, 5, 6, 7], [8]], type=pa.list_(pa.int32()))
-    table = pa.table(
-        {"input_ids": rows, "num_actions": [1, 3, 0], "loss_mask": [[1], [0, 1, 1], []]}
-    )
-    dataset = packed_stream(
-        TokenizedDataset(table), tokenizer=0, max_tokens=3, overflow="split", buffer_size=4
-    )
-    batches = list(dataset)
-    assert [b["input_ids"].tolist() for b in batches] == [[[1, 2, 8]], [[3, 4, 5]], [[6, 7]]]
-    assert [b["labels"].tolist() for b in batches] == [
-        [[-100, 2, -100]], [[-100, -100, -100]], [[-100, 7]],
-    ]  # fmt: skip
-    assert [b.row_metadata["num_actions"].tolist() for b in batches] == [[[1, 0]], [[1]], [[1]]]
-    assert batches[2].row_metadata["example_starts"].tolist() == [[3]]
-
-
 # --- which sources are read as columns ---
 
 
@@ -195,21 +176,6 @@ def test_what_gives_something_else_is_iterated_over(source: Any) -> None:
     assert found
     for batch, wanted in zip(found, expected, strict=True):
         assert_same_batch(batch, wanted)
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_wrong_states_are_refused(name: str) -> None:
-    source = SOURCES[name](examples_of("none", [3, 5, 2, 4]))
-    dataset = packed_stream(source, **SETTINGS)
-    state = dataset.state_dict()
-    dataset.load_state_dict(moved(state, num_read=5))
-    with pytest.raises(StateError, match="after example 5 of the stream, which has 4; the source"):
-        next(iter(dataset))
-    dataset.load_state_dict(moved(state, source={"next": 2}))
-    with pytest.raises(StateError, match="holds a state of the source, but this source takes none"):
-        next(iter(dataset))
-    dataset.load_state_dict(moved(state, num_read=4))
-    assert list(dataset) == []
 
 
 # --- what it costs ---
@@ -265,18 +231,3 @@ def test_calls_do_not_grow_with_the_examples() -> None:
     assert min(calls for calls, _ in counts) > 1000, "nothing was counted"
     assert counts[2][0] < counts[0][0] + 1000, counts
     assert counts[3][0] < counts[1][0] + 1000, counts
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("name", [name for name in SOURCES if name != "callable"])
-def test_in_a_data_loader(name: str, num_workers: int) -> None:
-    examples = examples_of("loss_mask", [len(e["input_ids"]) for e in EXAMPLES])
-    found = []
-    for source in (examples, SOURCES[name](examples)):
-        dataset = packed_stream(source, **SETTINGS)
-        loader = DataLoader(
-            dataset, batch_size=None, num_workers=num_workers, collate_fn=dataset.as_is
-        )
-        found.append(list(loader))
-    for batch, wanted in zip(*found, strict=True):
-        assert_same_batch(batch, wanted)

@@ -168,15 +168,6 @@ def test_dropped_images_are_counted() -> None:
     assert sum(batch.metadata["num_dropped"] for batch in stream) == 1
 
 
-def test_text_that_leaves_no_room_for_a_dummy_is_named_by_its_position() -> None:
-    wrong = {"input_ids": list(range(10, 33))}
-    for source in ([{"input_ids": [1]}, wrong], TokenizedDataset([{"input_ids": [1]}, wrong])):
-        with pytest.raises(
-            DataError, match=r"^example 1 of the stream has 23 tokens, more than th"
-        ):
-            list(packed_stream(source, **SETTINGS))
-
-
 @pytest.mark.parametrize("grids", [[[1, 2]], [1, 2, 3], [[1.5, 2, 2]], [[[1, 2, 3]]]])
 def test_wrong_grids_are_named_by_their_position(grids: Any) -> None:
     wrong = {**with_images([1, 2], [[1, 2, 2]]), "image_grid_thw": grids}

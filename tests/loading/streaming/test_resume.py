@@ -18,7 +18,6 @@ from tests.loading.streaming.streaming_oracle import (
     SOURCES,
     StatefulSource,
     all_tokens,
-    make_examples,
     place_of,
     tokens_of,
 )
@@ -76,16 +75,6 @@ def test_exact_resume_over_many_windows(settings: dict[str, Any]) -> None:
     num_batches = len(list(make()))
     assert tokens_of(list(make())) == all_tokens(EXAMPLES * 5)
     assert_exact_resume(make, num_steps=num_batches, stops=range(0, num_batches, 7))
-
-
-def test_exact_resume_between_the_pieces_of_an_example() -> None:
-    settings = SETTINGS | {"overflow": "split", "max_tokens": 5, "buffer_size": 3}
-
-    def make() -> PackedIterableDataset:
-        return packed_stream(StatefulSource(make_examples([2, 43, 3, 31])), **settings)
-
-    assert tokens_of(list(make())) == all_tokens(make_examples([2, 43, 3, 31]))
-    assert_exact_resume(make, num_steps=len(list(make())))
 
 
 def test_exact_resume_after_a_resume() -> None:
@@ -179,19 +168,6 @@ def set_to_zero(state: Any) -> None:
             set_to_zero(value)
         elif isinstance(value, int):
             state[key] = 0
-
-
-def test_state_is_small_and_is_not_moved_by_saving() -> None:
-    dataset = packed_stream(EXAMPLES, **SETTINGS)
-    batches = iter(dataset)
-    next(batches), next(batches)
-    state = dataset.state_dict()
-    state["shards"]["0"][2] = 99
-    assert place_of(dataset)["num_batches"] != 99
-    assert len(json.dumps(dataset.state_dict())) < 800
-    loaded = packed_stream(EXAMPLES, **SETTINGS)
-    loaded.load_state_dict(dataset.state_dict())
-    assert loaded.state_dict() == dataset.state_dict()
 
 
 @pytest.mark.parametrize("name", ["list", "shards", "mapped"])

@@ -41,33 +41,11 @@ def make(source: Any = EXAMPLES, **more: Any) -> PackedIterableDataset:
 @pytest.mark.parametrize(
     ("source", "options", "kind", "message"),
     [
-        (
-            EXAMPLES,
-            {"num_shards": 0},
-            ValueError,
-            "num_shards must be at least 1, got 0; None makes",
-        ),
+        (EXAMPLES, {"num_shards": 0}, ValueError, "num_shards must be at least 1, got 0; None ma"),
         (EXAMPLES, {"num_shards": 2.5}, TypeError, "num_shards must be an int, got 2.5"),
-        (
-            EXAMPLES,
-            {"dp_size": 3},
-            ValueError,
-            "num_shards=4 does not divide by parallel\.dp=3; take a number that every number of",
-        ),
-        (
-            EXAMPLES,
-            {"presharded": True},
-            TypeError,
-            "with num_shards=4 a presharded source must be a callable that takes the number of a "
-            "shard, 0 to 3, and makes its examples, got list",
-        ),
-        (
-            StatefulSource(EXAMPLES),
-            {},
-            TypeError,
-            "source is a StatefulSource with a state_dict, so it has one position, but with "
-            "num_shards=4 each shard needs its own; pass a callable that makes one",
-        ),
+        (EXAMPLES, {"dp_size": 3}, ValueError, r"num_shards=4 does not divide by parallel\.dp=3;"),
+        (EXAMPLES, {"presharded": True}, TypeError, "with num_shards=4 a presharded source must "),
+        (StatefulSource(EXAMPLES), {}, TypeError, "source is a StatefulSource with a state_dict,"),
         (
             split_dataset_by_node(SOURCES["shards"](), 1, 2),
             {},
@@ -82,15 +60,6 @@ def test_what_cannot_be_divided_is_refused(
 ) -> None:
     with pytest.raises(kind, match=message):
         make(source, **options)
-
-
-def test_what_a_callable_returns_is_checked() -> None:
-    with pytest.raises(
-        ValueError, match=r"already \(rank 1 of 2\), so it cannot be divided into num_"
-    ):
-        next(iter(make(lambda: split_dataset_by_node(SOURCES["shards"](), 1, 2))))
-    with pytest.raises(TypeError, match="the callable source returned a int; it must return an it"):
-        next(iter(make(lambda shard: shard, presharded=True)))
 
 
 def test_more_workers_than_shards_are_refused() -> None:
@@ -177,21 +146,6 @@ def test_a_state_without_shards_is_refused() -> None:
         make().load_state_dict({})
 
 
-def test_a_state_that_was_loaded_may_be_changed() -> None:
-    def loader() -> PrefetchLoader:
-        dataset = make(lambda: StatefulSource(EXAMPLES * 9))
-        return PrefetchLoader(DataLoader(dataset, batch_size=None))
-
-    with loader() as first, loader() as second:
-        list(islice(first, 70))
-        state = first.state_dict()
-        second.load_state_dict(state)
-        before = second.state_dict()
-        assert state["stream"]["shards"]["0"][4]["next"] > 0
-        state["stream"]["shards"]["0"][4]["next"] = 0
-        assert second.state_dict() == before
-
-
 def test_the_state_of_another_rank_is_refused() -> None:
     state = saved(dp_rank=1, dp_size=4)
     message = r"the state has 1 shards, but not \[0\], which this rank reads; it is the state of"
@@ -228,10 +182,7 @@ def test_a_damaged_state_is_refused(damage: dict[str, Any], message: str) -> Non
         (None, "shard 2 is None, not"),
         ([1, 0, 0, 0, None, 7], "shard 2 is .*; it is damaged"),
         ([1, 3, 0, 0], "the state's start is 3, within an example, but with overflow='raise'"),
-        (
-            [2**62, 0, 0, 2**62],
-            r"has shards that are \d{19} rounds apart, more than 1048576; it is",
-        ),
+        ([2**62, 0, 0, 2**62], r"has shards that are \d{19} rounds apart, more than 1048576; it"),
         ([9, 0, 0, 10**4], "a shard with 0 batches after 9 examples, but 10000 batches in all; it"),
         ([9, 0, 3, 2], "a shard with 3 batches after 9 examples, but 2 batches in all; it is dama"),
     ],
@@ -258,17 +209,6 @@ def test_rounds_without_a_batch_are_not_counted_one_by_one() -> None:
     began = time.perf_counter()
     assert len(list(dataset)) == expected
     assert time.perf_counter() - began < 1
-
-
-def test_a_state_of_a_longer_source_is_refused_when_it_is_read() -> None:
-    state = saved()
-    state["shards"]["2"] = [100, 0, 0, 7]
-    dataset = make()
-    dataset.load_state_dict(state)
-    with pytest.raises(
-        StateError, match="is after example 100 of the stream, which has 43; the so"
-    ):
-        list(dataset)
 
 
 # --- merging ---
@@ -313,18 +253,12 @@ def test_the_ended_shards_of_all_states_have_ended() -> None:
         ([None], "state 0 is a NoneType, not a mapping"),
         ([{"a": 1}], r"state 0 has \['a'\], no shards; pass the state of a PackedIterableDataset"),
         (states_of(4) + states_of(2)[:1], "state 4 has the shards 0, 1 of a state before it; pass"),
-        (
-            [states_of(2)[0], states_of(2, buffer_size=9)[1]],
-            "state 1 is of buffer_size=9, state 0 of buffer_size=7; merge the states that all",
-        ),
+        ([states_of(2)[0], states_of(2, buffer_size=9)[1]], "state 1 is of buffer_size=9, state "),
         (
             [states_of(2)[0], saved(num_shards=8, dp_rank=1, dp_size=2)],
             "state 1 is of num_shards=8, state 0 of num_shards=4",
         ),
-        (
-            [packed_stream(EXAMPLES, **SETTINGS).state_dict()],
-            "state 0 is of a stream without num_shards, whose shards depend on the number",
-        ),
+        ([packed_stream(EXAMPLES, **SETTINGS).state_dict()], "state 0 is of a stream without num"),
         ([saved() | {"shards": {"x": 1}}], "state 0 has .*, no shards"),
         ([saved() | {"ended": [[]]}], "state 0 has .*, no shards"),
         ([saved() | {"skipped": 3}], "the state has skipped=3; it is damaged"),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 from torch.utils.data._utils.worker import WorkerInfo
 
 from tests.loading.building import packed_stream
@@ -20,7 +19,6 @@ from tests.loading.streaming.streaming_oracle import (
     all_tokens,
     tokens_of,
 )
-from torch_collate_kit.batch import Batch
 from torch_collate_kit.loading.streaming import PackedIterableDataset
 
 split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
@@ -60,21 +58,6 @@ def test_ranks_and_workers_lose_nothing(
                 else:
                     found += list(dataset)
         assert tokens_of(found) == all_tokens(EXAMPLES), dp_size
-
-
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-@pytest.mark.parametrize("name", ["list", "odd shards"])
-def test_a_data_loader_passes_everything_through(name: str, num_workers: int) -> None:
-    found = []
-    for rank in range(2):
-        dataset = packed_stream(SOURCES[name](), **SETTINGS, dp_rank=rank, dp_size=2)
-        loader = DataLoader(
-            dataset, batch_size=None, num_workers=num_workers, collate_fn=dataset.as_is
-        )
-        found += list(loader)
-    assert tokens_of(found) == all_tokens(EXAMPLES)
-    assert all(isinstance(batch, Batch) and len(batch) == 1 for batch in found)
-    assert sum(batch.metadata["num_examples"] for batch in found) == len(EXAMPLES)
 
 
 def test_every_rank_gets_every_world_size_th_example() -> None:

@@ -21,7 +21,6 @@ from tests.loading.streaming.streaming_oracle import (
     StatefulSource,
     all_tokens,
     datasets,
-    make_examples,
     plain_loop,
     tokens_of,
 )
@@ -245,48 +244,12 @@ def test_any_chain_of_ranks_and_workers_gives_the_batches_of_one_run(seed: int) 
     assert found == expected
 
 
-def test_the_state_of_one_rank_alone_is_loaded_by_the_same_rank() -> None:
-    dataset = make("list", 1, 2)
-    expected = list(dataset)
-    state = None
-    for batch, wanted in zip(islice(dataset, 5), expected, strict=False):
-        assert_same_batch(batch, wanted)
-        state = dataset.state_dict()
-    assert state is not None
-    resumed = make("list", 1, 2)
-    resumed.load_state_dict(state)
-    assert resumed.state_dict() == state
-    for batch, wanted in zip(resumed, expected[5:], strict=True):
-        assert_same_batch(batch, wanted)
-
-
 def test_of_a_merged_state_a_rank_saves_its_own_shards() -> None:
     whole = make("list")
     list(islice(whole, 4))
     rank = make("list", 1, 3)
     rank.load_state_dict(whole.state_dict())
     assert list(rank.state_dict()["shards"]) == ["2", "3"]
-
-
-@pytest.mark.parametrize("num_buffers", [8, 1])
-def test_a_resume_reads_at_most_a_window_of_each_shard_again(num_buffers: int) -> None:
-    sources: list[StatefulSource] = []
-
-    def part(shard: int) -> StatefulSource:
-        sources.append(StatefulSource((EXAMPLES * 8)[shard::2]))
-        return sources[-1]
-
-    strategy = "best_fit_decreasing" if num_buffers == 8 else "sequential"
-    options = SETTINGS | {"num_shards": 2, "presharded": True, "strategy": strategy}
-    dataset, most = packed_stream(part, **options), 0
-    for _ in dataset:
-        resumed = packed_stream(part, **options)
-        resumed.load_state_dict(dataset.state_dict())
-        sources.clear()
-        list(islice(resumed, 2))
-        most = max(most, *(source.num_reads for source in sources))
-    assert (num_buffers - 2) * options["buffer_size"] < most
-    assert most <= num_buffers * options["buffer_size"]
 
 
 def test_states_by_hand() -> None:
@@ -310,19 +273,6 @@ def test_states_by_hand() -> None:
         with PrefetchLoader(DataLoader(dataset, batch_size=None)) as loader:
             list(islice(loader, 3))
             assert loader.state_dict()["stream"] == expected
-
-
-def test_a_state_takes_at_most_64_bytes_for_each_shard() -> None:
-    examples = make_examples([5] * 64 * 40)
-    dataset = packed_stream(examples, **SETTINGS, num_shards=64)
-    list(islice(dataset, 400))
-    state = dataset.state_dict()
-    state["shards"] = {str(int(shard) + 4000): at for shard, at in state["shards"].items()}
-    for at in state["shards"].values():
-        at[:] = [10**12 + at[0], 10**6, 10**5, 10**9]  # of a long run
-    state["ended"] = [int(shard) for shard in state["shards"]]
-    assert len(json.dumps({key: state.pop(key) for key in ("shards", "ended")})) <= 64 * 64
-    assert len(json.dumps(state)) < 800
 
 
 def test_a_stateful_data_loader_resumes_with_the_same_number_of_workers() -> None:

@@ -217,37 +217,6 @@ def test_wrong_examples_after_the_last_batch_are_named_in_it(
         list(make(SOURCES[name](data), buffer_size=buffer_size, max_skipped=len(last) - 1))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("num_shards", [None, 4])
-def test_every_skipped_example_is_named_with_shards_and_workers(
-    num_shards: int | None, num_workers: int
-) -> None:
-    """The last of each shard, too; states after every few batches name none twice."""
-    data = [*examples(), *[EMPTY, NEGATIVE] * 6]
-
-    def loader() -> PrefetchLoader:
-        stream = make(data, num_shards=num_shards, max_skipped_in_a_row=20)
-        options: dict[str, Any] = {"collate_fn": stream.as_is, "num_workers": num_workers}
-        return PrefetchLoader(DataLoader(stream, batch_size=None, **options))
-
-    wrong = sorted({*UNREADABLE, *WRONG, *range(60, 72)})
-    with loader() as whole:
-        expected = list(whole)
-    assert sorted(skipped_in(expected)) == wrong
-    found, counts, state = [], [], None
-    while len(found) < len(expected):
-        with loader() as part:
-            if state is not None:
-                part.load_state_dict(json.loads(json.dumps(state)))
-            found += list(islice(part, min(7, len(expected) - len(found))))
-            state = part.state_dict()
-            skipped = state["stream"].get("skipped", {})
-            counts.append(sum(num_skipped for num_skipped, _ in skipped.values()))
-    assert [batch_digest(batch) for batch in found] == [batch_digest(batch) for batch in expected]
-    assert sorted(skipped_in(found)) == wrong
-    assert counts[-1] == len(wrong)
-
-
 @pytest.mark.parametrize("wrong", [EMPTY, NEGATIVE])
 @pytest.mark.parametrize("name", ["list", "columns"])
 def test_a_shard_of_which_nothing_is_left_raises(name: str, wrong: Any) -> None:
@@ -319,16 +288,6 @@ def test_too_many_in_a_row_raise_before_a_buffer_is_full() -> None:
     assert source.num_reads == 4
 
 
-def test_columns_name_what_was_left_out_in_the_same_batches() -> None:
-    made = [*examples()[:58], *GOOD[:5]]
-    of_list, of_columns = (
-        [batch.metadata.get("skipped") for batch in make(source(made), strategy="sequential")]
-        for source in (list, dataset_of)
-    )
-    assert of_list == of_columns
-    assert sum(skipped is not None for skipped in of_list) > 3
-
-
 @pytest.mark.parametrize("resumed_after", [None, 3])
 def test_too_many_raise(resumed_after: int | None) -> None:
     options = {"max_skipped": 4, "max_skipped_in_a_row": 100}
@@ -382,18 +341,6 @@ def test_an_example_that_overflow_drops_may_be_wrong_too(more: dict[str, Any]) -
     assert_exact_resume(stream, num_steps=len(batches))
     first = list(stream(long[:1] + GOOD[:3]))
     assert (skipped_in(first), tokens_of(first)) == ([0], all_tokens(GOOD[:3]))
-
-
-@pytest.mark.parametrize("source", [list, dataset_of])
-def test_a_stop_between_the_pieces_of_what_follows_a_skipped_example(source: Any) -> None:
-    def stream() -> PackedIterableDataset:
-        data = source([*GOOD[:3], {"input_ids": np.arange(0)}, {"input_ids": np.arange(900, 921)}])
-        return make(data, overflow="split", max_tokens=5, buffer_size=1)
-
-    batches = list(stream())
-    assert skipped_in(batches) == [3]
-    assert tokens_of(batches)[-21:] == list(range(900, 921))
-    assert_exact_resume(stream, num_steps=len(batches))
 
 
 @pytest.mark.parametrize(
