@@ -282,6 +282,9 @@ def test_the_state_is_small():
         "seed": 0,
         "shuffle": True,
     }
+    for name in ("sizes", "num_units", "fingerprints"):
+        sampler.state_dict()[name].clear()
+    assert sampler.state_at(2, 5)["sizes"] == [10**7, 300], "a state is a copy"
 
 
 @pytest.mark.parametrize("other", [[[3, 1, 2], [4, 4]], [[1, 2, 3], [3, 5]]])

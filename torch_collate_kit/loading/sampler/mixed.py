@@ -171,10 +171,10 @@ class MixedSampler(EpochSampler):
     def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
         like, mixture = like or {}, self._mixture
         return {
-            "sizes": mixture.sizes,
+            "sizes": list(mixture.sizes),
             "weights": list(map(str, mixture.shares)),
             "by": self._by,
-            "num_units": mixture.num_units,
+            "num_units": list(mixture.num_units),
             "lengths_digest": self._lengths_digest,
             "fingerprints": self._known_fingerprints(like),
             "num_steps": self._steps_per_epoch,
@@ -186,7 +186,7 @@ class MixedSampler(EpochSampler):
         """Return the digests of the sources; where either side has none, those of ``like``."""
         saved = like.get("fingerprints", self._fingerprints)
         if not isinstance(saved, list) or len(saved) != len(self._fingerprints):
-            return self._fingerprints
+            return list(self._fingerprints)
         pairs = zip(self._fingerprints, saved, strict=True)
         return [b if a is None or b is None else a for a, b in pairs]
 
