@@ -92,40 +92,6 @@ def test_every_prefix_is_within_one_example_of_the_weights(seed):
     assert len(sources) == 500
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_every_prefix_is_within_one_longest_example_by_tokens(seed):
-    rng = np.random.default_rng(seed)
-    num_sources = int(rng.integers(2, 9))
-    weights = np.round(rng.dirichlet(np.full(num_sources, 1.0)) + 1e-3, 4)
-    sizes = rng.integers(1, 50, num_sources).tolist()
-    lengths = [np.where(rng.random(n) < 0.1, 900, rng.integers(1, 60, n)) for n in sizes]
-    sampler = MixedSampler(
-        sizes, batch_size=5, weights=weights, by="tokens", lengths=lengths, num_steps=120
-    )
-    picks = picks_of(sampler, sizes, 1)
-    tokens = np.array([[(s == i) * lengths[s][j] for i in range(num_sources)] for s, j in picks])
-    used = np.cumsum(tokens, axis=0)
-    shares = used.sum(axis=1)[:, None] * (weights / weights.sum())
-    assert np.abs(used - shares).max() <= max(int(n.max()) for n in lengths)
-    assert len(picks) == 600
-
-
-@pytest.mark.parametrize("by", ["examples", "tokens"])
-def test_no_example_comes_again_before_all_have_come(by):
-    lengths = LENGTHS if by == "tokens" else None
-    sampler = MixedSampler([4, 7, 5], batch_size=6, by=by, lengths=lengths, num_steps=20)
-    picks = picks_of(sampler, [4, 7, 5])
-    orders = set()
-    for source, size in enumerate([4, 7, 5]):
-        mine = [index for which, index in picks if which == source]
-        turns = [mine[at : at + size] for at in range(0, len(mine) - size + 1, size)]
-        assert len(turns) > 4
-        assert all(sorted(turn) == list(range(size)) for turn in turns)
-        orders.add(str(turns[:2]))
-        assert len(set(map(str, turns))) > 1, "every turn has an order of its own"
-    assert len(orders) == 3
-
-
 def test_without_weights_it_is_the_sources_own_share():
     sizes = [30, 10]
     picks = picks_of(MixedSampler(sizes, batch_size=4, stop="all"), sizes, 1)

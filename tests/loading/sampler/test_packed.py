@@ -237,8 +237,6 @@ def test_counts_of_examples_that_are_cut(overflow):
     ("options", "error", "message"),
     [
         ({"max_tokens": 4}, DataError, r"example 4 has 5 tokens, more than the 4 that .*overflow="),
-        ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
-        ({"strategy": "bfd"}, ValueError, "strategy must be one of 'best_fit_decreasing'"),
         ({"dp_rank": 2}, ValueError, r"dp_rank must be below parallel\.dp=2, got 2"),
         ({"parallel": 2}, TypeError, r"must be a ParallelLayout, got 2; ParallelLayout\(dp=2\)"),
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),

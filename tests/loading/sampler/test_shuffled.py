@@ -42,19 +42,6 @@ def test_a_wrapped_tail_written_out_by_hand():
     ]
 
 
-@pytest.mark.parametrize(("n", "size"), [(3, 8), (1, 4), (5, 7), (7, 7), (11, 4), (2, 1)])
-def test_wrap_is_slices_of_an_endless_list(n, size):
-    """Also when a batch spans several epochs, and an epoch has no step."""
-    sampler = PrefetchingSampler(n, batch_size=size, seed=2, tail="wrap")
-    endless = []
-    for epoch in range(12):
-        rng = np.random.default_rng(np.random.SeedSequence((2, epoch)))
-        endless += rng.permutation(n).tolist()
-    steps = [batch for batches in read(sampler, 12) for batch in batches]
-    assert steps == [endless[k * size : (k + 1) * size] for k in range(len(endless) // size)]
-    assert len(steps) == 12 * n // size > 0
-
-
 @pytest.mark.parametrize("tail", ["keep", "wrap"])
 def test_a_users_order(tail):
     sampler = PrefetchingSampler(13, batch_size=4, seed=3, tail=tail, order=curriculum)

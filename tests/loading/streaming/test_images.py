@@ -138,15 +138,6 @@ def test_resumes_exactly_after_every_batch(overflow: str) -> None:
         other.load_state_dict(state)
 
 
-def test_pieces_of_a_split_text_leave_room_for_a_dummy_image() -> None:
-    long = [{"input_ids": list(range(10, 69))}]
-    for source in (long, TokenizedDataset(long)):
-        stream = packed_stream(source, **SETTINGS | {"overflow": "split"})
-        plans = plans_of(stream)
-        assert sorted(n for plan, _ in plans for n in plan.lengths.tolist()) == [15, 22, 22]
-        assert all(plan.width <= 22 for plan, _ in plans)
-
-
 @pytest.mark.parametrize(
     ("overflow", "message"),
     [

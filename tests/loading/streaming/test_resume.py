@@ -77,18 +77,6 @@ def test_exact_resume_over_many_windows(settings: dict[str, Any]) -> None:
     assert_exact_resume(make, num_steps=num_batches, stops=range(0, num_batches, 7))
 
 
-def test_exact_resume_after_a_resume() -> None:
-    expected, found = list(packed_stream(EXAMPLES, **SETTINGS)), []
-    state = packed_stream(EXAMPLES, **SETTINGS).state_dict()
-    for _ in expected:  # a new process for every batch
-        dataset = packed_stream(EXAMPLES, **SETTINGS)
-        dataset.load_state_dict(state)
-        found.append(next(iter(dataset)))
-        state = json.loads(json.dumps(dataset.state_dict()))
-    for batch, wanted in zip(found, expected, strict=True):
-        assert_same_batch(batch, wanted)
-
-
 @pytest.mark.parametrize(
     ("settings", "num_buffers"),
     [

@@ -234,17 +234,6 @@ def test_a_shard_of_which_nothing_is_left_raises(name: str, wrong: Any) -> None:
         list(make(lambda shard: source(parts[shard]), num_shards=2, presharded=True))
 
 
-def test_an_error_of_what_follows_does_not_take_a_batch_with_it() -> None:
-    def source() -> Any:
-        yield from GOOD[:9]
-        raise OSError("the disk is gone")
-
-    found: list[Any] = []
-    with pytest.raises(OSError, match="the disk is gone"):
-        found.extend(make(source, buffer_size=1))
-    assert tokens_of(found) == all_tokens(GOOD[:9])
-
-
 def test_a_rest_that_is_all_wrong_is_counted_at_the_end() -> None:
     """The last batch was given out by a run that raises, so no batch can name it."""
     data = [*GOOD[:3], EMPTY, NEGATIVE]
@@ -301,12 +290,6 @@ def test_too_many_raise(resumed_after: int | None) -> None:
     with pytest.raises(DataError, match=message):
         list(dataset)
     assert dataset.state_dict().get("skipped", {"0": [0]})["0"][0] <= 4
-
-
-def test_what_is_wrong_with_no_single_example_raises() -> None:
-    mixed = [{"input_ids": [1, 2], "loss_mask": [0, 1]}, {"input_ids": [3], "labels": [3]}]
-    with pytest.raises(DataError, match="differ in labels"):
-        list(make(mixed))
 
 
 def test_nothing_changes_where_nothing_is_wrong() -> None:

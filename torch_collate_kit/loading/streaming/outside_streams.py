@@ -77,11 +77,7 @@ def no_worker() -> Iterator[None]:
 
 
 def outside_workers(examples: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over examples as if this were no DataLoader worker.
-
-    >>> list(outside_workers([1, 2]))
-    [1, 2]
-    """
+    """Iterate over examples as if this were no DataLoader worker."""
     if torch_worker._worker_info is None:
         yield from examples
         return

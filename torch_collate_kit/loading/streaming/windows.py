@@ -124,12 +124,6 @@ def _fullest_groups(
     """Return the fullest rows as batches; none if too few rows would remain.
 
     The batches hold at least a third of the examples, so an example is packed about three times.
-
-    >>> buffer = np.zeros(4, dtype=ENTRY)
-    >>> buffer["num_tokens"] = [4, 2, 6, 3]
-    >>> groups = _fullest_groups(buffer, PackingOptions(6), 1)
-    >>> [indices.tolist() for indices, plan in groups]  # and 6 and 3 wait
-    [[0, 1]]
     """
     packed = _filled(buffer, packing)
     if packed.num_rows < 2 * rows_per_batch:
@@ -153,14 +147,7 @@ def _fullest_groups(
 def _first_groups(
     buffer: np.ndarray, packing: PackingOptions, rows_per_batch: int, *, ended: bool
 ) -> list[Group]:
-    """Return the first entries as batches, or all if the stream has ended.
-
-    >>> buffer = np.zeros(4, dtype=ENTRY)
-    >>> buffer["num_tokens"] = [4, 2, 6, 3]
-    >>> groups = _first_groups(buffer, PackingOptions(6), 1, ended=False)
-    >>> [indices.tolist() for indices, plan in groups]
-    [[0, 1], [2]]
-    """
+    """Return the first entries as batches, or all if the stream has ended."""
     if not ended:
         buffer = buffer[: _num_ready(buffer, packing, rows_per_batch)]
     packed = _filled(buffer, packing)
