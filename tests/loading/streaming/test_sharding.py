@@ -19,6 +19,7 @@ from tests.loading.streaming.streaming_oracle import (
     all_tokens,
     tokens_of,
 )
+from torch_collate_kit import PackedCollator, PackedIterableDataset, ParallelLayout
 from torch_collate_kit.loading.streaming import PackedIterableDataset
 
 split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
@@ -60,9 +61,14 @@ def test_ranks_and_workers_lose_nothing(
         assert tokens_of(found) == all_tokens(EXAMPLES), dp_size
 
 
-def test_every_rank_gets_every_world_size_th_example() -> None:
-    dataset = packed_stream(EXAMPLES, **SETTINGS, dp_rank=2, dp_size=4)
-    assert tokens_of(list(dataset)) == all_tokens(EXAMPLES[2::4])
+def test_each_rank_packs_its_part_as_one_rank_does() -> None:
+    """``batch_rows`` counts the rows of both ranks."""
+    one, two = (PackedCollator(0, max_tokens=12, parallel=ParallelLayout(dp=n)) for n in (1, 2))
+    for rank in range(2):
+        part = PackedIterableDataset(EXAMPLES, two, batch_rows=4, buffer_size=7, dp_rank=rank)
+        alone = PackedIterableDataset(EXAMPLES[rank::2], one, batch_rows=2, buffer_size=7)
+        assert list(part) == list(alone)
+        assert [len(batch) for batch in part][:3] == [2, 2, 2]
 
 
 def test_a_presharded_source_is_not_split_again(monkeypatch: pytest.MonkeyPatch) -> None:

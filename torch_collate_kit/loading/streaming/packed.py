@@ -24,6 +24,7 @@ from torch_collate_kit.loading.streaming.shard_batches import DividedStream, Sha
 from torch_collate_kit.loading.streaming.shards import ExampleSource, Stream
 from torch_collate_kit.loading.streaming.skipping import ErrorPolicy
 from torch_collate_kit.loading.streaming.states import Position
+from torch_collate_kit.packing import PackingOptions
 
 __all__ = ["PackedIterableDataset"]
 
@@ -85,28 +86,13 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         max_skipped_in_a_row: int = 10,
     ) -> None:
         self.collate = collate
-        packing = checked_collator(collate).packing
-        dp = packing.parallel.dp
+        dp = checked_collator(collate).packing.parallel.dp
         self.dp_size = 1 if dp_rank is None else dp
         self.dp_rank = None if dp_rank is None else checked_rank(dp_rank, dp, "parallel.dp")
         self.buffer_size = checked_int("buffer_size", buffer_size, hint="1000 packs well")
         self.batch_rows = dp if batch_rows is None else checked_int("batch_rows", batch_rows)
-        if self.batch_rows % dp:
-            raise ValueError(
-                f"batch_rows must be a multiple of parallel.dp={dp}, got {self.batch_rows}; it "
-                "counts the rows of a step over all ranks"
-            )
-        if self.dp_size > 1 and packing.num_ranks != dp:
-            raise ValueError(
-                f"rows_multiple_of={packing.num_ranks} levels rows that ranks plan together, and "
-                "each rank of a stream plans its own; leave it out, or pass dp_rank=None"
-            )
         self._rows = self.batch_rows // self.dp_size
-        if self.buffer_size < self._rows:
-            raise ValueError(
-                f"buffer_size must be at least {self._rows}, the rows of a batch, got "
-                f"{self.buffer_size}; a row holds one example or more"
-            )
+        self._check_rows(checked_collator(collate).packing)
         self.presharded = checked_bool("presharded", presharded)
         self.on_error, self.max_skipped = on_error, max_skipped
         self.max_skipped_in_a_row = max_skipped_in_a_row
@@ -181,6 +167,24 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         """
         self._own_shards().positions_in(state)
         self._saved = copy.deepcopy(dict(state))
+
+    def _check_rows(self, packing: PackingOptions) -> None:
+        dp = packing.parallel.dp
+        if self.batch_rows % dp:
+            raise ValueError(
+                f"batch_rows must be a multiple of parallel.dp={dp}, got {self.batch_rows}; it "
+                "counts the rows of a step over all ranks"
+            )
+        if self.dp_size > 1 and packing.num_ranks != dp:
+            raise ValueError(
+                f"rows_multiple_of={packing.num_ranks} levels rows that ranks plan together, and "
+                "each rank of a stream plans its own; leave it out, or pass dp_rank=None"
+            )
+        if self.buffer_size < self._rows:
+            raise ValueError(
+                f"buffer_size must be at least {self._rows}, the rows of a batch, got "
+                f"{self.buffer_size}; a row holds one example or more"
+            )
 
     def _own_shards(self) -> DividedStream:
         """Return the shards of this process: of a rank, or of one of its workers."""
