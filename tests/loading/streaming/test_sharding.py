@@ -20,7 +20,6 @@ from tests.loading.streaming.streaming_oracle import (
     tokens_of,
 )
 from torch_collate_kit import PackedCollator, PackedIterableDataset, ParallelLayout
-from torch_collate_kit.loading.streaming import PackedIterableDataset
 
 split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
 
