@@ -113,7 +113,9 @@ def test_a_state_of_a_longer_or_another_stream_is_refused() -> None:
     with pytest.raises(StateError, match=r"is 1 batches after example 43 .* at most 1 follow now"):
         next(iter(dataset))
     dataset.load_state_dict(moved(state, source={"next": 20}))
-    with pytest.raises(StateError, match="holds a state of the source, but this source takes none"):
+    with pytest.raises(
+        StateError, match="holds a state of the source, but this source cannot load one"
+    ):
         next(iter(dataset))
 
 
@@ -197,8 +199,8 @@ def test_a_state_taken_without_workers_is_refused_in_a_worker() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"source": iter(EXAMPLES)}, TypeError, "source is a list_iterator, an iterator that can"),
-        ({"source": 5}, TypeError, "source must be an iterable of examples or a callable .* got"),
+        ({"source": iter(EXAMPLES)}, TypeError, "stream is a list_iterator, an iterator that can"),
+        ({"source": 5}, TypeError, "stream must be an iterable of examples or a callable .* got"),
         ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
         ({"buffer_size": 0}, ValueError, "buffer_size must be at least 1, got 0"),
         ({"buffer_size": 2.5}, TypeError, "buffer_size must be an int, got 2.5"),

@@ -45,12 +45,12 @@ def make(source: Any = EXAMPLES, **more: Any) -> PackedIterableDataset:
         (EXAMPLES, {"num_shards": 2.5}, TypeError, "num_shards must be an int, got 2.5"),
         (EXAMPLES, {"dp_size": 3}, ValueError, r"num_shards=4 does not divide by parallel\.dp=3;"),
         (EXAMPLES, {"presharded": True}, TypeError, "with num_shards=4 a presharded source must "),
-        (StatefulSource(EXAMPLES), {}, TypeError, "source is a StatefulSource with a state_dict,"),
+        (StatefulSource(EXAMPLES), {}, TypeError, "stream is a StatefulSource with a state_dict,"),
         (
             split_dataset_by_node(SOURCES["shards"](), 1, 2),
             {},
             ValueError,
-            r"source is split by node already \(rank 1 of 2\), so it cannot be divided into "
+            r"stream is split by node already \(rank 1 of 2\), so it cannot be divided into "
             "num_shards=4 shards; pass the stream before split_dataset_by_node, and dp_rank",
         ),
     ],
@@ -63,9 +63,7 @@ def test_what_cannot_be_divided_is_refused(
 
 
 def test_more_workers_than_shards_are_refused() -> None:
-    message = (
-        r"num_workers=3, but with num_shards=4 and parallel\.dp=2 a rank has 2 shards; take at"
-    )
+    message = r"num_workers=3, but with num_shards=4 and parallel\.dp=2 a rank has 2 shards; use at"
     dataset = make(dp_size=2)
     loader = DataLoader(dataset, batch_size=None, num_workers=3, collate_fn=dataset.as_is)
     with pytest.raises(ValueError, match=message):

@@ -47,7 +47,7 @@ def checked_collator(collate: Any) -> PackedCollator[Any]:
         if found is None:
             raise TypeError(
                 f"collate must be a PackedCollator, got a {type(collate).__name__}: it says how "
-                "rows are packed; examples without a plan of rows take a PrefetchingSampler"
+                "rows are packed; for batches without packing use a PrefetchingSampler"
             )
     return found
 

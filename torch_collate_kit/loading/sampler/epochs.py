@@ -35,8 +35,8 @@ _logger = logging.getLogger("torch_collate_kit.loading")
 class StepIterator(Iterator[Any]):
     """Iterator over a rank's batches in one epoch; ``drawn`` once a step has been asked for.
 
-    Its state is its position, which torchdata's StatefulDataLoader saves: the sampler's is ahead by
-    the rest of the epoch.
+    Its state is its position, which torchdata's StatefulDataLoader saves: the sampler's is that of
+    the next epoch.
     """
 
     def __init__(self, sampler: EpochSampler, plan: Plan, epoch: int, step: int) -> None:
@@ -253,9 +253,9 @@ class EpochSampler(ABC):
         changed = [f"{k} {before[k]} -> {v}" for k, v in now if not is_same(v, before[k])]
         if changed:
             level = logging.WARNING if self._replans(before) else logging.INFO
-            told = "the same examples in each step" + (", other rows" if level > 20 else "")
+            kept = "the same examples in each step" + (", other rows" if level > 20 else "")
             message = "resumed at epoch %d step %d with another layout (%s): %s"
-            _logger.log(level, message, *self._position(), ", ".join(changed), told)
+            _logger.log(level, message, *self._position(), ", ".join(changed), kept)
 
     def _replans(self, before: Mapping[str, Any]) -> bool:
         """Return whether rows differ from those of another layout."""

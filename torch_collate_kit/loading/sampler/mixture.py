@@ -1,8 +1,8 @@
 """Several datasets that are read in turns by the P-fair schedule, each in orders of its own.
 
-A unit is an example or a token. A source that the next example would put ahead by a whole example
-has to wait. Of the others, that one is next whose share reaches the end of its next example first.
-Weights are integers and so is all that is compared.
+A unit is an example or a token. A source that the next example would put a whole example over its
+share has to wait. Of the others, that one is next whose share reaches the end of its next example
+first. Weights are integers and so is all that is compared.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ class Mixture:
     def is_fair(self, place: Place) -> bool:
         """Return whether every source is within one longest example of its share."""
         done, shares = sum(place.used), self.shares
-        ahead = [units - done * share for units, share in zip(place.used, shares, strict=True)]
-        return all(abs(units) <= self._longest for units in ahead)
+        over = [units - done * share for units, share in zip(place.used, shares, strict=True)]
+        return all(abs(units) <= self._longest for units in over)
 
     def _lengths(self, source: int, turn: int, count: int) -> Indices:
         """Return the lengths of the first ``count`` examples of a turn."""

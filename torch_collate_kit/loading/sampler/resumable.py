@@ -13,9 +13,9 @@ class ResumableSampler(Protocol):
     """A batch sampler that can be resumed at any step: what ``PrefetchLoader`` needs.
 
     One ``iter()`` is one epoch, which is fixed then, and ``epoch`` becomes the next one. A consumer
-    counts its batches and saves ``state_at(epoch, batches)``, since ``state_dict()`` is ahead of
-    it. It must not have an attribute ``batch_size``: Accelerate would read it and lose batches. An
-    int ``num_examples`` is compared with the length of the dataset.
+    counts its batches and saves ``state_at(epoch, batches)``, since ``state_dict()`` is the next
+    epoch. It must not have an attribute ``batch_size``: Accelerate would read it and lose batches.
+    An int ``num_examples`` is compared with the length of the dataset.
 
     >>> from torch_collate_kit.loading import PrefetchingSampler
     >>> isinstance(PrefetchingSampler(10, batch_size=4), ResumableSampler)

@@ -1,7 +1,7 @@
-"""The batches of a stream's shards, in the turns in which a process gives them out.
+"""The batches of a stream's shards, in the turns in which a process yields them.
 
-Shards give batches in rounds: a batch of every shard, then the next of every shard. A round is the
-same for any number of ranks and workers, because what a shard gives depends on nothing else, and
+Shards yield batches in rounds: a batch of every shard, then the next of every shard. A round is the
+same for any number of ranks and workers, because what a shard yields depends on nothing else, and
 which shards have a turn is decided by their numbers of batches alone.
 """
 
@@ -189,12 +189,12 @@ class DividedStream:
     """The shards of one process, or those of a rank over the workers of a DataLoader.
 
     It does not move. Who reads keeps the position of each shard: the dataset, or a loader whose
-    workers have copies, which are told where to begin and return where a shard is with every batch.
+    workers have copies, which are sent where to begin and return where a shard is with every batch.
     """
 
     stream: Stream
     read: Callable[..., Iterable[tuple[Any, Position]]]
-    """``read(shard, position, epoch=...)`` gives batches, each with the position after it."""
+    """``read(shard, position, epoch=...)`` yields batches, each with the position after it."""
     settings: Mapping[str, Any]
     """All that shapes batches besides the division; a state must have the same."""
     num_workers: int
@@ -276,7 +276,7 @@ def in_rounds(
     """Yield the turns of a worker's shards, from ``positions`` until all have ended.
 
     Every worker has equally many turns in a round. So the workers' turns, one of each in rotation
-    as a DataLoader takes them, are those of a single process: the shards in order, round by round.
+    as a DataLoader draws them, are those of a single process: the shards in order, round by round.
     """
     mine = shards[worker::num_workers]
     num_turns = -(-len(shards) // num_workers)

@@ -96,7 +96,7 @@ class Stream:
             if num_workers > num_each:
                 raise ValueError(
                     f"num_workers={num_workers}, but with num_shards={self.num_shards} and "
-                    f"parallel.dp={dp_size} a rank has {num_each} shards; take at most as many "
+                    f"parallel.dp={dp_size} a rank has {num_each} shards; use at most as many "
                     "workers"
                 )
         return range(dp_rank * num_each, (dp_rank + 1) * num_each)
@@ -167,10 +167,10 @@ class Stream:
         if place.source is not None:
             if not has_state:
                 raise StateError(
-                    "the state holds a state of the source, but this source takes none (it has no "
-                    "load_state_dict, or a step that is not known to be restored exactly, such as "
-                    "a shuffle buffer); resume with the source, and the version of datasets, of "
-                    "the run that saved it"
+                    "the state holds a state of the source, but this source cannot load one (it "
+                    "has no load_state_dict, or a step that is not known to be restored exactly, "
+                    "such as a shuffle buffer); resume with the source, and the version of "
+                    "datasets, of the run that saved it"
                 )
             source.load_state_dict(copy.deepcopy(place.source))
             self._was_moved = True
@@ -202,7 +202,7 @@ class Stream:
         node = node_of(source)
         if node is None:
             return
-        found = f"source is split by node already (rank {node[0]} of {node[1]})"
+        found = f"stream is split by node already (rank {node[0]} of {node[1]})"
         if self.num_shards is not None:
             raise ValueError(
                 f"{found}, so it cannot be divided into num_shards={self.num_shards} shards; pass "
@@ -218,12 +218,12 @@ class Stream:
 def _check_source(source: Any) -> None:
     if isinstance(source, Iterator):
         raise TypeError(
-            f"source is a {type(source).__name__}, an iterator that can be read only once; pass "
+            f"stream is a {type(source).__name__}, an iterator that can be read only once; pass "
             "what it was made of, or a callable that makes it"
         )
     if not (_is_iterable(source) or callable(source)):
         raise TypeError(
-            "source must be an iterable of examples or a callable that makes one, got "
+            "stream must be an iterable of examples or a callable that makes one, got "
             f"{type(source).__name__}"
         )
 
@@ -237,13 +237,13 @@ def _check_divisible(source: Any, num_shards: int, dp_size: int, *, presharded: 
         )
     if presharded and _is_iterable(source):
         raise TypeError(
-            f"with num_shards={num_shards} a presharded source must be a callable that takes the "
+            f"with num_shards={num_shards} a presharded source must be a callable that accepts the "
             f"number of a shard, 0 to {num_shards - 1}, and makes its examples, got "
             f"{type(source).__name__}"
         )
     if _is_iterable(source) and not is_datasets_stream(source) and has_exact_state(source):
         raise TypeError(
-            f"source is a {type(source).__name__} with a state_dict, so it has one position, but "
+            f"stream is a {type(source).__name__} with a state_dict, so it has one position, but "
             f"with num_shards={num_shards} each shard needs its own; pass a callable that makes one"
         )
 

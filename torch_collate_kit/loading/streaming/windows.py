@@ -2,7 +2,7 @@
 
 The stream is cut into windows of several buffers. Which entries make a batch depends only on their
 lengths and patches, and on the window's first entry. So a place and a number of batches are the
-position of a pass, and a window that is read again gives the same batches.
+position of a pass, and a window that is read again has the same batches.
 
 Within a window the fullest rows are given out, and the rest is packed again with what follows. At
 the end of a window the longest beginning of the buffer that fills whole batches is given out, so
@@ -93,7 +93,7 @@ class Windows:
             next_window = self._end
         elif num_packed > self._num_broken:
             next_window = place_after(self._buffer[num_packed - 1])
-        else:  # what was held back comes first, so a few rounds give it out
+        else:  # what was held back comes first, so a few rounds yield it
             self._num_broken -= num_packed
             return None
         self._num_read, self._num_broken = len(self._buffer) - num_packed, 0
@@ -129,7 +129,7 @@ def _fullest_groups(
     if packed.num_rows < 2 * rows_per_batch:
         return []
     # Of equally full rows (in percent) those with the oldest longest example go first. Choosing the
-    # longest examples would pack uniform lengths 0.1% better, but give them out too early: in the
+    # longest examples would pack uniform lengths 0.1% better, but yield them too early: in the
     # first eighth of a window they would be 1.6 times as long as the mean.
     percent_free = (packed.max_tokens - packed.row_cells) * 100 // packed.max_tokens
     if packed.max_patches is not None:  # full in one of the two is full
