@@ -144,6 +144,8 @@ def test_a_state_that_is_edited_does_not_move_the_stream(
     before = copy.deepcopy(given)
     set_to_zero(given if edited == "the state given" else resumed.state_dict())
     assert resumed.state_dict() == before
+    set_to_zero(saved.state_dict())
+    assert saved.state_dict() == before, "in the middle of a pass"
     for batch, wanted in zip(resumed, batches, strict=True):
         assert_same_batch(batch, wanted)
 
