@@ -57,8 +57,8 @@ def runs_over(lengths: np.ndarray) -> dict[str, Callable[[], object]]:
             collate(columns.__getitems__(np.concatenate(bins[i : i + _ROWS])))
 
     def stream(source: Any) -> Callable[[], object]:
-        settings = {"max_tokens": _MAX_TOKENS, "rows_per_batch": _ROWS, "buffer_size": 1000}
-        return lambda: sum(1 for _ in PackedIterableDataset(source, tokenizer=0, **settings))
+        settings = {"batch_rows": _ROWS, "buffer_size": 1000}
+        return lambda: sum(1 for _ in PackedIterableDataset(source, collate, **settings))
 
     def planned() -> None:
         with mock.patch.object(ShardBatches, "_collate", return_value={}):

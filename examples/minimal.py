@@ -19,8 +19,8 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
 
 # Conversations: dicts with "messages".
-colors = "red blue green white black brown grey pink".split()
-animals = "cat dog owl fox bear mouse horse snail".split()
+colors = ["red", "blue", "green", "white", "black", "brown", "grey", "pink"]
+animals = ["cat", "dog", "owl", "fox", "bear", "mouse", "horse", "snail"]
 chats = [
     [
         {"role": "user", "content": f"My {animal} is {color}."},

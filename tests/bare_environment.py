@@ -135,7 +135,7 @@ def check_loading() -> None:
     assert len(next(iter(mixed))) == 2
 
     def stream() -> Any:
-        return PackedIterableDataset(EXAMPLES, tokenizer=0, max_tokens=8, buffer_size=2)
+        return PackedIterableDataset(EXAMPLES, PackedCollator(0, max_tokens=8), buffer_size=2)
 
     assert_exact_resume(stream, num_steps=3)
     dataset_of_batches = stream()

@@ -92,7 +92,7 @@ FAULTS = [
     Fault("loading/sampler/states.py", "for i in range(0, len(counts), _BLOCK)]", "for i in range(0, len(counts), _BLOCK)][:1]", "loading/sampler"),
     Fault("loading/dataset/tokenized.py", '"vision": self._vision}', '"vision": None}', "loading/dataset"),
     Fault("loading/streaming/packed.py", "self._saved = copy.deepcopy(dict(state))", "self._saved = state", "loading/streaming"),
-    Fault("loading/streaming/packed.py", "return copy.deepcopy(dict(self._saved))", "return dict(self._saved)", "loading/streaming"),
+    Fault("loading/streaming/states.py", "return copy.deepcopy(state)", "return state", "loading/streaming"),
     Fault("loading/streaming/windows.py", "self._num_broken -= num_packed\n", "self._num_broken -= 0\n", "loading/streaming"),
     Fault("loading/prefetch/async_collator.py", "if slot.step != step:", "if slot.step > step:", "loading/prefetch"),
     Fault("loading/prefetch/async_collator.py", "named = copy.copy(batch)", "named = batch", "loading/prefetch"),

@@ -12,13 +12,14 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torch_collate_kit import PackedIterableDataset, PrefetchLoader
+from torch_collate_kit import PackedCollator, PackedIterableDataset, ParallelLayout, PrefetchLoader
 
 EXAMPLES = [{"input_ids": [i + 1] * (1 + i % 5)} for i in range(41)]
 
 
-def stream(**part: int) -> PackedIterableDataset:
-    return PackedIterableDataset(EXAMPLES, tokenizer=0, max_tokens=12, buffer_size=7, **part)
+def stream(dp_rank: int = 0, dp_size: int = 1) -> PackedIterableDataset:
+    collate = PackedCollator(0, max_tokens=12, parallel=ParallelLayout(dp=dp_size))
+    return PackedIterableDataset(EXAMPLES, collate, buffer_size=7, dp_rank=dp_rank)
 
 
 def tokens_of(loader: Any) -> list[int]:
@@ -38,7 +39,7 @@ def all_ways() -> dict[str, Any]:
     for dispatch in (None, True, False):
         config = DataLoaderConfiguration(dispatch_batches=dispatch)
         accelerator = Accelerator(cpu=True, dataloader_config=config)
-        part = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+        part = {"dp_rank": accelerator.process_index, "dp_size": accelerator.num_processes}
         dataset = stream(**part)
         loader = DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)
         found[str(dispatch)] = what_came(accelerator, loader)
@@ -52,4 +53,4 @@ def all_ways() -> dict[str, Any]:
 
 if __name__ == "__main__":
     came = all_ways()
-    Path(sys.argv[1], f"{came['rank']}.json").write_text(json.dumps(came))
+    Path(sys.argv[1], f"{came['dp_rank']}.json").write_text(json.dumps(came))

@@ -178,22 +178,20 @@ def test_datasets_say_what_they_hold() -> None:
         "<source>": source,
     }
     for shown, given in streams.items():
-        stream = PackedIterableDataset(given, tokenizer=3, max_tokens=8, overflow="split")
+        stream = PackedIterableDataset(given, PackedCollator(3, max_tokens=8, overflow="split"))
         assert repr(stream) == (
-            f"PackedIterableDataset({shown}, tokenizer=3, max_tokens=8, overflow='split')"
+            f"PackedIterableDataset({shown}, PackedCollator(3, max_tokens=8, overflow='split'), "
+            "batch_rows=1)"
         )
     ranked = PackedIterableDataset(
         EXAMPLES,
-        tokenizer=0,
-        max_tokens=8,
-        rows_per_batch=2,
-        rank=1,
-        world_size=2,
-        fixed_width=True,
+        PackedCollator(0, max_tokens=8, parallel=ParallelLayout(dp=2), fixed_width=True),
+        batch_rows=4,
+        dp_rank=1,
     )
     assert repr(ranked) == (
-        "PackedIterableDataset(<list of 2>, tokenizer=0, max_tokens=8, fixed_width=True, "
-        "rows_per_batch=2, rank=1, world_size=2)"
+        "PackedIterableDataset(<list of 2>, PackedCollator(0, max_tokens=8, "
+        "parallel=ParallelLayout(dp=2), fixed_width=True), batch_rows=4, dp_rank=1)"
     )
 
 

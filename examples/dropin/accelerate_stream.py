@@ -20,15 +20,18 @@ import torch_collate_kit as kit
 
 accelerator = Accelerator(cpu=True)
 num_ranks = accelerator.num_processes
+collate = kit.PackedCollator(
+    tiny.PAD,
+    max_tokens=tiny.MAX_TOKENS,
+    parallel=kit.ParallelLayout(dp=num_ranks),
+    fields=tiny.NUMBER,
+)
 stream = kit.PackedIterableDataset(
     tiny.make_examples(),
-    tokenizer=tiny.PAD,
-    max_tokens=tiny.MAX_TOKENS,
+    collate,
+    batch_rows=max(2, num_ranks),
     buffer_size=20,
-    rows_per_batch=max(1, 2 // num_ranks),
-    rank=accelerator.process_index,
-    world_size=num_ranks,
-    fields=tiny.NUMBER,
+    dp_rank=accelerator.process_index,
 )
 loader = kit.PrefetchLoader(
     StatefulDataLoader(stream, batch_size=None, collate_fn=stream.as_is),

@@ -62,13 +62,12 @@ class PackedTraining(lightning.LightningModule):
 
 
 def make_loader() -> kit.PrefetchLoader:
+    collate = kit.PackedCollator(tiny.PAD, max_tokens=tiny.MAX_TOKENS, fields=tiny.NUMBER)
     stream = kit.PackedIterableDataset(
         tiny.make_examples(),
-        tokenizer=tiny.PAD,
-        max_tokens=tiny.MAX_TOKENS,
+        collate,
+        batch_rows=2,
         buffer_size=20,
-        rows_per_batch=2,
-        fields=tiny.NUMBER,
     )
     loader = StatefulDataLoader(stream, batch_size=None, collate_fn=stream.as_is)
     return kit.PrefetchLoader(loader)

@@ -47,13 +47,12 @@ def write_shards(folder: Path) -> None:
 
 def train(folder: Path) -> tuple[list[float], list[list[int]]]:
     files = sorted(map(str, folder.glob("*.parquet")))
+    collate = kit.PackedCollator(tiny.PAD, max_tokens=tiny.MAX_TOKENS, fields=tiny.NUMBER)
     stream = kit.PackedIterableDataset(
         datasets.load_dataset("parquet", data_files=files, split="train", streaming=True),
-        tokenizer=tiny.PAD,
-        max_tokens=tiny.MAX_TOKENS,
+        collate,
+        batch_rows=2,
         buffer_size=20,
-        rows_per_batch=2,
-        fields=tiny.NUMBER,
     )
     model = tiny.make_model()
     optimizer = tiny.make_optimizer(model)

@@ -23,13 +23,12 @@ SAVE_AFTER = 7  # steps
 
 
 def make_loader() -> StatefulDataLoader:
+    collate = kit.PackedCollator(tiny.PAD, max_tokens=tiny.MAX_TOKENS, fields=tiny.NUMBER)
     stream = kit.PackedIterableDataset(
         tiny.make_examples(),
-        tokenizer=tiny.PAD,
-        max_tokens=tiny.MAX_TOKENS,
+        collate,
+        batch_rows=2,
         buffer_size=20,
-        rows_per_batch=2,
-        fields=tiny.NUMBER,
     )
     # batch_size=None: the stream yields whole batches. as_is: torch would rebuild them as dicts.
     return StatefulDataLoader(stream, batch_size=None, collate_fn=stream.as_is, num_workers=2)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from tests.building import packed_stream
 from tests.strategies import FUZZ
 from torch_collate_kit import (
     Batch,
@@ -208,13 +209,13 @@ def test_through_a_loader_and_a_stream(num_workers: int) -> None:
     loader = DataLoader(SFT, batch_size=2, collate_fn=collate, num_workers=num_workers)
     [batch] = list(loader)
     assert batch["mine"].tolist() == [[1, 2, 3, 4, 5]]
-    stream = PackedIterableDataset(SFT, tokenizer=0, max_tokens=8, fields=fields)
+    stream = packed_stream(SFT, tokenizer=0, max_tokens=8, fields=fields)
     assert next(iter(stream))["mine"].tolist() == [[1, 2, 3, 4, 5]]
 
 
 def test_the_state_of_a_stream_says_which_fields_it_has() -> None:
     def stream(fields: dict[str, Any]) -> PackedIterableDataset:
-        return PackedIterableDataset(SFT, tokenizer=0, max_tokens=8, fields=fields)
+        return packed_stream(SFT, tokenizer=0, max_tokens=8, fields=fields)
 
     state = stream({"mine": PerToken(torch.int16)}).state_dict()
     stream({"mine": PerToken(torch.int16)}).load_state_dict(state)
@@ -230,7 +231,7 @@ def test_a_stream_cuts_them_with_the_example(overflow: str) -> None:
     options = {"max_tokens": 4, "overflow": overflow, "fields": fields}
     found = sorted(
         row
-        for batch in PackedIterableDataset(rows, tokenizer=0, **options)
+        for batch in packed_stream(rows, tokenizer=0, **options)
         for row in batch["mine"].tolist()
     )
     whole = sorted(PackedCollator(0, **options)(rows)["mine"].tolist())

@@ -12,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.building import packed_stream
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading import PackedIterableDataset, TokenizedDataset
+from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.ragged import Ragged
 
 IDS = [5, 6, 7]
@@ -27,7 +28,7 @@ UNDERSTOOD = (
 
 
 def _streamed(rows: list[dict[str, Any]], source: Callable[[Any], Any], **options: Any) -> Batch:
-    dataset = PackedIterableDataset(source(rows), tokenizer=0, max_tokens=8, **options)
+    dataset = packed_stream(source(rows), tokenizer=0, max_tokens=8, **options)
     return next(iter(dataset))
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from tests.building import packed_stream
 from torch_collate_kit.collators import PackedCollator
-from torch_collate_kit.loading import PackedIterableDataset
 
 LENGTHS = np.random.default_rng(0).integers(3, 30, 400)
 EXAMPLES = [{"input_ids": [1] * int(n)} for n in LENGTHS]
@@ -45,14 +45,12 @@ def test_rows_one_by_one_have_one_shape():
 
 def test_a_stream_of_one_row_a_batch_has_one_shape():
     options: dict[str, Any] = {"tokenizer": 0, "max_tokens": 64, "buffer_size": 50}
-    stream = PackedIterableDataset(EXAMPLES, rows_per_batch=1, fixed_width=True, **options)
+    stream = packed_stream(EXAMPLES, rows=1, fixed_width=True, **options)
     assert len(shapes_of(stream)) == 1
     too_long = [*EXAMPLES, {"input_ids": [1] * 90}]
-    stream = PackedIterableDataset(
-        too_long, rows_per_batch=1, fixed_width=True, overflow="drop", **options
-    )
+    stream = packed_stream(too_long, rows=1, fixed_width=True, overflow="drop", **options)
     assert len(shapes_of(stream)) == 1
-    last_has_fewer = PackedIterableDataset(EXAMPLES, rows_per_batch=4, fixed_width=True, **options)
+    last_has_fewer = packed_stream(EXAMPLES, rows=4, fixed_width=True, **options)
     assert len(shapes_of(last_has_fewer)) == 2
 
 

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.building import packed_collator, packed_sampler
+from tests.building import packed_collator, packed_sampler, packed_stream
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.loading import (
     MixedSampler,
-    PackedIterableDataset,
     PrefetchingSampler,
 )
 from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
@@ -35,9 +34,15 @@ def _packed(n: Callable[[int], Any]) -> Any:
 
 
 def _stream(n: Callable[[int], Any]) -> Any:
-    options = {"max_sequences_per_row": n(3), "rank": n(0), "world_size": n(2)}
-    dataset = PackedIterableDataset(
-        EXAMPLES, tokenizer=0, max_tokens=n(200), buffer_size=n(100), rows_per_batch=n(2), **options
+    options = {"max_sequences_per_row": n(3), "dp_rank": n(0)}
+    dataset = packed_stream(
+        EXAMPLES,
+        tokenizer=0,
+        max_tokens=n(200),
+        buffer_size=n(100),
+        rows=n(2),
+        dp_size=2,
+        **options,
     )
     return next(iter(dataset)), json.dumps(dataset.state_dict())
 
@@ -97,7 +102,7 @@ COLLATORS = {
     "packed": lambda **options: PackedCollator(0, max_tokens=8, **options),
     "padded": lambda **options: PaddedCollator(0, **options),
     "rollout": lambda **options: RolloutCollator(0, **options),
-    "stream": lambda **options: PackedIterableDataset([], tokenizer=0, max_tokens=8, **options),
+    "stream": lambda **options: packed_stream([], tokenizer=0, max_tokens=8, **options),
     "inputs": lambda **options: PaddedCollator(0)([{"input_ids": [5]}]).model_inputs(**options),
 }
 

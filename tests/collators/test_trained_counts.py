@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.building import packed_sampler
+from tests.building import packed_sampler, packed_stream
 from torch_collate_kit import (
     Batch,
     PackedCollator,
-    PackedIterableDataset,
     PackingOptions,
     PaddedCollator,
     ParallelLayout,
@@ -110,7 +109,7 @@ def test_the_ranks_of_a_sampler_have_the_counts_of_their_rows() -> None:
 
 
 def test_a_stream_counts_too() -> None:
-    stream = PackedIterableDataset(EXAMPLES, tokenizer=0, max_tokens=6, rows_per_batch=2)
+    stream = packed_stream(EXAMPLES, tokenizer=0, max_tokens=6, rows=2)
     batches = list(stream)
     assert sum(int(batch.row_metadata["num_trained"].values.sum()) for batch in batches) == 6
     for batch in batches:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader
 
+from tests.building import packed_stream
 from tests.loading import chain_truth as truth
-from torch_collate_kit import PackedIterableDataset, ParallelLayout, PrefetchLoader
+from torch_collate_kit import PrefetchLoader
 from torch_collate_kit.loading import merge_states
 
 # of a batch: its pass, its round and its shard
@@ -37,12 +38,12 @@ def stream_chain(rng: np.random.Generator, *, with_workers: bool) -> Counter[str
     batches_of = Counter(shard for _, _, shard in expected.served)
     mine = Run(examples, settings, num_workers, found)
     done = 0
-    for world_size in [int(rng.choice(sizes)) for _ in range(2)]:
-        parts = np.split(np.array([batches_of[s] for s in range(num_shards)]), world_size)
+    for dp_size in [int(rng.choice(sizes)) for _ in range(2)]:
+        parts = np.split(np.array([batches_of[s] for s in range(num_shards)]), dp_size)
         most = min(max(part) for part in parts) - 1
         stop = int(rng.integers(done, max(done, most) + 1))
         take = [sum(np.minimum(part, stop) - np.minimum(part, done)) for part in parts]
-        mine.leg(world_size, take)
+        mine.leg(dp_size, take)
         done = stop
     mine.leg(int(rng.choice(sizes)), None)
     found["steps"] = len({place[:2] for place in mine.served})
@@ -56,13 +57,11 @@ def stream_chain(rng: np.random.Generator, *, with_workers: bool) -> Counter[str
 
 
 def _settings(rng: np.random.Generator, num_shards: int) -> dict[str, Any]:
-    dp = int(rng.choice([1, 2]))
     return {
         "tokenizer": 0,
         "max_tokens": int(rng.choice([24, 32, 64])),
         "buffer_size": int(rng.integers(4, 9)),
-        "rows_per_batch": dp * int(rng.integers(1, 3)),
-        "parallel": ParallelLayout(dp=dp),
+        "rows": int(rng.integers(1, 3)),
         "strategy": str(rng.choice(["best_fit_decreasing", "sequential"])),
         "num_shards": num_shards,
     }
@@ -83,14 +82,12 @@ class Run:
         self.served: dict[Place, Any] = {}
         self.state: str | None = None
 
-    def leg(self, world_size: int, take: list[int] | None) -> None:
+    def leg(self, dp_size: int, take: list[int] | None) -> None:
         """Each rank takes so many batches, or reads to the end of the pass."""
         states = []
-        for rank in range(world_size):
-            stream = PackedIterableDataset(
-                self.examples, **self.settings, rank=rank, world_size=world_size
-            )
-            num_workers = min(self.num_workers, self.settings["num_shards"] // world_size)
+        for rank in range(dp_size):
+            stream = packed_stream(self.examples, **self.settings, dp_rank=rank, dp_size=dp_size)
+            num_workers = min(self.num_workers, self.settings["num_shards"] // dp_size)
             options: dict[str, Any] = {"collate_fn": stream.as_is, "num_workers": num_workers}
             with PrefetchLoader(DataLoader(stream, batch_size=None, **options)) as loader:
                 if self.state is not None:

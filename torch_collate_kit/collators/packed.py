@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -155,13 +154,16 @@ class PackedCollator:
         >>> sorted(collate([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]))[:4]
         ['cu_seq_lens_k', 'cu_seq_lens_q', 'input_ids', 'labels']
         """
-        return TrainerCollator(self, partial(self._collate, for_trainer=True))
+        return TrainerCollator(self)
 
     def __call__(self, examples: Examples | PlannedExamples) -> Batch:
         """Collate the examples into a new Batch."""
-        return self._collate(examples)
+        return self.make_batch(examples)
 
-    def _collate(self, examples: Examples | PlannedExamples, *, for_trainer: bool = False) -> Batch:
+    def make_batch(
+        self, examples: Examples | PlannedExamples, *, for_trainer: bool = False
+    ) -> Batch:
+        """Return the Batch of the examples; for ``transformers.Trainer`` with its checks."""
         if isinstance(examples, PlannedExamples):
             part = examples.part
             self._check_part(part, normalize_loss=self.normalize_loss and not for_trainer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal
 
 from torch_collate_kit._checks import checked_bool, checked_choice, checked_optional_int
@@ -109,13 +108,14 @@ class PaddedCollator:
         >>> collate([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])["labels"].tolist()
         [[-100, 6, 7]]
         """
-        return TrainerCollator(self, partial(self._collate, for_trainer=True))
+        return TrainerCollator(self)
 
     def __call__(self, examples: Examples) -> Batch:
         """Collate the examples into a new Batch."""
-        return self._collate(examples)
+        return self.make_batch(examples)
 
-    def _collate(self, examples: Examples, *, for_trainer: bool = False) -> Batch:
+    def make_batch(self, examples: Examples, *, for_trainer: bool = False) -> Batch:
+        """Return the Batch of the examples; for ``transformers.Trainer`` with its checks."""
         columns = read_columns(
             examples, train_all=self.train_all, fields=self.fields, vision=self.vision
         )

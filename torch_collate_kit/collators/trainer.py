@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch_collate_kit.batch import Batch
@@ -14,9 +13,12 @@ __all__ = ["TrainerCollator", "check_targets"]
 
 
 class Collator(Protocol):
-    """A collator of examples: declared fields beside the known ones."""
+    """A collator of examples, which declares fields beside the known ones."""
 
     fields: DeclaredFields
+
+    def make_batch(self, examples: Any, *, for_trainer: bool) -> Batch:
+        """Return the Batch of the examples, with the checks of ``for_trainer()``."""
 
 
 class TrainerCollator:
@@ -32,21 +34,20 @@ class TrainerCollator:
     tensor([[-100,    6]])
     """
 
-    def __init__(self, collate: Collator, make_batch: Callable[[Any], Batch]) -> None:
+    def __init__(self, collate: Collator) -> None:
         if collate.fields:
             raise ValueError(
                 f"for_trainer() returns what a model reads, so {', '.join(collate.fields)} would "
                 "be lost; take the Batch, and batch.model_inputs() for the model"
             )
         self.collate = collate
-        self._make_batch = make_batch
 
     def __repr__(self) -> str:
         return f"{self.collate!r}.for_trainer()"
 
     def __call__(self, examples: Any) -> dict[str, Any]:
         """Collate the examples into model inputs."""
-        batch = self._make_batch(examples)
+        batch = self.collate.make_batch(examples, for_trainer=True)
         _refuse_weights(batch)
         return batch.model_inputs()
 

@@ -576,7 +576,7 @@ def test_a_loader_without_a_sampler_is_refused():
         PrefetchLoader(stateful_loader(batch_size=4), on_error="skip")
     assert str(caught.value) == (
         "on_error='skip' leaves out the examples that a sampler names, and this StatefulDataLoader "
-        "has no such sampler; a stream takes it itself: PackedIterableDataset(..., "
+        "has no such sampler; a stream takes it itself: packed_stream(..., "
         "on_error='skip')"
     )
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
+from tests.building import packed_stream
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import (
     MixedSampler,
-    PackedIterableDataset,
     PrefetchingSampler,
     PrefetchLoader,
 )
@@ -48,7 +48,7 @@ def mixed(num_workers: int = 0) -> PrefetchLoader:
 
 def streamed(num_workers: int = 0) -> PrefetchLoader:
     examples = [{"input_ids": [i] * 4} for i in range(NUM_EXAMPLES)]
-    stream = PackedIterableDataset(examples, tokenizer=0, max_tokens=4, buffer_size=2, num_shards=2)
+    stream = packed_stream(examples, tokenizer=0, max_tokens=4, buffer_size=2, num_shards=2)
     data = DataLoader(stream, batch_size=None, num_workers=num_workers, collate_fn=slow)
     return PrefetchLoader(data)
 

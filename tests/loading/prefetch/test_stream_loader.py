@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.building import ForTrainer, packed_stream
+from torch_collate_kit import PackedCollator
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading import PackedIterableDataset, PrefetchingSampler, PrefetchLoader
@@ -33,7 +35,7 @@ def part(shard: int) -> list[dict[str, Any]]:
 
 def make_stream(**options: Any) -> PackedIterableDataset:
     uneven = {"num_shards": 3, "presharded": True}
-    return PackedIterableDataset(part, **SETTINGS | uneven | options)
+    return packed_stream(part, **SETTINGS | uneven | options)
 
 
 def make(
@@ -96,7 +98,7 @@ def test_exact_resume_of_a_stream_without_a_number_of_shards(num_workers: int) -
     examples = [{"input_ids": [i] * (1 + i % 4)} for i in range(40)]
 
     def make_plain() -> PrefetchLoader:
-        stream = PackedIterableDataset(examples, **SETTINGS, rank=1, world_size=2)
+        stream = packed_stream(examples, **SETTINGS, dp_rank=1, dp_size=2)
         return make(stream, num_workers)
 
     with make_plain() as loader:
@@ -105,7 +107,7 @@ def test_exact_resume_of_a_stream_without_a_number_of_shards(num_workers: int) -
         state = loader.state_dict()
     stops = [0, 3, len(batches)] if num_workers else None
     assert_exact_resume(make_plain, num_steps=len(batches) + 2, stops=stops)
-    stream = PackedIterableDataset(examples, **SETTINGS, rank=1, world_size=2)
+    stream = packed_stream(examples, **SETTINGS, dp_rank=1, dp_size=2)
     with (
         make(stream, 1 if num_workers else 2) as other,
         pytest.raises(StateError, match=f"num_workers={num_workers}, the dataset has num_workers="),
@@ -195,7 +197,10 @@ def test_without_a_collate_function_a_batch_stays_what_it_is() -> None:
     with make(stream) as loader, make(stream, collate_fn=stream.as_is) as other:
         digests = [[batch_digest(batch) for batch in one] for one in (loader, other)]
     assert digests[0] == digests[1]
-    with make(make_stream(model_inputs=True, train_all=True), 2) as loader:
+    inputs = PackedIterableDataset(
+        part, ForTrainer(PackedCollator(0, max_tokens=12)), num_shards=3, presharded=True
+    )
+    with make(inputs, 2) as loader:
         assert sorted(next(iter(loader)))[:2] == ["cu_seq_lens_k", "cu_seq_lens_q"]
 
 
@@ -220,14 +225,16 @@ def test_a_state_that_the_stream_has_loaded_is_where_the_loader_begins() -> None
         with make(stream, num_workers) as loader:
             assert ids(loader) == ORDER[4:]
             assert ids(islice(loader, 3)) == ORDER[:3]
-    plain = PackedIterableDataset(part(0), **SETTINGS)
+    plain = packed_stream(part(0), **SETTINGS)
     list(islice(plain, 4))
-    stream = PackedIterableDataset(part(0), **SETTINGS)
+    stream = packed_stream(part(0), **SETTINGS)
     stream.load_state_dict(plain.state_dict())
     with make(stream) as loader:
         assert ids(loader) == list(range(4, 12))
     stream.load_state_dict(plain.state_dict())
-    with pytest.raises(StateError, match="the state has version 3, of a stream without num_shards"):
+    with pytest.raises(
+        StateError, match="the state is of num_workers=0, the dataset has num_workers=2"
+    ):
         make(stream, 2)
 
 
@@ -236,7 +243,7 @@ def test_a_wrong_example_is_raised_at_its_batch() -> None:
         return [*part(shard)[:1], {"input_ids": [1, -5]}] if shard == 2 else part(shard)
 
     for num_workers in (0, 2):
-        stream = PackedIterableDataset(
+        stream = packed_stream(
             wrong, **SETTINGS | {"buffer_size": 1}, num_shards=3, presharded=True
         )
         with make(stream, num_workers) as loader:
@@ -258,7 +265,7 @@ def test_the_epoch_of_the_source_must_agree() -> None:
         return stream
 
     def stream_of(epoch: int) -> PackedIterableDataset:
-        return PackedIterableDataset(shuffled(epoch), **SETTINGS, num_shards=2)
+        return packed_stream(shuffled(epoch), **SETTINGS, num_shards=2)
 
     with make(stream_of(4)) as loader:
         assert loader.state_dict()["stream"]["epoch"] == 4
@@ -282,12 +289,12 @@ def test_on_epoch_moves_the_source_before_its_pass() -> None:
 
     def of_epoch(epoch: int) -> list[int]:
         source.set_epoch(epoch)
-        return ids(PackedIterableDataset(source, **SETTINGS, num_shards=2))
+        return ids(packed_stream(source, **SETTINGS, num_shards=2))
 
     expected = [*of_epoch(0), *of_epoch(1), *of_epoch(2)]
     assert expected[:12] != expected[12:24]
     for num_workers in (0, 2):
-        with make(PackedIterableDataset(source, **SETTINGS, num_shards=2), num_workers) as loader:
+        with make(packed_stream(source, **SETTINGS, num_shards=2), num_workers) as loader:
             assert ids(loader.steps(36, on_epoch=source.set_epoch)) == expected
 
 
@@ -346,7 +353,7 @@ def test_states_of_other_loaders_are_refused() -> None:
         for epoch in (None, -1, True, 2**40):
             with pytest.raises(StateError, match=r"the state has epoch=.*; pass what state"):
                 loader.load_state_dict(state | {"epoch": epoch})
-        with pytest.raises(StateError, match="the state has version 3, of a stream without num_sh"):
+        with pytest.raises(StateError, match="the state has version 3, this one reads version 5"):
             loader.load_state_dict(state | {"stream": state["stream"] | {"version": 3}})
         assert loader.state_dict() == state
         assert ids(loader) == ORDER[3:]
@@ -370,7 +377,7 @@ class KilledAtItsEnd:
 
 
 def test_a_worker_that_dies_while_it_is_ended_is_no_error() -> None:
-    stream = PackedIterableDataset(
+    stream = packed_stream(
         lambda shard: [{"input_ids": [100 * shard + i] * 4} for i in range(50)],
         **SETTINGS,
         num_shards=2,

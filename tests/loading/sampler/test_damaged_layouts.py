@@ -19,33 +19,22 @@ def packed() -> PackedBatchSampler:
     )
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("max_tokens", None),
-        ("max_tokens", 0),
-        ("max_tokens", "8"),
-        ("max_tokens", np.arange(2)),
-        ("strategy", "x"),
-        ("strategy", [1]),
-        ("align", -1),
-        ("align", 1.5),
-        ("overflow", None),
-        ("balance", 3),
-        ("max_sequences_per_row", -1),
-        ("max_patches", "x"),
-        ("cost", None),
-        ("cost", [1]),
-        ("cost", ["a", "b", "c", "d"]),
-        ("cost", np.int64(3)),
-        ("dummy_image_tokens", -1),
-        ("rows_multiple_of", 3),  # 2 ranks do not divide it
-        ("rows_multiple_of", True),
-        ("image_costs_digest", 3),
-        ("image_costs_digest", ["a"]),
-    ],
-    ids=str,
-)
+BAD: dict[str, list[Any]] = {
+    "max_tokens": [None, 0, "8", np.arange(2)],
+    "strategy": ["x", [1]],
+    "align": [-1, 1.5],
+    "overflow": [None],
+    "balance": [3],
+    "max_sequences_per_row": [-1],
+    "max_patches": ["x"],
+    "cost": [None, [1], ["a", "b", "c", "d"], np.int64(3)],
+    "dummy_image_tokens": [-1],
+    "rows_multiple_of": [3, True],  # 2 ranks do not divide 3
+    "image_costs_digest": [3, ["a"]],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, bad) for key in BAD for bad in BAD[key]], ids=str)
 def test_a_packing_that_cannot_have_been_is_refused(key: str, value: Any) -> None:
     sampler = packed()
     state = copy.deepcopy(sampler.state_at(0, 1))

@@ -141,8 +141,8 @@ def test_what_a_change_of_ranks_logs(caplog: pytest.LogCaptureFixture) -> None:
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
         (
             "INFO",
-            "resumed at epoch 1 step 2 with another layout (dp_size 8 -> 2): the same examples "
-            "in each step",
+            "resumed at epoch 1 step 2 with another layout (dp_size 8 -> 2): "
+            "the same examples in each step",
         )
     ]
     caplog.clear()

@@ -6,7 +6,6 @@ import json
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.loading.sampler.sampler_oracle import curriculum
@@ -117,22 +116,3 @@ def test_any_step_of_many_examples_is_found_at_once(monkeypatch: pytest.MonkeyPa
     assert small.examples(2, 50).tolist() == expected.tolist(), "no new order is made"
     with pytest.raises(TypeError):
         small.examples(3, 50)
-
-
-def test_indices_of_rows_name_the_examples_of_the_data() -> None:
-    """How a row's metadata and the lineage go together."""
-    from tests.loading.sampler.test_elastic import ROWS
-    from torch_collate_kit import PackedCollator, TokenizedDataset
-
-    sampler = packed(1, 2)
-    collate = PackedCollator(0, packing=sampler._packing)
-    dataset = TokenizedDataset(ROWS)
-    part = list(sampler)[2]
-    batch = collate(dataset.__getitems__(part))
-    everyones = sampler.examples(0, 2)
-    for row, indices in enumerate(batch.row_metadata["example_indices"]):
-        ids = batch["input_ids"][row]
-        found = [
-            i + 1 for i in everyones[np.array(indices)]
-        ]  # an example's tokens are its index + 1
-        assert found == [int(i) for i in dict.fromkeys(ids[ids > 0].tolist())]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from tests.building import packed_sampler
+from tests.building import ForTrainer, packed_sampler
 from tests.loading.hang_guard import fails_when_it_hangs, our_threads
 from tests.loading.sampler.sampler_oracle import epochs_of
 from tests.strategies import FORMS, FUZZ, DrawnBatch, PackedOptions, batches, packed_options
@@ -191,9 +191,7 @@ def test_a_dataset_of_ones_own():
 
 
 @pytest.mark.parametrize(
-    "dataset",
-    [EXAMPLES, datasets.Dataset.from_list(EXAMPLES)],
-    ids=["list", "datasets.Dataset"],
+    "dataset", [EXAMPLES, datasets.Dataset.from_list(EXAMPLES)], ids=["list", "datasets.Dataset"]
 )
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_dataset_that_would_lose_the_plan_is_an_error(dataset, num_workers):
@@ -239,27 +237,13 @@ def test_counts_of_examples_that_are_cut(overflow):
     ("options", "error", "message"),
     [
         ({"max_tokens": 4}, DataError, r"example 4 has 5 tokens, more than the 4 that .*overflow="),
-        ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
-        ({"strategy": "bfd"}, ValueError, "strategy must be one of 'best_fit_decreasing'"),
         ({"dp_rank": 2}, ValueError, r"dp_rank must be below parallel\.dp=2, got 2"),
         ({"parallel": 2}, TypeError, r"must be a ParallelLayout, got 2; ParallelLayout\(dp=2\)"),
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
         ({"batch_size": 14, "tail": "drop"}, ValueError, "tail='drop' leaves no step; lower"),
-        (
-            {"num_loss_tokens": [1, 2]},
-            ValueError,
-            r"one int for each of the 13 examples, got shape \(2,\), dtype int64; pass dataset.num",
-        ),
-        (
-            {"num_loss_tokens": [0.5] * 13},
-            ValueError,
-            r"one int for each of the 13 examples, got shape \(13,\), dtype float64",
-        ),
-        (
-            {"num_loss_tokens": LENGTHS},
-            DataError,
-            "example 0 has num_loss_tokens=1 of 1 tokens; at most all but the first are trained",
-        ),
+        ({"num_loss_tokens": [1, 2]}, ValueError, r"one int for each of the 13 examples, got"),
+        ({"num_loss_tokens": [0.5] * 13}, ValueError, r"one int for each of the 13 examples, got"),
+        ({"num_loss_tokens": LENGTHS}, DataError, "example 0 has num_loss_tokens=1 of 1 tokens; "),
         ({"num_loss_tokens": [-1] * 13}, DataError, "example 0 has num_loss_tokens=-1 of 1 tokens"),
     ],
 )
@@ -354,21 +338,14 @@ def test_a_dataset_whose_examples_are_cut_needs_no_counts_on_one_rank():
         make_sampler(DATASET, **options)
 
 
-class _Around:
-    """What `collate.for_trainer()` is: a callable around a collator."""
-
-    def __init__(self, collate: Any) -> None:
-        self.collate = collate
-
-
 def test_the_collator_may_be_held_by_another():
     collate = make_collator()
     plans = [
         next(iter(PackedBatchSampler(LENGTHS, given, batch_size=4))).plan.bins
-        for given in (collate, _Around(collate))
+        for given in (collate, ForTrainer(collate))
     ]
     assert plans[0] == plans[1]
-    for wrong in (PaddedCollator(0), _Around(PaddedCollator(0)), None):
+    for wrong in (PaddedCollator(0), ForTrainer(PaddedCollator(0)), None):
         message = f"collate must be a PackedCollator, got a {type(wrong).__name__}: it says how"
         with pytest.raises(TypeError, match=message):
             PackedBatchSampler(LENGTHS, wrong, batch_size=4)
@@ -435,15 +412,6 @@ def test_a_state_of_other_loss_tokens_is_refused(other):
         sampler.load_state_dict(state)
 
 
-def test_a_state_without_digests_is_refused_by_name():
-    state = make_sampler().state_dict()
-    older = {key: value for key, value in state.items() if not key.endswith("_digest")}
-    digests = r"'lengths_digest', 'loss_tokens_digest', 'patches_digest'"
-    message = rf"keys missing \[{digests}\], unknown \[\]; .* version"
-    with pytest.raises(StateError, match=message):
-        make_sampler().load_state_dict(older)
-
-
 def test_a_state_is_the_same_on_all_ranks():
     assert make_sampler(dp_rank=0).state_at(2, 3) == make_sampler(dp_rank=1).state_at(2, 3)
 
@@ -481,13 +449,6 @@ def test_a_reshuffle_whose_examples_are_carried_over_two_epochs_stays_in_the_sta
         assert part.plan.bins == pack([i + 1 for i in whole], 8).bins
 
 
-def test_a_weight_that_float32_loses_is_refused_where_it_is_counted_and_where_it_is_read():
-    rows = [{"input_ids": [1, 2, 3], "loss_mask": [0.0, 1e-60, 1.0]}]
-    for read in (lambda: TokenizedDataset(rows).num_loss_tokens, lambda: make_collator()(rows)):
-        with pytest.raises(DataError, match=r"example 0: loss_mask\[1\] is 1e-60, which float32"):
-            read()
-
-
 @pytest.mark.parametrize("data", [datasets.Dataset.from_list(EXAMPLES), EXAMPLES])
 def test_a_dataset_in_place_of_lengths_is_named_in_one_line(data: Any) -> None:
     with pytest.raises(
@@ -507,3 +468,21 @@ def test_a_state_of_other_lengths_after_the_first_four_million_is_refused() -> N
     other = packed_sampler(lengths, **options)
     with pytest.raises(StateError, match="state is of lengths_digest="):
         other.load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_inside_a_stateful_dataloader():
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make() -> Any:
+        sampler, collate = make_sampler(DATASET), make_collator(normalize_loss=True)
+        return stateful.StatefulDataLoader(DATASET, batch_sampler=sampler, collate_fn=collate)
+
+    loader, states, batches = make(), [], []
+    for batch in loader:
+        batches.append(batch)
+        states.append(loader.state_dict())
+    for step, state in enumerate(states[:-1], start=1):
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert list(resumed) == batches[step:]

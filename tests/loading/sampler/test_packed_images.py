@@ -12,7 +12,7 @@ from tests.building import packed_sampler
 from tests.packing.image_mixes import mix, totals
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading import PackedBatchSampler
-from torch_collate_kit.packing import PackingOptions, ParallelLayout, RankPlan, pack
+from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
 
 LENGTHS, IMAGES = mix("several images", 200)
@@ -123,22 +123,3 @@ def test_loss_tokens_are_those_of_examples_that_keep_all_tokens() -> None:
         packed_sampler(lengths, patches=[0, 3, 0], num_loss_tokens=counts, **options)
     (part,) = packed_sampler(lengths, num_loss_tokens=counts, **options)
     assert part.num_loss_tokens == 6
-
-
-def test_other_images_than_planned_are_refused() -> None:
-    part = next(iter(sampler()))
-    patches = part.patches.copy()
-    patches[3] += 1
-    message = (
-        f"example {part.indices[3]} of the dataset has {patches[3]} patches of images, the plan "
-        f"was made for {patches[3] - 1}; pass the sampler patches= of the dataset that is read"
-    )
-    with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
-        part.check_patches(patches)
-    whole = RankPlan.whole(pack([3, 4], 8, patches=[[2, 5], []]))
-    whole.check_patches(np.array([7, 0]))
-    with pytest.raises(DataError, match=r"^example 1 has 3 patches of images, the plan was made f"):
-        whole.check_patches(np.array([7, 3]))
-    packing = sampler(overflow="drop")._packing
-    dropped = RankPlan.whole(pack([3, 4], packing=packing, patches=[7000, 4]))
-    dropped.check_patches(np.array([7000, 4]))

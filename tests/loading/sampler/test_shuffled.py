@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tracemalloc
 
 import numpy as np
@@ -12,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.loading.sampler.sampler_oracle import curriculum, dealt, epochs_of, flat, read
-from torch_collate_kit.loading.sampler import MixedSampler, PrefetchingSampler, ResumableSampler
+from torch_collate_kit.loading.sampler import PrefetchingSampler, ResumableSampler
 
 TAILS = ["keep", "drop", "wrap"]
 SIZES = [(12, 4), (13, 4), (10, 3), (7, 7), (9, 8), (5, 1)]
@@ -44,19 +42,6 @@ def test_a_wrapped_tail_written_out_by_hand():
     ]
 
 
-@pytest.mark.parametrize(("n", "size"), [(3, 8), (1, 4), (5, 7), (7, 7), (11, 4), (2, 1)])
-def test_wrap_is_slices_of_an_endless_list(n, size):
-    """Also when a batch spans several epochs, and an epoch has no step."""
-    sampler = PrefetchingSampler(n, batch_size=size, seed=2, tail="wrap")
-    endless = []
-    for epoch in range(12):
-        rng = np.random.default_rng(np.random.SeedSequence((2, epoch)))
-        endless += rng.permutation(n).tolist()
-    steps = [batch for batches in read(sampler, 12) for batch in batches]
-    assert steps == [endless[k * size : (k + 1) * size] for k in range(len(endless) // size)]
-    assert len(steps) == 12 * n // size > 0
-
-
 @pytest.mark.parametrize("tail", ["keep", "wrap"])
 def test_a_users_order(tail):
     sampler = PrefetchingSampler(13, batch_size=4, seed=3, tail=tail, order=curriculum)
@@ -75,39 +60,6 @@ def test_a_users_order_is_copied():
     iterator = iter(sampler)
     mine[:] = 0
     assert list(iterator) == [[0, 1], [2, 3], [4, 5]]
-
-
-@pytest.mark.parametrize("tail", TAILS)
-def test_every_epoch_is_a_permutation(tail):
-    sampler = PrefetchingSampler(12, batch_size=4, tail=tail)
-    for batches in read(sampler, 4):
-        assert sorted(flat(batches)) == list(range(12))
-
-
-def test_seeds_and_epochs_differ():
-    orders = {}
-    for seed in range(4):
-        for epoch, batches in enumerate(read(PrefetchingSampler(50, batch_size=50, seed=seed), 4)):
-            orders[seed, epoch] = tuple(batches[0])
-    assert len(set(orders.values())) == 16
-    assert orders[0, 1] != orders[1, 0]
-
-
-def test_another_process_gives_the_same():
-    code = (
-        "from torch_collate_kit.loading.sampler import PrefetchingSampler\n"
-        "from torch_collate_kit.loading.sampler import MixedSampler\n"
-        "samplers = (PrefetchingSampler(29, batch_size=4, seed=7, tail='wrap'),"
-        " MixedSampler([40, 9], batch_size=4))\n"
-        "print([[list(sampler) for _ in range(3)] for sampler in samplers])"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    samplers = (
-        PrefetchingSampler(29, batch_size=4, seed=7, tail="wrap"),
-        MixedSampler([40, 9], batch_size=4),
-    )
-    assert done.stdout.strip() == str([read(sampler) for sampler in samplers])
 
 
 def test_no_global_random_state():
@@ -175,22 +127,10 @@ def test_inside_a_stateful_dataloader(tail):
         assert rest[: len(batches) - step] == batches[step:]
 
 
-def test_may_look_ahead_within_the_epoch_begun_last():
-    sampler = PrefetchingSampler(5, batch_size=3, tail="wrap")  # epochs of 1, 2, 2 steps
-    assert [sampler.may_look_ahead(step) for step in range(3)] == [False, False, False]
-    next(iter(sampler))
-    assert not sampler.may_look_ahead(0), "epoch 0 is being read, though epoch 1 comes next"
-    next(iter(sampler))
-    assert [sampler.may_look_ahead(step) for step in range(2)] == [True, False]
-    sampler.set_epoch(0)
-    assert not sampler.may_look_ahead(0)
-
-
 def test_the_protocol_has_no_batch_size():
     sampler = PrefetchingSampler(list(range(10)), batch_size=4, tail="drop")
     assert isinstance(sampler, ResumableSampler)
     assert not hasattr(sampler, "batch_size"), "Accelerate would lose batches"
-    assert sampler.num_examples_per_step == 4
     assert sampler.state_dict()["num_examples"] == [[0, 10]]
     assert sampler.state_dict()["tail"] == "drop"
     assert len(sampler) == 2

@@ -51,6 +51,21 @@ class StatefulSource:
         self.start = state["next"]
 
 
+def place_of(dataset: Any) -> dict[str, Any]:
+    """Return the position of the only shard in the state of a stream."""
+    ((_, entry),) = dataset.state_dict()["shards"].items()
+    return dict(zip(("num_read", "start", "num_batches"), entry, strict=False))
+
+
+def moved(state: dict[str, Any], source: Any = None, **place: int) -> dict[str, Any]:
+    """Return the state of one shard with another place."""
+    ((shard, entry),) = state["shards"].items()
+    counts = dict(zip(("num_read", "start", "num_batches"), entry, strict=False)) | place
+    num_given = entry[3] if counts["num_batches"] == entry[2] else counts["num_batches"]
+    found = [*counts.values(), num_given, *([] if source is None else [source])]
+    return state | {"shards": {shard: found}}
+
+
 def tokens_of(batches: list[Any]) -> list[int]:
     """All real tokens, sorted."""
     real = [batch["input_ids"][batch["attention_mask"] == 1] for batch in batches]
@@ -62,7 +77,7 @@ def all_tokens(examples: list[dict[str, Any]]) -> list[int]:
 
 
 def plain_loop(
-    examples: list[dict[str, Any]], collator: PackedCollator, buffer_size: int, rows_per_batch: int
+    examples: list[dict[str, Any]], collator: PackedCollator, buffer_size: int, num_rows: int
 ) -> list[Batch]:
     """Give out full rows while a window of eight buffers lasts, then a beginning of the buffer."""
     packing = collator.packing
@@ -90,23 +105,23 @@ def plain_loop(
         kept = {i for row in rows_of(among) for i in row}
         lost = [i for i in among if i not in kept]
         rows.sort(key=lambda row: row[0])
-        for i in range(0, max(1, len(rows)), rows_per_batch):
-            members = sum(rows[i : i + rows_per_batch], lost if i == 0 else [])
+        for i in range(0, max(1, len(rows)), num_rows):
+            members = sum(rows[i : i + num_rows], lost if i == 0 else [])
             batches.append(collator([examples[j] for j in sorted(members)]))
             buffer[:] = [j for j in buffer if j not in members]
 
     def full_rows() -> list[list[int]]:
         rows = sorted(rows_of(buffer), key=lambda row: (percent_free(row), row[0]))
-        for most in range(rows_per_batch, len(rows) - rows_per_batch + 1, rows_per_batch):
+        for most in range(num_rows, len(rows) - num_rows + 1, num_rows):
             if 3 * sum(map(len, rows[:most])) >= sum(map(len, rows)):
                 return rows[:most]
         return []
 
     def beginning() -> list[int]:
-        num_rows = len(rows_of(buffer))
+        num_all = len(rows_of(buffer))
         for fewer in range(len(buffer) - 1, 0, -1):
             made = len(rows_of(buffer[:fewer]))
-            if 0 < made < num_rows and made % rows_per_batch == 0:
+            if 0 < made < num_all and made % num_rows == 0:
                 return buffer[:fewer]
         return list(buffer)
 

@@ -6,39 +6,12 @@ from typing import Any
 
 import pytest
 
+from tests.building import packed_stream
 from tests.loading.streaming.streaming_oracle import EXAMPLES, SETTINGS, datasets
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.loading.streaming import PackedIterableDataset
 
 pa = pytest.importorskip("pyarrow")
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (
-            {"input_ids": [[1, 2]], "loss_masks": [[1, 1]]},
-            "stream has no loss_mask, but 'loss_masks' looks like it; rename it",
-        ),
-        ({"text": ["a"]}, r"no input_ids in example 0 of the stream, got keys \['text'\]"),
-        ({"input_ids": ["a b"]}, "example 0 of the stream: input_ids is str; give a list"),
-        ({"input_ids": [[1.5, 2.0]]}, r"example 0 of the stream: input_ids\[0\] is 1.5 \(float\)"),
-        ({"input_ids": [7]}, "example 0 of the stream: input_ids"),
-        ({"input_ids": [[1, 2]], "labels": [3]}, "example 0 of the stream: labels is int"),
-        (
-            {"input_ids": [[1, 2]], "loss_mask": [[1]], "num_actions": [[1]]},
-            r"example 0 of the stream: num_actions is \[1\]",
-        ),
-        (
-            {"input_ids": [[1, 2]], "loss_mask": [[1]], "num_actions": [1.0]},
-            "example 0 of the stream: num_actions is 1.0",
-        ),
-    ],
-)
-def test_columns_that_no_collator_takes(rows: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        list(PackedIterableDataset(datasets.Dataset.from_dict(rows), **SETTINGS))
 
 
 # --- wrong rows ---
@@ -87,7 +60,7 @@ def with_bad_row(kind: str) -> Any:
         ("long lengths", "split", "example 23 of the stream: loss_mask has 31 entries, input_ids"),
     ],
 )
-@pytest.mark.parametrize("shard", [{}, {"rank": 1, "world_size": 2}])
+@pytest.mark.parametrize("shard", [{}, {"dp_rank": 1, "dp_size": 2}])
 def test_a_wrong_row_is_named_by_its_position(
     kind: str, overflow: str, message: str, shard: dict[str, int]
 ) -> None:
@@ -102,7 +75,7 @@ def test_a_wrong_row_is_named_by_its_position(
         found: list[Any] = []
         pattern = "23 of the stream" if isinstance(source, list) else message
         with pytest.raises(DataError, match=pattern):
-            found.extend(PackedIterableDataset(source, **settings))
+            found.extend(packed_stream(source, **settings))
         num_given_out.append(len(found))
     assert num_given_out[0] == num_given_out[1] >= num_given_out[2]  # no earlier than one by one
 
@@ -119,29 +92,9 @@ def test_a_wrong_row_behind_what_is_needed_waits(buffer_size: int, bad: Any) -> 
     for source in (TokenizedDataset(table), table.to_pylist()):
         found: list[Any] = []
         with pytest.raises(DataError, match="example 6 of the stream"):
-            found.extend(PackedIterableDataset(source, **settings))
+            found.extend(packed_stream(source, **settings))
         counts.append(len(found))
     assert counts[0] == counts[1]
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"labels": [[1] * 26, [2] * 5]}, "labels has 5 entries, input_ids has 4 tokens"),
-        ({"loss_mask": [[1] * 26, [2] * 2]}, "loss_mask has 2 entries, input_ids has 4 tokens"),
-        (
-            {"loss_mask": [[1] * 26, [1] * 2], "num_actions": [26, 3]},
-            "loss_mask has 2 entries, num_actions=3",
-        ),
-    ],
-)
-def test_a_wrong_row_beside_a_piece_is_not_cut_to_fit(
-    columns: dict[str, Any], message: str
-) -> None:
-    table = pa.table({"input_ids": [[1] * 26, [2] * 4], **columns})
-    settings = SETTINGS | {"overflow": "split", "max_tokens": 6}
-    with pytest.raises(DataError, match=f"example 1 of the stream: {message}"):
-        list(PackedIterableDataset(TokenizedDataset(table), **settings))
 
 
 def test_every_split_row_is_checked_before_a_piece_is_given_out() -> None:
@@ -150,5 +103,5 @@ def test_every_split_row_is_checked_before_a_piece_is_given_out() -> None:
     settings = SETTINGS | {"overflow": "split", "max_tokens": 6, "buffer_size": 30}
     found: list[Any] = []
     with pytest.raises(DataError, match="example 2 of the stream: labels has 21 entries"):
-        found.extend(PackedIterableDataset(TokenizedDataset(table), **settings))
+        found.extend(packed_stream(TokenizedDataset(table), **settings))
     assert found == []

@@ -10,19 +10,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 from torch.utils.data._utils.worker import WorkerInfo
 
 from tests.batch_checks import assert_same_batch
+from tests.building import packed_stream
 from tests.collators.test_cost import num_calls
 from tests.loading.streaming.column_sources import FORMS, SOURCES, dataset_of, examples_of, table_of
-from tests.loading.streaming.streaming_oracle import EXAMPLES, SETTINGS
+from tests.loading.streaming.streaming_oracle import EXAMPLES, SETTINGS, moved
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
-from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.loading.dataset.columns import ListColumn
-from torch_collate_kit.loading.streaming import PackedIterableDataset
 from torch_collate_kit.loading.streaming.shards import Stream
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import ParallelLayout
@@ -40,13 +38,13 @@ def passes(
     info = WorkerInfo(id=worker[0], num_workers=worker[1], seed=0, dataset=None)
     torch.utils.data._utils.worker._worker_info = info if worker[1] else None
     try:
-        dataset = PackedIterableDataset(source, **settings)
+        dataset = packed_stream(source, **settings)
         batches, states = [], [dataset.state_dict()]
         for batch in dataset:
             batches.append(batch)
             states.append(json.loads(json.dumps(dataset.state_dict())))
         for state in states[1 :: max(1, len(states) // 4)]:
-            dataset = PackedIterableDataset(source, **settings)
+            dataset = packed_stream(source, **settings)
             dataset.load_state_dict(state)
             rest = batches[states.index(state) :]
             resumed = list(dataset)
@@ -63,7 +61,7 @@ def passes(
     form=st.sampled_from(FORMS),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60),
     buffer_size=st.integers(4, 25),
-    rows_per_batch=st.integers(1, 4),
+    rows=st.integers(1, 4),
     strategy=st.sampled_from(["best_fit_decreasing", "sequential", "balanced"]),
     overflow=st.sampled_from(["truncate", "drop", "split"]),
     align=st.sampled_from([1, 2, 5]),
@@ -76,7 +74,7 @@ def test_equals_the_examples_one_by_one(
     form: str,
     lengths: list[int],
     buffer_size: int,
-    rows_per_batch: int,
+    rows: int,
     strategy: str,
     overflow: str,
     align: int,
@@ -89,12 +87,12 @@ def test_equals_the_examples_one_by_one(
         "tokenizer": 0,
         "max_tokens": 13,
         "buffer_size": buffer_size,
-        "rows_per_batch": rows_per_batch,
+        "rows": rows,
         "strategy": strategy,
         "overflow": overflow,
         "parallel": ParallelLayout(tp=align),
-        "rank": shard[0],
-        "world_size": shard[1],
+        "dp_rank": shard[0],
+        "dp_size": shard[1],
         "presharded": presharded,
         "train_all": form == "none",  # one source has a column of text
     }
@@ -116,41 +114,24 @@ def as_known(states: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     ("name", "form"),
     [("chunks", form) for form in FORMS] + [(name, "last tokens") for name in SOURCES],
 )
-@pytest.mark.parametrize("shard", [{}, {"rank": 1, "world_size": 2}])
+@pytest.mark.parametrize("shard", [{}, {"dp_rank": 1, "dp_size": 2}])
 def test_over_long_examples_at_every_stop(name: str, form: str, shard: dict[str, int]) -> None:
     """Pieces that do not fit the buffer any more wait, as the rest of an example does on resume."""
     examples = examples_of(form, [2, 23, 3, 11, 1, 10, 5, 26])
     settings = SETTINGS | {"overflow": "split", "max_tokens": 5, "buffer_size": 3}
     settings |= shard | {"strategy": "sequential"}  # a window a buffer
     expected, states = passes(examples, (0, 0), settings)
-    assert sum(state["start"] > 0 for state in states) >= 5
+    assert sum(state["shards"][str(shard.get("dp_rank", 0))][1] > 0 for state in states) >= 5
     found, found_states = passes(SOURCES[name](examples), (0, 0), settings)
     assert found_states == as_known(states, name)
     for batch, wanted in zip(found, expected, strict=True):
         assert_same_batch(batch, wanted)
     for state in states[::2]:  # of the one source, loaded beside the other
-        dataset = PackedIterableDataset(SOURCES[name](examples), **settings)
+        dataset = packed_stream(SOURCES[name](examples), **settings)
         dataset.load_state_dict(state)
         rest = expected[states.index(state) :]
         for batch, wanted in zip(dataset, rest, strict=True):
             assert_same_batch(batch, wanted)
-
-
-def test_batches_by_hand() -> None:
-    rows = pa.array([[1, 2], [3, 4, 5, 6, 7], [8]], type=pa.list_(pa.int32()))
-    table = pa.table(
-        {"input_ids": rows, "num_actions": [1, 3, 0], "loss_mask": [[1], [0, 1, 1], []]}
-    )
-    dataset = PackedIterableDataset(
-        TokenizedDataset(table), tokenizer=0, max_tokens=3, overflow="split", buffer_size=4
-    )
-    batches = list(dataset)
-    assert [b["input_ids"].tolist() for b in batches] == [[[1, 2, 8]], [[3, 4, 5]], [[6, 7]]]
-    assert [b["labels"].tolist() for b in batches] == [
-        [[-100, 2, -100]], [[-100, -100, -100]], [[-100, 7]],
-    ]  # fmt: skip
-    assert [b.row_metadata["num_actions"].tolist() for b in batches] == [[[1, 0]], [[1]], [[1]]]
-    assert batches[2].row_metadata["example_starts"].tolist() == [[3]]
 
 
 # --- which sources are read as columns ---
@@ -170,7 +151,7 @@ def plain() -> Any:
 @pytest.mark.parametrize("name", SOURCES)
 def test_columns_are_read_as_columns(name: str) -> None:
     source = SOURCES[name](examples_of("loss_mask", [3, 5, 2, 4]))
-    stream = Stream(source, 1, 2, presharded=False, collator=COLLATOR)
+    stream = Stream(source, 1, 2, presharded=False, collate=COLLATOR)
     part = stream.part(1)
     assert stream.columns(part, Place(1)) is not None
     assert part.after(Place(1), 4) == range(1, 4, 2)
@@ -188,28 +169,13 @@ def test_columns_are_read_as_columns(name: str) -> None:
     ],
 )
 def test_what_gives_something_else_is_iterated_over(source: Any) -> None:
-    stream = Stream(source, 0, 1, presharded=False, collator=COLLATOR)
+    stream = Stream(source, 0, 1, presharded=False, collate=COLLATOR)
     assert stream.columns(stream.part(0), Place()) is None
-    expected = PackedIterableDataset([dict(example) for example in source], **SETTINGS)
-    found = list(PackedIterableDataset(source, **SETTINGS))
+    expected = packed_stream([dict(example) for example in source], **SETTINGS)
+    found = list(packed_stream(source, **SETTINGS))
     assert found
     for batch, wanted in zip(found, expected, strict=True):
         assert_same_batch(batch, wanted)
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_wrong_states_are_refused(name: str) -> None:
-    source = SOURCES[name](examples_of("none", [3, 5, 2, 4]))
-    dataset = PackedIterableDataset(source, **SETTINGS)
-    state = dataset.state_dict()
-    dataset.load_state_dict(state | {"num_read": 5})
-    with pytest.raises(StateError, match="after example 5 of the stream, which has 4; the source"):
-        next(iter(dataset))
-    dataset.load_state_dict(state | {"source": {"next": 2}})
-    with pytest.raises(StateError, match="holds a state of the source, but this source takes none"):
-        next(iter(dataset))
-    dataset.load_state_dict(state | {"num_read": 4})
-    assert list(dataset) == []
 
 
 # --- what it costs ---
@@ -237,8 +203,8 @@ def test_rows_are_looked_at_as_late_as_one_by_one(
     monkeypatch.setattr(ListColumn, "take", counted_take)
     lengths = np.random.default_rng(0).integers(1, 9, size=129).tolist()
     source = TokenizedDataset(table_of(examples_of("none", lengths)))
-    dataset = PackedIterableDataset(source, **SETTINGS | {"overflow": overflow})
-    dataset.load_state_dict(dataset.state_dict() | {"num_batches": num_skipped})
+    dataset = packed_stream(source, **SETTINGS | {"overflow": overflow})
+    dataset.load_state_dict(moved(dataset.state_dict(), num_batches=num_skipped))
     taken.clear()  # the rows of the fingerprint
     given_out = num_tokens = 0
     for batch in dataset:
@@ -257,7 +223,7 @@ def test_calls_do_not_grow_with_the_examples() -> None:
         lengths = np.resize([3, 5, 8, 2, 7], num_examples).tolist()
         table = table_of(examples_of("padding mask", lengths))
         for source in (TokenizedDataset(table), dataset_of(examples_of("last tokens", lengths))):
-            dataset = PackedIterableDataset(
+            dataset = packed_stream(
                 source, tokenizer=0, max_tokens=num_examples // 2, buffer_size=num_examples
             )
             counts.append((num_calls(lambda d=dataset: list(d)), len(list(dataset))))
@@ -265,18 +231,3 @@ def test_calls_do_not_grow_with_the_examples() -> None:
     assert min(calls for calls, _ in counts) > 1000, "nothing was counted"
     assert counts[2][0] < counts[0][0] + 1000, counts
     assert counts[3][0] < counts[1][0] + 1000, counts
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("name", [name for name in SOURCES if name != "callable"])
-def test_in_a_data_loader(name: str, num_workers: int) -> None:
-    examples = examples_of("loss_mask", [len(e["input_ids"]) for e in EXAMPLES])
-    found = []
-    for source in (examples, SOURCES[name](examples)):
-        dataset = PackedIterableDataset(source, **SETTINGS)
-        loader = DataLoader(
-            dataset, batch_size=None, num_workers=num_workers, collate_fn=dataset.as_is
-        )
-        found.append(list(loader))
-    for batch, wanted in zip(*found, strict=True):
-        assert_same_batch(batch, wanted)

@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.loading.streaming.streaming_oracle import (
-    EXAMPLES,
-    SETTINGS,
-)
-from torch_collate_kit.loading.streaming import PackedIterableDataset
+from tests.building import packed_stream
+from tests.loading.streaming.streaming_oracle import EXAMPLES, SETTINGS, moved
 from torch_collate_kit.packing import pack
 
 
@@ -36,8 +33,8 @@ def test_never_holds_more_than_the_buffer(num_skipped: int) -> None:
             most = max(most, len(alive))
             yield made
 
-    dataset = PackedIterableDataset(source, **SETTINGS)
-    dataset.load_state_dict(dataset.state_dict() | {"num_batches": num_skipped})
+    dataset = packed_stream(source, **SETTINGS)
+    dataset.load_state_dict(moved(dataset.state_dict(), num_batches=num_skipped))
     gc.disable()
     try:
         given_out = 0
@@ -55,7 +52,7 @@ def stream_efficiency(lengths: np.ndarray, max_tokens: int, **settings: Any) -> 
     """True tokens over cells of rows that are all max_tokens wide: of the stream, and offline."""
     tokens = np.arange(int(lengths.max()), dtype=np.int32)
     source = [{"input_ids": tokens[:n]} for n in lengths.tolist()]
-    dataset = PackedIterableDataset(
+    dataset = packed_stream(
         source, tokenizer=0, max_tokens=max_tokens, overflow="truncate", **settings
     )
     num_rows = num_tokens = 0
@@ -80,31 +77,15 @@ def test_within_one_percent_of_offline_on_real_lengths(
     shared_data: Path, name: str, max_tokens: int
 ) -> None:
     lengths = np.load(shared_data / "lengths" / f"{name}.qwen.npy")[:6000]
-    stream, offline = stream_efficiency(lengths, max_tokens, buffer_size=1000, rows_per_batch=4)
+    stream, offline = stream_efficiency(lengths, max_tokens, buffer_size=1000, rows=4)
     assert offline - stream <= 0.01, (stream, offline)
 
 
-@pytest.mark.parametrize("rows_per_batch", [1, 8])
-@pytest.mark.parametrize("kind", ["lognormal", "exponential", "half a row"])
-def test_within_one_percent_of_offline_on_synthetic_lengths(kind: str, rows_per_batch: int) -> None:
-    rng = np.random.default_rng(0)
-    lengths = {
-        "lognormal": np.clip(rng.lognormal(3.4, 1, 4000), 1, 512),
-        "exponential": 1 + np.clip(rng.exponential(37, 4000), 0, 511),
-        "half a row": rng.integers(150, 350, 2000),
-    }[kind].astype(np.int64)
-    settings = {"buffer_size": 1000, "rows_per_batch": rows_per_batch}
-    stream, offline = stream_efficiency(lengths, 512, **settings)
-    assert offline - stream <= 0.01, (stream, offline)
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "rows_per_batch", "seed"), [(200, 32, 0), (512, 16, 1), (2048, 8, 2)]
-)
+@pytest.mark.parametrize(("max_tokens", "rows", "seed"), [(200, 32, 0), (512, 16, 1), (2048, 8, 2)])
 def test_within_one_percent_of_offline_on_lengths_spread_evenly(
-    max_tokens: int, rows_per_batch: int, seed: int
+    max_tokens: int, rows: int, seed: int
 ) -> None:
     lengths = np.random.default_rng(seed).integers(1, max_tokens + 1, 8000)
-    settings = {"buffer_size": 1000, "rows_per_batch": rows_per_batch}
+    settings = {"buffer_size": 1000, "rows": rows}
     stream, offline = stream_efficiency(lengths, max_tokens, **settings)
     assert offline - stream <= 0.01, (stream, offline)

@@ -9,17 +9,19 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tests.batch_checks import assert_same_batch
+from tests.building import packed_stream
 from tests.loading.streaming.streaming_oracle import (
     EXAMPLES,
     SETTINGS,
     SOURCES,
     all_tokens,
     make_examples,
+    moved,
+    place_of,
     tokens_of,
 )
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
-from torch_collate_kit.loading.streaming import PackedIterableDataset
 from torch_collate_kit.packing import ParallelLayout
 
 split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
@@ -30,52 +32,44 @@ split_dataset_by_node = pytest.importorskip("datasets.distributed").split_datase
     [
         ({"max_tokens": 13}, "state is of max_tokens=12, the dataset has max_tokens=13; resume"),
         ({"buffer_size": 8}, "buffer_size=7, the dataset has buffer_size=8"),
-        ({"rows_per_batch": 2}, "rows_per_batch=1, the dataset has rows_per_batch=2"),
-        (
-            {"strategy": "sequential"},
-            "strategy='best_fit_decreasing', the dataset has strategy='seq",
-        ),
+        ({"rows": 2}, "rows_per_rank=1, the dataset has rows_per_rank=2; batch_rows / parallel"),
+        ({"strategy": "sequential"}, "strategy='best_fit_decreasing', the dataset has strategy='"),
         ({"overflow": "drop"}, "overflow='raise', the dataset has overflow='drop'"),
         ({"parallel": ParallelLayout(tp=2)}, "align=1, the dataset has align=2"),
         ({"max_sequences_per_row": 3}, "max_sequences_per_row=None, the dataset has"),
-        ({"world_size": 2}, "world_size=1, the dataset has world_size=2"),
+        ({"dp_size": 2}, "dp_size=1, the dataset has dp_size=2"),
         ({"presharded": True}, "presharded=False, the dataset has presharded=True"),
         ({"tokenizer": 7}, "pad_token_id=0, the dataset has pad_token_id=7"),
         ({"normalize_loss": False}, "normalize_loss=True, the dataset has normalize_loss=False"),
         ({"balance": "tokens"}, "balance='attention', the dataset has balance='tokens'"),
         ({"balance": None}, "balance='attention', the dataset has balance=None"),
         ({"fixed_width": True}, "fixed_width=False, the dataset has fixed_width=True"),
-        ({"model_inputs": True}, "model_inputs=False, the dataset has model_inputs=True"),
-        (
-            {"parallel": ParallelLayout(dp=2), "rows_per_batch": 2},
-            "rows_per_batch=1, the dataset has rows_per_batch=2",
-        ),
+        ({"parallel": ParallelLayout(dp=2), "rows": 2}, "rows_per_rank=1, the dataset has rows_p"),
     ],
 )
 def test_a_state_of_other_settings_is_refused(change: dict[str, Any], message: str) -> None:
-    dataset = PackedIterableDataset(EXAMPLES, **SETTINGS)
+    dataset = packed_stream(EXAMPLES, **SETTINGS)
     next(iter(dataset))
-    other = PackedIterableDataset(EXAMPLES, **SETTINGS | change)
+    other = packed_stream(EXAMPLES, **SETTINGS | change)
     before = other.state_dict()
     with pytest.raises(StateError, match=message):
         other.load_state_dict(dataset.state_dict())
     assert other.state_dict() == before
-    if "model_inputs" not in change:
-        assert tokens_of(list(other)) == all_tokens(EXAMPLES[:: change.get("world_size", 1)])
+    assert tokens_of(list(other)) == all_tokens(EXAMPLES[:: change.get("dp_size", 1)])
 
 
 def test_a_state_that_trains_other_tokens_is_refused() -> None:
     source = [{"input_ids": [7] * n} for n in (3, 2, 4)]
-    state = PackedIterableDataset(source, **SETTINGS).state_dict()
-    other = PackedIterableDataset(source, **SETTINGS, train_all=True)
+    state = packed_stream(source, **SETTINGS).state_dict()
+    other = packed_stream(source, **SETTINGS, train_all=True)
     with pytest.raises(StateError, match="of train_all=False, the dataset has train_all=True; res"):
         other.load_state_dict(state)
 
 
 def test_a_state_of_another_number_of_ranks_is_refused() -> None:
-    settings = SETTINGS | {"rows_per_batch": 2}
-    state = PackedIterableDataset(EXAMPLES, **settings).state_dict()
-    other = PackedIterableDataset(EXAMPLES, **settings, parallel=ParallelLayout(dp=2))
+    settings = SETTINGS | {"rows": 2}
+    state = packed_stream(EXAMPLES, **settings).state_dict()
+    other = packed_stream(EXAMPLES, **settings, parallel=ParallelLayout(dp=2))
     with pytest.raises(StateError, match="the state is of dp=1, the dataset has dp=2; resume with"):
         other.load_state_dict(state)
 
@@ -83,52 +77,45 @@ def test_a_state_of_another_number_of_ranks_is_refused() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"version": 2}, "the state has version 2, this one reads version 3; pass what state_dict"),
-        ({"version": True}, "the state has version True, this one reads version 3"),
+        ({"version": 2}, "the state has version 2, this one reads version 5; pass what state_dict"),
+        ({"version": True}, "the state has version True, this one reads version 5"),
         ({"version": np.arange(2)}, r"the state has version array\(\[0, 1\]\), this one reads"),
         ({"max_tokens": 12.0}, "the state is of max_tokens=12.0, the dataset has max_tokens=12"),
         ({"max_tokens": np.arange(3)}, "the state is of max_tokens=array.*, the dataset has"),
-        ({"num_read": 2**63}, r"are \[9223372036854775808, 0, 0\]; it is damaged"),
-        ({"num_batches": 10**40}, r"are \[0, 0, 10+\]; it is damaged"),
-        (
-            {"start": 3},
-            r"start is 3, within an example, but with overflow='raise' none is split; it",
-        ),
-        ({"num_read": -1}, r"num_read, start, num_batches are \[-1, 0, 0\]; it is damaged"),
-        ({"num_batches": True}, "are .*True.*; it is damaged"),
-        ({"rank": 1}, "rank=1, the dataset has rank=0"),
     ],
 )
 def test_a_damaged_state_is_refused(damage: dict[str, Any], message: str) -> None:
-    dataset = PackedIterableDataset(EXAMPLES, **SETTINGS)
+    dataset = packed_stream(EXAMPLES, **SETTINGS)
     with pytest.raises(StateError, match=message):
         dataset.load_state_dict(dataset.state_dict() | damage)
     for nothing in (None, [], {}, "state"):
         with pytest.raises(StateError, match="the state has version None"):
             dataset.load_state_dict(nothing)
-    rest = {key: value for key, value in dataset.state_dict().items() if key not in ("dp", "epoch")}
-    with pytest.raises(StateError, match="the state has no dp, epoch; it is damaged"):
+    rest = {key: value for key, value in dataset.state_dict().items() if key != "dp"}
+    with pytest.raises(StateError, match="the state has no dp; it is damaged"):
         dataset.load_state_dict(rest)
-    assert dataset.state_dict()["num_read"] == 0
+    assert place_of(dataset)["num_read"] == 0
 
 
 def test_a_state_of_a_longer_or_another_stream_is_refused() -> None:
-    dataset = PackedIterableDataset(EXAMPLES, **SETTINGS)
+    dataset = packed_stream(EXAMPLES, **SETTINGS)
     state = dataset.state_dict()
-    shorter = PackedIterableDataset(EXAMPLES[:9], **SETTINGS)
-    shorter.load_state_dict(state | {"num_read": 20, "fingerprint": None})
+    shorter = packed_stream(EXAMPLES[:9], **SETTINGS)
+    shorter.load_state_dict(moved(state, num_read=20) | {"fingerprint": None})
     with pytest.raises(StateError, match="after example 20 of the stream, which has 9; the source"):
         next(iter(shorter))
-    dataset.load_state_dict(state | {"num_batches": 80})
+    dataset.load_state_dict(moved(state, num_batches=80))
     with pytest.raises(
         StateError, match=r"is 80 batches after example 0 .* at most \d\d follow now"
     ):
         next(iter(dataset))
-    dataset.load_state_dict(state | {"num_read": len(EXAMPLES), "num_batches": 1})
+    dataset.load_state_dict(moved(state, num_read=len(EXAMPLES), num_batches=1))
     with pytest.raises(StateError, match=r"is 1 batches after example 43 .* at most 1 follow now"):
         next(iter(dataset))
-    dataset.load_state_dict(state | {"source": {"next": 20}})
-    with pytest.raises(StateError, match="holds a state of the source, but this source takes none"):
+    dataset.load_state_dict(moved(state, source={"next": 20}))
+    with pytest.raises(
+        StateError, match="holds a state of the source, but this source cannot load one"
+    ):
         next(iter(dataset))
 
 
@@ -142,11 +129,11 @@ LONG = make_examples([7, 8, 9, 3])  # pieces of 4 tokens
 
 @pytest.mark.parametrize("start", [1, 3, 6, 10**40 + 1, 2**63])
 def test_a_start_between_no_two_pieces_is_refused(start: int) -> None:
-    dataset = PackedIterableDataset(LONG, **SPLIT)
+    dataset = packed_stream(LONG, **SPLIT)
     before = dataset.state_dict()
     message = r"start is \d+, but pieces of examples begin every 4 tokens|it is damaged"
     with pytest.raises(StateError, match=message):
-        dataset.load_state_dict(before | {"start": start})
+        dataset.load_state_dict(moved(before, start=start))
     assert dataset.state_dict() == before
 
 
@@ -156,36 +143,32 @@ def test_a_start_between_no_two_pieces_is_refused(start: int) -> None:
     [
         (0, 8, "is after token 8 of example 0 of the stream, which has 7; the source is not what"),
         (1, 8, "is after token 8 of example 1 of the stream, which has 8; the source"),
-        (
-            2,
-            4 * 10**17,
-            "is after token 4000.* of example 2 of the stream, which has 9; the source",
-        ),
+        (2, 4 * 10**17, "is after token 4000.* of example 2 of the stream, which has 9; the"),
         (4, 4, "is after token 4 of an example after 4 of the stream, which ends there; the"),
     ],
 )
 def test_a_start_after_the_end_of_its_example_is_refused(source, num_read, start, message) -> None:
-    dataset = PackedIterableDataset(source(LONG), **SPLIT)
-    dataset.load_state_dict(dataset.state_dict() | {"num_read": num_read, "start": start})
+    dataset = packed_stream(source(LONG), **SPLIT)
+    dataset.load_state_dict(moved(dataset.state_dict(), num_read=num_read, start=start))
     with pytest.raises(StateError, match=message):
         list(dataset)
 
 
 @pytest.mark.parametrize("source", [as_list, TokenizedDataset])
 def test_a_start_between_two_pieces_goes_on_there(source) -> None:
-    dataset = PackedIterableDataset(source(LONG), **SPLIT)
-    dataset.load_state_dict(dataset.state_dict() | {"num_read": 2, "start": 8})
+    dataset = packed_stream(source(LONG), **SPLIT)
+    dataset.load_state_dict(moved(dataset.state_dict(), num_read=2, start=8))
     assert tokens_of(list(dataset)) == all_tokens([{"input_ids": [3008]}, LONG[3]])
 
 
 def test_the_epoch_of_the_source_must_agree() -> None:
     stream = SOURCES["shuffled"]()
     stream.set_epoch(3)
-    dataset = PackedIterableDataset(stream, **SETTINGS)
+    dataset = packed_stream(stream, **SETTINGS)
     batches = iter(dataset)
     next(batches)
     state, expected = dataset.state_dict(), next(batches)
-    resumed = PackedIterableDataset(fresh := SOURCES["shuffled"](), **SETTINGS)
+    resumed = packed_stream(fresh := SOURCES["shuffled"](), **SETTINGS)
     with pytest.raises(StateError, match="epoch=3, the dataset has epoch=0"):
         resumed.load_state_dict(state)
     fresh.set_epoch(3)
@@ -195,15 +178,15 @@ def test_the_epoch_of_the_source_must_agree() -> None:
 
 def test_the_rank_of_a_source_split_by_node_must_agree() -> None:
     parts = [
-        PackedIterableDataset(split_dataset_by_node(SOURCES["shards"](), rank, 2), **SETTINGS)
+        packed_stream(split_dataset_by_node(SOURCES["shards"](), rank, 2), **SETTINGS)
         for rank in range(2)
     ]
-    with pytest.raises(StateError, match="rank=0, the dataset has rank=1"):
+    with pytest.raises(StateError, match=r"has 1 shards, but not \[1\], which this rank reads"):
         parts[1].load_state_dict(parts[0].state_dict())
 
 
 def test_a_state_taken_without_workers_is_refused_in_a_worker() -> None:
-    dataset = PackedIterableDataset(EXAMPLES, **SETTINGS)
+    dataset = packed_stream(EXAMPLES, **SETTINGS)
     next(iter(dataset))
     dataset.load_state_dict(dataset.state_dict())
     with pytest.raises(StateError, match="num_workers=0, the dataset has num_workers=1"):
@@ -216,31 +199,22 @@ def test_a_state_taken_without_workers_is_refused_in_a_worker() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        (
-            {"source": iter(EXAMPLES)},
-            TypeError,
-            "source is a list_iterator, an iterator that can be",
-        ),
-        (
-            {"source": 5},
-            TypeError,
-            "source must be an iterable of examples or a callable .* got int",
-        ),
+        ({"source": iter(EXAMPLES)}, TypeError, "stream is a list_iterator, an iterator that can"),
+        ({"source": 5}, TypeError, "stream must be an iterable of examples or a callable .* got"),
         ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
         ({"buffer_size": 0}, ValueError, "buffer_size must be at least 1, got 0"),
         ({"buffer_size": 2.5}, TypeError, "buffer_size must be an int, got 2.5"),
-        ({"rows_per_batch": 0}, ValueError, "rows_per_batch must be at least 1, got 0"),
-        ({"rows_per_batch": 9}, ValueError, "buffer_size must be at least rows_per_batch=9, got 7"),
-        ({"world_size": 0}, ValueError, "world_size must be at least 1, got 0"),
-        ({"rank": 2, "world_size": 2}, ValueError, "rank must be below world_size=2, got 2"),
+        ({"rows": 0}, ValueError, "batch_rows must be at least 1, got 0"),
+        ({"rows": 9}, ValueError, "buffer_size must be at least 9, the rows of a batch, got 7"),
+        ({"dp_rank": 2, "dp_size": 2}, ValueError, r"dp_rank must be below parallel\.dp=2, got 2"),
         ({"presharded": 1}, TypeError, "presharded must be True or False, got 1"),
         ({"tokenizer": None}, TypeError, "tokenizer must be an int pad id or have .pad_token_id"),
         ({"overflow": "cut"}, ValueError, "overflow must be one of .*; got 'cut'"),
-        ({"max_length": 5}, TypeError, "there is no option 'max_length'; did you mean max_tokens"),
+        ({"max_length": 5}, TypeError, "got an unexpected keyword argument .max_length."),
         (
-            {"parallel": ParallelLayout(dp=2), "rows_per_batch": 3},
+            {"parallel": ParallelLayout(dp=2), "rows": 3},
             ValueError,
-            "rows_per_batch must be a multiple of dp=2, got 3",
+            r"batch_rows must be a multiple of parallel\.dp=2, got 3",
         ),
     ],
 )
@@ -248,16 +222,23 @@ def test_bad_arguments(arguments: dict[str, Any], kind: type[Exception], message
     source = arguments.get("source", EXAMPLES)
     rest = {key: value for key, value in arguments.items() if key != "source"}
     with pytest.raises(kind, match=message):
-        PackedIterableDataset(source, **SETTINGS | rest)
+        packed_stream(source, **SETTINGS | rest)
 
 
 def test_a_source_is_not_split_twice() -> None:
     stream = split_dataset_by_node(SOURCES["shards"](), 1, 2)
     with pytest.raises(
-        ValueError, match=r"already \(rank 1 of 2\) .* again by world_size=2; leave"
+        ValueError, match=r"already \(rank 1 of 2\) .* again by parallel\.dp=2; pass"
     ):
-        PackedIterableDataset(stream, **SETTINGS, rank=1, world_size=2)
+        packed_stream(stream, **SETTINGS, dp_rank=1, dp_size=2)
     with pytest.raises(ValueError, match=r"already \(rank 1 of 2\)"):
-        next(iter(PackedIterableDataset(lambda: stream, **SETTINGS, world_size=2)))
+        next(iter(packed_stream(lambda: stream, **SETTINGS, dp_size=2)))
     with pytest.raises(TypeError, match="the callable source returned a int; it must return"):
-        next(iter(PackedIterableDataset(lambda: 5, **SETTINGS)))
+        next(iter(packed_stream(lambda: 5, **SETTINGS)))
+
+
+def test_rows_for_more_ranks_are_refused_where_each_plans_its_own() -> None:
+    with pytest.raises(ValueError, match=r"^rows_multiple_of=4 levels rows that ranks plan tog"):
+        packed_stream(EXAMPLES, **SETTINGS, dp_size=2, rows_multiple_of=4)
+    whole = packed_stream(EXAMPLES, **SETTINGS, dp_size=2, rows_multiple_of=4, dp_rank=None, rows=2)
+    assert tokens_of(list(whole)) == all_tokens(EXAMPLES)

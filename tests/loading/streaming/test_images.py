@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.building import packed_stream
 from tests.loading.streaming.streaming_oracle import datasets
 from tests.packing.oracle_packing import needed_dummies
 from torch_collate_kit.collators import PackedCollator
@@ -26,7 +27,7 @@ SETTINGS: dict[str, Any] = {
     "max_tokens": 24,
     "max_patches": 40,
     "buffer_size": 12,
-    "rows_per_batch": 2,
+    "rows": 2,
     "parallel": ParallelLayout(dp=2),
     "dummy_image_tokens": 2,
     "normalize_loss": False,
@@ -72,14 +73,14 @@ def plans_of(stream: PackedIterableDataset) -> list[tuple[Any, list[dict[str, An
             found.append((planned.plan, list(planned.examples)))
             return super().__call__(planned)
 
-    stream.collator.__class__ = Spy
+    stream.collate.__class__ = Spy
     list(stream)
     return found
 
 
 @pytest.mark.parametrize("strategy", ["best_fit_decreasing", "balanced", "sequential"])
 def test_rows_are_within_both_budgets(strategy: str) -> None:
-    plans = plans_of(PackedIterableDataset(EXAMPLES, strategy=strategy, **SETTINGS))
+    plans = plans_of(packed_stream(EXAMPLES, strategy=strategy, **SETTINGS))
     read = []
     for plan, examples in plans:
         patches = [sum(patches_of(example)) for example in examples]
@@ -97,7 +98,7 @@ def test_rows_are_within_both_budgets(strategy: str) -> None:
 
 def test_rows_are_nearly_as_full_as_offline() -> None:
     examples = make_examples(1500)
-    plans = plans_of(PackedIterableDataset(examples, **SETTINGS | {"buffer_size": 200}))
+    plans = plans_of(packed_stream(examples, **SETTINGS | {"buffer_size": 200}))
     patches = sum(sum(patches_of(example)) for example in examples)
     tokens = sum(len(example["input_ids"]) for example in examples)
     least = max(patches / 40, tokens / 24)
@@ -110,9 +111,9 @@ def test_columns_with_images_are_read_by_example() -> None:
         {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in (none | example).items()}
         for example in EXAMPLES
     ]
-    expected = [batch_digest(batch) for batch in PackedIterableDataset(EXAMPLES, **SETTINGS)]
+    expected = [batch_digest(batch) for batch in packed_stream(EXAMPLES, **SETTINGS)]
     for source in (datasets.Dataset.from_list(rows), rows, TokenizedDataset(EXAMPLES)):
-        stream = PackedIterableDataset(source, **SETTINGS)
+        stream = packed_stream(source, **SETTINGS)
         assert [batch_digest(batch) for batch in stream] == expected
 
 
@@ -121,29 +122,20 @@ def test_resumes_exactly_after_every_batch(overflow: str) -> None:
     long = [{"input_ids": list(range(10, 69)), "labels": [-100] * 59}] * (overflow != "raise")
     examples = EXAMPLES[:20] + long + EXAMPLES[20:]
     settings = SETTINGS | {"overflow": overflow}
-    expected = [batch_digest(batch) for batch in PackedIterableDataset(examples, **settings)]
+    expected = [batch_digest(batch) for batch in packed_stream(examples, **settings)]
     for num_batches in range(len(expected)):
-        stream = PackedIterableDataset(examples, **settings)
+        stream = packed_stream(examples, **settings)
         batches = iter(stream)
         for _ in range(num_batches):
             next(batches)
         state = json.loads(json.dumps(stream.state_dict()))
-        resumed = PackedIterableDataset(examples, **settings)
+        resumed = packed_stream(examples, **settings)
         resumed.load_state_dict(state)
         assert [batch_digest(batch) for batch in resumed] == expected[num_batches:]
     assert state["max_patches"] == 40
-    other = PackedIterableDataset(examples, **settings | {"max_patches": 41})
+    other = packed_stream(examples, **settings | {"max_patches": 41})
     with pytest.raises(StateError, match=r"^the state is of max_patches=40, the dataset has max_p"):
         other.load_state_dict(state)
-
-
-def test_pieces_of_a_split_text_leave_room_for_a_dummy_image() -> None:
-    long = [{"input_ids": list(range(10, 69))}]
-    for source in (long, TokenizedDataset(long)):
-        stream = PackedIterableDataset(source, **SETTINGS | {"overflow": "split"})
-        plans = plans_of(stream)
-        assert sorted(n for plan, _ in plans for n in plan.lengths.tolist()) == [15, 22, 22]
-        assert all(plan.width <= 22 for plan, _ in plans)
 
 
 @pytest.mark.parametrize(
@@ -156,28 +148,19 @@ def test_pieces_of_a_split_text_leave_room_for_a_dummy_image() -> None:
 )
 def test_an_image_that_does_not_fit_is_named_by_its_position(overflow: str, message: str) -> None:
     wrong = with_images([1, 2], [[1, 2, 22]])
-    stream = PackedIterableDataset([*EXAMPLES[:7], wrong], **SETTINGS | {"overflow": overflow})
+    stream = packed_stream([*EXAMPLES[:7], wrong], **SETTINGS | {"overflow": overflow})
     with pytest.raises(DataError, match=f"^example 7 of the stream {message}"):
         list(stream)
 
 
 def test_dropped_images_are_counted() -> None:
     wrong = with_images([1, 2], [[1, 2, 22]])
-    stream = PackedIterableDataset([*EXAMPLES[:7], wrong], **SETTINGS | {"overflow": "drop"})
+    stream = packed_stream([*EXAMPLES[:7], wrong], **SETTINGS | {"overflow": "drop"})
     assert sum(batch.metadata["num_dropped"] for batch in stream) == 1
-
-
-def test_text_that_leaves_no_room_for_a_dummy_is_named_by_its_position() -> None:
-    wrong = {"input_ids": list(range(10, 33))}
-    for source in ([{"input_ids": [1]}, wrong], TokenizedDataset([{"input_ids": [1]}, wrong])):
-        with pytest.raises(
-            DataError, match=r"^example 1 of the stream has 23 tokens, more than th"
-        ):
-            list(PackedIterableDataset(source, **SETTINGS))
 
 
 @pytest.mark.parametrize("grids", [[[1, 2]], [1, 2, 3], [[1.5, 2, 2]], [[[1, 2, 3]]]])
 def test_wrong_grids_are_named_by_their_position(grids: Any) -> None:
     wrong = {**with_images([1, 2], [[1, 2, 2]]), "image_grid_thw": grids}
     with pytest.raises(DataError, match=r"^example 1 of the stream: image_grid_thw has shape "):
-        list(PackedIterableDataset([EXAMPLES[0], wrong], **SETTINGS))
+        list(packed_stream([EXAMPLES[0], wrong], **SETTINGS))

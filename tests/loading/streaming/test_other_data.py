@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.building import packed_stream
 from tests.loading.streaming.streaming_oracle import EXAMPLES, SETTINGS, datasets
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading import PackedIterableDataset, TokenizedDataset
+from torch_collate_kit.loading import TokenizedDataset
 
 Examples = list[dict[str, Any]]
 DATA: Examples = [{"input_ids": [i, i + 1, i + 2][: 1 + i % 3]} for i in range(2, 102)]
@@ -68,8 +69,7 @@ NOTICED: dict[str, set[str]] = {
 def test_other_data_are_noticed(name: str, change: str, num_shards: int | None) -> None:
     options = SETTINGS | {"num_shards": num_shards}
     saved, other, again = (
-        PackedIterableDataset(SOURCES[name](data), **options)
-        for data in (DATA, OTHERS[change], DATA)
+        packed_stream(SOURCES[name](data), **options) for data in (DATA, OTHERS[change], DATA)
     )
     batches = iter(saved)
     next(batches)
@@ -86,38 +86,38 @@ def test_other_data_are_noticed(name: str, change: str, num_shards: int | None) 
 
 
 def test_the_message_says_what_differs() -> None:
-    state = PackedIterableDataset(Sized(DATA), **SETTINGS).state_dict()
+    state = packed_stream(Sized(DATA), **SETTINGS).state_dict()
     message = (
         "the state is of data with num_examples=100, the source has num_examples=40; resume with "
         "the data of the run that saved it, or start without the state"
     )
     with pytest.raises(StateError, match=message):
-        PackedIterableDataset(Sized(DATA[:40]), **SETTINGS).load_state_dict(state)
+        packed_stream(Sized(DATA[:40]), **SETTINGS).load_state_dict(state)
 
 
 def test_data_of_a_list_may_change_between_epochs() -> None:
     data = list(EXAMPLES)
-    dataset = PackedIterableDataset(data, **SETTINGS)
+    dataset = packed_stream(data, **SETTINGS)
     before = dataset.state_dict()["fingerprint"]
     data[0] = {"input_ids": [5] * 8}
     state = dataset.state_dict()
     assert state["fingerprint"] != before
-    PackedIterableDataset(list(data), **SETTINGS).load_state_dict(state)
+    packed_stream(list(data), **SETTINGS).load_state_dict(state)
 
 
 def test_wrong_examples_have_a_fingerprint_too() -> None:
     wrong = [{}, {"input_ids": None}, {"input_ids": ["a"]}, {"input_ids": [[1], [2]]}, None, 3]
     wrong += [{"input_ids": np.array(5)}, {"input_ids": [1.5]}, {"input_ids": [2**70]}]
-    state = PackedIterableDataset([*wrong, *DATA], **SETTINGS).state_dict()
+    state = packed_stream([*wrong, *DATA], **SETTINGS).state_dict()
     assert state["fingerprint"]["num_examples"] == len(wrong) + 100
     nulls = datasets.Dataset.from_dict({"input_ids": [[1, 2], None, [3]]})
-    state = PackedIterableDataset(nulls, **SETTINGS).state_dict()
+    state = packed_stream(nulls, **SETTINGS).state_dict()
     assert state["fingerprint"] == {"num_examples": 3}
 
 
 @pytest.mark.parametrize("damaged", [3, "text", [1]])
 def test_a_damaged_fingerprint_is_refused(damaged: Any) -> None:
     for source in (DATA, lambda: DATA):
-        dataset = PackedIterableDataset(source, **SETTINGS)
+        dataset = packed_stream(source, **SETTINGS)
         with pytest.raises(StateError, match=r"the state has fingerprint=.*; it is damaged"):
             dataset.load_state_dict(dataset.state_dict() | {"fingerprint": damaged})

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.loading.streaming.streaming_oracle import EXAMPLES, SETTINGS, SOURCES, datasets
+from tests.building import packed_stream
+from tests.loading.streaming.streaming_oracle import SETTINGS, SOURCES, datasets
 from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading import PackedIterableDataset, TokenizedDataset
+from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.loading.streaming.outside_streams import has_exact_state
 from torch_collate_kit.packing import PlannedExamples, pack
 from torch_collate_kit.testing import batch_digest
@@ -56,9 +57,7 @@ SOURCES_OF = {
 @pytest.mark.parametrize("name", list(SOURCES_OF))
 def test_declared_fields_are_cut_with_their_example(name: str) -> None:
     settings: dict[str, Any] = {"max_tokens": 12, "overflow": "split", "fields": FIELDS}
-    stream = PackedIterableDataset(
-        SOURCES_OF[name](), tokenizer=0, buffer_size=100, rows_per_batch=50, **settings
-    )
+    stream = packed_stream(SOURCES_OF[name](), tokenizer=0, buffer_size=100, rows=50, **settings)
     (batch,) = stream
     expected = PackedCollator(0, **settings)(examples())
     for field in ("input_ids", "loss_mask", *FIELDS):
@@ -72,19 +71,17 @@ def test_declared_fields_are_cut_with_their_example(name: str) -> None:
 
 def test_a_piece_of_a_long_row_copies_no_more_than_itself() -> None:
     source = TokenizedDataset([{"input_ids": np.arange(1, 4001)}])
-    stream = PackedIterableDataset(
-        source, tokenizer=0, max_tokens=16, buffer_size=4, overflow="split"
-    )
+    stream = packed_stream(source, tokenizer=0, max_tokens=16, buffer_size=4, overflow="split")
     whole = source[0]["input_ids"]
     reader_rows: list[Any] = []
-    collate = stream.collator.__call__
+    collate = stream.collate.__call__
 
     class Spy(PackedCollator[Any]):
         def __call__(self, planned: Any) -> Any:
             reader_rows.extend(planned.examples)
             return collate(planned)
 
-    stream.collator.__class__ = Spy
+    stream.collate.__class__ = Spy
     assert len(list(stream)) == 250
     assert len(reader_rows) == 250
     assert all(np.shares_memory(row["input_ids"], whole) for row in reader_rows)
@@ -103,23 +100,10 @@ def test_an_example_that_shrank_since_it_was_planned_is_refused() -> None:
     assert batch_digest(collate(PlannedExamples(plan, whole))) == batch_digest(collate(whole))
 
 
-def test_a_plan_of_other_options_is_refused() -> None:
-    plan = pack([3, 5], 8)
-    with pytest.raises(ValueError, match=r"^the batch was planned for .*'max_tokens': 8.* has .*9"):
-        PackedCollator(0, max_tokens=9)(PlannedExamples(plan, EXAMPLES[:2]))
-
-
 def test_an_error_names_the_token_in_its_example_not_in_its_piece() -> None:
     wrong = [{"input_ids": [1] * 30 + [-5]}]
-    stream = PackedIterableDataset(wrong, overflow="split", **SETTINGS)
+    stream = packed_stream(wrong, overflow="split", **SETTINGS)
     with pytest.raises(DataError, match=r"^example 0 of the stream: input_ids is -5 at token 30;"):
-        list(stream)
-
-
-def test_a_rollout_in_a_stream_is_refused() -> None:
-    rollout = {"prompt_ids": [1], "response_ids": [2], "rewards": 1.0, "loss_mask": [1]}
-    stream = PackedIterableDataset([rollout], **SETTINGS)
-    with pytest.raises(DataError, match="no input_ids in example 0 of the stream, got keys"):
         list(stream)
 
 
@@ -138,14 +122,14 @@ def test_what_a_newer_datasets_calls_otherwise_is_skipped_not_restored(name: str
     assert has_exact_state(SOURCES[name]()) == (are_trusted and name != "shuffled")
     assert not has_exact_state(make())
     settings = SETTINGS | {"buffer_size": 2}
-    dataset = PackedIterableDataset(make(), **settings)
+    dataset = packed_stream(make(), **settings)
     batches: Iterator[Any] = iter(dataset)
     for _ in range(12):
         next(batches)
     state = json.loads(json.dumps(dataset.state_dict()))
-    assert state["num_read"] > 0
-    assert state["source"] is None
-    resumed = PackedIterableDataset(make(), **settings)
+    assert state["shards"]["0"][0] > 0
+    assert len(state["shards"]["0"]) == 4
+    resumed = packed_stream(make(), **settings)
     resumed.load_state_dict(state)
     assert list(map(batch_digest, resumed)) == list(map(batch_digest, batches))
 
@@ -155,10 +139,3 @@ def test_a_step_whose_base_cannot_be_seen_is_not_trusted() -> None:
     node = stream._ex_iterable.ex_iterable
     vars(node)["upstream"] = vars(node).pop("ex_iterable")
     assert not has_exact_state(stream)
-
-
-def test_a_part_beyond_the_end_of_its_example_is_refused() -> None:
-    plan = pack([7], 4, overflow="split")
-    message = "example 0 has 5 tokens, the plan reads 7 of it; an example must stay as it was"
-    with pytest.raises(DataError, match=message):
-        PackedCollator(0, max_tokens=4)(PlannedExamples(plan, [{"input_ids": [1] * 5}]))

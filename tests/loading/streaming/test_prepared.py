@@ -16,20 +16,20 @@ from tests import prepared_stream
 
 REFUSED = (
     "accelerator.prepare of a DataLoader of a PackedIterableDataset would divide its batches over "
-    "the ranks by itself, and cut what belongs together; give the dataset rank=accelerator."
-    "process_index, world_size=accelerator.num_processes, and wrap the loader in a PrefetchLoader, "
-    "which prepare leaves as it is: PrefetchLoader(DataLoader(dataset, batch_size=None, "
-    "collate_fn=dataset.as_is), device=accelerator.device)"
+    "the ranks by itself, and cut what belongs together; give the collator parallel=ParallelLayout("
+    "dp=accelerator.num_processes) and the dataset dp_rank=accelerator.process_index, and wrap the "
+    "loader in a PrefetchLoader, which prepare leaves as it is: PrefetchLoader(DataLoader(dataset, "
+    "batch_size=None, collate_fn=dataset.as_is), device=accelerator.device)"
 )
 
 
 def check(found: dict[str, Any]) -> None:
     expected = prepared_stream.tokens_of(
-        prepared_stream.stream(rank=found["rank"], world_size=found["world_size"])
+        prepared_stream.stream(dp_rank=found["dp_rank"], dp_size=found["dp_size"])
     )
     assert len(expected) > 10
     assert found["None"] == found["True"] == REFUSED
-    assert found["False"] == (expected if found["world_size"] == 1 else REFUSED)
+    assert found["False"] == (expected if found["dp_size"] == 1 else REFUSED)
     assert found["PrefetchLoader"] == expected
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 from torch.utils.data._utils.worker import WorkerInfo
 
+from tests.building import packed_stream
 from tests.loading.streaming.streaming_oracle import (
     EXAMPLES,
     SETTINGS,
@@ -19,8 +19,7 @@ from tests.loading.streaming.streaming_oracle import (
     all_tokens,
     tokens_of,
 )
-from torch_collate_kit.batch import Batch
-from torch_collate_kit.loading.streaming import PackedIterableDataset
+from torch_collate_kit import PackedCollator, PackedIterableDataset, ParallelLayout
 
 split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
 
@@ -44,46 +43,36 @@ def in_worker(
 def test_ranks_and_workers_lose_nothing(
     name: str, split: str, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for world_size in (1, 2, 4):
+    for dp_size in (1, 2, 4):
         found = []
-        for rank in range(world_size):
+        for rank in range(dp_size):
             for worker in range(max(1, num_workers)):
                 if split == "by node":
-                    source = split_dataset_by_node(SOURCES[name](), rank, world_size)
-                    dataset = PackedIterableDataset(source, **SETTINGS)
+                    source = split_dataset_by_node(SOURCES[name](), rank, dp_size)
+                    dataset = packed_stream(source, **SETTINGS)
                 else:
-                    shard = {"rank": rank, "world_size": world_size}
-                    dataset = PackedIterableDataset(SOURCES[name](), **SETTINGS, **shard)
+                    shard = {"dp_rank": rank, "dp_size": dp_size}
+                    dataset = packed_stream(SOURCES[name](), **SETTINGS, **shard)
                 if num_workers:
                     found += in_worker(monkeypatch, dataset, worker, num_workers)
                 else:
                     found += list(dataset)
-        assert tokens_of(found) == all_tokens(EXAMPLES), world_size
+        assert tokens_of(found) == all_tokens(EXAMPLES), dp_size
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-@pytest.mark.parametrize("name", ["list", "odd shards"])
-def test_a_data_loader_passes_everything_through(name: str, num_workers: int) -> None:
-    found = []
+def test_each_rank_packs_its_part_as_one_rank_does() -> None:
+    """``batch_rows`` counts the rows of both ranks."""
+    one, two = (PackedCollator(0, max_tokens=12, parallel=ParallelLayout(dp=n)) for n in (1, 2))
     for rank in range(2):
-        dataset = PackedIterableDataset(SOURCES[name](), **SETTINGS, rank=rank, world_size=2)
-        loader = DataLoader(
-            dataset, batch_size=None, num_workers=num_workers, collate_fn=dataset.as_is
-        )
-        found += list(loader)
-    assert tokens_of(found) == all_tokens(EXAMPLES)
-    assert all(isinstance(batch, Batch) and len(batch) == 1 for batch in found)
-    assert sum(batch.metadata["num_examples"] for batch in found) == len(EXAMPLES)
-
-
-def test_every_rank_gets_every_world_size_th_example() -> None:
-    dataset = PackedIterableDataset(EXAMPLES, **SETTINGS, rank=2, world_size=4)
-    assert tokens_of(list(dataset)) == all_tokens(EXAMPLES[2::4])
+        part = PackedIterableDataset(EXAMPLES, two, batch_rows=4, buffer_size=7, dp_rank=rank)
+        alone = PackedIterableDataset(EXAMPLES[rank::2], one, batch_rows=2, buffer_size=7)
+        assert list(part) == list(alone)
+        assert [len(batch) for batch in part][:3] == [2, 2, 2]
 
 
 def test_a_presharded_source_is_not_split_again(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = EXAMPLES[1::2]
-    dataset = PackedIterableDataset(mine, **SETTINGS, rank=1, world_size=2, presharded=True)
+    dataset = packed_stream(mine, **SETTINGS, dp_rank=1, dp_size=2, presharded=True)
     assert tokens_of(list(dataset)) == all_tokens(mine)
     found = []
 
@@ -91,21 +80,21 @@ def test_a_presharded_source_is_not_split_again(monkeypatch: pytest.MonkeyPatch)
         yield from SOURCES["shards"]()
 
     for worker in range(2):
-        dataset = PackedIterableDataset(source, **SETTINGS, presharded=True)
+        dataset = packed_stream(source, **SETTINGS, presharded=True)
         found += in_worker(monkeypatch, dataset, worker, 2)
     assert tokens_of(found) == all_tokens(EXAMPLES)
 
 
 def test_each_iter_is_a_pass_of_its_own() -> None:
     for name in SOURCES:
-        dataset = PackedIterableDataset(SOURCES[name](), **SETTINGS)
+        dataset = packed_stream(SOURCES[name](), **SETTINGS)
         first = tokens_of(list(dataset))
         next(iter(dataset))  # broken off
         assert tokens_of(list(dataset)) == first == all_tokens(EXAMPLES), name
 
 
 def test_pickles_into_spawned_workers() -> None:
-    dataset = PackedIterableDataset(SOURCES["shards"](), **SETTINGS)
+    dataset = packed_stream(SOURCES["shards"](), **SETTINGS)
     next(iter(dataset))
     copied = pickle.loads(pickle.dumps(dataset))
     assert copied.state_dict() == dataset.state_dict()

@@ -8,9 +8,11 @@ from itertools import islice
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from tests.batch_checks import assert_same_batch
+from tests.building import ForTrainer, packed_stream
 from tests.loading.hang_guard import fails_when_it_hangs
 from tests.loading.streaming.streaming_oracle import (
     EXAMPLES,
@@ -19,10 +21,10 @@ from tests.loading.streaming.streaming_oracle import (
     StatefulSource,
     all_tokens,
     datasets,
-    make_examples,
     plain_loop,
     tokens_of,
 )
+from torch_collate_kit import PackedCollator, ParallelLayout
 from torch_collate_kit.loading import (
     PackedIterableDataset,
     PrefetchLoader,
@@ -82,11 +84,11 @@ BY_POSITION = [
 ]
 
 
-def make(name: str, rank: int = 0, world_size: int = 1, **more: Any) -> PackedIterableDataset:
+def make(name: str, rank: int = 0, dp_size: int = 1, **more: Any) -> PackedIterableDataset:
     options: dict[str, Any] = {"num_shards": NUM_SHARDS, "presharded": name in PRESHARDED}
     source = (WHOLE | PRESHARDED)[name]()
-    ranks = {"rank": rank, "world_size": world_size}
-    return PackedIterableDataset(source, **SETTINGS | options | ranks | more)
+    ranks = {"dp_rank": rank, "dp_size": dp_size}
+    return packed_stream(source, **SETTINGS | options | ranks | more)
 
 
 def by_turn(batches: Any) -> dict[tuple[int, int], str]:
@@ -106,19 +108,19 @@ def test_every_example_is_in_one_shard_whatever_the_number_of_ranks(name: str) -
     expected = by_turn(whole)
     assert list(expected) == sorted(expected)  # round by round, and in a round by shard
     assert {shard for _, shard in expected} == set(range(NUM_SHARDS))
-    for world_size in (2, 3, 6):
+    for dp_size in (2, 3, 6):
         found: dict[tuple[int, int], str] = {}
-        for rank in range(world_size):
-            part = by_turn(make(name, rank, world_size))
+        for rank in range(dp_size):
+            part = by_turn(make(name, rank, dp_size))
             assert list(part) == sorted(part)
-            each = NUM_SHARDS // world_size
+            each = NUM_SHARDS // dp_size
             assert {shard // each for _, shard in part} == {rank}
             found |= part
         assert found == expected
 
 
 @pytest.mark.parametrize("name", BY_POSITION)
-@pytest.mark.parametrize("settings", [{}, {"rows_per_batch": 2, "buffer_size": 4}])
+@pytest.mark.parametrize("settings", [{}, {"rows": 2, "buffer_size": 4}])
 def test_a_shard_is_packed_as_the_plain_loop_packs_every_sixth_example(
     name: str, settings: dict[str, Any]
 ) -> None:
@@ -128,10 +130,10 @@ def test_a_shard_is_packed_as_the_plain_loop_packs_every_sixth_example(
         of_shard = found[batch.metadata.pop("shard")]
         assert batch.metadata.pop("step") == len(of_shard)
         of_shard.append(batch)
-    rows = dataset.rows_per_batch
+    rows = dataset.batch_rows
     for shard, batches in enumerate(found):
         examples = EXAMPLES[shard::NUM_SHARDS]
-        wanted = plain_loop(examples, dataset.collator, dataset.buffer_size, rows)
+        wanted = plain_loop(examples, dataset.collate, dataset.buffer_size, rows)
         assert len(batches) == len(wanted) > 1
         for batch, expected in zip(batches, wanted, strict=True):
             batch.metadata.pop("epoch", None)
@@ -148,7 +150,7 @@ def test_a_stream_with_a_file_for_each_shard_reads_each_file_once() -> None:
 
     source = datasets.IterableDataset.from_generator(read, gen_kwargs={"files": list(range(12))})
     opened.clear()  # of guessing the features
-    found = list(PackedIterableDataset(source, **SETTINGS, num_shards=6, rank=1, world_size=2))
+    found = list(packed_stream(source, **SETTINGS, num_shards=6, dp_rank=1, dp_size=2))
     assert sorted(opened) == [3, 4, 5, 9, 10, 11]
     assert tokens_of(found) == all_tokens([e for file in opened for e in EXAMPLES[file::12]])
 
@@ -156,7 +158,7 @@ def test_a_stream_with_a_file_for_each_shard_reads_each_file_once() -> None:
 def test_names_shard_and_round_and_the_epoch_of_the_source() -> None:
     stream = SOURCES["shuffled"]()
     stream.set_epoch(3)
-    dataset = PackedIterableDataset(stream, **SETTINGS, num_shards=2)
+    dataset = packed_stream(stream, **SETTINGS, num_shards=2)
     found = [batch.metadata for batch in islice(dataset, 4)]
     assert [(m["shard"], m["step"], m["epoch"]) for m in found] == [
         (0, 0, 3),
@@ -167,9 +169,14 @@ def test_names_shard_and_round_and_the_epoch_of_the_source() -> None:
     plain = next(iter(make("list"))).metadata
     assert (plain["shard"], plain["step"]) == (0, 0)
     assert "epoch" not in plain
-    assert "shard" not in next(iter(PackedIterableDataset(EXAMPLES, **SETTINGS))).metadata
-    inputs = next(iter(make("list", model_inputs=True, train_all=True)))
-    assert "shard" not in inputs
+    assert "shard" not in next(iter(packed_stream(EXAMPLES, **SETTINGS))).metadata
+    batch = next(iter(make("list", 1, 2)))
+    collate = ForTrainer(PackedCollator(0, max_tokens=12, parallel=ParallelLayout(dp=2)))
+    around = PackedIterableDataset(EXAMPLES, collate, buffer_size=7, num_shards=6, dp_rank=1)
+    inputs = next(iter(around))
+    assert torch.equal(inputs["input_ids"], batch["input_ids"])
+    assert inputs["use_cache"] is False
+    assert collate.collate.packing.parallel.dp == 2
 
 
 # --- resuming ---
@@ -185,7 +192,7 @@ def test_exact_resume(name: str) -> None:
 
 def served(
     states: list[dict[str, Any]] | None,
-    world_size: int,
+    dp_size: int,
     num_batches: list[int],
     num_workers: int,
     name: str,
@@ -194,8 +201,8 @@ def served(
     """What the ranks give out, each so many batches, and their states after it."""
     found: dict[tuple[int, int], str] = {}
     after = []
-    for rank in range(world_size):
-        dataset = make(name, rank, world_size, **settings)
+    for rank in range(dp_size):
+        dataset = make(name, rank, dp_size, **settings)
         plain = DataLoader(
             dataset, batch_size=None, num_workers=num_workers, collate_fn=dataset.as_is
         )
@@ -216,7 +223,7 @@ def test_any_chain_of_ranks_and_workers_gives_the_batches_of_one_run(seed: int) 
     name = list(WHOLE | PRESHARDED)[seed % len(WHOLE | PRESHARDED)]
     settings = {
         "buffer_size": rng.choice([3, 7]),
-        "rows_per_batch": rng.choice([1, 2]),
+        "rows": rng.choice([1, 2]),
         "overflow": rng.choice(["split", "drop"]),
         "max_tokens": rng.choice([5, 12]),
     }
@@ -225,31 +232,16 @@ def test_any_chain_of_ranks_and_workers_gives_the_batches_of_one_run(seed: int) 
         found: dict[tuple[int, int], str] = {}
         states: list[dict[str, Any]] | None = None
         for is_last in (False, False, True):
-            world_size = rng.choice([1, 2, 3, 6])
-            num_workers = min(rng.choice([0, 0, 1, 2]), NUM_SHARDS // world_size)
-            each = NUM_SHARDS // world_size
+            dp_size = rng.choice([1, 2, 3, 6])
+            num_workers = min(rng.choice([0, 0, 1, 2]), NUM_SHARDS // dp_size)
+            each = NUM_SHARDS // dp_size
             left = [shard // each for _, shard in expected.keys() - found.keys()]
-            stops = [left.count(rank) for rank in range(world_size)]
+            stops = [left.count(rank) for rank in range(dp_size)]
             stops = stops if is_last else [rng.randint(0, most) for most in stops]
-            part, states = served(states, world_size, stops, num_workers, name, settings)
+            part, states = served(states, dp_size, stops, num_workers, name, settings)
             assert not found.keys() & part.keys()
             found |= part
     assert found == expected
-
-
-def test_the_state_of_one_rank_alone_is_loaded_by_the_same_rank() -> None:
-    dataset = make("list", 1, 2)
-    expected = list(dataset)
-    state = None
-    for batch, wanted in zip(islice(dataset, 5), expected, strict=False):
-        assert_same_batch(batch, wanted)
-        state = dataset.state_dict()
-    assert state is not None
-    resumed = make("list", 1, 2)
-    resumed.load_state_dict(state)
-    assert resumed.state_dict() == state
-    for batch, wanted in zip(resumed, expected[5:], strict=True):
-        assert_same_batch(batch, wanted)
 
 
 def test_of_a_merged_state_a_rank_saves_its_own_shards() -> None:
@@ -260,66 +252,27 @@ def test_of_a_merged_state_a_rank_saves_its_own_shards() -> None:
     assert list(rank.state_dict()["shards"]) == ["2", "3"]
 
 
-@pytest.mark.parametrize("num_buffers", [8, 1])
-def test_a_resume_reads_at_most_a_window_of_each_shard_again(num_buffers: int) -> None:
-    sources: list[StatefulSource] = []
-
-    def part(shard: int) -> StatefulSource:
-        sources.append(StatefulSource((EXAMPLES * 8)[shard::2]))
-        return sources[-1]
-
-    strategy = "best_fit_decreasing" if num_buffers == 8 else "sequential"
-    options = SETTINGS | {"num_shards": 2, "presharded": True, "strategy": strategy}
-    dataset, most = PackedIterableDataset(part, **options), 0
-    for _ in dataset:
-        resumed = PackedIterableDataset(part, **options)
-        resumed.load_state_dict(dataset.state_dict())
-        sources.clear()
-        list(islice(resumed, 2))
-        most = max(most, *(source.num_reads for source in sources))
-    assert (num_buffers - 2) * options["buffer_size"] < most
-    assert most <= num_buffers * options["buffer_size"]
-
-
 def test_states_by_hand() -> None:
-    """Saved runs have them: what a state is called must not change."""
     common = {
-        "buffer_size": 7, "rows_per_batch": 1, "max_tokens": 12, "strategy": "best_fit_decreasing",
+        "buffer_size": 7, "rows_per_rank": 1, "max_tokens": 12, "strategy": "best_fit_decreasing",
         "align": 1, "dp": 1, "overflow": "raise", "max_sequences_per_row": None,
         "balance": "attention", "max_patches": None, "cost": [24576, 1, 5266, 1],
         "dummy_image_tokens": 0, "rows_multiple_of": None, "fixed_width": False, "pad_token_id": 0,
-        "normalize_loss": True, "model_inputs": False, "train_all": False, "fields": "",
+        "normalize_loss": True, "train_all": False, "fields": "",
         "presharded": False, "epoch": None,
         "fingerprint": {"num_examples": 43, **TokenizedDataset(EXAMPLES).fingerprint()},
     }  # fmt: skip
-    rank = {"rank": 0, "world_size": 1, "num_workers": 0}
-    one = {"num_read": 0, "start": 0, "source": None, "num_batches": 3}
-    two = {"num_shards": 2, "shards": {"0": [0, 0, 2, 2], "1": [0, 0, 1, 1]}, "ended": []}
-    divided = {"num_shards": None, "shards": {"0": [0, 0, 3, 3]}, "ended": []}
-    for num_shards, alone, behind_loader in (
-        (None, {"version": 3, **rank, "worker": 0, **one}, {"version": 4, **rank, **divided}),
-        (2, {"version": 4, **two}, {"version": 4, **two}),
-    ):
-        dataset = PackedIterableDataset(EXAMPLES, **SETTINGS, num_shards=num_shards)
+    alone = {"dp_size": 1, "num_workers": 0, "shards": {"0": [0, 0, 3, 3]}, "ended": []}
+    divided = {"shards": {"0": [0, 0, 2, 2], "1": [0, 0, 1, 1]}, "ended": []}
+    for num_shards, shards in ((None, alone), (2, divided)):
+        expected = {"version": 5, "num_shards": num_shards, **common, **shards}
+        dataset = packed_stream(EXAMPLES, **SETTINGS, num_shards=num_shards)
         list(islice(dataset, 3))
-        assert dataset.state_dict() == {**common, **alone}
-        dataset = PackedIterableDataset(EXAMPLES, **SETTINGS, num_shards=num_shards)
+        assert dataset.state_dict() == expected
+        dataset = packed_stream(EXAMPLES, **SETTINGS, num_shards=num_shards)
         with PrefetchLoader(DataLoader(dataset, batch_size=None)) as loader:
             list(islice(loader, 3))
-            assert loader.state_dict()["stream"] == {**common, **behind_loader}
-
-
-def test_a_state_takes_at_most_64_bytes_for_each_shard() -> None:
-    examples = make_examples([5] * 64 * 40)
-    dataset = PackedIterableDataset(examples, **SETTINGS, num_shards=64)
-    list(islice(dataset, 400))
-    state = dataset.state_dict()
-    state["shards"] = {str(int(shard) + 4000): at for shard, at in state["shards"].items()}
-    for at in state["shards"].values():
-        at[:] = [10**12 + at[0], 10**6, 10**5, 10**9]  # of a long run
-    state["ended"] = [int(shard) for shard in state["shards"]]
-    assert len(json.dumps({key: state.pop(key) for key in ("shards", "ended")})) <= 64 * 64
-    assert len(json.dumps(state)) < 800
+            assert loader.state_dict()["stream"] == expected
 
 
 def test_a_stateful_data_loader_resumes_with_the_same_number_of_workers() -> None:

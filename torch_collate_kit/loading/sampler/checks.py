@@ -17,7 +17,7 @@ MAX_WORD = 2**32 - 1  # one word of a SeedSequence each, or (2**32 + 1, 0) would
 
 
 def checked_length(data: int | Sized, name: str = "examples") -> int:
-    """The number of examples of ``data``, at least 1."""
+    """Return the number of examples of ``data``, at least 1."""
     hint = "an empty dataset has no batches"
     if not isinstance(data, bool) and hasattr(data, "__index__") and not hasattr(data, "__len__"):
         return checked_int(name, data, hint=hint)
@@ -39,7 +39,7 @@ def checked_rank(dp_rank: int, dp_size: int, name: str = "dp_size") -> int:
     return dp_rank
 
 
-def checked_collator(collate: Any) -> PackedCollator[Any]:
+def checked_collator(collate: Any) -> PackedCollator:
     """Return the PackedCollator that ``collate`` is, or that it holds and calls."""
     found = collate
     while not isinstance(found, PackedCollator):
@@ -47,7 +47,7 @@ def checked_collator(collate: Any) -> PackedCollator[Any]:
         if found is None:
             raise TypeError(
                 f"collate must be a PackedCollator, got a {type(collate).__name__}: it says how "
-                "rows are packed; examples without a plan of rows take a PrefetchingSampler"
+                "rows are packed; for batches without packing use a PrefetchingSampler"
             )
     return found
 
@@ -64,6 +64,7 @@ def checked_batch_size(batch_size: int, least: int) -> int:
 
 
 def checked_shuffle(shuffle: bool | str) -> bool | str:
+    """Return ``shuffle``, which must be a bool or "keyed"."""
     if not isinstance(shuffle, str):
         return checked_bool("shuffle", shuffle)
     if shuffle != "keyed":
@@ -72,7 +73,7 @@ def checked_shuffle(shuffle: bool | str) -> bool | str:
 
 
 def checked_order(indices: npt.ArrayLike, epoch: int, length: int) -> Indices:
-    """A user's order as a read-only int64 array, copied and checked."""
+    """Return a user's order as a read-only int64 array, copied and checked."""
     what = f"order(epoch={epoch}, rng)"
     array = np.asarray(indices)
     if array.ndim != 1:
@@ -103,11 +104,7 @@ def checked_word(name: str, value: Any) -> int:
 
 
 def is_same(found: Any, expected: Any) -> bool:
-    """Whether an entry of a state is the expected JSON value, of the same types all through.
-
-    >>> is_same([1, "a"], [1, "a"]), is_same(True, 1), is_same(np.arange(2), 1)
-    (True, False, False)
-    """
+    """Return whether an entry of a state is the expected JSON value, of the same types."""
     if type(found) is not type(expected):
         return False
     if isinstance(expected, dict):
@@ -118,31 +115,31 @@ def is_same(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-def told_apart(these: Mapping[str, Any], others: Mapping[str, Any]) -> str:
-    """What both have and is not the same, as these have it."""
-    told = []
+def differences(these: Mapping[str, Any], others: Mapping[str, Any]) -> str:
+    """Return the entries that differ from those of ``others``, as text."""
+    found = []
     for key in [key for key in these if key in others]:
         mine, other = these[key], others[key]
         if isinstance(mine, dict) and isinstance(other, dict) and mine.keys() == other.keys():
-            told += [f"{k}={v!r}" for k, v in mine.items() if not is_same(v, other[k])]
+            found += [f"{k}={v!r}" for k, v in mine.items() if not is_same(v, other[k])]
         elif not is_same(mine, other):
-            told.append(f"{key}={mine!r}")
-    return ", ".join(told)
+            found.append(f"{key}={mine!r}")
+    return ", ".join(found)
 
 
 def is_count(value: Any, most: int = MAX_WORD) -> bool:
-    """Whether it is an int, and no bool, of 0 .. ``most``."""
+    """Return whether it is an int, and no bool, of 0 .. ``most``."""
     return type(value) is int and 0 <= value <= most
 
 
 def are_pairs(value: Any) -> bool:
-    """Whether it is a list of pairs, which are tuples where no JSON was between."""
+    """Return whether it is a list of pairs, which are tuples where no JSON was between."""
     are = isinstance(value, list) and all(isinstance(at, list | tuple) for at in value)
     return are and all(len(at) == 2 for at in value)
 
 
 def damaged_state(found: str) -> StateError:
-    """The error of a state that no sampler gave."""
+    """Return the error of a state that no sampler made."""
     return StateError(f"state has {found}; pass what state_dict() gave")
 
 

@@ -18,10 +18,10 @@ from torch_collate_kit.loading.sampler.checks import (
     checked_shuffle,
     checked_word,
     damaged_state,
+    differences,
     is_count,
     is_same,
     state_int,
-    told_apart,
 )
 
 __all__ = ["NEW_RUN", "EpochSampler", "Plan"]
@@ -33,10 +33,10 @@ _logger = logging.getLogger("torch_collate_kit.loading")
 
 
 class StepIterator(Iterator[Any]):
-    """What a rank is given in the steps of one epoch; ``drawn`` once a step has been asked for.
+    """Iterator over a rank's batches in one epoch; ``drawn`` once a step has been asked for.
 
-    Its state is its position, which torchdata's StatefulDataLoader saves: the sampler's is ahead by
-    the rest of the epoch.
+    Its state is its position, which torchdata's StatefulDataLoader saves: the sampler's is that of
+    the next epoch.
     """
 
     def __init__(self, sampler: EpochSampler, plan: Plan, epoch: int, step: int) -> None:
@@ -78,15 +78,15 @@ class EpochSampler(ABC):
 
     @abstractmethod
     def _num_steps(self, epoch: int) -> int:
-        """Steps of an epoch, from its step 0."""
+        """Return the number of steps of an epoch, from its step 0."""
 
     @abstractmethod
     def _plan(self, epoch: int, step: int) -> Plan:
-        """The global batches of an epoch from ``step`` on, whatever becomes of the sampler."""
+        """Return the global batches of an epoch from ``step`` on, fixed from now on."""
 
     @abstractmethod
     def _steps_of(self, example: int, epoch: int) -> list[int]:
-        """The steps of an epoch whose batches hold an example, ascending."""
+        """Return the steps of an epoch whose batches hold an example, ascending."""
 
     @property
     @abstractmethod
@@ -94,7 +94,7 @@ class EpochSampler(ABC):
         """The length of the dataset that the indices are of."""
 
     def _pick(self, batch: Indices) -> Any:
-        """What this rank is given of a global batch, in the order in which it reads it."""
+        """Return this rank's part of a global batch, in the order in which it is read."""
         each, longer = divmod(len(batch), self._dp_size)  # the first ranks may have one more
         start = self._dp_rank * each + min(self._dp_rank, longer)
         mine: list[int] = batch[start : start + each + (self._dp_rank < longer)].tolist()
@@ -102,7 +102,7 @@ class EpochSampler(ABC):
 
     @property
     def _least_examples(self) -> int:
-        """A batch has at least so many examples."""
+        """Smallest number of examples in a batch."""
         return self._dp_size
 
     def _layout(self) -> dict[str, Any]:
@@ -115,19 +115,19 @@ class EpochSampler(ABC):
             raise damaged_state(f"layout={layout!r}")
 
     def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """What a state must have in common with this sampler, for as many examples as ``like``."""
+        """Return the settings that a state must share, for as many examples as ``like`` has."""
         return {"batch_size": self._num_global, "seed": self._seed, "shuffle": self._shuffle}
 
     @abstractmethod
     def _extra(self, epoch: int, step: int) -> dict[str, Any]:
-        """What a state holds besides its position."""
+        """Return what a state holds besides its position and settings."""
 
     @abstractmethod
     def _load_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
-        """Takes over the ``_extra`` of a state; StateError if it is wrong."""
+        """Restore the ``_extra`` of a state. Raises StateError if it is wrong."""
 
     def _settings(self) -> dict[str, Any]:
-        """What the constructor was given, by keyword, without what is the default."""
+        """Return the constructor's keywords that are not the default."""
         shuffle = {} if self._shuffle is True else {"shuffle": self._shuffle}
         seed = {"seed": self._seed} if self._seed else {}
         return {"batch_size": self._num_global, **shuffle, **seed}
@@ -138,7 +138,7 @@ class EpochSampler(ABC):
         return {"dp_rank": self._dp_rank, "dp_size": self._dp_size}
 
     def _shown(self, positional: str, **settings: Any) -> str:
-        """The repr: the call that makes it, and the position of the next ``iter()``."""
+        """Return the repr: the constructor call, and the position of the next ``iter()``."""
         epoch, step = self._position()
         settings = {**self._settings(), **settings, **self._rank_settings()}
         call = call_repr(self, positional, **settings)
@@ -149,17 +149,12 @@ class EpochSampler(ABC):
         """The epoch after the one begun last: what the next ``iter()`` yields."""
         return self._epoch
 
-    @property
-    def num_examples_per_step(self) -> int:
-        """Examples of a full step over all ranks: the ``batch_size`` argument."""
-        return self._num_global
-
     def __len__(self) -> int:
-        """Steps of epoch ``self.epoch``, counted from its step 0."""
+        """Return the number of steps of epoch ``self.epoch``, counted from its step 0."""
         return self._num_steps(self._epoch)
 
     def __iter__(self) -> StepIterator:
-        """Begins the next epoch, from its start step.
+        """Begin the next epoch, from its start step.
 
         An iterator from which nothing was drawn does not count: a DataLoader with workers calls
         ``iter()`` twice for its first epoch.
@@ -172,7 +167,7 @@ class EpochSampler(ABC):
         return self._latest
 
     def set_epoch(self, epoch: int, *, step: int = 0) -> None:
-        """The next ``iter()`` yields ``epoch`` from ``step`` on.
+        """Let the next ``iter()`` yield ``epoch`` from ``step`` on.
 
         A ``step`` equal to the epoch's number of steps is the start of the next epoch.
 
@@ -180,15 +175,6 @@ class EpochSampler(ABC):
             TypeError, ValueError: the epoch or the step is not an int or out of range.
         """
         self._jump(*self._checked_position(epoch, step))
-
-    def may_look_ahead(self, step: int) -> bool:
-        """Whether the step after ``step`` of the epoch begun last may be prepared now.
-
-        Before the first ``iter()`` or after a jump, of the next epoch. False at an epoch's last
-        step, since the next epoch may still be changed.
-        """
-        step = checked_int("step", step, minimum=0)
-        return step + 1 < self._num_steps(self._latest.epoch if self._latest else self._epoch)
 
     def examples(self, epoch: int, step: int) -> Indices:
         """Calculate the examples of any step, past or future.
@@ -212,7 +198,7 @@ class EpochSampler(ABC):
         return self._plan(epoch, step)(step).copy()
 
     def when(self, example: int, epoch: int | None = None) -> list[tuple[int, int]]:
-        """The steps of an epoch in which an example is trained on: a list of (epoch, step).
+        """Return the steps of an epoch that train on an example, as a list of (epoch, step).
 
         Mostly one; none if the epoch leaves it out. ``epoch`` is that of the next batch if it is
         not given.
@@ -235,11 +221,11 @@ class EpochSampler(ABC):
         return [(epoch, step) for step in self._steps_of(example, epoch)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the next ``iter()``; a consumer saves :meth:`state_at` instead."""
+        """Return the position of the next ``iter()``; a consumer saves :meth:`state_at` instead."""
         return self._state_at(*self._position())  # does not ask for the length of the next epoch
 
     def state_at(self, epoch: int, step: int) -> dict[str, Any]:
-        """The state with ``step`` steps of ``epoch`` consumed; small JSON.
+        """Return the state after ``step`` steps of ``epoch``, as small JSON.
 
         Raises:
             TypeError, ValueError: the epoch or the step is not an int or out of range.
@@ -252,7 +238,7 @@ class EpochSampler(ABC):
         return {**where, **self._extra(epoch, step), **self._fits(), "layout": self._layout()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next ``iter()`` goes on where the state was saved, on any number of ranks.
+        """Let the next ``iter()`` go on where the state was saved, on any number of ranks.
 
         Every step has the examples that it would have had. How they are divided over ranks and
         packed into rows follows from this sampler's arguments; what differs is logged.
@@ -267,16 +253,16 @@ class EpochSampler(ABC):
         changed = [f"{k} {before[k]} -> {v}" for k, v in now if not is_same(v, before[k])]
         if changed:
             level = logging.WARNING if self._replans(before) else logging.INFO
-            told = "the same examples in each step" + (", other rows" if level > 20 else "")
+            kept = "the same examples in each step" + (", other rows" if level > 20 else "")
             message = "resumed at epoch %d step %d with another layout (%s): %s"
-            _logger.log(level, message, *self._position(), ", ".join(changed), told)
+            _logger.log(level, message, *self._position(), ", ".join(changed), kept)
 
     def _replans(self, before: Mapping[str, Any]) -> bool:
-        """Whether rows differ from those of another layout."""
+        """Return whether rows differ from those of another layout."""
         return False
 
     def _load(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes over a state, checked on the way. Returns the layout of its run."""
+        """Restore a state that fits, and return the layout of its run."""
         if not isinstance(state, Mapping):
             raise StateError(
                 f"a state must be a mapping, got {type(state).__name__}; "
@@ -314,25 +300,25 @@ class EpochSampler(ABC):
             )
 
     def _check_fits(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
-        """That a state of this position is of the same run."""
+        """Check that a state of this position is of the same run."""
         fits = self._fits(like=state)
         state = {key: state[key] for key in fits}  # in the same order
-        was, now = told_apart(state, fits), told_apart(fits, state)
+        was, now = differences(state, fits), differences(fits, state)
         if was:
             raise StateError(f"state is of {was}, this sampler has {now}; {NEW_RUN}")
 
     def _position(self) -> tuple[int, int]:
-        """The epoch and step that the next ``iter()`` begins with."""
+        """Return the epoch and step that the next ``iter()`` begins with."""
         if self._latest is not None and not self._latest.drawn:
             return self._latest.epoch, self._latest.step
         return self._epoch, self._step
 
     def _jump(self, epoch: int, step: int) -> None:
-        """Makes a checked position the next one."""
+        """Make a checked position the next one."""
         self._epoch, self._step, self._latest = epoch, step, None
 
     def _checked_position(self, epoch: int, step: int) -> tuple[int, int]:
-        """The position as ints; the end of an epoch is the start of the next one."""
+        """Return the position as ints; the end of an epoch is the start of the next one."""
         epoch = checked_word("epoch", epoch)
         step = checked_int("step", step, minimum=0)
         num_steps = self._num_steps(epoch)

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence, Sized
 from fractions import Fraction
 from functools import partial
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_choice, checked_int, checked_lengths
 from torch_collate_kit.loading.sampler.checks import Indices, checked_length, damaged_state
 from torch_collate_kit.loading.sampler.epochs import EpochSampler, Plan
 from torch_collate_kit.loading.sampler.mixture import Mixture, Place
-from torch_collate_kit.loading.sampler.states import digest_of
+from torch_collate_kit.loading.sampler.states import digest_in_blocks
 
 __all__ = ["MixedSampler"]
 
@@ -75,7 +76,7 @@ class MixedSampler(EpochSampler):
         self._by = by
         exact = _checked_weights(weights, len(sizes))
         self._mixture = Mixture(sizes, exact, arrays, seed=self._seed, shuffle=self._shuffle)
-        self._lengths_digest = digest_of(arrays) if arrays else None
+        self._lengths_digest = digest_in_blocks(np.concatenate(arrays)) if arrays else None
         self._fingerprints = [_fingerprint(source) for source in sources]
         self._known: dict[int, Place] = {}  # by the examples before them
         self._latest_place: Place | None = None  # after the batch taken last
@@ -115,7 +116,7 @@ class MixedSampler(EpochSampler):
         return sum(self._mixture.sizes)
 
     def _first_step(self, epoch: int) -> int:
-        """Where an epoch starts, in steps of the whole stream."""
+        """Return the first step of an epoch, counted from the start of the run."""
         if self._steps_per_epoch is not None:
             return epoch * self._steps_per_epoch
         end = epoch * self._examples_per_epoch / self._num_global
@@ -124,8 +125,8 @@ class MixedSampler(EpochSampler):
     def _num_steps(self, epoch: int) -> int:
         return self._first_step(epoch + 1) - self._first_step(epoch)
 
-    def _place(self, epoch: int, step: int, *, near: Place | None = None) -> Place:
-        """The place before a step, from the nearest known one; ``near`` is one before it."""
+    def _place(self, epoch: int, step: int) -> Place:
+        """Return the place before a step, from the nearest known one."""
         num_taken = (self._first_step(epoch) + step) * self._num_global
         latest = self._latest_place  # one read: another thread may be at another place
         if latest is not None and latest.num_taken == num_taken:
@@ -133,7 +134,7 @@ class MixedSampler(EpochSampler):
         if 0 not in self._known:  # not before: by tokens it needs the orders
             self._known[0] = self._mixture.place([0] * len(self._mixture.sizes))
         known = max(known for known in list(self._known) if known <= num_taken)
-        place = self._known[known] if near is None else max(near, self._known[known])
+        place = self._known[known]
         while place.num_taken < num_taken:
             stop = num_taken
             if self._mixture.lengths:
@@ -143,7 +144,7 @@ class MixedSampler(EpochSampler):
         return place
 
     def _keep(self, before: Place, place: Place) -> None:
-        """Keeps a place now and then, since states are asked for steps before the iterator."""
+        """Record a place now and then, since states are asked for earlier steps."""
         if before.num_taken // _PICKS_PER_PLACE != place.num_taken // _PICKS_PER_PLACE:
             self._known[place.num_taken] = place
 
@@ -161,29 +162,19 @@ class MixedSampler(EpochSampler):
         steps = range(self._num_steps(epoch))
         first, last = self._place(epoch, 0), self._place(epoch, len(steps))
         source, numbers = self._mixture.numbers(example, first, last)
-        return self._steps_with(source, numbers, epoch, steps, first)
 
-    def _steps_with(
-        self, source: int, numbers: list[int], epoch: int, steps: range, first: Place
-    ) -> list[int]:
-        """Those of the steps that take these examples of a source, by halving."""
-        if not numbers or len(steps) == 1:
-            return [*steps] if numbers else []
-        middle = len(steps) // 2
-        place = self._place(epoch, steps[middle], near=first)
-        at = bisect_left(numbers, place.taken[source])
-        return [
-            *self._steps_with(source, numbers[:at], epoch, steps[:middle], first),
-            *self._steps_with(source, numbers[at:], epoch, steps[middle:], place),
-        ]
+        def begun(step: int) -> int:
+            return self._place(epoch, step).taken[source]
+
+        return sorted({bisect_right(steps, number, key=begun) - 1 for number in numbers})
 
     def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
         like, mixture = like or {}, self._mixture
         return {
-            "sizes": mixture.sizes,
+            "sizes": list(mixture.sizes),
             "weights": list(map(str, mixture.shares)),
             "by": self._by,
-            "num_units": mixture.num_units,
+            "num_units": list(mixture.num_units),
             "lengths_digest": self._lengths_digest,
             "fingerprints": self._known_fingerprints(like),
             "num_steps": self._steps_per_epoch,
@@ -192,15 +183,12 @@ class MixedSampler(EpochSampler):
         }
 
     def _known_fingerprints(self, like: Mapping[str, Any]) -> Any:
-        """The digests as a state holds them; where this or ``like`` has none, those of ``like``."""
-        mine, saved = self._fingerprints, like.get("fingerprints")
-        is_unknown = all(one is None for one in mine)
-        if like and (saved is None or is_unknown):
-            return saved
-        if isinstance(saved, list) and len(saved) == len(mine):
-            pairs = zip(mine, saved, strict=True)
-            return [b if a is None or b is None else a for a, b in pairs]
-        return None if is_unknown else list(mine)
+        """Return the digests of the sources; where either side has none, those of ``like``."""
+        saved = like.get("fingerprints", self._fingerprints)
+        if not isinstance(saved, list) or len(saved) != len(self._fingerprints):
+            return list(self._fingerprints)
+        pairs = zip(self._fingerprints, saved, strict=True)
+        return [b if a is None or b is None else a for a, b in pairs]
 
     def _extra(self, epoch: int, step: int) -> dict[str, Any]:
         return {"taken": list(self._place(epoch, step).taken)}
@@ -227,7 +215,7 @@ class MixedSampler(EpochSampler):
 
 
 def _fingerprint(source: Any) -> str | None:
-    """A digest of the fingerprint of a dataset that has one."""
+    """Return a digest of a dataset's fingerprint, or None without one."""
     make = getattr(source, "fingerprint", None)
     if not callable(make):
         return None
@@ -236,7 +224,7 @@ def _fingerprint(source: Any) -> str | None:
 
 
 def _checked_weights(weights: Sequence[Any] | None, num_sources: int) -> list[Fraction] | None:
-    """The weights as fractions; a float means the decimal it is written as."""
+    """Return the weights as fractions; a float means the decimal it is written as."""
     if weights is None:
         return None
     if isinstance(weights, (str, bytes)) or not hasattr(weights, "__len__"):
@@ -265,7 +253,7 @@ def _checked_weights(weights: Sequence[Any] | None, num_sources: int) -> list[Fr
 def _checked_sources(
     sources: Sequence[Any], lengths: Sequence[Any] | None, by: str
 ) -> tuple[list[int], list[Indices]]:
-    """Examples of each source, and, by tokens, each example's length."""
+    """Return the size of each source and, by tokens, the length of each example."""
     if isinstance(sources, (str, bytes)) or not hasattr(sources, "__len__") or not len(sources):
         raise ValueError(
             f"sources must be a sequence of at least one dataset or number of examples, "

@@ -1,8 +1,8 @@
 """Several datasets that are read in turns by the P-fair schedule, each in orders of its own.
 
-A unit is an example or a token. A source that the next example would put ahead by a whole example
-has to wait. Of the others, that one is next whose share reaches the end of its next example first.
-Weights are integers and so is all that is compared.
+A unit is an example or a token. A source that the next example would put a whole example over its
+share has to wait. Of the others, that one is next whose share reaches the end of its next example
+first. Weights are integers and so is all that is compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_INT64 = 2**63 - 1
 
 
 class Place(NamedTuple):
-    """How far a mixture has come."""
+    """Position in a mixture."""
 
     num_taken: int  # examples of all sources
     taken: tuple[int, ...]  # examples of each source
@@ -57,7 +57,7 @@ class Mixture:
         self._orders: dict[int, tuple[int, EpochOrder]] = {}
 
     def _order(self, source: int, turn: int) -> EpochOrder:
-        """The order in which a source is read for the ``turn``-th time."""
+        """Return the order in which a source is read for the ``turn``-th time."""
         kept = self._orders.get(source)
         if kept is None or kept[0] != turn:
             order = epoch_order(self.sizes[source], self._shuffle, (self._seed, source, turn))
@@ -65,7 +65,7 @@ class Mixture:
         return kept[1]
 
     def _read(self, source: int, first: int, stop: int) -> Indices:
-        """The indices within a source of the examples taken from it as the ``first``-th and on."""
+        """Return the indices within a source of its examples ``first`` to ``stop``."""
         parts = []
         while first < stop:
             turn, at = divmod(first, self.sizes[source])
@@ -74,7 +74,7 @@ class Mixture:
         return np.concatenate(parts)
 
     def numbers(self, example: int, first: Place, stop: Place) -> tuple[int, list[int]]:
-        """The source of an index over all sources, and as which of its examples it is taken."""
+        """Return the source of an index, and as which of its examples it is taken."""
         source = next(i for i, end in enumerate(self._offsets[1:]) if example < end)
         size, within = self.sizes[source], example - self._offsets[source]
         begin, end = first.taken[source], stop.taken[source]
@@ -83,7 +83,7 @@ class Mixture:
         return source, [number for number in found if begin <= number < end]
 
     def take(self, place: Place, count: int) -> tuple[Indices, Place]:
-        """The next ``count`` examples, as indices over all sources, and the place after them."""
+        """Return the indices of the next ``count`` examples, and the place after them."""
         sources, after = self.picks(place, count)
         bounds = zip(place.taken, after.taken, strict=True)
         read = [
@@ -96,7 +96,7 @@ class Mixture:
         return indices, after
 
     def picks(self, place: Place, count: int) -> tuple[list[int], Place]:
-        """The sources of the next ``count`` examples, and the place after them."""
+        """Return the sources of the next ``count`` examples, and the place after them."""
         taken, used, following = map(list, place[1:])
         weights, shares, done, picked = self.weights, self._total_weight, sum(used), []
         for _ in range(count):
@@ -117,7 +117,7 @@ class Mixture:
         return picked, after
 
     def after(self, place: Place, num_taken: int) -> Place:
-        """The place after so many examples: by tokens pick by pick, by examples at once.
+        """Return the place after so many examples: by tokens pick by pick, by examples at once.
 
         By examples the rule is "earliest deadline first" on one processor at full load: the j-th
         example of a source may be taken after ``j * shares / weight`` others, and its share reaches
@@ -147,7 +147,7 @@ class Mixture:
         return Place(num_taken, found, found, place.following)
 
     def _left_over(self, due: Sequence[int], place: Place, where: range) -> list[int]:
-        """The places of ``where`` that the first ``due`` examples of each source leave free."""
+        """Return the places of ``where`` that the first ``due`` examples leave free."""
         weights, shares = self.weights, self._total_weight
         begun = [min(-(-where.start * w // shares), n) for w, n in zip(weights, due, strict=True)]
         if where.start > place.num_taken:  # nothing else was taken before
@@ -169,7 +169,7 @@ class Mixture:
         return left
 
     def place(self, taken: Sequence[int]) -> Place:
-        """The place after so many examples of each source."""
+        """Return the place after so many examples of each source."""
         used, following = list(taken), [1] * len(taken)
         for source, number in enumerate(taken if self.lengths else []):
             turn, at = divmod(number, self.sizes[source])
@@ -179,22 +179,22 @@ class Mixture:
         return Place(sum(taken), tuple(taken), tuple(used), tuple(following))
 
     def is_fair(self, place: Place) -> bool:
-        """Whether every source is within one longest example of its share."""
+        """Return whether every source is within one longest example of its share."""
         done, shares = sum(place.used), self.shares
-        ahead = [units - done * share for units, share in zip(place.used, shares, strict=True)]
-        return all(abs(units) <= self._longest for units in ahead)
+        over = [units - done * share for units, share in zip(place.used, shares, strict=True)]
+        return all(abs(units) <= self._longest for units in over)
 
     def _lengths(self, source: int, turn: int, count: int) -> Indices:
-        """Of the first ``count`` examples of a turn."""
+        """Return the lengths of the first ``count`` examples of a turn."""
         return self.lengths[source][self._order(source, turn).take(0, count)]
 
     def _units(self, source: int, number: int) -> int:
-        """Tokens of the ``number``-th example taken from a source."""
+        """Return the tokens of the ``number``-th example taken from a source."""
         turn, at = divmod(number, self.sizes[source])
         return int(self.lengths[source][self._order(source, turn).take(at, at + 1)[0]])
 
     def num_examples(self, *, last: bool) -> Fraction:
-        """Examples until the first (or the last) source has been read once, on average."""
+        """Return the examples until the first (or last) source has been read once, on average."""
         sources = list(zip(self.sizes, self.num_units, self.shares, strict=True))
         turns = [units / share for _, units, share in sources]  # in units of all sources
         per_unit = sum((size * share / units for size, units, share in sources), Fraction())

@@ -28,10 +28,6 @@ class ArrayOrder:
     """An order held in memory, 8 bytes per example.
 
     A reshuffle after ``num_done`` examples puts those that come later in a new order.
-
-    >>> order = ArrayOrder(np.array([2, 0, 1]), (0, 0), reshuffled_after=[2])
-    >>> order.take(1, 9).tolist(), order.places(2)
-    ([0, 1], [0])
     """
 
     def __init__(
@@ -44,23 +40,17 @@ class ArrayOrder:
         self._indices = indices
 
     def take(self, start: int, stop: int) -> Indices:
-        """The indices at positions ``start`` to ``stop`` - 1, or to the end: int64."""
+        """Return the indices at positions ``start`` to ``stop`` - 1, or to the end: int64."""
         return self._indices[start:stop]
 
     def places(self, index: int) -> list[int]:
-        """The positions at which an index comes, ascending."""
+        """Return the positions of an index, ascending."""
         found: list[int] = np.flatnonzero(self._indices == index).tolist()
         return found
 
 
 class KeyedOrder:
-    """An order in O(1) memory, see ``KeyedPermutation``; otherwise as ``ArrayOrder``.
-
-    >>> order = KeyedOrder(5, (0, 1), reshuffled_after=[2])
-    >>> indices = order.take(0, 9).tolist()
-    >>> sorted(indices), order.places(indices[3])
-    ([0, 1, 2, 3, 4], [3])
-    """
+    """An order in O(1) memory, see ``KeyedPermutation``; otherwise as ``ArrayOrder``."""
 
     def __init__(
         self, size: int, words: tuple[int, ...], *, reshuffled_after: Sequence[int] = ()
@@ -74,6 +64,7 @@ class KeyedOrder:
         self._block = 0, np.zeros(0, dtype=np.int64)  # its first position, and its indices
 
     def take(self, start: int, stop: int) -> Indices:
+        """Return the indices at positions ``start`` to ``stop`` - 1, or to the end: int64."""
         stop = min(stop, self._size)
         first, block = self._block  # one read: another thread may be at another place
         if not first <= start <= stop <= first + len(block):
@@ -89,6 +80,7 @@ class KeyedOrder:
         return positions
 
     def places(self, index: int) -> list[int]:
+        """Return the positions of an index, ascending."""
         if index >= self._size:
             return []
         place = np.array([index])
@@ -102,18 +94,14 @@ EpochOrder: TypeAlias = ArrayOrder | KeyedOrder
 
 
 def seeded_generator(*words: int) -> np.random.Generator:
-    """A generator that depends on (seed, epoch, ...)."""
+    """Return a generator seeded by (seed, epoch, ...)."""
     return np.random.default_rng(np.random.SeedSequence(words))
 
 
 def epoch_order(
     size: int, shuffle: bool | str, words: tuple[int, ...], *, reshuffled_after: Sequence[int] = ()
 ) -> EpochOrder:
-    """Indices 0 to ``size`` - 1, shuffled by the words or in sequence.
-
-    >>> epoch_order(3, False, (0, 0)).take(0, 3).tolist()
-    [0, 1, 2]
-    """
+    """Return the order of indices 0 to ``size`` - 1, shuffled by the words or in sequence."""
     if shuffle == "keyed":
         return KeyedOrder(size, words, reshuffled_after=reshuffled_after)
     order = seeded_generator(*words).permutation(size) if shuffle else np.arange(size)
@@ -126,11 +114,6 @@ class KeyedPermutation:
     A Feistel network (Luby & Rackoff 1988) over the next power of two; where it leaves the range it
     is applied again ("cycle walking", Black & Rogaway 2002). Its round function is the finalizer of
     SplitMix64 (Steele, Lea & Flood 2014). About 0.2 us per index, in calls of thousands.
-
-    >>> permutation = KeyedPermutation(10, 0, 1)
-    >>> shuffled = permutation(np.arange(10))
-    >>> sorted(shuffled.tolist()) == list(range(10)), permutation.inverse(shuffled).tolist()
-    (True, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
     """
 
     def __init__(self, size: int, *words: int) -> None:
@@ -143,11 +126,11 @@ class KeyedPermutation:
         self._rounds = [(key, self._masks[i % 2]) for i, key in enumerate(keys)]
 
     def __call__(self, positions: Indices) -> Indices:
-        """The indices at these positions of the order: int64 of their shape."""
+        """Return the indices at these positions of the order: int64 of their shape."""
         return self._walked(positions, backward=False)
 
     def inverse(self, indices: Indices) -> Indices:
-        """The positions of these indices: int64 of their shape."""
+        """Return the positions of these indices: int64 of their shape."""
         return self._walked(indices, backward=True)
 
     def _walked(self, values: Indices, *, backward: bool) -> Indices:
@@ -157,7 +140,7 @@ class KeyedPermutation:
         return found.astype(np.int64)
 
     def _network(self, values: _Words, backward: bool) -> _Words:
-        """Backward the halves have changed places, and the last round is the first."""
+        """Apply all rounds, in reverse order if backward."""
         high, low = values >> self._num_low, values & self._masks[1]
         changed, other = (low, high) if backward else (high, low)
         for key, mask in reversed(self._rounds) if backward else self._rounds:
@@ -171,7 +154,7 @@ def _mask(num_bits: int) -> np.uint64:
 
 
 def _mixed(words: _Words) -> _Words:
-    """The finalizer of SplitMix64."""
+    """Apply the finalizer of SplitMix64."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

@@ -78,27 +78,16 @@ class PackedBatchSampler(OrderedSampler):
     ) -> None:
         self._collate = checked_collator(collate)
         self._packing = self._collate.packing
-        self._shown_examples = None
-        lengths: Any = examples
-        if isinstance(examples, TokenizedDataset):
-            if num_loss_tokens is not None or patches is not None:
-                raise TypeError(
-                    "num_loss_tokens and patches are read from the TokenizedDataset; pass them "
-                    "only beside bare lengths"
-                )
-            lengths, self._shown_examples = examples.lengths, repr(Shown(examples))
-            patches = None if self._collate.vision is None else examples.patches
-        self._lengths = checked_lengths(lengths).copy()
         dp = self._packing.parallel.dp
         checked_rank(dp_rank, dp, "parallel.dp")
-        self._images, self._image_costs_digest = None, None
-        if patches is not None:
-            images = image_load(patches, len(self._lengths), self._packing.cost)
-            self._images = ImageLoad(images.patches.copy(), images.costs)
-            self._image_costs_digest = digest_in_blocks(images.costs)
-        if self._packing.overflow == "raise" or patches is not None:
-            # Names an example that does not fit, before the first batch.
-            cut_to_fit(self._lengths, self._packing, self._images)
+        is_dataset = isinstance(examples, TokenizedDataset)
+        self._shown_examples = repr(Shown(examples)) if is_dataset else None
+        if is_dataset and (num_loss_tokens is not None or patches is not None):
+            raise TypeError(
+                "num_loss_tokens and patches are read from the TokenizedDataset; pass them only "
+                "beside bare lengths"
+            )
+        self._read(examples, patches)
         if isinstance(examples, TokenizedDataset) and self._collate.normalize_loss:
             cut = cut_to_fit(self._lengths, self._packing, self._images).cut
             num_loss_tokens = None if dp == 1 and len(cut) else examples.num_loss_tokens
@@ -114,6 +103,20 @@ class PackedBatchSampler(OrderedSampler):
             dp_size=dp,
             allow_appended=allow_appended,
         )
+
+    def _read(self, examples: Any, patches: Patches | None) -> None:
+        """Read lengths and patches; an example that does not fit is named before any batch."""
+        if isinstance(examples, TokenizedDataset):
+            patches = None if self._collate.vision is None else examples.patches
+            examples = examples.lengths
+        self._lengths = checked_lengths(examples).copy()
+        self._images, self._image_costs_digest = None, None
+        if patches is not None:
+            images = image_load(patches, len(self._lengths), self._packing.cost)
+            self._images = ImageLoad(images.patches.copy(), images.costs)
+            self._image_costs_digest = digest_in_blocks(images.costs)
+        if self._packing.overflow == "raise" or patches is not None:
+            cut_to_fit(self._lengths, self._packing, self._images)
 
     def _checked_counts(self, num_loss_tokens: npt.ArrayLike | None) -> Indices | None:
         """Return the loss tokens of every example, checked; None where none are needed."""

@@ -89,7 +89,7 @@ class OrderedSampler(EpochSampler):
         return self._growth.last
 
     def reshuffle(self) -> None:
-        """Puts the rest of the epoch, from the next ``iter()``'s position on, in a new order.
+        """Put the rest of the epoch, from the next ``iter()``'s position on, in a new order.
 
         It is a function of (seed, epoch, number of reshuffles of the epoch), and recorded in the
         state. Examples carried over by ``tail="wrap"`` stay first. An iterator made before still
@@ -115,7 +115,7 @@ class OrderedSampler(EpochSampler):
         return self._user_lengths[epoch]
 
     def _start(self, epoch: int) -> int:
-        """Where an epoch starts in the endless stream of epochs."""
+        """Return the number of examples in all epochs before one."""
         if self._user_order is None:
             return self._growth.before(epoch)
         return sum(map(self._num_examples, range(epoch)))
@@ -141,11 +141,11 @@ class OrderedSampler(EpochSampler):
         return full + (rest > 0)
 
     def _num_carried(self, epoch: int) -> int:
-        """Examples of earlier epochs in the first batch of an epoch."""
+        """Return the number of examples of earlier epochs in the first batch of an epoch."""
         return self._start(epoch) % self._num_global if self._tail == "wrap" else 0
 
     def _users(self, epoch: int) -> Indices:
-        """The indices of an epoch that the user's function gives."""
+        """Return the indices of an epoch from the user's function."""
         if self._user_latest is None or self._user_latest[0] != epoch:
             assert self._user_order is not None
             found = self._user_order(epoch, seeded_generator(self._seed, epoch))
@@ -153,7 +153,7 @@ class OrderedSampler(EpochSampler):
         return self._user_latest[1]
 
     def _order(self, epoch: int) -> EpochOrder:
-        """The indices of an epoch as its reshuffles left them; the latest one is kept."""
+        """Return the order of an epoch after its reshuffles; the latest one is kept."""
         carried, size = self._num_carried(epoch), self._num_examples(epoch)
         steps = [step for e, step in self._reshuffles if e == epoch]
         done = [max(step * self._num_global - carried, 0) for step in steps]
@@ -169,7 +169,7 @@ class OrderedSampler(EpochSampler):
         return order
 
     def _carried(self, epoch: int) -> Indices:
-        """The examples of earlier epochs in the first batch of an epoch: int64, a copy."""
+        """Return the examples of earlier epochs in the first batch of an epoch: int64, a copy."""
         missing, parts = self._num_carried(epoch), [np.zeros(0, dtype=np.int64)]
         while missing:
             epoch -= 1

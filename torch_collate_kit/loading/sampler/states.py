@@ -1,9 +1,8 @@
-"""What a sampler's state holds besides its position, and how that is written as small JSON."""
+"""The number of examples by epoch, and digests of the data: parts of a sampler's state."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,26 +15,21 @@ from torch_collate_kit.loading.sampler.checks import (
     is_count,
 )
 
-__all__ = ["Growth", "digest_in_blocks", "digest_of"]
+__all__ = ["Growth", "digest_in_blocks"]
 
 _MAX_COUNT = 2**63 - 1
 _BLOCK, _MAX_THREADS = 2**22, 8  # counts hashed at a time, by so many threads
 
 
 class Growth:
-    """The number of examples by epoch: more from some epochs on.
-
-    >>> growth = Growth([(0, 100)]).to(120, from_epoch=3)
-    >>> growth.at(2), growth.at(3), growth.before(4), growth.as_state()
-    (100, 120, 420, [[0, 100], [3, 120]])
-    """
+    """The number of examples by epoch: more from some epochs on."""
 
     def __init__(self, changes: list[tuple[int, int]]) -> None:
         self._changes = changes  # (epoch, examples from it on)
 
     @classmethod
     def of_state(cls, changes: Any) -> Growth:
-        """From what ``as_state`` gave; StateError if it is anything else."""
+        """Restore from the output of ``as_state``. Raises StateError if it is malformed."""
         numbers = [n for at in changes for n in at] if are_pairs(changes) else []
         epochs, sizes = numbers[::2], numbers[1::2]
         are_counts = numbers and all(is_count(n, _MAX_COUNT) for n in numbers)
@@ -47,7 +41,7 @@ class Growth:
         return cls(list(zip(epochs, sizes, strict=True)))
 
     def to(self, num_examples: int, *, from_epoch: int) -> Growth:
-        """With so many examples from an epoch on, in place of changes to come."""
+        """Return the growth with so many examples from an epoch on, in place of later changes."""
         if num_examples == self.last:
             return self
         before = [change for change in self._changes if change[0] < from_epoch]
@@ -55,38 +49,26 @@ class Growth:
 
     @property
     def last(self) -> int:
-        """What there is now."""
+        """Number of examples now."""
         return self._changes[-1][1]
 
     def at(self, epoch: int) -> int:
-        """Examples of an epoch."""
+        """Return the number of examples of an epoch."""
         return next(n for first, n in reversed(self._changes) if first <= epoch)
 
     def before(self, epoch: int) -> int:
-        """Examples of all epochs before one."""
+        """Return the number of examples of all epochs before one."""
         starts = [min(first, epoch) for first, _ in self._changes] + [epoch]
         sizes = [n for _, n in self._changes]
         return sum(n * (b - a) for n, a, b in zip(sizes, starts, starts[1:], strict=False))
 
     def as_state(self) -> list[list[int]]:
-        """All changes, those to come as well: [epoch, examples from it on]."""
+        """Return all changes, also those to come, as [epoch, examples from it on]."""
         return [list(change) for change in self._changes]
 
 
-def digest_of(counts: Sequence[Indices]) -> str:
-    """A digest of counts per example, such as lengths, by which a state tells them from others."""
-    found = hashlib.blake2b(digest_size=16)
-    for of_source in counts:
-        found.update(np.ascontiguousarray(of_source, dtype="<i8").data)
-    return found.hexdigest()
-
-
 def digest_in_blocks(counts: Indices) -> str:
-    """A digest of very many counts: threads hash a block of them each, 0.6 s per 1e8 and core.
-
-    >>> digest_in_blocks(np.arange(3)) == digest_in_blocks(np.array([0, 2, 1]))
-    False
-    """
+    """Return a digest of very many counts, hashed in blocks by threads: 0.6 s per 1e8 and core."""
     counts = np.ascontiguousarray(counts, dtype="<i8")
     blocks = [counts[i : i + _BLOCK].data for i in range(0, len(counts), _BLOCK)]
     with ThreadPoolExecutor(_MAX_THREADS) as threads:  # hashlib releases the GIL

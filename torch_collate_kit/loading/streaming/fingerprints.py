@@ -12,7 +12,7 @@ from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of, sampled_rows
 from torch_collate_kit.loading.dataset.sources import is_a
-from torch_collate_kit.loading.sampler.checks import told_apart
+from torch_collate_kit.loading.sampler.checks import differences
 from torch_collate_kit.loading.streaming.outside_streams import is_datasets_stream
 
 __all__ = ["SourceFingerprint", "check_same_data"]
@@ -54,9 +54,9 @@ def check_same_data(saved: Any, mine: Mapping[str, Any] | None) -> None:
     if not isinstance(saved, Mapping):
         raise StateError(f"the state has fingerprint={saved!r}; it is damaged")
     assert mine is not None
-    if was := told_apart(saved, mine):
+    if was := differences(saved, mine):
         raise StateError(
-            f"the state is of data with {was}, the source has {told_apart(mine, saved)}; resume "
+            f"the state is of data with {was}, the source has {differences(mine, saved)}; resume "
             "with the data of the run that saved it, or start without the state"
         )
 
@@ -91,7 +91,7 @@ def _length(example: Any) -> int:
 
 
 def _token_ids(examples: Sequence[Any]) -> npt.NDArray[np.int64]:
-    """The ids of all examples that have some, end to end."""
+    """Return the ids of all examples that have some, end to end."""
     found = [np.empty(0, dtype=np.int64)]
     for example in examples:
         try:

@@ -29,18 +29,18 @@ _END: Any = object()
 
 
 def is_datasets_stream(source: Any) -> bool:
-    """Whether it is a ``datasets.IterableDataset``."""
+    """Return whether a source is a ``datasets.IterableDataset``."""
     return is_a(source, "datasets", "IterableDataset")
 
 
 def node_of(source: Any) -> tuple[int, int] | None:
-    """Rank and world size of a ``datasets`` stream made by ``split_dataset_by_node``."""
+    """Return rank and number of ranks of a stream made by ``split_dataset_by_node``, or None."""
     node = source._distributed if is_datasets_stream(source) else None
     return None if node is None else (node.rank, node.world_size)
 
 
 def canonical_part(stream: Any, shard: int, num_shards: int) -> Any:
-    """A stream of its own, with the shard-th part of the examples of a ``datasets`` stream.
+    """Return a new stream of the shard-th part of a ``datasets`` stream.
 
     Files of its own if ``num_shards`` divides their number, otherwise every num_shards-th example.
     """
@@ -54,7 +54,7 @@ def canonical_part(stream: Any, shard: int, num_shards: int) -> Any:
 
 
 def _own_steps(step: Any) -> Any:
-    """The steps of a stream, each a new object: a position is kept in the steps."""
+    """Copy the steps of a stream: a position is kept in them."""
     step = copy.copy(step)
     if hasattr(step, "ex_iterables"):
         step.ex_iterables = [_own_steps(below) for below in step.ex_iterables]
@@ -77,11 +77,7 @@ def no_worker() -> Iterator[None]:
 
 
 def outside_workers(examples: Iterable[Any]) -> Iterator[Any]:
-    """Iterates over them as if this were no DataLoader worker.
-
-    >>> list(outside_workers([1, 2]))
-    [1, 2]
-    """
+    """Iterate over examples as if this were no DataLoader worker."""
     if torch_worker._worker_info is None:
         yield from examples
         return
@@ -123,7 +119,7 @@ _EXACT_STEPS = {
 
 
 def has_exact_state(source: Any) -> bool:
-    """Whether its state restores it exactly; of datasets, only if all steps are known to.
+    """Return whether a source's state restores it exactly; of datasets, if all steps are known to.
 
     Before datasets 5 a step that follows Arrow tables goes on at another example.
     """
@@ -138,7 +134,7 @@ def has_exact_state(source: Any) -> bool:
 
 
 def _is_exact(node: Any) -> bool:
-    """Whether a step of a datasets stream, and all those that it takes data from, are known."""
+    """Return whether a step of a datasets stream, and all steps before it, are known."""
     kind = type(node).__name__
     if kind in _EXACT_BASES:
         return True

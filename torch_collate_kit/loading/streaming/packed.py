@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,77 +19,80 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch_collate_kit._checks import checked_bool, checked_int, checked_optional_int
 from torch_collate_kit._reprs import Shown, call_repr, changed_settings
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators import PackedCollator
-from torch_collate_kit.collators.packed import changed_options
-from torch_collate_kit.loading.sampler.checks import checked_rank
+from torch_collate_kit.loading.sampler.checks import checked_collator, checked_rank
 from torch_collate_kit.loading.streaming.shard_batches import DividedStream, ShardBatches, Turn
 from torch_collate_kit.loading.streaming.shards import ExampleSource, Stream
 from torch_collate_kit.loading.streaming.skipping import ErrorPolicy
 from torch_collate_kit.loading.streaming.states import Position
+from torch_collate_kit.packing import PackingOptions
 
 __all__ = ["PackedIterableDataset"]
 
 
 @dataclass
 class _Pass:
-    """How far a pass is, in each shard of this process."""
+    """Position of a pass in each shard of this process, and the epoch of its source."""
 
     positions: dict[int, Position]
-    epoch: int | None  # of the source
+    epoch: int | None
 
 
 class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
-    """Packs a stream of examples into batches of ``rows_per_batch`` rows of ``max_tokens``.
+    """Packs a stream of examples into batches of rows.
 
     Args:
-        source: an iterable of examples that can be iterated again, or a callable that makes one.
+        stream: an iterable of examples that can be iterated again, or a callable that makes one.
             A ``TokenizedDataset``, or a ``datasets.Dataset`` without a format, is read as columns.
-        tokenizer: an int pad id, or anything with ``pad_token_id``.
+        collate: a ``PackedCollator``, whose ``packing.parallel.dp`` ranks divide the stream, or its
+            ``for_trainer()``.
+        batch_rows: rows of a step over all ranks, a multiple of ``dp``; each rank yields batches of
+            ``batch_rows / dp`` rows. The last batch of a pass may have fewer.
         buffer_size: the most examples held at a time. At 1,000, rows are within 1% of the fullest.
-        rows_per_batch: a multiple of ``parallel.dp``. The last batch of a pass may have fewer rows.
-        rank, world_size: which part of the stream is read, without collectives.
+        dp_rank: the rank whose part of the stream is read, without collectives. Each rank plans its
+            own rows. None reads the whole stream and yields the rows of all ranks, shard-major.
         presharded: the source gives every rank and worker different examples; do not split it.
-        num_shards: divides the stream into as many shards, whatever ``world_size``, which must
-            divide it: a saved run can go on with another number of ranks and workers.
+        num_shards: divides the stream into this many shards, a multiple of ``dp``, so that a saved
+            run can go on with another number of ranks and workers.
         on_error: "raise", or "skip" to leave out examples that raise a DataError alone. Of a shard
             at most ``max_skipped``, and ``max_skipped_in_a_row`` one after the other, but not all.
-        collator_options: all other options of ``PackedCollator``: ``max_tokens``, ``packing``, ...
 
-    One ``iter()`` is one pass. Batches are those that ``PackedCollator`` makes of their examples in
-    stream order. Load it with ``DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)``.
+    One ``iter()`` is one pass. Batches are those that ``collate`` makes of their examples in stream
+    order. Load it with ``DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)``.
     docs/loading.md describes buffers and windows, sharding over ranks and workers, and resuming.
 
     Raises:
         DataError: an example is wrong or too long; the message names its position in the stream.
         TypeError, ValueError: a setting is wrong.
 
+    >>> from torch_collate_kit import PackedCollator
     >>> examples = [{"input_ids": [7] * n} for n in (3, 2, 4, 1, 5)]
-    >>> dataset = PackedIterableDataset(examples, tokenizer=0, max_tokens=6, buffer_size=5)
+    >>> dataset = PackedIterableDataset(examples, PackedCollator(0, max_tokens=6), buffer_size=5)
     >>> [batch["sub_seq_lengths"].tolist() for batch in dataset]
     [[[4, 2]], [[3]], [[5, 1]]]
     """
 
     def __init__(
         self,
-        source: ExampleSource,
+        stream: ExampleSource,
+        collate: Any,
         *,
-        tokenizer: Any,
+        batch_rows: int | None = None,
         buffer_size: int = 1000,
-        rows_per_batch: int = 1,
-        rank: int = 0,
-        world_size: int = 1,
-        presharded: bool = False,
+        dp_rank: int | None = 0,
         num_shards: int | None = None,
+        presharded: bool = False,
         on_error: str = "raise",
         max_skipped: int = 100,
         max_skipped_in_a_row: int = 10,
-        **collator_options: Any,
     ) -> None:
-        self.collator = PackedCollator(tokenizer, **collator_options)
+        self.collate = collate
+        dp = checked_collator(collate).packing.parallel.dp
+        self.dp_size = 1 if dp_rank is None else dp
+        self.dp_rank = None if dp_rank is None else checked_rank(dp_rank, dp, "parallel.dp")
         self.buffer_size = checked_int("buffer_size", buffer_size, hint="1000 packs well")
-        self.rows_per_batch = checked_int("rows_per_batch", rows_per_batch)
-        self.world_size = checked_int("world_size", world_size, hint="1 means one rank")
-        self.rank = checked_rank(rank, self.world_size)
+        self.batch_rows = dp if batch_rows is None else checked_int("batch_rows", batch_rows)
+        self._rows = self.batch_rows // self.dp_size
+        self._check_rows(checked_collator(collate).packing)
         self.presharded = checked_bool("presharded", presharded)
         self.on_error, self.max_skipped = on_error, max_skipped
         self.max_skipped_in_a_row = max_skipped_in_a_row
@@ -97,16 +100,15 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         hint = "None makes every worker of every rank a shard"
         self.num_shards = checked_optional_int("num_shards", num_shards, hint=hint)
         self._stream = Stream(
-            source,
-            self.rank,
-            self.world_size,
+            stream,
+            self.dp_rank or 0,
+            self.dp_size,
             presharded=presharded,
-            collator=self.collator,
+            collate=collate if self.dp_size == 1 else _for_one_rank(collate),
             num_shards=self.num_shards,
         )
         self._saved: Mapping[str, Any] | None = None
         self._pass: _Pass | None = None
-        self._check_rows()
 
     def __iter__(self) -> Iterator[Batch | dict[str, Any]]:
         own = self._own_shards()
@@ -115,18 +117,12 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         return _given_out(own.turns(current.positions, current.epoch), current)
 
     def __repr__(self) -> str:
-        own = changed_settings(self)
-        return call_repr(
-            self,
-            repr(Shown(self._stream.source)),
-            tokenizer=self.collator.pad_token_id,
-            **changed_options(self.collator),
-            **own,
-        )
+        own = {k: v for k, v in changed_settings(self).items() if k != "collate"}
+        return call_repr(self, repr(Shown(self._stream.source)), repr(self.collate), **own)
 
     @staticmethod
     def as_is(batch: Any) -> Any:
-        """``collate_fn`` for ``batch_size=None``: torch's own rebuilds a Batch without metadata."""
+        """Return the batch: torch's own ``collate_fn`` would rebuild it without metadata."""
         return batch
 
     @property
@@ -136,11 +132,11 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         if type(caller).__name__ in ("DataLoaderDispatcher", "IterableDatasetShard"):
             raise TypeError(
                 "accelerator.prepare of a DataLoader of a PackedIterableDataset would divide its "
-                "batches over the ranks by itself, and cut what belongs together; give the dataset "
-                "rank=accelerator.process_index, world_size=accelerator.num_processes, and wrap "
-                "the loader in a PrefetchLoader, which prepare leaves as it is: PrefetchLoader("
-                "DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is), "
-                "device=accelerator.device)"
+                "batches over the ranks by itself, and cut what belongs together; give the "
+                "collator parallel=ParallelLayout(dp=accelerator.num_processes) and the dataset "
+                "dp_rank=accelerator.process_index, and wrap the loader in a PrefetchLoader, which "
+                "prepare leaves as it is: PrefetchLoader(DataLoader(dataset, batch_size=None, "
+                "collate_fn=dataset.as_is), device=accelerator.device)"
             )
         raise AttributeError(
             "a PackedIterableDataset has no set_epoch; its order is the source's: call set_epoch "
@@ -148,26 +144,23 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the newest pass, after the last batch that it has given out.
+        """Return the position of the newest pass, after the last batch that it has yielded.
 
-        The window began after ``num_read`` examples of the source (``source`` is its own state
-        there, or None) and ``start`` tokens of the next; ``num_batches`` is counted from there.
-        With ``num_shards`` the state has these numbers for each shard of this rank. It also holds
-        ``version``, the settings that must be the same, and a ``fingerprint`` of the data where
-        these can be read without consuming them.
+        ``shards`` has, for each shard of this process, ``num_read`` examples of the source before
+        the window, ``start`` tokens of the next, the number of batches since, that of all batches,
+        and the source's own state if it has one. The rest is ``version``, the settings that must be
+        the same, and a ``fingerprint`` of data that can be read without consuming them.
         """
-        if self._saved is not None and self.num_shards is None:
-            return copy.deepcopy(dict(self._saved))
         own = self._own_shards()
         if self._saved is None and self._pass is not None:
             return own.state_at(self._pass.positions, self._pass.epoch)
         return own.state_at(own.start(), self._stream.epoch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next ``iter()`` goes on where ``state`` was taken.
+        """Let the next ``iter()`` go on where ``state`` was taken.
 
-        With ``num_shards`` a state has all shards that this rank reads: it is that of the same
-        rank of as many, or what ``merge_states`` made of the states of all ranks.
+        A state has all shards that this rank reads: it is that of the same rank, or with
+        ``num_shards`` what ``merge_states`` made of the states of all ranks.
 
         Raises:
             StateError: the state does not fit; the message says what differs, nothing has changed.
@@ -175,31 +168,37 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         self._own_shards().positions_in(state)
         self._saved = copy.deepcopy(dict(state))
 
-    def _check_rows(self) -> None:
-        dp = self.collator.packing.parallel.dp
-        if self.rows_per_batch % dp:
+    def _check_rows(self, packing: PackingOptions) -> None:
+        dp = packing.parallel.dp
+        if self.batch_rows % dp:
             raise ValueError(
-                f"rows_per_batch must be a multiple of dp={dp}, got {self.rows_per_batch}"
+                f"batch_rows must be a multiple of parallel.dp={dp}, got {self.batch_rows}; it "
+                "counts the rows of a step over all ranks"
             )
-        if self.buffer_size < self.rows_per_batch:
+        if self.dp_size > 1 and packing.num_ranks != dp:
             raise ValueError(
-                f"buffer_size must be at least rows_per_batch={self.rows_per_batch}, got "
+                f"rows_multiple_of={packing.num_ranks} levels rows that ranks plan together, and "
+                "each rank of a stream plans its own; leave it out, or pass dp_rank=None"
+            )
+        if self.buffer_size < self._rows:
+            raise ValueError(
+                f"buffer_size must be at least {self._rows}, the rows of a batch, got "
                 f"{self.buffer_size}; a row holds one example or more"
             )
 
     def _own_shards(self) -> DividedStream:
-        """The shards of this process: of a rank, or of one of its workers."""
+        """Return the shards of this process: of a rank, or of one of its workers."""
         worker = get_worker_info()
         if worker is None:
-            return self._divided(0, 0)
+            return self._divided(0)
         return self._divided(worker.num_workers, worker.id)
 
     def _divided(self, num_workers: int, worker: int | None = None) -> DividedStream:
-        """This rank's shards over the workers of a DataLoader; for PrefetchLoader."""
+        """Return this rank's shards over the workers of a DataLoader; for PrefetchLoader."""
         read = partial(
             ShardBatches,
             self._stream,
-            rows_per_batch=self.rows_per_batch,
+            rows_per_batch=self._rows,
             buffer_size=self.buffer_size,
             policy=self._policy,
         )
@@ -207,11 +206,11 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         return DividedStream(self._stream, read, settings, num_workers, worker, self._saved)
 
     def _settings(self) -> dict[str, Any]:
-        """All that shapes batches, but for how the stream is divided."""
-        collator = self.collator
+        """Return all that shapes batches, but for how the stream is divided."""
+        collator = self._stream.collator
         return {
             "buffer_size": self.buffer_size,
-            "rows_per_batch": self.rows_per_batch,
+            "rows_per_rank": self._rows,
             **collator.packing.as_state(),
             "fixed_width": collator.fixed_width,
             "pad_token_id": collator.pad_token_id,
@@ -219,6 +218,18 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             "train_all": collator.train_all,
             "fields": ", ".join(f"{name}: {spec}" for name, spec in collator.fields.items()),
         }
+
+
+def _for_one_rank(collate: Any) -> Any:
+    """Return a copy that packs for one rank, of a collator or of a callable around one."""
+    alone = copy.copy(collate)
+    for name in ("collate", "collator"):
+        if name in vars(alone):
+            vars(alone)[name] = _for_one_rank(vars(alone)[name])
+            return alone
+    parallel = replace(alone.packing.parallel, dp=1)
+    alone.packing = replace(alone.packing, parallel=parallel, rows_multiple_of=None)
+    return alone
 
 
 def _given_out(turns: Iterator[Turn], current: _Pass) -> Iterator[Batch | dict[str, Any]]:

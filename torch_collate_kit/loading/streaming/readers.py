@@ -1,4 +1,4 @@
-"""What waits in the buffer, as arrays: examples, or pieces of those that were split.
+"""Entries of the buffer as arrays: examples, or pieces of those that were split.
 
 There are two readers. Of a source of columns only lengths are read: an entry says which tokens of
 which row it is, and the tokens are copied once, when their batch is made. Any other source is read
@@ -44,7 +44,7 @@ ENTRY = np.dtype(
 
 
 def place_after(entry: Any) -> Place:
-    """Where a pass continues after this entry."""
+    """Return the place of a pass after this entry."""
     return Place(int(entry["num_read"]), int(entry["next_start"]), entry["source"])
 
 
@@ -55,7 +55,7 @@ class _ExampleReader:
         self,
         examples: Iterator[tuple[Example, int, Place]],
         place: Place,
-        collator: PackedCollator[Any],
+        collator: PackedCollator,
         wrong: WrongExamples,
     ) -> None:
         self._collator, self._wrong = collator, wrong
@@ -63,7 +63,7 @@ class _ExampleReader:
         self._entries = self._read(examples)
 
     def read(self, num_entries: int) -> np.ndarray:
-        """The next entries, ENTRY [num_entries]; fewer only at the end of the stream.
+        """Return the next entries, ENTRY [num_entries]; fewer only at the end of the stream.
 
         Raises:
             DataError: an example cannot be packed; names its position in the stream.
@@ -71,7 +71,7 @@ class _ExampleReader:
         return np.fromiter(islice(self._entries, num_entries), dtype=ENTRY)
 
     def examples(self, entries: np.ndarray) -> Examples:
-        """What a collator takes for them."""
+        """Return the examples of entries, for a collator."""
         examples: list[Example] = entries["example"].tolist()
         return examples
 
@@ -105,7 +105,7 @@ class _ExampleReader:
         _check_start(self.place)
 
     def _images(self, example: Example) -> ImageLoad:
-        """The images of one example."""
+        """Return the image load of one example."""
         vision = self._collator.vision
         if vision is None:
             return _NO_IMAGE
@@ -117,7 +117,7 @@ class _ExampleReader:
             raise
 
     def _as_arrays(self, example: Example) -> Example:
-        """A checked example without unknown keys, its lists converted once for all pieces."""
+        """Return a checked example without unknown keys, its lists as arrays for all pieces."""
         _check(self._collator, [example])
         known = {key: example[key] for key in (*KNOWN, *self._collator.fields) if key in example}
         return {
@@ -144,7 +144,7 @@ class _RowReader:
         dataset: TokenizedDataset,
         positions: range,
         place: Place,
-        collator: PackedCollator[Any],
+        collator: PackedCollator,
         wrong: WrongExamples,
     ) -> None:
         self._dataset, self._positions = dataset, positions
@@ -169,7 +169,7 @@ class _RowReader:
         return self._dataset.__getitems__(entries["position"])
 
     def _read(self, num_entries: int) -> np.ndarray:
-        """Entries of at least one example, and of no more than make ``num_entries``.
+        """Return entries of at least one example, and of no more than make ``num_entries``.
 
         None of an example that is wrong, and left out.
         """
@@ -204,7 +204,7 @@ class _RowReader:
         return num_pieces(lengths, self._collator.packing, ImageLoad.none(len(lengths)))
 
     def _entries_of(self, positions: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The pieces of each example; of the first one only those after the place.
+        """Return the pieces of each example; of the first one only those after the place.
 
         Raises:
             DataError: an example is too long.
@@ -232,7 +232,7 @@ _NO_IMAGE = ImageLoad.none(1)
 
 
 def _check_start(place: Place, position: int = -1, num_tokens: int = 0) -> None:
-    """StateError unless the next example, at ``position``, reaches beyond the place."""
+    """Raise StateError unless the next example, at ``position``, reaches beyond the place."""
     if place.start and place.start >= num_tokens:
         if num_tokens:
             found = f"example {position} of the stream, which has {num_tokens}"
@@ -244,8 +244,8 @@ def _check_start(place: Place, position: int = -1, num_tokens: int = 0) -> None:
         )
 
 
-def _check(collator: PackedCollator[Any], examples: Examples) -> None:
-    """DataError if one of them is wrong, however long."""
+def _check(collator: PackedCollator, examples: Examples) -> None:
+    """Raise DataError if an example is wrong, however long."""
     of = collator
     read_columns(examples, train_all=of.train_all, fields=of.fields, vision=of.vision)
 
@@ -253,7 +253,7 @@ def _check(collator: PackedCollator[Any], examples: Examples) -> None:
 def reader_of(
     stream: Stream, part: Part, place: Place, wrong: WrongExamples
 ) -> _RowReader | _ExampleReader:
-    """Reads what comes after ``place`` in a shard."""
+    """Return a reader of what comes after ``place`` in a shard."""
     dataset = stream.columns(part, place)
     if dataset is None:
         return _ExampleReader(stream.examples(part, place), place, stream.collator, wrong)

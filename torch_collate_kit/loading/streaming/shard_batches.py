@@ -1,7 +1,7 @@
-"""The batches of a stream's shards, in the turns in which a process gives them out.
+"""The batches of a stream's shards, in the turns in which a process yields them.
 
-Shards give batches in rounds: a batch of every shard, then the next of every shard. A round is the
-same for any number of ranks and workers, because what a shard gives depends on nothing else, and
+Shards yield batches in rounds: a batch of every shard, then the next of every shard. A round is the
+same for any number of ranks and workers, because what a shard yields depends on nothing else, and
 which shards have a turn is decided by their numbers of batches alone.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,13 +56,13 @@ class ShardBatches:
         policy: ErrorPolicy,
     ) -> None:
         part = stream.part(shard)
-        self._collator, self._position, self._policy = stream.collator, position, policy
+        self._call, self._position, self._policy = stream.collate, position, policy
         self._wrong = WrongExamples(policy, part.name)
         self._name = part.name if part.num_shards == 1 else f"shard {part.first} of the stream"
         self._reader = reader_of(stream, part, position.place, self._wrong)
         self._shard = None if stream.num_shards is None else shard
         self._epoch = {} if epoch is None else {"epoch": epoch}
-        packing = self._collator.packing
+        packing = stream.collator.packing
         self._windows = Windows(
             self._reader.read,
             packing,
@@ -95,7 +95,7 @@ class ShardBatches:
                 return
 
     def _made(self) -> Generator[_Made, None, list[Skipped]]:
-        """The batches that have something in them; returns what was left out after the last."""
+        """Yield the batches that are not empty; return what was left out after the last."""
         at = self._position
         outcomes: list[Skipped | None] = []
         for entries, plan, next_window in self._not_given(at):
@@ -116,7 +116,7 @@ class ShardBatches:
     def _given(
         self, made: _Made, rest: list[Skipped] | None = None
     ) -> tuple[Batch | dict[str, Any], Position]:
-        """A batch and the position after it: the end, if only ``rest`` follows."""
+        """Return a batch and the position after it: the end, if only ``rest`` follows."""
         outcomes = [*made.outcomes, *(rest or [])]
         at = self._counted(made.after, outcomes, has_ended=rest is not None)
         if isinstance(made.batch, Batch):
@@ -124,7 +124,7 @@ class ShardBatches:
         return made.batch, at
 
     def _nothing_left(self, rest: list[Skipped]) -> tuple[None, Position]:
-        """The end of a shard that has no batch to name what was left out."""
+        """Return the end of a shard that has no batch to name what was left out."""
         is_whole = self._position == Position()
         at = self._counted(self._position, rest, has_ended=True)
         if is_whole:
@@ -151,7 +151,7 @@ class ShardBatches:
             batch.metadata |= {"shard": self._shard, "step": after.num_given - 1, **self._epoch}
 
     def _not_given(self, at: Position) -> Iterator[tuple[np.ndarray, PackingPlan, Place | None]]:
-        """The batches of the window that follow, and those of all later windows."""
+        """Yield the batches after the position, of its window and of all later ones."""
         batches = iter(self._windows)
         for num_skipped in range(at.num_batches):
             if next(batches, (None, None, at.place))[-1] is not None:  # the window ends
@@ -163,10 +163,10 @@ class ShardBatches:
         yield from batches
 
     def _collate(self, entries: np.ndarray, plan: PackingPlan) -> Batch | dict[str, Any]:
-        """DataError: one of the entries is wrong; the message names its position."""
+        """Collate entries. Raises DataError, naming the position, if one is wrong."""
         try:
             examples = self._reader.examples(entries)
-            batch: Batch | dict[str, Any] = self._collator(PlannedExamples(plan, examples))
+            batch: Batch | dict[str, Any] = self._call(PlannedExamples(plan, examples))
         except DataError as error:
             raise self._wrong.named(error, entries["position"].tolist()) from error
         return batch
@@ -189,12 +189,12 @@ class DividedStream:
     """The shards of one process, or those of a rank over the workers of a DataLoader.
 
     It does not move. Who reads keeps the position of each shard: the dataset, or a loader whose
-    workers have copies, which are told where to begin and return where a shard is with every batch.
+    workers have copies, which are sent where to begin and return where a shard is with every batch.
     """
 
     stream: Stream
     read: Callable[..., Iterable[tuple[Any, Position]]]
-    """``read(shard, position, epoch=...)`` gives batches, each with the position after it."""
+    """``read(shard, position, epoch=...)`` yields batches, each with the position after it."""
     settings: Mapping[str, Any]
     """All that shapes batches besides the division; a state must have the same."""
     num_workers: int
@@ -214,7 +214,7 @@ class DividedStream:
         return shards if self.worker is None else shards[self.worker :: max(1, self.num_workers)]
 
     def beginning(self) -> dict[int, Position]:
-        """The positions at the beginning of a pass.
+        """Return the positions at the beginning of a pass.
 
         Raises:
             ValueError: more workers than shards.
@@ -222,18 +222,15 @@ class DividedStream:
         return dict.fromkeys(self._shards, Position())
 
     def start(self) -> dict[int, Position]:
-        """The positions where the dataset itself would begin: those of a state that it has loaded.
+        """Return the positions of the state that the dataset has loaded, or the beginning.
 
         Raises:
-            StateError: a state without shards, which workers cannot divide.
+            StateError: the state does not have these shards.
         """
-        if self.saved is None:
-            return self.beginning()
-        by_dataset = self if self.num_workers else replace(self, worker=0)
-        return by_dataset.positions_in(self.saved)
+        return self.beginning() if self.saved is None else self.positions_in(self.saved)
 
     def turns(self, positions: Mapping[int, Position], epoch: int | None) -> Iterator[Turn]:
-        """The turns of this process's shards in pass ``epoch``, in a worker or outside one."""
+        """Return the turns of this process's shards in pass ``epoch``."""
         read = partial(self.read, epoch=epoch)
         worker = get_worker_info()
         if worker is None or self.worker is not None:
@@ -242,11 +239,11 @@ class DividedStream:
         return in_rounds(self._shards, positions, read, **of_worker)
 
     def state_at(self, positions: Mapping[int, Position], epoch: int | None) -> dict[str, Any]:
-        """The state of these shards; ``epoch`` is the source's."""
+        """Return the state of these shards; ``epoch`` is the source's."""
         return state_of(self._all_settings() | {"epoch": epoch}, positions)
 
     def positions_in(self, state: Mapping[str, Any]) -> dict[int, Position]:
-        """The positions of these shards.
+        """Return the positions of these shards.
 
         Raises:
             StateError: the state does not fit, or is damaged.
@@ -258,12 +255,10 @@ class DividedStream:
         stream = self.stream
         division: dict[str, Any] = {"num_shards": stream.num_shards}
         if stream.num_shards is None:
-            rank, world_size = stream.node
-            division = {"rank": rank, "world_size": world_size, "num_workers": self.num_workers}
-            division |= {"num_shards": None} if self.worker is None else {"worker": self.worker}
+            division |= {"dp_size": stream.node[1], "num_workers": self.num_workers}
         return {
-            **self.settings,
             **division,
+            **self.settings,
             "presharded": stream.presharded,
             "epoch": stream.epoch,
             "fingerprint": stream.fingerprint(),
@@ -278,10 +273,10 @@ def in_rounds(
     worker: int = 0,
     num_workers: int = 1,
 ) -> Iterator[Turn]:
-    """The turns of a worker's shards, from ``positions`` (of all ``shards``) until all have ended.
+    """Yield the turns of a worker's shards, from ``positions`` until all have ended.
 
     Every worker has equally many turns in a round. So the workers' turns, one of each in rotation
-    as a DataLoader takes them, are those of a single process: the shards in order, round by round.
+    as a DataLoader draws them, are those of a single process: the shards in order, round by round.
     """
     mine = shards[worker::num_workers]
     num_turns = -(-len(shards) // num_workers)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.sources import is_a
+from torch_collate_kit.loading.sampler.checks import checked_collator
 from torch_collate_kit.loading.streaming.fingerprints import SourceFingerprint
 from torch_collate_kit.loading.streaming.outside_streams import (
     canonical_part,
@@ -39,7 +39,7 @@ class Part(NamedTuple):
     name: str = "the stream"  # where positions count, in the words of an error message
 
     def after(self, place: Place, num_examples: int) -> range:
-        """The positions that follow ``place``, of a source of so many examples."""
+        """Return the positions after ``place``, in a source of so many examples."""
         _check_num_read(place, num_examples)
         first = place.num_read + (self.first - place.num_read) % self.num_shards
         return range(first, num_examples, self.num_shards)
@@ -55,27 +55,27 @@ class Stream:
     def __init__(
         self,
         source: ExampleSource,
-        rank: int,
-        world_size: int,
+        dp_rank: int,
+        dp_size: int,
         *,
         presharded: bool,
-        collator: PackedCollator[Any],
+        collate: Any,
         num_shards: int | None = None,
     ) -> None:
         _check_source(source)
-        self.collator = collator
-        self.source, self._rank, self._world_size = source, rank, world_size
+        self.collate, self.collator = collate, checked_collator(collate)
+        self.source, self._dp_rank, self._dp_size = source, dp_rank, dp_size
         self.fingerprint = SourceFingerprint(source)
         self.presharded, self.num_shards = presharded, num_shards
         self._was_moved = False  # a datasets stream keeps the state it was given for every pass
         if num_shards is not None:
-            _check_divisible(source, num_shards, world_size, presharded=presharded)
+            _check_divisible(source, num_shards, dp_size, presharded=presharded)
         self._check_not_split(source)
 
     @property
     def node(self) -> tuple[int, int]:
-        """Rank and world size, of the source where it is split already."""
-        return node_of(self.source) or (self._rank, self._world_size)
+        """Rank and number of ranks, of the source where it is split already."""
+        return node_of(self.source) or (self._dp_rank, self._dp_size)
 
     @property
     def epoch(self) -> int | None:
@@ -84,25 +84,25 @@ class Stream:
         return epoch if type(epoch) is int else None
 
     def shards(self, num_workers: int) -> range:
-        """The numbers of this rank's shards, of which worker w has every num_workers-th from w on.
+        """Return this rank's shards, of which worker w has every num_workers-th from w on.
 
         Raises:
             ValueError: more workers than shards.
         """
-        rank, world_size = self.node
+        dp_rank, dp_size = self.node
         num_each = max(1, num_workers)
         if self.num_shards is not None:
-            num_each = self.num_shards // world_size
+            num_each = self.num_shards // dp_size
             if num_workers > num_each:
                 raise ValueError(
                     f"num_workers={num_workers}, but with num_shards={self.num_shards} and "
-                    f"world_size={world_size} a rank has {num_each} shards; take at most as many "
+                    f"parallel.dp={dp_size} a rank has {num_each} shards; use at most as many "
                     "workers"
                 )
-        return range(rank * num_each, (rank + 1) * num_each)
+        return range(dp_rank * num_each, (dp_rank + 1) * num_each)
 
     def part(self, shard: int) -> Part:
-        """A shard of this process."""
+        """Return the source and the examples of a shard."""
         if self.num_shards is None:
             source = self._made()
             self._check_not_split(source)
@@ -130,7 +130,7 @@ class Stream:
         return source
 
     def columns(self, part: Part, place: Place) -> TokenizedDataset | None:
-        """The source as columns, if their rows are what iterating over it gives.
+        """Return the source as columns, if their rows are what iterating over it gives.
 
         Not a ``datasets.IterableDataset``, whose state is exact only between the tables that it
         reads (docs/design_log.md), nor a ``datasets.Dataset`` with declared fields. With images
@@ -153,7 +153,7 @@ class Stream:
         return source if type(source) is TokenizedDataset and source._is_plain() else None
 
     def examples(self, part: Part, place: Place) -> Iterator[tuple[Example, int, Place]]:
-        """What comes after ``place``: an example, its position, and the place after it."""
+        """Yield each example after ``place``, its position, and the place after it."""
         source, num_shards = part.source, part.num_shards
         has_state = has_exact_state(source)
         examples = self._open(source, place, has_state)
@@ -167,10 +167,10 @@ class Stream:
         if place.source is not None:
             if not has_state:
                 raise StateError(
-                    "the state holds a state of the source, but this source takes none (it has no "
-                    "load_state_dict, or a step that is not known to be restored exactly, such as "
-                    "a shuffle buffer); resume with the source, and the version of datasets, of "
-                    "the run that saved it"
+                    "the state holds a state of the source, but this source cannot load one (it "
+                    "has no load_state_dict, or a step that is not known to be restored exactly, "
+                    "such as a shuffle buffer); resume with the source, and the version of "
+                    "datasets, of the run that saved it"
                 )
             source.load_state_dict(copy.deepcopy(place.source))
             self._was_moved = True
@@ -189,10 +189,10 @@ class Stream:
         return iter(source) if self.num_shards is None else outside_workers(source)
 
     def _index(self, source: Any) -> tuple[int, int]:
-        """This process reads the examples at the first of these, modulo the second."""
+        """Return the first example of this process, and the distance to its next one."""
         if self.presharded:
             return 0, 1
-        index, num_shards = (0, 1) if node_of(source) else (self._rank, self._world_size)
+        index, num_shards = (0, 1) if node_of(source) else (self._dp_rank, self._dp_size)
         worker = get_worker_info()
         if worker is None or is_datasets_stream(source):  # which looks at the worker itself
             return index, num_shards
@@ -202,48 +202,48 @@ class Stream:
         node = node_of(source)
         if node is None:
             return
-        found = f"source is split by node already (rank {node[0]} of {node[1]})"
+        found = f"stream is split by node already (rank {node[0]} of {node[1]})"
         if self.num_shards is not None:
             raise ValueError(
                 f"{found}, so it cannot be divided into num_shards={self.num_shards} shards; pass "
-                "the stream before split_dataset_by_node, with rank and world_size"
+                "the stream before split_dataset_by_node, and dp_rank"
             )
-        if self._world_size > 1:
+        if self._dp_size > 1:
             raise ValueError(
-                f"{found} and would be split again by world_size={self._world_size}; leave rank "
-                "and world_size out"
+                f"{found} and would be split again by parallel.dp={self._dp_size}; pass the stream "
+                "before split_dataset_by_node"
             )
 
 
 def _check_source(source: Any) -> None:
     if isinstance(source, Iterator):
         raise TypeError(
-            f"source is a {type(source).__name__}, an iterator that can be read only once; pass "
+            f"stream is a {type(source).__name__}, an iterator that can be read only once; pass "
             "what it was made of, or a callable that makes it"
         )
     if not (_is_iterable(source) or callable(source)):
         raise TypeError(
-            "source must be an iterable of examples or a callable that makes one, got "
+            "stream must be an iterable of examples or a callable that makes one, got "
             f"{type(source).__name__}"
         )
 
 
-def _check_divisible(source: Any, num_shards: int, world_size: int, *, presharded: bool) -> None:
-    """Refuses what cannot be divided into shards that are the same for any number of ranks."""
-    if num_shards % world_size:
+def _check_divisible(source: Any, num_shards: int, dp_size: int, *, presharded: bool) -> None:
+    """Refuse a source that cannot be divided into shards for any number of ranks."""
+    if num_shards % dp_size:
         raise ValueError(
-            f"num_shards={num_shards} does not divide by world_size={world_size}; take a number "
+            f"num_shards={num_shards} does not divide by parallel.dp={dp_size}; take a number "
             "that every number of ranks of the run divides, such as 64"
         )
     if presharded and _is_iterable(source):
         raise TypeError(
-            f"with num_shards={num_shards} a presharded source must be a callable that takes the "
+            f"with num_shards={num_shards} a presharded source must be a callable that accepts the "
             f"number of a shard, 0 to {num_shards - 1}, and makes its examples, got "
             f"{type(source).__name__}"
         )
     if _is_iterable(source) and not is_datasets_stream(source) and has_exact_state(source):
         raise TypeError(
-            f"source is a {type(source).__name__} with a state_dict, so it has one position, but "
+            f"stream is a {type(source).__name__} with a state_dict, so it has one position, but "
             f"with num_shards={num_shards} each shard needs its own; pass a callable that makes one"
         )
 

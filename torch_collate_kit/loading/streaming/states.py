@@ -13,9 +13,9 @@ from torch_collate_kit.packing import PackingOptions
 
 __all__ = ["Place", "Position", "merge_states", "positions_in", "state_of"]
 
-# They go up with the number of buffers in a window, and with any change to which examples make a
-# batch. Version 3 is the state of one shard, version 4 of any number of them.
-_VERSION, _SHARDS_VERSION = 3, 4
+# It goes up with the number of buffers in a window, and with any change to which examples make a
+# batch.
+_VERSION = 5
 _MAX_COUNT = 2**63 - 1
 _MOST_APART = 2**20  # rounds between two shards of a state: the rounds between are counted
 _NONE = [0, 0]  # num_skipped and num_in_a_row of a shard that has left out nothing
@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 class Position(NamedTuple):
-    """How much of a shard has been given out."""
+    """Position in a shard."""
 
     place: Place = Place()  # where its window began
     num_batches: int = 0  # since then
@@ -41,19 +41,14 @@ class Position(NamedTuple):
 
 
 def state_of(settings: Mapping[str, Any], positions: Mapping[int, Position]) -> dict[str, Any]:
-    """The state of some shards, or of a process that is one shard: then settings name its worker.
+    """Return the state of some shards.
 
-    Of shards it has num_read, start, num_batches, num_given and the source's own state.
+    Each has num_read, start, num_batches, num_given and the source's own state, if there is one.
     """
-    if "worker" in settings:
-        (at,) = positions.values()
-        state = {"version": _VERSION, **settings, **at.place._asdict()}
-        state["num_batches"] = at.num_batches
-        return copy.deepcopy(state | ({"skipped": _skipped_of(at)} if at.num_skipped else {}))
     shards = {str(shard): _entry_of(at) for shard, at in positions.items()}
     ended = [shard for shard, at in positions.items() if at.has_ended]
     skipped = {str(shard): _skipped_of(at) for shard, at in positions.items() if at.num_skipped}
-    return _with_shards({"version": _SHARDS_VERSION, **settings}, shards, ended, skipped)
+    return _with_shards({"version": _VERSION, **settings}, shards, ended, skipped)
 
 
 def _entry_of(at: Position) -> list[Any]:
@@ -81,14 +76,17 @@ def positions_in(
     packing: PackingOptions,
     shards: range,
 ) -> dict[int, Position]:
-    """The positions of ``shards`` in a state that has them, and may have more.
+    """Return the positions of ``shards`` in a state that has them, and may have more.
 
     Raises:
         StateError: the state does not fit, is damaged, or has not all of the shards.
     """
-    if "worker" in settings:
-        return dict.fromkeys(shards, _position_of_one(state, settings, packing))
-    _check_version(state, _SHARDS_VERSION)
+    version = state.get("version") if isinstance(state, Mapping) else None
+    if not is_same(version, _VERSION):
+        raise StateError(
+            f"the state has version {version!r}, this one reads version {_VERSION}; pass what "
+            "state_dict() of a PackedIterableDataset gave, in the same version of the library"
+        )
     _check_settings(state, settings)
     if not _has_shards(state):
         found, ended = state.get("shards"), state.get("ended")
@@ -96,8 +94,8 @@ def positions_in(
     if missing := [shard for shard in shards if str(shard) not in state["shards"]]:
         raise StateError(
             f"the state has {len(state['shards'])} shards, but not {missing}, which this rank "
-            "reads; it is the state of another rank: load merge_states([...]) of the states of all "
-            "ranks"
+            "reads; it is the state of another rank or worker: with num_shards= load "
+            "merge_states([...]) of the states of all ranks"
         )
     skipped = _skipped_in(state)
     positions = {}
@@ -114,19 +112,6 @@ def positions_in(
     return positions
 
 
-def _position_of_one(
-    state: Mapping[str, Any], settings: Mapping[str, Any], packing: PackingOptions
-) -> Position:
-    _check_version(state, _VERSION)
-    state = {"rows_multiple_of": None, **state}  # the first states of version 3 do not have it
-    _check_settings(state, settings)
-    counts = [state.get(name) for name in ("num_read", "start", "num_batches")]
-    if not _are_counts(counts):
-        raise StateError(f"the state's num_read, start, num_batches are {counts}; it is damaged")
-    entry = [*counts, 0, state.get("source")]
-    return _position(entry, state.get("skipped", _NONE), packing)
-
-
 def _position(entry: list[Any], skipped: Any, packing: PackingOptions) -> Position:
     num_read, start, num_batches, num_given, *source = copy.deepcopy(entry)
     _check_start(start, packing)
@@ -139,7 +124,7 @@ def _position(entry: list[Any], skipped: Any, packing: PackingOptions) -> Positi
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The states of all ranks as one, which any number of ranks can load.
+    """Merge the states of all ranks into one, which any number of ranks can load.
 
     Args:
         states: what ``state_dict()`` of a ``PackedIterableDataset`` with ``num_shards``, or of a
@@ -148,11 +133,12 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     Raises:
         StateError: states of other settings or passes, or two states with the same shard.
 
-    >>> from torch_collate_kit import PackedIterableDataset
+    >>> from torch_collate_kit import PackedCollator, PackedIterableDataset, ParallelLayout
     >>> examples = [{"input_ids": [7] * n} for n in (3, 2, 4, 1, 5)]
-    >>> settings = {"tokenizer": 0, "max_tokens": 6, "buffer_size": 5, "num_shards": 2}
-    >>> ranks = [PackedIterableDataset(examples, **settings, rank=r, world_size=2) for r in (0, 1)]
-    >>> whole = PackedIterableDataset(examples, **settings)
+    >>> def make(dp_rank, dp_size):
+    ...     collate = PackedCollator(0, max_tokens=6, parallel=ParallelLayout(dp=dp_size))
+    ...     return PackedIterableDataset(examples, collate, dp_rank=dp_rank, num_shards=2)
+    >>> ranks, whole = [make(0, 2), make(1, 2)], make(0, 1)
     >>> whole.load_state_dict(merge_states([rank.state_dict() for rank in ranks]))
     >>> list(whole.state_dict()["shards"])
     ['0', '1']
@@ -212,41 +198,24 @@ def _check_agree(states: list[dict[str, Any]]) -> None:
                 )
 
 
-def _check_version(state: Any, expected: int) -> None:
-    version = state.get("version") if isinstance(state, Mapping) else None
-    if is_same(version, expected):
-        return
-    if is_same(version, _SHARDS_VERSION):
-        raise StateError(
-            f"the state is of num_shards={state.get('num_shards')!r}, the dataset has "
-            "num_shards=None; resume with the num_shards it was saved with"
-        )
-    if is_same(version, _VERSION):
-        raise StateError(
-            "the state has version 3, of a stream without num_shards, whose shards depend on the "
-            "number of ranks and workers; resume without num_shards, with as many as then"
-        )
-    raise StateError(
-        f"the state has version {version!r}, this one reads version {expected}; pass what "
-        "state_dict() of a PackedIterableDataset gave, in the same version of the library"
-    )
-
-
 def _check_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    state = {"fingerprint": None, **state}  # older states do not have it
-    if missing := sorted(settings.keys() - state.keys()):
-        raise StateError(f"the state has no {', '.join(missing)}; it is damaged")
-    check_same_data(state["fingerprint"], settings["fingerprint"])
     for name, expected in settings.items():
-        if name != "fingerprint" and not is_same(state[name], expected):
+        if name not in state:
+            raise StateError(f"the state has no {name}; it is damaged")
+        if name == "fingerprint":
+            check_same_data(state[name], expected)
+        elif not is_same(state[name], expected):
+            hint = "resume with the settings it was saved with"
+            if name == "rows_per_rank":
+                hint = "batch_rows / parallel.dp must stay as it was"
             raise StateError(
                 f"the state is of {name}={state[name]!r}, the dataset has {name}={expected!r}; "
-                "resume with the settings it was saved with"
+                f"{hint}"
             )
 
 
 def _has_shards(state: Mapping[str, Any]) -> bool:
-    """Whether it has shards by their number, and a list of those that have ended."""
+    """Return whether a state has shards by number, and a list of those that have ended."""
     shards, ended = state.get("shards"), state.get("ended")
     if not isinstance(shards, Mapping) or not isinstance(ended, list):
         return False

@@ -2,7 +2,7 @@
 
 The stream is cut into windows of several buffers. Which entries make a batch depends only on their
 lengths and patches, and on the window's first entry. So a place and a number of batches are the
-position of a pass, and a window that is read again gives the same batches.
+position of a pass, and a window that is read again has the same batches.
 
 Within a window the fullest rows are given out, and the rest is packed again with what follows. At
 the end of a window the longest beginning of the buffer that fills whole batches is given out, so
@@ -76,7 +76,7 @@ class Windows:
             )  # nothing here refers to it while the buffer fills
 
     def _read_on(self) -> bool:
-        """Fills the buffer, and returns whether there is anything in it."""
+        """Fill the buffer, and return whether there is anything in it."""
         more = self._read(self._buffer_size - len(self._buffer))
         if len(more):
             self._end = place_after(more[-1])
@@ -85,7 +85,7 @@ class Windows:
         return len(self._buffer) > 0
 
     def _window_after(self, num_packed: int) -> Place | None:
-        """Where the next window begins after the first ``num_packed``; None if it may not yet.
+        """Return the start of the next window after ``num_packed`` entries; None if not yet.
 
         It is read from one place on, so what waits must be an unbroken piece of the stream.
         """
@@ -93,14 +93,14 @@ class Windows:
             next_window = self._end
         elif num_packed > self._num_broken:
             next_window = place_after(self._buffer[num_packed - 1])
-        else:  # what was held back comes first, so a few rounds give it out
+        else:  # what was held back comes first, so a few rounds yield it
             self._num_broken -= num_packed
             return None
         self._num_read, self._num_broken = len(self._buffer) - num_packed, 0
         return next_window
 
     def _taken_out(self, groups: list[Group]) -> deque[tuple[np.ndarray, PackingPlan]]:
-        """Takes the entries of each group out of the buffer; the others keep their order."""
+        """Take the entries of each group out of the buffer; the others keep their order."""
         taken = np.zeros(len(self._buffer), dtype=bool)
         taken[np.concatenate([indices for indices, _ in groups])] = True
         batches = deque(_planned(self._buffer[indices], plan) for indices, plan in groups)
@@ -110,7 +110,7 @@ class Windows:
 
 
 def _planned(entries: np.ndarray, plan: PackingPlan) -> tuple[np.ndarray, PackingPlan]:
-    """A batch of entries, whose plan says which of them are pieces of examples, and where."""
+    """Return a batch of entries whose plan names the pieces of examples."""
     is_piece = entries["is_piece"]
     if is_piece.any():
         starts = entries["start"][plan.example_indices]
@@ -121,21 +121,15 @@ def _planned(entries: np.ndarray, plan: PackingPlan) -> tuple[np.ndarray, Packin
 def _fullest_groups(
     buffer: np.ndarray, packing: PackingOptions, rows_per_batch: int
 ) -> list[Group]:
-    """The entries of each batch; none if too few rows would remain.
+    """Return the fullest rows as batches; none if too few rows would remain.
 
     The batches hold at least a third of the examples, so an example is packed about three times.
-
-    >>> buffer = np.zeros(4, dtype=ENTRY)
-    >>> buffer["num_tokens"] = [4, 2, 6, 3]
-    >>> groups = _fullest_groups(buffer, PackingOptions(6), 1)
-    >>> [indices.tolist() for indices, plan in groups]  # and 6 and 3 wait
-    [[0, 1]]
     """
     packed = _filled(buffer, packing)
     if packed.num_rows < 2 * rows_per_batch:
         return []
     # Of equally full rows (in percent) those with the oldest longest example go first. Choosing the
-    # longest examples would pack uniform lengths 0.1% better, but give them out too early: in the
+    # longest examples would pack uniform lengths 0.1% better, but yield them too early: in the
     # first eighth of a window they would be 1.6 times as long as the mean.
     percent_free = (packed.max_tokens - packed.row_cells) * 100 // packed.max_tokens
     if packed.max_patches is not None:  # full in one of the two is full
@@ -153,14 +147,7 @@ def _fullest_groups(
 def _first_groups(
     buffer: np.ndarray, packing: PackingOptions, rows_per_batch: int, *, ended: bool
 ) -> list[Group]:
-    """The entries of each batch; together they are the first ones, or all if the stream has ended.
-
-    >>> buffer = np.zeros(4, dtype=ENTRY)
-    >>> buffer["num_tokens"] = [4, 2, 6, 3]
-    >>> groups = _first_groups(buffer, PackingOptions(6), 1, ended=False)
-    >>> [indices.tolist() for indices, plan in groups]
-    [[0, 1], [2]]
-    """
+    """Return the first entries as batches, or all if the stream has ended."""
     if not ended:
         buffer = buffer[: _num_ready(buffer, packing, rows_per_batch)]
     packed = _filled(buffer, packing)
@@ -170,7 +157,7 @@ def _first_groups(
 def _grouped(
     packed: PackingPlan, chosen: np.ndarray, packing: PackingOptions, rows_per_batch: int
 ) -> list[Group]:
-    """The entries of the rows ``chosen``, ``rows_per_batch`` rows per group."""
+    """Return the entries of the rows ``chosen``, ``rows_per_batch`` rows per group."""
     # By the longest example of each row, which is its first. In the order in which they were opened
     # the longest would come first, and by their oldest example those with many short ones.
     if len(packed.lengths):
@@ -185,7 +172,7 @@ def _grouped(
 
 
 def _num_ready(buffer: np.ndarray, packing: PackingOptions, rows_per_batch: int) -> int:
-    """The most entries that fill whole batches but not the last row; all, if none do."""
+    """Return the most entries that fill whole batches but not the last row, or all."""
 
     def num_rows(num_entries: int) -> int:
         packed = _filled(buffer[:num_entries], packing)
@@ -199,7 +186,7 @@ def _num_ready(buffer: np.ndarray, packing: PackingOptions, rows_per_batch: int)
 
 
 def _filled(entries: np.ndarray, packing: PackingOptions) -> PackingPlan:
-    """Rows of them, as the strategy opens these."""
+    """Return the rows of entries, as the strategy opens them."""
     lengths, patches, costs = (
         np.ascontiguousarray(entries[name]) for name in ("num_tokens", "patches", "vision_cost")
     )
