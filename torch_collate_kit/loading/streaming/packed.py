@@ -175,9 +175,9 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
                 f"batch_rows must be a multiple of parallel.dp={dp}, got {self.batch_rows}; it "
                 "counts the rows of a step over all ranks"
             )
-        if self.dp_size > 1 and packing.num_ranks != dp:
+        if self.dp_size > 1 and packing.row_multiple != dp:
             raise ValueError(
-                f"rows_multiple_of={packing.num_ranks} levels rows that ranks plan together, and "
+                f"rows_multiple_of={packing.row_multiple} levels rows that ranks plan together, and "
                 "each rank of a stream plans its own; leave it out, or pass dp_rank=None"
             )
         if self.buffer_size < self._rows:
