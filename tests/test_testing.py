@@ -270,16 +270,16 @@ def padded_loader(rank: int, world_size: int) -> PrefetchLoader:
 
 @pytest.mark.parametrize("make", [packed_sampler, packed_loader, padded_loader])
 def test_ranks_that_change(make: Callable[..., Any]) -> None:
-    found = assert_exact_resume(make, num_steps=7, world_sizes=[2, 1, 3], stops=[0, 2, 6])
+    found = assert_exact_resume(make, num_steps=7, dp_sizes=[2, 1, 3], stops=[0, 2, 6])
     assert len(found) == 7
-    assert found == assert_exact_resume(make, num_steps=7, world_sizes=[1], stops=[])
+    assert found == assert_exact_resume(make, num_steps=7, dp_sizes=[1], stops=[])
     if make is not padded_loader:
         fixed = partial(make, rows_multiple_of=6)
-        assert_exact_resume(fixed, num_steps=7, world_sizes=[2, 3, 6], stops=[3], same_rows=True)
+        assert_exact_resume(fixed, num_steps=7, dp_sizes=[2, 3, 6], stops=[3], same_rows=True)
         with pytest.raises(
             AssertionError, match=r"resumed after 3 of 7 steps, 1 -> 4 ranks: batch 3"
         ):
-            assert_exact_resume(make, num_steps=7, world_sizes=[1, 4], stops=[3], same_rows=True)
+            assert_exact_resume(make, num_steps=7, dp_sizes=[1, 4], stops=[3], same_rows=True)
 
 
 class Faulty(PrefetchingSampler):
@@ -308,7 +308,7 @@ class Faulty(PrefetchingSampler):
         ("lost", AssertionError, r"resumed after 0 of 3 steps, 1 -> 2 ranks: batch 0 differs"),
         ("uneven", AssertionError, r"1 of 2 ranks end an epoch before the others"),
         ("own states", AssertionError, r"after 1 steps the states of the 2 ranks differ; a state"),
-        ("sets", TypeError, r"world_sizes compares examples, which a set does not tell; let make"),
+        ("sets", TypeError, r"dp_sizes compares examples, which a set does not name; let make"),
     ],
 )
 def test_faults_that_a_change_of_ranks_shows(
@@ -316,7 +316,7 @@ def test_faults_that_a_change_of_ranks_shows(
 ) -> None:
     num_steps = 7 if fault == "uneven" else 3
     with pytest.raises(error, match=message):
-        assert_exact_resume(partial(Faulty, fault), num_steps=num_steps, world_sizes=[1, 2])
+        assert_exact_resume(partial(Faulty, fault), num_steps=num_steps, dp_sizes=[1, 2])
 
 
 def test_a_divisor_that_is_neither_the_steps_nor_the_ranks() -> None:
@@ -333,6 +333,6 @@ def test_a_divisor_that_is_neither_the_steps_nor_the_ranks() -> None:
         return loader
 
     with pytest.raises(
-        AssertionError, match=r"the ranks say num_loss_tokens=\[\d+\], and have \d+"
+        AssertionError, match=r"the ranks have num_loss_tokens=\[\d+\], and their batches \d+"
     ):
-        assert_exact_resume(make, num_steps=2, world_sizes=[1])
+        assert_exact_resume(make, num_steps=2, dp_sizes=[1])

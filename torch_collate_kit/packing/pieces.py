@@ -67,10 +67,6 @@ def image_load(patches: Patches | ImageLoad, num_examples: int, cost: ModelCost)
     Raises:
         DataError: a number below 0 (below 1 of one image), or too large for int64.
         TypeError, ValueError: no ints, or not one entry per example.
-
-    >>> cost = ModelCost(vision_linear=10, vision_quadratic=1)
-    >>> image_load([[4, 4], [], [6]], 3, cost)
-    ImageLoad(patches=array([8, 0, 6]), costs=array([112,   0,  96]), cuts=None)
     """
     if isinstance(patches, ImageLoad):
         return patches

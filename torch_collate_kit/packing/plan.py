@@ -102,7 +102,7 @@ class PackingPlan:
 
     @property
     def needs_dummy_image(self) -> npt.NDArray[np.bool_]:
-        """bool [R]: rows without an image, where another rank has one in its row at the same index.
+        """[R] rows without an image, where another rank has one in its row at the same index: bool.
 
         Ranks must run the vision tower equally often, else their collectives do not match.
         """

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_lengths
-from torch_collate_kit._reprs import Shown, changed_settings
+from torch_collate_kit._reprs import KindAndSize, changed_settings
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.sampler.checks import Indices, checked_rank, is_same
 from torch_collate_kit.loading.sampler.epochs import NEW_RUN
@@ -132,7 +132,7 @@ class PackedBatchSampler(OrderedSampler):
 
     def __repr__(self) -> str:
         given = {"patches": self._images and self._images.patches, "num_loss_tokens": self._counts}
-        settings: dict[str, Any] = {k: Shown(of) for k, of in given.items() if of is not None}
+        settings: dict[str, Any] = {k: KindAndSize(of) for k, of in given.items() if of is not None}
         settings |= changed_settings(self._packing)
         lengths = f"<{self.num_examples:,} lengths, {int(self._lengths.sum()):,} tokens>"
         return self._shown(lengths, **settings)

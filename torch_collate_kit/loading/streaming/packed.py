@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torch_collate_kit._checks import checked_bool, checked_int, checked_optional_int
-from torch_collate_kit._reprs import Shown, call_repr, changed_settings
+from torch_collate_kit._reprs import KindAndSize, call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.collators.packed import changed_options
@@ -118,7 +118,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         own = changed_settings(self)
         return call_repr(
             self,
-            repr(Shown(self._stream.source)),
+            repr(KindAndSize(self._stream.source)),
             tokenizer=self.collator.pad_token_id,
             **changed_options(self.collator),
             **own,
