@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.packing.oracle_packing import fewest_rows, next_fit, one_by_one, sizes_of
+from tests.packing.oracle_packing import next_fit, one_by_one, sizes_of
 from torch_collate_kit.packing.rows import Limits, Rows, stable_argsort
 from torch_collate_kit.packing.strategies import (
     best_fit_decreasing,
@@ -47,41 +47,6 @@ def test_examples_written_out() -> None:
     assert next_fit_of(sizes, 10) == [[6, 4], [7, 3], [3, 5, 2]]
 
 
-def test_best_fit_and_first_fit_differ_where_they_should() -> None:
-    sizes = np.array([6, 7, 3])
-    # 7 | 6 | 3 fits both with capacity 10: the 7 is the earlier and the fuller row
-    assert bins_of(best_fit_decreasing(sizes, 10, None), sizes) == [[7, 3], [6]]
-    sizes = np.array([5, 6, 4, 4, 1])
-    # capacity 10: 6 4 | 5 4; the 1 has room beside the 5 4 only
-    assert bins_of(first_fit_decreasing(sizes, 10, None), sizes) == [[6, 4], [5, 4, 1]]
-    sizes = np.array([8, 6, 5, 1])
-    # capacity 11: 8 | 6 5 | the 1 has room beside the 8 only
-    assert bins_of(best_fit_decreasing(sizes, 11, None), sizes) == [[8, 1], [6, 5]]
-    sizes = np.array([7, 6, 4, 2])
-    # capacity 12: first fit puts the 4 beside the 7, best fit too; the 2 goes to the 6 in both
-    assert bins_of(best_fit_decreasing(sizes, 12, None), sizes) == [[7, 4], [6, 2]]
-    sizes = np.array([10, 6, 6, 3, 1])
-    # capacity 14: 10 3 | 6 6; one token beside the 10 3, two beside the 6 6
-    assert bins_of(best_fit_decreasing(sizes, 14, None), sizes) == [[10, 3, 1], [6, 6]]
-    sizes = np.array([9, 7, 6, 1])
-    # capacity 14: 9 | 7 6; the 1 is the best fit in the second row, the first fit in the first
-    assert bins_of(best_fit_decreasing(sizes, 14, None), sizes) == [[9], [7, 6, 1]]
-    assert bins_of(first_fit_decreasing(sizes, 14, None), sizes) == [[9, 1], [7, 6]]
-
-
-def test_many_equal_pieces_are_placed_at_once() -> None:
-    sizes = np.repeat([5, 3], [4, 5])
-    expected = [[5, 5, 3], [5, 5, 3], [3, 3, 3]]
-    assert sorted(bins_of(best_fit_decreasing(sizes, 13, None), sizes)) == sorted(expected)
-
-
-def test_the_limit_on_pieces_closes_a_row() -> None:
-    sizes = np.array([3, 3, 3, 1, 1, 1])
-    for pack_rows in (best_fit_decreasing, first_fit_decreasing):
-        assert sorted(bins_of(pack_rows(sizes, 9, 2), sizes)) == [[1, 1], [3, 1], [3, 3]]
-    assert next_fit_of(sizes, 9, 2) == [[3, 3], [3, 1], [1, 1]]
-
-
 @given(problems())
 def test_best_fit_is_exactly_the_one_by_one_best_fit(
     problem: tuple[np.ndarray, int, int | None],
@@ -113,24 +78,6 @@ def test_sequential_is_exactly_next_fit(problem: tuple[np.ndarray, int, int | No
     sizes, capacity, most = problem
     expected = next_fit(sizes.tolist(), capacity, most)
     assert next_fit_of(sizes, capacity, most) == expected
-
-
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=10), st.integers(12, 24))
-def test_at_most_eleven_ninths_of_the_fewest_rows(sizes: list[int], capacity: int) -> None:
-    best = fewest_rows(sizes, capacity)
-    for pack_rows in (best_fit_decreasing, first_fit_decreasing):
-        rows = len(pack_rows(np.array(sizes), capacity, None).offsets) - 1
-        assert best <= rows
-        assert 9 * rows <= 11 * best + 6
-
-
-def test_never_worse_than_next_fit_is_not_a_law() -> None:
-    """Decreasing order can lose to the order given: 4 rows against 3."""
-    sizes = np.array([2, 4, 7, 5, 4, 4, 12])
-    assert len(next_fit_of(sizes, 13)) == 3
-    assert fewest_rows(sizes.tolist(), 13) == 3
-    for pack_rows in (best_fit_decreasing, first_fit_decreasing):
-        assert len(bins_of(pack_rows(sizes, 13, None), sizes)) == 4
 
 
 @pytest.mark.parametrize("num_keys", [1, 100, 1 << 16, (1 << 16) + 1, 1 << 32, (1 << 32) + 1])

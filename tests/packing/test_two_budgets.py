@@ -94,13 +94,6 @@ def test_written_out() -> None:
     assert members(rows) == [[0, 1], [2, 3]]
 
 
-def test_images_of_many_tokens_go_beside_images_of_many_patches() -> None:
-    # 6 + 3 tokens and 3 + 6 patches: one of each kind fills a row of 9 and 9
-    tokens, patches = ints(*[6] * 5, *[3] * 5), ints(*[3] * 5, *[6] * 5)
-    rows = fill_two_budgets(best_fit_decreasing, sizes_of(tokens, patches), Limits(9, 9))
-    assert len(members(rows)) == 5
-
-
 def test_both_budgets_bind_and_rows_hold_a_mixture() -> None:
     """Large images alone leave tokens free, small ones patches; a mixture fills both."""
     tokens = np.repeat(ints(30, 10), [200, 600])
