@@ -64,7 +64,7 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, Ragged):
         yield b"ragged"
         yield from _parts(value.lengths)
-        yield from _parts(value.flat_values)
+        yield from _parts(value.values)
     elif isinstance(value, Batch):
         yield f"batch {len(value)}".encode()
         yield from _parts(value.contents())
@@ -267,7 +267,7 @@ def _num_loss_tokens(parts: list[Any]) -> int | None:
     """Return the loss tokens of a step, on which all ranks agree, or the sum of their own."""
     if isinstance(parts[0], Batch):
         found = [part.metadata.get("num_loss_tokens") for part in parts]
-        own = sum(int(part.row_metadata["num_trained"].flat_values.sum()) for part in parts)
+        own = sum(int(part.row_metadata["num_trained"].values.sum()) for part in parts)
         assert None in found or sum(found) == own or set(found) == {own}, (
             f"the ranks have num_loss_tokens={found}, and their batches {own} in all"
         )

@@ -89,7 +89,7 @@ def _patches_of_images(patches: Any) -> tuple[npt.NDArray[Any], Ints | None]:
     if MaskedArray in kinds:
         raise TypeError("patches are a masked array, whose mask would be lost; pass .compressed()")
     if hasattr(patches, "offsets"):  # a Ragged
-        values, offsets = np.asarray(patches.flat_values), patches.offsets - patches.offsets[0]
+        values, offsets = np.asarray(patches.values), patches.offsets
     elif isinstance(patches, Sequence) and not _are_ints(kinds):
         for i, entry in enumerate(patches):
             if np.ndim(entry) != 1:
