@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.oracle_packing import (
-    next_fit,
-    one_by_one,
     pack_with,
 )
 from torch_collate_kit.errors import DataError
@@ -193,24 +190,6 @@ def test_the_same_call_gives_the_same_plan_and_changes_no_argument(
     for field in dataclasses.fields(PackingPlan):
         value = getattr(plan, field.name)
         assert not isinstance(value, np.ndarray) or not np.shares_memory(value, array)
-
-
-@given(calls())
-def test_the_number_of_rows_is_that_of_one_by_one_packing(
-    call: tuple[list[int], dict[str, Any]],
-) -> None:
-    lengths, options = call
-    plan = pack_with(lengths, **options)
-    most, ranks = options["max_sequences_per_row"], options["rows_multiple_of"]
-    slow: dict[str, Callable[[list[int]], list[list[int]]]] = {
-        "best_fit_decreasing": lambda x: one_by_one(x, plan.max_tokens, most, best=True),
-        "balanced": lambda x: one_by_one(x, plan.max_tokens, most, best=True),
-        "first_fit_decreasing": lambda x: one_by_one(x, plan.max_tokens, most, best=False),
-        "sequential": lambda x: next_fit(x, plan.max_tokens, most),
-    }
-    in_order = np.lexsort((plan.starts, plan.example_indices))
-    rows = len(slow[options["strategy"]](plan.aligned_lengths[in_order].tolist()))
-    assert plan.num_rows == max(1, -(-rows // ranks)) * ranks
 
 
 def test_a_capacity_beyond_int64_is_no_limit() -> None:

@@ -52,20 +52,6 @@ def problems(draw: st.DrawFn, most: int = 40) -> tuple[np.ndarray, np.ndarray, L
     return np.array(tokens), np.array(patches), limits
 
 
-@given(problems(), st.booleans())
-@settings(max_examples=300)
-def test_every_piece_once_and_no_row_over_a_limit(
-    problem: tuple[np.ndarray, np.ndarray, Limits], best: bool
-) -> None:
-    tokens, patches, limits = problem
-    if not patches.any():
-        patches = np.where(np.arange(len(patches)) == 0, 1, patches)
-    rows = fill_two_budgets(FILLS[best], sizes_of(tokens, patches), limits)
-    assert_lawful(rows, tokens, patches, limits)
-    again = fill_two_budgets(FILLS[best], sizes_of(tokens.copy(), patches.copy()), limits)
-    assert members(again) == members(rows)
-
-
 @given(problems(most=6), st.booleans())
 @settings(max_examples=300)
 def test_at_most_four_thirds_of_the_fewest_rows(
