@@ -12,9 +12,9 @@ from torch_collate_kit.packing import PackingOptions, PackingPlan, ParallelLayou
 Bins = list[list[int]]  # sizes, a list per row
 
 
-def sizes_of(tokens: np.ndarray, patches: np.ndarray) -> np.ndarray:
+def sizes_of(tokens: np.ndarray, patches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Cells and patches of pieces, as packers take them."""
-    return np.stack([tokens, patches])
+    return tokens, patches
 
 
 def pack_with(

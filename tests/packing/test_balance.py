@@ -14,7 +14,7 @@ from torch_collate_kit.packing.rows import Limits, Rows
 from torch_collate_kit.packing.strategies import best_fit_decreasing, split_evenly
 
 
-def of_text(tokens: np.ndarray) -> np.ndarray:
+def of_text(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return sizes_of(tokens, np.zeros_like(tokens))
 
 

@@ -7,7 +7,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 
 from torch_collate_kit.packing.options import PackingOptions
-from torch_collate_kit.packing.rows import Ints, Limits, Rows, stable_argsort
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, stable_argsort
 from torch_collate_kit.packing.strategies import split_evenly
 
 __all__ = ["for_ranks", "level", "over_ranks"]
@@ -22,7 +22,7 @@ _SWAPS_PER_RANK = 16
 
 
 def for_ranks(
-    rows: Rows, sizes: Ints, limits: Limits, vision_costs: Ints, packing: PackingOptions
+    rows: Rows, sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOptions
 ) -> Rows:
     """Even out filled rows, as many as a multiple of the ranks, and assign them to the ranks.
 
@@ -61,18 +61,18 @@ def for_ranks(
     return rows.take(given)
 
 
-def _costs(sizes: Ints, limits: Limits, vision_costs: Ints, packing: PackingOptions) -> Ints:
-    """Return the costs to even out, int64 [2, S]: in the language model and the vision tower."""
+def _costs(sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOptions) -> Sizes:
+    """Return the costs to even out: in the language model and the vision tower."""
     if packing.balance != "attention":
         return sizes
     tokens, of_images = sizes
     if limits.patches and vision_costs.any():  # a model without a vision part has none
         of_images = vision_costs
-    return np.stack([packing.cost.language(tokens), of_images])
+    return packing.cost.language(tokens), of_images
 
 
 def level(
-    rows: Rows, sizes: Ints, num_rows: int, *, limits: Limits, image_weights: Ints, most: int
+    rows: Rows, sizes: Sizes, num_rows: int, *, limits: Limits, image_weights: Sizes, most: int
 ) -> Rows:
     """Redistribute pieces over ``num_rows`` rows, at least as many as now, as evenly as possible.
 
@@ -93,19 +93,21 @@ def level(
     added = np.arange(old_rows, num_rows)
     row_of, num_chosen = rows.labels(), min(most, old_rows)
     tokens, longest = sizes[0], int(sizes[0].max())
-    weights = np.stack([tokens, image_weights])
+    weights = tokens, image_weights
     while num_chosen:
         chosen, places = _taken_apart(rows, tokens, num_chosen)
         if len(places) < num_chosen + len(added) and num_chosen < old_rows:
             break  # a row would stay empty, and others can be split
         places = places[stable_argsort(longest - tokens[rows.order[places]], longest)]
         pieces = rows.order[places]
-        taken = sizes[:, pieces]
+        taken = tokens[pieces], sizes[1][pieces]
         for weigh in (weights, sizes) if limits.patches else (sizes,):
-            bins = _deal(taken, weigh[1, pieces], num_chosen + len(added), limits)
+            bins = _deal(taken, weigh[1][pieces], num_chosen + len(added), limits)
             if bins is None:
                 continue
-            if len(added) or _is_evener(bins, weights[:, pieces], rows, weights, chosen):
+            if len(added) or _is_evener(
+                bins, (taken[0], image_weights[pieces]), rows, weights, chosen
+            ):
                 row_of[places] = np.concatenate([chosen, added])[bins]
                 return Rows.from_labels(rows.order, row_of, num_rows)
         num_chosen //= 2
@@ -126,7 +128,7 @@ def _taken_apart(rows: Rows, sizes: Ints, number: int) -> tuple[Ints, Ints]:
     return chosen, Rows(places, rows.offsets).take(chosen).order
 
 
-def _is_evener(bins: Ints, taken: Ints, rows: Rows, weights: Ints, chosen: Ints) -> bool:
+def _is_evener(bins: Ints, taken: Sizes, rows: Rows, weights: Sizes, chosen: Ints) -> bool:
     """Tell whether the rows ``bins`` differ less in weight than the rows ``chosen``.
 
     Of two weights, the one that differs more in relation to its sum decides.
@@ -141,7 +143,7 @@ def _is_evener(bins: Ints, taken: Ints, rows: Rows, weights: Ints, chosen: Ints)
     return after < now
 
 
-def _deal(sizes: Ints, image_weights: Ints, num_rows: int, limits: Limits) -> Ints | None:
+def _deal(sizes: Sizes, image_weights: Sizes, num_rows: int, limits: Limits) -> Ints | None:
     """Return the row of each piece, the lightest row so far, or None if a row overflows."""
     tokens, patches = sizes
     if limits.pieces is not None and len(tokens) > num_rows * limits.pieces:
@@ -193,17 +195,17 @@ def _lightest(weights: Ints, loads: list[int], slots: list[int] | None) -> Ints:
     return np.fromiter(bins, np.int64, len(bins))
 
 
-def _with_a_row_split(rows: Rows, sizes: Ints, limits: Limits) -> Rows:
+def _with_a_row_split(rows: Rows, sizes: Sizes, limits: Limits) -> Rows:
     """Move about half of the pieces of the row that has the most to a new row."""
     num_rows = len(rows.offsets) - 1
     row = int(rows.counts().argmax())
     places = np.arange(rows.offsets[row], rows.offsets[row + 1])
     pieces = rows.order[places]
-    is_image = sizes[1, pieces] > 0
+    is_image = sizes[1][pieces] > 0
     moved = np.zeros(len(pieces), dtype=bool)
     if is_image.sum() == 1:  # the text that leaves its image must leave room for a dummy image
         texts = np.flatnonzero(~is_image)
-        fit = np.cumsum(sizes[0, pieces[texts]]) <= limits.text
+        fit = np.cumsum(sizes[0][pieces[texts]]) <= limits.text
         moved[texts[fit][: -(-len(texts) // 2)]] = True
     else:
         moved[np.flatnonzero(is_image)[1::2]] = moved[np.flatnonzero(~is_image)[1::2]] = True

@@ -181,12 +181,12 @@ def cut_to_fit(
 
 def _whole_examples(lengths: Ints, packing: PackingOptions, images: ImageLoad) -> PackingPlan:
     """Return a plan with every example in a row of its own."""
-    none = np.zeros(0, dtype=np.int64)
+    none, numbers = np.zeros(0, dtype=np.int64), np.arange(len(lengths) + 1)
     return PackingPlan(
-        example_indices=np.arange(len(lengths)),
+        example_indices=numbers[:-1],
         starts=np.zeros_like(lengths),
         lengths=lengths,
-        row_offsets=np.arange(len(lengths) + 1),
+        row_offsets=numbers,
         max_tokens=packing.max_tokens,
         align=packing.parallel.align,
         rows_multiple_of=1,

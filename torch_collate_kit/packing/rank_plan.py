@@ -147,7 +147,8 @@ class RankPlan:
         """
         rows = slice(self.rows.start, self.rows.stop)
         needed = self.plan.needs_dummy_image[rows]
-        if self.plan.rows_multiple_of == 1:
+        first, stop = self.plan.row_offsets[[rows.start, rows.stop]]
+        if self.plan.rows_multiple_of == 1 or len(self.numbers) == stop - first:
             return needed
         left = row_sums(self.plan.patches[self.numbers], self.pieces.row_offsets)
         return needed | ((self.plan.row_patches[rows] > 0) & (left == 0))

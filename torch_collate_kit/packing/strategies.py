@@ -2,7 +2,7 @@
 
 The two fits take ``sizes``, int64 [S], the aligned lengths of at least one piece, each in
 1..capacity. They treat all pieces of one size together, so their time depends on the number of
-distinct sizes more than on the number of pieces. The others take cells and patches, int64 [2, S].
+distinct sizes more than on the number of pieces. The others take cells and patches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit.packing.rows import Ints, Limits, Rows, running_sum, stable_argsort
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, running_sum, stable_argsort
 
 __all__ = [
     "OpenRows",
@@ -228,20 +228,20 @@ def _int_array(values: list[int]) -> Ints:
     return np.fromiter(values, np.int64, len(values))  # np.array takes twice as long
 
 
-def sequential(sizes: Ints, limits: Limits) -> Rows:
+def sequential(sizes: Sizes, limits: Limits) -> Rows:
     """Place pieces in the order given, in a new row whenever the next one does not fit.
 
     All rows keep the reserved cells free. Only a piece with an image may use them, and is then
     alone in its row.
     """
-    next_start, num_pieces = _latest_ends(sizes, limits), sizes.shape[1]
+    next_start, num_pieces = _latest_ends(sizes, limits), len(sizes[0])
     offsets = [0]
     while offsets[-1] < num_pieces:
         offsets.append(int(next_start[offsets[-1]]))
     return Rows(np.arange(num_pieces), np.array(offsets, dtype=np.int64))
 
 
-def split_evenly(sizes: Ints, num_rows: int, limits: Limits) -> Rows:
+def split_evenly(sizes: Sizes, num_rows: int, limits: Limits) -> Rows:
     """Cut the sequence of pieces into ``num_rows`` rows, in order and as evenly as possible.
 
     The cut after row r is at the piece boundary nearest to r / num_rows of all tokens. It moves
@@ -249,9 +249,9 @@ def split_evenly(sizes: Ints, num_rows: int, limits: Limits) -> Rows:
     ``num_rows`` must be at least what next fit needs. Once all pieces are placed, the remaining
     rows are empty.
     """
-    tokens, num_pieces = sizes[0], sizes.shape[1]
+    (tokens, patches), num_pieces = sizes, len(sizes[0])
     latest_end = _latest_ends(sizes, limits)
-    earliest_start = num_pieces - _latest_ends(sizes[:, ::-1], limits)[::-1]
+    earliest_start = num_pieces - _latest_ends((tokens[::-1], patches[::-1]), limits)[::-1]
     boundaries = running_sum(np.minimum(tokens, limits.text)).tolist()
     least = [num_pieces]  # filled backwards: the earliest end of row r
     for _ in range(num_rows):
@@ -268,7 +268,7 @@ def split_evenly(sizes: Ints, num_rows: int, limits: Limits) -> Rows:
     return Rows(np.arange(num_pieces), np.array(offsets, dtype=np.int64))
 
 
-def _latest_ends(sizes: Ints, limits: Limits) -> Ints:
+def _latest_ends(sizes: Sizes, limits: Limits) -> Ints:
     """Return the latest end of a row that begins at each place, or at the end: int64 [S + 1]."""
     tokens, patches = sizes
     ends = np.full(len(tokens) + 1, len(tokens))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.packing.rows import Ints, Limits, Rows
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
 from torch_collate_kit.packing.strategies import OpenRows
 
 __all__ = ["fill_two_budgets"]
@@ -30,7 +30,7 @@ _TOKENS, _PATCHES, _SLOTS = range(3)  # free in a row, and used by a piece
 _KEPT = 8  # of the images that are dealt, the smallest are kept to fill rows up: this part of all
 
 
-def fill_two_budgets(fill: Fill, sizes: Ints, limits: Limits) -> Rows:
+def fill_two_budgets(fill: Fill, sizes: Sizes, limits: Limits) -> Rows:
     """Fill rows with the pieces, each of which fits in one, by ``fill``: best fit or first fit.
 
     Pieces with a larger share of the patches come first, by patches; then those with a larger
@@ -39,7 +39,7 @@ def fill_two_budgets(fill: Fill, sizes: Ints, limits: Limits) -> Rows:
     rows must hold a mixture, so in two more plans most images are first dealt out over as many rows
     as are needed at least, or 1% more. The plan with the fewest rows is taken.
     """
-    num_tokens, num_patches = map(int, sizes.sum(axis=1))
+    num_tokens, num_patches = (int(values.sum()) for values in sizes)
     least = max(-(-num_tokens // limits.tokens), -(-num_patches // limits.patches))
     best: Rows | None = None
     for rows in _plans(fill, _Pieces(sizes, limits), least):
@@ -66,7 +66,7 @@ def _plans(fill: Fill, pieces: _Pieces, least: int) -> Iterator[Rows]:
 class _Pieces:
     """Sizes, shares and classes of the pieces, each [S], and the limits of their rows."""
 
-    def __init__(self, sizes: Ints, limits: Limits) -> None:
+    def __init__(self, sizes: Sizes, limits: Limits) -> None:
         tokens, patches = sizes
         num_pieces = len(tokens)
         self.limits = limits
