@@ -66,12 +66,12 @@ def test_level_splits_a_row_where_no_deal_fits() -> None:
 
 
 def test_level_keeps_cells_free_where_a_row_would_lose_its_image() -> None:
-    # longest first would put both texts, 8 tokens, into the row without an image, which has 7
-    tokens, patches = np.array([6, 4, 4]), np.array([3, 0, 0])
-    rows, limits = Rows(np.arange(3), np.array([0, 2, 3])), Limits(10, 3, None, 3)
+    # longest first would put both texts, 8 tokens, into the added row, which has 7 without an image
+    tokens, patches = np.array([6, 6, 4, 4]), np.array([3, 3, 0, 0])
+    rows, limits = Rows(np.array([0, 2, 1, 3]), np.array([0, 2, 4])), Limits(10, 3, None, 3)
     sizes = sizes_of(tokens, patches)
-    after = level(rows, sizes, 2, limits=limits, image_weights=patches, most=2)
-    assert members(after) == [[0, 1], [2]]
+    after = level(rows, sizes, 3, limits=limits, image_weights=patches, most=2)
+    assert_lawful(after, tokens, patches, limits)
 
 
 row_costs = st.integers(1, 4).flatmap(
