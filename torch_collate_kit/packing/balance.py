@@ -72,7 +72,7 @@ def _costs(sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOpt
 
 
 def level(
-    rows: Rows, sizes: Sizes, num_rows: int, *, limits: Limits, image_weights: Sizes, most: int
+    rows: Rows, sizes: Sizes, num_rows: int, *, limits: Limits, image_weights: Ints, most: int
 ) -> Rows:
     """Redistribute pieces over ``num_rows`` rows, at least as many as now, as evenly as possible.
 
@@ -143,7 +143,7 @@ def _is_evener(bins: Ints, taken: Sizes, rows: Rows, weights: Sizes, chosen: Int
     return after < now
 
 
-def _deal(sizes: Sizes, image_weights: Sizes, num_rows: int, limits: Limits) -> Ints | None:
+def _deal(sizes: Sizes, image_weights: Ints, num_rows: int, limits: Limits) -> Ints | None:
     """Return the row of each piece, the lightest row so far, or None if a row overflows."""
     tokens, patches = sizes
     if limits.pieces is not None and len(tokens) > num_rows * limits.pieces:

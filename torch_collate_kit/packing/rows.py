@@ -34,13 +34,13 @@ class Limits(NamedTuple):
 class Pieces(NamedTuple):
     """Parts of examples in the order of the rows of a batch; int64 each."""
 
-    examples: Ints
+    examples: np.ndarray
     """[S] the example that each piece is taken from."""
-    starts: Ints
+    starts: np.ndarray
     """[S] its first token there; not 0 only after a split."""
-    lengths: Ints
+    lengths: np.ndarray
     """[S] its tokens."""
-    row_offsets: Ints
+    row_offsets: np.ndarray
     """[R + 1] row r holds the pieces ``row_offsets[r]:row_offsets[r + 1]``."""
 
 
