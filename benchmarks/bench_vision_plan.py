@@ -76,7 +76,7 @@ def compare(report: Report, name: str, count: int, rounds: int) -> dict[str, flo
         }
         for key, value in found.items():
             worst[key] = (min if key == "fill" else max)(worst[key], value)
-        total = patches.flat_values.sum() / max_patches - lengths.sum() / MAX_TOKENS
+        total = patches.values.sum() / max_patches - lengths.sum() / MAX_TOKENS
         rows.append(
             [
                 f"{max_patches:,}",

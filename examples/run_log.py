@@ -211,8 +211,8 @@ def _num_adapter_parameters(model: Any) -> int | None:
 
 def _flops(parts: list[kit.Batch], model: Any) -> float:
     """Of the examples in these rows, forward and backward; the head sees trained tokens only."""
-    lengths = torch.cat([part["sub_seq_lengths"].flat_values for part in parts]).cpu()
-    trained = sum(int(part.row_metadata["num_trained"].flat_values.sum()) for part in parts)
+    lengths = torch.cat([part["sub_seq_lengths"].values for part in parts]).cpu()
+    trained = sum(int(part.row_metadata["num_trained"].values.sum()) for part in parts)
     options = {"num_head_tokens": trained if model.through_head else None}
     options["num_adapter_parameters"] = _num_adapter_parameters(model)
     return flops_per_step(model.model.config, lengths, **options)

@@ -48,7 +48,7 @@ def assert_equals_oracle(batch: Batch, expected: dict[str, Any]) -> None:
     for key, value in expected["metadata"].items():
         found = (batch.row_metadata if key in batch.row_metadata else batch.metadata)[key]
         if isinstance(found, Ragged):
-            assert found.flat_values.dtype in (np.int64, torch.int64), key
+            assert found.values.dtype in (np.int64, torch.int64), key
             found = found.tolist()
         assert found == value, (key, found, value)
         assert not isinstance(found, np.generic), f"{key} is {type(found)}, not a Python number"
@@ -110,7 +110,7 @@ def same_value(value: Any, other: Any) -> bool:
     if type(value) is not type(other):
         return False
     if isinstance(value, Ragged):
-        return same_value(value.flat_values, other.flat_values) and value == other
+        return same_value(value.values, other.values) and value == other
     if isinstance(value, torch.Tensor):
         return value.dtype == other.dtype and torch.equal(value, other)
     if isinstance(value, np.ndarray):

@@ -88,7 +88,7 @@ def padded(model: Model, multiple_of: int) -> Model:
 def change(field: Any, wanted: Any, number: int) -> None:
     """The same change of a field in place and of its model."""
     if isinstance(field, Ragged):
-        field.flat_values.add_(number)
+        field.values.add_(number)
         for row in wanted:
             row.add_(number)
     elif field.dtype == torch.bool:
@@ -206,7 +206,7 @@ def test_a_declared_field_has_its_pads_in_added_rows_though_it_was_changed(chang
     columns.specs["image_grid_thw"] = PerExample(torch.int64)
     if changed:
         batch["rewards"].mul_(2)
-        batch["image_grid_thw"].flat_values.mul_(2)
+        batch["image_grid_thw"].values.mul_(2)
     padded_batch = batch.pad_rows(multiple_of=5)
     assert padded_batch["rewards"][3:].unique().tolist() == [-1]
     assert padded_batch["rewards"][:3].max() == (2 if changed else 1)

@@ -71,7 +71,7 @@ def test_every_way_to_read_gives_the_same_rows(ragged: Ragged) -> None:
     assert [ragged[i - 4].tolist() for i in range(4)] == ROWS
     assert ragged[np.int64(2)].tolist() == [4]
     assert ragged.lengths.tolist() == [3, 0, 1, 2]
-    assert ragged.flat_values.tolist() == [1, 2, 3, 4, 5, 6]
+    assert ragged.values.tolist() == [1, 2, 3, 4, 5, 6]
     assert repr(ragged).startswith("Ragged(4 rows, 6 values, ")
 
 

@@ -68,7 +68,7 @@ def test_real_conversations_are_packed_without_loss(name, shared_data, tokenizer
     batch = collate(data)
     assert len(batch) % 2 == 0
     assert batch["input_ids"].shape[1] <= FILES[name][2]
-    assert sorted(batch.row_metadata["example_indices"].flat_values) == list(range(len(data)))
+    assert sorted(batch.row_metadata["example_indices"].values) == list(range(len(data)))
     rows = zip(
         batch.row_metadata["example_indices"], batch["cu_seq_lens"], batch["input_ids"], strict=True
     )

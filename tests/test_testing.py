@@ -313,7 +313,7 @@ class Faulty(PrefetchingSampler):
         ("lost", AssertionError, r"resumed after 0 of 3 steps, 1 -> 2 ranks: batch 0 differs"),
         ("uneven", AssertionError, r"1 of 2 ranks end an epoch before the others"),
         ("own states", AssertionError, r"after 1 steps the states of the 2 ranks differ; a state"),
-        ("sets", TypeError, r"dp_sizes compares examples, which a set does not tell; let make"),
+        ("sets", TypeError, r"dp_sizes compares examples, which a set does not name; let make"),
     ],
 )
 def test_faults_that_a_change_of_ranks_shows(
@@ -338,6 +338,6 @@ def test_a_divisor_that_is_neither_the_steps_nor_the_ranks() -> None:
         return loader
 
     with pytest.raises(
-        AssertionError, match=r"the ranks say num_loss_tokens=\[\d+\], and have \d+"
+        AssertionError, match=r"the ranks have num_loss_tokens=\[\d+\], and their batches \d+"
     ):
         assert_exact_resume(make, num_steps=2, dp_sizes=[1])

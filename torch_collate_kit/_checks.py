@@ -16,11 +16,7 @@ from torch_collate_kit.errors import DataError
 
 
 def checked_int(name: str, value: Any, *, minimum: int = 1, hint: str = "") -> int:
-    """``value`` as a Python int of at least ``minimum``; NumPy integers count, bools do not.
-
-    >>> checked_int("dp", 2)
-    2
-    """
+    """Return ``value`` as a Python int of at least ``minimum``; NumPy integers count, not bools."""
     way_out = f"; {hint}" if hint else ""
     if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
         raise TypeError(
@@ -33,19 +29,12 @@ def checked_int(name: str, value: Any, *, minimum: int = 1, hint: str = "") -> i
 
 
 def checked_optional_int(name: str, value: Any, *, hint: str) -> int | None:
-    """Like ``checked_int``, but None is allowed and returned.
-
-    >>> checked_optional_int("max_length", None, hint="None switches it off")
-    """
+    """Return ``value`` as ``checked_int`` does; None is allowed and returned."""
     return None if value is None else checked_int(name, value, hint=hint)
 
 
 def checked_bool(name: str, value: Any) -> bool:
-    """``value`` if it is True or False; values that are only truthy or falsy are refused.
-
-    >>> checked_bool("fixed_width", True)
-    True
-    """
+    """Return ``value`` if it is True or False; refuse what is only truthy or falsy."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
     return value
@@ -59,7 +48,7 @@ def checked_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> No
 
 
 def checked_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """``lengths`` as int64 [N], all positive. A view if they are int64 already, else a copy.
+    """Return ``lengths`` as int64 [N], all positive: a view if they are int64, else a copy.
 
     Raises:
         TypeError: the lengths are not integers.
@@ -106,7 +95,7 @@ def checked_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
 
 
 def _check_no_examples(lengths: Any) -> None:
-    """Raise TypeError for examples in place of their lengths, before any of them is shown."""
+    """Raise TypeError for examples in place of their lengths, without their contents."""
     kind = type(lengths).__name__
     if hasattr(lengths, "lengths"):
         raise TypeError(f"lengths is a {kind}, not its lengths; pass its .lengths")

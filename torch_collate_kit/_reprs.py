@@ -1,4 +1,4 @@
-"""What reprs are made of: the call that makes an object, without what is the default; counts."""
+"""Reprs: the call that makes an object, without defaults; kinds, sizes and counts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import MISSING, fields, is_dataclass
 from inspect import signature
 from typing import Any
 
-__all__ = ["Shown", "call_repr", "changed_settings", "dataclass_repr", "plural"]
+__all__ = ["KindAndSize", "call_repr", "changed_settings", "dataclass_repr", "plural"]
 
 
 def call_repr(owner: Any, *positional: str, **settings: Any) -> str:
-    """``Name(positional, setting=value)``.
+    """Return ``Name(positional, setting=value)``.
 
     >>> call_repr([], "8", seed=3)
     'list(8, seed=3)'
@@ -21,19 +21,9 @@ def call_repr(owner: Any, *positional: str, **settings: Any) -> str:
 
 
 def changed_settings(owner: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not the default, or the arguments of a constructor.
+    """Return the fields of a dataclass, or the arguments of a constructor, without defaults.
 
-    An argument has the value of the attribute of that name.
-
-    >>> from dataclasses import dataclass
-    >>> @dataclass
-    ... class Point:
-    ...     x: int = 0
-    ...     y: int = 0
-    >>> class Shape:
-    ...     def __init__(self, *, sides=4, name=""): self.sides, self.name = sides, name
-    >>> changed_settings(Point(y=2)), changed_settings(Shape(sides=3))
-    ({'y': 2}, {'sides': 3})
+    The value of an argument is that of the attribute of its name.
     """
     if is_dataclass(owner):
         factories = {f.name: f.default_factory for f in fields(owner)}
@@ -47,14 +37,14 @@ def changed_settings(owner: Any) -> dict[str, Any]:
 
 
 def dataclass_repr(owner: Any) -> str:
-    """A dataclass as the call that makes it, without fields that have the default."""
+    """Return a dataclass as the call that makes it, without fields that have the default."""
     return call_repr(owner, **changed_settings(owner))
 
 
-class Shown:
-    """Shows a value by its kind and size, since its contents would fill pages.
+class KindAndSize:
+    """A value whose repr is its kind and size, since its contents would fill pages.
 
-    >>> Shown([1, 2]), Shown(iter("ab")), Shown(max)
+    >>> KindAndSize([1, 2]), KindAndSize(iter("ab")), KindAndSize(max)
     (<list of 2>, <str_ascii_iterator>, <max>)
     """
 
@@ -72,7 +62,7 @@ class Shown:
 
 
 def plural(number: int, noun: str) -> str:
-    """A number and what is counted.
+    """Return a number and the noun, in the plural but for 1.
 
     >>> plural(1, "row"), plural(2000, "row")
     ('1 row', '2,000 rows')

@@ -16,7 +16,7 @@ _SHORT_SPAN = 100  # entries on average; below it an index gather is the faster 
 
 
 def row_indices(indices: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
-    """Row numbers as int64. Booleans and floats are refused: they would silently become integers.
+    """Return row numbers as int64; refuse booleans and floats, which would become integers.
 
     Raises:
         TypeError: anything but integers.
@@ -30,23 +30,16 @@ def row_indices(indices: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
 
 
 def span_indices(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """``starts[0], starts[0] + 1, ...`` of each length, one span after the other: int64.
-
-    >>> span_indices(np.array([5, 2]), np.array([3, 1])).tolist()
-    [5, 6, 7, 2]
-    """
+    """Return the indices of spans, ``starts[0], starts[0] + 1, ...``, in turn: int64 [T]."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
 
 
 def take_spans(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """``values[start:start + length]`` of every span, one after the other: a copy.
+    """Copy ``values[start:start + length]`` of every span, one after the other.
 
     Spans are copied between memoryviews, which take three quarters of the time of joining ndarrays.
     Short ones are gathered by an index, which costs more per entry and nothing per span.
-
-    >>> take_spans(np.array([5, 6, 7, 8]), np.array([2, 0]), np.array([2, 1])).tolist()
-    [7, 8, 5]
     """
     total = int(lengths.sum())
     has_view = values.ndim == 1 and values.dtype.kind in "biuf" and values.dtype.isnative
@@ -116,7 +109,7 @@ class Ragged:
 
     @classmethod
     def from_rows(cls, rows: Iterable[Any], dtype: Any = None) -> Ragged:
-        """Rows that are lists, ndarrays or CPU tensors, copied into one flat NumPy array."""
+        """Copy rows, lists, ndarrays or CPU tensors, into one flat NumPy array."""
         rows = list(rows)
         for i, row in enumerate(rows):
             if isinstance(row, MaskedArray):
@@ -134,14 +127,14 @@ class Ragged:
     def from_lengths(
         cls, values: np.ndarray | Tensor, lengths: np.ndarray | Sequence[int]
     ) -> Ragged:
-        """A view of ``values`` as consecutive rows of the given lengths."""
+        """Return a view of ``values`` as consecutive rows of the given lengths."""
         offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
         return cls(values, offsets)
 
     @classmethod
     def cat(cls, parts: Sequence[Ragged]) -> Ragged:
-        """The rows of all parts, one after the other; values are copied."""
+        """Join the rows of all parts, one after the other; values are copied."""
         if not parts:
             raise ValueError("Ragged.cat needs at least one part, got none; pass a Ragged or more")
         flat = [part.values for part in parts]
@@ -154,11 +147,6 @@ class Ragged:
     def lengths(self) -> np.ndarray:
         """Row lengths: int64 [N], a new array."""
         return self.offsets[1:] - self.offsets[:-1]  # ten times less overhead than np.diff
-
-    @property
-    def flat_values(self) -> Any:
-        """The values of these rows and of no others, as ``values`` is."""
-        return self.values
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -180,7 +168,7 @@ class Ragged:
         return map(self.values.__getitem__, map(slice, offsets[:-1], offsets[1:]))
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Ragged:
-        """The rows at ``indices``, in that order: a copy."""
+        """Copy the rows at ``indices``, in that order."""
         picked = row_indices(indices)
         lengths, starts = self.lengths[picked], self.offsets[:-1][picked]
         values = self.values
@@ -191,7 +179,7 @@ class Ragged:
         return Ragged.from_lengths(values[on_device], lengths)
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Ragged:
-        """The same rows with tensor values on ``device``; offsets stay in host memory."""
+        """Return the same rows with tensor values on ``device``; offsets stay in host memory."""
         values = torch.as_tensor(self.values).to(device, non_blocking=non_blocking)
         return Ragged(values, self.offsets)
 
@@ -202,11 +190,11 @@ class Ragged:
         return Ragged, (values, self.offsets)
 
     def tolist(self) -> list[list[Any]]:
-        """Every row as a Python list."""
+        """Return every row as a Python list."""
         return [row.tolist() for row in self]
 
     def __eq__(self, other: object) -> bool:
-        """Equal row lengths and equal values (dtype does not matter)."""
+        """Compare row lengths and values; the dtype does not matter."""
         if not isinstance(other, Ragged):
             return NotImplemented
         if not np.array_equal(self.lengths, other.lengths):
@@ -221,12 +209,9 @@ class Ragged:
 
 
 def unchecked(values: np.ndarray | Tensor, offsets: np.ndarray) -> Ragged:
-    """A Ragged of offsets that are int64, begin at 0 and end at ``len(values)``: a view.
+    """Return a Ragged of offsets that are int64, begin at 0 and end at ``len(values)``: a view.
 
     The checks of ``Ragged(values, offsets)`` take as long as moving ten thousand tokens.
-
-    >>> unchecked(np.array([7, 8, 9]), np.array([0, 1, 3])).tolist()
-    [[7], [8, 9]]
     """
     ragged = object.__new__(Ragged)
     ragged.values, ragged.offsets = values, offsets

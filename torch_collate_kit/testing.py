@@ -1,4 +1,4 @@
-"""Tools to test your own loader: digests of batches, and resuming at every step."""
+"""Tools to test your own loader: digests of batches, and a check that it resumes at every step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Found: TypeAlias = tuple[list[tuple[str, bool]], list[str]]
 
 
 def batch_digest(batch: Any) -> str:
-    """A hash of everything in a batch: equal for batches that are equal to the last byte.
+    """Hash everything in a batch: equal for batches that are equal to the last byte.
 
     Accepts a Batch (what it stores, and its metadata), tensors, arrays, Ragged, numbers, strings,
     None, and mappings, lists, tuples and dataclasses of these. Dtypes, shapes and the kind of a
@@ -51,7 +51,7 @@ def batch_digest(batch: Any) -> str:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """The bytes of a value: its kind, then its contents."""
+    """Yield the bytes of a value: its kind, then its contents."""
     if isinstance(value, torch.Tensor):
         yield f"tensor {value.dtype} {list(value.shape)}".encode()
         cells = value.detach().cpu().contiguous().reshape(-1)
@@ -64,7 +64,7 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, Ragged):
         yield b"ragged"
         yield from _parts(value.lengths)
-        yield from _parts(value.flat_values)
+        yield from _parts(value.values)
     elif isinstance(value, Batch):
         yield f"batch {len(value)}".encode()
         yield from _parts(value.stored().contents())
@@ -86,7 +86,7 @@ def _parts(value: Any) -> Iterator[Any]:
         for field in dataclasses.fields(value):
             yield field.name.encode()
             yield from _parts(getattr(value, field.name))
-    elif value is None or isinstance(value, (bool, int, float, str, bytes)):
+    elif value is None or isinstance(value, (bool, int, float, str, bytes, range)):
         yield f"{type(value).__name__} {value!r}".encode()
     else:
         raise TypeError(
@@ -185,13 +185,13 @@ def _run(
     max_state_bytes: int,
     saves: bool = True,
 ) -> _Found:
-    """The steps after ``done``, and the states before, between and after them if it saves any."""
+    """Return the steps after ``done``, and with ``saves`` the states around them."""
     found: list[tuple[str, bool]] = []
     states: list[str] = []
 
-    def save(of_each: Iterable[dict[str, Any]]) -> None:
+    def save(from_ranks: Iterable[dict[str, Any]]) -> None:
         after = done + len(found)
-        texts = [_as_json(one, after=after, max_bytes=max_state_bytes) for one in of_each]
+        texts = [_as_json(one, after=after, max_bytes=max_state_bytes) for one in from_ranks]
         assert len(set(texts)) == 1, (
             f"after {after} steps the states of the {len(texts)} ranks differ; a state that every "
             "rank can load is the same on all of them"
@@ -222,7 +222,7 @@ def _run(
 
 
 def _in_step(ranks: list[Iterator[Any]]) -> Iterator[list[Any]]:
-    """The batches of all ranks, a step at a time."""
+    """Yield the batches of all ranks, a step at a time."""
     while True:
         parts = [next(rank, _END) for rank in ranks]
         num_ended = sum(part is _END for part in parts)
@@ -235,12 +235,11 @@ def _in_step(ranks: list[Iterator[Any]]) -> Iterator[list[Any]]:
 
 
 def _digest_of_batch(parts: list[Any]) -> str:
-    """Of the step of a single rank."""
     return batch_digest(parts[0])
 
 
 def _digest_of_step(parts: list[Any], *, same_rows: bool) -> str:
-    """Of the rows in the order of the ranks, or else of the examples in any."""
+    """Hash the rows in the order of the ranks, or else the examples in any order."""
     if same_rows and all(isinstance(part, Batch) for part in parts):
         first = parts[0]
         names = [n for n in _ROW_FIELDS if n in first and isinstance(first[n], torch.Tensor)]
@@ -253,37 +252,37 @@ def _digest_of_step(parts: list[Any], *, same_rows: bool) -> str:
 
 
 def _examples_of(part: Any) -> list[Any]:
-    """What tells the examples of a batch from others; in any order."""
+    """Return digests or indices of the examples of a batch."""
     if isinstance(part, Batch):
         ids = unpack(part["input_ids"], part)
         labels = unpack(part["labels"], part) if "labels" in part else [None] * len(ids)
-        return [batch_digest([i, of]) for i, of in zip(ids, labels, strict=True) if len(i)]
+        return [batch_digest([i, row]) for i, row in zip(ids, labels, strict=True) if len(i)]
     if isinstance(part, RankPlan):
         return list(part.indices)
     if isinstance(part, (list, np.ndarray)) and all(hasattr(i, "__index__") for i in part):
         return [int(i) for i in part]
     raise TypeError(
-        f"dp_sizes compares examples, which a {type(part).__name__} does not tell; let make() "
-        "give a loader of Batches, or a sampler of indices or plans"
+        f"dp_sizes compares examples, which a {type(part).__name__} does not name; let make() "
+        "return a loader of Batches, or a sampler of indices or plans"
     )
 
 
 def _num_loss_tokens(parts: list[Any]) -> int | None:
-    """Of a step: what every rank says, or else the sum of what each says of its own."""
+    """Return the loss tokens of a step, on which all ranks agree, or the sum of their own."""
     if isinstance(parts[0], Batch):
-        told = [part.metadata.get("num_loss_tokens") for part in parts]
-        own = sum(int(part.row_metadata["num_trained"].flat_values.sum()) for part in parts)
-        assert None in told or sum(told) == own or set(told) == {own}, (
-            f"the ranks say num_loss_tokens={told}, and have {own} in all"
+        found = [part.metadata.get("num_loss_tokens") for part in parts]
+        own = sum(int(part.row_metadata["num_trained"].values.sum()) for part in parts)
+        assert None in found or sum(found) == own or set(found) == {own}, (
+            f"the ranks have num_loss_tokens={found}, and their batches {own} in all"
         )
         return own
-    told = [getattr(part, "num_loss_tokens", None) for part in parts]
-    assert len(set(told)) == 1, f"the ranks say num_loss_tokens={told}"
-    return told[0]
+    found = [getattr(part, "num_loss_tokens", None) for part in parts]
+    assert len(set(found)) == 1, f"the ranks have num_loss_tokens={found}"
+    return found[0]
 
 
 def _state_after(source: Any) -> Callable[[int], dict[str, Any]]:
-    """The state after a number of batches of the next iter(), which samplers do not count."""
+    """Return a function of a number of batches of the next iter(): the state after them."""
     if not hasattr(source, "state_at"):
         return lambda num_taken: source.state_dict()
     epoch, step = source.epoch, source.state_dict()["step"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +12,9 @@ from torch_collate_kit.packing import PackingOptions, PackingPlan, ParallelLayou
 Bins = list[list[int]]  # sizes, a list per row
 
 
-def sizes_of(tokens: np.ndarray, patches: np.ndarray) -> np.ndarray:
+def sizes_of(tokens: np.ndarray, patches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Cells and patches of pieces, as packers take them."""
-    return np.stack([tokens, patches])
+    return tokens, patches
 
 
 def pack_with(
@@ -160,19 +159,3 @@ def needed_dummies(bins: Sequence[Sequence[int]], patches: Sequence[int], ranks:
         others = any(patches[i] for other in same_index for i in other)
         needed.append(others and not any(patches[i] for i in row))
     return needed
-
-
-def best_fit_row_count(sizes: Sequence[int], capacity: int) -> int:
-    """Rows of one-by-one best fit decreasing, with a sorted list of free spaces: n log n."""
-    spaces: list[int] = []
-    num_rows = 0
-    for size in sorted(sizes, reverse=True):
-        place = bisect_left(spaces, size)
-        if place == len(spaces):
-            num_rows += 1
-            space = capacity
-        else:
-            space = spaces.pop(place)
-        if space > size:
-            insort(spaces, space - size)
-    return num_rows

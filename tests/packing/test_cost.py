@@ -163,17 +163,6 @@ def test_of_a_model_counts_what_its_layers_do(name: str) -> None:
     assert (windowed > 0) == (name == "gemma3")
 
 
-def test_of_a_text_model_has_no_vision_part() -> None:
-    config = transformers.Qwen3Config(**WIDE_HEADS)
-    with torch.device("meta"):
-        model = transformers.Qwen3ForCausalLM(config)
-    linear = 2 * sum(parameters_passed(layer, config) for layer in model.model.layers)
-    quadratic = 2 * 3 * 4 * 24
-    found = ModelCost.of(config)
-    assert found == ModelCost(round(16 * linear / quadratic), 16, 0, 0)
-    assert found.vision(np.array([5])).tolist() == [0]
-
-
 def test_of_real_sizes_leaves_room_for_a_million_long_examples() -> None:
     names = ("Qwen2_5_VL", "Qwen3VLMoe", "Glm4v", "Gemma3", "InternVL")
     for name in (*names, "Gemma2", "Mistral", "GptOss", "DeepseekV3", "Qwen3Next"):
@@ -188,32 +177,11 @@ def test_of_real_sizes_leaves_room_for_a_million_long_examples() -> None:
         assert 0 < most * 1_000_000 < 2**63
 
 
-def test_a_window_limits_the_pairs() -> None:
-    cost = ModelCost(5, 2, 0, 0, language_windowed_quadratic=3, language_window=4)
-    lengths = np.array([0, 1, 3, 4, 5, 9])
-    pairs = [sum(min(query + 1, 4) for query in range(n)) for n in lengths]
-    assert pairs == [0, 1, 6, 10, 14, 30]
-    # 2 * pairs - min(n, 4) of each, as n * n leaves out the n of n * (n + 1)
-    twice = [0, 1, 9, 16, 24, 56]
-    expected = [5 * n + 2 * n * n + 3 * t for n, t in zip(lengths, twice, strict=True)]
-    assert cost.language(lengths).tolist() == expected
-    assert lengths.tolist() == [0, 1, 3, 4, 5, 9]
-
-
 def test_a_state_without_a_window_has_four_numbers() -> None:
     # as saved before there were windows
     assert PackingOptions(8).as_state()["cost"] == [24576, 1, 5266, 1]
     windowed = ModelCost(1, 2, 3, 4, 5, 6)
     assert PackingOptions(8, cost=windowed).as_state()["cost"] == [1, 2, 3, 4, 5, 6]
-
-
-def test_the_default_is_28_layers_of_2048_and_24_of_1024() -> None:
-    lengths = np.array([1, 2, 100, 24576])
-    assert ModelCost().language(lengths).tolist() == [24577, 49156, 2467600, 1207959552]
-    unit = 28 * 2 * 2048
-    assert round(24 * 24 * 1024**2 / unit) == ModelCost().vision_linear
-    assert round(4 * 24 * 1024 / unit) == ModelCost().vision_quadratic
-    assert ModelCost().vision(np.array([0, 1, 1000])).tolist() == [0, 5267, 6266000]
 
 
 @pytest.mark.parametrize(

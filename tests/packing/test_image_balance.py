@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import permutations, product
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -67,6 +65,15 @@ def test_level_splits_a_row_where_no_deal_fits() -> None:
     assert len(members(after)) == 3
 
 
+def test_level_keeps_cells_free_where_a_row_would_lose_its_image() -> None:
+    # longest first would put both texts, 8 tokens, into the added row, which has 7 without an image
+    tokens, patches = np.array([6, 6, 4, 4]), np.array([3, 3, 0, 0])
+    rows, limits = Rows(np.array([0, 2, 1, 3]), np.array([0, 2, 4])), Limits(10, 3, None, 3)
+    sizes = sizes_of(tokens, patches)
+    after = level(rows, sizes, 3, limits=limits, image_weights=patches, most=2)
+    assert_lawful(after, tokens, patches, limits)
+
+
 row_costs = st.integers(1, 4).flatmap(
     lambda ranks: st.integers(1, 6).flatmap(
         lambda rows: st.tuples(
@@ -113,43 +120,17 @@ def test_rows_with_images_are_the_same_on_all_ranks(
 @given(row_costs)
 @settings(max_examples=100)
 def test_swaps_only_make_ranks_more_even(case: tuple[int, list[tuple[int, int]]]) -> None:
-    num_ranks, pairs = case
+    ranks, pairs = case
     costs, image_costs = (np.array(values, dtype=np.int64) for values in zip(*pairs, strict=True))
-    if num_ranks == 1 or not image_costs.any() or not costs.any():
-        return
 
     def evenness() -> float:
-        rows = over_ranks(costs, num_ranks, keep_order=False, image_costs=image_costs)
-        return heaviest(rows.reshape(num_ranks, -1), costs, image_costs)
+        rows = over_ranks(costs, ranks, keep_order=False, image_costs=image_costs)
+        return heaviest(rows.reshape(ranks, -1), costs, image_costs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(balance, "_SWAPS_PER_RANK", 0)
         before = evenness()
-    after = evenness()
-    assert after <= before + 1e-9
-    # No single swap of two rows at one index makes the heaviest rank lighter than it is now.
-    rows = over_ranks(costs, num_ranks, keep_order=False, image_costs=image_costs)
-    rows = rows.reshape(num_ranks, -1)
-    if after > 1.001:
-        for index, (one, other) in product(range(rows.shape[1]), permutations(range(num_ranks), 2)):
-            swapped = rows.copy()
-            swapped[[one, other], index] = swapped[[other, one], index]
-            both = [one, other]
-            if after > heaviest_of(rows, costs, image_costs, both) - 1e-9 and (
-                heaviest_of(rows, costs, image_costs, both) < after - 1e-9
-            ):
-                continue  # neither of the two is the heaviest rank
-            assert heaviest_of(swapped, costs, image_costs, both) >= after - 1e-9 or (
-                heaviest(rows, costs, image_costs) - 1e-9 <= heaviest(swapped, costs, image_costs)
-            )
-
-
-def heaviest_of(
-    rows: np.ndarray, costs: np.ndarray, image_costs: np.ndarray, chosen: list[int]
-) -> float:
-    """As ``heaviest``, of the chosen ranks."""
-    sums = [values[rows].sum(axis=1) for values in (costs, image_costs)]
-    return max(values[chosen].max() / max(values.mean(), 1e-9) for values in sums)
+    assert evenness() <= before + 1e-9
 
 
 def test_two_costs_written_out() -> None:
@@ -172,14 +153,6 @@ def test_huge_costs_do_not_overflow() -> None:
     assert heaviest(rows, costs.astype(float), image_costs.astype(float)) < 1.1
     small = over_ranks(costs >> 24, 8, keep_order=False, image_costs=image_costs >> 24)
     assert rows.ravel().tolist() == small.tolist()
-
-
-def test_the_balanced_strategy_evens_out_patches_not_what_they_cost() -> None:
-    # by cost, 36 | 12 9 9, one row would have 6 patches and the other 12
-    cost = ModelCost(1, 0, 0, 1)
-    packing = PackingOptions(4, strategy="balanced", rows_multiple_of=2, cost=cost)
-    plan = pack([1, 1, 1, 1], packing=packing, patches=[[6], [2, 2, 2], [3], [3]])
-    assert plan.row_patches.tolist() == [9, 9]
 
 
 def test_ranks_have_as_many_patches_where_the_cost_of_images_is_not_known() -> None:

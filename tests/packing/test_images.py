@@ -11,7 +11,7 @@ import torch
 
 from tests.packing.oracle_packing import pack_with
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
+from torch_collate_kit.packing import ModelCost
 from torch_collate_kit.packing.pieces import ImageLoad, image_load
 from torch_collate_kit.ragged import Ragged
 
@@ -29,7 +29,6 @@ COST = ModelCost(vision_linear=10, vision_quadratic=1)
         Ragged.from_rows([[9], [4, 2], [], [3], [9]])[1:4],
         Ragged(torch.tensor([4, 2, 3]), [0, 2, 2, 3]),
     ],
-    ids=["lists", "tuples", "arrays", "tensors", "ragged", "slice", "ragged tensor"],
 )
 def test_patches_of_each_image(patches: Any) -> None:
     load = image_load(patches, 3, COST)
@@ -43,12 +42,6 @@ def test_patches_of_each_image(patches: Any) -> None:
     assert [values.tolist() for values in cuts] == [[1, 2, 3], [4, 0, 0], [56, 0, 0]]
 
 
-@pytest.mark.parametrize("patches", [[6, 0, 3], np.array([6, 0, 3], dtype=np.uint16), (6, 0, 3)])
-def test_patches_of_each_example(patches: Any) -> None:
-    load = image_load(patches, 3, COST)
-    assert (load.patches.tolist(), load.costs.tolist()) == ([6, 0, 3], [96, 0, 39])
-
-
 def test_no_images_and_no_examples() -> None:
     assert image_load([[], []], 2, COST).patches.tolist() == [0, 0]
     for nothing in ([], np.zeros(0, dtype=np.int32), Ragged.from_rows([])):
@@ -58,80 +51,25 @@ def test_no_images_and_no_examples() -> None:
     assert load.costs.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("patches", "error", "message"),
-    [
-        (
-            [4, 2],
-            ValueError,
-            "patches has 2 entries, but there are 3 examples; pass one int per ex",
-        ),
-        ([[4], []], ValueError, "patches has 2 entries, but there are 3 examples; pass one int pe"),
-        ([4, -1, 2], DataError, "example 1 has -1 patches, but they must be 0 to 268435455; pass"),
-        (
-            [[4], [], [3, 0]],
-            DataError,
-            "example 2 has an image of 0 patches, but they must be 1 to",
-        ),
-        ([[4], [2**28], [3]], DataError, "example 1 has an image of 268435456 patches, but they m"),
-        ([4.0, 1, 2], TypeError, "patches of example 0 are 4.0, neither an int nor a list of the"),
-        (np.array([4.0, 1, 2]), TypeError, "patches must be integers, got dtype float64; pass one"),
-        ([[4.5], [], [1]], TypeError, "patches must be integers, got dtype float64; pass one int"),
-        ([True, 1, 2], TypeError, "patches of example 0 are True, neither an int nor a list of t"),
-        ([[4], 3, [1]], TypeError, "patches of example 1 are 3, neither an int nor a list of the"),
-        ([[4], None, [1]], TypeError, "patches of example 1 are None, neither an int nor a list"),
-        ([[[4]], [[1]], [[1]]], TypeError, "patches of example 0 are [[4]], neither an int nor a"),
-        (np.ones((3, 2), int), ValueError, "patches must be 1-D, got shape (3, 2); pass one int p"),
-        (
-            np.ma.array([4, 1, 2], mask=[0, 1, 0]),
-            TypeError,
-            "patches are a masked array, whose mask",
-        ),
-        ([np.ma.array([4]), [], [1]], TypeError, "patches are a masked array, whose mask would be"),
-        (5, ValueError, "patches must be 1-D, got shape (); pass one int per example, 0 without a"),
-    ],
-)
+WRONG_PATCHES: list[tuple[Any, type[Exception], str]] = [
+    ([[4], []], ValueError, "patches has 2 entries, but there are 3 examples; pass one int pe"),
+    ([4, -1, 2], DataError, "example 1 has -1 patches, but they must be 0 to 268435455; pass"),
+    ([[4], [], [3, 0]], DataError, "example 2 has an image of 0 patches, but they must be 1"),
+    ([[4], [2**28], [3]], DataError, "example 1 has an image of 268435456 patches, but they m"),
+    ([4.0, 1, 2], TypeError, "patches of example 0 are 4.0, neither an int nor a list of the"),
+    (np.array([4.0, 1, 2]), TypeError, "patches must be integers, got dtype float64; pass one"),
+    ([[4.5], [], [1]], TypeError, "patches must be integers, got dtype float64; pass one int"),
+    ([True, 1, 2], TypeError, "patches of example 0 are True, neither an int nor a list of t"),
+    ([[4], 3, [1]], TypeError, "patches of example 1 are 3, neither an int nor a list of the"),
+    ([[4], None, [1]], TypeError, "patches of example 1 are None, neither an int nor a list"),
+    ([[[4]], [[1]], [[1]]], TypeError, "patches of example 0 are [[4]], neither an int nor a"),
+    (np.ones((3, 2), int), ValueError, "patches must be 1-D, got shape (3, 2); pass one int p"),
+    ([np.ma.array([4]), [], [1]], TypeError, "patches are a masked array, whose mask would be"),
+    (5, ValueError, "patches must be 1-D, got shape (); pass one int per example, 0 without a"),
+]
+
+
+@pytest.mark.parametrize(("patches", "error", "message"), WRONG_PATCHES)
 def test_refuses_wrong_patches(patches: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         pack_with([3, 4, 5], 8, patches=patches)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (
-            {"max_patches": 0},
-            ValueError,
-            "max_patches must be at least 1, got 0; None means no lim",
-        ),
-        (
-            {"max_patches": 2.0},
-            TypeError,
-            "max_patches must be an int, got 2.0 of type float; None",
-        ),
-        ({"cost": 3}, TypeError, "cost must be a ModelCost, got 3; ModelCost.of(model.config)"),
-        ({"dummy_image_tokens": -1}, ValueError, "dummy_image_tokens must be at least 0, got -1"),
-        ({"dummy_image_tokens": None}, TypeError, "dummy_image_tokens must be an int, got None of"),
-        (
-            {"dummy_image_tokens": 13},
-            ValueError,
-            "dummy_image_tokens=13 leaves no room for text in a row of max_tokens=18 (align=4); "
-            "raise max_tokens",
-        ),
-    ],
-)
-def test_refuses_wrong_options(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=f"^{re.escape(message)}"):
-        PackingOptions(18, parallel=ParallelLayout(dp=2, tp=4), **options)
-
-
-def test_what_a_state_shares() -> None:
-    packing = PackingOptions(64, max_patches=np.int64(9), dummy_image_tokens=3, cost=COST)
-    state = packing.as_state()
-    assert (state["max_patches"], state["dummy_image_tokens"]) == (9, 3)
-    assert state["cost"] == [24576, 1, 10, 1]
-    assert type(packing.max_patches) is int
-    assert packing.reserved == 0  # one rank
-    assert {packing: 1}[PackingOptions(64, max_patches=9, dummy_image_tokens=3, cost=COST)] == 1

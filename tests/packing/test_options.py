@@ -57,18 +57,31 @@ def test_how_to_pack_is_said_once(keywords: dict[str, Any], message: str) -> Non
         pack(LENGTHS, **keywords)
 
 
-@pytest.mark.parametrize(
-    ("keywords", "error", "message"),
-    [
-        ({"strategy": "best"}, ValueError, "strategy must be one of 'best_fit_decreasing', 'first"),
-        ({"balance": "cost"}, ValueError, "balance must be one of 'attention', 'tokens', None"),
-        ({"overflow": None}, ValueError, "overflow must be one of 'raise', 'truncate', 'drop'"),
-        ({"max_tokens": 3}, ValueError, "max_tokens must be at least align=4, got 3: not one al"),
-        ({"max_tokens": 8.0}, TypeError, "max_tokens must be an int, got 8.0 of type float"),
-        ({"max_sequences_per_row": 0}, ValueError, "max_sequences_per_row must be at least 1"),
-        ({"parallel": 2}, TypeError, "parallel must be a ParallelLayout, got 2; ParallelLayout("),
-    ],
-)
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"strategy": "best"}, ValueError, "strategy must be one of 'best_fit_decreasing', 'first_fit_d"
+     "ecreasing', 'balanced', 'sequential'; got 'best'"),
+    ({"strategy": ["balanced"]}, ValueError, "strategy must be one of 'best_fit_decreasing', 'fir"),
+    ({"balance": "cost"}, ValueError, "balance must be one of 'attention', 'tokens', None; got 'c"),
+    ({"overflow": None}, ValueError, "overflow must be one of 'raise', 'truncate', 'drop', "),
+    ({"max_tokens": 3}, ValueError, "max_tokens must be at least align=4, got 3: not one aligned t"
+     "oken fits in a row; raise max_tokens or lower align"),
+    ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
+    ({"max_tokens": 8.0}, TypeError, "max_tokens must be an int, got 8.0 of type float"),
+    ({"max_tokens": True}, TypeError, "max_tokens must be an int, got True of type bool"),
+    ({"max_sequences_per_row": 0}, ValueError, "max_sequences_per_row must be at least 1, got 0"),
+    ({"rows_multiple_of": 0}, ValueError, "rows_multiple_of must be at least 1, got 0; None"),
+    ({"rows_multiple_of": 3}, ValueError, "rows_multiple_of must be a multiple of dp=2, got 3: "),
+    ({"max_patches": 0}, ValueError, "max_patches must be at least 1, got 0; None means no limit"),
+    ({"parallel": 2}, TypeError, "parallel must be a ParallelLayout, got 2; ParallelLayout(dp=2)"),
+    ({"cost": 3}, TypeError, "cost must be a ModelCost, got 3; ModelCost.of(model.config)"),
+    ({"dummy_image_tokens": -1}, ValueError, "dummy_image_tokens must be at least 0, got -1"),
+    ({"dummy_image_tokens": None}, TypeError, "dummy_image_tokens must be an int, got None"),
+    ({"dummy_image_tokens": 17}, ValueError, "dummy_image_tokens=17 leaves no room for text in a r"
+     "ow of max_tokens=23 (align=4); raise max_tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keywords", "error", "message"), WRONG)
 def test_wrong_options_are_refused_when_they_are_made(
     keywords: dict[str, Any], error: type[Exception], message: str
 ) -> None:
@@ -82,23 +95,12 @@ def test_options_are_values() -> None:
     assert PACKING.capacity == 20
 
 
-@pytest.mark.parametrize(
-    ("options", "align"),
-    [
-        ({}, 1),
-        ({"tp": 4}, 4),
-        ({"cp": 2}, 4),
-        ({"tp": 4, "cp": 2}, 16),
-        ({"dp": 8}, 1),
-        ({"fp8": True}, 16),
-        ({"tp": 3, "fp8": True}, 48),
-        ({"tp": 2, "cp": 2, "fp8": True}, 32),
-        ({"tp": 8, "cp": 3, "fp8": True}, 48),
-        ({"tp": 5, "cp": 2, "fp8": True}, 160),
-    ],
-)
-def test_align_is_what_the_parallel_ranks_need(options: dict[str, int], align: int) -> None:
-    assert ParallelLayout(**options).align == align
+def test_align_is_what_the_parallel_ranks_need() -> None:
+    layouts = {(1, 1): 1, (4, 1): 4, (1, 2): 4, (4, 2): 16}
+    with_fp8 = {(1, 1): 16, (3, 1): 48, (2, 2): 32, (8, 3): 48, (5, 2): 160}
+    for fp8, expected in ((False, layouts), (True, with_fp8)):
+        for (tp, cp), align in expected.items():
+            assert ParallelLayout(dp=3, tp=tp, cp=cp, fp8=fp8).align == align
 
 
 def test_a_layout_is_immutable_hashable_and_holds_python_ints() -> None:

@@ -64,11 +64,6 @@ def test_lower_bound_counts_cells_and_pieces_over_half_a_row() -> None:
     assert pack_with([], 7, rows_multiple_of=3).lower_bound == 3
 
 
-def test_width_of_a_plan_without_pieces_is_the_alignment() -> None:
-    plan = pack_with([], 64, align=16)
-    assert (plan.width, plan.efficiency, plan.num_rows) == (16, 0.0, 1)
-
-
 def test_rank_rows_refuses_a_rank_out_of_range(plan: PackingPlan) -> None:
     with pytest.raises(
         ValueError, match=r"^rank must be less than 2, got 2; this plan has ranks 0 to 1$"
@@ -88,11 +83,3 @@ def test_is_immutable_and_pickles(plan: PackingPlan) -> None:
     copy = pickle.loads(pickle.dumps(plan))
     for field in dataclasses.fields(plan):
         np.testing.assert_array_equal(getattr(copy, field.name), getattr(plan, field.name))
-
-
-def test_all_arrays_are_int64() -> None:
-    for overflow in ("truncate", "drop", "split"):
-        for lengths in ([3, 30, 4], [], [30]):
-            plan = pack_with(np.array(lengths, dtype=np.uint16), 10, overflow=overflow)
-            for name in ("example_indices", "starts", "lengths", "row_offsets", "dropped", "cut"):
-                assert getattr(plan, name).dtype == np.int64, (overflow, lengths, name)

@@ -63,6 +63,8 @@ def test_a_part_without_examples_is_the_plan_without_their_pieces(seed):
     part, gone, rng = drawn(seed)
     before: Any = (list(part.indices), part.lengths.tolist(), rows_of(part))
     assert rows_of(part) == rows_written_out(part, [])
+    each = part.plan.num_rows // part.dp_size
+    assert part.rows == range(part.dp_rank * each, (part.dp_rank + 1) * each)
     shorter = part.without(gone)
     assert (part.indices, part.lengths.tolist(), rows_of(part)) == before  # it is not changed
     rows = rows_written_out(part, gone)

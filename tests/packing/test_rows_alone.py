@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
 from torch_collate_kit.packing.options import STRATEGIES
 from torch_collate_kit.packing.planner import batch_of_rows, fill_rows
-from torch_collate_kit.testing import batch_digest
 
 
 @given(data=st.data())
@@ -49,14 +48,3 @@ def test_is_the_plan_of_the_examples_alone(data: Any) -> None:
         again.rows_multiple_of,
         again.width,
     )
-
-
-def test_all_rows_alone_are_the_plan() -> None:
-    packing = PackingOptions(12, parallel=ParallelLayout(dp=2), overflow="truncate")
-    lengths = np.array([5, 20, 3, 9, 1, 13])
-    filled = fill_rows(lengths, packing)
-    _, plan = batch_of_rows(filled, np.arange(filled.num_rows), filled.dropped, packing)
-    for name in ("example_indices", "starts", "lengths", "row_offsets", "dropped", "cut"):
-        assert batch_digest(getattr(plan, name)) == batch_digest(
-            getattr(pack(lengths, packing=packing), name)
-        )

@@ -1,159 +1,74 @@
-from __future__ import annotations
+"""Every strategy against its slow and obvious form, through ``pack``."""
 
-from itertools import pairwise
+from __future__ import annotations
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.packing.oracle_packing import fewest_rows, next_fit, one_by_one, sizes_of
-from torch_collate_kit.packing.rows import Limits, Rows, stable_argsort
-from torch_collate_kit.packing.strategies import (
-    best_fit_decreasing,
-    first_fit_decreasing,
-    sequential,
-)
+from tests.packing.oracle_packing import Bins, fewest_rows, next_fit, one_by_one, pack_with
+
+DECREASING = {"best_fit_decreasing": True, "first_fit_decreasing": False}
 
 
-def bins_of(rows: Rows, sizes: np.ndarray) -> list[list[int]]:
-    return [sizes[rows.order[a:b]].tolist() for a, b in pairwise(rows.offsets.tolist())]
+def packed(sizes: list[int], capacity: int, most: int | None, strategy: str) -> Bins:
+    plan = pack_with(sizes, capacity, max_sequences_per_row=most, strategy=strategy)
+    return [[sizes[i] for i in row] for row in plan.bins]
 
 
-def next_fit_of(sizes: np.ndarray, capacity: int, most: int | None = None) -> list[list[int]]:
-    rows = sequential(sizes_of(sizes, np.zeros_like(sizes)), Limits(capacity, 0, most))
-    return bins_of(rows, sizes)
-
-
-def fill_of(bins: list[list[int]], *, pieces: bool) -> list[tuple[int, int]]:
+def fill_of(bins: Bins, *, pieces: bool) -> list[tuple[int, int]]:
     """Tokens, and where they matter pieces, of every row, sorted: what ties cannot change."""
     return sorted((sum(row), len(row) if pieces else 0) for row in bins)
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[np.ndarray, int, int | None]:
+def problems(draw: st.DrawFn) -> tuple[list[int], int, int | None]:
     """Sizes, capacity, most pieces a row; few distinct sizes in large groups, or many."""
     capacity, num_sizes = draw(st.tuples(st.integers(1, 40), st.just(6)) | st.just((200, 60)))
     menu = draw(st.lists(st.integers(1, capacity), min_size=1, max_size=num_sizes))
     sizes = draw(st.lists(st.sampled_from(menu), min_size=1, max_size=60))
-    return np.array(sizes), capacity, draw(st.none() | st.integers(1, 6))
+    return sizes, capacity, draw(st.none() | st.integers(1, 6))
 
 
-def test_examples_written_out() -> None:
-    sizes = np.array([6, 4, 7, 3, 3, 5, 2])
+def test_written_out() -> None:
     # 7 | 6 | 5 | 4 to the fuller 6 | 3 to the 7 | 3 to the 5 | 2 to the 5 + 3
-    assert bins_of(best_fit_decreasing(sizes, 10, None), sizes) == [[7, 3], [6, 4], [5, 3, 2]]
-    assert bins_of(first_fit_decreasing(sizes, 10, None), sizes) == [[7, 3], [6, 4], [5, 3, 2]]
-    assert next_fit_of(sizes, 10) == [[6, 4], [7, 3], [3, 5, 2]]
-
-
-def test_best_fit_and_first_fit_differ_where_they_should() -> None:
-    sizes = np.array([6, 7, 3])
-    # 7 | 6 | 3 fits both with capacity 10: the 7 is the earlier and the fuller row
-    assert bins_of(best_fit_decreasing(sizes, 10, None), sizes) == [[7, 3], [6]]
-    sizes = np.array([5, 6, 4, 4, 1])
-    # capacity 10: 6 4 | 5 4; the 1 has room beside the 5 4 only
-    assert bins_of(first_fit_decreasing(sizes, 10, None), sizes) == [[6, 4], [5, 4, 1]]
-    sizes = np.array([8, 6, 5, 1])
-    # capacity 11: 8 | 6 5 | the 1 has room beside the 8 only
-    assert bins_of(best_fit_decreasing(sizes, 11, None), sizes) == [[8, 1], [6, 5]]
-    sizes = np.array([7, 6, 4, 2])
-    # capacity 12: first fit puts the 4 beside the 7, best fit too; the 2 goes to the 6 in both
-    assert bins_of(best_fit_decreasing(sizes, 12, None), sizes) == [[7, 4], [6, 2]]
-    sizes = np.array([10, 6, 6, 3, 1])
-    # capacity 14: 10 3 | 6 6; one token beside the 10 3, two beside the 6 6
-    assert bins_of(best_fit_decreasing(sizes, 14, None), sizes) == [[10, 3, 1], [6, 6]]
-    sizes = np.array([9, 7, 6, 1])
+    sizes = [6, 4, 7, 3, 3, 5, 2]
+    for strategy in DECREASING:
+        assert packed(sizes, 10, None, strategy) == [[7, 3], [6, 4], [5, 3, 2]]
+    assert packed(sizes, 10, None, "sequential") == [[6, 4], [7, 3], [3, 5, 2]]
     # capacity 14: 9 | 7 6; the 1 is the best fit in the second row, the first fit in the first
-    assert bins_of(best_fit_decreasing(sizes, 14, None), sizes) == [[9], [7, 6, 1]]
-    assert bins_of(first_fit_decreasing(sizes, 14, None), sizes) == [[9, 1], [7, 6]]
-
-
-def test_many_equal_pieces_are_placed_at_once() -> None:
-    sizes = np.repeat([5, 3], [4, 5])
-    expected = [[5, 5, 3], [5, 5, 3], [3, 3, 3]]
-    assert sorted(bins_of(best_fit_decreasing(sizes, 13, None), sizes)) == sorted(expected)
-
-
-def test_the_limit_on_pieces_closes_a_row() -> None:
-    sizes = np.array([3, 3, 3, 1, 1, 1])
-    for pack_rows in (best_fit_decreasing, first_fit_decreasing):
-        assert sorted(bins_of(pack_rows(sizes, 9, 2), sizes)) == [[1, 1], [3, 1], [3, 3]]
-    assert next_fit_of(sizes, 9, 2) == [[3, 3], [3, 1], [1, 1]]
+    assert packed([9, 7, 6, 1], 14, None, "best_fit_decreasing") == [[9], [7, 6, 1]]
+    assert packed([9, 7, 6, 1], 14, None, "first_fit_decreasing") == [[9, 1], [7, 6]]
+    # each leaves four free that nothing fits: as many rows as there can be
+    assert packed([6] * 40, 10, None, "first_fit_decreasing") == [[6]] * 40
+    assert packed([6] * 40, 240, 1, "first_fit_decreasing") == [[6]] * 40
 
 
 @given(problems())
-def test_best_fit_is_exactly_the_one_by_one_best_fit(
-    problem: tuple[np.ndarray, int, int | None],
-) -> None:
+def test_rows_are_those_of_one_by_one_packing(problem: tuple[list[int], int, int | None]) -> None:
     sizes, capacity, most = problem
-    expected = one_by_one(sizes.tolist(), capacity, most, best=True)
-    bins = bins_of(best_fit_decreasing(sizes, capacity, most), sizes)
-    limited = most is not None
+    first_fit = one_by_one(sizes, capacity, most, best=False)
+    assert packed(sizes, capacity, most, "first_fit_decreasing") == first_fit  # in row order
+    assert packed(sizes, capacity, most, "sequential") == next_fit(sizes, capacity, most)
+    expected, limited = one_by_one(sizes, capacity, most, best=True), most is not None
+    bins = packed(sizes, capacity, most, "best_fit_decreasing")
     assert fill_of(bins, pieces=limited) == fill_of(expected, pieces=limited)
-
-
-def test_first_fit_has_room_for_the_most_rows_there_can_be() -> None:
-    sizes = np.full(40, 6)  # each leaves four free that nothing fits
-    assert bins_of(first_fit_decreasing(sizes, 10, None), sizes) == [[6]] * 40
-    assert bins_of(first_fit_decreasing(sizes, 240, 1), sizes) == [[6]] * 40
-
-
-@given(problems())
-def test_first_fit_is_exactly_the_one_by_one_first_fit(
-    problem: tuple[np.ndarray, int, int | None],
-) -> None:
-    sizes, capacity, most = problem
-    expected = one_by_one(sizes.tolist(), capacity, most, best=False)
-    assert bins_of(first_fit_decreasing(sizes, capacity, most), sizes) == expected  # in row order
-
-
-@given(problems())
-def test_sequential_is_exactly_next_fit(problem: tuple[np.ndarray, int, int | None]) -> None:
-    sizes, capacity, most = problem
-    expected = next_fit(sizes.tolist(), capacity, most)
-    assert next_fit_of(sizes, capacity, most) == expected
+    assert len(packed(sizes, capacity, most, "balanced")) == len(expected)
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=10), st.integers(12, 24))
 def test_at_most_eleven_ninths_of_the_fewest_rows(sizes: list[int], capacity: int) -> None:
     best = fewest_rows(sizes, capacity)
-    for pack_rows in (best_fit_decreasing, first_fit_decreasing):
-        rows = len(pack_rows(np.array(sizes), capacity, None).offsets) - 1
+    for strategy in (*DECREASING, "balanced"):
+        rows = len(packed(sizes, capacity, None, strategy))
         assert best <= rows
         assert 9 * rows <= 11 * best + 6
 
 
-def test_never_worse_than_next_fit_is_not_a_law() -> None:
-    """Decreasing order can lose to the order given: 4 rows against 3."""
-    sizes = np.array([2, 4, 7, 5, 4, 4, 12])
-    assert len(next_fit_of(sizes, 13)) == 3
-    assert fewest_rows(sizes.tolist(), 13) == 3
-    for pack_rows in (best_fit_decreasing, first_fit_decreasing):
-        assert len(bins_of(pack_rows(sizes, 13, None), sizes)) == 4
-
-
-@pytest.mark.parametrize("num_keys", [1, 100, 1 << 16, (1 << 16) + 1, 1 << 32, (1 << 32) + 1])
-def test_stable_argsort_is_stable_at_every_width(num_keys: int) -> None:
-    rng = np.random.default_rng(0)
-    keys = np.concatenate([rng.integers(0, num_keys, 500), [num_keys - 1, 0, num_keys - 1, 0]])
-    keys = np.concatenate([keys, keys])
-    expected = np.array(sorted(range(len(keys)), key=lambda i: keys[i]))
-    np.testing.assert_array_equal(stable_argsort(keys, num_keys), expected)
-
-
-def test_rows_take_and_totals() -> None:
-    rows = Rows(np.array([3, 0, 2, 1]), np.array([0, 1, 1, 4]))
-    assert rows.totals(np.array([10, 20, 30, 40])).tolist() == [40, 0, 60]
-    assert rows.labels().tolist() == [0, 2, 2, 2]
-    taken = rows.take(np.array([2, 1, 0]))
-    assert taken.order.tolist() == [0, 2, 1, 3]
-    assert taken.offsets.tolist() == [0, 3, 3, 4]
-
-
-@pytest.mark.parametrize("pack_rows", [best_fit_decreasing, first_fit_decreasing])
-def test_many_distinct_lengths_under_a_wide_capacity(pack_rows) -> None:  # type: ignore[no-untyped-def]
-    sizes = np.random.default_rng(0).permutation(np.arange(1, 400)) * 331  # rows and sizes > 2**16
-    expected = one_by_one(sizes.tolist(), 200_000, best=pack_rows is best_fit_decreasing)
-    bins = bins_of(pack_rows(sizes, 200_000, None), sizes)
+@pytest.mark.parametrize("strategy", DECREASING)
+def test_many_distinct_lengths_under_a_wide_capacity(strategy: str) -> None:
+    sizes = np.random.default_rng(0).permutation(np.arange(1, 400)) * 331  # sizes > 2**16
+    expected = one_by_one(sizes.tolist(), 200_000, best=DECREASING[strategy])
+    bins = packed(sizes.tolist(), 200_000, None, strategy)
     assert fill_of(bins, pieces=False) == fill_of(expected, pieces=False)

@@ -179,7 +179,7 @@ def test_the_response_is_trimmed_to_the_longest(kind: str) -> None:
     [[part]] = stage_mini_batches(batch, [0, 4], 1)
     parts = micro_batches(part, max_tokens=14)
     shapes = [(list(m["input_ids"].shape), m.metadata["response_length"]) for m in parts]
-    trained = [max(m.row_metadata["num_actions"].flat_values.max(), 1) for m in parts]
+    trained = [max(m.row_metadata["num_actions"].values.max(), 1) for m in parts]
     if kind == "rollouts":
         assert trained == [8, 2, 2]
     assert shapes == list(zip([[1, 9], [1, 7], [2, 6]], trained, strict=True))

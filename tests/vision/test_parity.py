@@ -146,7 +146,7 @@ def test_rows_taken_out_of_a_batch_equal_alone(packable: TinyFamily) -> None:
     for i in reversed(range(len(batch))):
         part = batch.select([i])
         logits = logits_of(packable, part)
-        indices = part.row_metadata["example_indices"].flat_values.tolist()
+        indices = part.row_metadata["example_indices"].values.tolist()
         with_images += "pixel_values" in part.model_inputs("sdpa", mask="block")
         begin = 0
         for index, length in zip(indices, part["sub_seq_lengths"][0].tolist(), strict=True):

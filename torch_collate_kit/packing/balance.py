@@ -1,8 +1,4 @@
-"""Balance: pieces over a multiple of the ranks, in rows, and these rows over the ranks.
-
-Pieces by tokens, not by cost: a row with fewer tokens than another is padded, and costs as much.
-Rows by what they cost the language model, and the vision tower.
-"""
+"""Balance: pieces evened out over rows by tokens, as rows are padded; rows over ranks by cost."""
 
 from __future__ import annotations
 
@@ -11,13 +7,13 @@ from heapq import heapify, heapreplace
 import numpy as np
 
 from torch_collate_kit.packing.options import PackingOptions
-from torch_collate_kit.packing.rows import Ints, Limits, Rows, stable_argsort
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, stable_argsort
 from torch_collate_kit.packing.strategies import split_evenly
 
 __all__ = ["for_ranks", "level", "over_ranks"]
 
-# Levelling takes apart at most this many rows per rank: a few hundred rows have enough pieces for
-# the few rows that rounding adds, and redistributing a million pieces one by one would be slow.
+# Levelling takes apart at most this many rows per rank: they have enough pieces for the few rows
+# that rounding adds, and redistributing a million pieces one by one would be slow.
 _LEVELLED_ROWS_PER_RANK = 32
 _CLOSED = 1 << 96  # the weight of a row without a free slot: more than any int64 weights together
 _TOTAL = 1 << 30  # costs are scaled to about this sum, so that a product of two sums fits int64
@@ -26,18 +22,18 @@ _SWAPS_PER_RANK = 16
 
 
 def for_ranks(
-    rows: Rows, sizes: Ints, limits: Limits, vision_costs: Ints, packing: PackingOptions
+    rows: Rows, sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOptions
 ) -> Rows:
-    """Filled rows, as many as a multiple of the ranks, evened out and given to these.
+    """Even out filled rows, as many as a multiple of the ranks, and assign them to the ranks.
 
     ``vision_costs``, int64 [S], are those of the images of each piece.
     """
-    num_ranks, strategy = packing.row_multiple, packing.strategy
+    rows_multiple_of, strategy = packing.row_multiple, packing.strategy
     is_balanced, in_order = strategy == "balanced", strategy == "sequential"
-    if num_ranks == 1 and not is_balanced:
+    if rows_multiple_of == 1 and not is_balanced:
         return rows
     num_filled = len(rows.offsets) - 1
-    num_rows = -(-num_filled // num_ranks) * num_ranks
+    num_rows = -(-num_filled // rows_multiple_of) * rows_multiple_of
     if not len(rows.order):
         return Rows(rows.order, np.zeros(num_rows + 1, dtype=np.int64))
     costs = _costs(sizes, limits, vision_costs, packing)
@@ -50,75 +46,68 @@ def for_ranks(
             num_rows,
             limits=limits,
             image_weights=sizes[1] if is_balanced else costs[1],
-            most=num_filled if is_balanced else _LEVELLED_ROWS_PER_RANK * num_ranks,
+            most=num_filled if is_balanced else _LEVELLED_ROWS_PER_RANK * rows_multiple_of,
         )
-    if num_ranks == 1:
+    if rows_multiple_of == 1:
         return rows
     if packing.balance is None:  # round robin
-        return rows.take(np.arange(num_rows).reshape(-1, num_ranks).T.ravel())
+        return rows.take(np.arange(num_rows).reshape(-1, rows_multiple_of).T.ravel())
     given = over_ranks(
         rows.totals(costs[0]),
-        num_ranks,
+        rows_multiple_of,
         keep_order=in_order,
         image_costs=rows.totals(costs[1]) if limits.patches else None,
     )
     return rows.take(given)
 
 
-def _costs(sizes: Ints, limits: Limits, vision_costs: Ints, packing: PackingOptions) -> Ints:
-    """What is made even over ranks, of each piece: cost in the model and its vision tower."""
+def _costs(sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOptions) -> Sizes:
+    """Return the costs to even out: in the language model and the vision tower."""
     if packing.balance != "attention":
         return sizes
     tokens, of_images = sizes
     if limits.patches and vision_costs.any():  # a model without a vision part has none
         of_images = vision_costs
-    return np.stack([packing.cost.language(tokens), of_images])
+    return packing.cost.language(tokens), of_images
 
 
 def level(
-    rows: Rows, sizes: Ints, num_rows: int, *, limits: Limits, image_weights: Ints, most: int
+    rows: Rows, sizes: Sizes, num_rows: int, *, limits: Limits, image_weights: Ints, most: int
 ) -> Rows:
-    """Redistribute pieces over ``num_rows`` rows, as evenly as their sizes allow.
+    """Redistribute pieces over ``num_rows`` rows, at least as many as now, as evenly as possible.
 
-    ``num_rows`` is at least the present number of rows. The emptiest row and those with the most
-    pieces, ``most`` rows in all, are taken apart. Their pieces are redistributed over these rows
-    and the added ones, longest piece first, each to the row with the least weight so far (LPT:
-    R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969): those with images by
-    ``image_weights``, int64 [S], then the others by their tokens. If that overfills a row, images
-    are dealt by their patches instead; if that fails too, half as many rows are taken apart. At
-    last rows are split in two, so there are always ``num_rows``.
+    The emptiest row and those with the most pieces, ``most`` rows in all, are taken apart. Their
+    pieces go to these rows and the added ones, longest first, each to the row with the least weight
+    so far (LPT: R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969): those with
+    images by ``image_weights``, int64 [S], then the others by tokens. If that overfills a row,
+    images are dealt by their patches instead; if that fails too, half as many rows are taken apart,
+    and at last rows are split in two. If no row is added, rows change only if the heaviest and the
+    lightest then differ less.
 
-    Without images and ``limits.pieces`` no row is split. Dealing succeeds at the latest when as
-    many rows are taken apart as are added. For a piece of size n to fit nowhere, each of the new
-    rows, twice as many, would have to hold more than ``limits.tokens - n``. That is more than the
-    tokens of the old rows or, for n over half the limit, more such pieces than the old rows hold.
-
-    If no row is added, rows change only if that reduces the difference between the heaviest and
-    the lightest of them.
-
-    >>> sizes = np.array([[4, 3, 2, 1], [0, 0, 0, 0]])
-    >>> rows = Rows(np.arange(4), np.array([0, 4]))
-    >>> options = {"limits": Limits(10, 0), "image_weights": sizes[1], "most": 1}
-    >>> level(rows, sizes, 2, **options)
-    Rows(order=array([0, 3, 1, 2]), offsets=array([0, 2, 4]))
+    Without images and ``limits.pieces`` dealing succeeds at the latest when as many rows are taken
+    apart as are added: for a piece of size n to fit nowhere, each of the new rows, twice as many,
+    would have to hold more than ``limits.tokens - n``. That is more than the tokens of the old rows
+    or, for n over half the limit, more such pieces than the old rows hold.
     """
     old_rows = len(rows.offsets) - 1
     added = np.arange(old_rows, num_rows)
     row_of, num_chosen = rows.labels(), min(most, old_rows)
     tokens, longest = sizes[0], int(sizes[0].max())
-    weights = np.stack([tokens, image_weights])
+    weights = tokens, image_weights
     while num_chosen:
         chosen, places = _taken_apart(rows, tokens, num_chosen)
         if len(places) < num_chosen + len(added) and num_chosen < old_rows:
             break  # a row would stay empty, and others can be split
         places = places[stable_argsort(longest - tokens[rows.order[places]], longest)]
         pieces = rows.order[places]
-        taken = sizes[:, pieces]
+        taken = tokens[pieces], sizes[1][pieces]
         for weigh in (weights, sizes) if limits.patches else (sizes,):
-            bins = _deal(taken, weigh[1, pieces], num_chosen + len(added), limits)
+            bins = _deal(taken, weigh[1][pieces], num_chosen + len(added), limits)
             if bins is None:
                 continue
-            if len(added) or _is_evener(bins, weights[:, pieces], rows, weights, chosen):
+            if len(added) or _is_evener(
+                bins, (taken[0], image_weights[pieces]), rows, weights, chosen
+            ):
                 row_of[places] = np.concatenate([chosen, added])[bins]
                 return Rows.from_labels(rows.order, row_of, num_rows)
         num_chosen //= 2
@@ -128,7 +117,7 @@ def level(
 
 
 def _taken_apart(rows: Rows, sizes: Ints, number: int) -> tuple[Ints, Ints]:
-    """The emptiest row and those with the most pieces, ascending: int64 [number]; their places."""
+    """Choose the emptiest row and those with the most pieces, ascending, and their places."""
     counts, places = rows.counts(), np.arange(len(rows.order))
     if number == len(counts):
         return np.arange(number), places
@@ -139,8 +128,8 @@ def _taken_apart(rows: Rows, sizes: Ints, number: int) -> tuple[Ints, Ints]:
     return chosen, Rows(places, rows.offsets).take(chosen).order
 
 
-def _is_evener(bins: Ints, taken: Ints, rows: Rows, weights: Ints, chosen: Ints) -> bool:
-    """Whether the rows ``bins`` of the pieces differ less in weight than the rows ``chosen``.
+def _is_evener(bins: Ints, taken: Sizes, rows: Rows, weights: Sizes, chosen: Ints) -> bool:
+    """Tell whether the rows ``bins`` differ less in weight than the rows ``chosen``.
 
     Of two weights, the one that differs more in relation to its sum decides.
     """
@@ -154,8 +143,8 @@ def _is_evener(bins: Ints, taken: Ints, rows: Rows, weights: Ints, chosen: Ints)
     return after < now
 
 
-def _deal(sizes: Ints, image_weights: Ints, num_rows: int, limits: Limits) -> Ints | None:
-    """The row of each piece: the lightest row so far. None if a row overflows."""
+def _deal(sizes: Sizes, image_weights: Ints, num_rows: int, limits: Limits) -> Ints | None:
+    """Return the row of each piece, the lightest row so far, or None if a row overflows."""
     tokens, patches = sizes
     if limits.pieces is not None and len(tokens) > num_rows * limits.pieces:
         return None
@@ -177,14 +166,14 @@ def _deal(sizes: Ints, image_weights: Ints, num_rows: int, limits: Limits) -> In
 
 
 def _added(values: Ints, bins: Ints, num_rows: int) -> Ints:
-    """The sum of the values of each row, exactly: int64 [num_rows]."""
+    """Sum the values of each row exactly: int64 [num_rows]."""
     totals = np.zeros(num_rows, dtype=np.int64)
     np.add.at(totals, bins, values)
     return totals
 
 
 def _lightest(weights: Ints, loads: list[int], slots: list[int] | None) -> Ints:
-    """The row of each piece: the lightest so far that has a free slot. Counts ``slots`` down."""
+    """Return the row of each piece, the lightest with a free slot; counts ``slots`` down."""
     num_rows = len(loads)
     heap = [load * num_rows + row for row, load in enumerate(loads)]  # cheap to compare
     if slots is None:
@@ -206,17 +195,17 @@ def _lightest(weights: Ints, loads: list[int], slots: list[int] | None) -> Ints:
     return np.fromiter(bins, np.int64, len(bins))
 
 
-def _with_a_row_split(rows: Rows, sizes: Ints, limits: Limits) -> Rows:
-    """One row more: about half of the pieces of the row that has the most."""
+def _with_a_row_split(rows: Rows, sizes: Sizes, limits: Limits) -> Rows:
+    """Move about half of the pieces of the row that has the most to a new row."""
     num_rows = len(rows.offsets) - 1
     row = int(rows.counts().argmax())
     places = np.arange(rows.offsets[row], rows.offsets[row + 1])
     pieces = rows.order[places]
-    is_image = sizes[1, pieces] > 0
+    is_image = sizes[1][pieces] > 0
     moved = np.zeros(len(pieces), dtype=bool)
     if is_image.sum() == 1:  # the text that leaves its image must leave room for a dummy image
         texts = np.flatnonzero(~is_image)
-        fit = np.cumsum(sizes[0, pieces[texts]]) <= limits.text
+        fit = np.cumsum(sizes[0][pieces[texts]]) <= limits.text
         moved[texts[fit][: -(-len(texts) // 2)]] = True
     else:
         moved[np.flatnonzero(is_image)[1::2]] = moved[np.flatnonzero(~is_image)[1::2]] = True
@@ -226,26 +215,25 @@ def _with_a_row_split(rows: Rows, sizes: Ints, limits: Limits) -> Rows:
 
 
 def over_ranks(
-    costs: Ints, num_ranks: int, *, keep_order: bool, image_costs: Ints | None = None
+    costs: Ints, rows_multiple_of: int, *, keep_order: bool, image_costs: Ints | None = None
 ) -> Ints:
-    """Row numbers in shard-major order, equally many per rank: int64 [R], as ``costs``.
+    """Return row numbers in shard-major order, equally many per rank: int64 [R], as ``costs``.
 
-    Rows are taken in groups of ``num_ranks``, one row for each rank. Groups are formed in
-    descending order of cost, so that the i-th rows of all ranks cost nearly the same, or with
-    ``keep_order`` in the given order. Within a group the most expensive row goes to the rank with
-    the lowest total cost so far. The totals of the ranks then differ by at most the largest
-    difference within a group.
+    Rows are taken in groups of one row per rank: in descending order of cost, so that the i-th rows
+    of all ranks cost nearly the same, or with ``keep_order`` in the given order. Within a group the
+    most expensive row goes to the rank with the lowest total so far, so the totals differ by at
+    most the largest difference within a group.
 
     With ``image_costs`` groups are formed in descending order of these, so that rows with images
-    are the same ones on all ranks, but for one group. Both costs count. Ranks whose totals still
-    differ then swap rows of a group. The most expensive images come last: DDP exchanges gradients
-    in the backward pass of the last row, and demands some of the vision tower there.
+    are at the same indices on all ranks, but for one group. Both costs count, and ranks that still
+    differ swap rows of a group. The most expensive images come last: DDP exchanges gradients in the
+    backward pass of the last row, and demands some of the vision tower there.
 
     >>> over_ranks(np.array([1, 2, 3, 9]), 2, keep_order=False).tolist()
     [3, 0, 2, 1]
     """
     places = order = np.arange(len(costs))
-    if num_ranks == 1:
+    if rows_multiple_of == 1:
         return order
     if image_costs is not None and not image_costs.any():
         image_costs = None
@@ -256,32 +244,29 @@ def over_ranks(
     if not keep_order:
         order = np.lexsort((-costs,) if image_costs is None else (-costs, -image_costs))
     if keep_order or image_costs is not None:  # else each group is in descending order already
-        order = order[np.lexsort((-both[order], places // num_ranks))]
-    order = order[np.argsort(_lightest_first(both[order], num_ranks), kind="stable")]
+        order = order[np.lexsort((-both[order], places // rows_multiple_of))]
+    order = order[np.argsort(_lightest_first(both[order], rows_multiple_of), kind="stable")]
     if image_costs is None:
         return order
-    rows = _swapped(order.reshape(num_ranks, -1), costs, image_costs)
+    rows = _swapped(order.reshape(rows_multiple_of, -1), costs, image_costs)
     return (rows if keep_order else rows[:, ::-1]).ravel()
 
 
-def _lightest_first(costs: Ints, num_ranks: int) -> Ints:
-    """The rank of each row: in each group in turn, the ranks by ascending cost so far."""
+def _lightest_first(costs: Ints, rows_multiple_of: int) -> Ints:
+    """Return the rank of each row: in each group in turn, the ranks by ascending cost so far."""
     ranks: list[int] = []
-    load = [0] * num_ranks
+    load = [0] * rows_multiple_of
     row_costs = costs.tolist()
-    for first in range(0, len(costs), num_ranks):
-        group = sorted(range(num_ranks), key=load.__getitem__)
+    for first in range(0, len(costs), rows_multiple_of):
+        group = sorted(range(rows_multiple_of), key=load.__getitem__)
         ranks += group
-        for rank, cost in zip(group, row_costs[first : first + num_ranks], strict=True):
+        for rank, cost in zip(group, row_costs[first : first + rows_multiple_of], strict=True):
             load[rank] += cost
     return np.array(ranks)
 
 
 def _comparable(costs: Ints, image_costs: Ints) -> tuple[Ints, Ints]:
-    """Both scaled so that their sums are equal: what is to be even is each in relation to its sum.
-
-    In integers, so that every rank decides alike.
-    """
+    """Scale both to equal sums, in integers, so that every rank decides alike."""
     scaled = []
     for values in (costs, image_costs):
         shift = max(0, int(values.sum()).bit_length() - _TOTAL.bit_length() + 1)
@@ -291,16 +276,16 @@ def _comparable(costs: Ints, image_costs: Ints) -> tuple[Ints, Ints]:
 
 
 def _swapped(rows: Ints, costs: Ints, image_costs: Ints) -> Ints:
-    """Rows of each rank [ranks, rows], after swaps between the heaviest rank and others.
+    """Swap rows between the heaviest rank and others: rows of each rank [ranks, rows].
 
     ``costs`` are comparable. A rank is as heavy as the larger of its two totals. Each swap is of
     two rows at one index, the one after which the heavier of both ranks is lightest.
     """
     rows = rows.copy()
-    num_ranks = len(rows)
-    even = int(costs.sum()) // num_ranks * (_EVEN + 1) // _EVEN
+    rows_multiple_of = len(rows)
+    even = int(costs.sum()) // rows_multiple_of * (_EVEN + 1) // _EVEN
     both = np.stack([costs[rows], image_costs[rows]])  # [2, ranks, rows]
-    for _ in range(_SWAPS_PER_RANK * num_ranks):
+    for _ in range(_SWAPS_PER_RANK * rows_multiple_of):
         totals = both.sum(axis=2)
         heaviest = int(totals.max(axis=0).argmax())
         most = int(totals[:, heaviest].max())

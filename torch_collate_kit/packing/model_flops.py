@@ -157,7 +157,7 @@ def _pair(size: Any) -> tuple[int, int]:
 def _size(config: Any, *names: str, default: int | None = None) -> Any:
     """Return the first of these numbers that the config has and that is not 0, or the default."""
     found = ((name, n) for name in names if (n := getattr(config, name, None)))
-    name, value = next(found, (names[0], default))
+    name, value = next(found, (names[-1], default))
     if value is None:
         raise _unknown(config, f"no {name}")
     if isinstance(value, list | tuple) and name not in ("image_size", "patch_size"):

@@ -1,7 +1,4 @@
-"""How to pack: the options of ``pack``, the collator, the sampler and the stream.
-
-One of them is how the training run is split over devices.
-"""
+"""Options of packing, and the layout of a training run over devices."""
 
 from __future__ import annotations
 
@@ -89,7 +86,7 @@ class ParallelLayout:
 
     @property
     def align(self) -> int:
-        """Every sub-sequence is padded to a multiple of this many tokens.
+        """Number of tokens that every sub-sequence is padded to a multiple of.
 
         Sequence parallelism cuts a sub-sequence into ``tp`` parts, context parallelism into
         ``2 * cp``: each rank takes one chunk from either end, which balances causal attention. An
@@ -105,10 +102,9 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class PackingOptions:
-    """How examples are packed into rows, checked once; immutable and hashable.
+    """Options of packing examples into rows, checked once; immutable and hashable.
 
-    ``PackedCollator``, ``PackedBatchSampler`` and ``PackedIterableDataset`` take it as ``packing=``
-    or its fields as keywords; ``pack`` takes either, too.
+    ``pack`` and ``PackedCollator`` accept it as ``packing=``, or its common fields as keywords.
 
     Raises:
         TypeError: a number that is not an int, a ``parallel`` that is not a ParallelLayout, a
@@ -123,26 +119,27 @@ class PackingOptions:
     max_tokens: int
     """Cells a row may have, alignment gaps included."""
     strategy: str = "best_fit_decreasing"
-    """How rows are filled, see ``pack``."""
+    """Strategy that fills rows, see ``pack``."""
     parallel: ParallelLayout = field(default_factory=ParallelLayout)
     """The rows are a multiple of its ``dp``; sub-sequences are aligned to its ``align``."""
     overflow: str = "raise"
-    """What becomes of an example longer than a row: "raise", "truncate", "drop" or "split"."""
+    """Treatment of examples longer than a row: "raise", "truncate", "drop" or "split"."""
     max_sequences_per_row: int | None = None
     """The most pieces a row may hold; None for no limit."""
     balance: str | None = "attention"
-    """What is made even over ranks: "attention" (cost in the language model, and in the vision
-    tower), "tokens" (and patches), or None (round robin)."""
+    """Quantity evened out over ranks: "attention" (cost in the language model and the vision
+    tower), "tokens" (and patches), or None (row i goes to rank ``i % rows_multiple_of``).
+    "sequential" keeps the order of groups of one row per rank, with None also within them."""
     max_patches: int | None = None
     """Patches of images that a row may have (tiles where images are cut into tiles); None for no
     limit."""
     cost: ModelCost = field(default_factory=ModelCost)
-    """What a piece and an image cost the model, in relation to others."""
+    """Cost of a piece and of an image, in relation to others."""
     dummy_image_tokens: int = 0
     """Tokens of the dummy image that rows without an image get on ranks that need one."""
     rows_multiple_of: int | None = None
-    """Plan for so many ranks, of which each of ``dp`` takes an equal run, so that the rows are the
-    same for every ``dp`` that divides it; None: for ``dp``."""
+    """Number of ranks to plan for, of which each of ``dp`` takes an equal run, so that the rows are
+    the same for every ``dp`` that divides it; None: ``dp``."""
 
     def __post_init__(self) -> None:
         checked_choice("strategy", self.strategy, STRATEGIES)
@@ -205,33 +202,15 @@ class PackingOptions:
         return -(-self.dummy_image_tokens // self.parallel.align) * self.parallel.align
 
     def as_state(self) -> dict[str, Any]:
-        """What a state must share with the object it is loaded into: JSON.
-
-        >>> PackingOptions(8).as_state()["dp"]
-        1
-        """
-        return {
-            "max_tokens": self.max_tokens,
-            "strategy": self.strategy,
-            "align": self.parallel.align,
-            "dp": self.parallel.dp,
-            "overflow": self.overflow,
-            "max_sequences_per_row": self.max_sequences_per_row,
-            "balance": self.balance,
-            "max_patches": self.max_patches,
-            "cost": self.cost.as_state(),
-            "dummy_image_tokens": self.dummy_image_tokens,
-            "rows_multiple_of": self.rows_multiple_of,
-        }
+        """Return the settings that a state shares with the object it is loaded into: JSON."""
+        state = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        del state["parallel"]
+        layout = {"align": self.parallel.align, "dp": self.parallel.dp}
+        return state | layout | {"cost": self.cost.as_state()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> PackingOptions:
-        """Options that plan as those did of which ``state`` is the ``as_state``.
-
-        >>> packing = PackingOptions(64, parallel=ParallelLayout(dp=2, tp=4, cp=2))
-        >>> PackingOptions.from_state(packing.as_state()).parallel
-        ParallelLayout(dp=2, tp=16)
-        """
+        """Return options that plan as those with this ``as_state``."""
         given = {key: value for key, value in state.items() if key not in ("align", "dp", "cost")}
         parallel = ParallelLayout(dp=state["dp"], tp=state["align"])
         return cls(parallel=parallel, cost=ModelCost(*state["cost"]), **given)
@@ -318,9 +297,5 @@ def packing_options(
 
 
 def capacity_of(max_tokens: int, align: int) -> int:
-    """Cells of a row that pieces rounded up to ``align`` can fill.
-
-    >>> capacity_of(100, 8)
-    96
-    """
+    """Return the cells of a row that pieces rounded up to ``align`` can fill."""
     return max_tokens // align * align

@@ -67,10 +67,6 @@ def image_load(patches: Patches | ImageLoad, num_examples: int, cost: ModelCost)
     Raises:
         DataError: a number below 0 (below 1 of one image), or too large for int64.
         TypeError, ValueError: no ints, or not one entry per example.
-
-    >>> cost = ModelCost(vision_linear=10, vision_quadratic=1)
-    >>> image_load([[4, 4], [], [6]], 3, cost)
-    ImageLoad(patches=array([8, 0, 6]), costs=array([112,   0,  96]), cuts=None)
     """
     if isinstance(patches, ImageLoad):
         return patches
@@ -93,7 +89,7 @@ def _patches_of_images(patches: Any) -> tuple[npt.NDArray[Any], Ints | None]:
     if MaskedArray in kinds:
         raise TypeError("patches are a masked array, whose mask would be lost; pass .compressed()")
     if hasattr(patches, "offsets"):  # a Ragged
-        values, offsets = np.asarray(patches.flat_values), patches.offsets - patches.offsets[0]
+        values, offsets = np.asarray(patches.values), patches.offsets
     elif isinstance(patches, Sequence) and not _are_ints(kinds):
         for i, entry in enumerate(patches):
             if np.ndim(entry) != 1:
@@ -185,12 +181,12 @@ def cut_to_fit(
 
 def _whole_examples(lengths: Ints, packing: PackingOptions, images: ImageLoad) -> PackingPlan:
     """Return a plan with every example in a row of its own."""
-    none = np.zeros(0, dtype=np.int64)
+    none, numbers = np.zeros(0, dtype=np.int64), np.arange(len(lengths) + 1)
     return PackingPlan(
-        example_indices=np.arange(len(lengths)),
+        example_indices=numbers[:-1],
         starts=np.zeros_like(lengths),
         lengths=lengths,
-        row_offsets=np.arange(len(lengths) + 1),
+        row_offsets=numbers,
         max_tokens=packing.max_tokens,
         align=packing.parallel.align,
         rows_multiple_of=1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -102,7 +102,7 @@ class PackingPlan:
 
     @property
     def needs_dummy_image(self) -> npt.NDArray[np.bool_]:
-        """bool [R]: rows without an image, where another rank has one in its row at the same index.
+        """[R] rows without an image, where another rank has one in its row at the same index: bool.
 
         Ranks must run the vision tower equally often, else their collectives do not match.
         """
@@ -191,8 +191,9 @@ class PackingPlan:
         patches = costs = np.zeros(len(order), dtype=np.int64)
         if self.patches.any():
             patches, costs = self.patches[order], self.vision_costs[order]
-        return replace(
-            self,
+        plan = object.__new__(PackingPlan)  # dataclasses.replace takes as long as the arrays
+        vars(plan).update(
+            vars(self),
             example_indices=self.example_indices[order],
             starts=self.starts[order],
             lengths=self.lengths[order],
@@ -201,6 +202,7 @@ class PackingPlan:
             patches=patches,
             vision_costs=costs,
         )
+        return plan
 
     def _rank_sums(self, values: Ints) -> Ints:
         sums: Ints = values.reshape(self.rows_multiple_of, -1).sum(axis=1)

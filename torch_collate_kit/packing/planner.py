@@ -12,7 +12,7 @@ from torch_collate_kit.packing.balance import for_ranks
 from torch_collate_kit.packing.options import PackingOptions, ParallelLayout, common_options
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, cut_to_fit, image_load
 from torch_collate_kit.packing.plan import PackingPlan
-from torch_collate_kit.packing.rows import Ints, Limits, Rows
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
 from torch_collate_kit.packing.strategies import (
     best_fit_decreasing,
     first_fit_decreasing,
@@ -152,24 +152,24 @@ def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
 
 def _measured(
     pieces: PackingPlan, packing: PackingOptions, *, has_images: bool
-) -> tuple[Ints, Limits]:
-    """Return the cells and patches of each piece, int64 [2, S], and the limits of a row.
+) -> tuple[Sizes, Limits]:
+    """Return the cells and patches of each piece, and the limits of a row.
 
     With ``has_images`` a row may need a dummy image. A row may hold at most all there is: it makes
     the same rows, and no sum overflows.
     """
-    sizes = np.stack([pieces.lengths, pieces.patches])
-    align = packing.parallel.align
-    if align > 1:
-        sizes[0] = -(-pieces.lengths // align) * align
-    num_cells, num_patches = map(int, sizes.sum(axis=1))
+    align, patches = packing.parallel.align, pieces.patches
+    cells = -(-pieces.lengths // align) * align if align > 1 else pieces.lengths
+    num_cells, num_patches = int(cells.sum()), int(patches.sum())
     tokens = min(packing.max_tokens, num_cells)
     text = min(packing.max_tokens - (packing.reserved if has_images else 0), num_cells)
     most_patches = min(packing.max_patches or num_patches, num_patches)
-    return sizes, Limits(tokens, most_patches, packing.max_sequences_per_row, tokens - text)
+    return (cells, patches), Limits(
+        tokens, most_patches, packing.max_sequences_per_row, tokens - text
+    )
 
 
-def _filled(sizes: Ints, limits: Limits, strategy: str) -> Rows:
+def _filled(sizes: Sizes, limits: Limits, strategy: str) -> Rows:
     """Return the rows as the strategy opens them; one empty row without pieces."""
     tokens, patches = sizes
     if not len(tokens):

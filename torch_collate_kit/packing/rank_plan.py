@@ -19,6 +19,7 @@ __all__ = ["PlannedExamples", "RankPlan"]
 _NO_INTS = np.zeros(0, dtype=np.int64)
 
 
+@dataclass(eq=False, repr=False, init=False)
 class RankPlan:
     """The plan of a batch, and the examples that one rank reads for it.
 
@@ -140,13 +141,14 @@ class RankPlan:
 
     @property
     def needs_dummy_image(self) -> npt.NDArray[np.bool_]:
-        """bool [rows]: as planned, and rows that have lost their images in a plan of several ranks.
+        """[rows] rows that need a dummy image, as planned or since they lost their images: bool.
 
-        However many ranks there are, so that the rows do not depend on it.
+        The latter in a plan for several ranks, whatever ``dp_size`` is: rows do not depend on it.
         """
         rows = slice(self.rows.start, self.rows.stop)
         needed = self.plan.needs_dummy_image[rows]
-        if self.plan.rows_multiple_of == 1:
+        first, stop = self.plan.row_offsets[[rows.start, rows.stop]]
+        if self.plan.rows_multiple_of == 1 or len(self.numbers) == stop - first:
             return needed
         left = row_sums(self.plan.patches[self.numbers], self.pieces.row_offsets)
         return needed | ((self.plan.row_patches[rows] > 0) & (left == 0))

@@ -7,9 +7,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Ints", "Limits", "Pieces", "Rows", "row_sums", "running_sum", "stable_argsort"]
+__all__ = ["Ints", "Limits", "Pieces", "Rows", "Sizes", "row_sums", "running_sum", "stable_argsort"]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
+Sizes: TypeAlias = tuple[Ints, Ints]
+"""Cells and patches of pieces, or their costs in both parts of a model: int64 [S] each."""
 
 
 class Limits(NamedTuple):
@@ -32,13 +34,13 @@ class Limits(NamedTuple):
 class Pieces(NamedTuple):
     """Parts of examples in the order of the rows of a batch; int64 each."""
 
-    examples: Ints
+    examples: np.ndarray
     """[S] the example that each piece is taken from."""
-    starts: Ints
+    starts: np.ndarray
     """[S] its first token there; not 0 only after a split."""
-    lengths: Ints
+    lengths: np.ndarray
     """[S] its tokens."""
-    row_offsets: Ints
+    row_offsets: np.ndarray
     """[R + 1] row r holds the pieces ``row_offsets[r]:row_offsets[r + 1]``."""
 
 

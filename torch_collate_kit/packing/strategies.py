@@ -1,8 +1,8 @@
 """Strategies, sizes in, rows out: best fit and first fit, longest piece first, and in order.
 
-The two fits take ``sizes``, int64 [S], the aligned piece lengths, each in 1..capacity. They treat
-all pieces of one size together, so what they cost depends on the number of distinct sizes more than
-on the number of pieces. There is at least one piece.
+The two fits take ``sizes``, int64 [S], the aligned lengths of at least one piece, each in
+1..capacity. They treat all pieces of one size together, so their time depends on the number of
+distinct sizes more than on the number of pieces. The others take cells and patches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit.packing.rows import Ints, Limits, Rows, running_sum, stable_argsort
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, running_sum, stable_argsort
 
 __all__ = [
     "OpenRows",
@@ -28,28 +28,25 @@ __all__ = [
 
 
 class OpenRows(NamedTuple):
-    """Rows that hold pieces already: the free space of each, and its free slots for pieces."""
+    """Rows that hold pieces already: free space and free slots for pieces, int64 [R] each."""
 
     space: Ints
-    """int64 [R]"""
     slots: Ints
-    """int64 [R]"""
 
 
 def best_fit_decreasing(
     sizes: Ints, capacity: int, max_pieces: int | None, opened: OpenRows | None = None
 ) -> Rows:
-    """Longest piece first, each into the fullest row that still has room for it.
+    """Place the longest piece first, each into the fullest row that still has room for it.
 
     Source: D. S. Johnson, "Near-optimal bin packing algorithms" (1973): at most 11/9 of the best
     possible number of rows + 6/9. Packing by length histogram: Krell et al., "Efficient sequence
     packing without cross-contamination" (2021).
 
     The result is exactly that of placing the pieces one by one. A row that takes a piece of some
-    size is then the fullest one with room, so it takes the next piece of that size as well, until
-    too little is free: rows with equal free space each take ``space // size`` at once. With
-    ``max_pieces``, of equally full rows the one with the fewest free slots comes first. ``opened``
-    rows are numbered before the new ones, and a new row is opened if none of them has room.
+    size is then the fullest one with room, so it takes the next piece of that size as well: rows
+    with equal free space each take ``space // size`` at once. With ``max_pieces``, of equally full
+    rows the one with the fewest free slots comes first. ``opened`` rows are numbered first.
 
     >>> rows = best_fit_decreasing(np.array([4, 6, 3, 7]), 10, None)
     >>> rows.order.tolist(), rows.offsets.tolist()
@@ -74,24 +71,20 @@ def _fill_best(
     max_pieces: int | None,
     opened: OpenRows | None,
 ) -> tuple[Ints, Ints, Ints, int]:
-    """The fills in turn, and the number of rows.
+    """Return the fills in turn, and the number of rows.
 
     A fill is a run of rows, numbered as they are opened, that take ``each`` pieces: first row,
-    number of rows, each. Rows that have room for at most what is left of a size take pieces of this
-    size alone. A row with room for more goes on with the next sizes, as long as it has room for all
+    number of rows, each. Rows with room for at most the rest of a size take pieces of this size
+    alone. A row with room for more goes on with the next sizes, as long as it has room for all
     pieces of a size and no row that waits has room for one: that row would be the fuller one.
 
     The rows of a run are equally full until another fill splits it. It is one integer, ``first *
-    unit + number``; run 1 is the rows that are not yet opened. ``opened`` rows come first, and take
-    pieces before a new row does.
-
-    A run's place in best-fit order is one integer, ``run - (key + 1) * unit``: ``key`` is its free
-    space, or where pieces are limited ``space * stride + free slots``, and of equally full runs the
-    last one comes first. Runs with room for the size at hand are a stack, best fit on top. What a
-    fill leaves is below all of them and too full for that size, so it waits in a heap until sizes
-    have come down to it. One flat loop over integers: calls would double its time, most of the time
-    of planning a batch is spent here, and a tuple or list per run sets off the garbage collector,
-    which takes 80 ms in a process with torch.
+    unit + number``; run 1 is the rows that are not yet opened. A run's place in best-fit order is
+    one integer, ``run - (key + 1) * unit``: ``key`` is its free space, or where pieces are limited
+    ``space * stride + free slots``; of equally full runs the last comes first. Runs with room for
+    the size at hand are a stack, best fit on top. The rest of a fill is too full for that size, so
+    it waits in a heap until sizes have come down to it. One flat loop over integers: calls would
+    double its time, and a tuple or list per run sets off the garbage collector (80 ms with torch).
     """
     stride, closes = (1, 0) if max_pieces is None else (max_pieces + 1, 1)
     sizes = [*(size * stride for size in distinct), 0] if closes else [*distinct, 0]
@@ -154,10 +147,9 @@ def _fill_best(
 def _equally_full(
     opened: OpenRows, shortest: int, stride: int, closes: int
 ) -> Iterator[tuple[int, int, int]]:
-    """The first row, number of rows and key of each run of opened rows that can take a piece.
+    """Yield first row, number of rows and key of each run of opened rows that can take a piece.
 
-    ``opened`` rows are in descending order of their keys. These make ascending places, and a sorted
-    list is a heap.
+    ``opened`` rows are in descending order of their keys; a sorted list of places is a heap.
     """
     keys = opened.space * stride + opened.slots * closes
     fits = (opened.space >= shortest) & (opened.slots > 0)
@@ -170,16 +162,12 @@ def _equally_full(
 def first_fit_decreasing(
     sizes: Ints, capacity: int, max_pieces: int | None, opened: OpenRows | None = None
 ) -> Rows:
-    """Longest piece first, each into the earliest opened row that has room for it.
+    """Place the longest piece first, each into the earliest opened row that has room for it.
 
     Source: D. S. Johnson (1973), as for ``best_fit_decreasing``, with the same bound. A binary tree
     over the rows, each node the most free space below it, finds the earliest row with room in
     log2(rows) steps; the row takes as many pieces of the same size as fit. ``opened`` rows are
     the earliest.
-
-    >>> rows = first_fit_decreasing(np.array([4, 6, 3, 7]), 10, None)
-    >>> rows.order.tolist(), rows.offsets.tolist()
-    ([3, 2, 1, 0], [0, 2, 4])
     """
     order, distinct, counts = _histogram(sizes)
     # Any two rows with free slots hold more than one capacity together; the others hold max_pieces.
@@ -220,7 +208,7 @@ def first_fit_decreasing(
 
 
 def _histogram(sizes: Ints) -> tuple[Ints, list[int], list[int]]:
-    """Piece numbers by size, longest first, ties by number; the distinct sizes; their counts."""
+    """Return piece numbers, longest first, ties by number; the distinct sizes; their counts."""
     longest = int(sizes.max())
     order = stable_argsort(longest - sizes, longest)
     ordered = sizes[order]
@@ -230,7 +218,7 @@ def _histogram(sizes: Ints) -> tuple[Ints, list[int], list[int]]:
 
 
 def _expand(firsts: Ints, num_rows: Ints, each: Ints) -> npt.NDArray[np.integer]:
-    """The row of every piece, in the order in which they were placed: int [S]."""
+    """Return the row of every piece, in the order in which they were placed: int [S]."""
     ends = num_rows.cumsum()
     rows = (firsts - ends + num_rows).repeat(num_rows) + np.arange(ends[-1])
     return rows.astype(np.uint32).repeat(each.repeat(num_rows))
@@ -240,38 +228,30 @@ def _int_array(values: list[int]) -> Ints:
     return np.fromiter(values, np.int64, len(values))  # np.array takes twice as long
 
 
-def sequential(sizes: Ints, limits: Limits) -> Rows:
-    """Next fit: pieces in the order given, a new row whenever the next one does not fit.
+def sequential(sizes: Sizes, limits: Limits) -> Rows:
+    """Place pieces in the order given, in a new row whenever the next one does not fit.
 
     All rows keep the reserved cells free. Only a piece with an image may use them, and is then
     alone in its row.
-
-    >>> sizes = np.array([[4, 6, 3, 7, 1], [0, 0, 0, 0, 0]])
-    >>> sequential(sizes, Limits(10, 0)).offsets.tolist()
-    [0, 2, 4, 5]
     """
-    next_start, num_pieces = _latest_ends(sizes, limits), sizes.shape[1]
+    next_start, num_pieces = _latest_ends(sizes, limits), len(sizes[0])
     offsets = [0]
     while offsets[-1] < num_pieces:
         offsets.append(int(next_start[offsets[-1]]))
     return Rows(np.arange(num_pieces), np.array(offsets, dtype=np.int64))
 
 
-def split_evenly(sizes: Ints, num_rows: int, limits: Limits) -> Rows:
+def split_evenly(sizes: Sizes, num_rows: int, limits: Limits) -> Rows:
     """Cut the sequence of pieces into ``num_rows`` rows, in order and as evenly as possible.
 
     The cut after row r is at the piece boundary nearest to r / num_rows of all tokens. It moves
     where that row would exceed a limit, or the rest would not fit into the remaining rows.
     ``num_rows`` must be at least what next fit needs. Once all pieces are placed, the remaining
     rows are empty.
-
-    >>> sizes = np.array([[4, 6, 3, 7, 1], [0, 0, 0, 0, 0]])
-    >>> split_evenly(sizes, 3, Limits(10, 0)).offsets.tolist()
-    [0, 1, 3, 5]
     """
-    tokens, num_pieces = sizes[0], sizes.shape[1]
+    (tokens, patches), num_pieces = sizes, len(sizes[0])
     latest_end = _latest_ends(sizes, limits)
-    earliest_start = num_pieces - _latest_ends(sizes[:, ::-1], limits)[::-1]
+    earliest_start = num_pieces - _latest_ends((tokens[::-1], patches[::-1]), limits)[::-1]
     boundaries = running_sum(np.minimum(tokens, limits.text)).tolist()
     least = [num_pieces]  # filled backwards: the earliest end of row r
     for _ in range(num_rows):
@@ -288,8 +268,8 @@ def split_evenly(sizes: Ints, num_rows: int, limits: Limits) -> Rows:
     return Rows(np.arange(num_pieces), np.array(offsets, dtype=np.int64))
 
 
-def _latest_ends(sizes: Ints, limits: Limits) -> Ints:
-    """Where a row that begins at each place, or at the end, must end at last: int64 [S + 1]."""
+def _latest_ends(sizes: Sizes, limits: Limits) -> Ints:
+    """Return the latest end of a row that begins at each place, or at the end: int64 [S + 1]."""
     tokens, patches = sizes
     ends = np.full(len(tokens) + 1, len(tokens))
     budgets = [(np.minimum(tokens, limits.text), limits.text)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.packing.rows import Ints, Limits, Rows
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
 from torch_collate_kit.packing.strategies import OpenRows
 
 __all__ = ["fill_two_budgets"]
@@ -26,28 +26,20 @@ Fill = Callable[[Ints, int, int | None, OpenRows | None], Rows]
 _TOKEN_SLOPES = ((1, 1), (4, 3), (2, 1), (3, 1), (4, 1), (8, 1), (16, 1))
 _PATCH_SLOPES = ((1, 1), (2, 1))
 _STEEPEST = 16
-_TOKENS, _PATCHES, _SLOTS = range(3)  # what is free in a row, and what a piece takes of it
+_TOKENS, _PATCHES, _SLOTS = range(3)  # free in a row, and used by a piece
 _KEPT = 8  # of the images that are dealt, the smallest are kept to fill rows up: this part of all
 
 
-def fill_two_budgets(fill: Fill, sizes: Ints, limits: Limits) -> Rows:
-    """Rows of the pieces, within the limits, by ``fill``: best fit or first fit.
-
-    Each piece must fit in a row of its own.
+def fill_two_budgets(fill: Fill, sizes: Sizes, limits: Limits) -> Rows:
+    """Fill rows with the pieces, each of which fits in one, by ``fill``: best fit or first fit.
 
     Pieces with a larger share of the patches come first, by patches; then those with a larger
     share of the tokens, by tokens, those with the most patches per token first; then those without
     an image, into the tokens that are left. This is best where one budget binds. Where both do,
     rows must hold a mixture, so in two more plans most images are first dealt out over as many rows
     as are needed at least, or 1% more. The plan with the fewest rows is taken.
-
-    >>> from torch_collate_kit.packing.strategies import best_fit_decreasing
-    >>> sizes = np.array([[4, 3, 5, 2], [8, 6, 0, 0]])
-    >>> rows = fill_two_budgets(best_fit_decreasing, sizes, Limits(9, 9))
-    >>> rows.order.tolist(), rows.offsets.tolist()
-    ([0, 2, 1, 3], [0, 2, 4])
     """
-    num_tokens, num_patches = map(int, sizes.sum(axis=1))
+    num_tokens, num_patches = (int(values.sum()) for values in sizes)
     least = max(-(-num_tokens // limits.tokens), -(-num_patches // limits.patches))
     best: Rows | None = None
     for rows in _plans(fill, _Pieces(sizes, limits), least):
@@ -72,9 +64,9 @@ def _plans(fill: Fill, pieces: _Pieces, least: int) -> Iterator[Rows]:
 
 
 class _Pieces:
-    """What is known of the pieces, each array [S], and of the rows that they are for."""
+    """Sizes, shares and classes of the pieces, each [S], and the limits of their rows."""
 
-    def __init__(self, sizes: Ints, limits: Limits) -> None:
+    def __init__(self, sizes: Sizes, limits: Limits) -> None:
         tokens, patches = sizes
         num_pieces = len(tokens)
         self.limits = limits
@@ -97,7 +89,7 @@ class _Pieces:
 
 
 class _Opened:
-    """Rows that are being filled: their pieces, and what is free in each."""
+    """Rows being filled: their pieces, and the free room in each."""
 
     def __init__(self, fill: Fill, pieces: _Pieces) -> None:
         self._fill, self._pieces = fill, pieces
@@ -106,7 +98,7 @@ class _Opened:
         self._labels: list[Ints] = []
 
     def deal(self, pieces: Ints, num_rows: int) -> Ints:
-        """Deals the pieces, at least as many as rows, and returns those that did not fit.
+        """Deal pieces, at least as many as rows, and return those that did not fit.
 
         In rounds of a piece for each row: the largest goes to the emptiest row.
         """
@@ -126,7 +118,7 @@ class _Opened:
         return np.concatenate(left)
 
     def filled(self, images: Ints) -> Rows:
-        """The rows with these images, and all pieces without one, in the order of placing."""
+        """Return the rows with these images, and all pieces without one, as they were placed."""
         known = self._pieces
         classes = known.classes[images]
         if not self._order:  # new rows have room for all with a larger share of patches
@@ -141,7 +133,7 @@ class _Opened:
         return Rows.from_labels(order, labels, len(self._free[_TOKENS]))
 
     def _place(self, images: Ints, slope: tuple[int, int], *, larger: int, smaller: int) -> None:
-        """Places images of at least this slope, by the larger share."""
+        """Place images of at least this slope, by the larger share."""
         (num, den), known = slope, self._pieces
         most, free = known.most[larger], self._free[larger]
         room: Any = self._free[smaller].astype(known.integer) * (most * num)
@@ -149,14 +141,14 @@ class _Opened:
         self._fill_in(images, known.takes[larger], most, room)
 
     def _fill_in(self, pieces: Ints, sizes: Ints, capacity: int, room: Ints) -> None:
-        """Fills pieces of these sizes into rows with so much room, or into new rows."""
+        """Fill pieces of these sizes into rows with so much room, or into new rows."""
         if len(pieces):
             opened = OpenRows(room, self._free[_SLOTS]) if len(room) else None
             rows = self._fill(sizes[pieces], capacity, self._pieces.limits.pieces, opened)
             self._add(pieces[rows.order], rows.labels(), len(rows.offsets) - 1 - len(room))
 
     def _add(self, pieces: Ints, labels: Ints, num_new: int) -> None:
-        """Notes that the pieces are in these rows, of which ``num_new`` are new."""
+        """Record that the pieces are in these rows, of which ``num_new`` are new."""
         known = self._pieces
         for i, (most, takes) in enumerate(zip(known.most, known.takes, strict=True)):
             self._free[i] = np.append(self._free[i], np.full(num_new, most, dtype=np.int64))

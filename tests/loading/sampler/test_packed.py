@@ -355,7 +355,7 @@ def test_lengths_and_counts_that_are_not_those_of_the_dataset():
     for length in (3, max(LENGTHS)):  # some of the sampler's are longer, then all are shorter
         rows = [{"input_ids": [1] * length, "loss_mask": [0] * (length - 1) + [1]}] * 13
         part = next(iter(make_sampler(shuffle=False)))
-        message = rf"example \d of the dataset has {length} tokens, the sampler was"
+        message = rf"example \d of the dataset has {length} tokens, the sampler has"
         with pytest.raises(DataError, match=message):
             make_collator()(TokenizedDataset(rows).__getitems__(part))
     part = next(iter(make_sampler(num_loss_tokens=np.zeros(13, dtype=int), shuffle=False)))

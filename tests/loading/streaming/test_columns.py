@@ -196,7 +196,7 @@ def test_rows_are_looked_at_as_late_as_one_by_one(
 
     def counted_take(self: ListColumn, *arguments: Any) -> Ragged:
         rows = take(self, *arguments)
-        taken.append(len(rows.flat_values))
+        taken.append(len(rows.values))
         return rows
 
     monkeypatch.setattr(ListColumn, "lengths_at", counted_lengths)

@@ -264,7 +264,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     def _token_ids(self, indices: np.ndarray) -> np.ndarray:
         """The ids of these rows, end to end."""
         named, rows = self._rows(indices)
-        return np.asarray(self._tokens.take(rows, named).flat_values)
+        return np.asarray(self._tokens.take(rows, named).values)
 
     def _column_at(self, name: str, indices: np.ndarray) -> Any:
         """These rows of one column alone: a Ragged of lists, else an array; None without it."""

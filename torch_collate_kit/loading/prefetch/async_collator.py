@@ -13,7 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from torch_collate_kit._reprs import Shown, call_repr
+from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch.waits import PATIENCE, is_collecting
 
@@ -99,7 +99,7 @@ class AsyncBatchCollator(Generic[T]):
             state = "empty"
         else:
             state = f"{'holds' if slot.future.done() else 'builds'} step {slot.step}"
-        return f"{call_repr(self, repr(Shown(self._compute)))} [{state}]"
+        return f"{call_repr(self, repr(KindAndSize(self._compute)))} [{state}]"
 
     @property
     def holds(self) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_collate_kit._reprs import Shown, call_repr
+from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch.waits import PATIENCE, is_collecting
 
@@ -44,7 +44,7 @@ class PositionedLoader:
 
     def described(self) -> str:
         """The loader in a few words."""
-        return call_repr(self._loader, repr(Shown(self._loader.dataset)))
+        return call_repr(self._loader, repr(KindAndSize(self._loader.dataset)))
 
     def skip_failing_examples(self) -> None:
         """From now on batches come as ``Collated``, without the examples that fail."""

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader
 
-from torch_collate_kit._reprs import Shown, call_repr
+from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch.positioned import (
     LoaderPosition,
@@ -62,7 +62,7 @@ class _SampledLoader(PositionedLoader):
 
     def described(self) -> str:
         sampler = repr(self._sampler).partition(" [next iter(): ")[0]  # the reader knows better
-        return call_repr(self._loader, repr(Shown(self._dataset)), f"batch_sampler={sampler}")
+        return call_repr(self._loader, repr(KindAndSize(self._dataset)), f"batch_sampler={sampler}")
 
     def skip_failing_examples(self) -> None:
         skip_failing_examples(self._loader)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.collate import default_convert
 
-from torch_collate_kit._reprs import Shown, call_repr
+from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch.positioned import (
     LoaderPosition,
@@ -75,7 +75,7 @@ class StreamLoader(PositionedLoader):
                 "of its workers and cannot be resumed; leave it out"
             )
         self._stream: _DividedStream = stream._divided(loader.num_workers)
-        self._name = repr(Shown(stream))
+        self._name = repr(KindAndSize(stream))
         self._passes = _Passes(self._stream)
         collate = partial(_collate_turn, loader.collate_fn)
         super().__init__(changed_copy(loader, dataset=self._passes, collate_fn=collate))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_lengths
-from torch_collate_kit._reprs import Shown
+from torch_collate_kit._reprs import KindAndSize
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.sampler.checks import (
@@ -81,7 +81,7 @@ class PackedBatchSampler(OrderedSampler):
         dp = self._packing.parallel.dp
         checked_rank(dp_rank, dp, "parallel.dp")
         is_dataset = isinstance(examples, TokenizedDataset)
-        self._shown_examples = repr(Shown(examples)) if is_dataset else None
+        self._shown_examples = repr(KindAndSize(examples)) if is_dataset else None
         if is_dataset and (num_loss_tokens is not None or patches is not None):
             raise TypeError(
                 "num_loss_tokens and patches are read from the TokenizedDataset; pass them only "
@@ -154,7 +154,7 @@ class PackedBatchSampler(OrderedSampler):
 
     def __repr__(self) -> str:
         given = {"patches": self._images and self._images.patches, "num_loss_tokens": self._counts}
-        shown: dict[str, Any] = {k: Shown(of) for k, of in given.items() if of is not None}
+        shown: dict[str, Any] = {k: KindAndSize(of) for k, of in given.items() if of is not None}
         examples = self._shown_examples
         if examples is None:
             examples = f"<{self.num_examples:,} lengths, {int(self._lengths.sum()):,} tokens>"

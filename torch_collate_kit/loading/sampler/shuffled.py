@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_bool, checked_choice
-from torch_collate_kit._reprs import Shown
+from torch_collate_kit._reprs import KindAndSize
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.sampler.checks import (
     Indices,
@@ -80,7 +80,7 @@ class OrderedSampler(EpochSampler):
         if self._tail != "keep":
             settings["tail"] = self._tail
         if self._user_order is not None:
-            settings["order"] = Shown(self._user_order)
+            settings["order"] = KindAndSize(self._user_order)
         return settings
 
     @property

@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torch_collate_kit._checks import checked_bool, checked_int, checked_optional_int
-from torch_collate_kit._reprs import Shown, call_repr, changed_settings
+from torch_collate_kit._reprs import KindAndSize, call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.loading.sampler.checks import checked_collator, checked_rank
 from torch_collate_kit.loading.streaming.shard_batches import DividedStream, ShardBatches, Turn
@@ -118,7 +118,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
 
     def __repr__(self) -> str:
         own = {k: v for k, v in changed_settings(self).items() if k != "collate"}
-        return call_repr(self, repr(Shown(self._stream.source)), repr(self.collate), **own)
+        return call_repr(self, repr(KindAndSize(self._stream.source)), repr(self.collate), **own)
 
     @staticmethod
     def as_is(batch: Any) -> Any:
