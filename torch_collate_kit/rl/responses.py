@@ -77,7 +77,7 @@ def from_response_values(
     Args:
         values: a flat list, ndarray or tensor per response, with one number per token: as many as
             ``response_values`` returns, or one for each example of the rows, as
-            :class:`~torch_collate_kit.PerTokenOutputs` has.
+            :class:`~torch_collate_kit.losses.PerTokenOutputs` has.
         responses: as for ``response_values``; ``A`` is ``metadata["response_length"]`` of a Batch.
         dtype: of the result.
 
