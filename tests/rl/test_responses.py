@@ -56,43 +56,21 @@ def test_against_the_oracle(lengths: list[int], extra: int, more: int) -> None:
     assert [len(row) for row in found] == lengths
 
 
+V, NOT_RIGHT = torch.zeros(3, 3), torch.tensor([[0, 1, 1], [1, 0, 0]])
+
+
 @pytest.mark.parametrize(
     ("values", "mask", "error", "message"),
     [
         ([[1.0]], MASK, TypeError, r"values must be a tensor \[B, A\], got list"),
-        (
-            torch.zeros(3, 3),
-            MASK.numpy(),
-            TypeError,
-            "response_mask must be a tensor .* got ndarray",
-        ),
-        (torch.zeros(3), MASK, ValueError, r"values must be \[B, A\], one value per .* got \[3\]"),
-        (torch.zeros(3, 3), MASK[0], ValueError, r"response_mask must be \[B, A\]"),
-        (torch.zeros(2, 3), MASK, ValueError, "values has 2 rows, response_mask has 3"),
-        (
-            torch.zeros(3, 2),
-            MASK,
-            ValueError,
-            "row 1 has response tokens in its last 3 cells, but values has 2 columns; take the",
-        ),
-        (
-            torch.zeros(2, 3),
-            torch.tensor([[0, 1, 1], [1, 0, 0]]),
-            DataError,
-            "row 1: response_mask has 1 response tokens that are not the last cells",
-        ),
-        (
-            torch.zeros(1, 3),
-            torch.tensor([[1, 0, 1]]),
-            DataError,
-            "row 0: response_mask has 2 response tokens .*right-aligned without gaps",
-        ),
-        (
-            torch.zeros(1, 2),
-            torch.tensor([[0, float("nan")]]),
-            DataError,
-            "row 0: response_mask is nan at column 1; it must be finite and 0 or more",
-        ),
+        (V, MASK.numpy(), TypeError, "response_mask must be a tensor .* got ndarray"),
+        (V[0], MASK, ValueError, r"values must be \[B, A\], got shape \[3\]"),
+        (V, MASK[0], ValueError, r"response_mask must be \[B, A\]"),
+        (V[:2], MASK, ValueError, "values has 2 rows, response_mask has 3"),
+        (V[:, :2], MASK, ValueError, "row 1 has response tokens in its last 3 cells, but values"),
+        (V[:2], NOT_RIGHT, DataError, "row 1: response_mask has 1 response tokens that are not"),
+        (V[:1], torch.tensor([[1, 0, 1]]), DataError, "row 0: .* has 2 response .*left-pad the"),
+        (V[:1], torch.tensor([[0, float("nan")]]), DataError, "response_mask is nan at column 1"),
     ],
 )
 def test_errors(values: Any, mask: Any, error: type[Exception], message: str) -> None:
@@ -228,23 +206,6 @@ def test_a_split_example_has_the_response_of_the_whole(
         assert sorted(value for part in parts for value in part[i]) == values
 
 
-@pytest.mark.parametrize(
-    ("mask", "expected"),
-    [
-        ([0, 1, 0, 0, 0, 0, 0, 0, 1, 0], [[5], [3]]),
-        ([1, 0, 0, 1, 0, 0, 0, 0, 0, 0], [[3], [3]]),
-        ([0, 0, 0, 0, 0, 0, 1, 0, 0, 0], [[0], [3]]),  # the target of its first token is lost
-        ([0, 0, 0, 0, 0, 0, 0, 0, 1, 1], [[0], [2]]),
-        ([1, 0, 0, 0, 0, 0, 0, 0, 0, 0], [[0], [0]]),  # nothing predicts the first token
-    ],
-)
-def test_pieces_of_six_and_four_tokens(mask: list[int], expected: list[list[int]]) -> None:
-    example = {"input_ids": [5] * 10, "loss_mask": mask}
-    batch = PackedCollator(0, max_tokens=6, overflow="split")([example])
-    assert batch.row_metadata["example_starts"].tolist() == [[0], [6]]
-    assert batch.row_metadata["num_actions"].tolist() == expected
-
-
 def test_a_slice_has_an_entry_for_every_example_as_unpack_has() -> None:
     """An example that is not there is empty, whether its rows are elsewhere or it was dropped."""
     given_rollouts = rollouts([(1, 2), (2, 3), (9, 9), (1, 1)])
@@ -309,37 +270,31 @@ def test_an_example_without_response_needs_no_columns() -> None:
     assert from_response_values([[2.0], []], batch).tolist() == [[2.0], [0.0]]
 
 
-def test_errors_of_a_batch() -> None:
-    batch = collated("packed", rollouts([(1, 3), (2, 4)]))
-    a = batch.metadata["response_length"]
-    with pytest.raises(ValueError, match=rf"values has 1 rows, the batch has {len(batch)}; give"):
-        response_values(torch.zeros(1, a), batch)
-    with pytest.raises(ValueError, match="but values has 2 columns; take the values of at least"):
-        response_values(torch.zeros(len(batch), 2), batch)
-    with pytest.raises(
-        ValueError, match="values has 1 entries, the batch has 2 examples; give one"
-    ):
-        from_response_values([[1.0] * 3], batch)
-    with pytest.raises(
-        ValueError, match="values has 1 entries, response_mask has 3 rows; give one"
-    ):
-        from_response_values([[1.0]], MASK)
-    with pytest.raises(DataError, match=r"^example 1: values has 3 entries for 4 response tokens"):
-        from_response_values([[1.0] * 3, [1.0] * 3], batch)
-    with pytest.raises(
-        DataError, match=r"^example 1: values\[0\] is 'a' \(str\); it must be a num"
-    ):
-        from_response_values([[1.0] * 3, ["a"] * 4], batch)
-    with pytest.raises(DataError, match=r"^example 0: values is float; give a list, a 1-D ndarray"):
-        from_response_values([1.0, 2.0], batch)
-    twice = Batch.cat([batch[:1], batch[:1]], {"num_loss_tokens": 0})
-    with pytest.raises(ValueError, match="a piece of example 1 is in the batch twice, so its val"):
-        response_values(torch.zeros(2, a), twice)
-    dense = Batch(dict(batch.items()), row_metadata=batch.row_metadata)
-    with pytest.raises(ValueError, match=r"built from dense tensors, .*pass its response_mask"):
-        response_values(torch.zeros(len(batch), a), dense)
-    with pytest.raises(TypeError, match=r"response_mask must be a tensor .* got list"):
-        from_response_values([[1.0]], [[1]])
+PACKED = collated("packed", rollouts([(1, 3), (2, 4)]))
+TWICE = Batch.cat([PACKED[:1], PACKED[:1]], {"num_loss_tokens": 0})
+DENSE = Batch(dict(PACKED.items()), row_metadata=PACKED.row_metadata)
+
+
+@pytest.mark.parametrize(
+    ("function", "values", "batch", "error", "message"),
+    [
+        (response_values, V[:1], PACKED, ValueError, "values has 1 rows, the batch has 2; pass"),
+        (response_values, V[:2, :2], PACKED, ValueError, "has 2 columns; take the values of at"),
+        (response_values, V[:2], TWICE, ValueError, "a piece of example 1 is in the batch twice"),
+        (response_values, V[:2], DENSE, ValueError, "built from dense .*pass its response_mask"),
+        (from_response_values, [[1.0] * 3], PACKED, ValueError, "the batch has 2 examples; pass"),
+        (from_response_values, [[1.0]], MASK, ValueError, "1 entries, response_mask has 3 rows"),
+        (from_response_values, [[1.0] * 3] * 2, PACKED, DataError, "^example 1: .* 3 .* for 4"),
+        (from_response_values, [[1] * 3, ["a"] * 4], PACKED, DataError, r"1: values\[0\] is 'a'"),
+        (from_response_values, [1.0, 2.0], PACKED, DataError, "^example 0: values is float; give"),
+        (from_response_values, [[1.0]], [[1]], TypeError, "response_mask must be a tensor .*list"),
+    ],
+)
+def test_errors_of_a_batch(
+    function: Any, values: Any, batch: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        function(values, batch)
 
 
 @pytest.mark.parametrize(
