@@ -258,7 +258,7 @@ def test_models_with_alibi_are_sent_to_padding(kind: str, attention: str) -> Non
 
 def test_a_dict_of_masks_that_a_model_does_not_take() -> None:
     inputs = packed().model_inputs("sdpa", mask="block", sliding_window=4)
-    message = r"dict of \['full_attention', 'sliding_attention'\].*takes no dict .*leave sliding_w"
+    message = r"dict of \['full_attention', 'sliding_attention'\].*accepts no dict .*leave slid"
     with pytest.raises(IsolationError, match=message):
         check_isolation(tiny_model("opt", "sdpa"), inputs)
 

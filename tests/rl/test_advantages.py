@@ -138,21 +138,6 @@ def test_token_estimators(
     assert (found[batch["mask"] == 0] == 0).all()
 
 
-def test_gae_written_out() -> None:
-    rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.25, float("nan"), 0.5]])
-    found = compute_advantages(
-        rewards,
-        torch.tensor([[1, 0, 1]]),
-        ["a"],
-        estimator="gae",
-        values=values,
-        gamma=0.5,
-        lam=0.5,
-    )
-    # last: 1 - 0.5 = 0.5; first: (0.5 * 0.5 - 0.25) + 0.25 * 0.5; the masked one is no time step
-    assert found.tolist() == [[0.125, 0.0, 0.5]]
-
-
 def test_gae_whitened_written_out() -> None:
     """As PPO does in TRL and verl: over the response tokens of the whole batch, by unbiased std."""
     rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 4.0], [0.0, 0.0]]), torch.tensor([[1, 1]] * 3)
@@ -167,18 +152,6 @@ def test_gae_whitened_written_out() -> None:
         rewards[1:], mask[1:], [2, 3], **{**arguments, "values": mask[1:] * 1.0}, whiten=True
     )
     assert one.tolist() == [[0.0, 0.0]] * 2
-
-
-def test_reinforce_written_out() -> None:
-    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
-    mask = torch.tensor([[1, 1], [0, 1]])
-    found = compute_advantages(
-        rewards, mask, [1, 2], estimator="reinforce++", gamma=0.5, epsilon=0.5
-    )
-    # returns 0.5, 1, 0: mean 0.5, unbiased std 0.5
-    assert found.tolist() == [[0.0, 0.5], [0.0, -0.5]]
-    one = compute_advantages(rewards[:1], torch.tensor([[0, 1]]), [1], estimator="reinforce++")
-    assert one.tolist() == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize(

@@ -168,17 +168,6 @@ def test_what_continues(later: dict[str, Any], count: int) -> None:
     assert len(merge_steps([step([1], [2]), later])) == count
 
 
-def test_a_rewritten_prompt_starts_anew() -> None:
-    steps = [step([1], [2]), step([1, 2], [3]), step([9, 3], [4]), step([9, 3, 4, 5], [6])]
-    found = merge_steps(steps)
-    assert [plain(m["prompt_ids"]) + plain(m["response_ids"]) for m in found] == [
-        [1, 2, 3],
-        [9, 3, 4, 5, 6],
-    ]
-    assert [merged["rewards"].tolist() for merged in found] == [[0, 0], [0, 0, 0]]
-    assert [merged["loss_mask"].tolist() for merged in found] == [[1, 1], [1, 0, 1]]
-
-
 IMAGE = {"pixel_values": np.ones((4, 2)), "image_grid_thw": np.array([[1, 2, 2]])}
 TWO = {"pixel_values": np.ones((8, 2)), "image_grid_thw": np.array([[1, 2, 2]] * 2)}
 NONE = {"pixel_values": None, "image_grid_thw": None}

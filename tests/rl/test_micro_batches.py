@@ -173,18 +173,6 @@ def test_micro_batches_are_cuts_of_the_block(
             assert {**m.metadata, **own} == {**part.metadata, **own}
 
 
-@pytest.mark.parametrize("kind", ["rollouts", "left"])
-def test_the_response_is_trimmed_to_the_longest(kind: str) -> None:
-    batch = collated(kind, [(1, 8), (5, 2), (5, 1), (1, 2)])
-    [[part]] = stage_mini_batches(batch, [0, 4], 1)
-    parts = micro_batches(part, max_tokens=14)
-    shapes = [(list(m["input_ids"].shape), m.metadata["response_length"]) for m in parts]
-    trained = [max(m.row_metadata["num_actions"].flat_values.max(), 1) for m in parts]
-    if kind == "rollouts":
-        assert trained == [8, 2, 2]
-    assert shapes == list(zip([[1, 9], [1, 7], [2, 6]], trained, strict=True))
-
-
 def test_written_out() -> None:
     """Rank 1 has short rows and could do with one micro-batch; rank 0 needs three."""
     batch = RolloutCollator(0)(rollouts([(1, 7), (2, 6), (1, 3), (1, 1), (1, 1), (1, 2)]))
@@ -205,19 +193,6 @@ def test_written_out() -> None:
     assert second[0]["input_ids"].tolist() == [tokens]
     assert second[0]["position_ids"].tolist() == [[0, 1, 2]]
     assert second[0]["rewards"].tolist() == [batch["rewards"][5, -2:].tolist()]
-
-
-def test_a_rank_of_pads_alone() -> None:
-    """Two rows on four ranks: the last two have rows that were added, and run them."""
-    batch = RolloutCollator(0, normalize_loss=True)(rollouts([(1, 3), (2, 6)]))
-    ranks = stage_mini_batches(batch, [0, 2], 4)[0]
-    for part in (micro_batches(part, max_tokens=8) for part in ranks):
-        [m] = part
-        assert m["input_ids"].shape[0] == 1
-    [last] = micro_batches(ranks[3], max_tokens=8)
-    assert last["input_ids"].shape == (1, 4)  # it repeats row 0
-    assert last["loss_mask"].tolist() == [[0.0]]
-    assert last.row_metadata["row_indices"].tolist() == [-1]
 
 
 @pytest.mark.parametrize("padding_side", ["left", "right"])

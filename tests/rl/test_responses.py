@@ -21,27 +21,6 @@ from torch_collate_kit.rl import from_response_values, response_values, stage_mi
 MASK = torch.tensor([[0, 0, 1], [1, 1, 1], [0, 0, 0]])
 
 
-def test_the_last_values_not_the_first() -> None:
-    values = torch.tensor([[9.0, 8.0, 1.0, 2.0], [9.0, 3.0, 4.0, 5.0], [9.0, 9.0, 9.0, 9.0]])
-    assert response_values(values, MASK) == [[2.0], [3.0, 4.0, 5.0], []]
-    assert response_values(values[:, -3:], MASK) == [[2.0], [3.0, 4.0, 5.0], []]
-    only_pads = response_values(values, torch.zeros(3, 2))
-    assert only_pads == [[], [], []]
-    assert response_values(values[:, :0], torch.zeros(3, 2)) == [[], [], []]
-    assert response_values(values[:0], MASK[:0]) == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int32])
-@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.float32])
-def test_any_dtype_and_gradients(dtype: torch.dtype, mask_dtype: torch.dtype) -> None:
-    values = torch.arange(9).reshape(3, 3).to(dtype)
-    if dtype.is_floating_point:
-        values.requires_grad_()
-    rows = response_values(values, MASK.to(mask_dtype))
-    assert rows == [[2.0], [3.0, 4.0, 5.0], []]
-    assert all(type(x) is float for row in rows for x in row)
-
-
 @given(
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6),
     extra=st.integers(0, 3),
@@ -140,28 +119,6 @@ def test_the_order_is_that_of_per_token_outputs(kind: str, shape: list[tuple[int
     assert response_values(dense, batch) == [values.tolist() for values in outputs.log_probs]
     full = response_values(logits[..., 0], batch)  # a value in every cell
     assert full == response_values(logits[:, -a:, 0], batch)
-
-
-@pytest.mark.parametrize("padding_side", ["left", "right", None])
-def test_examples_padded_packed_and_split(padding_side: Any) -> None:
-    examples = [
-        {"input_ids": [5] * 9, "loss_mask": [0, 1, 1, 1, 1, 1, 1, 1, 1]},
-        {"input_ids": [5] * 3, "loss_mask": [0, 0, 1]},
-        {"input_ids": [5] * 2, "loss_mask": [0, 0]},
-    ]
-    if padding_side:
-        batch = PaddedCollator(0, padding_side=padding_side)(examples)
-    else:
-        batch = PackedCollator(0, max_tokens=4, overflow="split")(examples)
-    torch.manual_seed(0)
-    logits = torch.randn(*batch["input_ids"].shape, 6)
-    _, outputs = token_loss(logits, batch, num_loss_tokens=1, return_per_token_outputs=True)
-    values = response_values(from_response_values(outputs.nll, batch), batch)
-    assert values == [nll.tolist() for nll in outputs.nll]
-    nll = -logits.log_softmax(-1)[:, :-1].gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
-    for own, wanted in zip(response_values(nll, batch), values, strict=True):
-        assert own == pytest.approx(wanted)
-    assert [len(row) for row in values] == ([8, 1, 0] if padding_side else [len(values[0]), 1, 0])
 
 
 @pytest.mark.parametrize("form", ["loss_mask", "labels", "num_actions"])

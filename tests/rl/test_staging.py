@@ -133,12 +133,6 @@ def test_views_where_nothing_is_added() -> None:
     assert again.row_metadata["row_indices"].tolist() == [2, 3]
 
 
-@pytest.mark.parametrize("boundaries", [[0, 1, 3], (0, 1, 3), torch.tensor([0, 1, 3])])
-def test_boundaries_of_any_kind(boundaries: Any) -> None:
-    batch = rollout_batch([(1, 1)] * 3, list("abb"))
-    assert rows_of(stage_mini_batches(batch, boundaries, 2)) == [[[0], [-1]], [[1], [2]]]
-
-
 # --- balance -------------------------------------------------------------------------------------
 
 
