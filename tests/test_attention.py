@@ -150,6 +150,22 @@ def test_a_padded_batch_can_be_evaluated():
         torch.testing.assert_close(logits[1, :4], alone(tiny_model("qwen3", "sdpa"), ids[1, :4]))
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("max_cache_len", [12, 16])
+def test_a_static_cache_without_a_mask_equals_sdpa(kind, max_cache_len):
+    # its update moves the offset, a tensor, in place: a mask built after it would be a later one
+    transformers = pytest.importorskip("transformers")
+    ids = token_ids(1, 12)
+    logits = []
+    for attention in ("torch_varlen", "sdpa"):
+        model = tiny_model(kind, attention)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=max_cache_len)
+        with torch.no_grad():
+            model(input_ids=ids[:, :9], past_key_values=cache, use_cache=True)
+            logits.append(model(input_ids=ids[:, 9:], past_key_values=cache).logits)
+    assert torch.equal(*logits)
+
+
 @pytest.mark.parametrize("static", [True, False])
 def test_the_mask_of_a_static_cache_is_built_at_once(static):
     """Its offset is a tensor that has changed when attention runs."""

@@ -102,6 +102,16 @@ def test_a_segment_that_goes_on_counting_leaks_without_varlen():
         check_isolation(tiny_model("llama", "sdpa"), inputs)
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
+def test_a_leak_that_gradient_checkpointing_hides_is_found():
+    model = tiny_model("qwen3", "sdpa")
+    model.gradient_checkpointing_enable()  # in training it switches the cache off, in eval not
+    inputs = without(packed_inputs(*ONE_ROW, varlen=False), "use_cache")
+    with pytest.raises(IsolationError, match=r"in eval mode.*use_cache=False"):
+        check_isolation(model.train(), inputs)
+    check_isolation(model, inputs | {"use_cache": False})
+
+
 def test_the_message_says_who_moved_whom_and_by_how_much():
     inputs = masked(packed_inputs(*ONE_ROW, varlen=False), 0)
     with pytest.raises(IsolationError) as error:
@@ -301,6 +311,13 @@ def test_nothing_is_left_changed():
     assert all(p.grad is None for p in model.parameters())
     assert inputs.keys() == before.keys()
     assert all(torch.equal(torch.as_tensor(inputs[key]), before[key]) for key in before)
+
+
+def test_modes_are_put_back_after_an_error():
+    model = tiny_model("qwen3", "sdpa").train()
+    with pytest.raises(IsolationError):
+        check_isolation(model, masked(packed_inputs(*ONE_ROW, varlen=False), 0))
+    assert all(module.training for module in model.modules())
 
 
 def test_image_placeholders_are_neither_changed_nor_made():

@@ -290,10 +290,10 @@ def test_the_logits_and_the_batch_are_not_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    "num_loss_tokens", [4, 4.0, np.int64(4), torch.tensor(4), torch.tensor(4.0)]
+    "num_loss_tokens", [4, 4.0, np.int64(4), torch.tensor(4), torch.tensor([4.0])]
 )
 def test_the_denominator_may_be_a_number_or_a_tensor(num_loss_tokens: Any) -> None:
-    labels = torch.tensor([[0, 0, 1]])
+    labels = torch.tensor([[0, 0, 1]], dtype=torch.int32)
     loss = token_loss(HAND_LOGITS, labels, num_loss_tokens=num_loss_tokens)
     assert loss.item() == pytest.approx(2 * LOG_2 / 4)
     assert loss.shape == ()

@@ -62,7 +62,7 @@ def _num_loss_tokens(batch: Any) -> Tensor:
         check_labels(batch)
         return torch.count_nonzero(batch[..., 1:] != IGNORE_INDEX)
     raise TypeError(
-        "global_num_loss_tokens takes a Batch, labels or a list of these, got "
+        "global_num_loss_tokens needs a Batch, labels or a list of these, got "
         f"{type(batch).__name__}; pass the Batch that the collator returned, or its labels, "
         'batch["labels"]'
     )
