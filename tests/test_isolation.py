@@ -442,6 +442,16 @@ def test_other_outputs_are_refused():
         check_isolation(tiny_model("llama"), packed_inputs(*ONE_ROW) | {"logits_to_keep": 1})
 
 
+def test_image_positions_with_a_text_row_are_read():
+    # [4, rows, width]: the text row first, as Qwen-VL takes packed rows
+    inputs = toy_inputs([3, 3], [2, 4])
+    text = inputs["position_ids"]
+    inputs["position_ids"] = torch.stack([text, *3 * [torch.zeros_like(text)]])
+    check_isolation(Toy(), inputs)
+    with pytest.raises(IsolationError, match="row 1 segment 0 leaks into row 1 segment 1"):
+        check_isolation(Toy(from_cell_to_cell((1, 0), (1, 5))), inputs)
+
+
 # --- layers that carry state ---------------------------------------------------------------------
 
 

@@ -7,19 +7,14 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_collate_kit import RolloutCollator
+from torch_collate_kit import PaddedCollator
 from torch_collate_kit.rl import micro_batches, stage_mini_batches
 
 
 def micro_batch_rows(widths: list[int], budget: int, dp_size: int = 1) -> list[list[list[int]]]:
     """The rows of every micro-batch of every rank."""
-    rollouts = [
-        {"prompt_ids": [1], "response_ids": [2] * (w - 1), "rewards": 0.0, "loss_mask": [1] * w}
-        for w in widths
-    ]
-    for rollout in rollouts:
-        rollout["loss_mask"] = rollout["loss_mask"][1:]
-    [ranks] = stage_mini_batches(RolloutCollator(0)(rollouts), [0, len(widths)], dp_size)
+    batch = PaddedCollator(0)([{"input_ids": [1] * width} for width in widths])
+    [ranks] = stage_mini_batches(batch, [0, len(widths)], dp_size)
     parts = [micro_batches(part, max_tokens=budget) for part in ranks]
     return [[m.row_metadata["row_indices"].tolist() for m in of_rank] for of_rank in parts]
 
@@ -36,18 +31,29 @@ def smallest_largest(widths: list[int], num_parts: int) -> int:
     )
 
 
-@given(widths=st.lists(st.integers(2, 7), min_size=1, max_size=6), extra=st.integers(0, 12))
-def test_against_brute_force(widths: list[int], extra: int) -> None:
-    budget = max(widths) + extra
-    [found] = micro_batch_rows(widths, budget)
+@given(
+    widths=st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    extra=st.integers(0, 12),
+    num_wide=st.integers(0, 6),
+)
+def test_against_brute_force(widths: list[int], extra: int, num_wide: int) -> None:
+    """Of the second of two ranks; rows of the first may need more micro-batches."""
+    count, budget = len(widths), max(widths) + extra
+    first = ([budget] * num_wide + [1] * count)[:count]
+    ranks = micro_batch_rows(first + widths, budget, dp_size=2)
+    found = [[i - count for i in part] for part in ranks[1]]
+    assert len(ranks[0]) == len(found)
     assert all(found)
-    assert sorted(i for part in found for i in part) == list(range(len(widths)))
+    assert sorted(i for part in found for i in part) == list(range(count))
     if len(found) <= 3:
         assert max(cells(widths, part) for part in found) == smallest_largest(widths, len(found))
-    if len(found) in (2, 3, 4):  # one less is not enough
-        assert smallest_largest(widths, len(found) - 1) > budget
-    ordered = [widths[i] for part in found for i in part]
-    assert ordered == sorted(widths, reverse=True)
+    if 2 <= len(found) <= 4:  # one less is not enough
+        assert max(smallest_largest(own, len(found) - 1) for own in (first, widths)) > budget
+    assert [widths[i] for part in found for i in part] == sorted(widths, reverse=True)
+
+
+def test_the_largest_has_as_few_cells_as_can_be() -> None:
+    assert micro_batch_rows([3, 2, 1, 5], 11) == [[[3], [0, 1, 2]]]  # 9 cells, not 10
 
 
 def test_equal_rows_stay_in_their_order() -> None:

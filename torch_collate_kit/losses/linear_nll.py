@@ -57,11 +57,11 @@ class _LinearNll(torch.autograd.Function):
         dtype = _product_dtype(hidden)
         used_weight = weight.to(dtype)
         used_bias = None if bias is None else bias.to(dtype)
-        inputs = (hidden, weight, bias)
-        ctx.dtypes = [x.dtype if want else None for x, want in zip(inputs, wanted, strict=True)]
+        pairs = zip((hidden, weight, bias), wanted, strict=True)
+        inputs = [x if want else None for x, want in pairs]
+        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         ctx.gradients = [
-            torch.zeros_like(x, dtype=_wide(x.dtype)) if want else None
-            for x, want in zip(inputs, wanted, strict=True)
+            None if x is None else torch.zeros_like(x, dtype=_wide(x.dtype)) for x in inputs
         ]
         nll = hidden.new_empty(len(hidden), dtype=torch.promote_types(dtype, torch.float32))
         for start in range(0, len(hidden), _CHUNK):

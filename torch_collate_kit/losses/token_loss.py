@@ -136,8 +136,9 @@ def token_loss(
     batch = batch_or_labels
     mask, ids = batch["loss_mask"], batch["input_ids"]
     hidden = ids.shape[1] - mask.shape[1]
-    labels = batch.get("labels")
-    if labels is None:  # rollouts
+    if "labels" in batch:
+        labels = batch["labels"]
+    else:  # rollouts
         labels = torch.where(F.pad(mask, (hidden, 0)) != 0, ids, IGNORE_INDEX)
     _check_fit(logits, labels, mask.shape[1], from_batch=True)
     targets = labels[:, hidden:]
@@ -213,8 +214,8 @@ def _check_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> Non
         found = type(num_loss_tokens).__name__
         raise TypeError(f"num_loss_tokens must be a number, got {found}; {_COUNT}")
     if isinstance(num_loss_tokens, Tensor) and num_loss_tokens.numel() != 1:
-        found = list(num_loss_tokens.shape)
-        raise ValueError(f"num_loss_tokens must be one number, got shape {found}; {_COUNT}")
+        shape = list(num_loss_tokens.shape)
+        raise ValueError(f"num_loss_tokens must be one number, got shape {shape}; {_COUNT}")
 
 
 def _is_number(value: Any) -> bool:

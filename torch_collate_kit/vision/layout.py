@@ -108,8 +108,9 @@ class VisionLayout:
             TypeError: no processor with an ``image_processor``.
             ValueError: a family that is not supported; a processor and a config of two models.
         """
-        dtype = str(pixel_dtype).removeprefix("torch.")
-        return cls(**layout_settings(processor, config), pixel_dtype=dtype)
+        settings = layout_settings(processor, config)
+        settings["pixel_dtype"] = str(pixel_dtype).removeprefix("torch.")
+        return cls(**settings)
 
     @property
     def family(self) -> Family:
