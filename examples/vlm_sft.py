@@ -83,7 +83,7 @@ def load_processor(args: argparse.Namespace, conversations: datasets.Dataset) ->
     if not args.model:
         return drawn_images.make_processor(conversations.remove_columns("images"))
     try:
-        processor = kit.load_processor(args.model)
+        processor = kit.vision.load_processor(args.model)
     except (OSError, ImportError) as error:
         fail(f"--model {args.model}: {str(error).splitlines()[0]}")
     if not hasattr(processor, "image_processor"):

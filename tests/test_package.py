@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import torch_collate_kit
+from torch_collate_kit import losses, rl, vision
 
 IMPORT = """
 import sys, torch
@@ -47,13 +48,13 @@ def test_public_names_exist(name):
     assert module.__doc__ or name.endswith("_version")
 
 
-@pytest.mark.parametrize("name", sorted(set(torch_collate_kit.__all__) - {"__version__"}))
-def test_every_public_name_has_an_example_that_doctest_runs(name):
-    thing = getattr(torch_collate_kit, name)
-    if name == "IGNORE_INDEX":
-        assert thing == -100
-        return
-    if name == "rl":  # a package of functions
-        assert all(">>> " in getattr(thing, function).__doc__ for function in thing.__all__)
+PACKAGES = (torch_collate_kit, losses, rl, vision)
+NAMES = sorted({(package, name) for package in PACKAGES for name in package.__all__}, key=str)
+
+
+@pytest.mark.parametrize(("package", "name"), NAMES)
+def test_every_public_name_has_an_example_that_doctest_runs(package, name):
+    thing = getattr(package, name)
+    if name in ("IGNORE_INDEX", "__version__"):
         return
     assert ">>> " in thing.__doc__

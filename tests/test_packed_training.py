@@ -16,11 +16,9 @@ import torch
 from tests.tiny_models import VOCAB, tiny_model
 from torch_collate_kit import (
     Batch,
-    IsolationError,
     PackedCollator,
     PaddedCollator,
     ParallelLayout,
-    check_isolation,
     token_loss,
 )
 
@@ -144,22 +142,6 @@ def test_evaluation_does_not_depend_on_the_layout():
             losses[attention] = batch_loss(model, collate(data), attention).item()
     values = list(losses.values())
     assert max(values) - min(values) < 1e-6 * max(values), losses
-
-
-def test_check_isolation_passes_on_batches_and_fails_on_the_two_leaks():
-    batch = PackedCollator(0, max_tokens=64)(examples())
-    for attention in ("torch_varlen", "sdpa", "eager"):
-        check_isolation(tiny_model("qwen3", attention, dtype=torch.float64).train(), batch)
-    model = tiny_model("qwen3", "sdpa", dtype=torch.float64).train()
-    inputs = batch.model_inputs("sdpa")
-    check_isolation(model, inputs)
-    with pytest.raises(IsolationError, match="attention_mask"):
-        check_isolation(model, {**inputs, "attention_mask": batch["attention_mask"]})
-    with pytest.raises(IsolationError, match="use_cache"):
-        check_isolation(model, {**inputs, "use_cache": True})
-    del inputs["use_cache"]
-    with pytest.raises(IsolationError, match="use_cache"):
-        check_isolation(model, inputs)
 
 
 def test_two_ranks_equal_one(tmp_path: Path):

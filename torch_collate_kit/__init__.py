@@ -5,7 +5,7 @@ Importing the package loads torch and NumPy and nothing heavier.
 
 from __future__ import annotations
 
-from torch_collate_kit import rl
+from torch_collate_kit import rl as rl
 from torch_collate_kit._version import __version__
 from torch_collate_kit.attention import check_isolation, register_torch_varlen
 from torch_collate_kit.batch import (
@@ -33,7 +33,7 @@ from torch_collate_kit.loading import (
     PrefetchLoader,
     TokenizedDataset,
 )
-from torch_collate_kit.losses import PerTokenOutputs, global_num_loss_tokens, token_loss
+from torch_collate_kit.losses import global_num_loss_tokens, token_loss
 from torch_collate_kit.packing import ModelCost, PackingOptions, PackingPlan, ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reporting import (
@@ -41,12 +41,6 @@ from torch_collate_kit.reporting import (
     audit,
     packing_report,
     plot_timeline,
-)
-from torch_collate_kit.vision import (
-    VisionLayout,
-    image_grid,
-    is_vision_language,
-    load_processor,
 )
 
 __all__ = [
@@ -68,7 +62,6 @@ __all__ = [
     "PerExample",
     "PerResponseToken",
     "PerToken",
-    "PerTokenOutputs",
     "PrefetchLoader",
     "PrefetchingSampler",
     "Ragged",
@@ -76,19 +69,14 @@ __all__ = [
     "StateError",
     "TokenizedDataset",
     "VisionLanguageCollator",
-    "VisionLayout",
     "__version__",
     "audit",
     "check_isolation",
     "global_num_loss_tokens",
-    "image_grid",
-    "is_vision_language",
-    "load_processor",
     "pack",
     "packing_report",
     "plot_timeline",
     "register_torch_varlen",
-    "rl",
     "token_loss",
     "tokenize_chat",
     "tokenize_chat_dataset",

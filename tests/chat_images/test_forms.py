@@ -367,7 +367,7 @@ def test_a_processor_of_no_known_family() -> None:
         image_processor = FAMILY.processor().image_processor
         tokenizer = FAMILY.processor().tokenizer
 
-    with pytest.raises(ValueError, match="Odd is in no row of the table of families"):
+    with pytest.raises(ValueError, match="Odd is not in the table of families"):
         tokenize_chat(WANTED, processor=Odd())
 
 

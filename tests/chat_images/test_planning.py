@@ -16,8 +16,8 @@ from tests.chat_images.truth import KINDS, assert_fields, chat, image, random_ch
 from tests.vision import processors
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
-from torch_collate_kit import DataError, image_grid, tokenize_chat
-from torch_collate_kit.vision import VisionLayout
+from torch_collate_kit import DataError, tokenize_chat
+from torch_collate_kit.vision import VisionLayout, image_grid
 
 BIG = {"pixel_values", "pixel_attention_mask"}
 

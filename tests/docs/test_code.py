@@ -89,7 +89,7 @@ def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.vision.processors import qwen
 
     processor = qwen(processing.Qwen3VLProcessor, 16)
-    monkeypatch.setattr(torch_collate_kit, "load_processor", lambda name: processor)
+    monkeypatch.setattr(torch_collate_kit.vision, "load_processor", lambda name: processor)
     (folder / "images").mkdir()
     Image.new("RGB", (64, 64), (200, 1, 1)).save(folder / "images" / "cat.png")
 

@@ -110,7 +110,7 @@ def test_what_it_writes_is_collated(folder: Path) -> None:
     processor = drawn_images.make_processor(records)
     batch = kit.VisionLanguageCollator(processor)(records)
     grids = batch.model_inputs("sdpa")["image_grid_thw"]
-    expected = [kit.image_grid(folder / n, processor).tolist() for n in ("a.png", "b.png")]
+    expected = [kit.vision.image_grid(folder / n, processor).tolist() for n in ("a.png", "b.png")]
     assert grids.tolist() == [*expected, *expected[::-1]]
 
 

@@ -87,7 +87,7 @@ def test_it_trains_answers_and_saves(base: tuple[dict[str, Any], Path]) -> None:
     skills = {skill.__name__ for skill in drawn_images.SKILLS}
     for kind in ("exact match", "most frequent"):
         assert {f"{kind}, {skill}" for skill in skills} <= set(results["summary"])
-    processor = kit.load_processor(folder / "model")
+    processor = kit.vision.load_processor(folder / "model")
     assert processor.chat_template == drawn_images.TEMPLATE
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder / "model")
     assert model.config.text_config.vocab_size == len(processor.tokenizer)

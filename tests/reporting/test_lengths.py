@@ -11,10 +11,10 @@ from torch_collate_kit import (
     PaddedCollator,
     Ragged,
     TokenizedDataset,
-    VisionLayout,
     packing_report,
 )
 from torch_collate_kit.reporting.lengths import data_lengths
+from torch_collate_kit.vision import VisionLayout
 
 IDS = [[5, 6, 7], [8], [9, 4]]
 EXAMPLES = [{"input_ids": ids, "loss_mask": [0] * len(ids)} for ids in IDS]

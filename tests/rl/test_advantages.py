@@ -138,21 +138,6 @@ def test_token_estimators(
     assert (found[batch["mask"] == 0] == 0).all()
 
 
-def test_gae_written_out() -> None:
-    rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.25, float("nan"), 0.5]])
-    found = compute_advantages(
-        rewards,
-        torch.tensor([[1, 0, 1]]),
-        ["a"],
-        estimator="gae",
-        values=values,
-        gamma=0.5,
-        lam=0.5,
-    )
-    # last: 1 - 0.5 = 0.5; first: (0.5 * 0.5 - 0.25) + 0.25 * 0.5; the masked one is no time step
-    assert found.tolist() == [[0.125, 0.0, 0.5]]
-
-
 def test_gae_whitened_written_out() -> None:
     """As PPO does in TRL and verl: over the response tokens of the whole batch, by unbiased std."""
     rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 4.0], [0.0, 0.0]]), torch.tensor([[1, 1]] * 3)
@@ -167,18 +152,6 @@ def test_gae_whitened_written_out() -> None:
         rewards[1:], mask[1:], [2, 3], **{**arguments, "values": mask[1:] * 1.0}, whiten=True
     )
     assert one.tolist() == [[0.0, 0.0]] * 2
-
-
-def test_reinforce_written_out() -> None:
-    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
-    mask = torch.tensor([[1, 1], [0, 1]])
-    found = compute_advantages(
-        rewards, mask, [1, 2], estimator="reinforce++", gamma=0.5, epsilon=0.5
-    )
-    # returns 0.5, 1, 0: mean 0.5, unbiased std 0.5
-    assert found.tolist() == [[0.0, 0.5], [0.0, -0.5]]
-    one = compute_advantages(rewards[:1], torch.tensor([[0, 1]]), [1], estimator="reinforce++")
-    assert one.tolist() == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize(
@@ -243,107 +216,51 @@ def test_dtypes_graph_and_arguments(
 
 
 R, M = torch.tensor([[0.0, 1.0], [0.0, 2.0]]), torch.tensor([[0, 1], [1, 1]])
+
+
 NAN = torch.tensor([[0.0, 1.0], [0.0, float("nan")]])
-MINUS = torch.tensor([[0.0, 1.0], [0.0, -1.5]])
-SHAPE = r"has shape \[2, 1\], rewards has \[2, 2\]; they must be of the same rows"
-TOKENS = r"needs one time axis, but row 0 is not the last step .*merge_steps, or use an outcome"
+STEPS = {"is_last_step": [False, True]}
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"estimator": "ppo"}, ValueError, r"estimator must be one of 'grpo', .*; got 'ppo'"),
-        ({"estimator": None}, ValueError, "estimator must be one of"),
         ({"rewards": [[1.0]]}, TypeError, r"rewards must be a tensor \[B, A\], got list"),
         ({"response_mask": M.numpy()}, TypeError, "response_mask must be a tensor .*got ndarray"),
-        ({"rewards": R[0]}, ValueError, r"rewards must be \[B, A\], .* got \[2\]"),
-        ({"response_mask": M[:, :1]}, ValueError, "response_mask " + SHAPE),
+        ({"rewards": R[0]}, ValueError, r"rewards must be \[B, A\], got shape \[2\]"),
+        ({"response_mask": M[:, :1]}, ValueError, r"shape \[2, 1\], rewards has \[2, 2\]; they"),
         ({"estimator": "gae"}, ValueError, "needs values .*the critic's estimates"),
-        ({"estimator": "gae", "values": R[:, :1]}, ValueError, "values " + SHAPE),
-        ({"estimator": "gae", "values": [[1]]}, TypeError, "values must be a tensor"),
+        ({"estimator": "gae", "values": R[:, :1]}, ValueError, r"values has shape \[2, 1\]"),
+        ({"estimator": "gae", "values": NAN}, DataError, "row 1: the value at column 1 is nan"),
         ({"values": R}, ValueError, "read by estimator=\"gae\" only, got them with 'grpo'; leave"),
-        (
-            {"whiten": True},
-            ValueError,
-            "whiten=True is read by estimator=\"gae\" only, got it with 'grpo'; reinforce",
-        ),
+        ({"whiten": True}, ValueError, "\"gae\" only, got it with 'grpo'; use normalize_adv"),
         ({"whiten": True, "estimator": "reinforce++"}, ValueError, "got it with 'reinforce"),
         ({"whiten": 1}, TypeError, "whiten must be True or False, got 1"),
-        ({"estimator": "reinforce++", "values": R}, ValueError, "got them with 'reinforce"),
         ({"uids": ["a"]}, ValueError, "uids has 1 entries for 2 rows; give one uid per row"),
-        (
-            {"uids": None},
-            TypeError,
-            "uids must be one uid per row, got None of type NoneType; pass",
-        ),
+        ({"uids": None}, TypeError, "uids must be one uid per row, got None of type NoneType"),
         ({"uids": "ab"}, TypeError, "got 'ab' of type str"),
-        (
-            {"uids": [None, None]},
-            DataError,
-            "row 0: uid is None; give the id of its prompt",
-        ),
-        (
-            {"uids": np.array(["a", None], dtype=object)},
-            DataError,
-            "row 1: uid is None; give",
-        ),
+        ({"uids": np.array(["a", None])}, DataError, "row 1: uid is None; give the id of its"),
         ({"uids": torch.tensor([1.0, float("nan")])}, DataError, "row 1: uid is nan; give"),
-        (
-            {"response_mask": M * float("nan")},
-            DataError,
-            "row 0: response_mask is nan at column 0; it must be finite and 0 or more: 0 where",
-        ),
-        ({"response_mask": M / 0}, DataError, "row 0: response_mask is nan at column 0"),
+        ({"response_mask": M / 0}, DataError, "row 0: response_mask is nan at column 0; it must"),
         ({"response_mask": M / (1 - M)}, DataError, "row 0: response_mask is inf at column 1"),
-        (
-            {"response_mask": torch.tensor([[0, 1], [1, -1]])},
-            DataError,
-            "row 1: response_mask is -1 at column 1; it must be finite and 0 or more",
-        ),
+        ({"response_mask": M - 1}, DataError, "row 0: response_mask is -1 at column 0; it must"),
         ({"group_of_one": "one"}, ValueError, "group_of_one must be one of 'raise', .*got 'one'"),
         ({"gamma": 1.5}, ValueError, "gamma must be from 0 to 1, got 1.5"),
-        ({"lam": -0.5}, ValueError, "lam must be from 0 to 1, got -0.5"),
         ({"lam": float("nan")}, ValueError, "lam must be from 0 to 1, got nan"),
         ({"epsilon": 0.0}, ValueError, "epsilon must be above 0, got 0.0"),
         ({"rewards": NAN}, DataError, "row 1: the reward at column 1 is nan; rewards must be fin"),
-        ({"rewards": NAN * 0 + float("inf")}, DataError, "row 0: the reward at column 0 is inf"),
-        (
-            {"rewards": R + 1},
-            DataError,
-            "row 0: the reward at column 0 is 1.0; response_mask is 0 there, so no token",
-        ),
-        (
-            {"estimator": "gae", "values": NAN},
-            DataError,
-            "row 1: the value at column 1 is nan; values of response tokens must be finite",
-        ),
+        ({"rewards": R / 0}, DataError, "row 0: the reward at column 0 is nan"),
+        ({"rewards": R + 1}, DataError, "column 0 is 1.0; response_mask is 0 there, so no token"),
         ({"is_last_step": [True]}, ValueError, "is_last_step has 1 entries for 2 rows"),
         ({"is_last_step": [1, 0.5]}, DataError, "row 1: is_last_step is 0.5; it must be True or F"),
-        ({"is_last_step": [2, 1]}, DataError, "row 0: is_last_step is 2; it must be True or False"),
         ({"is_last_step": "10"}, TypeError, "is_last_step must be one bool per row, got '10' of"),
-        (
-            {"is_last_step": [True, False], "rewards": R * 0},
-            DataError,
-            "row 1 of uid 'a' is not a last step, and no step follows; the last row of every",
-        ),
-        (
-            {"is_last_step": [False, True], "uids": ["a", "b"], "rewards": R * 0},
-            DataError,
-            "row 0 of uid 'a' is not a last step, but the next step, row 1, is of uid 'b'",
-        ),
-        (
-            {"is_last_step": [False, True]},
-            DataError,
-            "row 0 is not the last step of its trajectory, but has reward 1.0 at column 1, which "
-            "would be lost; add it to the last step",
-        ),
-        ({"is_last_step": [False, True], "estimator": "reinforce++"}, ValueError, TOKENS),
-        ({"is_last_step": [False, True], "estimator": "gae", "values": R}, ValueError, TOKENS),
-        (
-            {"estimator": "maxrl", "uids": ["z", "z"], "rewards": MINUS},
-            DataError,
-            "mean reward of uid 'z' is -0.25: maxrl divides by it",
-        ),
+        ({"is_last_step": [True, False], "rewards": R * 0}, DataError, "row 1 .* no step follows"),
+        ({**STEPS, "uids": ["a", "b"], "rewards": R * 0}, DataError, "row 0 .* 1 is of uid 'b'; t"),
+        (STEPS, DataError, "row 0 is not the last step of its trajectory, but has reward 1.0 at"),
+        ({**STEPS, "estimator": "reinforce++"}, ValueError, "one time axis, but row 0 is not the"),
+        ({**STEPS, "estimator": "gae", "values": R}, ValueError, "not the last .*merge_steps, or"),
+        ({"estimator": "maxrl", "rewards": -R}, DataError, "reward of uid 'a' is -1.5, and maxrl"),
     ],
 )
 def test_errors(changes: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -360,11 +277,11 @@ def test_rows_are_named_in_the_batch_not_among_the_real_ones() -> None:
         compute_advantages(
             rewards, mask, ["a"] * 3, estimator="rloo", is_last_step=[True, False, True]
         )
-    with pytest.raises(DataError, match=r"row 2 of uid 'a' is not a last step, and no step"):
+    with pytest.raises(DataError, match=r"row 2 of uid 'a' is not a last step, but no step"):
         compute_advantages(
             rewards * 0, mask, ["a"] * 3, estimator="rloo", is_last_step=[True, True, False]
         )
-    with pytest.raises(DataError, match=r"row 0 of uid 'a' .* the next step, row 2, is of uid 'b'"):
+    with pytest.raises(DataError, match=r"row 0 of uid 'a' .* but row 2 is of uid 'b'"):
         compute_advantages(
             rewards * 0,
             torch.tensor([[1], [0], [1]]),

@@ -57,44 +57,28 @@ def test_every_mini_batch_has_so_many_prompts(uids: list[str], size: int) -> Non
     assert uids == given_uids
 
 
-def test_the_number_of_mini_batches_does_not_depend_on_turns() -> None:
-    one_turn, turns = ["a", "b", "c", "d"], ["a"] * 5 + ["b"] + ["c"] * 2 + ["d"] * 9
-    assert mini_batch_boundaries(one_turn, 2).tolist() == [0, 2, 4]
-    assert mini_batch_boundaries(turns, 2).tolist() == [0, 6, 17]
-
-
 def test_a_uid_that_comes_back() -> None:
-    with pytest.raises(
-        DataError,
-        match=r"uid 'a' begins at row 1 and comes back at row 4 .*before Batch\.pad_rows",
-    ):
+    message = r"uid 'a' begins at row 1 and comes back at row 4 .*before Batch\.pad_rows"
+    with pytest.raises(DataError, match=message):
         prompt_boundaries(["b", "a", "a", "c", "a"])
-    with pytest.raises(DataError, match="uid 'a' begins at row 0 and comes back at row 2"):
-        mini_batch_boundaries(["a", "b", "a"], 1)
 
 
-def test_errors() -> None:
-    with pytest.raises(DataError, match=r"uids is empty \(0 rows\); give at least one row"):
-        prompt_boundaries([])
-    with pytest.raises(
-        ValueError,
-        match=r"^5 prompts do not divide into mini-batches of prompts_per_mini_batch=3: 1 "
-        r"mini-batches and 2 prompts left over; drop 2 prompts, add 1, or choose a divisor of 5$",
-    ):
-        mini_batch_boundaries(list("abcde"), 3)
-    with pytest.raises(ValueError, match="prompts_per_mini_batch must be at least 1, got 0"):
-        mini_batch_boundaries(["a"], 0)
-    with pytest.raises(TypeError, match=r"prompts_per_mini_batch must be an int, got 1\.0"):
-        mini_batch_boundaries(["a"], 1.0)
-    for missing in (None, float("nan")):  # they were one prompt, and one each
-        with pytest.raises(DataError, match=f"row 1: uid is {missing}; give the id of its"):
-            prompt_boundaries(["a", missing, missing])
-    with pytest.raises(TypeError, match="got 'aab' of type str; pass a list"):
-        prompt_boundaries("aab")
-    with pytest.raises(ValueError, match=r"one uid per row, got shape \[2, 1\]"):
-        prompt_boundaries(np.zeros((2, 1)))
-    for uid in (["b"], ("b", []), torch.ones(2)):
-        with pytest.raises(
-            DataError, match=r"row 1: uid is .* rollouts are grouped by it, so give"
-        ):
-            prompt_boundaries(["a", uid])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([], 1), DataError, r"uids is empty \(0 rows\); give at least one row"),
+        ((list("abcde"), 3), ValueError, "5 prompts do not .*=3; drop 2 prompts, add 1, or .* 5$"),
+        ((["a"], 0), ValueError, "prompts_per_mini_batch must be at least 1, got 0"),
+        ((["a"], 1.0), TypeError, r"prompts_per_mini_batch must be an int, got 1\.0"),
+        ((["a", None, None], 1), DataError, "row 1: uid is None; give the id of its"),
+        ((["a", float("nan")], 1), DataError, "row 1: uid is nan; give the id of its"),
+        (("aab", 1), TypeError, "got 'aab' of type str; pass a list"),
+        ((np.zeros((2, 1)), 1), ValueError, r"one uid per row, got shape \[2, 1\]"),
+        ((["a", ["b"]], 1), DataError, r"row 1: uid is .* rollouts are grouped by it, so give"),
+        ((["a", ("b", [])], 1), DataError, "row 1: uid is .* rollouts are grouped by it"),
+        ((["a", torch.ones(2)], 1), DataError, "row 1: uid is .* rollouts are grouped by it"),
+    ],
+)
+def test_errors(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        mini_batch_boundaries(*arguments)

@@ -116,34 +116,15 @@ def step(prompt: list[int], response: list[int], **changes: Any) -> dict[str, An
 
 def test_three_steps_written_out() -> None:
     routes = [np.full((n, 1, 1), value, np.uint8) for n, value in ((2, 1), (5, 2), (6, 3))]
+    more = [
+        {"rewards": 1, "logprobs": [-1.0], "advantages": 1, "note": 1},
+        {"loss_mask": [0.5], "logprobs": np.float32([-2]), "advantages": [2.0], "note": 2},
+        {"is_last_step": True, "rewards": 2.5, "logprobs": [-3, -4], "advantages": 3.0},
+    ]
+    tokens = [([1, 2], [3]), ([1, 2, 3, 4, 5], [6]), ([1, 2, 3, 4, 5, 6], [7, 8])]
     steps = [
-        step(
-            [1, 2],
-            [3],
-            rewards=1,
-            logprobs=[-1.0],
-            advantages=1,
-            note=1,
-            rollout_expert_indices=routes[0],
-        ),
-        step(
-            [1, 2, 3, 4, 5],
-            [6],
-            loss_mask=[0.5],
-            logprobs=np.array([-2.0], np.float32),
-            advantages=[2.0],
-            note=2,
-            rollout_expert_indices=routes[1],
-        ),
-        step(
-            [1, 2, 3, 4, 5, 6],
-            [7, 8],
-            is_last_step=True,
-            rewards=2.5,
-            logprobs=[-3, -4],
-            advantages=3.0,
-            rollout_expert_indices=routes[2],
-        ),
+        step(*ids, rollout_expert_indices=experts, **changes)
+        for ids, experts, changes in zip(tokens, routes, more, strict=True)
     ]
     [merged] = merge_steps(steps)
     assert merged["prompt_ids"] is steps[0]["prompt_ids"]
@@ -187,17 +168,6 @@ def test_what_continues(later: dict[str, Any], count: int) -> None:
     assert len(merge_steps([step([1], [2]), later])) == count
 
 
-def test_a_rewritten_prompt_starts_anew() -> None:
-    steps = [step([1], [2]), step([1, 2], [3]), step([9, 3], [4]), step([9, 3, 4, 5], [6])]
-    found = merge_steps(steps)
-    assert [plain(m["prompt_ids"]) + plain(m["response_ids"]) for m in found] == [
-        [1, 2, 3],
-        [9, 3, 4, 5, 6],
-    ]
-    assert [merged["rewards"].tolist() for merged in found] == [[0, 0], [0, 0, 0]]
-    assert [merged["loss_mask"].tolist() for merged in found] == [[1, 1], [1, 0, 1]]
-
-
 IMAGE = {"pixel_values": np.ones((4, 2)), "image_grid_thw": np.array([[1, 2, 2]])}
 TWO = {"pixel_values": np.ones((8, 2)), "image_grid_thw": np.array([[1, 2, 2]] * 2)}
 NONE = {"pixel_values": None, "image_grid_thw": None}
@@ -226,25 +196,12 @@ def test_images(earlier: dict[str, Any], later: dict[str, Any], count: int) -> N
 
 
 def test_tensors_of_any_dtype() -> None:
-    steps = [
-        step(
-            [1],
-            [2],
-            rewards=torch.tensor(1.0, dtype=torch.bfloat16, requires_grad=True),
-            logprobs=torch.tensor([-1.5], dtype=torch.bfloat16),
-            loss_mask=torch.tensor([True]),
-            uid=torch.tensor(3),
-        ),
-        step(
-            [1, 2],
-            [4],
-            rewards=np.float32(2),
-            logprobs=torch.tensor([-2.5]),
-            loss_mask=[True],
-            uid=torch.tensor(3),
-            is_last_step=np.bool_(True),
-        ),
-    ]
+    half = torch.tensor([1.0, -1.5], dtype=torch.bfloat16, requires_grad=True)
+    first = {"rewards": half[0], "logprobs": half[1:].detach(), "loss_mask": torch.tensor([True])}
+    last = {"rewards": np.float32(2), "logprobs": torch.tensor([-2.5]), "loss_mask": [True]}
+    uid = torch.tensor(3)
+    steps = [step([1], [2], uid=uid, **first)]
+    steps += [step([1, 2], [4], uid=uid, is_last_step=np.bool_(True), **last)]
     [merged] = merge_steps(steps)
     assert merged["rewards"].tolist() == [1.0, 2.0]
     assert merged["logprobs"].tolist() == [-1.5, -2.5]
@@ -253,30 +210,11 @@ def test_tensors_of_any_dtype() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prompt_ids": []}, r"example 1: prompt_ids is empty \(0 tokens\); nothing would predict"),
-        ({"is_last_step": 2}, "example 1: is_last_step is 2; it must be True or False"),
-        (
-            {"uid": {}},
-            r"example 1: uid is \{\} \(dict\); rollouts are grouped by it, so give a str",
-        ),
-        ({"loss_mask": [1, 1]}, "example 1: loss_mask has 2 entries, response_ids has 1 tokens"),
-        ({"rewards": "1"}, "example 1: rewards is str; give one number, or one "),
-        (
-            {"logprobs": [0.5]},
-            "example 1 and example 0 differ in logprobs; every example of a batch needs the same",
-        ),
-        ({"log_probs": [0.5]}, ""),  # a near miss is looked for in the keys of example 0
-    ],
+    "changes", [{"prompt_ids": []}, {"is_last_step": 2}, {"uid": {}}, {"logprobs": [0.5]}]
 )
-def test_errors_are_those_of_the_collator(changes: dict[str, Any], message: str) -> None:
+def test_errors_are_those_of_the_collator(changes: dict[str, Any]) -> None:
     examples = [step([1], [2]), step([1, 2, 3], [4], **changes)]
-    if not message:
-        assert len(merge_steps(examples)) == 1
-        examples.reverse()
-        message = "example 0 has no logprobs, but 'log_probs' looks like it; rename it to logprobs"
-    with pytest.raises(DataError, match=message) as merging:
+    with pytest.raises(DataError) as merging:
         merge_steps(examples)
     with pytest.raises(DataError) as collating:
         RolloutCollator(0)(examples)
@@ -284,15 +222,14 @@ def test_errors_are_those_of_the_collator(changes: dict[str, Any], message: str)
 
 
 @pytest.mark.parametrize("key", ["uid", "is_last_step"])
-@pytest.mark.parametrize("is_none", [False, True])
-def test_what_merging_needs(key: str, is_none: bool) -> None:
+@pytest.mark.parametrize("changes", [{}, {"uid": None, "is_last_step": None}])
+def test_what_merging_needs(key: str, changes: dict[str, Any]) -> None:
     examples = [step([1], [2]), step([1, 2, 3], [4])]
     for example in examples:
         del example[key]
-        example |= {key: None} if is_none else {}
-    with pytest.raises(
-        DataError, match=f"no {key} in example 0; steps are merged by uid and is_last_step, give"
-    ):
+        example |= {name: value for name, value in changes.items() if name == key}
+    message = f"no {key} in example 0; steps are merged by uid and is_last_step, give both"
+    with pytest.raises(DataError, match=message):
         merge_steps(examples)
 
 
@@ -303,12 +240,7 @@ def test_a_last_step_is_what_the_collator_takes_for_one(flag: Any) -> None:
     assert len(merge_steps(examples)) == 2
 
 
-def test_type_errors() -> None:
-    with pytest.raises(
-        TypeError, match="examples must be a list of mappings, one per step, got dict"
-    ):
-        merge_steps(step([1], [2]))
-    with pytest.raises(TypeError, match="got generator"):
-        merge_steps(e for e in [])
-    with pytest.raises(DataError, match="example 1 is a list; an example is a mapping with resp"):
-        merge_steps([step([1], [2]), []])
+@pytest.mark.parametrize("examples", [step([1], [2]), (e for e in [])])
+def test_type_errors(examples: Any) -> None:
+    with pytest.raises(TypeError, match=r"list of mappings, one per step, got (dict|generator)"):
+        merge_steps(examples)

@@ -173,18 +173,6 @@ def test_micro_batches_are_cuts_of_the_block(
             assert {**m.metadata, **own} == {**part.metadata, **own}
 
 
-@pytest.mark.parametrize("kind", ["rollouts", "left"])
-def test_the_response_is_trimmed_to_the_longest(kind: str) -> None:
-    batch = collated(kind, [(1, 8), (5, 2), (5, 1), (1, 2)])
-    [[part]] = stage_mini_batches(batch, [0, 4], 1)
-    parts = micro_batches(part, max_tokens=14)
-    shapes = [(list(m["input_ids"].shape), m.metadata["response_length"]) for m in parts]
-    trained = [max(m.row_metadata["num_actions"].values.max(), 1) for m in parts]
-    if kind == "rollouts":
-        assert trained == [8, 2, 2]
-    assert shapes == list(zip([[1, 9], [1, 7], [2, 6]], trained, strict=True))
-
-
 def test_written_out() -> None:
     """Rank 1 has short rows and could do with one micro-batch; rank 0 needs three."""
     batch = RolloutCollator(0)(rollouts([(1, 7), (2, 6), (1, 3), (1, 1), (1, 1), (1, 2)]))
@@ -205,19 +193,6 @@ def test_written_out() -> None:
     assert second[0]["input_ids"].tolist() == [tokens]
     assert second[0]["position_ids"].tolist() == [[0, 1, 2]]
     assert second[0]["rewards"].tolist() == [batch["rewards"][5, -2:].tolist()]
-
-
-def test_a_rank_of_pads_alone() -> None:
-    """Two rows on four ranks: the last two have rows that were added, and run them."""
-    batch = RolloutCollator(0, normalize_loss=True)(rollouts([(1, 3), (2, 6)]))
-    ranks = stage_mini_batches(batch, [0, 2], 4)[0]
-    for part in (micro_batches(part, max_tokens=8) for part in ranks):
-        [m] = part
-        assert m["input_ids"].shape[0] == 1
-    [last] = micro_batches(ranks[3], max_tokens=8)
-    assert last["input_ids"].shape == (1, 4)  # it repeats row 0
-    assert last["loss_mask"].tolist() == [[0.0]]
-    assert last.row_metadata["row_indices"].tolist() == [-1]
 
 
 @pytest.mark.parametrize("padding_side", ["left", "right"])
@@ -321,42 +296,26 @@ def test_on_the_ranks_as_from_a_controller() -> None:
     assert "row_widths" not in batch.metadata
 
 
-def test_fields_are_not_made() -> None:
-    batch = RolloutCollator(0)(rollouts([(1, 8), (5, 2), (2, 5), (1, 2)]))
-    [[part]] = stage_mini_batches(batch, [0, 4], 1)
-    parts = micro_batches(part, max_tokens=16)
-    assert not part._made
-    assert not any(m._made for m in parts)
-    assert sum(m.column("input_ids").numel() for m in parts) == 9 + 7 + 7 + 3
-
-
 def test_errors() -> None:
     batch = RolloutCollator(0)(rollouts([(1, 8), (5, 2), (2, 5), (1, 2)]))
     ranks = stage_mini_batches(batch, [0, 4], 2)[0]
-    with pytest.raises(TypeError, match=r"batch must be a Batch, got list; pass one rank's part"):
-        micro_batches(ranks, max_tokens=8)
-    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
-        micro_batches(ranks[0], max_tokens=0)
-    with pytest.raises(ValueError, match="pad_to_multiple_of must be at least 1, got 0; None swi"):
-        micro_batches(ranks[0], max_tokens=9, pad_to_multiple_of=0)
-    with pytest.raises(ValueError, match=r"^the batch was not staged .* \[0, len\(batch\)\], 1\)"):
-        micro_batches(batch, max_tokens=9)
-    for other in (ranks[0][:1], ranks[0].select([1, 0]), Batch.cat(ranks)):
-        with pytest.raises(ValueError, match=rf"the {len(other)} rows of the batch are not the 2"):
-            micro_batches(other, max_tokens=9)
-    with pytest.raises(ValueError, match="9 cells wide, which is no multiple of pad_to_multiple_"):
-        micro_batches(ranks[0], max_tokens=9, pad_to_multiple_of=2)
-    for part in ranks:  # both raise, though only rank 0 has the row
-        with pytest.raises(
-            DataError,
-            match=r"^row 0 of rank 0 has 9 cells, more than max_tokens=8, and a row is never cut; "
-            r"raise max_tokens to 9, filter long rollouts out before staging, or pack narrower",
-        ):
-            micro_batches(part, max_tokens=8)
-    with pytest.raises(
-        DataError, match=r"row 0 of rank 0 has 9 cells \(so have 2 more\), more tha"
-    ):
-        micro_batches(ranks[1], max_tokens=6)
     [[plain]] = stage_mini_batches(Batch({"x": torch.ones(2)}), [0, 2], 1)
-    with pytest.raises(ValueError, match="the batch was not staged"):
-        micro_batches(plain, max_tokens=8)
+    ninth = r"^row 0 of rank 0 has 9 cells, more than max_tokens=8 \(1 rows have\).*raise .* to 9,"
+    third = r"^row 0 of rank 0 has 9 cells, more than max_tokens=6 \(3 rows have\)"
+    cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (ranks, {"max_tokens": 8}, TypeError, "be a Batch, got list; pass staged"),
+        (ranks[0], {"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
+        (ranks[0], {"max_tokens": 9, "pad_to_multiple_of": 0}, ValueError, "at least 1, got 0"),
+        (ranks[0], {"max_tokens": 9, "pad_to_multiple_of": 2}, ValueError, "9 cells wide, which"),
+        (batch, {"max_tokens": 9}, ValueError, "^the batch was not staged"),
+        (plain, {"max_tokens": 9}, ValueError, "^the batch was not staged"),
+        (ranks[0][:1], {"max_tokens": 9}, ValueError, "the 1 rows of the batch are not the 2"),
+        (ranks[0].select([1, 0]), {"max_tokens": 9}, ValueError, "the 2 rows of the batch are"),
+        (Batch.cat(ranks), {"max_tokens": 9}, ValueError, "the 4 rows of the batch are not the 2"),
+        (ranks[0], {"max_tokens": 8}, DataError, ninth),
+        (ranks[1], {"max_tokens": 8}, DataError, ninth),  # though only rank 0 has the row
+        (ranks[1], {"max_tokens": 6}, DataError, third),
+    ]
+    for part, options, error, message in cases:
+        with pytest.raises(error, match=message):
+            micro_batches(part, **options)

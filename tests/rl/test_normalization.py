@@ -115,16 +115,6 @@ def test_masked_rows_in_the_denominator() -> None:
     assert scaled("token_mean", True) == scaled("token_mean", False) == [0.5, 1.0, 1.5, 2.0]
 
 
-def test_z_score_written_out() -> None:
-    advantages = torch.tensor([[1.0, 3.0], [float("nan"), 5.0]])
-    mask = torch.tensor([[1, 1], [0, 1]])
-    found = normalize_advantages(
-        advantages, mask, [0, 1, 2], reduction="token_mean", z_score=True, epsilon=2**0.5
-    )
-    # the first: mean 2, unbiased std sqrt(2); then over 2 tokens. The second: one token, 0.
-    torch.testing.assert_close(found, torch.tensor([[-(8**-0.5) / 2, 8**-0.5 / 2], [0, 0]]))
-
-
 @pytest.mark.parametrize("count_masked_rows", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_mini_batch_without_loss_tokens(reduction: str, count_masked_rows: bool) -> None:
@@ -156,65 +146,44 @@ def test_dtypes_and_graph(dtype: torch.dtype, mask_dtype: torch.dtype) -> None:
 A, M = torch.ones(2, 2), torch.ones(2, 2)
 
 
+COUNT, PROMPT = {"reduction": "constant_length_mean"}, {"reduction": "prompt_mean"}
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"reduction": "mean"}, ValueError, "reduction must be one of 'token_mean', .*got 'mean'"),
-        ({"reduction": None}, ValueError, "reduction must be one of"),
-        ({"reduction": "prompt_mean"}, ValueError, 'reduction="prompt_mean" needs uids, the prom'),
-        ({"reduction": "prompt_mean", "uids": [1]}, ValueError, "uids has 1 entries for 2 rows"),
-        ({"reduction": "constant_length_mean"}, ValueError, "needs max_response_length, the most"),
-        (
-            {"reduction": "constant_length_mean", "max_response_length": 0},
-            ValueError,
-            "max_response_length must be at least 1, got 0",
-        ),
+        (PROMPT, ValueError, 'reduction="prompt_mean" needs uids, the prom'),
+        ({**PROMPT, "uids": [1]}, ValueError, "uids has 1 entries for 2 rows"),
+        ({**PROMPT, "uids": ["a", None]}, DataError, "row 1: uid is None; give the id of its"),
+        (COUNT, ValueError, "needs max_response_length, the most"),
+        ({**COUNT, "max_response_length": 0}, ValueError, "_length must be at least 1, got 0"),
         ({"epsilon": 0}, ValueError, "epsilon must be above 0, got 0"),
-        (
-            {"count_masked_rows": "no"},
-            TypeError,
-            "count_masked_rows must be True or False, got 'no'",
-        ),
+        ({"count_masked_rows": "no"}, TypeError, "_masked_rows must be True or False, got 'no'"),
         ({"advantages": [[1.0]]}, TypeError, "advantages must be a tensor"),
         ({"advantages": A.long()}, TypeError, r"must be floating point, got torch\.int64; pass"),
-        ({"advantages": A[0]}, ValueError, r"advantages must be \[B, A\], .*got \[2\]"),
+        ({"advantages": A[0]}, ValueError, r"advantages must be \[B, A\], got shape \[2\]"),
+        ({"loss_mask": M[:1]}, ValueError, r"loss_mask has shape \[1, 2\], advantages has \[2, 2"),
         (
-            {"loss_mask": M[:1]},
-            ValueError,
-            r"loss_mask has shape \[1, 2\], advantages has \[2, 2\]; they must be of the same rows",
-        ),
-        (
-            {"advantages": A / torch.tensor([[1.0, 1.0], [1.0, 0.0]])},
+            {"advantages": A / 0},
             DataError,
-            "row 1: the advantage at column 1 is inf; advantages of loss tokens must be finite",
+            "row 0: the advantage at column 0, .* is inf",
         ),
         (
             {"loss_mask": M * float("nan")},
             DataError,
-            "row 0: loss_mask is nan at column 0; it must be finite and 0 or more",
+            "row 0: loss_mask is nan at column 0",
         ),
         ({"loss_mask": -M}, DataError, "row 0: loss_mask is -1.0 at column 0; it must be finite"),
-        (
-            {"reduction": "prompt_mean", "uids": ["a", None]},
-            DataError,
-            "row 1: uid is None; give the id of its prompt",
-        ),
-        (
-            {"boundaries": [0, 1]},
-            ValueError,
-            "boundaries end at 1, but there are 2 rows; pass what",
-        ),
-        ({"boundaries": [1, 2]}, ValueError, "boundaries must start at 0, got 1"),
-        (
-            {"boundaries": [0, 1, 1, 2]},
-            ValueError,
-            "boundaries must rise, got 1 and then 1 at entry 2: a mini-batch has at least one row",
-        ),
-        ({"boundaries": [0, 2, 1]}, ValueError, "must rise, got 2 and then 1 at entry 2"),
-        ({"boundaries": [2]}, ValueError, r"at least 2 entries, got shape \[1\]"),
-        ({"boundaries": []}, ValueError, r"at least 2 entries, got shape \[0\]"),
-        ({"boundaries": [[0, 2]]}, ValueError, r"one-dimensional .*got shape \[1, 2\]"),
-        ({"boundaries": [0.0, 2.0]}, TypeError, "boundaries must be integers, got float64"),
+        ({"boundaries": [0, 1]}, ValueError, r"rise from 0 to the 2 rows, got \[0 1\]; pass what"),
+        ({"boundaries": [1, 2]}, ValueError, r"to the 2 rows, got \[1 2\]"),
+        ({"boundaries": [0, 1, 1, 2]}, ValueError, r"to the 2 rows, got \[0 1 1 2\]"),
+        ({"boundaries": np.uint8([0, 3, 2])}, ValueError, r"to the 2 rows, got \[0 3 2\]"),
+        ({"boundaries": [2]}, ValueError, r"to the 2 rows, got \[2\]"),
+        ({"boundaries": []}, ValueError, r"to the 2 rows, got \[\]"),
+        ({"boundaries": 2}, ValueError, "to the 2 rows, got 2"),
+        ({"boundaries": [[0, 2]]}, ValueError, r"to the 2 rows, got \[\[0 2\]\]"),
+        ({"boundaries": [0.0, 2.0]}, ValueError, r"must be integers .* got \[0. 2.\]"),
     ],
 )
 def test_errors(changes: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -21,27 +21,6 @@ from torch_collate_kit.rl import from_response_values, response_values, stage_mi
 MASK = torch.tensor([[0, 0, 1], [1, 1, 1], [0, 0, 0]])
 
 
-def test_the_last_values_not_the_first() -> None:
-    values = torch.tensor([[9.0, 8.0, 1.0, 2.0], [9.0, 3.0, 4.0, 5.0], [9.0, 9.0, 9.0, 9.0]])
-    assert response_values(values, MASK) == [[2.0], [3.0, 4.0, 5.0], []]
-    assert response_values(values[:, -3:], MASK) == [[2.0], [3.0, 4.0, 5.0], []]
-    only_pads = response_values(values, torch.zeros(3, 2))
-    assert only_pads == [[], [], []]
-    assert response_values(values[:, :0], torch.zeros(3, 2)) == [[], [], []]
-    assert response_values(values[:0], MASK[:0]) == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int32])
-@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.float32])
-def test_any_dtype_and_gradients(dtype: torch.dtype, mask_dtype: torch.dtype) -> None:
-    values = torch.arange(9).reshape(3, 3).to(dtype)
-    if dtype.is_floating_point:
-        values.requires_grad_()
-    rows = response_values(values, MASK.to(mask_dtype))
-    assert rows == [[2.0], [3.0, 4.0, 5.0], []]
-    assert all(type(x) is float for row in rows for x in row)
-
-
 @given(
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6),
     extra=st.integers(0, 3),
@@ -56,43 +35,21 @@ def test_against_the_oracle(lengths: list[int], extra: int, more: int) -> None:
     assert [len(row) for row in found] == lengths
 
 
+V, NOT_RIGHT = torch.zeros(3, 3), torch.tensor([[0, 1, 1], [1, 0, 0]])
+
+
 @pytest.mark.parametrize(
     ("values", "mask", "error", "message"),
     [
         ([[1.0]], MASK, TypeError, r"values must be a tensor \[B, A\], got list"),
-        (
-            torch.zeros(3, 3),
-            MASK.numpy(),
-            TypeError,
-            "response_mask must be a tensor .* got ndarray",
-        ),
-        (torch.zeros(3), MASK, ValueError, r"values must be \[B, A\], one value per .* got \[3\]"),
-        (torch.zeros(3, 3), MASK[0], ValueError, r"response_mask must be \[B, A\]"),
-        (torch.zeros(2, 3), MASK, ValueError, "values has 2 rows, response_mask has 3"),
-        (
-            torch.zeros(3, 2),
-            MASK,
-            ValueError,
-            "row 1 has response tokens in its last 3 cells, but values has 2 columns; take the",
-        ),
-        (
-            torch.zeros(2, 3),
-            torch.tensor([[0, 1, 1], [1, 0, 0]]),
-            DataError,
-            "row 1: response_mask has 1 response tokens that are not the last cells",
-        ),
-        (
-            torch.zeros(1, 3),
-            torch.tensor([[1, 0, 1]]),
-            DataError,
-            "row 0: response_mask has 2 response tokens .*right-aligned without gaps",
-        ),
-        (
-            torch.zeros(1, 2),
-            torch.tensor([[0, float("nan")]]),
-            DataError,
-            "row 0: response_mask is nan at column 1; it must be finite and 0 or more",
-        ),
+        (V, MASK.numpy(), TypeError, "response_mask must be a tensor .* got ndarray"),
+        (V[0], MASK, ValueError, r"values must be \[B, A\], got shape \[3\]"),
+        (V, MASK[0], ValueError, r"response_mask must be \[B, A\]"),
+        (V[:2], MASK, ValueError, "values has 2 rows, response_mask has 3"),
+        (V[:, :2], MASK, ValueError, "row 1 has response tokens in its last 3 cells, but values"),
+        (V[:2], NOT_RIGHT, DataError, "row 1: response_mask has 1 response tokens that are not"),
+        (V[:1], torch.tensor([[1, 0, 1]]), DataError, "row 0: .* has 2 response .*left-pad the"),
+        (V[:1], torch.tensor([[0, float("nan")]]), DataError, "response_mask is nan at column 1"),
     ],
 )
 def test_errors(values: Any, mask: Any, error: type[Exception], message: str) -> None:
@@ -164,28 +121,6 @@ def test_the_order_is_that_of_per_token_outputs(kind: str, shape: list[tuple[int
     assert full == response_values(logits[:, -a:, 0], batch)
 
 
-@pytest.mark.parametrize("padding_side", ["left", "right", None])
-def test_examples_padded_packed_and_split(padding_side: Any) -> None:
-    examples = [
-        {"input_ids": [5] * 9, "loss_mask": [0, 1, 1, 1, 1, 1, 1, 1, 1]},
-        {"input_ids": [5] * 3, "loss_mask": [0, 0, 1]},
-        {"input_ids": [5] * 2, "loss_mask": [0, 0]},
-    ]
-    if padding_side:
-        batch = PaddedCollator(0, padding_side=padding_side)(examples)
-    else:
-        batch = PackedCollator(0, max_tokens=4, overflow="split")(examples)
-    torch.manual_seed(0)
-    logits = torch.randn(*batch["input_ids"].shape, 6)
-    _, outputs = token_loss(logits, batch, num_loss_tokens=1, return_per_token_outputs=True)
-    values = response_values(from_response_values(outputs.nll, batch), batch)
-    assert values == [nll.tolist() for nll in outputs.nll]
-    nll = -logits.log_softmax(-1)[:, :-1].gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
-    for own, wanted in zip(response_values(nll, batch), values, strict=True):
-        assert own == pytest.approx(wanted)
-    assert [len(row) for row in values] == ([8, 1, 0] if padding_side else [len(values[0]), 1, 0])
-
-
 @pytest.mark.parametrize("form", ["loss_mask", "labels", "num_actions"])
 @given(
     masks=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=5),
@@ -226,23 +161,6 @@ def test_a_split_example_has_the_response_of_the_whole(
     parts = [response_values(part["input_ids"][:, 1:], part) for part in batch.chunk(3)]
     for i, values in enumerate(responses):
         assert sorted(value for part in parts for value in part[i]) == values
-
-
-@pytest.mark.parametrize(
-    ("mask", "expected"),
-    [
-        ([0, 1, 0, 0, 0, 0, 0, 0, 1, 0], [[5], [3]]),
-        ([1, 0, 0, 1, 0, 0, 0, 0, 0, 0], [[3], [3]]),
-        ([0, 0, 0, 0, 0, 0, 1, 0, 0, 0], [[0], [3]]),  # the target of its first token is lost
-        ([0, 0, 0, 0, 0, 0, 0, 0, 1, 1], [[0], [2]]),
-        ([1, 0, 0, 0, 0, 0, 0, 0, 0, 0], [[0], [0]]),  # nothing predicts the first token
-    ],
-)
-def test_pieces_of_six_and_four_tokens(mask: list[int], expected: list[list[int]]) -> None:
-    example = {"input_ids": [5] * 10, "loss_mask": mask}
-    batch = PackedCollator(0, max_tokens=6, overflow="split")([example])
-    assert batch.row_metadata["example_starts"].tolist() == [[0], [6]]
-    assert batch.row_metadata["num_actions"].tolist() == expected
 
 
 def test_a_slice_has_an_entry_for_every_example_as_unpack_has() -> None:
@@ -309,37 +227,31 @@ def test_an_example_without_response_needs_no_columns() -> None:
     assert from_response_values([[2.0], []], batch).tolist() == [[2.0], [0.0]]
 
 
-def test_errors_of_a_batch() -> None:
-    batch = collated("packed", rollouts([(1, 3), (2, 4)]))
-    a = batch.metadata["response_length"]
-    with pytest.raises(ValueError, match=rf"values has 1 rows, the batch has {len(batch)}; give"):
-        response_values(torch.zeros(1, a), batch)
-    with pytest.raises(ValueError, match="but values has 2 columns; take the values of at least"):
-        response_values(torch.zeros(len(batch), 2), batch)
-    with pytest.raises(
-        ValueError, match="values has 1 entries, the batch has 2 examples; give one"
-    ):
-        from_response_values([[1.0] * 3], batch)
-    with pytest.raises(
-        ValueError, match="values has 1 entries, response_mask has 3 rows; give one"
-    ):
-        from_response_values([[1.0]], MASK)
-    with pytest.raises(DataError, match=r"^example 1: values has 3 entries for 4 response tokens"):
-        from_response_values([[1.0] * 3, [1.0] * 3], batch)
-    with pytest.raises(
-        DataError, match=r"^example 1: values\[0\] is 'a' \(str\); it must be a num"
-    ):
-        from_response_values([[1.0] * 3, ["a"] * 4], batch)
-    with pytest.raises(DataError, match=r"^example 0: values is float; give a list, a 1-D ndarray"):
-        from_response_values([1.0, 2.0], batch)
-    twice = Batch.cat([batch[:1], batch[:1]], {"num_loss_tokens": 0})
-    with pytest.raises(ValueError, match="a piece of example 1 is in the batch twice, so its val"):
-        response_values(torch.zeros(2, a), twice)
-    dense = Batch(dict(batch.items()), row_metadata=batch.row_metadata)
-    with pytest.raises(ValueError, match=r"built from dense tensors, .*pass its response_mask"):
-        response_values(torch.zeros(len(batch), a), dense)
-    with pytest.raises(TypeError, match=r"response_mask must be a tensor .* got list"):
-        from_response_values([[1.0]], [[1]])
+PACKED = collated("packed", rollouts([(1, 3), (2, 4)]))
+TWICE = Batch.cat([PACKED[:1], PACKED[:1]], {"num_loss_tokens": 0})
+DENSE = Batch(dict(PACKED.items()), row_metadata=PACKED.row_metadata)
+
+
+@pytest.mark.parametrize(
+    ("function", "values", "batch", "error", "message"),
+    [
+        (response_values, V[:1], PACKED, ValueError, "values has 1 rows, the batch has 2; pass"),
+        (response_values, V[:2, :2], PACKED, ValueError, "has 2 columns; take the values of at"),
+        (response_values, V[:2], TWICE, ValueError, "a piece of example 1 is in the batch twice"),
+        (response_values, V[:2], DENSE, ValueError, "built from dense .*pass its response_mask"),
+        (from_response_values, [[1.0] * 3], PACKED, ValueError, "the batch has 2 examples; pass"),
+        (from_response_values, [[1.0]], MASK, ValueError, "1 entries, response_mask has 3 rows"),
+        (from_response_values, [[1.0] * 3] * 2, PACKED, DataError, "^example 1: .* 3 .* for 4"),
+        (from_response_values, [[1] * 3, ["a"] * 4], PACKED, DataError, r"1: values\[0\] is 'a'"),
+        (from_response_values, [1.0, 2.0], PACKED, DataError, "^example 0: values is float; give"),
+        (from_response_values, [[1.0]], [[1]], TypeError, "response_mask must be a tensor .*list"),
+    ],
+)
+def test_errors_of_a_batch(
+    function: Any, values: Any, batch: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        function(values, batch)
 
 
 @pytest.mark.parametrize(

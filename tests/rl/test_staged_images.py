@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torch_collate_kit import RolloutCollator, VisionLayout
+from torch_collate_kit import RolloutCollator
 from torch_collate_kit.rl import micro_batches, stage_mini_batches
+from torch_collate_kit.vision import VisionLayout
 
 QWEN = VisionLayout("qwen2_vl", image_token_id=9, patch_shape=(1, 1, 2))
 IMAGE = {"pixel_values": np.ones((1, 2)), "image_grid_thw": np.array([[1, 1, 1]])}

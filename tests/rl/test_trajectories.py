@@ -31,9 +31,8 @@ def test_a_forgotten_last_step_is_found() -> None:
     ids = [0, 0, 1, 1]
     rewards = REWARDS * torch.tensor([[1.0], [0.0], [1.0], [1.0]])  # the first one earned nothing
     message = (
-        r"^row 1 has is_last_step=False, but row 2, the next step, is of trajectory_id 1 of uid "
-        r"'a', not of 0 of 'a'; set is_last_step=True at the last row of every trajectory, or give "
-        r"both rows one trajectory_id$"
+        r"^row 1 has is_last_step=False and trajectory_id 0 of uid 'a', but row 2 has "
+        r"trajectory_id 1 of uid 'a'; is_last_step is True at the last row .* only there$"
     )
     with pytest.raises(DataError, match=message):
         advantages(rewards=rewards, is_last_step=[False, False, False, True], trajectory_ids=ids)
@@ -61,52 +60,27 @@ def test_an_id_is_of_its_uid() -> None:
     found = advantages(rewards=rewards, uids=uids, trajectory_ids=ids)
     assert found == [-1.0, 1.0, 0.0, 0.0]
     wrong: dict[str, Any] = {"is_last_step": LAST, "uids": ["a", "a", "b", "c"]}
-    with pytest.raises(DataError, match=r"row 2 has .* is of trajectory_id 1 of uid 'c', not of 1"):
+    with pytest.raises(DataError, match=r"row 2 has .*, but row 3 has trajectory_id 1 of uid 'c'"):
         advantages(**wrong, trajectory_ids=[0, 0, 1, 1])
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "error", "message"),
     [
-        (
-            {"is_last_step": [True] * 4},
-            "row 0 has is_last_step=True, but row 1 is of the same trajectory, trajectory_id 0 of "
-            "uid 'a'; only the last row of a trajectory is its last step",
-        ),
-        (
-            {"trajectory_ids": [0, 1, 0, 1]},
-            "trajectory_id 0 of uid 'a' begins at row 0 and comes back at row 2; the rows of a "
-            "trajectory lie next to each other, in the order of their steps, and other",
-        ),
-        (
-            {"trajectory_ids": [0, 0, None, None]},
-            "row 2: trajectory_id is None; give the id of its traj",
-        ),
-        (
-            {"rewards": REWARDS * 0, "is_last_step": [False, True, False, False]},
-            "row 3 of uid 'a' is not a last step, and",
-        ),
+        ({"is_last_step": [True] * 4}, DataError, "row 0 has is_last_step=True .* row 1 has traj"),
+        ({"trajectory_ids": [0, 1, 0, 1]}, DataError, "id 0 of .* begins at row 0 and .* at row 2"),
+        ({"trajectory_ids": [0, 0, None, 1]}, DataError, "row 2: trajectory_id is None; give the"),
+        ({"is_last_step": [False, True, False, False]}, DataError, "row 3 .* not a last step, but"),
+        ({"trajectory_ids": [0]}, ValueError, "trajectory_ids has 1 entries for 4 rows; give one"),
+        ({"trajectory_ids": "abcd"}, TypeError, "must be one trajectory_id per row, got 'abcd'"),
+        ({"trajectory_ids": [0, [0], 1, 1]}, DataError, r"row 1: trajectory_id is \[0\] \(list\)"),
+        ({"estimator": "reinforce++"}, ValueError, "row 0 is not the last step .*make a traj"),
+        ({"estimator": "gae", "values": REWARDS}, ValueError, "row 0 is not the last step"),
     ],
 )
-def test_errors(changes: dict[str, Any], message: str) -> None:
-    rewards = REWARDS * torch.tensor([[0.0], [0.0], [0.0], [1.0]])
-    with pytest.raises(DataError, match=message):
-        advantages(**{"rewards": rewards, "trajectory_ids": [0, 0, 1, 1], **changes})
-
-
-def test_argument_errors() -> None:
-    with pytest.raises(ValueError, match="trajectory_ids has 1 entries for 4 rows; give one traj"):
-        advantages(trajectory_ids=[0])
-    with pytest.raises(
-        TypeError, match="trajectory_ids must be one trajectory_id per row, got 'abcd'"
-    ):
-        advantages(trajectory_ids="abcd")
-    with pytest.raises(DataError, match=r"row 1: trajectory_id is \[0\] \(list\); rollouts are gr"):
-        advantages(trajectory_ids=[0, [0], 1, 1])
-    for estimator, values in (("reinforce++", None), ("gae", REWARDS)):
-        with pytest.raises(ValueError, match=r"row 0 is not the last step .*make a trajectory one"):
-            advantages(estimator=estimator, values=values, trajectory_ids=[0, 0, 1, 1])
-    assert len(advantages(estimator="reinforce++", trajectory_ids=[0, 1, 2, 3])) == 4
+def test_errors(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        advantages(**{"rewards": REWARDS * 0, "trajectory_ids": [0, 0, 1, 1], **changes})
 
 
 @given(
@@ -158,9 +132,7 @@ def test_merging_checks_it_too() -> None:
     steps = [step("a", 0, [1], True), step("a", 1, [1, 2, 3], True)]
     assert [example["trajectory_id"] for example in merge_steps(steps)] == [0, 1]
     steps[0] |= {"is_last_step": False}
-    with pytest.raises(
-        DataError, match=r"^example 0 has is_last_step=False, but example 1, the ne"
-    ):
+    with pytest.raises(DataError, match=r"^example 0 has is_last_step=False and .* example 1 has"):
         merge_steps(steps)
     steps[1] |= {"trajectory_id": 0}
     [merged] = merge_steps(steps)

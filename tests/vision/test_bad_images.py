@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.batch_checks import frozen, same_value
-from tests.vision.bad_images import BAD, GEMMA, GOOD, QWEN, TEXT, without
+from tests.vision.bad_images import BAD, GEMMA, GOOD, TEXT, without
 from tests.vision.batches import examples_of, layout_of
 from tests.vision.families import FAMILIES
 from tests.vision.oracle_images import LAYOUTS
@@ -30,34 +30,32 @@ def test_the_good_examples_are_good(family: str) -> None:
         assert len(collate([TEXT, GOOD[family]])["pixel_values"].values)
 
 
-@pytest.mark.parametrize("what", list(BAD))
-def test_a_bad_image_raises_and_changes_nothing(what: str) -> None:
-    family, example, message = BAD[what]
+@pytest.mark.parametrize(("family", "example", "message"), BAD)
+def test_a_bad_image_raises_and_changes_nothing(
+    family: str, example: dict[str, Any], message: str
+) -> None:
     examples = [TEXT, example]
     before = frozen(examples)
     for collate in collators(LAYOUTS[family]):
-        with pytest.raises(DataError) as error:
+        with pytest.raises(DataError, match=f"^example 1:? .*{re.escape(message)}"):
             collate(examples)
-        assert str(error.value).startswith("example 1"), error.value
-        assert message in str(error.value), error.value
-    if not isinstance(example.get("pixel_values"), torch.Tensor | np.ma.MaskedArray):
-        assert same_value(examples, before) or what == "patches that hold NaN"
+    pixels = example.get("pixel_values")
+    if not isinstance(pixels, torch.Tensor | np.ma.MaskedArray) and "NaN" not in message:
+        assert same_value(examples, before)
 
 
-@pytest.mark.parametrize("what", list(BAD))
-def test_a_bad_image_of_a_rollout_raises_the_same(what: str) -> None:
-    family, example, message = BAD[what]
-
+@pytest.mark.parametrize(("family", "example", "message"), BAD)
+def test_a_bad_image_of_a_rollout_raises_the_same(
+    family: str, example: dict[str, Any], message: str
+) -> None:
     def rollout(example: dict[str, Any]) -> dict[str, Any]:
         fields = {k: v for k, v in example.items() if k not in ("input_ids", "labels")}
         *prompt, last = example["input_ids"]
         response = {"response_ids": [last], "loss_mask": [1], "rewards": 1.0}
         return {"prompt_ids": prompt, **response, **fields}
 
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=f"^example 1:? .*{re.escape(message)}"):
         RolloutCollator(0, vision=LAYOUTS[family])([rollout(TEXT), rollout(example)])
-    assert str(error.value).startswith("example 1"), error.value
-    assert message in str(error.value), error.value
 
 
 @pytest.mark.parametrize("family", ["gemma3", "idefics3", "llava_next", "internvl"])
@@ -67,18 +65,6 @@ def test_sizes_that_differ_between_examples(family: str) -> None:
     names = re.escape(f"{small['pixel_values'].shape}, example 0 has")
     with pytest.raises(DataError, match=f"example 1: pixel_values has shape {names}"):
         PaddedCollator(0, vision=LAYOUTS[family])([GOOD[family], small])
-
-
-@pytest.mark.parametrize("collator", ["padded", "packed"])
-def test_images_for_a_plain_pad_id(collator: str) -> None:
-    message = (
-        "example 1 has pixel_values, and the collator does not know the images of the model; give "
-        "it the processor in place of the tokenizer"
-    )
-    collate: Any = PaddedCollator(0) if collator == "padded" else PackedCollator(0, max_tokens=99)
-    with pytest.raises(DataError) as error:
-        collate([TEXT, QWEN])
-    assert str(error.value) == message
 
 
 def test_images_of_a_model_that_is_not_in_the_table() -> None:
@@ -106,22 +92,19 @@ def test_token_types_of_paligemma_must_be_given() -> None:
 # --- layouts -------------------------------------------------------------------------------------
 
 
-def test_layouts_that_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"family 'qwen' is unknown; known are qwen2_vl, .*gemma3"):
-        VisionLayout("qwen", 9)
-    dtypes = "pixel_dtype must be 'float32', 'bfloat16' or 'float16', got 'uint8'"
-    with pytest.raises(ValueError, match=dtypes):
-        VisionLayout("gemma3", 9, pixel_dtype="uint8")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="mllama models are not supported: a token without"):
-        VisionLayout("mllama", 9)
-    tokenizer = FAMILIES["gemma3"].processor().tokenizer
-    message = "expected a processor with an image_processor, got .*; load it with AutoProcessor"
-    with pytest.raises(TypeError, match=message):
-        VisionLayout.of(tokenizer)
-    with pytest.raises(
-        TypeError, match=r"vision must be a VisionLayout, got str; VisionLayout\.of"
-    ):
-        PaddedCollator(0, vision="gemma3")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: VisionLayout("qwen", 9), ValueError, "'qwen' is unknown; known are qwen2_vl, "),
+        (lambda: VisionLayout("gemma3", 9, pixel_dtype="uint8"), ValueError, "got 'uint8'"),
+        (lambda: VisionLayout("mllama", 9), ValueError, "mllama models are not supported: a tok"),
+        (lambda: VisionLayout.of("gemma3"), TypeError, "a processor with an image_processor, got"),
+        (lambda: PaddedCollator(0, vision="gemma3"), TypeError, "must be a VisionLayout, got str"),
+    ],
+)
+def test_layouts_that_are_refused(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
 
 
 @pytest.mark.parametrize("given", [torch.bfloat16, "bfloat16", "torch.bfloat16"])

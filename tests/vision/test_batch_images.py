@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -125,19 +123,6 @@ def test_packed_batches(family: str, seed: int, form: str) -> None:
     assert_round_trips(batch, int(rng.integers(0, len(batch) + 1)))
 
 
-@pytest.mark.parametrize("family", list(LAYOUTS))
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_pixels_in_half(family: str, dtype: Any) -> None:
-    _, examples = drawn_examples(7, family, "labels", count=5)
-    layout = replace(LAYOUTS[family], pixel_dtype=dtype)
-    batch = PaddedCollator(0, vision=layout)([example.given for example in examples])
-    expected = padded_batch([example.plain for example in examples], pad_token_id=0)
-    rows = [[(i, 0, len(example.ids))] for i, example in enumerate(examples)]
-    assert_equals_oracle(batch, add_images(expected, examples, layout, rows))
-    assert batch["pixel_values"].values.dtype == getattr(torch, dtype)
-    assert_round_trips(batch, 2)
-
-
 def test_images_written_out() -> None:
     """Two rows of Qwen, one frame of two given; nothing at placeholders is trained."""
     pixels = np.array([[k, k] for k in range(12)], dtype=np.float32)  # two equal frames
@@ -165,16 +150,6 @@ def test_images_written_out() -> None:
         [0, 0, 2, 3, 0],
         [0, 1, 2, 3, 0],
     ]
-
-
-def test_frames_are_those_of_each_channel() -> None:
-    """[channels, frames, pixels] of a patch: the frames of a channel lie next to each other."""
-    patch = np.array([[1, 2, 1, 2, 3, 4, 3, 4, 5, 6, 5, 6]], dtype=np.float32)
-    layout = VisionLayout("qwen2_vl", image_token_id=9, merge_size=1, patch_shape=(3, 2, 2))
-    example = {"input_ids": [9, 70], "pixel_values": patch, "image_grid_thw": [[1, 1, 1]]}
-    batch = PaddedCollator(0, vision=layout)([example])
-    assert batch.column("pixel_values").tolist() == [[1, 2, 3, 4, 5, 6]]
-    assert batch["pixel_values"].tolist() == [patch.tolist()]
 
 
 # --- where an example may be cut -----------------------------------------------------------------

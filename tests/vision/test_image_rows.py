@@ -19,10 +19,8 @@ from tests.strategies import FUZZ
 from tests.vision.batches import examples_of, padded
 from tests.vision.families import FAMILIES
 from tests.vision.oracle_images import LAYOUTS, DrawnExample, draw_example
-from torch_collate_kit import PackedCollator, PaddedCollator, ParallelLayout
+from torch_collate_kit import PackedCollator, PaddedCollator
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.loading.prefetch import PrefetchLoader
-from torch_collate_kit.loading.sampler import PrefetchingSampler
 from torch_collate_kit.ragged import Ragged
 
 seeds = st.integers(0, 2**32 - 1)
@@ -105,24 +103,6 @@ def test_batches_with_and_without_images_are_joined(family: str) -> None:
                     assert same_value(one[name], other[name]), name
         assert joined["pixel_values"].values.dtype == torch.float32
         assert_same_batch(pickle.loads(pickle.dumps(joined)), joined)
-
-
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_every_rank_has_the_images_of_its_rows(family: str) -> None:
-    rng, layout = np.random.default_rng(1), LAYOUTS[family]
-    given_ = [example.given for example in drawn(rng, family, 9)]
-    lengths = [len(example["input_ids"]) for example in given_]
-    collate = PackedCollator(
-        0, vision=layout, max_tokens=max(lengths) + 4, parallel=ParallelLayout(dp=3)
-    )
-    batch = collate(given_)
-    assert len(batch) % 3 == 0
-    size = len(batch) // 3
-    for rank, part in enumerate(batch.chunk(3)):
-        assert_rows(part, batch, list(range(rank * size, (rank + 1) * size)))
-    assert sum(len(part.column("pixel_values")) for part in batch.chunk(3)) == len(
-        batch.column("pixel_values")
-    )
 
 
 @pytest.mark.parametrize("kind", ["padded", "packed"])
@@ -232,24 +212,3 @@ def test_a_worker_sends_the_same_batch_in_one_buffer(kind: str, family: str) -> 
         assert_one_buffer(batch)
         assert_same_batch(batch, collate(given_[3 * i : 3 * i + 3]))
     assert len(batches) == 3
-
-
-def test_a_prefetch_loader_brings_the_same_batches() -> None:
-    given_ = [e.given for e in drawn(np.random.default_rng(6), "gemma3", 8)]
-    sampler = PrefetchingSampler(len(given_), batch_size=2, seed=0)
-    collate = PaddedCollator(0, vision=LAYOUTS["gemma3"])
-    loader: Any = DataLoader(given_, batch_sampler=sampler, collate_fn=collate)
-    with PrefetchLoader(loader) as source:
-        batches = list(source.steps(3))
-    rest = iter(PrefetchingSampler(len(given_), batch_size=2, seed=0))
-    for step, batch in enumerate(batches):
-        expected = collate([given_[i] for i in next(rest)])
-        expected.metadata |= {"epoch": 0, "step": step}
-        assert_same_batch(batch, expected)
-
-
-def test_layouts_travel_with_a_batch() -> None:
-    batch = collated(np.random.default_rng(7), "llava_onevision", "packed")
-    loaded = pickle.loads(pickle.dumps(batch))
-    assert loaded.placement.vision == LAYOUTS["llava_onevision"]
-    assert loaded.model_inputs("sdpa").keys() == batch.model_inputs("sdpa").keys()

@@ -18,7 +18,7 @@ from tests.building import packed_collator
 from tests.no_waiting import NoWaiting
 from tests.strategies import FUZZ
 from tests.vision.alone import mrope_positions
-from tests.vision.batches import cells_of, examples_of, layout_of, padded
+from tests.vision.batches import cells_of, layout_of
 from tests.vision.families import FAMILIES, MROPE, Example
 from torch_collate_kit import PackedCollator, PaddedCollator, ParallelLayout, RolloutCollator
 from torch_collate_kit.batch import Batch
@@ -249,12 +249,6 @@ def _tensor(field: Any) -> Tensor:
     return tensor
 
 
-def test_the_mode_sees_what_waits() -> None:
-    for wait in (lambda t: t.item(), lambda t: t.nonzero(), lambda t: t[t > 0]):
-        with pytest.raises(AssertionError), NoWaiting():
-            wait(torch.ones(1))
-
-
 @pytest.mark.parametrize("kind", ["left", "right", "packed", "aligned"])
 def test_no_field_of_images_waits_for_the_device(kind: str) -> None:
     """Neither of the whole nor of rows; shapes and dtypes are those of the host."""
@@ -272,12 +266,3 @@ def test_no_field_of_images_waits_for_the_device(kind: str) -> None:
             found, expected = _tensor(field), _tensor(part[name])
             assert (found.shape, found.dtype) == (expected.shape, expected.dtype), name
         assert inputs["position_ids"].shape == (4, len(part), part["input_ids"].shape[1])
-
-
-@pytest.mark.parametrize("name", ["internvl", "gemma3", "llava_next", "idefics3"])
-def test_no_field_of_other_families_waits_for_the_device(name: str) -> None:
-    family = FAMILIES[name]
-    moved = padded(family, examples_of(name)).to("meta")
-    with NoWaiting():
-        inputs = moved.model_inputs("sdpa")
-    assert inputs["pixel_values"].is_meta

@@ -1,4 +1,4 @@
-"""One forward pass of a model, and how far logits of two passes are apart."""
+"""A forward pass of a model, and the distance between logits of two passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BY_PRECISION = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def logits_of(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Logits [R, W, V]. The random state is restored, so dropout is the same in every call."""
+    """Return logits [R, W, V]; the random state is restored, so dropout is the same each time."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     with torch.random.fork_rng(devices), warnings.catch_warnings():
         # reentrant checkpointing warns that no input requires a gradient, which is intended here
@@ -33,12 +33,12 @@ def logits_of(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
                 hint = "no dict of masks, leave sliding_window out"
             raise IsolationError(
                 f"the model fails with the attention_mask {shape_of(mask)} "
-                f"({type(error).__name__}: {error}); if it takes {hint}"
+                f"({type(error).__name__}: {error}); if it accepts {hint}"
             ) from error
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise TypeError(
-            f"the model returns a {type(output).__name__} without logits; pass the model with its "
+            f"the model returns {type(output).__name__} without logits; pass it with its "
             "language-model head"
         )
     if logits.shape[:-1] != inputs["input_ids"].shape:
@@ -50,18 +50,13 @@ def logits_of(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def distance(before: Tensor, after: Tensor) -> Tensor:
-    """The largest difference of a logit at each token: float32 [...] of logits [..., V].
-
-    Equal infinities (a masked vocabulary tail) do not differ. NaN where a logit is NaN.
-
-    >>> distance(torch.tensor([[1.0, -torch.inf]]), torch.tensor([[3.0, -torch.inf]])).tolist()
-    [2.0]
-    """
+    """Return the largest difference of a logit at each token: float32 [...] of logits [..., V]."""
+    # equal infinities (a masked vocabulary tail) do not differ; NaN stays NaN
     return torch.where(before == after, 0, (before - after).abs()).amax(-1).float()
 
 
 def lowest_precision(model: nn.Module, logits: Tensor) -> torch.dtype:
-    """The narrowest of the dtypes of logits, weights and autocast."""
+    """Return the narrowest of the dtypes of logits, weights and autocast."""
     dtypes = {logits.dtype} | {p.dtype for p in model.parameters() if p.is_floating_point()}
     if torch.is_autocast_enabled(logits.device.type):
         dtypes.add(torch.get_autocast_dtype(logits.device.type))
@@ -71,8 +66,10 @@ def lowest_precision(model: nn.Module, logits: Tensor) -> torch.dtype:
 
 
 def is_2d(mask: Any) -> bool:
+    """Check whether an attention mask is a tensor [R, W]."""
     return isinstance(mask, Tensor) and mask.ndim == 2
 
 
 def shape_of(mask: Any) -> str:
+    """Describe the shape of a mask, or the names of a dict of masks."""
     return f"dict of {sorted(mask)}" if isinstance(mask, Mapping) else str(list(mask.shape))

@@ -1,4 +1,4 @@
-"""The proof that packed examples stay apart: change one, run each alone, compare the logits."""
+"""The check that packed examples are isolated: change one, run each alone, compare logits."""
 
 from __future__ import annotations
 
@@ -50,21 +50,20 @@ def check_isolation(
     vision: VisionLayout | None = None,
     tolerance: float | None = None,
 ) -> None:
-    """Change one packed example; raise if another one's logits change, or differ from it alone.
+    """Check that packed examples do not change each other's logits, and equal each run alone.
 
-    The tokens of a segment are changed, in the first segment of each row, the middle one and the
-    last one. In rows with images, the pixels of an image are changed too, in the first segment of
-    each row that has images and in the last one; placeholders keep their ids. Then each example is
-    run alone, as a batch of one, and compared: that finds examples which are apart, but wrong.
+    Changed are the tokens of the first segment of each row, the middle one and the last one, and
+    the pixels of an image in the first segment with images of each row and in the last one. Then
+    each example is run alone, as a batch of one, and compared.
 
     A call takes about ``rows + 3`` forward passes without gradients, twice as many in training
     mode, because some leaks exist in one mode only, and about as many again for images; and a pass
     of one example for each segment. One or two rows are enough.
 
     Args:
-        model: run in eval mode, and also in training mode if it is in that, with the same dropout
-            in every run. Modes and random state are restored. Pass it before wrapping it for FSDP,
-            since ranks may need different numbers of forward passes.
+        model: run in eval mode, and in training mode too if it is in training mode, with the same
+            dropout in every run. Modes and random state are restored. Pass it before wrapping it
+            for FSDP, since ranks may need different numbers of forward passes.
         batch: a packed :class:`Batch`, or a mapping of model inputs. Segments are read from
             ``cu_seq_lens_q``, otherwise from positions that restart. ``labels`` and cells that a
             2-D ``attention_mask`` excludes are ignored.
@@ -76,10 +75,9 @@ def check_isolation(
             2e-3 and 2e-2 for float16, 1e-2 and 1e-1 for bfloat16.
 
     Raises:
-        IsolationError: a segment changes the logits of another, or differs from it alone; a changed
-            segment's own logits stay the same or are NaN; or the model cannot take packed rows: it
-            has recurrent, convolution or linear-attention layers (known by its ``model_type`` or
-            its list of layers), or does not keep the images of packed examples apart.
+        IsolationError: a segment changes the logits of another, or differs from a run alone; its
+            own logits stay the same or are NaN; or the model has recurrent, convolution or
+            linear-attention layers, or does not keep the images of packed examples apart.
         ValueError: fewer than two segments; inputs that do not define segments, or images that do
             not fit the placeholders; a 4-D mask that loses the model's sliding windows.
         TypeError: the model's output has no ``logits``.
@@ -99,7 +97,7 @@ def check_isolation(
     """
     if not isinstance(model, nn.Module) or not isinstance(batch, Mapping):
         raise TypeError(
-            "check_isolation takes a model and a Batch or model inputs, got "
+            "check_isolation needs a model and a Batch or model inputs, got "
             f"{type(model).__name__} and {type(batch).__name__}"
         )
     packed = read_inputs(model, batch, vision)
@@ -116,7 +114,7 @@ def check_isolation(
 
 
 class _Change(NamedTuple):
-    """Other inputs for one segment, and the cells [R, W] of which one has to notice."""
+    """Other inputs for one segment, and its cells [R, W], of which one must react."""
 
     segment: int
     what: str
@@ -130,16 +128,14 @@ def _changes(model: nn.Module, packed: PackedInputs) -> Iterator[_Change]:
     changed = _change_tokens(model, ids)
     with_text = torch.unique(of_cells[(changed != ids) & (of_cells >= 0)]).tolist()
     if not with_text:
-        raise IsolationError(
-            "no token can be changed, so nothing can be shown; pass a batch with text"
-        )
+        raise IsolationError("no token can be changed; pass a batch with text")
     for segment in _sources(segments, with_text, {len(with_text) // 2, len(with_text) - 1}):
         own = of_cells == segment
         yield _Change(segment, "its tokens", {"input_ids": torch.where(own, changed, ids)}, own)
-    if images is None or not len(images.segments):
+    with_images = [] if images is None else sorted(set(images.segments.tolist()))
+    if images is None or not with_images:
         return
     cells = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
-    with_images = sorted(set(images.segments.tolist()))
     for segment in _sources(segments, with_images, {len(with_images) - 1}):
         unit = int((images.segments == segment).argmax())
         # text before an image does not see it
@@ -149,14 +145,14 @@ def _changes(model: nn.Module, packed: PackedInputs) -> Iterator[_Change]:
 
 
 def _sources(segments: RowSegments, candidates: list[int], others: set[int]) -> list[int]:
-    """The first candidate of each row, and those at the places ``others``."""
+    """Return the first candidate of each row, and those at the places ``others``."""
     first_of_row = {segments.rows[segment]: segment for segment in reversed(candidates)}
     return sorted({*first_of_row.values(), *(candidates[place] for place in others)})
 
 
 @torch.no_grad()
 def _check_leaks(model: nn.Module, packed: PackedInputs, tolerance: float | None) -> Tensor:
-    """The logits of the unchanged inputs, if nothing leaks."""
+    """Return the logits of the unchanged inputs; raise if a segment leaks."""
     segments, before = packed.segments, logits_of(model, packed.inputs)
     allowed = _TOLERANCE[lowest_precision(model, before)] if tolerance is None else tolerance
     for change in _changes(model, packed):
@@ -164,13 +160,13 @@ def _check_leaks(model: nn.Module, packed: PackedInputs, tolerance: float | None
         own, others = _movement(model, packed, change, before)
         if any(math.isnan(x) for x in (own, *others.values())):
             raise IsolationError(
-                f"logits are NaN, so nothing can be shown; changed {change.what}, in {name}; check "
-                "the model's weights and dtype"
+                f"logits are NaN after changing {change.what} in {name}; check the model's weights "
+                "and dtype"
             )
         if own == 0:
             raise IsolationError(
-                f"changing {change.what} does not move the own logits of {name}, so nothing can be "
-                f"shown; check that the model reads {next(iter(change.inputs))}"
+                f"changing {change.what} does not move the logits of {name} itself; check that the "
+                f"model reads {next(iter(change.inputs))}"
             )
         leaks = {segment: x for segment, x in others.items() if x > allowed * own}
         if leaks:
@@ -188,7 +184,7 @@ def _check_leaks(model: nn.Module, packed: PackedInputs, tolerance: float | None
 def _movement(
     model: nn.Module, packed: PackedInputs, change: _Change, before: Tensor
 ) -> tuple[float, dict[int, float]]:
-    """The largest change of a logit in the changed segment, and in each other one."""
+    """Return the largest change of a logit in the changed segment, and in each other one."""
     inputs, segments, _ = packed
     moved_RW = distance(before, logits_of(model, inputs | change.inputs))
     real = segments.ids_RW >= 0
@@ -200,7 +196,7 @@ def _movement(
 
 
 def _change_tokens(model: nn.Module, ids_RW: Tensor) -> Tensor:
-    """Another token in each cell, except in placeholders of images, audio and video."""
+    """Return another token for each cell, but for placeholders of images, audio and video."""
     vocab_size, fixed = vocabulary(model, ids_RW)
     changed = (ids_RW + vocab_size // 2) % vocab_size
     for _ in fixed:  # never create a placeholder; at most len(fixed) of their ids are consecutive
@@ -212,12 +208,12 @@ def _change_tokens(model: nn.Module, ids_RW: Tensor) -> Tensor:
 def _check_alone(
     model: nn.Module, packed: PackedInputs, logits: Tensor, tolerance: float | None
 ) -> None:
-    """Raise if the logits of a segment are not those of its tokens and images alone.
-
-    ``logits`` [R, W, V] are those of the packed inputs. Every segment takes one forward pass.
-    """
+    """Check that the packed ``logits`` [R, W, V] are those of each segment alone."""
     segments = packed.segments
-    allowed = _tolerance_alone(model, logits) if tolerance is None else tolerance
+    precision = lowest_precision(model, logits)
+    if precision == torch.float32 and logits.is_cuda:
+        precision = torch.float16
+    allowed = _ALONE[precision] if tolerance is None else tolerance
     differences: dict[int, float] = {}
     for segment in range(len(segments.rows)):
         alone = logits_of(model, packed.alone(segment))[0]
@@ -228,23 +224,15 @@ def _check_alone(
     if differences:
         worst = max(differences, key=differences.__getitem__)
         raise IsolationError(
-            f"{segments.name(worst)} is not what it is alone, though the others do not leak into "
+            f"{segments.name(worst)} differs from a run alone, though the others do not leak into "
             f"it: its logits differ by {differences[worst]:.3g} of the largest, and {allowed:.1g} "
             f"is allowed; {len(differences)} of {len(segments.rows)} segments differ. Likely "
             f"reason: {_reason_of_difference(packed, worst)}"
         )
 
 
-def _tolerance_alone(model: nn.Module, logits: Tensor) -> float:
-    precision = lowest_precision(model, logits)
-    if precision == torch.float32 and logits.is_cuda:
-        precision = torch.float16
-    return _ALONE[precision]
-
-
 def _reason_of_leak(model: nn.Module, packed: PackedInputs, change: _Change, allowed: float) -> str:
-    inputs = packed.inputs
-    attention, mask = attention_name(model) or "unknown", inputs.get("attention_mask")
+    attention, mask = attention_name(model) or "unknown", packed.inputs.get("attention_mask")
     if is_2d(mask):
         return (
             "a 2-D attention_mask is passed, and any 2-D mask switches packed isolation off in "
@@ -260,7 +248,7 @@ def _reason_of_leak(model: nn.Module, packed: PackedInputs, change: _Change, all
 
 
 def _lost_boundaries(model: nn.Module, packed: PackedInputs, attention: str) -> str | None:
-    """The reason, if this attention cannot tell segments apart by the inputs."""
+    """Return the reason, if this attention cannot find the segments in the inputs."""
     inputs, segments, _ = packed
     boundaries, positions = inputs.get("cu_seq_lens_q"), inputs.get("position_ids")
     if attention == "torch_varlen" or attention.startswith("flash"):
@@ -276,27 +264,22 @@ def _lost_boundaries(model: nn.Module, packed: PackedInputs, attention: str) -> 
         )
     if positions is not None and uses_mrope(model) and positions.shape[:-2] != (4,):
         return (
-            f"position_ids are {list(positions.shape)}, and this model tells packed examples apart "
+            f"position_ids are {list(positions.shape)}, and this model separates packed examples "
             f"by {[4, *inputs['input_ids'].shape]} only, with text positions that restart first; "
-            "give the collator the processor in place of the tokenizer"
+            "pass the processor to the collator in place of the tokenizer"
         )
     if boundaries is not None:
         unread = inputs | {"cu_seq_lens_q": None}
         if positions is None or not torch.equal(find_segments(unread).ids_RW, segments.ids_RW):
-            return (
-                f'attention "{attention}" ignores cu_seq_lens and position_ids do not restart with '
-                "it"
-            )
+            return f'attention "{attention}" ignores cu_seq_lens, and position_ids do not restart'
     return None
 
 
 def _blind_mask(
     model: nn.Module, packed: PackedInputs, change: _Change, allowed: float
 ) -> str | None:
-    """The reason, if a block mask stops the leak: the model's own mask ignores position_ids.
-
-    In transformers 5.23 that is so in afmoe, biogpt, bloom, falcon, gpt_oss, mpt, opt and xglm.
-    """
+    """Return the reason, if a block mask stops the leak: the model's mask ignores position_ids."""
+    # so do afmoe, biogpt, bloom, falcon, gpt_oss, mpt, opt and xglm in transformers 5.23
     attention = attention_name(model)
     if attention not in ("sdpa", "eager"):
         return None
@@ -324,22 +307,20 @@ def _reason_of_difference(packed: PackedInputs, segment: int) -> str:
         own = packed.alone(segment)["position_ids"]
         if given.shape != own.shape:
             return (
-                f"position_ids are {list(inputs['position_ids'].shape)}, and a row of this model "
-                f"with images needs {[len(own), *segments.ids_RW.shape]}; pass what "
-                "Batch.model_inputs() returns"
+                f"position_ids are {list(inputs['position_ids'].shape)}, but rows with images need "
+                f"{[len(own), *segments.ids_RW.shape]}; pass what Batch.model_inputs() returns"
             )
         if not torch.equal(given, own):
             return (
-                "its position_ids are not those that it has alone; pass what Batch.model_inputs() "
-                "returns"
+                "its position_ids differ from those alone; pass what Batch.model_inputs() returns"
             )
     types = "" if images is None else images.layout.family.token_types
     if types and types not in inputs:
         return f"{types} is not passed; pass what Batch.model_inputs() returns"
     if types and mask is None:
         return (
-            "the model makes blocks of images from positions that restart, and loses sight of "
-            'them; pass Batch.model_inputs("sdpa", mask="block", '
+            "the model makes blocks of images from positions that restart, and loses them; pass "
+            'Batch.model_inputs("sdpa", mask="block", '
             "sliding_window=model.config.text_config.sliding_window)"
         )
     if mask is not None and not is_2d(mask):
@@ -347,10 +328,9 @@ def _reason_of_difference(packed: PackedInputs, segment: int) -> str:
     if isinstance(mask, Tensor) and is_2d(mask) and not mask[segments.rows[segment], 0]:
         return (
             "the model reads the pads on the left as tokens (so do RecurrentGemma, RWKV and xLSTM "
-            'in transformers 5.23, whatever attention_mask says); pass padding_side="right" to '
-            "PaddedCollator"
+            'in transformers 5.23); pass padding_side="right" to PaddedCollator'
         )
     return (
-        "a part of the model depends on where in the row an example lies, or on how long the "
-        "others are; use PaddedCollator for this model"
+        "a part of the model depends on the place of an example in its row, or on the length of "
+        "the others; use PaddedCollator for this model"
     )

@@ -33,19 +33,12 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Query [B, H, T, D], key and value [B, Hkv, T, D] -> a new tensor [B, T, H, D].
+    """Attend causally within segments: a new tensor [B, T, H, D].
 
-    A token attends to the tokens of its segment up to itself; with ``window`` only to itself and
-    the ``window - 1`` tokens before it. Boundaries on a CUDA device are copied to the host only if
-    the kernel cannot be used (fp32, an unsupported head dimension, an old GPU).
-
-    Raises:
-        ValueError: boundaries that do not fit the rows, if they are read on the host.
-
-    >>> cu = torch.tensor([0, 1, 3], dtype=torch.int32)
-    >>> value = torch.tensor([1.0, 2.0, 4.0]).view(1, 1, 3, 1)
-    >>> attend(torch.zeros_like(value), value, value, Segments(cu, cu, 2, 2)).flatten().tolist()
-    [1.0, 2.0, 3.0]
+    ``query`` is [B, H, T, D], ``key`` and ``value`` are [B, Hkv, T, D]. With ``window`` a token
+    attends to itself and the ``window - 1`` tokens before it. Boundaries on a CUDA device are
+    copied to the host only if the kernel cannot be used (fp32, an unsupported head dimension, an
+    old GPU); only then are they checked against the rows.
     """
     num_rows, _, width, _ = query.shape
     query, key, value = same_dtype(query, key, value)
@@ -62,7 +55,7 @@ def attend(
 
 
 def same_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All three in one dtype: autocast's, or value's, since norms upcast only query and key."""
+    """Convert to one dtype: autocast's, or value's, since norms upcast only query and key."""
     device = value.device.type
     dtype = value.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
@@ -130,13 +123,12 @@ _one_op.register_autograd(_backward, setup_context=_keep_inputs)
 
 
 def _segment_lengths(cu_q: Tensor, cu_k: Tensor, num_rows: int, width: int) -> list[int]:
-    """Segment lengths on the host, checked against the rows."""
+    """Return segment lengths on the host, checked against the rows."""
     bounds: list[int] = cu_q.tolist()
     lengths = [stop - start for start, stop in pairwise(bounds)]
     if cu_k is not cu_q and cu_k.tolist() != bounds:
         raise ValueError(
-            f"cu_seq_lens_q and cu_seq_lens_k differ, {bounds} and {cu_k.tolist()}; in "
-            "self-attention over packed rows they are the same"
+            f"cu_seq_lens_q and cu_seq_lens_k differ, {bounds} and {cu_k.tolist()}; pass the same"
         )
     row_bounds = range(0, num_rows * width + 1, width)
     if bounds[0] != 0 or bounds[-1] != row_bounds[-1] or min(lengths, default=0) < 0:
@@ -163,7 +155,7 @@ def _sdpa_by_segment(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """[N, H, D] and [N, Hkv, D] -> [N, H, D]; the boundaries are read on the host."""
+    """Attend from [N, H, D] to [N, Hkv, D], segment by segment, with boundaries on the host."""
     lengths = _segment_lengths(cu_q, cu_k, num_rows, len(query) // num_rows)
     if len(set(lengths)) == 1:  # segments of equal length form a batch: one call for all of them
         shape = (len(lengths), lengths[0])
@@ -177,7 +169,7 @@ def _sdpa_by_segment(
 def _causal_sdpa(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
 ) -> Tensor:
-    """[B, L, H, D] -> [B, L, H, D]; with ``window`` a token sees its ``window`` latest tokens."""
+    """Attend causally, [B, L, H, D]; with ``window`` to the latest ``window`` tokens."""
     length = query.shape[1]
     mask = None
     if window is not None and window < length:
@@ -199,11 +191,8 @@ _LOADED: list[_Kernel] = []
 
 
 def load_kernel() -> _Kernel:
-    """torch's varlen kernel, imported once.
-
-    In a list: of functools.cache torch.compile warns, and traces the import and the signature.
-    """
-    if not _LOADED:
+    """Load the varlen kernel of torch, once."""
+    if not _LOADED:  # functools.cache makes torch.compile warn, and trace import and signature
         from torch.nn.attention.varlen import varlen_attn
 
         _LOADED.append(_Kernel(varlen_attn))
@@ -211,7 +200,7 @@ def load_kernel() -> _Kernel:
 
 
 class _Kernel:
-    """One signature for all: 2.10 has only is_causal, 2.11 scale and window, 2.12 also GQA."""
+    """One signature for torch 2.10 (only is_causal), 2.11 (scale, window) and 2.12 (GQA)."""
 
     def __init__(self, varlen_attn: Callable[..., Any]) -> None:
         self._run = varlen_attn
@@ -246,7 +235,7 @@ class _Kernel:
 
 
 def _fits_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernel supports these inputs, by the rules in torch's source."""
+    """Check whether the kernel supports these inputs, by the rules in torch's source."""
     head_dim = query.shape[-1]
     return (
         query.is_cuda

@@ -25,13 +25,13 @@ __all__ = [
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and similar wrappers."""
+    """Return the model inside DistributedDataParallel and similar wrappers."""
     inner = getattr(model, "module", model)
     return inner if isinstance(inner, nn.Module) else model
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """The model's config and the configs nested in it (text_config, vision_config, ...)."""
+    """Return the model's config and the configs nested in it (text_config, ...)."""
     config = getattr(model, "config", None)
     found: list[Any] = [] if config is None else [config]
     for config in found:  # grows during the loop
@@ -40,17 +40,18 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def _text_config(model: nn.Module) -> Any:
-    """The config of the text model, which gets the packed rows."""
+    """Return the config of the text model, which reads the packed rows."""
     config: Any = getattr(_unwrap(model), "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def attention_name(model: nn.Module) -> str | None:
+    """Return the attention implementation of the text model."""
     return getattr(_text_config(model), "_attn_implementation", None)
 
 
 def sliding_window(model: nn.Module) -> tuple[int | None, bool]:
-    """The window of the sliding layers, None without such layers; and whether all layers slide."""
+    """Return the window of the sliding layers or None, and whether all layers slide."""
     config = _text_config(model)
     window: int | None = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None)
@@ -60,7 +61,7 @@ def sliding_window(model: nn.Module) -> tuple[int | None, bool]:
 
 
 def uses_mrope(model: nn.Module) -> bool:
-    """Whether a token has three positions, of time, height and width."""
+    """Check whether a token has three positions, of time, height and width."""
     return family_of(config=getattr(_unwrap(model), "config", None)).positions == "mrope"
 
 
@@ -104,7 +105,7 @@ def refuse_lost_window(model: nn.Module, inputs: Mapping[str, Any], segments_RW:
 
 
 def vocabulary(model: nn.Module, ids_RW: Tensor) -> tuple[int, Tensor]:
-    """Size of the vocabulary, and the ids that stand for something other than text."""
+    """Return the vocabulary size, and the ids of placeholders of images, video and audio."""
     embed = getattr(_unwrap(model), "get_input_embeddings", lambda: None)()
     size = getattr(embed, "num_embeddings", None) or int(ids_RW.max()) + 1
     names = {"image", "video", "audio", "vision", "boi", "eoi"}

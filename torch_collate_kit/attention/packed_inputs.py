@@ -1,4 +1,4 @@
-"""Model inputs whose packed examples are to be compared: their segments, and their images."""
+"""Model inputs of ``check_isolation``, with their segments and images."""
 
 from __future__ import annotations
 
@@ -38,10 +38,7 @@ class PackedInputs(NamedTuple):
     images: RowImages | None
 
     def alone(self, segment: int) -> dict[str, Any]:
-        """The inputs of one segment as a batch of one, without what describes rows.
-
-        Positions and token types are those of the example, not cut out of the row.
-        """
+        """Return the inputs of one segment as a batch of one, with positions of its own."""
         where_RW, images = self.segments.ids_RW == segment, self.images
         ids_T = self.inputs["input_ids"][where_RW]
         alone: dict[str, Any] = {}
@@ -57,7 +54,7 @@ class PackedInputs(NamedTuple):
         return alone
 
     def positions_of(self, segment: int) -> Tensor | None:
-        """The positions that a segment is given: [1, T], or [3, 1, T] and [4, 1, T] of images."""
+        """Return the positions of a segment in its row: [1, T], or [3 or 4, 1, T] with images."""
         positions: Tensor | None = self.inputs.get("position_ids")
         where_RW = self.segments.ids_RW == segment
         if positions is None:
@@ -70,12 +67,7 @@ class PackedInputs(NamedTuple):
 def read_inputs(
     model: nn.Module, batch: Batch | Mapping[str, Any], vision: VisionLayout | None
 ) -> PackedInputs:
-    """The inputs of a batch, or those given.
-
-    Raises:
-        IsolationError: the model cannot take packed rows.
-        ValueError: fewer than two segments, or inputs that do not fit each other or the model.
-    """
+    """Read segments and images; refuse inputs that do not fit each other or the model."""
     inputs, vision = _model_inputs(model, batch, vision)
     segments = find_segments(inputs)
     if len(segments.rows) < 2:
@@ -88,8 +80,8 @@ def read_inputs(
         refuse_packed_images(model, inputs, vision)
     if vision is None and "pixel_values" in inputs:
         raise ValueError(
-            "the inputs have pixel_values, and it is not known which image belongs to which "
-            "segment; pass the Batch itself, or its inputs and vision=collator.vision"
+            "the inputs have pixel_values, but not the segment of each image; pass the Batch, or "
+            "its inputs and vision=collator.vision"
         )
     images = None if vision is None else RowImages.of(inputs, vision, segments)
     refuse_lost_window(model, inputs, segments.ids_RW)
@@ -114,8 +106,7 @@ def _model_inputs(
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         raise ValueError(
-            "input_ids must be a tensor [rows, width], because its tokens are changed one segment "
-            f"at a time; got inputs {sorted(inputs)}"
+            f"input_ids must be a tensor [rows, width], got inputs {sorted(inputs)}; pass a Batch"
         )
     return inputs, vision
 
@@ -127,20 +118,13 @@ class RowSegments(NamedTuple):
     rows: list[int]
 
     def name(self, segment: int) -> str:
+        """Return the name of a segment for messages."""
         row = self.rows[segment]
         return f"row {row} segment {segment - self.rows.index(row)}"
 
 
 def find_segments(inputs: Mapping[str, Any]) -> RowSegments:
-    """By ``cu_seq_lens_q``, otherwise by positions, without cells that a 2-D mask excludes.
-
-    Raises:
-        ValueError: neither of the two, or they do not cover ``input_ids``.
-
-    >>> inputs = {"input_ids": torch.ones(1, 5), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
-    >>> find_segments(inputs).ids_RW.tolist()
-    [[0, 0, 0, 1, 1]]
-    """
+    """Find segments by ``cu_seq_lens_q``, else by positions, without cells of 0 in a 2-D mask."""
     ids = inputs["input_ids"]
     cu_seq_lens, positions = inputs.get("cu_seq_lens_q"), inputs.get("position_ids")
     if cu_seq_lens is not None:
@@ -149,8 +133,8 @@ def find_segments(inputs: Mapping[str, Any]) -> RowSegments:
         lengths = _lengths_from_positions(positions, len(ids))
     else:
         raise ValueError(
-            "neither cu_seq_lens_q nor position_ids is passed, so neither this check nor the model "
-            "knows the segments; pass what Batch.model_inputs() returns"
+            "neither cu_seq_lens_q nor position_ids is passed, so the segments are unknown; pass "
+            "what Batch.model_inputs() returns"
         )
     if int(lengths.sum()) != ids.numel():
         raise ValueError(
@@ -171,7 +155,7 @@ def find_segments(inputs: Mapping[str, Any]) -> RowSegments:
 
 
 def _lengths_from_positions(positions: Tensor, num_rows: int) -> Tensor:
-    """Of positions [R, W] or [1, W], of [4, R, W] with a text row first, or of [3, R, W]."""
+    """Return lengths from positions [R, W], [1, W], [4, R, W] (text first) or [3, R, W]."""
     if positions.ndim == 3 and len(positions) == 3:
         # time, height and width: images repeat and skip positions, only a first token has 0 in all
         is_first = (positions == 0).all(0)
@@ -185,28 +169,22 @@ def _lengths_from_positions(positions: Tensor, num_rows: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RowImages:
-    """The images of model inputs, in order. U images, or tiles where images cannot be told apart.
-
-    ``fields`` are those of the family's processor, with tiles laid flat.
-    """
+    """The images of model inputs, in order: U images, or tiles where only tiles are known."""
 
     layout: VisionLayout
     fields: dict[str, Tensor]
+    """The fields of the family's processor, with tiles laid flat."""
     units: ImageUnits
     segments: np.ndarray
-    """int64 [U], the segment of each."""
+    """The segment of each, int64 [U]."""
     last_cells: np.ndarray
-    """int64 [U], the cell of its last placeholder, counted over all rows."""
+    """The cell of the last placeholder of each, counted over all rows, int64 [U]."""
 
     @classmethod
     def of(
         cls, inputs: Mapping[str, Any], layout: VisionLayout, segments: RowSegments
     ) -> RowImages:
-        """The images of model inputs; there may be none.
-
-        Raises:
-            ValueError: images that do not fit the placeholders in ``input_ids``.
-        """
+        """Read the images of model inputs and check them against the placeholders."""
         fields = {name: inputs[name] for name in layout.family.fields if name in inputs}
         if layout.family.joins_tiles:
             fields = {name: values.flatten(0, 1) for name, values in fields.items()}
@@ -225,37 +203,37 @@ class RowImages:
         if units.tokens.sum() != len(cells):
             raise ValueError(
                 f"input_ids has {len(cells)} image placeholders (token {layout.image_token_id}), "
-                f"but the images passed take {units.tokens.sum()}; pass all images of the rows, "
-                "and no others"
+                f"but the images need {units.tokens.sum()}; pass exactly the images of the rows"
             )
         of_cells = segments.ids_RW.flatten().cpu().numpy()[cells]
         first, last = of_cells[ends - units.tokens], of_cells[ends - 1]
         if (first != last).any():
             u = int(np.flatnonzero(first != last)[0])
             raise ValueError(
-                f"image {u} takes {units.tokens[u]} placeholders, which lie in "
-                f"{segments.name(first[u])} and {segments.name(last[u])}; images must be in the "
-                "order of their placeholders, row by row"
+                f"image {u} has {units.tokens[u]} placeholders, which lie in "
+                f"{segments.name(first[u])} and {segments.name(last[u])}; pass images in the order "
+                "of their placeholders, row by row"
             )
         return cls(layout, fields, units, last, cells[ends - 1])
 
     @property
     def what(self) -> str:
+        """The word for an entry in messages."""
         return "image" if self.layout.counts_images else "image tile"
 
     def changed(self, unit: int) -> Tensor:
-        """``pixel_values`` in which every number of one image has changed by 2: a copy."""
+        """Return a copy of ``pixel_values`` with every number of one image changed by 2."""
         pixels = self.fields["pixel_values"].clone()
         own = pixels[self._range("pixel_values", unit, unit + 1)]
         own.copy_(torch.where(own > 0, own - 2, own + 2))
         return pixels[None] if self.layout.family.joins_tiles else pixels
 
-    def of_segment(self, segment: int) -> dict[str, Tensor]:
-        """The fields of the images of one segment; none if it has no images."""
+    def _of_segment(self, segment: int) -> dict[str, Tensor]:
+        """Return the fields of the images of one segment; none if it has no images."""
         own = np.flatnonzero(self.segments == segment)
+        fields: dict[str, Tensor] = {}
         if not len(own):
-            return {}
-        fields = {}
+            return fields
         for name, values in self.fields.items():
             if self.layout.family.fields[name].per == "example":
                 fields[name] = values.new_tensor([len(own)])
@@ -265,11 +243,8 @@ class RowImages:
         return fields
 
     def alone(self, segment: int, ids_T: Tensor, given: Tensor | None) -> dict[str, Tensor]:
-        """The images, positions and token types of one segment as a batch of one.
-
-        ``given`` are the positions that it has in its row.
-        """
-        images = self.of_segment(segment)
+        """Return images, positions and token types of a segment alone; ``given`` in its row."""
+        images = self._of_segment(segment)
         is_placeholder = _is_image(ids_T, self.layout)
         own = torch.arange(len(ids_T), device=ids_T.device)[None]
         if self.layout.has_mrope:
@@ -288,13 +263,13 @@ class RowImages:
         return inputs
 
     def _range(self, name: str, first: int, last: int) -> slice:
-        """The entries of images ``first`` to ``last`` - 1 in a field."""
+        """Return the entries of images ``first`` to ``last`` - 1 in a field."""
         counts = self.units.entries(self.layout.family.fields[name].per)
         return slice(int(counts[:first].sum()), int(counts[:last].sum()))
 
 
 def _is_image(ids: Tensor, layout: VisionLayout) -> Tensor:
-    """Where ids are placeholders of images, bool."""
+    """Return which ids are placeholders of images: bool."""
     token = layout.image_token_id
     return torch.zeros_like(ids, dtype=torch.bool) if token is None else torch.eq(ids, token)
 

@@ -1,4 +1,4 @@
-"""Models whose layers carry state from token to token: packed rows of them are refused."""
+"""Models whose layers carry state from token to token, which are refused packed rows."""
 
 from __future__ import annotations
 

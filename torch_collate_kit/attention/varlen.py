@@ -1,8 +1,4 @@
-"""The attention implementation ``torch_varlen`` for transformers models.
-
-It uses segment boundaries instead of a mask, so nothing of size T x T is ever built for a packed
-row. What it cannot compute exactly raises an error.
-"""
+"""The attention implementation ``torch_varlen``, which reads segment boundaries, not a mask."""
 
 from __future__ import annotations
 
@@ -51,6 +47,7 @@ def register_torch_varlen() -> None:
     The model then accepts what ``Batch.model_inputs()`` returns: ``cu_seq_lens_q/k``, int32
     ``[S + 1]``, flat over the rows, ``[0, ..., R * W]``, with all row boundaries; and
     ``max_length_q/k``, Python ints, at least the longest segment (the row width by default).
+    Nothing of size T x T is built, and anything that it cannot compute exactly is refused.
 
     On CUDA in fp16 or bf16 it runs ``torch.nn.attention.varlen.varlen_attn``. On CPU, in fp32, and
     with a head dimension or GPU that the kernel does not support, it runs
@@ -99,10 +96,10 @@ class _MaskIsReadError(ValueError, AttributeError):
 
 
 class _DeferredMask:
-    """The mask that transformers requests, built only if attention runs without boundaries.
+    """The mask of transformers, built only if attention runs without boundaries.
 
-    The varlen path never reads its T x T cells. It is not a dataclass, which FSDP would take apart
-    and copy. A model that uses its mask itself (bloom), or inspects it (PaliGemma), is refused.
+    It is not a dataclass, which FSDP would take apart and copy. A model that reads its mask itself
+    (bloom, PaliGemma) is refused.
     """
 
     __slots__ = ("_built", "_options", "has_padding", "unknown_parts", "windows")
@@ -139,7 +136,7 @@ class _DeferredMask:
 
 
 def _mask_parts(mask_function: Any) -> Iterator[Any]:
-    """All functions that a mask function of transformers is composed of, including itself."""
+    """Yield all functions that a mask function of transformers is composed of, and itself."""
     yield mask_function
     for cell in getattr(mask_function, "__closure__", None) or ():
         content = cell.cell_contents
@@ -149,7 +146,7 @@ def _mask_parts(mask_function: Any) -> Iterator[Any]:
 
 
 def _attention_mask(**options: Any) -> Any:
-    """Registered mask function: the mask of ``sdpa``, deferred where there may be boundaries."""
+    """Make the mask of ``sdpa``, deferred if there may be boundaries."""
     from transformers.masking_utils import sdpa_mask
 
     # The offset of a static cache is a tensor that changes before attention runs.
@@ -175,7 +172,7 @@ def _attention_forward(
     max_length_k: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Registered attention: query [B, H, T, D], key and value [B, Hkv, T, D] -> [B, T, H, D]."""
+    """Attend from query [B, H, T, D] to key and value [B, Hkv, T, D]: [B, T, H, D]."""
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     _refuse_unsupported(module, dropout, causal, kwargs)
     if cu_seq_lens_q is None:  # generate(), or padded evaluation
@@ -245,8 +242,8 @@ def _refuse_beside_boundaries(
     if attention_mask is not None:
         raise ValueError(
             "an attention_mask is passed in addition to cu_seq_lens_q (its shape is "
-            f"{list(attention_mask.shape)}), but {_NAME} uses only one of them; leave "
-            "attention_mask out: pads are a segment of their own"
+            f"{list(attention_mask.shape)}), but {_NAME} uses only one of them; remove "
+            "attention_mask: pads are a segment of their own"
         )
 
 

@@ -24,24 +24,15 @@ def linear_nll(
     bias_V: Tensor | None,
     targets_K: Tensor,
     loss_weights_K: Tensor,
-    *,
-    softcap: float | None = None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Weighted sum of the token losses, and each of them: a scalar and [K], fp32 for half inputs.
+    """Return the weighted sum of token losses (scalar), and each loss [K] without a gradient.
 
     The logits are ``softcap * tanh((hidden @ weight.T + bias) / softcap)``, or without the cap.
     Their gradient is made with them, chunk by chunk, in the forward pass (Hsu et al., "Liger
     Kernel", 2024): the head costs as many products as with whole logits, and its memory is that
-    of one chunk and of the gradients. Under autocast products are in its dtype (float32 for
-    float16). The gradient of the weight is summed in the weight's dtype. The second output has no
-    gradient.
-
-    A token whose weight is 0 has no gradient, whatever its loss. The backward pass runs once.
-
-    >>> hidden, weight = torch.zeros(3, 2), torch.ones(4, 2, requires_grad=True)
-    >>> total, nll = linear_nll(hidden, weight, None, torch.tensor([0, 1, 2]), torch.ones(3))
-    >>> round(total.item(), 4), [round(value, 4) for value in nll.tolist()]  # 3 * log(4)
-    (4.1589, [1.3863, 1.3863, 1.3863])
+    of one chunk and of the gradients. Results are fp32 for half inputs. Under autocast products are
+    in its dtype (float32 for float16). The gradient of the weight is summed in the weight's dtype.
     """
     apply: Callable[..., tuple[Tensor, Tensor]] = _LinearNll.apply
     inputs = (hidden_KH, weight_VH, bias_V)
@@ -50,7 +41,7 @@ def linear_nll(
 
 
 class _LinearNll(torch.autograd.Function):
-    """``linear_nll`` with the gradients of its forward pass."""
+    """``linear_nll`` with the gradients of its forward pass; its backward pass runs once."""
 
     @staticmethod
     def forward(
@@ -63,14 +54,13 @@ class _LinearNll(torch.autograd.Function):
         softcap: float | None,
         wanted: list[bool],
     ) -> tuple[Tensor, Tensor]:
-        dtype = _dtype_of_products(hidden)
+        dtype = _product_dtype(hidden)
         used_weight = weight.to(dtype)
         used_bias = None if bias is None else bias.to(dtype)
-        inputs = [
-            x if want else None for x, want in zip((hidden, weight, bias), wanted, strict=True)
-        ]
+        pairs = zip((hidden, weight, bias), wanted, strict=True)
+        inputs = [x if want else None for x, want in pairs]
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
-        gradients = [
+        ctx.gradients = [
             None if x is None else torch.zeros_like(x, dtype=_wide(x.dtype)) for x in inputs
         ]
         nll = hidden.new_empty(len(hidden), dtype=torch.promote_types(dtype, torch.float32))
@@ -82,9 +72,8 @@ class _LinearNll(torch.autograd.Function):
                 nll[part], slope = _nll_and_slope(
                     logits, targets[part], loss_weights[part], softcap, any(wanted)
                 )
-                if any(wanted):
-                    _add_gradients(gradients, part, slope.to(dtype), states, used_weight)
-        ctx.gradients = gradients
+                if slope is not None:
+                    _add_gradients(ctx.gradients, part, slope.to(dtype), states, used_weight)
         ctx.mark_non_differentiable(nll)
         trained = loss_weights != 0  # an infinite loss that is not trained must not become 0 * inf
         return (torch.where(trained, nll, 0) * loss_weights.to(nll.dtype)).sum(), nll
@@ -106,12 +95,12 @@ class _LinearNll(torch.autograd.Function):
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """float32 for float16, which loses gradients before a GradScaler's factor reaches them."""
+    """Return float32 for float16, which loses gradients before a GradScaler's factor."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def _dtype_of_products(hidden: Tensor) -> torch.dtype:
-    """What autocast casts to, else the dtype of the hidden states; float32 for float16."""
+def _product_dtype(hidden: Tensor) -> torch.dtype:
+    """Return the dtype of autocast, else of the hidden states; float32 for float16."""
     device, dtype = hidden.device.type, hidden.dtype
     can_autocast = torch.amp.is_autocast_available(device)
     if can_autocast and dtype != torch.float64 and torch.is_autocast_enabled(device):
@@ -126,16 +115,9 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def _nll_and_slope(
-    logits: Tensor,
-    targets: Tensor,
-    loss_weights: Tensor,
-    softcap: float | None,
-    needs_slope: bool,
-) -> tuple[Tensor, Tensor]:
-    """Loss of each token, and the gradient of the weighted sum in the logits of the head.
-
-    ``logits`` are overwritten.
-    """
+    logits: Tensor, targets: Tensor, loss_weights: Tensor, softcap: float | None, needs_slope: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the token losses and the gradient of their weighted sum; overwrites ``logits``."""
     capped = None
     if softcap is not None:
         capped = logits.div_(softcap).tanh_()
@@ -143,7 +125,7 @@ def _nll_and_slope(
     log_sums = logits.logsumexp(dim=1)
     nll = log_sums - logits.gather(1, targets[:, None])[:, 0]
     if not needs_slope:
-        return nll, logits
+        return nll, None
     slope = logits.sub_(log_sums[:, None]).exp_()  # the probabilities
     slope.scatter_add_(1, targets[:, None], slope.new_full((len(targets), 1), -1))
     slope.mul_(loss_weights[:, None].to(slope.dtype))
@@ -153,13 +135,9 @@ def _nll_and_slope(
 
 
 def _add_gradients(
-    gradients: list[Tensor | None],
-    part: slice,
-    slope: Tensor,
-    states: Tensor,
-    weight: Tensor,
+    gradients: list[Tensor | None], part: slice, slope: Tensor, states: Tensor, weight: Tensor
 ) -> None:
-    """Of the hidden states, the weight and the bias, from the slope of a chunk of logits."""
+    """Add a chunk's gradients of the hidden states, the weight and the bias."""
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:
         of_hidden[part] = slope @ weight

@@ -1,4 +1,4 @@
-"""The denominator of the loss: the loss tokens of a step, over its micro-batches and ranks."""
+"""The divisor of the loss: the loss tokens of a step, over its micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def global_num_loss_tokens(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Loss tokens of an optimizer step, over its micro-batches and all ranks: the divisor.
+    """Count the loss tokens of an optimizer step, over its micro-batches and all ranks.
 
-    Counts the cells of ``loss_mask`` that are not 0, or the labels that are trained. If
-    ``torch.distributed`` is initialized, the counts are summed over the ranks in one all-reduce of
-    8 bytes; every rank must call it, one without rows with an empty list.
+    This is the divisor of :func:`token_loss`: the cells of ``loss_mask`` that are not 0, or the
+    trained labels. If ``torch.distributed`` is initialized, one all-reduce of 8 bytes sums over the
+    ranks; every rank must call it, a rank without rows with an empty list.
 
     Args:
         batches: this rank's micro-batches of the step: a Batch, unshifted labels ``[R, W]``, or any
             number of these.
-        group: the ranks that hold different rows (the data-parallel ranks), all by default.
+        group: the data-parallel ranks, all ranks by default.
 
     Returns:
-        int64, a scalar tensor on the device of the batches, or on one that the backend can reduce
+        A scalar int64 tensor on the device of the batches, or on one that the backend can reduce
         on. Nothing waits for it.
 
     Raises:
@@ -62,9 +62,9 @@ def _num_loss_tokens(batch: Any) -> Tensor:
         check_labels(batch)
         return torch.count_nonzero(batch[..., 1:] != IGNORE_INDEX)
     raise TypeError(
-        "global_num_loss_tokens takes a Batch, labels or a list of these, got "
-        f"{type(batch).__name__}; pass the Batch that the collator returned, or "
-        'inputs["labels"] of collate.for_trainer()'
+        "global_num_loss_tokens needs a Batch, labels or a list of these, got "
+        f"{type(batch).__name__}; pass the Batch that the collator returned, or its labels, "
+        'batch["labels"]'
     )
 
 

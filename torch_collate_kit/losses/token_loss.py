@@ -24,10 +24,7 @@ from torch_collate_kit.losses.loss_tokens import check_labels
 __all__ = ["PerTokenOutputs", "token_loss"]
 
 _HALF = (torch.float16, torch.bfloat16)
-_COUNT = (
-    "it is the number of loss tokens of the step, what global_num_loss_tokens(micro_batches) "
-    "returns"
-)
+_COUNT = "pass the loss tokens of the step, as global_num_loss_tokens(micro_batches) returns them"
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,8 @@ class PerTokenOutputs:
 
     ``example_indices`` int64 ``[E]``, ascending, names the examples of the batch's rows. ``nll[i]``
     float32 ``[n]``, in host memory, has the last ``n = row_metadata["num_actions"]`` tokens of
-    example ``example_indices[i]``. The pieces of a split example are joined in order; nothing
-    predicts the first token of a piece. An added row has no example.
+    example ``example_indices[i]``. The pieces of a split example are joined in order, without the
+    first token of each piece, which nothing predicts. An added row has no example.
 
     >>> from torch_collate_kit.collators import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}, {"input_ids": [3, 1, 2]}])
@@ -85,35 +82,33 @@ def token_loss(
     logit_softcap: float | None = None,
     return_per_token_outputs: bool = False,
 ) -> Tensor | tuple[Tensor, PerTokenOutputs]:
-    """Sum of weighted token losses over ``num_loss_tokens``: a scalar, fp32 for half logits.
+    """Divide the sum of weighted token losses by ``num_loss_tokens``: a scalar, fp32 for half.
 
-    ``num_loss_tokens`` is the number of loss tokens of the whole optimizer step, over all
-    micro-batches and ranks (:func:`global_num_loss_tokens`). Then the losses of all micro-batches
-    and ranks add up to the token mean, however the examples were laid out (a mean of means does
-    not). DistributedDataParallel averages gradients over ranks: multiply by their number there.
+    ``num_loss_tokens`` counts the whole optimizer step, over all micro-batches and ranks
+    (:func:`global_num_loss_tokens`). Then the losses of all micro-batches and ranks add up to the
+    token mean, whatever the layout. Where gradients are averaged over ranks
+    (DistributedDataParallel), multiply the loss by ``dp_size``.
 
     From a collator's batch only the logits that predict response tokens are cast and kept for the
-    backward pass: 4 bytes per response token and entry of the vocabulary, not 4 per cell. Nothing
-    waits for the device. From plain labels, or where ``loss_mask`` was replaced or changed in
-    place, the logits of all predicting cells are used.
+    backward pass. From plain labels, or where ``loss_mask`` was replaced or changed in place, all
+    predicting cells are. Nothing waits for the device.
 
-    With ``head`` the logits of at most 1,024 tokens exist at a time, here and in the backward pass.
-    Give the last hidden states instead: ``token_loss(model.model(**inputs).last_hidden_state,
-    batch, head=model.lm_head, ...)``. The backward pass then runs once (no ``retain_graph``), and
-    logits that the model scales or changes in another way than by ``logit_softcap`` are not seen.
+    With ``head`` the logits of at most 1,024 tokens exist at a time, here and in the backward pass:
+    ``token_loss(model.model(**inputs).last_hidden_state, batch, head=model.lm_head, ...)``. The
+    backward pass then runs once (no ``retain_graph``), and no change that the model makes to its
+    logits is applied but ``logit_softcap``.
 
     Args:
-        logits: ``[R, W, V]``, or with a Batch only the last ``K >= A + 1`` columns (what
-            ``model(..., logits_to_keep=A + 1)`` gives), where ``A = metadata["response_length"]``.
-            With ``head`` hidden states of that shape, with the hidden size for V.
+        logits: ``[R, W, V]``, or with a Batch only the last ``K >= A + 1`` columns (as
+            ``logits_to_keep=A + 1`` returns), where ``A = metadata["response_length"]``. With
+            ``head`` hidden states of that shape, with the hidden size for V.
         batch_or_labels: the Batch (its ``loss_mask`` may hold weights, divided or not), or
             unshifted labels ``[R, W]`` with -100 where nothing is trained.
         num_loss_tokens: a number, or a scalar tensor on the device of the logits; 0 divides by 1.
             A tensor that is negative or not finite makes the loss NaN: checking would wait for it.
         head: the layer that makes logits of hidden states, ``model.lm_head``.
         logit_softcap: with ``head``, ``config.final_logit_softcapping`` of Gemma models.
-        return_per_token_outputs: also return :class:`PerTokenOutputs`, copied to the host. The loss
-            is the same to the last bit.
+        return_per_token_outputs: also return :class:`PerTokenOutputs`, copied to the host.
 
     Raises:
         ValueError: shapes that do not fit; a number that is negative, infinite or NaN; per-token
@@ -124,49 +119,38 @@ def token_loss(
     >>> labels = torch.tensor([[-100, 2, 3]])
     >>> round(token_loss(logits, labels, num_loss_tokens=2).item(), 4)  # log(4)
     1.3863
-    >>> hidden, head = torch.zeros(1, 3, 8), torch.nn.Linear(8, 4, bias=False)
-    >>> round(token_loss(hidden, labels, num_loss_tokens=2, head=head).item(), 4)
-    1.3863
     """
     _check_types(logits, batch_or_labels, num_loss_tokens)
     _check_head(logits, head, logit_softcap)
     checked_bool("return_per_token_outputs", return_per_token_outputs)
-    batch: Batch | None = None
-    if isinstance(batch_or_labels, Batch):
-        batch = batch_or_labels
-        mask, divisor = batch["loss_mask"], batch.metadata.get("loss_mask_divisor", 1)
-        labels = _labels(batch, mask)
-    else:
-        labels, divisor = batch_or_labels, 1
-        mask = labels[..., 1:] != IGNORE_INDEX
-    response_length = mask.shape[-1]
-    _check_fit(logits, labels, response_length, from_batch=batch is not None)
-    targets = labels[..., labels.shape[-1] - response_length :]
-    if return_per_token_outputs:
-        if batch is None:
+    if isinstance(batch_or_labels, Tensor):
+        if return_per_token_outputs:
             raise ValueError(
                 "return_per_token_outputs needs a Batch, got plain labels, which do not say where "
                 "examples lie; pass the Batch that the collator returned"
             )
-        ids = batch["input_ids"][:, labels.shape[-1] - response_length :]
-        targets = torch.where(targets == IGNORE_INDEX, ids, targets)
-    cells = None if batch is None else response_cells(batch)
-    total, nll = _total_and_nll(logits, targets, mask, cells, head, logit_softcap)
-    loss = _divided(total * divisor, num_loss_tokens)
-    if batch is None or not return_per_token_outputs:
-        return loss
-    examples, of_examples = cells_by_example(batch, response_length)
-    values = values_of_cells(nll, of_examples, torch.float32)
-    return loss, PerTokenOutputs(examples, list(values))
-
-
-def _labels(batch: Batch, mask: Tensor) -> Tensor:
-    """For a batch of rollouts, which has none: its ids where the mask is not 0."""
-    if "labels" in batch:
-        return batch["labels"]
-    ids: Tensor = batch["input_ids"]
+        labels, mask = batch_or_labels, batch_or_labels[..., 1:] != IGNORE_INDEX
+        _check_fit(logits, labels, mask.shape[-1], from_batch=False)
+        total, _ = _total_and_nll(logits, labels[..., 1:], mask, None, head, logit_softcap)
+        return _divided(total, num_loss_tokens)
+    batch = batch_or_labels
+    mask, ids = batch["loss_mask"], batch["input_ids"]
     hidden = ids.shape[1] - mask.shape[1]
-    return torch.where(F.pad(mask, (hidden, 0)) != 0, ids, IGNORE_INDEX)
+    if "labels" in batch:
+        labels = batch["labels"]
+    else:  # rollouts
+        labels = torch.where(F.pad(mask, (hidden, 0)) != 0, ids, IGNORE_INDEX)
+    _check_fit(logits, labels, mask.shape[1], from_batch=True)
+    targets = labels[:, hidden:]
+    if return_per_token_outputs:
+        targets = torch.where(targets == IGNORE_INDEX, ids[:, hidden:], targets)
+    cells = response_cells(batch)
+    total, nll = _total_and_nll(logits, targets, mask, cells, head, logit_softcap)
+    loss = _divided(total * batch.metadata.get("loss_mask_divisor", 1), num_loss_tokens)
+    if not return_per_token_outputs:
+        return loss
+    examples, of_examples = cells_by_example(batch, mask.shape[1])
+    return loss, PerTokenOutputs(examples, list(values_of_cells(nll, of_examples, torch.float32)))
 
 
 def _total_and_nll(
@@ -177,9 +161,9 @@ def _total_and_nll(
     head: torch.nn.Linear | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The weighted sum, and the nll of the targets [R, A] in ``cells`` (None: of all), else 0.
+    """Return the weighted sum, and the nll [R, A] of the targets in ``cells`` (None: all), else 0.
 
-    Logits are taken where they are needed before anything of their size is made of them.
+    The logits needed are selected before anything of the size of all logits is made.
     """
     last, width = logits.shape[-2] - 1, targets.shape[-1]
     flat, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.long().flatten()
@@ -191,7 +175,7 @@ def _total_and_nll(
         ignored = wanted == IGNORE_INDEX
         weights = mask.flatten()[cells].masked_fill(ignored, 0)
         wanted = wanted.masked_fill(ignored, 0)
-        total, nll = linear_nll(taken, head.weight, head.bias, wanted, weights, softcap=softcap)
+        total, nll = linear_nll(taken, head.weight, head.bias, wanted, weights, softcap)
         nll = nll.masked_fill(ignored, 0)
     else:
         taken = taken.float() if taken.dtype in _HALF else taken
@@ -226,16 +210,12 @@ def _check_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> Non
         )
     if isinstance(batch_or_labels, Tensor):
         check_labels(batch_or_labels)
-    if isinstance(num_loss_tokens, Tensor):
-        if num_loss_tokens.numel() != 1:
-            raise ValueError(
-                f"num_loss_tokens must be one number, got shape {list(num_loss_tokens.shape)}; "
-                "sum it over the micro-batches, or pass global_num_loss_tokens(micro_batches)"
-            )
-    elif not _is_number(num_loss_tokens):
-        raise TypeError(
-            f"num_loss_tokens must be a number, got {type(num_loss_tokens).__name__}; {_COUNT}"
-        )
+    if not (isinstance(num_loss_tokens, Tensor) or _is_number(num_loss_tokens)):
+        found = type(num_loss_tokens).__name__
+        raise TypeError(f"num_loss_tokens must be a number, got {found}; {_COUNT}")
+    if isinstance(num_loss_tokens, Tensor) and num_loss_tokens.numel() != 1:
+        shape = list(num_loss_tokens.shape)
+        raise ValueError(f"num_loss_tokens must be one number, got shape {shape}; {_COUNT}")
 
 
 def _is_number(value: Any) -> bool:
@@ -247,24 +227,20 @@ def _check_head(hidden: Tensor, head: Any, softcap: float | None) -> None:
         if softcap is not None:
             raise ValueError(
                 f"logit_softcap={softcap} without head: logits of a model are capped already; "
-                "leave it out, or give hidden states and head=model.lm_head"
+                "remove it, or pass hidden states and head=model.lm_head"
             )
         return
-    if not isinstance(head, torch.nn.Linear):
-        raise TypeError(
-            f"head must be a torch.nn.Linear, got {type(head).__name__}; without head give the "
-            "logits of the model"
-        )
-    is_plain = type(head).forward is torch.nn.Linear.forward and "forward" not in vars(head)
+    is_plain = isinstance(head, torch.nn.Linear) and "forward" not in vars(head)
+    is_plain = is_plain and type(head).forward is torch.nn.Linear.forward
     if not is_plain or head._forward_hooks or head._forward_pre_hooks:
         raise TypeError(
-            f"head is a {type(head).__name__} with a forward or hooks of its own (an adapter?), "
-            "which would be left out; without head give the logits of the model"
+            "head must be a torch.nn.Linear without hooks or a forward of its own (as adapters "
+            f"have), got {type(head).__name__}; without head pass the logits of the model"
         )
     if hidden.shape[-1] != head.in_features:
         raise ValueError(
-            f"hidden states have shape {list(hidden.shape)}, and head takes {head.in_features} "
-            "features; with head give model.model(...).last_hidden_state, not logits"
+            f"hidden states have shape {list(hidden.shape)}, head has {head.in_features} input "
+            "features; with head pass model.model(...).last_hidden_state, not logits"
         )
     if head.weight.device != hidden.device:
         raise ValueError(
@@ -272,9 +248,7 @@ def _check_head(hidden: Tensor, head: Any, softcap: float | None) -> None:
             "of them (on meta a head has no values: load its weights first)"
         )
     if softcap is not None and not (_is_number(softcap) and 0 < softcap < math.inf):
-        raise ValueError(
-            f"logit_softcap must be a number more than 0, got {softcap!r}; None for no cap"
-        )
+        raise ValueError(f"logit_softcap must be a number above 0 or None, got {softcap!r}")
 
 
 def _check_fit(logits: Tensor, labels: Tensor, response_length: int, *, from_batch: bool) -> None:
@@ -282,14 +256,13 @@ def _check_fit(logits: Tensor, labels: Tensor, response_length: int, *, from_bat
     if fits and logits.shape[-2] != labels.shape[-1]:
         fits = from_batch and response_length < logits.shape[-2] < labels.shape[-1]
     if not fits:
-        wanted = f"{[*labels.shape, 'V']}"
         also = f", or at least its last {response_length + 1} columns" if from_batch else ""
         raise ValueError(
-            f"logits have shape {list(logits.shape)}, labels {list(labels.shape)}; logits must be "
-            f"{wanted}{also}: give those of the same rows, not shifted"
+            f"logits have shape {list(logits.shape)}, labels {list(labels.shape)}; pass logits of "
+            f"the same rows, not shifted: {[*labels.shape, 'V']}{also}"
         )
     if logits.device != labels.device:
         raise ValueError(
-            f"logits are on {logits.device}, labels on {labels.device}; move the batch to the "
-            "device of the model first, batch.to(device)"
+            f"logits are on {logits.device}, labels on {labels.device}; call batch.to(device) with "
+            "the device of the model first"
         )

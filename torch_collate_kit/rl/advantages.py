@@ -48,7 +48,7 @@ def compute_advantages(
     epsilon: float = 1e-6,
     group_of_one: Literal["raise", "zero", "score"] = "raise",
 ) -> Tensor:
-    """The advantage of every response token: a new tensor [B, A], 0 outside ``response_mask``.
+    """Compute the advantage of every response token: [B, A], 0 outside ``response_mask``.
 
     Outcome estimators compare the score of a row, the sum of its rewards, with the other rows of
     its uid, and assign the result to all its response tokens:
@@ -58,11 +58,10 @@ def compute_advantages(
     - ``"rloo"``: score minus the mean of the others (Kool et al. 2019, Ahmadian et al. 2024).
     - ``"maxrl"``: ``(score - mean) / (mean + epsilon)``, for 0/1 rewards (Tajwar et al. 2026).
 
-    Token estimators use each row alone; cells with mask 0 are no time steps:
+    Token estimators use each row alone and skip cells with mask 0:
 
     - ``"gae"``: generalized advantage estimation with ``values`` (Schulman et al. 2016).
-    - ``"reinforce++"``: the discounted sum of the rewards from a token on, minus its mean over all
-      response tokens of the batch, over ``std + epsilon`` (Hu 2025).
+    - ``"reinforce++"``: the discounted sum of the rewards from a token on, whitened (Hu 2025).
 
     Rows without response tokens, such as those that ``Batch.pad_rows`` adds, are ignored.
 
@@ -80,15 +79,14 @@ def compute_advantages(
         gamma: discount per token, 0 to 1; read by "gae" and "reinforce++".
         lam: 0 to 1; read by "gae".
         whiten: for "gae" only: ``(a - mean) / (std + epsilon)`` over all response tokens of the
-            batch, as PPO does in TRL and verl. Take the critic's targets from a call without it.
+            batch. Compute the critic's targets from a call without it.
         epsilon: above 0.
-        group_of_one: what outcome estimators do with a uid that has only one score: ``"raise"``;
-            ``"zero"``: advantage 0 (its tokens still count in ``normalize_advantages``);
-            ``"score"``: as if the mean were 0 and the std 1, as in verl.
+        group_of_one: for a uid with only one score: ``"raise"``; ``"zero"``: advantage 0 (its
+            tokens still count in ``normalize_advantages``); ``"score"``: the score itself.
 
     Returns:
-        On the device of ``rewards``, float64 if they are, else float32; no autograd graph. Sums are
-        computed in float64, so group scores are the same on every device.
+        A new tensor on the device of ``rewards``, float64 if they are, else float32, without an
+        autograd graph. Sums are computed in float64.
 
     Raises:
         DataError: a reward or value that is not finite, or a reward that no token or trajectory
@@ -125,8 +123,8 @@ def compute_advantages(
         if not last.all():
             raise ValueError(
                 f"{estimator=} needs one time axis, but row {rows[~last][0]} is not the last step "
-                "of its trajectory: rewards of later steps would not reach it; make a trajectory "
-                'one row with merge_steps, or use an outcome estimator such as "grpo"'
+                "of its trajectory; make a trajectory one row with merge_steps, or use an outcome "
+                'estimator such as "grpo"'
             )
         if values is None:  # discounted sums of the rewards
             values, lam, whiten = torch.zeros_like(given), 1.0, True
@@ -151,13 +149,13 @@ def _check(rewards: Any, response_mask: Any, estimator: str, values: Any, whiten
         )
     if checked_bool("whiten", whiten) and estimator != "gae":
         raise ValueError(
-            f'whiten=True is read by estimator="gae" only, got it with {estimator!r}; reinforce++ '
-            "is always whitened, for the others use normalize_advantages(..., z_score=True)"
+            f'whiten=True is read by estimator="gae" only, got it with {estimator!r}; use '
+            "normalize_advantages(..., z_score=True)"
         )
 
 
 def _check_rewards(rewards: Tensor, valid: Tensor) -> None:
-    """In rows with response tokens, rewards must be finite and at response tokens."""
+    """Check that rewards of rows with response tokens are finite and at response tokens."""
     is_real = valid.any(dim=1, keepdim=True)
     where = "row {row}: the reward at column {column} is {value}; "
     why = "rewards must be finite; look at what computed it"
@@ -169,7 +167,7 @@ def _check_rewards(rewards: Tensor, valid: Tensor) -> None:
 def _scores(
     rewards: Tensor, last: np.ndarray, rows: np.ndarray, keys: list[Hashable]
 ) -> tuple[np.ndarray, list[Hashable], np.ndarray]:
-    """The score and the uid of each trajectory, and the trajectory of each of ``rows``."""
+    """Return the score and uid of each trajectory, and the trajectory of each of ``rows``."""
     is_earlier = torch.zeros(len(rewards), 1, dtype=torch.bool)
     is_earlier[rows[~last]] = True
     refuse_cells((rewards != 0) & is_earlier.to(rewards.device), rewards, _LOST)
@@ -186,30 +184,24 @@ def _group_advantages(
     epsilon: float,
     group_of_one: str,
 ) -> np.ndarray:
-    """The advantage of every score among the scores of its uid: float64 [N], as ``scores``.
-
-    >>> _group_advantages(np.array([1.0, 3.0, 7.0]), "aab", "rloo", 1e-6, "score").tolist()
-    [-2.0, 2.0, 7.0]
-    """
+    """Compare every score with the scores of its uid: float64 [N], as ``scores``."""
     groups, names = group_numbers(uids)
     sizes = np.bincount(groups, minlength=len(names))
     is_alone = sizes == 1
     if group_of_one == "raise" and is_alone.any():
         raise DataError(
-            f"uid {names[int(is_alone.argmax())]!r} has only one score (so have "
+            f"uid {names[int(is_alone.argmax())]!r} has only one score (as have "
             f"{np.count_nonzero(is_alone)} of {len(sizes)} uids), and {estimator=} compares the "
             "scores of a uid; sample its prompt more than once, filter such rows out, or pass "
-            'group_of_one="zero" (advantage 0) or "score" (its score, as if the mean were 0 and '
-            "the std 1)"
+            'group_of_one="zero" (advantage 0) or "score" (the score itself)'
         )
     means = np.bincount(groups, weights=scores, minlength=len(names)) / np.maximum(sizes, 1)
     negative = (means < 0) & ~is_alone
     if estimator == "maxrl" and negative.any():
         worst = int(negative.argmax())
         raise DataError(
-            f"the mean reward of uid {names[worst]!r} is {means[worst]}: maxrl divides by it, "
-            "which would turn the advantages around; give it rewards of 0 or more, or use "
-            'estimator="grpo"'
+            f"the mean reward of uid {names[worst]!r} is {means[worst]}, and maxrl divides by it; "
+            'give it rewards of 0 or more, or use estimator="grpo"'
         )
     deviation = scores - means[groups]  # exactly 0 in a group of one
     others = np.maximum(sizes - 1, 1)
@@ -226,10 +218,7 @@ def _group_advantages(
 
 
 def _gae(rewards: Tensor, values: Tensor, valid: Tensor, *, gamma: float, lam: float) -> Tensor:
-    """Generalized advantage estimates [B, A], a scan from the right; cells not valid are skipped.
-
-    With values of 0 and ``lam=1`` these are the discounted sums of the rewards from each cell on.
-    """
+    """Compute generalized advantage estimates [B, A] from right to left, over valid cells only."""
     advantages = torch.zeros_like(rewards)
     next_value = next_advantage = rewards.new_zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):
@@ -242,12 +231,13 @@ def _gae(rewards: Tensor, values: Tensor, valid: Tensor, *, gamma: float, lam: f
 
 
 def check_epsilon(epsilon: float) -> None:
+    """Check that ``epsilon`` is above 0."""
     if not epsilon > 0:
         raise ValueError(f"epsilon must be above 0, got {epsilon}; it keeps a std of 0 from 0 / 0")
 
 
 def whitened(values: Tensor, valid: Tensor, *, epsilon: float) -> Tensor:
-    """``(v - mean) / (std + epsilon)`` over all valid cells, 0 elsewhere; 0 for a single cell."""
+    """Return ``(v - mean) / (std + epsilon)`` over valid cells; 0 elsewhere and for one cell."""
     picked = values[valid]
     if len(picked) < 2:
         return torch.zeros_like(values)

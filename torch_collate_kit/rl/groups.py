@@ -1,4 +1,4 @@
-"""Which prompt and which trajectory a row belongs to."""
+"""The prompt and the trajectory of each row."""
 
 from __future__ import annotations
 
@@ -25,16 +25,12 @@ Uids = Sequence[Hashable] | np.ndarray | Tensor
 
 
 def checked_uids(uids: Any, num_rows: int | None = None, *, name: str = "uid") -> list[Hashable]:
-    """``uids`` as a list of hashables that compare by value; a tensor's are its numbers.
-
-    None and NaN are refused: such rows would be one prompt, or one each. So are those of packed
-    rows, which hold several rollouts.
-    """
+    """Return ``uids`` as hashables that compare by value; None, NaN and packed rows are refused."""
     if isinstance(uids, Sequence) and any(isinstance(uid, PackedValues) for uid in uids):
         row = next(i for i, uid in enumerate(uids) if isinstance(uid, PackedValues))
         raise ValueError(
             f"{name}s[{row}] is {uids[row]!r}, of a packed row, and here a row is one rollout; "
-            "compute this on the batch of a RolloutCollator, and bring advantages into packed rows "
+            "compute this on the batch of a RolloutCollator, and move advantages to packed rows "
             "with rl.from_response_values(rl.response_values(advantages, padded), packed)"
         )
     return id_column(name, _one_per_row(f"{name}s", name, uids, num_rows), "row")
@@ -59,7 +55,7 @@ def _one_per_row(name: str, what: str, values: Any, num_rows: int | None) -> lis
 
 
 def group_numbers(uids: Sequence[Hashable]) -> tuple[np.ndarray, list[Hashable]]:
-    """The group of each uid, int64 [N], and the uid of each group, in order of appearance."""
+    """Return the group of each uid, int64 [N], and the uid of each group, in order."""
     numbers: dict[Hashable, int] = {}
     groups = np.array([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=np.int64)
     return groups, list(numbers)
@@ -68,7 +64,7 @@ def group_numbers(uids: Sequence[Hashable]) -> tuple[np.ndarray, list[Hashable]]
 def last_steps(
     is_last_step: Any, trajectory_ids: Any, uids: Sequence[Hashable], rows: np.ndarray
 ) -> np.ndarray:
-    """bool [N], whether each of ``rows`` ends its trajectory; without arguments all do."""
+    """Return whether each of ``rows`` ends its trajectory: bool [N], all True by default."""
     last = None
     if is_last_step is not None:
         flags = _one_per_row("is_last_step", "bool", is_last_step, len(uids))
@@ -86,13 +82,7 @@ def checked_trajectory_ids(
     *,
     row: str = "row",
 ) -> np.ndarray:
-    """``last``, checked against the uids and trajectory ids of the steps, or made from them.
-
-    The last flag of all is not checked, since nothing comes after it.
-
-    >>> checked_trajectory_ids([("a", 0), ("a", 0), ("a", 1)], None, np.arange(3)).tolist()
-    [False, True, True]
-    """
+    """Check ``last`` (but its last entry) against (uid, trajectory id) pairs, or derive it."""
     begins: dict[tuple[Hashable, Hashable], int] = {}
     ends = np.ones(len(names), dtype=bool)
     for i, name in enumerate(names):
@@ -102,44 +92,28 @@ def checked_trajectory_ids(
             raise DataError(
                 f"trajectory_id {name[1]!r} of uid {name[0]!r} begins at {row} "
                 f"{rows[begins[name]]} and comes back at {row} {rows[i]}; the {row}s of a "
-                "trajectory lie next to each other, in the order of their steps, and other "
-                "trajectories have other ids"
+                "trajectory lie next to each other, in the order of their steps"
             )
     if last is None:
         return ends
     for i in np.flatnonzero(last[:-1] != ends[:-1]).tolist():
         (uid, own), (next_uid, other) = names[i], names[i + 1]
-        if last[i]:
-            raise DataError(
-                f"{row} {rows[i]} has is_last_step=True, but {row} {rows[i + 1]} is of the same "
-                f"trajectory, trajectory_id {own!r} of uid {uid!r}; only the last {row} of a "
-                "trajectory is its last step"
-            )
         raise DataError(
-            f"{row} {rows[i]} has is_last_step=False, but {row} {rows[i + 1]}, the next step, is "
-            f"of trajectory_id {other!r} of uid {next_uid!r}, not of {own!r} of {uid!r}; set "
-            f"is_last_step=True at the last {row} of every trajectory, or give both {row}s one "
-            "trajectory_id"
+            f"{row} {rows[i]} has is_last_step={bool(last[i])} and trajectory_id {own!r} of uid "
+            f"{uid!r}, but {row} {rows[i + 1]} has trajectory_id {other!r} of uid {next_uid!r}; "
+            f"is_last_step is True at the last {row} of every trajectory, and only there"
         )
     return last
 
 
 def trajectories(last: np.ndarray, uids: Sequence[Hashable], rows: np.ndarray) -> np.ndarray:
-    """The number of the trajectory of each step: int64 [N]. ``rows`` are named in messages.
-
-    >>> trajectories(np.array([False, True, True]), "aab", np.arange(3)).tolist()
-    [0, 0, 1]
-    """
+    """Return the number of the trajectory of each step, int64 [N]; ``rows`` are for messages."""
     for i in np.flatnonzero(~last).tolist():
-        step = f"row {rows[i]} of uid {uids[i]!r} is not a last step"
-        if i + 1 == len(last):
+        ends = i + 1 == len(last)
+        if ends or uids[i + 1] != uids[i]:
+            after = "no step follows" if ends else f"row {rows[i + 1]} is of uid {uids[i + 1]!r}"
             raise DataError(
-                f"{step}, and no step follows; the last row of every trajectory needs "
-                "is_last_step=True"
-            )
-        if uids[i + 1] != uids[i]:
-            raise DataError(
-                f"{step}, but the next step, row {rows[i + 1]}, is of uid {uids[i + 1]!r}; the "
-                "rows of a trajectory lie next to each other and end with is_last_step=True"
+                f"row {rows[i]} of uid {uids[i]!r} is not a last step, but {after}; the rows of a "
+                "trajectory lie next to each other and end with is_last_step=True"
             )
     return np.cumsum(last) - last

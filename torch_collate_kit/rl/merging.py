@@ -1,4 +1,4 @@
-"""Steps of a trajectory that continue each other, as one example."""
+"""Merging of the steps of a trajectory that continue each other."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ __all__ = ["merge_steps"]
 
 
 def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rollout examples with the steps of a trajectory merged where one continues the other.
+    """Merge the steps of a trajectory where one continues the other, so no token is computed twice.
 
     Consecutive examples of one ``uid``, the earlier without ``is_last_step``, become one if the
-    prompt of the later begins with all tokens of the earlier, prompt and response. Then a forward
-    pass computes every token once. A step whose prompt was rewritten starts a new one. If the
-    examples have a ``trajectory_id``, ``is_last_step`` is checked against it. A merged example has:
+    prompt of the later begins with all tokens (and images) of the earlier, prompt and response. A
+    step whose prompt was rewritten starts a new example. A merged example has:
 
     - ``prompt_ids`` of the first step. ``response_ids`` is all that follows: the responses, and
       between them what the later prompts added (tool output, the next user turn), where
@@ -32,11 +31,11 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     - ``rewards`` with one value per response token; a scalar is at the last token of its step.
     - ``rollout_expert_indices``, where the route of a token is from the first step that has it.
     - ``is_last_step`` and all other keys from the last step merged. (A key of your own with one
-      entry per response token no longer fits.) The later one's images begin with the earlier's.
+      entry per response token no longer fits.)
 
     Examples are read as by ``RolloutCollator`` (docs/contract.md); ``uid`` and ``is_last_step`` are
-    required. Returns new dicts. Merged columns are new ndarrays: ids int64, routes uint8 or int16,
-    the others float32. Everything else is not copied.
+    required, a ``trajectory_id`` is checked. Returns new dicts. Merged columns are new ndarrays:
+    ids int64, routes uint8 or int16, the others float32. Everything else is not copied.
 
     Raises:
         DataError: an example that the collator would refuse, or without ``uid`` or
@@ -89,7 +88,7 @@ def _num_prompt(rollouts: ExampleColumns, step: int) -> int:
 
 
 def _continues(rollouts: ExampleColumns, ids: Ragged, later: int) -> bool:
-    """Whether its prompt begins with all tokens, and all images, of the step before."""
+    """Check whether its prompt begins with all tokens and images of the step before."""
     tokens, prompt = ids[later - 1], ids[later][: _num_prompt(rollouts, later)]
     arrays = {} if rollouts.images is None else rollouts.images.arrays
     pairs = [(of.get(later - 1), of.get(later)) for of in arrays.values()]
@@ -122,7 +121,7 @@ def _merged(
 
 
 def _joined_responses(rollouts: ExampleColumns, field: Ragged, chain: Sequence[int]) -> np.ndarray:
-    """The values of the responses, with 0 where the next prompt put tokens in between."""
+    """Join the values of the responses, with 0 for tokens that the next prompt added."""
     parts = [field[chain[0]]]
     for earlier, later in pairwise(chain):
         added = _num_prompt(rollouts, later) - int(rollouts.lengths[earlier])

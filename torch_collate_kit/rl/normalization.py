@@ -1,4 +1,4 @@
-"""Advantages scaled so that a plain sum of token losses is the mean that is wanted."""
+"""Advantages scaled so that a plain sum of token losses is the wanted mean."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ from torch_collate_kit.rl.response_tensors import (
 __all__ = ["normalize_advantages"]
 
 _REDUCTIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant_length_mean")
-_NOT_FINITE = (
-    "row {row}: the advantage at column {column} is {value}; advantages of loss tokens must be "
-    "finite, look for the value it was computed from"
-)
+_NOT_FINITE = "row {row}: the advantage at column {column}, a loss token, is {value}, not finite"
 
 
 def normalize_advantages(
@@ -42,40 +39,33 @@ def normalize_advantages(
     epsilon: float = 1e-6,
     count_masked_rows: bool = False,
 ) -> Tensor:
-    """Advantages divided, mini-batch by mini-batch, by what a loss would be divided by.
+    """Divide the advantages of each mini-batch by the divisor of its loss.
 
     The loss of a mini-batch is then the plain SUM of ``-(advantages * term) * (loss_mask != 0)``
-    over its rows, in any micro-batches and on any ranks (times the number of ranks where
-    DistributedDataParallel averages over them). Do not multiply by a ``loss_mask`` that was divided
+    over its rows, in any micro-batches and on any ranks (times ``dp_size`` where gradients are
+    averaged over ranks). Do not multiply by a ``loss_mask`` that was divided
     (``normalize_loss=True``); for weights use ``loss_mask * metadata["loss_mask_divisor"]``.
-
-    A loss token is a cell of ``loss_mask`` that is not 0. ``reduction``:
-
-    - ``"token_mean"``: the mean over the loss tokens of the mini-batch (DAPO, Yu et al. 2025).
-    - ``"sequence_mean"``: the mean over rows of their token means (GRPO, Shao et al. 2024).
-    - ``"prompt_mean"``: the mean over prompts of the mean over all loss tokens of the prompt.
-    - ``"constant_length_mean"``: the token sum over ``max_response_length`` times the number of
-      rows (Dr. GRPO, Liu et al. 2025).
-
-    Rows and prompts without loss tokens count only with ``count_masked_rows``, in "token_mean"
-    never. A mini-batch without loss tokens is divided by 1.
 
     Args:
         advantages: ``[B, A]`` floating point.
-        loss_mask: ``[B, A]``.
-        boundaries: integers 0, ..., B: where each mini-batch begins, and the number of rows.
-        uids: the prompt of each row; read by "prompt_mean" only, and required there.
-        max_response_length: read by "constant_length_mean" only, and required there.
+        loss_mask: ``[B, A]``; loss tokens are the cells that are not 0.
+        boundaries: integers 0, ..., B: the first row of each mini-batch, and the number of rows.
+        reduction: ``"token_mean"``: the mean over the loss tokens of the mini-batch (DAPO, Yu et
+            al. 2025). ``"sequence_mean"``: the mean over rows of their token means (GRPO, Shao et
+            al. 2024). ``"prompt_mean"``: the mean over prompts of the mean over all loss tokens of
+            the prompt. ``"constant_length_mean"``: the token sum over ``max_response_length`` times
+            the number of rows (Dr. GRPO, Liu et al. 2025).
+        uids: the prompt of each row; required for "prompt_mean", read only there.
+        max_response_length: required for "constant_length_mean", read only there.
         z_score: first take ``(a - mean) / (std + epsilon)`` over the loss tokens of the mini-batch,
             with the unbiased std (0 for a single token).
         epsilon: above 0.
-        count_masked_rows: True: a row weighs the same however many of its peers are masked, as in
-            TRL. Rows that ``Batch.pad_rows`` added would count too: normalize before padding or
-            staging.
+        count_masked_rows: also count rows and prompts without loss tokens (never in "token_mean").
+            Rows that ``Batch.pad_rows`` added count too: normalize before padding or staging.
 
     Returns:
         A new tensor on the device of ``advantages``, float64 if they are, else float32; 0 where
-        ``loss_mask`` is 0; no autograd graph.
+        ``loss_mask`` is 0; no autograd graph. A mini-batch without loss tokens is divided by 1.
 
     Raises:
         DataError: an advantage of a loss token that is not finite, a mask that is negative or not
@@ -91,8 +81,8 @@ def normalize_advantages(
     checked_tensors(advantages=advantages, loss_mask=loss_mask)
     if not advantages.is_floating_point():
         raise TypeError(
-            f"advantages must be floating point, got {advantages.dtype}; pass what "
-            "compute_advantages returned"
+            f"advantages must be floating point, got {advantages.dtype}; pass the result of "
+            "compute_advantages"
         )
     check_epsilon(epsilon)
     checked_bool("count_masked_rows", count_masked_rows)
@@ -118,7 +108,7 @@ def normalize_advantages(
 
 
 def _units(reduction: str, num_rows: int, uids: Uids | None) -> np.ndarray:
-    """int64 [B], which rows are averaged first: those of the mini-batch, of a prompt, or each."""
+    """Return the unit that each row is averaged in first (all, its prompt, itself): int64 [B]."""
     if reduction == "token_mean":
         return np.zeros(num_rows, dtype=np.int64)
     if reduction != "prompt_mean":
@@ -131,7 +121,7 @@ def _units(reduction: str, num_rows: int, uids: Uids | None) -> np.ndarray:
 def _divisors(
     counts: np.ndarray, units: np.ndarray, length: int | None, count_masked: bool
 ) -> np.ndarray:
-    """The units of a mini-batch that count, times the loss tokens (or length) of the row's own."""
+    """Return the counted units of a mini-batch times the loss tokens (or length) of each row's."""
     _, unit_of_row = np.unique(units, return_inverse=True)
     tokens = np.bincount(unit_of_row, weights=counts)
     num_units = len(tokens) if count_masked else np.count_nonzero(tokens)

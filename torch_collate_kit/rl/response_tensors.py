@@ -1,4 +1,4 @@
-"""Tensors with one value per response token: checks, masks, and the dtypes of sums and results."""
+"""Checks, masks and dtypes of tensors with one value per response token."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ __all__ = ["checked_mask", "checked_tensors", "narrow", "refuse_cells", "wide"]
 
 
 def checked_tensors(**tensors: Any) -> None:
-    """All are tensors ``[B, A]`` of one shape."""
+    """Check that all are tensors ``[B, A]`` of one shape."""
     first_name, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor [B, A], got {type(tensor).__name__}")
         if tensor.ndim != 2:
-            raise ValueError(
-                f"{name} must be [B, A], one value per response token, got {list(tensor.shape)}"
-            )
+            raise ValueError(f"{name} must be [B, A], got shape {list(tensor.shape)}")
         if tensor.shape != first.shape:
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)}, {first_name} has {list(first.shape)}; "
-                "they must be of the same rows and response columns"
+                "they must have the same rows and response columns"
             )
 
 
@@ -39,26 +37,23 @@ def refuse_cells(is_wrong: Tensor, values: Tensor, message: str) -> None:
 
 
 def checked_mask(name: str, mask: Tensor) -> Tensor:
-    """bool, where ``mask`` is not 0. A negative entry, or one that is not finite, is refused."""
+    """Return where ``mask`` is not 0; an entry that is negative or not finite is refused."""
     given = mask.detach()
     refuse_cells(
         ~((given >= 0) & given.isfinite()),
         given,
-        f"row {{row}}: {name} is {{value}} at column {{column}}; it must be finite and 0 or more: "
-        "0 where the token does not count",
+        f"row {{row}}: {name} is {{value}} at column {{column}}; it must be finite and 0 or more",
     )
     return given != 0
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In float64 (float32 where the device has none), without a graph.
-
-    In float32 the mean of equal rewards can be off by one bit, and that bit divided by
-    ``0 + epsilon`` is an advantage of 0.01 where there is nothing to learn.
-    """
+    """Convert to float64 (float32 where the device has none), without a graph."""
+    # In float32 the mean of equal rewards can be off by one bit, and that bit divided by
+    # 0 + epsilon is an advantage of 0.01 where there is nothing to learn.
     return tensor.detach().to(torch.float32 if tensor.device.type == "mps" else torch.float64)
 
 
 def narrow(result: Tensor, *, like: Tensor) -> Tensor:
-    """``result`` in float64 where ``like`` is, else in float32."""
+    """Convert to float64 if ``like`` is float64, else to float32."""
     return result.to(torch.float64 if like.dtype == torch.float64 else torch.float32)

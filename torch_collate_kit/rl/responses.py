@@ -1,4 +1,4 @@
-"""Values of response tokens: out of right-aligned rows as lists, and back."""
+"""Values of response tokens, from right-aligned rows to lists and back."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ __all__ = ["from_response_values", "response_values"]
 
 
 def response_values(values: Tensor, responses: Tensor | Batch) -> list[list[float]]:
-    """The values of the response tokens, a list of Python floats per response: a copy.
+    """Return the values of the response tokens, a list of Python floats per response: a copy.
 
     The inverse is :func:`from_response_values`.
 
     Args:
         values: ``[R, A']``, any dtype and device. The last column belongs to the last cell of each
             row; ``A'`` is at least the longest response, and ``W - 1`` for packed rows.
-        responses: a Batch, padded or packed, gives a list per example, in the order in which the
-            collator got them, as :func:`~torch_collate_kit.unpack` does: empty where the example
-            was dropped or is not in these rows. A ``response_mask`` ``[R, A]``, not 0 at the
-            response tokens, the last cells of each row, gives a list per row, as :func:`unstage`
-            takes them: empty for an added row.
+        responses: a Batch, padded or packed, for a list per example, in the order of the collator's
+            input, as :func:`~torch_collate_kit.unpack` returns; empty where the example was dropped
+            or is not in these rows. Or a ``response_mask`` ``[R, A]``, not 0 at the response
+            tokens, the last cells of each row, for a list per row, as :func:`unstage` accepts.
 
     Raises:
         DataError: a mask that is not one run of ones at the right end of its row, or that is
@@ -55,8 +54,7 @@ def response_values(values: Tensor, responses: Tensor | Batch) -> list[list[floa
     name, _, _ = _checked(responses)
     if len(values) != len(responses):
         raise ValueError(
-            f"values has {len(values)} rows, {name} has {len(responses)}; give the values of the "
-            "same rows"
+            f"values has {len(values)} rows, {name} has {len(responses)}; pass those of one batch"
         )
     cells = _cells(responses, values.shape[1])
     found: list[list[float]] = values_of_cells(values, cells, torch.float64).tolist()
@@ -69,7 +67,7 @@ def from_response_values(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Values per response token as a new tensor ``[R, A]``, right-aligned, 0 elsewhere.
+    """Place values per response token in a new tensor ``[R, A]``, right-aligned, 0 elsewhere.
 
     It multiplies ``log_probs[:, -A-1:-1]``, like ``batch["response_mask"]``, and is on the device
     of the batch (or mask). The inverse is :func:`response_values`.
@@ -77,7 +75,7 @@ def from_response_values(
     Args:
         values: a flat list, ndarray or tensor per response, with one number per token: as many as
             ``response_values`` returns, or one for each example of the rows, as
-            :class:`~torch_collate_kit.PerTokenOutputs` has.
+            :class:`~torch_collate_kit.losses.PerTokenOutputs` has.
         responses: as for ``response_values``; ``A`` is ``metadata["response_length"]`` of a Batch.
         dtype: of the result.
 
@@ -96,8 +94,8 @@ def from_response_values(
     if len(values) != len(cells):
         unit = "examples" if isinstance(responses, Batch) else "rows"
         raise ValueError(
-            f"values has {len(values)} entries, {name} has {len(cells)} {unit}; give one list for "
-            "each, in the order that response_values gives"
+            f"values has {len(values)} entries, {name} has {len(cells)} {unit}; pass one list for "
+            "each, in the order of response_values"
         )
     dense = torch.zeros(len(responses) * num_columns, dtype=dtype, device=device)
     if len(cells):
@@ -107,7 +105,7 @@ def from_response_values(
             i = int(wrong[0])
             raise DataError(
                 f"example {owners[i]}: values has {given.lengths[i]} entries for "
-                f"{cells.lengths[i]} response tokens; give one entry per response token"
+                f"{cells.lengths[i]} response tokens; pass one entry per response token"
             )
         every = whole_examples(cells.lengths)
         flat, _ = FieldColumn("values", PerResponseToken(dtype), given).place(every, every)
@@ -116,7 +114,7 @@ def from_response_values(
 
 
 def _checked(responses: Any) -> tuple[str, int, torch.device]:
-    """What messages call it, the columns ``A`` of its rows, and its device."""
+    """Return the name for messages, the columns ``A`` of the rows, and the device."""
     if not isinstance(responses, Batch):
         checked_tensors(response_mask=responses)
         return "response_mask", responses.shape[1], responses.device
@@ -142,7 +140,7 @@ def _cells_of_lists(
 
 
 def _cells(responses: Batch | Tensor, num_columns: int) -> Ragged:
-    """The cells of each response in ``[R, num_columns]``."""
+    """Return the cells of each response in ``[R, num_columns]``."""
     if isinstance(responses, Batch):
         return cells_of_every_example(responses, num_columns)
     mask = checked_mask("response_mask", responses).cpu()
@@ -153,8 +151,7 @@ def _cells(responses: Batch | Tensor, num_columns: int) -> Ragged:
         i = int(wrong[0])
         raise DataError(
             f"row {i}: response_mask has {int(counts[i])} response tokens that are not the last "
-            "cells of the row; responses are right-aligned without gaps (left-pad the rows, or "
-            "pass the Batch)"
+            "cells of the row; left-pad the rows, or pass the Batch"
         )
     lengths = counts.numpy()
     cells = cells_of_spans(np.arange(len(mask)), lengths, lengths, num_columns)

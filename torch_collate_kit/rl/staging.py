@@ -1,4 +1,4 @@
-"""A rollout batch cut into mini-batches, each padded and divided among the ranks by itself."""
+"""Mini-batches of a rollout batch, each padded and divided among the ranks by itself."""
 
 from __future__ import annotations
 
@@ -32,21 +32,19 @@ def stage_mini_batches(
     *,
     balance: Literal["tokens", "attention"] | None = None,
 ) -> list[list[Batch]]:
-    """The rows of every mini-batch and rank: ``staged[mini_batch][dp_rank]``.
+    """Divide the rows of every mini-batch among the ranks: ``staged[mini_batch][dp_rank]``.
 
     Mini-batch ``m`` has the rows ``boundaries[m]`` to ``boundaries[m + 1]``. It is padded by itself
-    with zero-loss rows (``Batch.pad_rows``) until ``dp_size`` divides it, then cut into equal runs,
-    so every rank gets as many rows as the others. Compute and normalize advantages before.
+    with zero-loss rows (``Batch.pad_rows``) until ``dp_size`` divides it, then cut into equal runs.
+    Compute and normalize advantages before.
 
     A staged batch keeps the width, and its metadata describes the mini-batch over all ranks
     (docs/contract.md). A divided ``loss_mask`` is divided by the ``num_loss_tokens`` of its
-    mini-batch instead, so a plain sum is the token mean of the mini-batch.
-
-    Three entries are added: ``row_metadata["row_indices"]``, int64, the row of ``batch`` that each
-    row was, -1 for an added one, for :func:`unstage`; and for :func:`micro_batches`
-    ``metadata["row_widths"]``, int64 ``[dp_size, rows]``, the cells that each row of each rank
-    needs, and with images ``metadata["row_has_image"]``, bool of that shape. A mini-batch in which
-    some ranks have images and others have none gives a warning.
+    mini-batch instead, so a plain sum is the token mean of the mini-batch. Added are
+    ``row_metadata["row_indices"]``, int64, the row of ``batch`` that each row was, -1 for an added
+    row; and for :func:`micro_batches` ``metadata["row_widths"]``, int64 ``[dp_size, rows]``, the
+    cells that each row needs, and with images ``metadata["row_has_image"]``, bool of that shape. A
+    mini-batch in which only some ranks have images gives a warning.
 
     With ``balance`` rows are distributed so that their tokens, or their attention cost (linear plus
     quadratic), are even over the ranks, and the i-th rows of all ranks are about as long. Without,
@@ -84,14 +82,14 @@ def warn_if_images_differ(rows_of_ranks: Sequence[np.ndarray], what: str) -> Non
     if 0 < len(without) < len(rows_of_ranks):
         warnings.warn(
             f"ranks {without} have no image in a {what} in which others have: with a trained "
-            "vision tower DDP needs find_unused_parameters=True, and FSDP waits for ever; stage "
-            "rollouts with and without images apart, or give every rollout an image",
+            "vision tower DDP needs find_unused_parameters=True, and FSDP hangs; stage rollouts "
+            "with and without images apart, or give every rollout an image",
             stacklevel=3,
         )
 
 
 def unstage(staged: Sequence[Sequence[Batch]], outputs: Sequence[Sequence[Any]]) -> Any:
-    """What the ranks computed, in the order of the rows that were staged, without added rows.
+    """Put the outputs of the ranks in the order of the rows before staging, without added rows.
 
     ``outputs[mini_batch][dp_rank]`` has a row for every row of ``staged[mini_batch][dp_rank]``: a
     tensor or ndarray, rows first, or a list. All are of one kind; so is the result, a copy (tensors
@@ -99,9 +97,9 @@ def unstage(staged: Sequence[Sequence[Batch]], outputs: Sequence[Sequence[Any]])
     ``[micro_batches(part, ...) for ranks in staged for part in ranks]``.
 
     Raises:
-        ValueError: other numbers of mini-batches, ranks or rows, shapes or devices that differ, or
-            staged batches that are not all of those that ``stage_mini_batches`` returned.
-        TypeError: outputs of another kind, or of several.
+        ValueError: other numbers of mini-batches, ranks or rows, or staged batches that are not all
+            of those that ``stage_mini_batches`` returned.
+        TypeError: outputs of another kind, shape or device than the first.
 
     >>> import torch
     >>> batch = Batch({"input_ids": torch.arange(3)[:, None]})
@@ -117,8 +115,7 @@ def unstage(staged: Sequence[Sequence[Batch]], outputs: Sequence[Sequence[Any]])
         for r, (part, output) in enumerate(zip(ranks, of_ranks, strict=True)):
             if "row_indices" not in part.row_metadata:
                 raise ValueError(
-                    f"staged[{m}][{r}] has no row_indices in its row_metadata; pass what "
-                    "stage_mini_batches returned"
+                    f"staged[{m}][{r}] has no row_indices; pass what stage_mini_batches returned"
                 )
             parts.append(output)
             rows.append(part.row_metadata["row_indices"])
@@ -171,7 +168,7 @@ def _stage(
 
 
 def _rows_with_images(batch: Batch) -> np.ndarray:
-    """bool [R]."""
+    """Return which rows have images: bool [R]."""
     has_image = np.zeros(len(batch), dtype=bool)
     columns = batch.stored().columns
     if columns is not None and columns.placement.vision is not None:
@@ -181,7 +178,7 @@ def _rows_with_images(batch: Batch) -> np.ndarray:
 
 
 def _row_counts(batch: Batch, balance: str | None) -> tuple[dict[str, _PerRow], _PerRow]:
-    """What metadata count, per row, and the costs to balance; the device is read here, once."""
+    """Return per-row counts for metadata, and the costs to balance; reads the device once."""
     is_dummy = np.zeros(len(batch), dtype=bool)  # rows that were added before
     responses = batch.stored().num_tokens("responses")
     if "response_mask" in batch:
@@ -219,30 +216,20 @@ def _nonzero_cells(field: Tensor) -> np.ndarray:
 def _check_length(name: str, given: Sized, staged: Sized, what: str) -> None:
     if len(given) != len(staged):
         raise ValueError(
-            f"{name} has {len(given)} {what}, staged has {len(staged)}; give one for each"
+            f"{name} has {len(given)} {what}, staged has {len(staged)}; pass one for each"
         )
 
 
 def _check_output(name: str, output: Any, first: Any) -> None:
     if not is_per_row(output) or isinstance(output, Ragged):
         raise TypeError(
-            f"{name} is {type(output).__name__}; give a tensor or ndarray with rows first, or a "
+            f"{name} is {type(output).__name__}; pass a tensor or ndarray with rows first, or a "
             "list with one entry per row"
         )
-    if type(output) is not type(first):
-        raise TypeError(
-            f"{name} is {type(output).__name__}, outputs[0][0] is {type(first).__name__}; give "
-            "all outputs as one kind"
-        )
-    if isinstance(output, list):
-        return
-    if output.shape[1:] != first.shape[1:]:
-        raise ValueError(
-            f"{name} has rows of shape {list(output.shape[1:])}, outputs[0][0] of "
-            f"{list(first.shape[1:])}; rows must have one shape, or be given as lists"
-        )
-    if isinstance(output, Tensor) and output.device != first.device:
-        raise ValueError(
-            f"{name} is on {output.device}, outputs[0][0] on {first.device}; move all to one "
-            "device, for instance with .cpu()"
-        )
+    found, expected = (
+        type(value).__name__
+        + ("" if isinstance(value, list) else f" {list(value.shape[1:])} per row on {value.device}")
+        for value in (output, first)
+    )
+    if found != expected:
+        raise TypeError(f"{name} is {found}, outputs[0][0] is {expected}; all must be alike")

@@ -1,46 +1,41 @@
-"""A rendered chat and its images -> the text with all placeholders, and the processor's fields.
-
-What does not need pixels is known from the sizes of the images alone.
-"""
+"""Expansion of a rendered chat: all placeholders of its images, and the processor's fields."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.vision.families import PIXEL_FIELDS, family_of
-from torch_collate_kit.vision.images import ImageFiles, image_files
+from torch_collate_kit.vision.families import PIXEL_FIELDS
+from torch_collate_kit.vision.images import ImageFiles
 from torch_collate_kit.vision.layout import VisionLayout
+from torch_collate_kit.vision.sizes import SizesOnly
 
-__all__ = ["Expansion", "ImageProcessing", "image_grid", "image_processing"]
+__all__ = ["Expansion", "ImageProcessing", "image_processing"]
 
 _Fields = dict[str, np.ndarray]
 _Places = list[tuple[int, int]]
-_BEGIN, _END = "\U00100000", "\U00100001"  # no chat that was rendered has these characters
+_BEGIN, _END = "\U00100000", "\U00100001"  # no rendered chat has these characters
 _MARKS = re.compile(f"[{_BEGIN}{_END}]")
-# What chat templates write around a placeholder and belongs to the image.
+# Tokens around a placeholder that belong to the image.
 _OPENINGS = ("<|vision_start|>", "<|begin_of_image|>")
 _CLOSINGS = ("<|vision_end|>", "<|end_of_image|>")
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """A text as the tokenizer gets it, with the images in it.
+    """A text for the tokenizer, and the fields of its images.
 
-    ``places`` has the first character and last + 1 of each placeholder before expansion, ``spans``
-    of what the processor writes for it, and ``images`` of that with the tokens that open and close
-    an image. ``fields`` are the processor's in the form of ``VisionLayout.family.fields``, and
-    ``rows`` says how many rows of them each image has, int64 [N].
+    ``places``: first character and last + 1 of each placeholder before expansion; ``spans``: of the
+    placeholders that the processor writes for it; ``images``: of these with opening and closing
+    tokens. ``fields`` have the form of ``VisionLayout.family.fields``, ``rows`` are the rows of
+    each image in them, int64 [N].
     """
 
     text: str
@@ -51,12 +46,12 @@ class Expansion:
     rows: _Fields
 
     def moved(self, place: int) -> int:
-        """Where a character of the text before expansion is."""
+        """Return the place of a character of the text before expansion."""
         last = max((i for i, (_, end) in enumerate(self.places) if end <= place), default=None)
         return place if last is None else self.spans[last][1] + place - self.places[last][1]
 
     def first(self, count: int) -> _Fields:
-        """The fields of the first ``count`` images."""
+        """Return the fields of the first ``count`` images."""
         if count == len(self.images):
             return self.fields
         if count == 0:
@@ -68,18 +63,17 @@ class Expansion:
 
 
 class ImageProcessing(NamedTuple):
-    """A processor, what is known about it, and how images are read."""
+    """A processor, its layout and placeholder in chat templates, and how images are read."""
 
     processor: Any
     layout: VisionLayout
     placeholder: str
-    """What the chat template writes for an image."""
     files: ImageFiles
     pixels: bool
-    """Whether pixels are wanted, or only what is known from the sizes."""
+    """Whether pixels are wanted, or only fields that follow from the sizes."""
 
     def expand(self, text: str, sources: Sequence[tuple[str, Any]]) -> Expansion:
-        """The text with all placeholders of ``sources``, which are names for errors and images.
+        """Write all placeholders of ``sources``: (name for messages, image) pairs.
 
         Raises:
             DataError: the number of placeholders is another one, or an image cannot be read or is
@@ -107,7 +101,7 @@ class ImageProcessing(NamedTuple):
         return Expansion(expanded, places, spans, whole, fields, rows)
 
     def smallest(self) -> _Fields:
-        """The fields of a small image."""
+        """Return the fields of a small image."""
         fields = self.layout.smallest()
         found = {name: fields[name] for name in self._wanted(fields)}
         return found or {"num_tiles": np.ones(1, dtype=np.int64)}
@@ -118,20 +112,17 @@ class ImageProcessing(NamedTuple):
         return not self.pixels and not _option(self.processor, "do_pan_and_scan")
 
     def _image(self, source: Any, where: str) -> Any:
-        """The image, or an array of its size that takes no memory."""
+        """Load an image, or make an array of its size that takes no memory."""
         if self._from_sizes:
             return np.broadcast_to(np.uint8(0), (*self.files.size(source, where), 3))
         return self.files.load(source, where)
 
     def _process(self, text: str, images: list[Any]) -> tuple[list[str], Any]:
-        """The text as it reaches the tokenizer, and the processor's output.
-
-        Of the text every other piece is what the processor writes for an image.
-        """
+        """Return the pieces of text (every other one is an image's) and the processor's output."""
         processor = copy.copy(self.processor)
         processor.tokenizer = recorder = _Recorder(self.processor.tokenizer)
         if self._from_sizes:
-            processor.image_processor = _SizesOnly(self.processor.image_processor, self.layout)
+            processor.image_processor = SizesOnly(self.processor.image_processor, self.layout)
         marked = text.replace(self.placeholder, _BEGIN + self.placeholder + _END)
         try:
             output = processor(
@@ -150,14 +141,13 @@ class ImageProcessing(NamedTuple):
         marks, pieces = "".join(_MARKS.findall(recorder.text)), _MARKS.split(recorder.text)
         if marks != (_BEGIN + _END) * len(images) or pieces[::2] != text.split(self.placeholder):
             raise ValueError(
-                f"{type(self.processor).__name__} changes the text around images, so it is not "
-                "known which tokens are trained; call it yourself, and give its output to a "
-                "collator"
+                f"{type(self.processor).__name__} changes the text around images, so trained "
+                "tokens cannot be found; call it yourself, and pass its output to a collator"
             )
         return pieces, output
 
     def _flat_fields(self, output: Any, tokens: np.ndarray) -> tuple[_Fields, _Fields]:
-        """The fields, tiles laid flat, and how many rows of them each image has."""
+        """Return the fields with tiles laid flat, and the rows of each image in them."""
         layout, family, kinds = self.layout, self.layout.family, self.layout.family.fields
         found = {name: np.asarray(output[name]) for name in self._wanted(kinds) if name in output}
         is_counted = family.has_grids or family.has_sizes
@@ -189,28 +179,28 @@ class ImageProcessing(NamedTuple):
 
 
 def image_processing(processor: Any, files: ImageFiles, pixels: bool) -> ImageProcessing:
-    """The checked options.
+    """Check that conversations of the processor are supported.
 
     Raises:
         TypeError: no processor with an ``image_processor``.
-        ValueError: its conversations are not supported.
+        ValueError: a processor of another kind, or a slow tokenizer.
     """
     layout = VisionLayout.of(processor)
     name = type(processor).__name__
     if layout.family_name == "other":
         raise ValueError(
-            f"{name} is in no row of the table of families (docs/vision.md), so it is not known "
-            "what it writes for an image; call it yourself, and give its output to a collator"
+            f"{name} is not in the table of families (docs/vision.md), so its placeholders are "
+            "unknown; call it yourself, and pass its output to a collator"
         )
     if layout.family_name == "paligemma":
         raise ValueError(
             f"{name} has no conversations, but a prompt and its `suffix`; call it yourself, and "
-            "give its output to a collator"
+            "pass its output to a collator"
         )
     if not processor.tokenizer.is_fast:
         raise ValueError(
-            f"the tokenizer of {name} is {type(processor.tokenizer).__name__}, which does not tell "
-            "the characters of a token; load its fast version"
+            f"the tokenizer of {name} is {type(processor.tokenizer).__name__}, which has no "
+            "character offsets; load its fast version"
         )
     placeholder = processor.boi_token if layout.family_name == "gemma3" else processor.image_token
     return ImageProcessing(processor, layout, placeholder, files, pixels)
@@ -238,127 +228,18 @@ class _Recorder:
 
 
 def _option(processor: Any, name: str) -> Any:
-    """A setting of the image processor, or the processor's own default."""
+    """Return a setting of the image processor, or the processor's own default."""
     default = (getattr(processor, "images_kwargs", None) or {}).get(name)
     return getattr(processor.image_processor, name, None) or default
 
 
 def _with_ends(text: str, start: int, end: int) -> tuple[int, int]:
-    """The span with the tokens that open and close an image."""
+    """Extend the span by the tokens that open and close an image."""
     opening = next((token for token in _OPENINGS if text.endswith(token, 0, start)), "")
     closing = next((token for token in _CLOSINGS if text.startswith(token, end)), "")
     return start - len(opening), end + len(closing)
 
 
 def _size(image: Any) -> tuple[int, int]:
-    """Height and width."""
+    """Return height and width."""
     return image.shape[:2] if isinstance(image, np.ndarray) else image.size[::-1]
-
-
-class _SizesOnly:
-    """Stands for an image processor; knows its fields from sizes, but for the pixels.
-
-    A processor with this one inside writes the same placeholders. It is called with arrays of which
-    only the shape is read, [height, width, ...].
-    """
-
-    def __init__(self, images: Any, layout: VisionLayout) -> None:
-        self._images, self._layout = images, layout
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._images, name)
-
-    def fetch_images(self, images: Any) -> Any:
-        """The images themselves: there is nothing to load."""
-        return images
-
-    def __call__(self, images: Any, **options: Any) -> dict[str, Any]:
-        sizes = [image.shape[:2] for image in _images_of(images)]
-        family = self._layout.family
-        if family.has_grids:
-            grids = [_grid_of_size(self._images, *size) for size in sizes]
-            return {"image_grid_thw": np.stack(grids)}
-        if family.name == "gemma3":
-            return {"num_crops": [0] * len(sizes)}
-        if family.has_sizes:  # they read the size of a tile from the tiles
-            side = self._layout.tile_size
-            fields = {
-                "pixel_values": np.broadcast_to(np.float32(0), (1, 1, 3, side, side)),
-                "image_sizes": np.array(sizes, dtype=np.int64),
-            }
-            more = {"batch_num_images": np.array([len(sizes)])}
-            return fields | (more if "batch_num_images" in family.fields else {})
-        counts = [self._images.get_number_of_image_patches(*size, options) for size in sizes]
-        if family.name == "internvl":
-            return {"num_patches": counts, "pixel_values": np.empty((sum(counts), 0))}
-        return {"rows": [[rows for _, rows, _ in counts]], "cols": [[cols for *_, cols in counts]]}
-
-
-def _images_of(images: Any) -> list[np.ndarray]:
-    if isinstance(images, Sequence):
-        return [image for inner in images for image in _images_of(inner)]
-    return [images]
-
-
-def image_grid(image: Any, processor: Any) -> npt.NDArray[np.int64]:
-    """The ``image_grid_thw`` row of an image: frames, patches down, patches across; int64 [3].
-
-    Reads only the header of a file. ``image`` is a path, bytes, a data URI, a PIL image, or the
-    dict of a ``datasets.Image`` column. Models of the Qwen-VL and GLM-V kind have grids; their
-    patches of an image are the product, and its tokens that divided by ``merge_size`` squared.
-
-    Raises:
-        DataError: no readable image, or one that the processor refuses.
-        ValueError: the processor makes no grids.
-        ImportError: Pillow is not installed.
-
-    >>> image_grid("photo.jpg", processor=None)
-    Traceback (most recent call last):
-    ValueError: NoneType makes no image_grid_thw; image_grid is for processors of Qwen-VL and GLM-V
-    """
-    if not family_of(processor).has_grids:
-        raise ValueError(
-            f"{type(processor).__name__} makes no image_grid_thw; image_grid is for processors of "
-            "Qwen-VL and GLM-V"
-        )
-    height, width = image_files().size(image, "the image")
-    try:
-        return _grid_of_size(processor.image_processor, height, width)
-    except ValueError as error:
-        raise DataError(f"the processor refuses {height} x {width} pixels: {error}") from error
-
-
-def _grid_of_size(images: Any, height: int, width: int) -> npt.NDArray[np.int64]:
-    """The grid that the image processor ``images`` cuts an image of this size into; int64 [3]."""
-    side = int(images.patch_size)
-    if images.do_resize:
-        resize = _smart_resize(images)
-        size, options = images.size, {}
-        if "num_frames" in inspect.signature(resize).parameters:  # GLM
-            frames = int(images.temporal_patch_size)
-            options = {"num_frames": frames, "temporal_factor": frames}
-        height, width = resize(
-            height=height,
-            width=width,
-            factor=side * int(images.merge_size),
-            min_pixels=_edge(size, "shortest_edge"),
-            max_pixels=_edge(size, "longest_edge"),
-            **options,
-        )
-    return np.array([1, height // side, width // side])
-
-
-def _smart_resize(images: Any) -> Any:
-    """The function in the module of the image processor that says what it resizes to."""
-    for base in type(images).__mro__:
-        module = sys.modules[base.__module__]
-        if hasattr(module, "smart_resize"):
-            return module.smart_resize
-    raise ValueError(
-        f"the module of {type(images).__name__} has no smart_resize, so sizes are known only from "
-        "the pixels; pass pixels=True"
-    )
-
-
-def _edge(size: Any, name: str) -> int:
-    return int(size[name] if isinstance(size, dict) else getattr(size, name))

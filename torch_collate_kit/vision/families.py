@@ -1,4 +1,4 @@
-"""The table of vision-language families: fields of their processors, positions, what packs."""
+"""The table of vision-language families: processor fields, positions, packing."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = [
 
 
 class ImageField(NamedTuple):
-    """One field of a vision processor: dense, the first dimension counts what it has one of."""
+    """A dense field of a vision processor; its first dimension counts patches, tiles or images."""
 
     per: Literal["patch", "tile", "image", "example", "unknown"]
     num_dims: int
     kinds: str = "iu"
-    """Kinds of NumPy dtypes that are taken."""
+    """Accepted kinds of NumPy dtypes."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What models of one kind have in common.
+    """Properties of models of one kind.
 
     ``positions`` is "mrope" (three rows by the grid of the image, and one that restarts),
-    "restarting" (as of text), or "model": the model makes them, so that nothing is packed.
+    "restarting" (as in text), or "model": the model computes them, so nothing is packed.
     """
 
     name: str
@@ -47,20 +47,20 @@ class Family:
     token_types: str = ""
     """The field of token types that the model needs beside positions; 1 at image tokens."""
     not_packed: str = ""
-    """Why rows with several examples are refused."""
+    """The reason why rows with several examples are refused."""
     refused: str = ""
-    """Why no batch is made at all."""
+    """The reason why all batches are refused."""
     joins_tiles: bool = False
-    """The model takes ``[1, tiles, ...]``."""
+    """Whether the fields of the model are ``[1, tiles, ...]``."""
 
     @property
     def has_grids(self) -> bool:
-        """Whether a grid of patches stands for each image, as of Qwen-VL and GLM-V."""
+        """Whether each image has a grid of patches, as in Qwen-VL and GLM-V."""
         return "image_grid_thw" in self.fields
 
     @property
     def has_sizes(self) -> bool:
-        """Whether tiles are counted by the size of the image, as of LLaVA."""
+        """Whether the number of tiles follows from the size of the image, as in LLaVA."""
         return "image_sizes" in self.fields
 
 
@@ -74,20 +74,14 @@ _SIZED = {**_TILES, "image_sizes": ImageField("image", 2)}
 _MASKED = {**_TILES, "pixel_attention_mask": ImageField("tile", 3, "iufb")}
 _IMAGES = {"pixel_values": ImageField("image", 4, _PIXELS)}
 _CARRIES_STATE = "its linear-attention layers carry their state from one example to the next"
+_QWEN3_5 = ("qwen3_5", "qwen3_5_moe")  # their processor is Qwen3-VL's, see SHARED_PROCESSORS
 
 FAMILIES = (
     Family("qwen2_vl", ("Qwen2VLProcessor",), ("qwen2_vl",), _GRID, "mrope"),
     Family("qwen2_5_vl", ("Qwen2_5_VLProcessor",), ("qwen2_5_vl",), _GRID, "mrope"),
     Family("qwen3_vl", ("Qwen3VLProcessor",), ("qwen3_vl", "qwen3_vl_moe"), _GRID, "mrope"),
     Family("glm4v", ("Glm4vProcessor",), ("glm4v", "glm4v_moe"), _GRID, "mrope"),
-    Family(
-        "qwen3_5",
-        (),  # see SHARED_PROCESSORS
-        ("qwen3_5", "qwen3_5_moe"),
-        _GRID,
-        "mrope",
-        not_packed=_CARRIES_STATE,
-    ),
+    Family("qwen3_5", (), _QWEN3_5, _GRID, "mrope", not_packed=_CARRIES_STATE),
     Family("qwen4_exp", (), ("qwen4_exp",), _GRID, "mrope", not_packed=_CARRIES_STATE),
     Family("internvl", ("InternVLProcessor",), ("internvl",), _TILES, "restarting"),
     Family(
@@ -142,18 +136,13 @@ OTHER = Family(
     (),
     {},
     "model",
-    not_packed="they are in no row of the table of families (docs/vision.md), so it is not known "
-    "which positions they need",
+    not_packed="they are not in the table of families (docs/vision.md), so the positions that they "
+    "need are unknown",
 )
 
 
 def family_of(processor: Any = None, config: Any = None) -> Family:
-    """The family by the model's config where it is given, else by the processor; OTHER if unknown.
-
-    >>> class MyProcessor: ...
-    >>> family_of(MyProcessor()).name
-    'other'
-    """
+    """Return the family by the model's config if given, else by the processor, or OTHER."""
     if config is not None:
         model_type = getattr(config, "model_type", None)
         return next((family for family in FAMILIES if model_type in family.model_types), OTHER)
@@ -162,23 +151,15 @@ def family_of(processor: Any = None, config: Any = None) -> Family:
 
 
 def sharing_models(processor: Any) -> tuple[str, ...]:
-    """Return the model types that a processor may be of, if they are several.
-
-    >>> class Glm4vProcessor: ...
-    >>> sharing_models(Glm4vProcessor())
-    ('glm4v', 'glm4v_moe')
-    """
+    """Return the model types that share the class of a processor, if they are several."""
     names = (base.__name__ for base in type(processor).__mro__)
     return next((SHARED_PROCESSORS[name] for name in names if name in SHARED_PROCESSORS), ())
 
 
 def num_kept(fields: Collection[str], count: int, *, of: int) -> int:
-    """How many of its first ``count`` images an example keeps when those after them are cut off.
+    """Return how many of its first ``count`` images an example keeps when the others are cut off.
 
-    Where fields say how many images an example has (LLaVA-OneVision), an image is cut into tiles
-    only if it is alone, so the first one of several cannot be kept alone.
-
-    >>> [num_kept(("image_sizes", "batch_num_images"), 1, of=total) for total in (3, 1)]
-    [0, 1]
+    LLaVA-OneVision (``batch_num_images``) cuts an image into tiles only if it is alone, so the
+    first image of several cannot be kept alone.
     """
     return 0 if "batch_num_images" in fields and count == 1 < of else count

@@ -1,4 +1,4 @@
-"""Images in the forms that datasets have -> PIL images, or only their sizes."""
+"""Images of datasets in any form, read as PIL images or only for their sizes."""
 
 from __future__ import annotations
 
@@ -30,20 +30,19 @@ _ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 swap height and width
 
 
 class ImageFiles(NamedTuple):
-    """Where images are read from, and how large they may be.
+    """The folder and the size limit of images.
 
     A source is a path (string, ``file://`` URL or ``os.PathLike``), a data URI, bytes, a PIL image,
     a uint8 array [H, W] or [H, W, 1, 3 or 4], or the dict of a ``datasets.Image`` column.
     """
 
     root: Path | None
-    """Relative paths start here, and no path may leave it. None: the working directory, any path.
-    """
+    """Folder of relative paths, which no path may leave. None: the working directory, any path."""
     max_pixels: int | None
     """Height times width; None: the limit of PIL (``PIL.Image.MAX_IMAGE_PIXELS``)."""
 
     def load(self, source: Any, where: str) -> Any:
-        """The decoded PIL image, turned upright by its EXIF orientation, in its own mode.
+        """Return the decoded PIL image, upright by its EXIF orientation, in its own mode.
 
         Raises:
             DataError: no readable image; the message begins with ``where``.
@@ -54,11 +53,7 @@ class ImageFiles(NamedTuple):
         return upright
 
     def size(self, source: Any, where: str) -> tuple[int, int]:
-        """Height and width of what :meth:`load` returns; pixels are not decoded where it can be.
-
-        Raises:
-            DataError: no readable image; the message begins with ``where``.
-        """
+        """Return height and width of :meth:`load`'s image, without decoding if possible."""
         with self._opened(source, where) as image, _decoding(where):
             if image.format not in (None, *_HEADER_FORMATS):
                 image.load()
@@ -72,7 +67,7 @@ class ImageFiles(NamedTuple):
 
     @contextmanager
     def _opened(self, source: Any, where: str) -> Iterator[Any]:
-        """The image with its header read and checked; files are closed at the end."""
+        """Open the image with its header read and checked; files are closed at the end."""
         if isinstance(source, Mapping):  # of a datasets.Image column that is not decoded
             found = source.get("bytes") if source.get("bytes") is not None else source.get("path")
             source = source if found is None else found
@@ -138,7 +133,7 @@ class ImageFiles(NamedTuple):
             )
 
     def _path(self, source: Any, where: str) -> Path:
-        """The file of a path or URL, inside ``root``."""
+        """Return the file of a path or URL, inside ``root``."""
         text = os.fspath(source)
         if isinstance(text, bytes):
             text = os.fsdecode(text)
@@ -167,15 +162,11 @@ class ImageFiles(NamedTuple):
 
 
 def image_files(root: Any = None, max_pixels: int | None = None) -> ImageFiles:
-    """The checked options.
+    """Check the options.
 
     Raises:
         ValueError: ``root`` is no folder, or ``max_pixels`` is above the limit of PIL.
         TypeError: ``max_pixels`` is no integer.
-
-    >>> image_files("no/such/folder")
-    Traceback (most recent call last):
-    ValueError: image_root must be a folder, got 'no/such/folder'
     """
     if root is not None:
         if not os.path.isdir(root):
@@ -194,7 +185,7 @@ def image_files(root: Any = None, max_pixels: int | None = None) -> ImageFiles:
 
 
 def _package() -> Any:
-    """PIL with the modules that are used here."""
+    """Import PIL with the modules used here."""
     needed_package("PIL", "reading an image", install="pillow")
     import PIL.Image
     import PIL.ImageFile
@@ -205,7 +196,7 @@ def _package() -> Any:
 
 @contextmanager
 def _decoding(where: str) -> Iterator[None]:
-    """Errors of the decoder as DataErrors."""
+    """Raise errors of the decoder as DataErrors."""
     if _package().ImageFile.LOAD_TRUNCATED_IMAGES:
         raise ValueError(
             "PIL.ImageFile.LOAD_TRUNCATED_IMAGES is True, so the missing part of a damaged image "
@@ -243,11 +234,7 @@ def _from_data_uri(uri: str, where: str) -> bytes:
 
 
 def decoded_base64(text: str, where: str) -> bytes:
-    """The bytes that a base64 string stands for; white space in it is ignored.
-
-    Raises:
-        DataError: it is none.
-    """
+    """Decode base64, ignoring white space. Raises DataError if it is invalid."""
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
@@ -275,7 +262,7 @@ def _check_depth(image: Any, where: str) -> None:
 
 
 def _has_late_texts(image: Any) -> bool:
-    """Whether a PNG has texts after its pixels, which may hold its orientation."""
+    """Check whether a PNG has texts after its pixels, which may hold its orientation."""
     if image.fp is None:  # all is read
         return True
     file, start = image.fp, image.fp.tell()
@@ -294,7 +281,7 @@ def _has_late_texts(image: Any) -> bool:
 
 
 def _kind(source: Any) -> str:
-    """The type of a source, or what its dict holds."""
+    """Describe the type of a source, or the keys of its dict."""
     if isinstance(source, Mapping):
         return f"a dict with the keys {sorted(map(str, source))} and no `bytes` or `path`"
     return f"of type {type(source).__name__}"

@@ -1,4 +1,4 @@
-"""Loading a processor, and whether a model needs one."""
+"""Loading of processors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _logger = logging.getLogger("torch_collate_kit.vision")
 
 
 def is_vision_language(config_or_model: Any) -> bool:
-    """Whether a model takes images and writes text, by its transformers config.
+    """Check whether a model accepts images and writes text, by its transformers config.
 
     Raises:
         TypeError: neither a config nor a model with one.
@@ -41,11 +41,11 @@ def is_vision_language(config_or_model: Any) -> bool:
 
 
 def load_processor(name_or_path: str | PathLike[str]) -> Any:
-    """The processor of a model, or the tokenizer of one that has no processor.
+    """Load the processor of a model, or the tokenizer if it has no processor.
 
-    Without torchvision there are no video processors. Where a processor class demands one, it is
-    built from the image processor and the tokenizer alone, which is all that images need, and this
-    is logged once.
+    Without torchvision there are no video processors. A processor class that demands one is built
+    from the image processor and the tokenizer alone, which is all that images need, and this is
+    logged once.
 
     Raises:
         OSError: nothing is there, or it cannot be loaded.
@@ -72,7 +72,7 @@ def load_processor(name_or_path: str | PathLike[str]) -> Any:
 
 
 def _video_class(name_or_path: Any) -> Any:
-    """The class of the processor if it demands a video processor, else None."""
+    """Return the class of the processor if it demands a video processor, else None."""
     import transformers
 
     try:
@@ -109,7 +109,7 @@ def _log_once(name: str) -> None:
 
 @cache
 def without_video(processor_class: Any) -> Any:
-    """The class with an image processor and a tokenizer only, under its own name."""
+    """Return the class with an image processor and a tokenizer only, under its own name."""
     parts = ["image_processor", "tokenizer"]
     members = {
         "get_attributes": classmethod(lambda cls: parts),

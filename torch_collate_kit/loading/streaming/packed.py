@@ -177,8 +177,8 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             )
         if self.dp_size > 1 and packing.row_multiple != dp:
             raise ValueError(
-                f"rows_multiple_of={packing.row_multiple} levels rows that ranks plan together, and "
-                "each rank of a stream plans its own; leave it out, or pass dp_rank=None"
+                f"rows_multiple_of={packing.row_multiple} levels rows that ranks plan together, "
+                "and each rank of a stream plans its own; leave it out, or pass dp_rank=None"
             )
         if self.buffer_size < self._rows:
             raise ValueError(
