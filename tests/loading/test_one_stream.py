@@ -24,7 +24,6 @@ from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.loading import (
     MixedSampler,
     PackedBatchSampler,
-    PackedIterableDataset,
     PrefetchingSampler,
     PrefetchLoader,
     TokenizedDataset,
@@ -374,15 +373,14 @@ def make_mixed(request) -> Callable[[], MixedSampler]:
     return lambda: MixedSampler([9, NUM_EXAMPLES - 9], 6, weights=[3, 1], seed=SEED, **options)
 
 
-@pytest.mark.parametrize("setting", ["plain", "prefetch", "workers", "stateful"])
-def test_a_mixture(make_mixed, setting, stateful):
+@pytest.mark.parametrize("setting", ["plain", "prefetch", "workers"])
+def test_a_mixture(make_mixed, setting):
     num_workers = 2 if setting == "workers" else 0
     collate = PackedCollator(0, max_tokens=MAX_TOKENS)
 
     def make() -> PrefetchLoader:
-        kind = stateful if setting == "stateful" else DataLoader
         options = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
-        loader = kind(DATASET, batch_sampler=make_mixed(), collate_fn=collate, **options)
+        loader = DataLoader(DATASET, batch_sampler=make_mixed(), collate_fn=collate, **options)
         return PrefetchLoader(loader, prefetch=setting != "plain")
 
     sampler = make_mixed()
@@ -393,27 +391,6 @@ def test_a_mixture(make_mixed, setting, stateful):
     assert assert_exact_resume(make, num_steps=9, stops=stops) == expected
     order = [batch_digest(indices) for _, indices in steps]
     assert assert_exact_resume(make_mixed, num_steps=9) == order
-
-
-@pytest.mark.parametrize(("num_workers", "prefetch"), [(0, True), (0, False), (2, True)])
-def test_a_packed_stream_inside_a_stateful_loader(stateful, num_workers, prefetch):
-    def make_stream() -> PackedIterableDataset:
-        return PackedIterableDataset(
-            EXAMPLES, tokenizer=0, max_tokens=MAX_TOKENS, buffer_size=7, rows_per_batch=2
-        )
-
-    def make() -> PrefetchLoader:
-        stream = make_stream()
-        options = {"batch_size": None, "collate_fn": stream.as_is, "num_workers": num_workers}
-        return PrefetchLoader(stateful(stream, **options), prefetch=prefetch)
-
-    batches = [with_step(batch, *at) for at, batch in numbered(make_stream() for _ in range(3))]
-    one_pass = len(batches) // 3
-    stops = [3, one_pass + 2] if num_workers else None
-    found = assert_exact_resume(make, num_steps=2 * one_pass + 1, stops=stops)
-    assert len(set(found)) == len(found) >= 2 * one_pass > 6
-    if not num_workers:  # two workers read a shard each
-        assert found == [batch_digest(batch) for batch in batches[: 2 * one_pass + 1]]
 
 
 def test_a_stateful_loader_alone_saves_the_packed_sampler(stateful):

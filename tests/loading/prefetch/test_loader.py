@@ -478,10 +478,6 @@ def sized(length: int, batch_size: int, **options: Any) -> PrefetchLoader:
             "the state has no max_tokens",
         ),
         ({"version": 1, "max_tokens": None}, "no sampler"),
-        (
-            {"version": 1, "max_tokens": None, "loader": "", "position": {}, "fits": {}},
-            "no sampler",
-        ),
     ],
     ids=str,
 )

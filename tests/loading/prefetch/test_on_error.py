@@ -18,6 +18,7 @@ from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading import (
     PackedBatchSampler,
+    PackedIterableDataset,
     PrefetchLoader,
     SkippedExample,
     TokenizedDataset,
@@ -557,26 +558,13 @@ def test_an_error_that_cannot_be_sent_is_told():
 # ---- settings ----
 
 
-def stateful_loader(**options: Any) -> Any:
-    kind = pytest.importorskip(
-        "torchdata.stateful_dataloader", reason="torchdata is not installed"
-    ).StatefulDataLoader
-    return kind(Broken(bad={ORDER[0][1]}), collate_fn=PACKED, **options)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_stateful_loader_with_a_sampler_skips(num_workers):
-    data = stateful_loader(batch_sampler=make_sampler(), num_workers=num_workers)
-    with PrefetchLoader(data, on_error="skip") as loader:
-        assert [batch_digest(batch) for batch in loader] == expected_without({ORDER[0][1]})
-
-
-def test_a_loader_without_a_sampler_is_refused():
+def test_a_stream_is_refused_and_takes_the_option_itself():
+    stream = PackedIterableDataset(EXAMPLES, tokenizer=0, max_tokens=8)
     with pytest.raises(TypeError) as caught:
-        PrefetchLoader(stateful_loader(batch_size=4), on_error="skip")
+        PrefetchLoader(DataLoader(stream, batch_size=None), on_error="skip")
     assert str(caught.value) == (
-        "on_error='skip' leaves out the examples that a sampler names, and this StatefulDataLoader "
-        "has no such sampler; a stream takes it itself: PackedIterableDataset(..., "
+        "on_error='skip' of a PrefetchLoader leaves out the examples that a sampler names, and a "
+        "stream has no sampler; pass it to the stream: PackedIterableDataset(..., "
         "on_error='skip')"
     )
 

@@ -53,15 +53,6 @@ def streamed(num_workers: int = 0) -> PrefetchLoader:
     return PrefetchLoader(data)
 
 
-def stateful(num_workers: int = 0) -> PrefetchLoader:
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-    return PrefetchLoader(
-        torchdata.StatefulDataLoader(
-            range(NUM_EXAMPLES), batch_size=2, collate_fn=slow, num_workers=num_workers
-        )
-    )
-
-
 class Watching:
     """Takes states from outside: each with the batches received before and after it was taken."""
 
@@ -150,7 +141,7 @@ def check_states(watching: Watching, make: Callable[[], PrefetchLoader]) -> None
 
 
 @pytest.mark.parametrize("take", [by_a_thread, by_a_signal_handler])
-@pytest.mark.parametrize("make", [sampled, mixed, streamed, stateful])
+@pytest.mark.parametrize("make", [sampled, mixed, streamed])
 def test_states_taken_at_all_moments(make, take):
     with make() as loader:
         watching = Watching(loader)
@@ -158,13 +149,12 @@ def test_states_taken_at_all_moments(make, take):
     check_states(watching, make)
 
 
-@pytest.mark.parametrize("make", [sampled, streamed, stateful])
+@pytest.mark.parametrize("make", [sampled, streamed])
 def test_states_taken_at_all_moments_with_workers(make):
     with make(num_workers=2) as loader:
         watching = Watching(loader)
         by_a_thread(watching, lambda: watching.train(8))
-    # the state of a StatefulDataLoader needs as many workers
-    check_states(watching, lambda: make(num_workers=2 if make is stateful else 0))
+    check_states(watching, make)
 
 
 def moved(loader: PrefetchLoader, start: dict[str, Any], reshuffles: bool) -> Iterator[None]:

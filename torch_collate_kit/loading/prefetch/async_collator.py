@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch_collate_kit._reprs import Shown, call_repr
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.prefetch.waits import PATIENCE, is_collecting
+from torch_collate_kit.loading.prefetch.workers import PATIENCE, is_collecting
 
 __all__ = ["AsyncBatchCollator"]
 

@@ -19,7 +19,7 @@ from torch_collate_kit.loading.prefetch.device_copy import device_copy
 from torch_collate_kit.loading.prefetch.positioned import LoaderPosition
 from torch_collate_kit.loading.prefetch.read_ahead import END, ReadAhead, Taken
 from torch_collate_kit.loading.prefetch.reader import Reader, Stand
-from torch_collate_kit.loading.prefetch.resumable_loaders import resumable_loader
+from torch_collate_kit.loading.prefetch.sampled_loader import resumable_loader
 from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExample, SkippedExamples
 from torch_collate_kit.loading.prefetch.waits import (
     StepTimes,
@@ -40,8 +40,7 @@ class PrefetchLoader:
 
     Args:
         loader: a DataLoader with a resumable ``batch_sampler``, such as a PrefetchingSampler, or of
-            a PackedIterableDataset (``batch_size=None``); or torchdata's StatefulDataLoader.
-            Nothing else may iterate it.
+            a PackedIterableDataset (``batch_size=None``). Nothing else may iterate it.
         prefetch: False builds each batch when it is asked for, in the consumer's thread: the same
             batches.
         device: where batches go. For CUDA they are pinned, and copied on a separate stream. None
@@ -317,7 +316,8 @@ class PrefetchLoader:
         skipped = self._reader.stand.skipped.after(state)
         self._reader.settle()
         with self._reader.moving(skipped):
-            self._loader.load_state_dict(state, lambda: self._reader.stop(move_back=False))
+            self._loader.load_state_dict(state)
+            self._reader.stop(move_back=False)
         self._loop = None
         if saved != mine and not self._loader.plans_rows:  # else the sampler says so
             _logger.warning(

@@ -16,9 +16,10 @@ from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch.async_collator import AsyncBatchCollator
 from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy
 from torch_collate_kit.loading.prefetch.positioned import LoaderPosition
-from torch_collate_kit.loading.prefetch.resumable_loaders import ResumableLoader
+from torch_collate_kit.loading.prefetch.sampled_loader import ResumableLoader
 from torch_collate_kit.loading.prefetch.skipped_examples import Collated, SkippedExamples
-from torch_collate_kit.loading.prefetch.waits import BuildTimes, Watchdog, is_collecting
+from torch_collate_kit.loading.prefetch.waits import BuildTimes, Watchdog
+from torch_collate_kit.loading.prefetch.workers import is_collecting
 
 __all__ = ["END", "ReadAhead", "Taken"]
 

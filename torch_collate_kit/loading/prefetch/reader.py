@@ -13,9 +13,9 @@ from typing import NamedTuple, TypeVar
 
 from torch_collate_kit.loading.prefetch.positioned import LoaderPosition
 from torch_collate_kit.loading.prefetch.read_ahead import ReadAhead, Taken
-from torch_collate_kit.loading.prefetch.resumable_loaders import ResumableLoader
+from torch_collate_kit.loading.prefetch.sampled_loader import ResumableLoader
 from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExamples
-from torch_collate_kit.loading.prefetch.waits import PATIENCE, is_collecting
+from torch_collate_kit.loading.prefetch.workers import PATIENCE, is_collecting
 
 __all__ = ["Reader", "Stand"]
 

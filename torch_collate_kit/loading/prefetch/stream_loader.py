@@ -143,12 +143,11 @@ class StreamLoader(PositionedLoader):
         stream = self._stream.state_at(positions, source_epoch)
         return {"epoch": position.epoch, "stream": stream}
 
-    def load_state_dict(self, state: Mapping[str, Any], stop_reading: Callable[[], None]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         epoch, stream = state.get("epoch"), part_of_state(state, "stream")
         if type(epoch) is not int or not 0 <= epoch < 2**32:
             raise StateError(f"the state has epoch={epoch!r}; pass what state_dict() gave")
         positions = self._stream.positions_in(stream)
-        stop_reading()
         self._position = self._at(epoch, positions, self._stream.epoch)
 
 

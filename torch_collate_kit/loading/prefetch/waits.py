@@ -6,7 +6,6 @@ says what a batch that does not come is waiting for: the step, the worker, the s
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import sys
@@ -20,40 +19,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torch_collate_kit.loading.prefetch.workers import PATIENCE, is_collecting
+
 __all__ = [
-    "PATIENCE",
     "BuildTimes",
     "StepTimes",
     "Timeline",
     "Watchdog",
     "checked_seconds",
-    "is_collecting",
 ]
 
 _logger = logging.getLogger("torch_collate_kit.loading")
-PATIENCE = 0.8
-"""Seconds that leaving a loop, and ``close``, wait for what is in flight."""
 _MOST_STEPS = 1000
 _MOST_SECONDS = 1e6  # at a time: a lock cannot wait for as long as one likes
-
-
-_collector = 0  # the thread in which Python collects cycles now
-
-
-def _note_collection(phase: str, info: object) -> None:
-    global _collector
-    _collector = threading.get_ident() if phase == "start" else 0
-
-
-gc.callbacks.append(_note_collection)
-
-
-def is_collecting() -> bool:
-    """Return whether Python's cycle collector is the caller.
-
-    It runs in any thread, at any moment: what its caller holds is not known, so it must not wait.
-    """
-    return _collector == threading.get_ident()
 
 
 class BuildTimes(NamedTuple):
