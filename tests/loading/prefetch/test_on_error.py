@@ -23,7 +23,6 @@ from torch_collate_kit.loading import (
     SkippedExample,
     TokenizedDataset,
 )
-from torch_collate_kit.loading.prefetch.skipped_examples import Collated, Failed, SkippedExamples
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.testing import assert_exact_resume, batch_digest
 
@@ -100,8 +99,8 @@ def test_what_cannot_be_read_or_collated_is_left_out(said, name, setting):
         one.error.partition(";")[0] for one in expected
     ]
     assert said == [
-        f"left example {one.example} out of step {one.step} of epoch 0, {number} of at most 100 so "
-        f"far: {one.error}"
+        f"skipped: example {one.example} in step {one.step} of epoch 0: {one.error} "
+        f"({number} of at most 100)"
         for number, one in enumerate(skipped, start=1)
     ]
 
@@ -120,6 +119,10 @@ def test_every_time_counts():
         assert [(one.epoch, one.example) for one in loader.skipped] == [(0, bad), (1, bad)]
 
 
+def tokens_of(batch: Any) -> Any:
+    return batch["input_ids"]
+
+
 class NotABatch(list):
     """What a collate function of one's own may return."""
 
@@ -131,6 +134,36 @@ def test_any_collate_function_may_be_used():
     assert type(batch) is NotABatch
     assert batch == [EXAMPLES[i] for i in ORDER[0][1:]]
     assert loader.skipped == [SkippedExample(0, 0, bad, "ValueError: odd")]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("collate", [None, tokens_of], ids=str)
+def test_what_a_stream_has_left_out_is_listed_too(said, collate, num_workers):
+    rows = [{"input_ids": [-5]} if i in (2, 5, 9) else e for i, e in enumerate(EXAMPLES)]
+
+    def make() -> PrefetchLoader:
+        stream = PackedIterableDataset(
+            rows, tokenizer=0, max_tokens=8, buffer_size=1, num_shards=2, on_error="skip"
+        )
+        data = DataLoader(stream, batch_size=None, num_workers=num_workers, collate_fn=collate)
+        return PrefetchLoader(data)
+
+    with make() as loader:
+        batches = iter(loader)
+        assert next(batches) is not None
+        state = loader.state_dict()
+        assert "skipped" not in state
+        list(batches)
+        skipped = loader.skipped
+        assert sorted(one.example for one in skipped) == [2, 5, 9]
+        assert {(one.epoch, one.error) for one in skipped} == {(0, None)}
+        steps = [(step.epoch, step.step) for step in loader.timeline]
+        assert all(one[:2] in steps for one in skipped)
+        assert len(said) == (0 if num_workers else 3)  # the stream's own: workers log there
+        loader.load_state_dict(state)
+        assert loader.skipped == []
+        list(loader)
+        assert loader.skipped == [one for one in skipped if one.step > 0]
 
 
 # ---- what is not an example's fault ----
@@ -232,13 +265,12 @@ def test_more_than_max_skipped_in_all():
         for attempt in (batches, loader.steps(1)):  # it can be tried again, and fails again
             with pytest.raises(DataError) as caught:
                 next(attempt)
-            first, last, _, *trace = str(caught.value).splitlines()
-            assert first == (
-                f"3 examples fail, more than max_skipped=2: {', '.join(map(str, bad))}; repair or "
-                "leave out these, or raise the limit if so many may be lost. The last, example "
-                f"{bad[-1]}:"
+            first, second, *trace = str(caught.value).splitlines()
+            assert first.startswith(
+                "3 examples are wrong, more than max_skipped=2; the last one: example "
+                f"{bad[-1]} in step 2 of epoch 0: DataError: example 0: input_ids is -5 at token 0"
             )
-            assert last == "Traceback (most recent call last):"
+            assert second == "Traceback (most recent call last):"
             assert "input_ids is -5 at token 0" in trace[-1]
         assert [one.example for one in loader.skipped] == bad[:2]
         assert loader.state_dict()["sampler"]["step"] == 2
@@ -259,7 +291,8 @@ def test_more_than_max_skipped_in_a_row():
             with pytest.raises(DataError) as caught:
                 next(batches)
     assert str(caught.value).startswith(
-        f"4 examples fail, more than max_skipped_in_a_row=3, in a row: {', '.join(map(str, bad))};"
+        "4 examples in a row are wrong, more than max_skipped_in_a_row=3; the last one: example "
+        f"{bad[-1]} in step 1 of epoch 0: "
     )
 
 
@@ -267,21 +300,6 @@ def test_more_than_max_skipped_in_a_row():
 def test_examples_that_are_not_in_a_row(apart):
     with loader_of(Broken(bad=set(apart)), max_skipped_in_a_row=1) as loader:
         assert len(list(loader)) == 4
-
-
-def test_a_message_names_the_last_twenty():
-    skipped = SkippedExamples(24, 100)
-    for step in range(8):
-        failed = tuple(Failed(i, 10 * step + i, "", "") for i in (1, 4, 6))
-        skipped = skipped.with_batch(0, step, Collated([], 9, failed))
-    with pytest.raises(DataError) as caught:
-        skipped.with_batch(0, 8, Collated([], 9, (Failed(0, 80, "", ""),)))
-    first = str(caught.value).partition(";")[0]
-    names = [10 * step + i for step in range(8) for i in (1, 4, 6)][-19:]
-    assert first == (
-        "25 examples fail, more than max_skipped=24: the last 20 of them "
-        f"{', '.join(map(str, [*names, 80]))}"
-    )
 
 
 # ---- states ----
@@ -319,7 +337,7 @@ def test_runs_in_a_row_go_on_after_a_resume():
     assert state["skipped_in_a_row"] == 2
     with loader_of(Broken(bad=bad), max_skipped_in_a_row=3) as loader:
         loader.load_state_dict(state)
-        with pytest.raises(DataError, match="4 examples fail, more than max_skipped_in_a_row=3"):
+        with pytest.raises(DataError, match="4 examples in a row are wrong, more than"):
             next(loader.steps(1))
 
 
@@ -394,7 +412,7 @@ def test_a_damaged_state_is_refused_and_nothing_is_changed(change, message):
         with pytest.raises(StateError) as caught:
             loader.load_state_dict(other)
         assert message in str(caught.value)
-        assert "pass what state_dict() gave" in str(caught.value)
+        assert "pass what state_dict() returned" in str(caught.value)
         assert loader.state_dict() == before
         found = [batch_digest(batch) for batch in (first, *batches)]
     assert found == expected_without({ORDER[0][0]})

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
+from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit._reprs import call_repr
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch.device_copy import device_copy
@@ -27,6 +27,7 @@ from torch_collate_kit.loading.prefetch.waits import (
     checked_seconds,
 )
 from torch_collate_kit.loading.sampler.checks import is_same
+from torch_collate_kit.loading.skipping import SkipPolicy
 
 __all__ = ["PrefetchLoader"]
 
@@ -90,16 +91,11 @@ class PrefetchLoader:
         self._prefetch = checked_bool("prefetch", prefetch)
         self._copy = device_copy(device)
         self._warn_after = checked_seconds("warn_after", warn_after)
-        checked_choice("on_error", on_error, ("raise", "skip"))
-        skipped = SkippedExamples(
-            checked_int("max_skipped", max_skipped),
-            checked_int("max_skipped_in_a_row", max_skipped_in_a_row),
-        )
-        self._on_error = on_error
-        if on_error == "skip":
+        policy = SkipPolicy(on_error, max_skipped, max_skipped_in_a_row)
+        if policy.skips:
             self._loader.skip_failing_examples()
         read = partial(ReadAhead, self._loader, self._copy, self._prefetch, self._warn_after)
-        self._reader = Reader(self._loader, read, skipped)
+        self._reader = Reader(self._loader, read, SkippedExamples(policy))
         self._loop: object = None  # the loop that may draw from it
         self._drawing = 0  # the thread that draws a batch now
         self._interrupt: BaseException | None = None  # of the thread, to be raised at the next call
@@ -109,8 +105,7 @@ class PrefetchLoader:
         settings: dict[str, Any] = {} if self._prefetch else {"prefetch": False}
         settings |= {} if self._copy is None else {"device": str(self._copy.device)}
         settings |= {} if self._warn_after == 60.0 else {"warn_after": self._warn_after}
-        if self._on_error == "skip":
-            settings |= {"on_error": "skip", **self._reader.stand.skipped.limits}
+        settings |= self._reader.stand.skipped.policy.settings()
         position = self._reader.answer(lambda position, _: position)
         where = "closed" if self._is_closed else f"epoch {position.epoch}, step {position.step}"
         return f"{call_repr(self, self._loader.described(), **settings)} [{where}]"
@@ -141,9 +136,10 @@ class PrefetchLoader:
 
     @property
     def skipped(self) -> list[SkippedExample]:
-        """What was left out of the batches received so far, and before the state that was loaded.
+        """Examples left out of the batches received so far, oldest first; a new list.
 
-        A new list, oldest first. Each time counts that an example is left out.
+        Each time counts that an example is left out. With a sampler the list goes on after a
+        resume; a stream, which leaves examples out itself, keeps only their number in its state.
 
         >>> from torch.utils.data import DataLoader
         >>> from torch_collate_kit import PrefetchingSampler
@@ -287,7 +283,8 @@ class PrefetchLoader:
 
         def state(position: LoaderPosition, skipped: SkippedExamples) -> dict[str, Any]:
             at = self._loader.state_at(position)
-            return {"version": 1, "max_tokens": self._max_tokens, **at, **skipped.state()}
+            counts = skipped.state() if self._loader.has_sampler else {}  # a stream has its own
+            return {"version": 1, "max_tokens": self._max_tokens, **at, **counts}
 
         return self._reader.answer(state)
 

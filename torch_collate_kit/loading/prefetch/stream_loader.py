@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.collate import default_convert
 
 from torch_collate_kit._reprs import Shown, call_repr
+from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch.positioned import (
     LoaderPosition,
@@ -21,6 +22,7 @@ from torch_collate_kit.loading.prefetch.positioned import (
     changed_copy,
     part_of_state,
 )
+from torch_collate_kit.loading.prefetch.skipped_examples import Collated, Failed
 from torch_collate_kit.loading.sampler.checks import checked_word
 
 __all__ = ["StreamLoader", "is_stream_of_shards"]
@@ -104,16 +106,16 @@ class StreamLoader(PositionedLoader):
         self._passes.move_to(epoch + 1, self._stream.beginning())
         return None, self._received_from(turns)
 
-    def _received_from(self, turns: Iterator[Any]) -> Iterator[Any]:
+    def _received_from(self, turns: Iterator[tuple[Any, tuple[int, ...]]]) -> Iterator[Any]:
         received = self._received.positions
-        for turn in turns:
+        for turn, skipped in turns:
             if turn.after is not None:
                 received[turn.shard] = turn.after
             if turn.has_batch:
-                batch = turn.batch
+                collated = Collated(turn.batch, tuple(Failed(example) for example in skipped))
                 del turn
-                yield batch
-                del batch  # it would be held beside the next
+                yield collated
+                del collated  # it would be held beside the next
 
     def mark(self) -> _Mark:
         positions, source_epoch = self._received
@@ -175,9 +177,11 @@ class _Passes(IterableDataset[Any]):
         return turns
 
 
-def _collate_turn(collate: Callable[[Any], Any], turn: Any) -> Any:
-    """The DataLoader's ``collate_fn``, for the batch of a turn."""
+def _collate_turn(collate: Callable[[Any], Any], turn: Any) -> tuple[Any, tuple[int, ...]]:
+    """Return a turn after ``collate_fn`` of the DataLoader, and what its batch is without."""
+    batch = turn.batch
+    skipped = batch.metadata.get("skipped", ()) if isinstance(batch, Batch) else ()
     # torch's own, which is there if none was given, would rebuild a Batch without metadata
-    if collate is default_convert or not turn.has_batch:
-        return turn
-    return turn._replace(batch=collate(turn.batch))
+    if collate is not default_convert and turn.has_batch:
+        turn = turn._replace(batch=collate(batch))
+    return turn, tuple(skipped)

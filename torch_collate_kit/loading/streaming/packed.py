@@ -22,9 +22,9 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.collators.packed import changed_options
 from torch_collate_kit.loading.sampler.checks import checked_rank
+from torch_collate_kit.loading.skipping import SkipPolicy
 from torch_collate_kit.loading.streaming.shard_batches import DividedStream, ShardBatches, Turn
 from torch_collate_kit.loading.streaming.shards import ExampleSource, Stream
-from torch_collate_kit.loading.streaming.skipping import ErrorPolicy
 from torch_collate_kit.loading.streaming.states import Position
 
 __all__ = ["PackedIterableDataset"]
@@ -93,7 +93,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         self.presharded = checked_bool("presharded", presharded)
         self.on_error, self.max_skipped = on_error, max_skipped
         self.max_skipped_in_a_row = max_skipped_in_a_row
-        self._policy = ErrorPolicy(on_error, max_skipped, max_skipped_in_a_row)
+        self._policy = SkipPolicy(on_error, max_skipped, max_skipped_in_a_row)
         hint = "None makes every worker of every rank a shard"
         self.num_shards = checked_optional_int("num_shards", num_shards, hint=hint)
         self._stream = Stream(
