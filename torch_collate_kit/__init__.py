@@ -44,7 +44,6 @@ from torch_collate_kit.reporting import (
     plot_efficiency,
     plot_lengths,
     plot_rows,
-    plot_timeline,
 )
 from torch_collate_kit.vision import (
     VisionLayout,
@@ -94,7 +93,6 @@ __all__ = [
     "plot_efficiency",
     "plot_lengths",
     "plot_rows",
-    "plot_timeline",
     "register_torch_varlen",
     "rl",
     "token_loss",

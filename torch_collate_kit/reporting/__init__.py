@@ -11,7 +11,6 @@ from torch_collate_kit.reporting.plots import (
     plot_efficiency,
     plot_lengths,
     plot_rows,
-    plot_timeline,
 )
 from torch_collate_kit.reporting.report import PackingReport, packing_report
 
@@ -25,5 +24,4 @@ __all__ = [
     "plot_efficiency",
     "plot_lengths",
     "plot_rows",
-    "plot_timeline",
 ]

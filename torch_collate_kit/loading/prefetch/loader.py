@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -21,6 +21,7 @@ from torch_collate_kit.loading.prefetch.read_ahead import END, ReadAhead, Taken
 from torch_collate_kit.loading.prefetch.reader import Reader, Stand
 from torch_collate_kit.loading.prefetch.sampled_loader import resumable_loader
 from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExample, SkippedExamples
+from torch_collate_kit.loading.prefetch.timeline_plot import draw_timeline
 from torch_collate_kit.loading.prefetch.waits import (
     StepTimes,
     Timeline,
@@ -28,6 +29,9 @@ from torch_collate_kit.loading.prefetch.waits import (
 )
 from torch_collate_kit.loading.sampler.checks import is_same
 from torch_collate_kit.loading.skipping import SkipPolicy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["PrefetchLoader"]
 
@@ -120,7 +124,6 @@ class PrefetchLoader:
         """When each of the last 1,000 batches was collated, copied, waited for and trained on.
 
         A new list, oldest first; any thread may ask. It belongs to this object, not to its state.
-        ``plot_timeline`` draws it.
 
         >>> import time
         >>> from torch.utils.data import DataLoader
@@ -133,6 +136,27 @@ class PrefetchLoader:
         [(0, 0, False), (0, 1, True)]
         """
         return self._timeline.steps()
+
+    def plot_timeline(self, *, num_steps: int = 30, ax: Axes | None = None) -> Axes:
+        """Draw when the last ``num_steps`` batches were collated, copied, waited for, trained on.
+
+        The title says how much of building them was hidden: the time that it took, less the time
+        that the training loop waited for it. The first batch of an epoch is never built ahead.
+        Needs matplotlib. Draws on ``ax`` or on axes of a new figure, and returns them; nothing is
+        shown: call ``plt.show()``, or ``ax.figure.savefig("timeline.png")``.
+
+        Raises:
+            ValueError: no batch was read yet.
+
+        >>> from torch.utils.data import DataLoader
+        >>> from torch_collate_kit import PrefetchingSampler
+        >>> sampler = PrefetchingSampler(4, 2)
+        >>> with PrefetchLoader(DataLoader(range(4), batch_sampler=sampler)) as loader:
+        ...     batches = list(loader)
+        >>> loader.plot_timeline().get_xlabel()
+        'time (seconds); the last 2 steps'
+        """
+        return draw_timeline(self.timeline, num_steps, ax)
 
     @property
     def skipped(self) -> list[SkippedExample]:

@@ -5,6 +5,5 @@ from __future__ import annotations
 from torch_collate_kit.reporting.plots.bars import plot_balance, plot_efficiency
 from torch_collate_kit.reporting.plots.lengths import plot_lengths
 from torch_collate_kit.reporting.plots.rows import plot_rows
-from torch_collate_kit.reporting.plots.timeline import plot_timeline
 
-__all__ = ["plot_balance", "plot_efficiency", "plot_lengths", "plot_rows", "plot_timeline"]
+__all__ = ["plot_balance", "plot_efficiency", "plot_lengths", "plot_rows"]

@@ -11,15 +11,15 @@ from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.showing.cells import Kind
-from torch_collate_kit.packing import ModelCost, PackingPlan
-from torch_collate_kit.reporting.candidates import PADDED
-from torch_collate_kit.reporting.plots.style import (
+from torch_collate_kit.batch.showing.style import (
     COLORS,
     axes_for,
     cells_to_draw,
     legend_below,
     tint,
 )
+from torch_collate_kit.packing import ModelCost, PackingPlan
+from torch_collate_kit.reporting.candidates import PADDED
 from torch_collate_kit.reporting.report import PackingReport, headline
 
 if TYPE_CHECKING:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torch_collate_kit._reprs import plural
-from torch_collate_kit.reporting.lengths import checked_limits, data_lengths
-from torch_collate_kit.reporting.plots.style import (
+from torch_collate_kit.batch.showing.style import (
     COLORS,
     axes_for,
     legend_below,
     matplotlib_module,
     tint,
 )
+from torch_collate_kit.reporting.lengths import checked_limits, data_lengths
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.showing.cells import Cells, Kind, Runs, example_numbers, runs_of
-from torch_collate_kit.reporting.plots.style import (
+from torch_collate_kit.batch.showing.style import (
     COLORS,
     axes_for,
     boxed_number,

@@ -1,15 +1,16 @@
-"""What all plots share: axes, colours that colour-blind readers tell apart, and hatches."""
+"""Axes, colours and legends of all plots; colour-blind readers can tell the colours apart."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import needed_package
-from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.showing.cells import Cells, cells_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from torch_collate_kit.batch import Batch
 
 __all__ = [
     "COLORS",
@@ -36,7 +37,7 @@ COLORS = {
 
 
 def matplotlib_module(name: str) -> Any:
-    """A module of matplotlib.
+    """Import a module of matplotlib.
 
     Raises:
         ImportError: it is not installed; the message has the pip command.
@@ -45,7 +46,7 @@ def matplotlib_module(name: str) -> Any:
 
 
 def axes_for(ax: Axes | None, width: float, height: float) -> Any:
-    """``ax``, or axes of a new figure of this size in inches."""
+    """Return ``ax``, or axes of a new figure of this size in inches."""
     if ax is not None:
         return ax
     _, axes = matplotlib_module("pyplot").subplots(figsize=(width, height), layout="constrained")
@@ -53,7 +54,7 @@ def axes_for(ax: Axes | None, width: float, height: float) -> Any:
 
 
 def tint(color: str, share: float = 0.28) -> tuple[float, float, float]:
-    """The colour ``#rrggbb`` mixed with white: ``share`` of it is left. RGB from 0 to 1.
+    """Mix the colour ``#rrggbb`` with white: ``share`` of it is left. RGB from 0 to 1.
 
     >>> tint("#000000", 0.25)
     (0.75, 0.75, 0.75)
@@ -63,7 +64,7 @@ def tint(color: str, share: float = 0.28) -> tuple[float, float, float]:
 
 
 def cells_to_draw(batch: Batch) -> Cells:
-    """What the cells of a batch hold; ValueError if it does not say."""
+    """Return the contents of a batch's cells; ValueError if it does not say."""
     cells = cells_of(batch.stored())
     if cells is None:
         raise ValueError(
@@ -74,7 +75,7 @@ def cells_to_draw(batch: Batch) -> Cells:
 
 
 def boxed_number(ax: Axes, x: float, y: float, number: int) -> None:
-    """A number in a white box, around this point."""
+    """Draw a number in a white box, around this point."""
     ax.text(
         x,
         y,
@@ -88,7 +89,7 @@ def boxed_number(ax: Axes, x: float, y: float, number: int) -> None:
 
 
 def legend_below(ax: Axes, handles: list[Any], *, inches: float = 0.5) -> None:
-    """A legend so far below the axes, as wide as they are at most; nothing is drawn over."""
+    """Draw a legend so far below the axes, at most as wide as they are; nothing is drawn over."""
     figure = ax.figure
     transforms = matplotlib_module("transforms")
     below = transforms.ScaledTranslation(0, -inches, figure.dpi_scale_trans)
