@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from torch_collate_kit import PrefetchingSampler, PrefetchLoader
 from torch_collate_kit.loading import StepTimes
 from torch_collate_kit.loading.prefetch import loader as loader_module
-from torch_collate_kit.loading.prefetch import read_ahead, waits
-from torch_collate_kit.loading.prefetch.waits import BuildTimes, Timeline
+from torch_collate_kit.loading.prefetch import read_ahead, step_times
+from torch_collate_kit.loading.prefetch.step_times import BuildTimes, Timeline
 
 STEPS = [
     StepTimes(0, 0, 10.0, 11.0, 11.5, 10.0, 11.5, 13.5),  # built when it was asked for
@@ -41,7 +41,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    for module in (loader_module, read_ahead, waits):
+    for module in (loader_module, read_ahead, step_times):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     return clock
 

@@ -21,7 +21,7 @@ from tests.loading.hang_guard import once_main_thread_waits, our_threads
 from tests.loading.prefetch.test_fork import in_a_fork
 from tests.loading.prefetch.toy_data import COLLATORS, Watched, expected_digests, make_loader
 from torch_collate_kit.loading.prefetch import PrefetchLoader
-from torch_collate_kit.loading.prefetch.waits import Watchdog
+from torch_collate_kit.loading.prefetch.watchdog import Watchdog
 from torch_collate_kit.testing import batch_digest
 
 SOON, NEVER = 0.05, 1000.0
@@ -266,8 +266,8 @@ def test_a_worker_is_described_by_what_the_iterator_has(said, batches, expected)
     thread.start()
     batches.began.wait()
     watchdog.collating = thread.ident
-    watchdog.wait_begins(3, 7)
-    until(lambda: said)
+    with watchdog.waiting(3, 7):
+        until(lambda: said)
     batches.gate.set()
     thread.join()
     watchdog.stop()
@@ -277,8 +277,8 @@ def test_a_worker_is_described_by_what_the_iterator_has(said, batches, expected)
 
 def test_a_thread_that_has_ended_has_no_stack(said):
     watchdog = Watchdog(SOON)
-    watchdog.wait_begins(0, 0)
-    until(lambda: said)
+    with watchdog.waiting(0, 0):
+        until(lambda: said)
     watchdog.stop()
     assert said[0].endswith("Stack of the prefetch thread:\n  it has ended")
 
@@ -338,8 +338,8 @@ def test_forks_while_the_watchdog_looks():
     watchdog = Watchdog(1e-4)
     try:
         for _ in range(20):
-            watchdog.wait_begins(0, 0)
-            watchdog.wait_ends()
+            with watchdog.waiting(0, 0):
+                pass
             assert in_a_fork(watchdog._release) == ""
     finally:
         watchdog.stop()

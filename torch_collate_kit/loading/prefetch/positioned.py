@@ -29,10 +29,8 @@ class PositionedLoader:
     """
 
     has_sampler = False
-    """Whether a sampler says which examples a step has. Then they follow a state into other rows,
-    and the loader names epoch and step; those that a stream has given to a batch stay."""
-    plans_rows = False
-    """Whether the sampler itself reports that a state has other rows."""
+    """Whether a sampler says which examples a step has. Then the loader names epoch and step, and
+    counts what is left out; else a stream does."""
     is_closed = False
 
     def __init__(self, loader: Any) -> None:

@@ -199,7 +199,7 @@ class SkippedExamples:
             problem = "only one of skipped and skipped_in_a_row, which are saved together"
         if problem:
             raise StateError(f"the state has {problem}; pass what state_dict() returned")
-        examples = tuple(SkippedExample(*one[:3], None) for one in named)
+        examples = tuple(SkippedExample(one[0], one[1], one[2], None) for one in named)
         return SkippedExamples(self.policy, examples, in_a_row)
 
 

@@ -15,7 +15,7 @@ from torch_collate_kit.batch.showing.style import (
     matplotlib_module,
     tint,
 )
-from torch_collate_kit.loading.prefetch.waits import StepTimes
+from torch_collate_kit.loading.prefetch.step_times import StepTimes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
