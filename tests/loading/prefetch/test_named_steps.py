@@ -21,26 +21,6 @@ def names(batch: Any) -> tuple[int, int]:
     return batch.metadata["epoch"], batch.metadata["step"]
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"prefetch": False},
-        {"prefetch": True},
-        {"num_workers": 2},
-        {"num_workers": 2, "persistent_workers": True, "prefetch": False},
-    ],
-    ids=str,
-)
-def test_every_batch_names_its_epoch_and_step(setting):
-    with make_loader(**setting) as loader:
-        found = []
-        for batch in loader.steps(8):
-            found.append(names(batch))
-            assert (loader.timeline[-1].epoch, loader.timeline[-1].step) == names(batch)
-        assert found == TWO_EPOCHS
-        assert all(type(number) is int for name in found for number in name)
-
-
 def test_steps_count_from_the_beginning_of_the_epoch_after_a_jump_a_resume_and_a_reshuffle():
     with make_loader() as loader:
         assert [names(batch) for batch in loader.steps(2)] == [(0, 0), (0, 1)]

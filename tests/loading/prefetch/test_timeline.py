@@ -172,24 +172,6 @@ def test_the_last_thousand_steps_are_kept():
         assert [step.step for step in loader.timeline] == list(range(50, 1050))
 
 
-def test_it_is_not_in_the_state():
-    with loader_of(6, 2, list) as loader, loader_of(6, 2, list) as other:
-        batches = iter(loader)
-        next(batches)
-        state = loader.state_dict()
-        assert not any("time" in key for key in state)
-        other.load_state_dict(state)
-        assert other.timeline == []
-        assert len(loader.timeline) == 1
-
-
-def test_the_list_is_a_copy():
-    with loader_of(4, 2, list) as loader:
-        next(iter(loader))
-        loader.timeline.clear()
-        assert len(loader.timeline) == 1
-
-
 def test_any_thread_may_read_while_steps_are_added():
     """Without the copy in one operation: RuntimeError, deque mutated during iteration."""
     timeline, failed, is_done = Timeline(), [], threading.Event()
@@ -282,10 +264,3 @@ def test_the_last_steps_are_drawn_on_the_given_axes_with_what_happened_in_them(d
     assert labels == ["collated", "waited for", "trained on"]
     ax.figure.canvas.draw()
     assert all(not t.get_window_extent().overlaps(ax.bbox) for t in ax.get_legend().get_texts())
-
-
-def test_what_cannot_be_drawn(drawn):
-    with pytest.raises(ValueError, match=r"the timeline is empty \(0 steps\); read batches"):
-        drawn([])
-    with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
-        drawn(STEPS, num_steps=0)
