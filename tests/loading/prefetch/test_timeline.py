@@ -16,7 +16,6 @@ from torch_collate_kit import PrefetchingSampler, PrefetchLoader
 from torch_collate_kit.loading import StepTimes
 from torch_collate_kit.loading.prefetch import loader as loader_module
 from torch_collate_kit.loading.prefetch import read_ahead, step_times
-from torch_collate_kit.loading.prefetch.step_times import BuildTimes, Timeline
 
 STEPS = [
     StepTimes(0, 0, 10.0, 11.0, 11.5, 10.0, 11.5, 13.5),  # built when it was asked for
@@ -165,21 +164,14 @@ def test_waits_add_up_over_slow_batches_and_epochs(clock):
     assert [(step.epoch, step.step) for step in steps] == [(i // 3, i % 3) for i in range(7)]
 
 
-def test_the_last_thousand_steps_are_kept():
-    with loader_of(2100, 2, list, prefetch=False) as loader:
-        for _ in loader:
-            pass
-        assert [step.step for step in loader.timeline] == list(range(50, 1050))
-
-
-def test_any_thread_may_read_while_steps_are_added():
+def test_the_last_thousand_steps_are_kept_and_any_thread_may_read_them():
     """Without the copy in one operation: RuntimeError, deque mutated during iteration."""
-    timeline, failed, is_done = Timeline(), [], threading.Event()
+    failed, is_done = [], threading.Event()
 
     def read() -> None:
         try:
             while not is_done.is_set():
-                steps = [step.step for step in timeline.steps()]
+                steps = [step.step for step in loader.timeline]
                 assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else True
         except Exception as error:
             failed.append(error)
@@ -187,15 +179,18 @@ def test_any_thread_may_read_while_steps_are_added():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        for step in range(20_000):
-            timeline.received(0, step, BuildTimes(0.0, 0.0, 0.0), 0.0, 0.0)
-            timeline.trained()
-    finally:
-        is_done.set()
-        reader.join()
-        sys.setswitchinterval(interval)
+    with loader_of(2100, 2, list, prefetch=False) as loader:
+        reader.start()
+        try:
+            for _ in loader:
+                pass
+        finally:
+            is_done.set()
+            reader.join()
+            sys.setswitchinterval(interval)
+        assert [step.step for step in loader.timeline] == list(range(50, 1050))
+        loader.timeline.clear()  # a copy
+        assert len(loader.timeline) == 1000
     assert failed == []
 
 

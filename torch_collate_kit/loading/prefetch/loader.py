@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
@@ -23,6 +23,7 @@ from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExample, 
 from torch_collate_kit.loading.prefetch.step_times import StepTimes, Timeline
 from torch_collate_kit.loading.prefetch.timeline_plot import draw_timeline
 from torch_collate_kit.loading.prefetch.watchdog import checked_seconds
+from torch_collate_kit.loading.sampler.checks import is_same
 from torch_collate_kit.loading.skipping import SkipPolicy
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefetchLoader"]
 
+_OnEpoch: TypeAlias = Callable[[int], object] | None
 _MAX_EMPTY_EPOCHS = 100_000  # in a row, in steps(): an error instead of a loop without an end
 
 
@@ -112,9 +114,7 @@ class PrefetchLoader:
 
     @property
     def timeline(self) -> list[StepTimes]:
-        """The times at which each of the last 1,000 batches was collated, waited for, trained on.
-
-        A new list, oldest first; any thread may ask. It belongs to this object, not to its state.
+        """The times of the last 1,000 batches, oldest first; a new list. No part of the state.
 
         >>> from torch.utils.data import DataLoader
         >>> from torch_collate_kit import PrefetchingSampler
@@ -132,8 +132,6 @@ class PrefetchLoader:
         The title says how much of building them was hidden: the time that it took, less the time
         that the training loop waited. Draws on ``ax``, or on axes of a new figure, and returns
         them; nothing is shown. Needs matplotlib. ValueError if no batch was read yet.
-
-        ``loader.plot_timeline().figure.savefig("timeline.png")``
         """
         return draw_timeline(self.timeline, num_steps, ax)
 
@@ -156,33 +154,31 @@ class PrefetchLoader:
 
     def __len__(self) -> int:
         """Return the number of steps in the current epoch, counted from its step 0."""
-        num_steps = self._reader.num_steps()
-        if num_steps is None:
+        if (num_steps := self._reader.num_steps()) is None:
             raise TypeError("the length of an epoch of this loader is known only at its end")
         return num_steps
 
     def __iter__(self) -> Iterator[Any]:
         return self._batches(None, None)
 
-    def steps(
-        self, num_steps: int, on_epoch: Callable[[int], object] | None = None
-    ) -> Iterator[Any]:
+    def steps(self, num_steps: int, on_epoch: _OnEpoch = None) -> Iterator[Any]:
         """Iterate over the next ``num_steps`` batches, across epochs.
 
         ``on_epoch(epoch)`` is called at the first step of each epoch, before any of its batches is
         built. Nothing reads the data then, so it may change them. Persistent workers keep their
-        copy of the dataset and do not see the change.
-
-        Raises:
-            StateError: epoch after epoch without a batch.
+        copy of the dataset and do not see the change. StateError if no epoch has a batch.
         """
         return self._batches(checked_int("num_steps", num_steps, minimum=0), on_epoch)
 
-    def _batches(
-        self, num_steps: int | None, on_epoch: Callable[[int], object] | None
-    ) -> Iterator[Any]:
+    def _batches(self, num_steps: int | None, on_epoch: _OnEpoch) -> Iterator[Any]:
         """Yield the next batches; None: those left in the epoch."""
-        loop, reader = self._begin_loop(), self._reader
+        self._check_open()
+        self._check_one_consumer()
+        self._raise_interrupt()
+        self._loop = loop = object()
+        self._timeline.trained()  # on the last batch of an older loop
+        reader = self._reader
+        reader.stop_if_over()
         num_taken = num_empty = 0
         try:
             while num_steps is None or num_taken < num_steps:
@@ -208,18 +204,7 @@ class PrefetchLoader:
             self._leave(loop, error)
             raise
 
-    def _begin_loop(self) -> object:
-        self._check_open()
-        self._check_one_consumer()
-        self._raise_interrupt()
-        self._loop = loop = object()
-        self._timeline.trained()  # what an older loop gave
-        self._reader.stop_if_over()
-        return loop
-
-    def _draw(
-        self, loop: object, on_epoch: Callable[[int], object] | None
-    ) -> tuple[ReadAhead, Taken]:
+    def _draw(self, loop: object, on_epoch: _OnEpoch) -> tuple[ReadAhead, Taken]:
         """Return the reading, and its next batch or END."""
         self._check_one_consumer()
         self._drawing = threading.get_ident()
@@ -230,8 +215,7 @@ class PrefetchLoader:
             try:
                 taken = self._reader.take(run)
             finally:
-                ended = time.perf_counter()
-                self.wait_seconds += ended - began
+                self.wait_seconds += (ended := time.perf_counter()) - began
             self._check_loop(loop)
         finally:
             self._drawing = 0
@@ -249,7 +233,7 @@ class PrefetchLoader:
                 self._interrupt = interrupt
         elif isinstance(error, Exception):  # of what another thread has done meanwhile
             if self._is_closed:
-                self.close()  # what was begun after it
+                self.close()  # it may have begun to read after the first close
             self._check_loop(loop)
 
     def reshuffle(self) -> None:
@@ -290,10 +274,8 @@ class PrefetchLoader:
         """Continue exactly from a saved position.
 
         Another ``max_tokens`` of the collator is logged: the same examples are in other rows.
-        Around a stream it is refused.
-
-        Raises:
-            StateError: another version, data, batch size or kind of loader; nothing has changed.
+        Around a stream it is refused. StateError for another version, data, batch size or kind of
+        loader; then nothing has changed.
         """
         self._check_open()
         if not isinstance(state, Mapping):
@@ -301,11 +283,10 @@ class PrefetchLoader:
                 f"a state must be a mapping, got {type(state).__name__}; pass what state_dict() "
                 "returned"
             )
-        version = state.get("version")
-        if type(version) is not int or version != 1:
+        if not is_same(state.get("version"), 1):
             raise StateError(
-                f"the state has version={version!r}, this loader has 1; resume with the release "
-                "that saved it"
+                f"the state has version={state.get('version')!r}, this loader has 1; resume with "
+                "the release that saved it"
             )
         skipped = self._reader.stand.skipped.after(state)
         self._reader.settled(None)
@@ -321,8 +302,7 @@ class PrefetchLoader:
         A batch that takes longer is abandoned, with a warning: its workers are killed, and a thread
         that does not return ends with the process.
         """
-        self._is_closed = True
-        self._loop = None
+        self._is_closed, self._loop = True, None
         if self._reader.is_elsewhere():
             return
         self._timeline.trained()

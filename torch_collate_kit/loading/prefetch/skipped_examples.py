@@ -191,7 +191,12 @@ class SkippedExamples:
         """Return the examples left out in the run that saved ``state``, with the same policy."""
         named, in_a_row = state.get("skipped", []), state.get("skipped_in_a_row", 0)
         problem = ""
-        if not isinstance(named, list) or not all(_is_named(one) for one in named):
+        if not isinstance(named, list) or not all(
+            isinstance(one, list)
+            and len(one) == 3
+            and all(type(number) is int and number >= 0 for number in one[:2])
+            for one in named
+        ):
             problem = "skipped that is not a list of [epoch, step, example]"
         elif type(in_a_row) is not int or not 0 <= in_a_row <= len(named):
             problem = f"skipped_in_a_row={in_a_row!r} of {len(named)} that were skipped"
@@ -201,9 +206,3 @@ class SkippedExamples:
             raise StateError(f"the state has {problem}; pass what state_dict() returned")
         examples = tuple(SkippedExample(one[0], one[1], one[2], None) for one in named)
         return SkippedExamples(self.policy, examples, in_a_row)
-
-
-def _is_named(one: Any) -> bool:
-    if not isinstance(one, list) or len(one) != 3:
-        return False
-    return all(type(number) is int and number >= 0 for number in one[:2])

@@ -102,16 +102,13 @@ def _watch(watchdog: weakref.ref[Watchdog], end: Any, warn_after: float) -> None
     """Look from time to time. It keeps nothing alive while it sleeps."""
     seconds = warn_after
     while not end.acquire(timeout=min(seconds, _MOST_SECONDS)):
-        seconds = _look(watchdog, warn_after)
-
-
-def _look(watchdog: weakref.ref[Watchdog], warn_after: float) -> float:
-    looking = watchdog()
-    try:
-        return warn_after if looking is None else looking.look(warn_after)
-    except Exception:  # of a logging handler: its message is lost, and the watch goes on
-        traceback.print_exc()
-        return warn_after
+        looking = watchdog()
+        try:
+            seconds = warn_after if looking is None else looking.look(warn_after)
+        except Exception:  # of a logging handler: its message is lost, and the watch goes on
+            traceback.print_exc()
+            seconds = warn_after
+        del looking
 
 
 def _report(wait: _Wait, seconds: float, collating: int) -> str:
