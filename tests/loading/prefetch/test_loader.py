@@ -204,7 +204,7 @@ def test_a_sampler_of_ones_own(num_workers):
         assert [batch.item() for batch in loader.steps(7)] == [0, 1, 2, 10, 11, 12, 20]
         with pytest.raises(TypeError, match="OwnSampler cannot reshuffle"):
             loader.reshuffle()
-    assert_exact_resume(make, num_steps=7, stops=[0, 2, 3, 4] if num_workers else None)
+    assert_exact_resume(make, num_steps=7, stops=[2] if num_workers else None)
 
 
 # ---- the slot ----
@@ -349,7 +349,7 @@ def test_a_loop_is_over_when_the_loader_is_moved(move):
     ],
 )
 def test_resumes_exactly(name, options):
-    stops = [1, 3, 4] if "num_workers" in options else None  # workers take a while to start
+    stops = [3, 4] if "num_workers" in options else None  # workers take a while to start
     found = assert_exact_resume(
         lambda: make_loader(COLLATORS[name], **options), num_steps=6 if stops else 10, stops=stops
     )
@@ -399,7 +399,7 @@ def check_refused(state: Any, message: str) -> None:
         assert found == stream
 
 
-@pytest.mark.parametrize(("saved", "mine"), [(8, 16), (16, 8), (8, None), (None, 8)])
+@pytest.mark.parametrize(("saved", "mine"), [(8, 16), (None, 8)])
 def test_other_max_tokens_are_the_same_examples_in_other_rows_and_that_is_said(caplog, saved, mine):
     def collator(max_tokens: int | None) -> Any:
         return PaddedCollator(0) if max_tokens is None else PackedCollator(0, max_tokens=max_tokens)
