@@ -10,7 +10,6 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torch_collate_kit import PackedCollator, PackedIterableDataset, ParallelLayout, PrefetchLoader
 
@@ -43,8 +42,8 @@ def all_ways() -> dict[str, Any]:
         dataset = stream(**part)
         loader = DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)
         found[str(dispatch)] = what_came(accelerator, loader)
-    stateful = StatefulDataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)
-    with PrefetchLoader(stateful, device=accelerator.device) as prefetching:
+    loader = DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)
+    with PrefetchLoader(loader, device=accelerator.device) as prefetching:
         found["PrefetchLoader"] = what_came(accelerator, prefetching)
     accelerator.wait_for_everyone()  # a rank that leaves while gloo is in use may abort
     accelerator.end_training()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import tiny
 from accelerate import Accelerator
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader
 
 import torch_collate_kit as kit
 
@@ -34,7 +34,7 @@ stream = kit.PackedIterableDataset(
     dp_rank=accelerator.process_index,
 )
 loader = kit.PrefetchLoader(
-    StatefulDataLoader(stream, batch_size=None, collate_fn=stream.as_is),
+    DataLoader(stream, batch_size=None, collate_fn=stream.as_is),
     device=accelerator.device,
 )
 model = tiny.make_model()

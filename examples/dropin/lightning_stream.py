@@ -17,7 +17,7 @@ import lightning
 import tiny
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader
 
 import torch_collate_kit as kit
 
@@ -69,7 +69,7 @@ def make_loader() -> kit.PrefetchLoader:
         batch_rows=2,
         buffer_size=20,
     )
-    loader = StatefulDataLoader(stream, batch_size=None, collate_fn=stream.as_is)
+    loader = DataLoader(stream, batch_size=None, collate_fn=stream.as_is)
     return kit.PrefetchLoader(loader)
 
 

@@ -18,8 +18,6 @@ from tests.loading.hang_guard import (
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch import AsyncBatchCollator, async_collator
 
-STOPS = [KeyboardInterrupt, SystemExit]
-
 
 class Held:
     """A compute that waits, in its thread, until it is released."""
@@ -42,13 +40,15 @@ def explode(step: int) -> int:
     raise ValueError(f"step {step}")
 
 
-def test_without_submit_the_batch_is_built_by_the_caller():
-    with AsyncBatchCollator(lambda step: (step, threading.current_thread())) as collator:
-        assert collator.get(3) == (3, threading.main_thread())
+def test_submit_builds_on_one_thread_while_the_caller_goes_on_and_get_alone_in_the_caller():
+    with AsyncBatchCollator(lambda step: threading.current_thread()) as collator:
+        assert collator.get(3) is threading.main_thread()
         assert our_threads() == []
-
-
-def test_submit_builds_on_the_thread_while_the_caller_goes_on():
+        threads = set()
+        for step in range(4):
+            collator.submit(step)
+            threads.add(collator.get(step))
+        assert list(threads) == our_threads()
     compute = Held()
     with AsyncBatchCollator(compute) as collator:
         collator.submit(0)
@@ -59,27 +59,11 @@ def test_submit_builds_on_the_thread_while_the_caller_goes_on():
         assert collator.get(0) == 0
 
 
-def test_all_steps_share_one_thread():
-    with AsyncBatchCollator(lambda step: threading.current_thread()) as collator:
-        threads = set()
-        for step in range(4):
-            collator.submit(step)
-            threads.add(collator.get(step))
-    assert len(threads) == 1
-    assert threads != {threading.main_thread()}
-
-
-def test_a_second_submit_is_refused_and_the_first_one_stays():
+def test_a_second_submit_and_a_get_of_another_step_are_refused_and_the_first_one_stays():
     with AsyncBatchCollator(str) as collator:
         collator.submit(4)
         with pytest.raises(StateError, match=r"submit\(5\) while the slot holds step 4.*get\(4\)"):
             collator.submit(5)
-        assert collator.get(4) == "4"
-
-
-def test_a_get_of_another_step_is_refused_and_the_slot_stays():
-    with AsyncBatchCollator(str) as collator:
-        collator.submit(4)
         with pytest.raises(StateError, match=r"get\(5\), but the slot holds step 4"):
             collator.get(5)
         assert collator.get(4) == "4"
@@ -95,16 +79,6 @@ def test_an_exception_is_raised_at_its_step_with_the_traceback_of_the_thread():
             collator.get(8)
 
 
-@pytest.mark.parametrize("stop", STOPS)
-def test_interrupts_on_the_thread_surface_at_get(stop):
-    compute = Held(stop())
-    compute.released.set()
-    with AsyncBatchCollator(compute) as collator:
-        collator.submit(0)
-        with pytest.raises(stop):
-            collator.get(0)
-
-
 def test_clear_waits_and_drops():
     compute = Held()
     with AsyncBatchCollator(compute) as collator:
@@ -114,32 +88,6 @@ def test_clear_waits_and_drops():
         collator.clear()
         release.join()
         assert compute.num_finished == 1
-        collator.submit(1)
-        assert collator.get(1) == 1
-
-
-def test_clear_of_an_empty_slot_does_nothing():
-    with AsyncBatchCollator(str) as collator:
-        collator.clear()
-        assert collator.get(0) == "0"
-
-
-def test_clear_drops_an_exception_with_its_batch():
-    with AsyncBatchCollator(lambda step: explode(step) if step == 0 else step) as collator:
-        collator.submit(0)
-        collator.clear()
-        assert collator.get(1) == 1
-
-
-@pytest.mark.parametrize("stop", STOPS)
-def test_clear_raises_interrupts_and_the_slot_is_empty(stop):
-    compute = Held(stop())
-    compute.released.set()
-    with AsyncBatchCollator(compute) as collator:
-        collator.submit(0)
-        with pytest.raises(stop):
-            collator.clear()
-        compute.error = None
         collator.submit(1)
         assert collator.get(1) == 1
 
@@ -213,36 +161,28 @@ def test_nothing_goes_after_shutdown_which_may_be_repeated():
         collator.submit(0)
 
 
-def test_shutdown_waits_for_what_is_being_built():
-    compute = Held()
-    collator = AsyncBatchCollator(compute)
-    collator.submit(0)
-    compute.started.wait()
-    release = once_main_thread_waits(compute.released.set)
-    collator.shutdown()
-    release.join()
-    assert compute.num_finished == 1
-    assert our_threads() == []
-
-
-@pytest.mark.parametrize("stop", STOPS)
-def test_shutdown_joins_even_if_draining_raises(stop):
-    compute = Held(stop())
-    compute.released.set()
-    collator = AsyncBatchCollator(compute)
-    collator.submit(0)
-    with pytest.raises(stop):
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_interrupts_on_the_thread_are_never_swallowed(stop):
+    for use in (lambda c: c.get(0), lambda c: c.clear(), lambda c: c.shutdown()):
+        compute = Held(stop())
+        compute.released.set()
+        collator = AsyncBatchCollator(compute)
+        collator.submit(0)
+        with pytest.raises(stop):
+            use(collator)
         collator.shutdown()
-    assert our_threads() == []
-    collator.shutdown()
+        assert our_threads() == []
 
 
-def test_the_exception_of_the_body_wins():
-    compute = Held(ValueError("of the thread"))
-    compute.released.set()
+def test_clear_and_the_error_of_a_with_block_drop_an_exception_with_its_batch():
+    with AsyncBatchCollator(lambda step: explode(step) if step == 0 else step) as collator:
+        collator.submit(0)
+        collator.clear()
+        collator.clear()
+        assert collator.get(1) == 1
 
     def body() -> None:
-        with AsyncBatchCollator(compute) as collator:
+        with AsyncBatchCollator(explode) as collator:
             collator.submit(0)
             raise RuntimeError("of the body")
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from tests.loading.prefetch.toy_data import COLLATORS, EXAMPLES, make_loader, make_sampler
-from torch_collate_kit.batch import Batch
 from torch_collate_kit.loading.prefetch import PrefetchLoader
 from torch_collate_kit.loading.sampler import PrefetchingSampler
 
@@ -21,26 +19,6 @@ TWO_EPOCHS = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
 
 def names(batch: Any) -> tuple[int, int]:
     return batch.metadata["epoch"], batch.metadata["step"]
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"prefetch": False},
-        {"prefetch": True},
-        {"num_workers": 2},
-        {"num_workers": 2, "persistent_workers": True, "prefetch": False},
-    ],
-    ids=str,
-)
-def test_every_batch_names_its_epoch_and_step(setting):
-    with make_loader(**setting) as loader:
-        found = []
-        for batch in loader.steps(8):
-            found.append(names(batch))
-            assert (loader.timeline[-1].epoch, loader.timeline[-1].step) == names(batch)
-        assert found == TWO_EPOCHS
-        assert all(type(number) is int for name in found for number in name)
 
 
 def test_steps_count_from_the_beginning_of_the_epoch_after_a_jump_a_resume_and_a_reshuffle():
@@ -82,52 +60,6 @@ def test_a_batch_that_the_collate_function_keeps_is_not_changed():
 def test_what_is_not_a_batch_is_left_alone(batch):
     with make_loader(lambda examples: batch) as loader:
         assert next(loader.steps(1)) is batch
-
-
-def as_is(batch: Any) -> Any:
-    return batch
-
-
-class Passes(IterableDataset):
-    """Batches of one row each, which may say themselves of which step they are."""
-
-    def __init__(self, metadata: dict[str, Any]) -> None:
-        self.metadata, self.at = metadata, 0
-
-    def __iter__(self) -> Iterator[Batch]:
-        while self.at < 3:
-            self.at += 1
-            yield Batch({"x": torch.tensor([self.at])}, metadata=self.metadata)
-        self.at = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
-def stateful(metadata: dict[str, Any]) -> PrefetchLoader:
-    kind = pytest.importorskip(
-        "torchdata.stateful_dataloader", reason="torchdata is not installed"
-    ).StatefulDataLoader
-    return PrefetchLoader(kind(Passes(metadata), batch_size=None, collate_fn=as_is))
-
-
-def test_around_a_stateful_loader_steps_are_counted_from_the_state():
-    with stateful({}) as loader:
-        assert [names(b) for b in loader.steps(5)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
-        state = json.loads(json.dumps(loader.state_dict()))
-    with stateful({}) as loader:
-        loader.load_state_dict(state)
-        (batch,) = loader.steps(1)
-        assert (names(batch), batch["x"].tolist()) == ((1, 2), [3])
-
-
-def test_a_stream_that_names_its_own_steps_keeps_them():
-    with stateful({"shard": 3, "step": 40}) as loader:
-        first = next(loader.steps(1))
-    assert first.metadata == {"shard": 3, "step": 40, "epoch": 0}
 
 
 def test_a_batch_of_a_sampler_with_a_wrapped_tail_is_named_by_the_epoch_it_ends_in():

@@ -17,10 +17,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.building import ForTrainer, packed_stream
-from torch_collate_kit import PackedCollator
+from tests.building import packed_stream
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import PackedIterableDataset, PrefetchingSampler, PrefetchLoader
 from torch_collate_kit.testing import assert_exact_resume, batch_digest
 
@@ -53,8 +52,9 @@ def ids(batches: Any) -> list[int]:
 ORDER = [0, 100, 200, 1, 101, 201, 2, 202, 3, 203, 4, 204, 5, 6, 7, 8, 9, 10, 11]
 
 
-@pytest.mark.parametrize("prefetch", [True, False])
-@pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("num_workers", "prefetch"), [(0, True), (0, False), (1, True), (2, True), (3, False)]
+)
 def test_the_order_is_round_by_round_for_any_number_of_workers(
     num_workers: int, prefetch: bool
 ) -> None:
@@ -74,7 +74,7 @@ def test_any_stop_goes_on_with_any_number_of_workers() -> None:
         states.append(loader.state_dict())
         for _ in loader:
             states.append(json.loads(json.dumps(loader.state_dict())))
-    for num_workers, stops in ((0, range(20)), (1, (0, 7)), (2, (1, 7, 12, 19)), (3, (5, 13))):
+    for num_workers, stops in ((0, range(20)), (1, (7,)), (2, (1, 19)), (3, (13,))):
         for stop in stops:
             with make(num_workers=num_workers) as loader:
                 loader.load_state_dict(states[stop])
@@ -87,51 +87,39 @@ def test_any_stop_goes_on_with_any_number_of_workers() -> None:
                 assert loader.epoch == 1
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_exact_resume(num_workers: int) -> None:
-    stops = [0, 1, 18, 19, 20] if num_workers else None
-    assert_exact_resume(lambda: make(num_workers=num_workers), num_steps=22, stops=stops)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_exact_resume_of_a_stream_without_a_number_of_shards(num_workers: int) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_without_a_number_of_shards_keeps_its_number_of_workers(num_workers: int) -> None:
     examples = [{"input_ids": [i] * (1 + i % 4)} for i in range(40)]
 
-    def make_plain() -> PrefetchLoader:
-        stream = packed_stream(examples, **SETTINGS, dp_rank=1, dp_size=2)
-        return make(stream, num_workers)
+    def make_plain(num_workers: int = num_workers) -> PrefetchLoader:
+        return make(PackedIterableDataset(examples, **SETTINGS, rank=1, world_size=2), num_workers)
 
     with make_plain() as loader:
         batches = list(loader)
         assert sum(batch.metadata["num_examples"] for batch in batches) == 20
         state = loader.state_dict()
-    stops = [0, 3, len(batches)] if num_workers else None
+    stops = [3, len(batches)] if num_workers else None
     assert_exact_resume(make_plain, num_steps=len(batches) + 2, stops=stops)
-    stream = packed_stream(examples, **SETTINGS, dp_rank=1, dp_size=2)
-    with (
-        make(stream, 1 if num_workers else 2) as other,
-        pytest.raises(StateError, match=f"num_workers={num_workers}, the dataset has num_workers="),
-    ):
+    message = f"num_workers={num_workers}, the dataset has num_workers="
+    with make_plain(2) as other, pytest.raises(StateError, match=message):
         other.load_state_dict(state)
 
 
-def test_a_loop_that_is_left_goes_on_behind_what_was_received() -> None:
-    for options in ({}, {"persistent_workers": True}):
-        with make(num_workers=2, **options) as loader:
-            found = ids(islice(loader, 4))
-            found += ids(islice(loader, 3))
-            found += ids(loader)
-            assert found == ORDER
-            assert ids(loader.steps(21)) == [*ORDER, *ORDER[:2]]
-            state = loader.state_dict()
-            assert ids(islice(loader, 1)) == [200]
-            loader.load_state_dict(state)
-            assert ids(islice(loader, 1)) == [200]
-            loader.set_epoch(7)
-            batches = list(loader)
-            assert ids(batches) == ORDER
-            assert {batch.metadata["epoch"] for batch in batches} == {7}
-            assert loader.epoch == 8
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+def test_a_loop_that_is_left_goes_on_after_what_was_received(options: dict[str, Any]) -> None:
+    with make(**options) as loader:
+        found = ids(islice(loader, 4)) + ids(islice(loader, 3))
+        assert found + ids(loader) == ORDER
+        assert ids(loader.steps(21)) == [*ORDER, *ORDER[:2]]
+        state = loader.state_dict()
+        assert ids(islice(loader, 1)) == [200]
+        loader.load_state_dict(state)
+        assert ids(islice(loader, 1)) == [200]
+        loader.set_epoch(7)
+        batches = list(loader)
+        assert ids(batches) == ORDER
+        assert {batch.metadata["epoch"] for batch in batches} == {7}
+        assert loader.epoch == 8
 
 
 def test_persistent_workers_read_pass_after_pass() -> None:
@@ -149,7 +137,7 @@ def test_persistent_workers_read_pass_after_pass() -> None:
 
 
 def test_spawned_workers() -> None:
-    with make(num_workers=2, multiprocessing_context="spawn") as loader:
+    with make(num_workers=1, multiprocessing_context="spawn") as loader:
         found = ids(islice(loader, 5))
         state = loader.state_dict()
     with make() as loader:
@@ -165,7 +153,7 @@ class Doubled:
         return None if first == 100 else torch.tensor(2 * first)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_the_collate_function_gets_batches(num_workers: int) -> None:
     with make(num_workers=num_workers, collate_fn=Doubled()) as loader:
         found = [None if x is None else int(x) for x in loader]
@@ -197,11 +185,6 @@ def test_without_a_collate_function_a_batch_stays_what_it_is() -> None:
     with make(stream) as loader, make(stream, collate_fn=stream.as_is) as other:
         digests = [[batch_digest(batch) for batch in one] for one in (loader, other)]
     assert digests[0] == digests[1]
-    inputs = PackedIterableDataset(
-        part, ForTrainer(PackedCollator(0, max_tokens=12)), num_shards=3, presharded=True
-    )
-    with make(inputs, 2) as loader:
-        assert sorted(next(iter(loader)))[:2] == ["cu_seq_lens_k", "cu_seq_lens_q"]
 
 
 def test_the_dataloader_and_its_stream_are_not_moved() -> None:
@@ -236,22 +219,6 @@ def test_a_state_that_the_stream_has_loaded_is_where_the_loader_begins() -> None
         StateError, match="the state is of num_workers=0, the dataset has num_workers=2"
     ):
         make(stream, 2)
-
-
-def test_a_wrong_example_is_raised_at_its_batch() -> None:
-    def wrong(shard: int) -> list[dict[str, Any]]:
-        return [*part(shard)[:1], {"input_ids": [1, -5]}] if shard == 2 else part(shard)
-
-    for num_workers in (0, 2):
-        stream = packed_stream(
-            wrong, **SETTINGS | {"buffer_size": 1}, num_shards=3, presharded=True
-        )
-        with make(stream, num_workers) as loader:
-            batches = iter(loader)
-            assert ids(islice(batches, 5)) == ORDER[:5]
-            message = "example 1 of shard 2 of the stream: input_ids is -5 at token 1"
-            with pytest.raises(DataError, match=message):
-                next(batches)
 
 
 def test_the_epoch_of_the_source_must_agree() -> None:
@@ -304,9 +271,7 @@ def test_on_epoch_moves_the_source_before_its_pass() -> None:
 @pytest.mark.parametrize(
     ("epoch", "error", "message"),
     [
-        (-1, ValueError, "epoch must be at least 0, got -1"),
         (2**32, ValueError, "epoch must be at most 4294967295, got 4294967296"),
-        (1.5, TypeError, "epoch must be an int, got 1.5 of type float"),
         (True, TypeError, "epoch must be an int, got True of type bool"),
     ],
 )
@@ -350,7 +315,7 @@ def test_states_of_other_loaders_are_refused() -> None:
         state = loader.state_dict()
         with pytest.raises(StateError, match="no stream; it is of another kind of loader: wrap a"):
             loader.load_state_dict(other)
-        for epoch in (None, -1, True, 2**40):
+        for epoch in (None, True, 2**40):
             with pytest.raises(StateError, match=r"the state has epoch=.*; pass what state"):
                 loader.load_state_dict(state | {"epoch": epoch})
         with pytest.raises(StateError, match="the state has version 3, this one reads version 5"):
@@ -376,27 +341,10 @@ class KilledAtItsEnd:
         return batch
 
 
-def test_a_worker_that_dies_while_it_is_ended_is_no_error() -> None:
-    stream = packed_stream(
-        lambda shard: [{"input_ids": [100 * shard + i] * 4} for i in range(50)],
-        **SETTINGS,
-        num_shards=2,
-        presharded=True,
-    )
-    for _ in range(5):  # the signal comes before, in, or after the call that waits for the worker
-        with make(stream, num_workers=2, collate_fn=KilledAtItsEnd()) as loader:
-            assert ids(islice(loader, 3)) == [0, 100, 1]
-            state = loader.state_dict()
-        with make(stream) as loader:
-            loader.load_state_dict(state)
-            assert ids(islice(loader, 3)) == [101, 2, 102]
-
-
-@pytest.mark.parametrize("prefetch", [True, False])
-@pytest.mark.parametrize("kind", ["stream", "sampler"])
+@pytest.mark.parametrize(("kind", "prefetch"), [("stream", True), ("sampler", False)])
 def test_a_worker_that_dies_at_the_end_of_an_epoch_is_no_error(kind: str, prefetch: bool) -> None:
     """Nor in the training step, where torch's handler of signals may run."""
-    for _ in range(3):
+    for _ in range(2):
         plain = DataLoader(
             make_stream() if kind == "stream" else range(6),
             batch_sampler=PrefetchingSampler(6, batch_size=2) if kind == "sampler" else None,
@@ -409,6 +357,7 @@ def test_a_worker_that_dies_at_the_end_of_an_epoch_is_no_error(kind: str, prefet
                 num_batches = sum(1 for _ in loader)
                 assert num_batches == (len(ORDER) if kind == "stream" else 3)
                 assert active_children() == []
+            assert next(iter(loader)) is not None  # and at the end of a loop that is left
 
 
 class Fails(RuntimeError):

@@ -15,8 +15,13 @@ from torch.utils.data import DataLoader
 from torch_collate_kit import PrefetchingSampler, PrefetchLoader
 from torch_collate_kit.loading import StepTimes
 from torch_collate_kit.loading.prefetch import loader as loader_module
-from torch_collate_kit.loading.prefetch import read_ahead, waits
-from torch_collate_kit.loading.prefetch.waits import BuildTimes, Timeline
+from torch_collate_kit.loading.prefetch import read_ahead, step_times
+
+STEPS = [
+    StepTimes(0, 0, 10.0, 11.0, 11.5, 10.0, 11.5, 13.5),  # built when it was asked for
+    StepTimes(0, 1, 11.5, 12.5, 13.0, 13.5, 13.5, 15.0),  # hidden
+    StepTimes(0, 2, 13.5, 15.5, 16.0, 15.0, 16.0, None),  # waited for one second of 2.5
+]
 
 
 class Clock:
@@ -35,7 +40,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    for module in (loader_module, read_ahead, waits):
+    for module in (loader_module, read_ahead, step_times):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     return clock
 
@@ -161,39 +166,14 @@ def test_waits_add_up_over_slow_batches_and_epochs(clock):
     assert [(step.epoch, step.step) for step in steps] == [(i // 3, i % 3) for i in range(7)]
 
 
-def test_the_last_thousand_steps_are_kept():
-    with loader_of(2100, 2, list, prefetch=False) as loader:
-        for _ in loader:
-            pass
-        assert [step.step for step in loader.timeline] == list(range(50, 1050))
-
-
-def test_it_is_not_in_the_state():
-    with loader_of(6, 2, list) as loader, loader_of(6, 2, list) as other:
-        batches = iter(loader)
-        next(batches)
-        state = loader.state_dict()
-        assert not any("time" in key for key in state)
-        other.load_state_dict(state)
-        assert other.timeline == []
-        assert len(loader.timeline) == 1
-
-
-def test_the_list_is_a_copy():
-    with loader_of(4, 2, list) as loader:
-        next(iter(loader))
-        loader.timeline.clear()
-        assert len(loader.timeline) == 1
-
-
-def test_any_thread_may_read_while_steps_are_added():
+def test_the_last_thousand_steps_are_kept_and_any_thread_may_read_them():
     """Without the copy in one operation: RuntimeError, deque mutated during iteration."""
-    timeline, failed, is_done = Timeline(), [], threading.Event()
+    failed, is_done = [], threading.Event()
 
     def read() -> None:
         try:
             while not is_done.is_set():
-                steps = [step.step for step in timeline.steps()]
+                steps = [step.step for step in loader.timeline]
                 assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else True
         except Exception as error:
             failed.append(error)
@@ -201,13 +181,83 @@ def test_any_thread_may_read_while_steps_are_added():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        for step in range(20_000):
-            timeline.received(0, step, BuildTimes(0.0, 0.0, 0.0), 0.0, 0.0)
-            timeline.trained()
-    finally:
-        is_done.set()
-        reader.join()
-        sys.setswitchinterval(interval)
+    with loader_of(2100, 2, list, prefetch=False) as loader:
+        reader.start()
+        try:
+            for _ in loader:
+                pass
+        finally:
+            is_done.set()
+            reader.join()
+            sys.setswitchinterval(interval)
+        assert [step.step for step in loader.timeline] == list(range(50, 1050))
+        loader.timeline.clear()  # a copy
+        assert len(loader.timeline) == 1000
     assert failed == []
+
+
+# ---- the plot ----
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Draw these steps; no figure is shown or left open."""
+    pytest.importorskip("matplotlib").use("Agg")
+    plt = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(plt, "show", lambda: pytest.fail("shown"))
+
+    def draw(steps, **options):
+        monkeypatch.setattr(PrefetchLoader, "timeline", steps)
+        return loader_of(4, 2, list).plot_timeline(**options)
+
+    yield draw
+    plt.close("all")
+
+
+def spans(ax) -> dict[str, list[tuple[float, float, int]]]:
+    """Begin, end and lane of every bar."""
+    found = {}
+    for collection in ax.collections:
+        boxes = [path.get_extents() for path in collection.get_paths()]
+        found[collection.get_label()] = [
+            (round(box.x0, 6), round(box.x1, 6), round((box.y0 + box.y1) / 2)) for box in boxes
+        ]
+    return found
+
+
+def test_bars_are_the_times_of_the_steps(drawn):
+    ax = drawn(STEPS)
+    assert spans(ax) == {
+        "collated": [(0, 1, 0), (1.5, 2.5, 0), (3.5, 5.5, 0)],
+        "copied": [(1, 1.5, 0), (2.5, 3, 0), (5.5, 6, 0)],
+        "waited for": [(0, 1.5, 1), (5, 6, 1)],
+        "trained on": [(1.5, 3.5, 1), (3.5, 5, 1)],
+    }
+    # built in 1.5 + 1.5 + 2.5 s, of which 2.5 were waited for
+    assert ax.get_title() == "waited 2.50 s for batches that took 5.50 s to build: 55% hidden"
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["batch is built", "training loop"]
+    assert ax.yaxis_inverted()
+    numbers = [(t.get_text(), *t.get_position()) for t in ax.texts]
+    assert numbers == [
+        ("0", 0.75, 0),
+        ("0", 2.5, 1),
+        ("1", 2.25, 0),
+        ("1", 4.25, 1),
+        ("2", 4.75, 0),
+    ]
+
+
+def test_the_last_steps_are_drawn_on_the_given_axes_with_what_happened_in_them(drawn):
+    import matplotlib.pyplot as plt
+
+    _, (left, right) = plt.subplots(1, 2)
+    step = StepTimes(0, 3, 16.0, 16.05, 16.05, 16.0, 16.05, 17.0)
+    ax = drawn([*STEPS, step], num_steps=1, ax=right)
+    assert ax is right
+    assert not left.has_data()
+    assert plt.get_fignums() == [left.figure.number]
+    assert ax.get_xlabel() == "time (seconds); the last 1 step"
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels == ["collated", "waited for", "trained on"]
+    ax.figure.canvas.draw()
+    assert all(not t.get_window_extent().overlaps(ax.bbox) for t in ax.get_legend().get_texts())

@@ -18,9 +18,6 @@ from tests.loading.streaming.column_sources import dataset_of
 from tests.loading.streaming.streaming_oracle import SETTINGS, StatefulSource, all_tokens, tokens_of
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading import PackedIterableDataset, PrefetchLoader, merge_states
-from torch_collate_kit.loading.streaming.skipping import ErrorPolicy, Skipped, plan_without
-from torch_collate_kit.loading.streaming.states import Position
-from torch_collate_kit.packing import pack
 from torch_collate_kit.testing import assert_exact_resume, batch_digest
 
 LENGTHS = np.random.default_rng(3).integers(1, 9, size=60).tolist()
@@ -349,31 +346,3 @@ def test_damaged_counts_are_refused(damaged: Any) -> None:
     for of_shards in (3, {"2": [1, 0]}, {"a": [1, 0]}):  # there are the shards 0 and 1
         with pytest.raises(StateError, match=r"the state has skipped=.*; it is damaged"):
             dataset.load_state_dict(state | {"skipped": of_shards})
-
-
-def test_a_plan_without_examples_keeps_its_rows() -> None:
-    plan = pack([4, 2, 6, 9, 3], 6, overflow="drop")
-    assert plan.bins == [[2], [0, 1], [4]]
-    is_wrong = np.array([False, True, True, False, False])
-    left = plan_without(plan, is_wrong)
-    assert left.bins == [[], [0], [2]]
-    assert left.dropped.tolist() == [1]
-    assert (left.lengths.tolist(), left.num_dummy_rows) == ([4, 3], 1)
-    assert plan.bins == [[2], [0, 1], [4]]
-
-
-def test_an_example_that_is_given_out_begins_the_count_in_a_row_anew() -> None:
-    policy = ErrorPolicy("skip", 5, 2)
-    wrong = [Skipped(i, f"example {i} is empty") for i in range(9)]
-    at = policy.counted(Position(), [None, wrong[1], None, wrong[2]])
-    assert (at.num_skipped, at.num_in_a_row) == (2, 1)
-    assert policy.counted(at, []) == at
-    assert policy.counted(at, [None]).num_in_a_row == 0
-    at = policy.counted(at, [wrong[3]])
-    assert (at.num_skipped, at.num_in_a_row) == (3, 2)
-    with pytest.raises(DataError, match="3 examples in a row are wrong, more than max_skipped_in_"):
-        policy.counted(at, [wrong[4]])
-    with pytest.raises(
-        DataError, match="6 examples are wrong, more than max_skipped=5; the last o"
-    ):
-        policy.counted(at, [None, wrong[4], None, wrong[5], None, wrong[6]])

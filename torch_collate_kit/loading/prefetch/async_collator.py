@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.prefetch.waits import PATIENCE, is_collecting
+from torch_collate_kit.loading.prefetch.workers import PATIENCE, is_collecting
 
 __all__ = ["AsyncBatchCollator"]
 
@@ -65,7 +65,7 @@ class AsyncBatchCollator(Generic[T]):
         compute: builds the batch of a step. It runs on one background thread after ``submit``, in
             the caller's thread in a ``get`` without one, and never twice at the same time.
 
-    A batch is given out only for the step that it was built for. All methods are for one consumer
+    A batch is returned only for the step that it was built for. All methods are for one consumer
     thread. The background thread starts with the first ``submit`` and ends with ``shutdown``, which
     leaving the ``with`` block calls. In a forked process the batch in the slot is refused.
     ``clear`` and ``shutdown`` drop it without waiting there, in the background thread itself, and
@@ -92,22 +92,13 @@ class AsyncBatchCollator(Generic[T]):
         self._is_shut_down = False
 
     def __repr__(self) -> str:
-        slot = self._slot
-        if self._is_shut_down:
-            state = "shut down"
-        elif slot is None:
-            state = "empty"
-        else:
+        slot, state = self._slot, "shut down" if self._is_shut_down else "empty"
+        if slot is not None and not self._is_shut_down:
             state = f"{'holds' if slot.future.done() else 'builds'} step {slot.step}"
         return f"{call_repr(self, repr(KindAndSize(self._compute)))} [{state}]"
 
-    @property
-    def holds(self) -> int | None:
-        """The step whose batch is in the slot, or is being built."""
-        return None if self._slot is None else self._slot.step
-
     def submit(self, step: int) -> None:
-        """Starts building the batch of ``step`` on the thread."""
+        """Start building the batch of ``step`` on the thread."""
         self._check_open("submit", step)
         if self._slot is not None:
             raise StateError(
@@ -130,7 +121,7 @@ class AsyncBatchCollator(Generic[T]):
             raise
 
     def get(self, step: int) -> T:
-        """The batch of ``step``. Waits for it if it was submitted, otherwise builds it now.
+        """Return the batch of ``step``: wait for it if it was submitted, otherwise build it now.
 
         An exception of ``compute`` is raised here, with the thread's traceback, and empties the
         slot. An interrupt while waiting leaves the batch in the slot.
@@ -154,7 +145,7 @@ class AsyncBatchCollator(Generic[T]):
         return slot.future.result()
 
     def clear(self) -> None:
-        """Waits until nothing is being built, and empties the slot.
+        """Wait until nothing is being built, and empty the slot.
 
         An exception of the dropped batch is dropped too, unless it is no ``Exception``
         (``KeyboardInterrupt``, ``SystemExit``). In a forked process it does not wait.
@@ -168,7 +159,7 @@ class AsyncBatchCollator(Generic[T]):
             raise error
 
     def shutdown(self) -> None:
-        """``clear()``, then ends the thread, even if ``clear`` raises. May be called again."""
+        """Call ``clear()``, then end the thread, even if that raises. May be called again."""
         self._is_shut_down = True
         try:
             self.clear()
@@ -178,11 +169,22 @@ class AsyncBatchCollator(Generic[T]):
                 if self._may_wait():
                     self._thread.join()
 
-    def settled(self, seconds: float | None) -> bool:
-        """Wait at most so long until nothing is being built. Returns whether nothing is.
+    def __enter__(self) -> AsyncBatchCollator[T]:
+        return self
 
-        None: as long as it takes. A batch that was waited for once is not waited for again. Where
-        a wait might never end, there is none.
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+    # for ReadAhead
+
+    def _holds(self, step: int) -> bool:
+        """Return whether the slot is empty, or for this step."""
+        return self._slot is None or self._slot.step == step
+
+    def _settled(self, seconds: float | None) -> bool:
+        """Wait at most so long until nothing is being built. Return whether nothing is.
+
+        None: as long as it takes. A batch that was waited for once is not waited for again.
         """
         slot, thread = self._slot, self._thread
         if slot is None or slot.future.done():
@@ -194,7 +196,7 @@ class AsyncBatchCollator(Generic[T]):
                 thread.is_given_up = not slot.future.done()
         return slot.future.done()
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Empty the slot without waiting. The thread ends when ``compute`` returns."""
         self._is_shut_down, self._slot = True, None
         if self._thread is not None:
@@ -211,15 +213,9 @@ class AsyncBatchCollator(Generic[T]):
             raise
 
     def _may_wait(self) -> bool:
-        """Whether a wait for the thread will end: not in a fork, the thread, a collection."""
+        """Return whether a wait will end: not in a fork, the thread itself, or a collection."""
         is_own = self._thread is not None and self._thread.ident == threading.get_ident()
         return self._pid == os.getpid() and not is_own and not is_collecting()
-
-    def __enter__(self) -> AsyncBatchCollator[T]:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.shutdown()
 
     def _check_open(self, method: str, step: int) -> None:
         if self._is_shut_down:
@@ -233,7 +229,7 @@ class AsyncBatchCollator(Generic[T]):
 
 
 def _compute_into(future: Future[T], compute: Callable[[int], T], step: int) -> None:
-    """What the thread does for a step."""
+    """Build a batch, in the thread."""
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -1,4 +1,4 @@
-"""Batches to a device, the copy overlapping compute."""
+"""The copy of batches to a device, which overlaps compute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Sent(NamedTuple):
 
 
 class DeviceCopy:
-    """Sends batches from the thread that builds them, receives them in the one that trains.
+    """A copier of batches, from the thread that builds them to the one that trains.
 
     On CUDA, ``send`` copies from pinned memory on a separate stream without waiting. ``receive``
     makes the consumer's current stream wait for the copy, not the consumer itself.
@@ -34,6 +34,7 @@ class DeviceCopy:
         self.device = device
 
     def send(self, batch: Any) -> Sent:
+        """Begin to copy a batch."""
         if self._stream is None:
             return Sent(_mapped(batch, lambda part: part.to(self.device)), None)
         check_recordable(batch)
@@ -43,6 +44,7 @@ class DeviceCopy:
             return Sent(moved, self._stream.record_event())
 
     def receive(self, sent: Sent) -> Any:
+        """Return the copy of a batch, safe to use on the current stream."""
         if sent.copied is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(sent.copied)
@@ -66,11 +68,7 @@ def device_copy(device: torch.device | str | int | None) -> DeviceCopy | None:
             return None
         torch.empty(0, device=found)
         return DeviceCopy(found)
-    except (
-        RuntimeError,
-        AssertionError,
-        NotImplementedError,
-    ) as error:  # as torch's backends say it
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # of torch's backends
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"device={device!r} cannot be used here: {reason}; leave device out, or name one that "
@@ -79,7 +77,7 @@ def device_copy(device: torch.device | str | int | None) -> DeviceCopy | None:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same structure with every tensor and every object with ``.to()`` changed."""
+    """Change every tensor and every object with ``.to()`` in a structure."""
     if hasattr(value, "to"):
         return change(value)
     if isinstance(value, Mapping):
@@ -96,7 +94,7 @@ def _pin(part: Any) -> Any:
 
 
 def check_recordable(batch: Any) -> None:
-    """TypeError if the memory of an object's copy could not be recorded."""
+    """Raise TypeError if the memory of an object's copy could not be recorded."""
     for part in _recordable(batch):
         if not hasattr(part, "record_stream"):
             name = type(part).__name__
@@ -109,7 +107,7 @@ def check_recordable(batch: Any) -> None:
 
 
 def _recordable(value: Any) -> Iterator[Any]:
-    """The tensors of a batch, and its other objects that have a ``.to()``."""
+    """Yield the tensors of a batch, and its other objects that have a ``.to()``."""
     if isinstance(value, Ragged):
         yield from _recordable(value.values)
     elif isinstance(value, Tensor) or hasattr(value, "record_stream"):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
-from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
+from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit._reprs import call_repr
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch.device_copy import device_copy
@@ -21,31 +20,31 @@ from torch_collate_kit.loading.prefetch.read_ahead import END, ReadAhead, Taken
 from torch_collate_kit.loading.prefetch.reader import Reader, Stand
 from torch_collate_kit.loading.prefetch.resumable_loaders import resumable_loader
 from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExample, SkippedExamples
-from torch_collate_kit.loading.prefetch.waits import (
-    StepTimes,
-    Timeline,
-    checked_seconds,
-)
+from torch_collate_kit.loading.prefetch.step_times import StepTimes, Timeline
+from torch_collate_kit.loading.prefetch.timeline_plot import draw_timeline
+from torch_collate_kit.loading.prefetch.watchdog import checked_seconds
 from torch_collate_kit.loading.sampler.checks import is_same
+from torch_collate_kit.loading.skipping import SkipPolicy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["PrefetchLoader"]
 
-_logger = logging.getLogger("torch_collate_kit.loading")
-
+_OnEpoch: TypeAlias = Callable[[int], object] | None
 _MAX_EMPTY_EPOCHS = 100_000  # in a row, in steps(): an error instead of a loop without an end
 
 
 class PrefetchLoader:
-    """Batches of a DataLoader, the next one built on a thread while the consumer trains.
+    """The batches of a DataLoader, the next one built on a thread while the consumer trains.
 
     Args:
         loader: a DataLoader with a resumable ``batch_sampler``, such as a PrefetchingSampler, or of
-            a PackedIterableDataset (``batch_size=None``); or torchdata's StatefulDataLoader.
-            Nothing else may iterate it.
+            a PackedIterableDataset (``batch_size=None``). Nothing else may iterate it.
         prefetch: False builds each batch when it is asked for, in the consumer's thread: the same
             batches.
-        device: where batches go. For CUDA they are pinned, and copied on a separate stream. None
-            and "cpu" leave them where they are.
+        device: the device of the batches. For CUDA they are pinned, and copied on a separate
+            stream. None and "cpu" leave them in place.
         warn_after: a wait for a batch that takes longer than so many seconds is logged once: the
             step, the worker, the stack of the thread that collates. None: never.
         on_error: "skip" leaves an example out of its batch that cannot be read or collated, and
@@ -86,21 +85,14 @@ class PrefetchLoader:
         self.wait_seconds = 0.0
         self._timeline = Timeline()
         self._loader = resumable_loader(loader)
-        packing = getattr(loader.collate_fn, "packing", None)
-        self._max_tokens: int | None = getattr(packing, "max_tokens", None)
         self._prefetch = checked_bool("prefetch", prefetch)
         self._copy = device_copy(device)
         self._warn_after = checked_seconds("warn_after", warn_after)
-        checked_choice("on_error", on_error, ("raise", "skip"))
-        skipped = SkippedExamples(
-            checked_int("max_skipped", max_skipped),
-            checked_int("max_skipped_in_a_row", max_skipped_in_a_row),
-        )
-        self._on_error = on_error
-        if on_error == "skip":
+        policy = SkipPolicy(on_error, max_skipped, max_skipped_in_a_row)
+        if policy.skips:
             self._loader.skip_failing_examples()
         read = partial(ReadAhead, self._loader, self._copy, self._prefetch, self._warn_after)
-        self._reader = Reader(self._loader, read, skipped)
+        self._reader = Reader(self._loader, read, SkippedExamples(policy))
         self._loop: object = None  # the loop that may draw from it
         self._drawing = 0  # the thread that draws a batch now
         self._interrupt: BaseException | None = None  # of the thread, to be raised at the next call
@@ -110,8 +102,7 @@ class PrefetchLoader:
         settings: dict[str, Any] = {} if self._prefetch else {"prefetch": False}
         settings |= {} if self._copy is None else {"device": str(self._copy.device)}
         settings |= {} if self._warn_after == 60.0 else {"warn_after": self._warn_after}
-        if self._on_error == "skip":
-            settings |= {"on_error": "skip", **self._reader.stand.skipped.limits}
+        settings |= self._reader.stand.skipped.policy.settings()
         position = self._reader.answer(lambda position, _: position)
         where = "closed" if self._is_closed else f"epoch {position.epoch}, step {position.step}"
         return f"{call_repr(self, self._loader.described(), **settings)} [{where}]"
@@ -123,72 +114,71 @@ class PrefetchLoader:
 
     @property
     def timeline(self) -> list[StepTimes]:
-        """When each of the last 1,000 batches was collated, copied, waited for and trained on.
+        """The times of the last 1,000 batches, oldest first; a new list. No part of the state.
 
-        A new list, oldest first; any thread may ask. It belongs to this object, not to its state.
-        ``plot_timeline`` draws it.
-
-        >>> import time
         >>> from torch.utils.data import DataLoader
         >>> from torch_collate_kit import PrefetchingSampler
-        >>> sampler = PrefetchingSampler(4, batch_size=2)
-        >>> with PrefetchLoader(DataLoader(range(4), batch_sampler=sampler)) as loader:
-        ...     for batch in loader.steps(2):
-        ...         time.sleep(0.1)  # train
+        >>> data = DataLoader(range(4), batch_sampler=PrefetchingSampler(4, 2))
+        >>> with PrefetchLoader(data, prefetch=False) as loader:
+        ...     batches = list(loader)
         >>> [(step.epoch, step.step, step.was_ahead) for step in loader.timeline]
-        [(0, 0, False), (0, 1, True)]
+        [(0, 0, False), (0, 1, False)]
         """
         return self._timeline.steps()
 
+    def plot_timeline(self, *, num_steps: int = 30, ax: Axes | None = None) -> Axes:
+        """Draw when the last ``num_steps`` batches were collated, copied, waited for, trained on.
+
+        The title says how much of building them was hidden: the time that it took, less the time
+        that the training loop waited. Draws on ``ax``, or on axes of a new figure, and returns
+        them; nothing is shown. Needs matplotlib. ValueError if no batch was read yet.
+        """
+        return draw_timeline(self.timeline, num_steps, ax)
+
     @property
     def skipped(self) -> list[SkippedExample]:
-        """What was left out of the batches received so far, and before the state that was loaded.
+        """Examples left out of the batches received so far, oldest first; a new list.
 
-        A new list, oldest first. Each time counts that an example is left out.
+        Each time counts that an example is left out. With a sampler the list goes on after a
+        resume; a stream, which leaves examples out itself, keeps only their number in its state.
 
         >>> from torch.utils.data import DataLoader
         >>> from torch_collate_kit import PrefetchingSampler
-        >>> data = [4, 2, 0, 5]
-        >>> divided = DataLoader(
-        ...     data,
-        ...     batch_sampler=PrefetchingSampler(data, batch_size=2, shuffle=False),
-        ...     collate_fn=lambda numbers: [20 // number for number in numbers],
-        ... )
-        >>> with PrefetchLoader(divided, on_error="skip") as loader:
-        ...     list(loader), loader.skipped[0][:3], loader.skipped[0].error.partition(":")[0]
-        ([[5, 10], [4]], (0, 1, 2), 'ZeroDivisionError')
+        >>> sampler = PrefetchingSampler(4, 2, shuffle=False)
+        >>> data = DataLoader([1, 2, 0, 5], batch_sampler=sampler, collate_fn=lambda x: 10 // x[0])
+        >>> with PrefetchLoader(data, on_error="skip") as loader:
+        ...     list(loader), loader.skipped[0][:3]
+        ([10, 2], (0, 1, 2))
         """
         return list(self._reader.stand.skipped.examples)
 
     def __len__(self) -> int:
-        """Steps of the current epoch, counted from its step 0."""
-        num_steps = self._reader.num_steps()
-        if num_steps is None:
+        """Return the number of steps in the current epoch, counted from its step 0."""
+        if (num_steps := self._reader.num_steps()) is None:
             raise TypeError("the length of an epoch of this loader is known only at its end")
         return num_steps
 
     def __iter__(self) -> Iterator[Any]:
         return self._batches(None, None)
 
-    def steps(
-        self, num_steps: int, on_epoch: Callable[[int], object] | None = None
-    ) -> Iterator[Any]:
-        """The next ``num_steps`` batches, across epochs.
+    def steps(self, num_steps: int, on_epoch: _OnEpoch = None) -> Iterator[Any]:
+        """Iterate over the next ``num_steps`` batches, across epochs.
 
         ``on_epoch(epoch)`` is called at the first step of each epoch, before any of its batches is
         built. Nothing reads the data then, so it may change them. Persistent workers keep their
-        copy of the dataset and do not see the change.
-
-        Raises:
-            StateError: epoch after epoch without a batch.
+        copy of the dataset and do not see the change. StateError if no epoch has a batch.
         """
         return self._batches(checked_int("num_steps", num_steps, minimum=0), on_epoch)
 
-    def _batches(
-        self, num_steps: int | None, on_epoch: Callable[[int], object] | None
-    ) -> Iterator[Any]:
-        """The next batches; None: those left in the epoch."""
-        loop, reader = self._begin_loop(), self._reader
+    def _batches(self, num_steps: int | None, on_epoch: _OnEpoch) -> Iterator[Any]:
+        """Yield the next batches; None: those left in the epoch."""
+        self._check_open()
+        self._check_one_consumer()
+        self._raise_interrupt()
+        self._loop = loop = object()
+        self._timeline.trained()  # on the last batch of an older loop
+        reader = self._reader
+        reader.stop_if_over()
         num_taken = num_empty = 0
         try:
             while num_steps is None or num_taken < num_steps:
@@ -214,18 +204,7 @@ class PrefetchLoader:
             self._leave(loop, error)
             raise
 
-    def _begin_loop(self) -> object:
-        self._check_open()
-        self._check_one_consumer()
-        self._raise_interrupt()
-        self._loop = loop = object()
-        self._timeline.trained()  # what an older loop gave
-        self._reader.stop_if_over()
-        return loop
-
-    def _draw(
-        self, loop: object, on_epoch: Callable[[int], object] | None
-    ) -> tuple[ReadAhead, Taken]:
+    def _draw(self, loop: object, on_epoch: _OnEpoch) -> tuple[ReadAhead, Taken]:
         """Return the reading, and its next batch or END."""
         self._check_one_consumer()
         self._drawing = threading.get_ident()
@@ -236,8 +215,7 @@ class PrefetchLoader:
             try:
                 taken = self._reader.take(run)
             finally:
-                ended = time.perf_counter()
-                self.wait_seconds += ended - began
+                self.wait_seconds += (ended := time.perf_counter()) - began
             self._check_loop(loop)
         finally:
             self._drawing = 0
@@ -255,84 +233,68 @@ class PrefetchLoader:
                 self._interrupt = interrupt
         elif isinstance(error, Exception):  # of what another thread has done meanwhile
             if self._is_closed:
-                self.close()  # what was begun after it
+                self.close()  # it may have begun to read after the first close
             self._check_loop(loop)
 
     def reshuffle(self) -> None:
-        """Puts the rest of the epoch in a new order; drops what is in flight.
+        """Put the rest of the epoch in a new order; drop what is in flight.
 
         A loop that is running continues in the new order, and the data may be changed until it asks
         for the next batch. After an epoch's last batch the next epoch changes. Resuming is exact:
         the order is a function of seed, epoch and steps.
         """
-        self._check_open()
-        self._reader.stop()
-        self._raise_interrupt()
-        with self._reader.moving():
-            self._loader.reshuffle()
+        self._move(self._loader.reshuffle)
 
     def set_epoch(self, epoch: int) -> None:
-        """Moves to the beginning of ``epoch``; drops what is in flight."""
+        """Move to the beginning of ``epoch``; drop what is in flight."""
+        self._move(partial(self._loader.set_epoch, epoch))
+        self._loop = None
+
+    def _move(self, move: Callable[[], None]) -> None:
         self._check_open()
         self._reader.stop()
         self._raise_interrupt()
         with self._reader.moving():
-            self._loader.set_epoch(epoch)
-        self._loop = None
+            move()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batches received so far, and what was left out of them.
+        """Return the position after the batches received so far, with what was left out of them.
 
-        Any thread may ask, and a signal handler, at any moment.
+        Small JSON. Any thread may ask, and a signal handler, at any moment.
         """
 
         def state(position: LoaderPosition, skipped: SkippedExamples) -> dict[str, Any]:
             at = self._loader.state_at(position)
-            return {"version": 1, "max_tokens": self._max_tokens, **at, **skipped.state()}
+            counts = skipped.state() if self._loader.has_sampler else {}  # a stream has its own
+            return {"version": 1, **at, **counts}
 
         return self._reader.answer(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues exactly from a saved position.
+        """Continue exactly from a saved position.
 
-        Another ``max_tokens`` of the collator puts the same examples into other rows, which is
-        logged; around a stream it is refused.
-
-        Raises:
-            StateError: another version, dataset length, batch size, or kind of loader. The loader
-                is then as it was.
+        Another ``max_tokens`` of the collator is logged: the same examples are in other rows.
+        Around a stream it is refused. StateError for another version, data, batch size or kind of
+        loader; then nothing has changed.
         """
         self._check_open()
         if not isinstance(state, Mapping):
             raise StateError(
                 f"a state must be a mapping, got {type(state).__name__}; pass what state_dict() "
-                "gave"
+                "returned"
             )
-        self._check_same(state, "version", 1)
-        if "max_tokens" not in state:
-            raise StateError("the state has no max_tokens; pass what state_dict() gave")
-        saved, mine = state["max_tokens"], self._max_tokens
-        if not self._loader.has_sampler or not _is_max_tokens(saved):
-            self._check_same(state, "max_tokens", mine)
-        skipped = self._reader.stand.skipped.after(state)
-        self._reader.settle()
-        with self._reader.moving(skipped):
-            self._loader.load_state_dict(state, lambda: self._reader.stop(move_back=False))
-        self._loop = None
-        if saved != mine and not self._loader.plans_rows:  # else the sampler says so
-            _logger.warning(
-                "the state is of a run with max_tokens=%s, this collator has %s: the same examples "
-                "per step, in other rows",
-                *(saved, mine),
-            )
-        self._raise_interrupt()
-
-    def _check_same(self, state: Mapping[str, Any], name: str, mine: Any) -> None:
-        if not is_same(state.get(name), mine):
+        if not is_same(state.get("version"), 1):
             raise StateError(
-                f"the state has {name}={state.get(name)!r}, this loader has {mine!r}; resume "
-                "with the settings of the run that saved it"
+                f"the state has version={state.get('version')!r}, this loader has 1; resume with "
+                "the release that saved it"
             )
+        skipped = self._reader.stand.skipped.after(state)
+        self._reader.settled(None)
+        with self._reader.moving(skipped):
+            self._loader.load_state_dict(state)
+            self._reader.stop(move_back=False)
+        self._loop = None
+        self._raise_interrupt()
 
     def close(self) -> None:
         """Wait a second for what is in flight, then end thread and workers. May be called again.
@@ -340,8 +302,7 @@ class PrefetchLoader:
         A batch that takes longer is abandoned, with a warning: its workers are killed, and a thread
         that does not return ends with the process.
         """
-        self._is_closed = True
-        self._loop = None
+        self._is_closed, self._loop = True, None
         if self._reader.is_elsewhere():
             return
         self._timeline.trained()
@@ -387,7 +348,3 @@ class PrefetchLoader:
         error, self._interrupt = self._interrupt, None
         if error is not None:
             raise error
-
-
-def _is_max_tokens(value: Any) -> bool:
-    return value is None or (type(value) is int and value > 0)

@@ -18,7 +18,9 @@ from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy
 from torch_collate_kit.loading.prefetch.positioned import LoaderPosition
 from torch_collate_kit.loading.prefetch.resumable_loaders import ResumableLoader
 from torch_collate_kit.loading.prefetch.skipped_examples import Collated, SkippedExamples
-from torch_collate_kit.loading.prefetch.waits import BuildTimes, Watchdog, is_collecting
+from torch_collate_kit.loading.prefetch.step_times import BuildTimes
+from torch_collate_kit.loading.prefetch.watchdog import Watchdog
+from torch_collate_kit.loading.prefetch.workers import is_collecting
 
 __all__ = ["END", "ReadAhead", "Taken"]
 
@@ -26,15 +28,13 @@ END: Any = object()
 
 
 class _Built(NamedTuple):
-    """A batch on its way to its device, or END, and what there is to know of it."""
-
-    collated: Collated
+    collated: Collated  # its batch on its way to its device, or END
     mark: Any  # of the position after it
     times: BuildTimes
 
 
 class Taken(NamedTuple):
-    """A batch, or END, and where the consumer stands once it has received it."""
+    """A batch, or END, and the position of the consumer once it has received it."""
 
     batch: Any
     position: LoaderPosition
@@ -43,9 +43,9 @@ class Taken(NamedTuple):
 
 
 class ReadAhead:
-    """One reading of an epoch, from where the loader stands. Made in the consumer's thread.
+    """One reading of an epoch, from the loader's position. Made in the consumer's thread.
 
-    The slot holds the batch after those that were taken, or none.
+    Its AsyncBatchCollator holds the batch after those that were taken, or none.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class ReadAhead:
         # not a method: the thread would keep this object alive
         build = partial(_build, loader, batches, to_device, epoch, self._watchdog)
         self._collator = AsyncBatchCollator(build)
-        self._lost = weakref.finalize(self, _end_lost_workers, loader, os.getpid())
-        self._lost.atexit = False
+        self._end_lost = weakref.finalize(self, _end_lost_workers, loader, os.getpid())
+        self._end_lost.atexit = False
 
     def is_over(self, position: LoaderPosition) -> bool:
         """Return whether a consumer at this position has received the whole epoch."""
@@ -73,21 +73,15 @@ class ReadAhead:
         return has_all or self._has_ended
 
     def goes_on_at(self, position: LoaderPosition) -> bool:
-        """Return whether the next batch is the one after this position.
-
-        It is not if a ``take`` was interrupted.
-        """
-        return self._collator.holds in (None, position.step)
+        """Return whether the next batch is the one here: not if a ``take`` was interrupted."""
+        return self._collator._holds(position.step)
 
     def take(self, position: LoaderPosition, skipped: SkippedExamples) -> Taken:
         """Return the batch after a position, or END, and begin to build the one after it."""
         epoch, step, _ = position
         self._loader.check(epoch)
-        self._watchdog.wait_begins(epoch, step)
-        try:
+        with self._watchdog.waiting(epoch, step):
             built: _Built = self._collator.get(step)
-        finally:
-            self._watchdog.wait_ends()
         batch = built.collated.batch
         if self.num_steps is not None and (batch is END) != (step >= self.num_steps):
             raise StateError(
@@ -107,16 +101,13 @@ class ReadAhead:
         return Taken(batch, following, skipped, built.times)
 
     def settled(self, position: LoaderPosition, seconds: float | None) -> bool:
-        """Wait at most so long for what is in flight. Returns whether nothing is."""
-        self._watchdog.wait_begins(position.epoch, position.step)
-        try:
-            return self._collator.settled(seconds)
-        finally:
-            self._watchdog.wait_ends()
+        """Wait at most so long for what is in flight. Return whether nothing is."""
+        with self._watchdog.waiting(position.epoch, position.step):
+            return self._collator._settled(seconds)
 
     def stop(self) -> None:
-        """Drop what was built ahead, and end the threads and workers."""
-        self._lost.detach()
+        """Drop the batch built ahead, and end the threads and workers."""
+        self._end_lost.detach()
         try:
             self._watchdog.stop()
             self._collator.shutdown()
@@ -126,14 +117,14 @@ class ReadAhead:
     def abandon(self, position: LoaderPosition) -> None:
         """Abandon a thread that builds a batch, and kill the workers. Nothing is waited for."""
         if not is_collecting():
-            self._watchdog.abandons(position.epoch, position.step)
-        self._collator.abandon()
-        self._lost()
+            self._watchdog.report_abandoned(position.epoch, position.step)
+        self._collator._abandon()
+        self._end_lost()
         self._watchdog.stop()
 
 
 def _end_lost_workers(loader: ResumableLoader, pid: int) -> None:
-    """End the workers of a reading that nobody has any more. May be called by the collector."""
+    """End the workers of a reading that nobody has any more. The collector may call it."""
     if os.getpid() == pid:
         loader.end(0)
         loader.close(0)
@@ -147,7 +138,7 @@ def _build(
     watchdog: Watchdog,
     step: int,
 ) -> _Built:
-    """The next batch, which comes from the loader's iterator."""
+    """Build the next batch, that of ``step``."""
     watchdog.collating = threading.get_ident()
     began = time.perf_counter()
     batch = next(batches, END)
@@ -164,7 +155,7 @@ def _build(
 
 
 def _named(collated: Collated, epoch: int, step: int, *, keep: bool) -> Any:
-    """A Batch with its epoch and step in its metadata, and what it is without; others as is."""
+    """Return a Batch with its epoch, step and skipped examples in its metadata; others as is."""
     batch = collated.batch
     if not isinstance(batch, Batch):
         return batch

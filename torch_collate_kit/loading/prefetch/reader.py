@@ -1,4 +1,4 @@
-"""The one reader of a loader: idle, or reading an epoch; and where its consumer stands.
+"""The one reader of a loader: idle, or reading an epoch; and the position of its consumer.
 
 ``begin`` makes it read. It is idle again after ``stop`` and ``close``, and after ``leave`` unless a
 batch is late.
@@ -15,7 +15,7 @@ from torch_collate_kit.loading.prefetch.positioned import LoaderPosition
 from torch_collate_kit.loading.prefetch.read_ahead import ReadAhead, Taken
 from torch_collate_kit.loading.prefetch.resumable_loaders import ResumableLoader
 from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExamples
-from torch_collate_kit.loading.prefetch.waits import PATIENCE, is_collecting
+from torch_collate_kit.loading.prefetch.workers import PATIENCE, is_collecting
 
 __all__ = ["Reader", "Stand"]
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Stand(NamedTuple):
-    """Where the consumer stands. Replaced as a whole: a signal handler may ask at any moment."""
+    """The consumer's position. Replaced as a whole: a signal handler may ask at any moment."""
 
     position: LoaderPosition | None
     """After the batches received. None: nothing is read, and the loader itself stands there."""
@@ -80,16 +80,16 @@ class Reader:
         return run.take(position, skipped)
 
     def begin(self, on_epoch: Callable[[int], object] | None) -> ReadAhead:
-        """Begin to read the epoch that the consumer stands in."""
+        """Begin to read the epoch of the consumer's position."""
         position, skipped, _ = self.stand
         if position is not None:  # an interrupt came before the loader was moved there
             self._loader.move_to(position)
-            self.stand = Stand(None, skipped, object())
+            self._stand_at(None, skipped)
         position = self._loader.position()
         if on_epoch is not None and position.step == 0:
             on_epoch(position.epoch)
             position = self._loader.position()
-        self.stand = Stand(position, skipped, object())
+        self._stand_at(position, skipped)
         self.pid = os.getpid()
         self.run = self._start(position.epoch)
         return self.run
@@ -109,60 +109,60 @@ class Reader:
         Often an exception leaves a loop, and is shown after this. The garbage collector waits for
         nothing.
         """
-        run, position = self.run, self.stand.position
-        if run is None or position is None or is_collecting() or self.is_elsewhere():
-            return
-        if run.settled(position, PATIENCE):
-            self._drop(run, position)
+        if not is_collecting() and self.settled(PATIENCE):
+            self.stop()
 
-    def settle(self) -> None:
-        """Wait for what is in flight, however long it takes."""
+    def settled(self, seconds: float | None) -> bool:
+        """Wait at most so long for what is in flight; None: for ever. Return whether nothing is.
+
+        False where nothing is read here.
+        """
         run, position = self.run, self.stand.position
-        if run is not None and position is not None:
-            run.settled(position, None)
+        if run is None or position is None or self.is_elsewhere():
+            return False
+        return run.settled(position, seconds)
 
     def stop(self, *, move_back: bool = True) -> None:
-        """Wait for what is in flight, and drop it."""
+        """Wait for what is in flight, and drop it. The loader then stands at the position."""
         run, position = self.run, self.stand.position
         if run is not None and position is not None and not self.is_elsewhere():
             run.settled(position, None)
-            self._drop(run, position, move_back=move_back)
+            self.run = None
+            if move_back:
+                self._move_back(run, position)
+            run.stop()
 
     def close(self) -> None:
         """Wait a bounded time for what is in flight, and abandon it if it is late."""
         run, position = self.run, self.stand.position
         if run is None or position is None:
             return
-        if not is_collecting() and run.settled(position, PATIENCE):
-            self._drop(run, position)
+        if not is_collecting() and self.settled(PATIENCE):
+            self.stop()
             return
         self._loader.is_closed = True  # before: then the thread leaves all as it is
         self.run = None
         self._move_back(run, position)
         run.abandon(position)
 
-    def _drop(self, run: ReadAhead, position: LoaderPosition, *, move_back: bool = True) -> None:
-        """End a reading with nothing in flight. The loader then stands at the position."""
-        self.run = None
-        if move_back:
-            self._move_back(run, position)
-        run.stop()
-
     def _move_back(self, run: ReadAhead, position: LoaderPosition) -> None:
         if run.is_over(position):
             self._loader.end_epoch(position.epoch)
         else:
             self._loader.move_to(position)
-        self.stand = Stand(None, self.stand.skipped, object())
+        self._stand_at(None, self.stand.skipped)
 
     @contextmanager
     def moving(self, skipped: SkippedExamples | None = None) -> Iterator[None]:
         """Hold the position while the loader is moved; it stays if that fails."""
         before = self.stand
-        self.stand = Stand(self._loader.pinned(before.position), before.skipped, object())
+        self._stand_at(self._loader.pinned(before.position), before.skipped)
         try:
             yield
         except BaseException:
             self.stand = before
             raise
-        self.stand = Stand(None, before.skipped if skipped is None else skipped, object())
+        self._stand_at(None, before.skipped if skipped is None else skipped)
+
+    def _stand_at(self, position: LoaderPosition | None, skipped: SkippedExamples) -> None:
+        self.stand = Stand(position, skipped, object())

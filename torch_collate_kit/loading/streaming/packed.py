@@ -20,9 +20,9 @@ from torch_collate_kit._checks import checked_bool, checked_int, checked_optiona
 from torch_collate_kit._reprs import KindAndSize, call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.loading.sampler.checks import checked_collator, checked_rank
+from torch_collate_kit.loading.skipping import SkipPolicy
 from torch_collate_kit.loading.streaming.shard_batches import DividedStream, ShardBatches, Turn
 from torch_collate_kit.loading.streaming.shards import ExampleSource, Stream
-from torch_collate_kit.loading.streaming.skipping import ErrorPolicy
 from torch_collate_kit.loading.streaming.states import Position
 from torch_collate_kit.packing import PackingOptions
 
@@ -96,7 +96,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         self.presharded = checked_bool("presharded", presharded)
         self.on_error, self.max_skipped = on_error, max_skipped
         self.max_skipped_in_a_row = max_skipped_in_a_row
-        self._policy = ErrorPolicy(on_error, max_skipped, max_skipped_in_a_row)
+        self._policy = SkipPolicy(on_error, max_skipped, max_skipped_in_a_row)
         hint = "None makes every worker of every rank a shard"
         self.num_shards = checked_optional_int("num_shards", num_shards, hint=hint)
         self._stream = Stream(

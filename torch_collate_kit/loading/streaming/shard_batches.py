@@ -18,9 +18,10 @@ from torch.utils.data import get_worker_info
 
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.loading.skipping import Skipped, SkipPolicy
 from torch_collate_kit.loading.streaming.readers import reader_of
 from torch_collate_kit.loading.streaming.shards import Stream
-from torch_collate_kit.loading.streaming.skipping import ErrorPolicy, Skipped, WrongExamples
+from torch_collate_kit.loading.streaming.skipping import WrongExamples
 from torch_collate_kit.loading.streaming.states import Place, Position, positions_in, state_of
 from torch_collate_kit.loading.streaming.windows import Windows
 from torch_collate_kit.packing import PackingPlan, PlannedExamples
@@ -53,7 +54,7 @@ class ShardBatches:
         epoch: int | None,
         rows_per_batch: int,
         buffer_size: int,
-        policy: ErrorPolicy,
+        policy: SkipPolicy,
     ) -> None:
         part = stream.part(shard)
         self._call, self._position, self._policy = stream.collate, position, policy
@@ -120,7 +121,7 @@ class ShardBatches:
         outcomes = [*made.outcomes, *(rest or [])]
         at = self._counted(made.after, outcomes, has_ended=rest is not None)
         if isinstance(made.batch, Batch):
-            self._describe(made.batch, at, {one.position for one in outcomes if one is not None})
+            self._describe(made.batch, at, {one.example for one in outcomes if one is not None})
         return made.batch, at
 
     def _nothing_left(self, rest: list[Skipped]) -> tuple[None, Position]:
@@ -138,11 +139,12 @@ class ShardBatches:
         self, after: Position, outcomes: Sequence[Skipped | None], *, has_ended: bool
     ) -> Position:
         before = self._position
-        at = after._replace(num_skipped=before.num_skipped, num_in_a_row=before.num_in_a_row)
+        counts = self._policy.counted(before.num_skipped, before.num_in_a_row, outcomes)
+        at = after._replace(num_skipped=counts[0], num_in_a_row=counts[1])
         if has_ended:  # read on from here, nothing would be counted again
             at = at._replace(place=self._reader.place, num_batches=0, has_ended=True)
-        self._position = self._policy.counted(at, outcomes)
-        return self._position
+        self._position = at
+        return at
 
     def _describe(self, batch: Batch, after: Position, skipped: set[int]) -> None:
         if skipped:

@@ -1,4 +1,4 @@
-"""``plot_timeline``: what prefetching hid behind training."""
+"""The plot of ``PrefetchLoader.plot_timeline``: what prefetching hid behind training."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch_collate_kit.batch.showing.style import (
     matplotlib_module,
     tint,
 )
-from torch_collate_kit.loading import PrefetchLoader, StepTimes
+from torch_collate_kit.loading.prefetch.step_times import StepTimes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_timeline"]
+__all__ = ["draw_timeline"]
 
 _LANES = ("batch is built", "training loop")
 _HEIGHT = 0.7
@@ -33,37 +33,8 @@ _SPANS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
 }
 
 
-def plot_timeline(
-    loader: PrefetchLoader | Sequence[StepTimes], *, num_steps: int = 30, ax: Axes | None = None
-) -> Axes:
-    """Draw when the last batches were collated, copied, waited for and trained on.
-
-    The title says how much of building them was hidden: the time that it took, less the time that
-    the training loop waited for it. The first batch of an epoch is never built ahead.
-
-    Args:
-        loader: a PrefetchLoader that was read, or its ``timeline``.
-        num_steps: the last steps that are drawn.
-        ax: axes to draw on; by default those of a new figure.
-
-    Returns:
-        The axes. Nothing is shown: call ``plt.show()``, or ``ax.figure.savefig("timeline.png")``.
-
-    Raises:
-        TypeError: neither a PrefetchLoader nor a list of StepTimes.
-        ValueError: no steps.
-        ImportError: matplotlib is not installed.
-
-    >>> step = StepTimes(0, 0, 1.0, 1.5, 1.6, 1.4, 1.6, 2.0)
-    >>> plot_timeline([step]).get_title()
-    'waited 0.20 s for batches that took 0.60 s to build: 67% hidden'
-    """
-    steps = loader.timeline if isinstance(loader, PrefetchLoader) else loader
-    if not isinstance(steps, Sequence) or not all(isinstance(s, StepTimes) for s in steps):
-        raise TypeError(
-            f"plot_timeline draws a PrefetchLoader, got {type(loader).__name__}; pass the loader "
-            "after some steps, or its timeline"
-        )
+def draw_timeline(steps: Sequence[StepTimes], num_steps: int, ax: Axes | None) -> Axes:
+    """Draw the last ``num_steps`` steps."""
     if not steps:
         raise ValueError("the timeline is empty (0 steps); read batches from the loader first")
     steps = steps[-checked_int("num_steps", num_steps) :]
@@ -92,26 +63,19 @@ def plot_timeline(
 
 
 def _number(ax: Any, steps: Sequence[StepTimes], origin: float) -> None:
-    """The step's number on both lanes, where there is room."""
+    """Draw the step's number on both lanes, where there is room."""
     total = max(step.train_ended or step.wait_ended for step in steps) - origin
     ax.set_xlim(0, total or 1.0)
     for step in steps:
         lanes = [(step.collate_began, step.copy_ended), (step.wait_ended, step.train_ended)]
         for lane, (begin, end) in enumerate(lanes):
-            if end is None or end - begin < 0.02 * total:
-                continue
-            boxed_number(ax, (begin + end) / 2 - origin, lane, step.step)
+            if end is not None and end - begin >= 0.02 * total:
+                boxed_number(ax, (begin + end) / 2 - origin, lane, step.step)
 
 
 def _title(steps: Sequence[StepTimes]) -> str:
     built = sum(step.build_seconds for step in steps)
     waited = sum(step.wait_seconds for step in steps)
     hidden = max(0.0, 1 - waited / built) if built else 0.0
-    return (
-        f"waited {_seconds(waited)} for batches that took {_seconds(built)} to build: "
-        f"{hidden:.0%} hidden"
-    )
-
-
-def _seconds(number: float) -> str:
-    return f"{number:.2f} s" if number >= 0.1 else f"{1000 * number:.1f} ms"
+    texts = [f"{s:.2f} s" if s >= 0.1 else f"{1000 * s:.1f} ms" for s in (waited, built)]
+    return f"waited {texts[0]} for batches that took {texts[1]} to build: {hidden:.0%} hidden"

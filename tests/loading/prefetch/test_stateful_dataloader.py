@@ -1,0 +1,83 @@
+"""Our samplers and streams inside torchdata's StatefulDataLoader, which PrefetchLoader refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.loading.prefetch.toy_data import COLLATORS, EXAMPLES, make_sampler
+from torch_collate_kit.loading import (
+    MixedSampler,
+    PackedBatchSampler,
+    PackedIterableDataset,
+    PrefetchLoader,
+    TokenizedDataset,
+)
+from torch_collate_kit.testing import assert_exact_resume
+
+DATA = TokenizedDataset(EXAMPLES)
+COLLATE = COLLATORS["packed"]
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+@pytest.fixture
+def stateful() -> Any:
+    reason = "torchdata is not installed"
+    return pytest.importorskip("torchdata.stateful_dataloader", reason=reason).StatefulDataLoader
+
+
+def planned() -> PackedBatchSampler:
+    return PackedBatchSampler(DATA.lengths, batch_size=4, packing=COLLATE.packing, seed=3)
+
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "PrefetchingSampler": lambda: {"batch_sampler": make_sampler()},
+    "PackedBatchSampler": lambda: {"batch_sampler": planned()},
+    "MixedSampler": lambda: {"batch_sampler": MixedSampler([6, 7], 4, num_steps=4, seed=3)},
+}
+
+
+def of_sampler(kind: Any, name: str, num_workers: int) -> Any:
+    return kind(DATA, collate_fn=COLLATE, num_workers=num_workers, **KINDS[name]())
+
+
+def of_stream(kind: Any, num_workers: int, **options: Any) -> Any:
+    stream = PackedIterableDataset(EXAMPLES, tokenizer=0, max_tokens=8, buffer_size=2, **options)
+    return kind(stream, batch_size=None, collate_fn=stream.as_is, num_workers=num_workers)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_sampler_resumes_exactly_inside_it(stateful, name, num_workers):
+    with PrefetchLoader(of_sampler(DataLoader, name, 0), prefetch=False) as loader:
+        expected = [batch["input_ids"].tolist() for batch in loader.steps(6)]
+    whole = of_sampler(stateful, name, num_workers)
+    assert [b["input_ids"].tolist() for _ in range(2) for b in whole][:6] == expected
+    stops = [3] if num_workers else range(1, 6)
+    assert_exact_resume(lambda: of_sampler(stateful, name, num_workers), num_steps=6, stops=stops)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"num_shards": 2}])
+def test_a_stream_resumes_exactly_inside_it(stateful, options, num_workers):
+    whole = list(of_stream(stateful, num_workers, **options))
+    tokens = sorted(t for b in whole for t in b["input_ids"].flatten().tolist() if t)
+    assert tokens == sorted(t for e in EXAMPLES for t in e["input_ids"] if t)
+    stops = [3] if num_workers else range(1, len(whole))
+    assert_exact_resume(
+        lambda: of_stream(stateful, num_workers, **options), num_steps=len(whole), stops=stops
+    )
+
+
+def test_prefetch_loader_refuses_it(stateful):
+    for loader in (of_sampler(stateful, "PrefetchingSampler", 0), of_stream(stateful, 0)):
+        with pytest.raises(TypeError) as caught:
+            PrefetchLoader(loader)
+        assert str(caught.value) == (
+            "a StatefulDataLoader keeps a position of its own, and PrefetchLoader another; pass a "
+            "torch.utils.data.DataLoader with the same arguments, or use the StatefulDataLoader "
+            "alone: samplers and streams of torch_collate_kit resume inside it"
+        )
