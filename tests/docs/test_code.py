@@ -6,18 +6,16 @@ Python blocks with ``>>>`` are run by doctest instead (``--doctest-glob=*.md``).
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shlex
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 import torch_collate_kit
+from torch_collate_kit.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -32,7 +30,7 @@ def blocks_of(page: Path) -> list[tuple[str, str]]:
     return [(language, code) for language, code in found if not code.startswith(">>> ")]
 
 
-WITHOUT_STAND_INS = [DOCS / "recipes.md"]  # as it says, it runs as it stands
+WITHOUT_STAND_INS = [DOCS / "recipes.md", DOCS / "guide" / "command_line.md"]
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if blocks_of(page)]
 
 
@@ -116,15 +114,12 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch, capsys):
             exec(compile(block, str(page), "exec"), names)
             check_printed(expected_output(block), capsys.readouterr().out.splitlines(), page)
             continue
+        monkeypatch.setenv("COLUMNS", "100")
         for command, expected in commands(block):
-            assert command[0] == "python"
-            environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
-            done = subprocess.run(
-                [sys.executable, *command[1:]], env=environment, capture_output=True, text=True
-            )
-            assert done.returncode in (0, 1), done.stderr
+            assert command[:3] == ["python", "-m", "torch_collate_kit"]
+            assert main(command[3:]) in (0, 1)
             assert expected
-            check_printed(expected, done.stdout.splitlines(), page)
+            check_printed(expected, capsys.readouterr().out.splitlines(), page)
 
 
 def test_a_print_without_its_output_is_found():

@@ -18,18 +18,8 @@ from run_log import RunLog, write_results
 import torch_collate_kit as kit
 
 NAMES = [
-    "step",
-    "loss",
-    "learning_rate",
-    "grad_norm",
-    "tokens",
-    "cells",
-    "seconds",
-    "wait_seconds",
-    "tokens_per_second",
-    "packing_efficiency",
-    "padding",
-    "cost_balance",
+    *("step", "loss", "learning_rate", "grad_norm", "tokens", "cells", "seconds", "wait_seconds"),
+    *("tokens_per_second", "packing_efficiency", "padding", "cost_balance"),
 ]
 
 
@@ -50,6 +40,10 @@ PACKING: dict[str, Any] = {
     "cost": kit.ModelCost(10, 1),
 }
 EXAMPLES_OF_A_STEP = [{"input_ids": [n] * n} for n in (3, 1, 4, 2)]
+
+
+def packed() -> kit.Batch:
+    return kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP)
 
 
 class Loader:
@@ -109,40 +103,16 @@ class Model(torch.nn.Linear):
 def test_a_step_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 tokens of two ranks; 5 cells on each, and in the second step 10."""
     monkeypatch.setattr(run_log, "time", Clock(100.0, 102.0, 106.0))
-    batch = kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP)
+    batch = packed()
     assert batch["sub_seq_lengths"].tolist() == [[4, 1], [3, 2]]
     log = two_steps(tmp_path, accelerator := Logging(), batch)
-    first = {
-        "step": 1,
-        "loss": 3.0,
-        "learning_rate": 0.1,
-        "grad_norm": 0.5,
-        "tokens": 10,
-        "cells": 10,
-        "seconds": 2.0,
-        "wait_seconds": 1.0,
-        "tokens_per_second": 5.0,
-        "packing_efficiency": 1.0,
-        "padding": 0.0,
-        "cost_balance": pytest.approx(67 / 65),
-    }
-    second = {
-        **first,
-        "step": 2,
-        "loss": 2.0,
-        "learning_rate": 0.2,
-        "grad_norm": 0.25,
-        "cells": 20,
-        "seconds": 4.0,
-        "wait_seconds": 0.0,
-        "tokens_per_second": 2.5,
-        "packing_efficiency": 0.5,
-        "padding": 0.5,
-    }
-    assert records_of(tmp_path) == [first, second]
-    assert accelerator.logged == {
-        step["step"]: {k: v for k, v in step.items() if k != "step"} for step in (first, second)
-    }
+    rows = [  # in the order of NAMES
+        (1, 3.0, 0.1, 0.5, 10, 10, 2.0, 1.0, 5.0, 1.0, 0.0, pytest.approx(67 / 65)),
+        (2, 2.0, 0.2, 0.25, 10, 20, 4.0, 0.0, 2.5, 0.5, 0.5, pytest.approx(67 / 65)),
+    ]
+    expected = [dict(zip(NAMES, row, strict=True)) for row in rows]
+    assert records_of(tmp_path) == expected
+    assert accelerator.logged == {step.pop("step"): step for step in expected}
     assert log.summary() == {
         "steps": 2,
         "train_seconds": 6.0,
@@ -161,9 +131,9 @@ def test_the_balance_of_padded_rows_and_of_images(tmp_path: Path) -> None:
     padded = kit.PaddedCollator(0)(EXAMPLES_OF_A_STEP)
     two_steps(tmp_path, Logging(), padded)
     assert {record["cost_balance"] for record in records_of(tmp_path)} == {1.0}
-    packed = kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP)
-    packed.metadata["vision_cost_per_rank"] = (0, 30)
-    two_steps(tmp_path, Logging(), packed)
+    batch = packed()
+    batch.metadata["vision_cost_per_rank"] = (0, 30)
+    two_steps(tmp_path, Logging(), batch)
     assert records_of(tmp_path)[0]["cost_balance"] == pytest.approx(93 / 80)
 
 
@@ -178,20 +148,14 @@ def test_what_an_earlier_run_left_is_gone(tmp_path: Path) -> None:
 
 
 def test_the_other_ranks_record_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    batch = kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP)
-    log = two_steps(tmp_path, accelerator := Logging(is_main=False), batch)
+    log = two_steps(tmp_path, accelerator := Logging(is_main=False), packed())
     assert (list(tmp_path.iterdir()), accelerator.logged, log.summary()) == ([], {}, {})
     assert capsys.readouterr() == ("", "")
 
 
 PEAK = 989.4e12  # of an H100
-SIZES: dict[str, Any] = {
-    "vocab_size": 10,
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+SIZES: dict[str, Any] = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 16}
+SIZES |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H100 80GB HBM3") -> Logging:
@@ -208,46 +172,36 @@ def a_language_model() -> Model:
     return model
 
 
-def test_mfu_and_memory_of_a_known_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["whole", "all logits", "adapters"])
+def test_mfu_and_memory_of_a_known_gpu(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the rows of this process: 4 and 1 tokens, of which 3 are trained and pass the head.
 
     Per token 6 * (4 * 8 * 8 + 3 * 8 * 16) = 3840 FLOPs, at the head 6 * 8 * 10, and 12 * 8 for each
-    of 10 + 1 pairs.
+    of 10 + 1 pairs. A frozen weight costs 4 per token, an adapter 6: here it has 3 parameters.
     """
-    accelerator = on_a_gpu(monkeypatch)
+    accelerator, model = on_a_gpu(monkeypatch), a_language_model()
     monkeypatch.setattr(run_log, "time", Clock(0.0, 2.0, 6.0))
-    batch = kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP)
-    log = two_steps(tmp_path, accelerator, batch, a_language_model())
-    flops = 5 * 3840 + 3 * 480 + 96 * 11
-    more = 10 * 3840 + 6 * 480 + 96 * (11 + 6 + 3)
+    if kind == "adapters":
+        for parameter in model.parameters():
+            parameter.requires_grad = False
+        model.lora_A = torch.nn.Parameter(torch.ones(3))
+    model.through_head = kind != "all logits"
+    log = two_steps(tmp_path, accelerator, packed(), model)
+    first = {
+        "whole": 5 * 3840 + 3 * 480 + 96 * 11,
+        "all logits": 5 * (3840 + 480) + 96 * 11,
+        "adapters": (5 * 3840 + 3 * 480) * 4 / 6 + 6 * 3 * 5 + 96 * 11,
+    }
     records = records_of(tmp_path)
-    per_second = [record["mfu"] * PEAK for record in records]
-    assert per_second == pytest.approx([flops / 2, more / 4])
-    assert [record["peak_memory_gib"] for record in records] == [1.5, 1.5]
+    assert records[0]["mfu"] * PEAK == pytest.approx(first[kind] / 2)
     assert list(records[0]) == [*NAMES, "mfu", "peak_memory_gib"]
-    assert log.summary()["mfu"] * PEAK == pytest.approx((flops + more) / 6)
-    assert log.summary()["peak_memory_gib"] == 1.5
-
-
-def test_a_head_that_sees_all_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator, model = on_a_gpu(monkeypatch), a_language_model()
-    monkeypatch.setattr(run_log, "time", Clock(0.0, 2.0, 6.0))
-    model.through_head = False
-    two_steps(tmp_path, accelerator, kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP), model)
-    flops = 5 * (3840 + 480) + 96 * 11
-    assert records_of(tmp_path)[0]["mfu"] * PEAK == pytest.approx(flops / 2)
-
-
-def test_mfu_of_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frozen weight costs 4 per token, an adapter 6: here it has 3 parameters."""
-    accelerator, model = on_a_gpu(monkeypatch), a_language_model()
-    monkeypatch.setattr(run_log, "time", Clock(0.0, 2.0, 6.0))
-    for parameter in model.parameters():
-        parameter.requires_grad = False
-    model.lora_A = torch.nn.Parameter(torch.ones(3))
-    two_steps(tmp_path, accelerator, kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP), model)
-    flops = (5 * 3840 + 3 * 480) * 4 / 6 + 6 * 3 * 5 + 96 * 11
-    assert records_of(tmp_path)[0]["mfu"] * PEAK == pytest.approx(flops / 2)
+    if kind == "whole":
+        more = 10 * 3840 + 6 * 480 + 96 * (11 + 6 + 3)
+        assert records[1]["mfu"] * PEAK == pytest.approx(more / 4)
+        assert log.summary()["mfu"] * PEAK == pytest.approx((first[kind] + more) / 6)
+        assert log.summary()["peak_memory_gib"] == 1.5
 
 
 WHY_NO_MFU = {
@@ -270,8 +224,7 @@ def test_mfu_is_left_out_where_it_is_not_known(
         model.model.config.vision_config = {}
     if unknown == "layers":
         model.model.config.layer_types = ["linear_attention"]
-    batch = kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP)
-    log = two_steps(tmp_path, accelerator, batch, model)
+    log = two_steps(tmp_path, accelerator, packed(), model)
     assert list(records_of(tmp_path)[0]) == [*NAMES, "peak_memory_gib"]
     assert "mfu" not in log.summary()
     assert f"mfu is not recorded: {WHY_NO_MFU[unknown]}" in capsys.readouterr().out
@@ -284,7 +237,6 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Path, mode: str = "r") -> Any:
         raise OSError(28, "No space left on device")
 
-    batch = kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP)
     monkeypatch.setattr(Path, "open", full)
     log = RunLog(Model(), Loader(), Logging(), arguments_of(tmp_path, resume="always"))
     message = (
@@ -292,7 +244,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "--resume goes on from the last checkpoint, if --checkpoint-every saved one$"
     )
     with log, pytest.raises(SystemExit, match=message):
-        log.step(1, [batch], 3.0, 0.1, 0.5)
+        log.step(1, [packed()], 3.0, 0.1, 0.5)
 
 
 def write_losses(folder: Path, losses: Any) -> None:
@@ -316,7 +268,7 @@ def test_without_matplotlib_one_line_says_so(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 41, 400])
+@pytest.mark.parametrize("num_steps", [1, 41, 400])
 def test_what_is_drawn(num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every loss; the mean of an odd number of them around each, in long runs."""
     figures = []

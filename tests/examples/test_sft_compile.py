@@ -7,7 +7,6 @@ are. What is compiled again does not depend on the backend.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from trained_model import ModelWithLoss, compile_layers
 
 import torch_collate_kit as kit
+from tests.examples.runs import TWO_RANKS, read_results, run
 from tests.tiny_models import VOCAB, tiny_model
 from torch_collate_kit.loading import read_records
 
@@ -137,21 +137,14 @@ def assert_of_one_shape(batches: list[kit.Batch]) -> None:
     assert len({i["max_length_q"] for i in inputs}) >= 5
 
 
+@pytest.mark.release
 def test_200_real_batches_compile_once(shared_data: Path) -> None:
     batches = micro_batches(real_chats(shared_data), 200)
     assert_of_one_shape(batches)
     assert_compiled_once_and_equal(tiny_model("qwen3"), batches)
 
 
-@pytest.mark.parametrize(
-    ("kind", "attention"),
-    [
-        ("llama", "torch_varlen"),
-        ("qwen3", "torch_varlen"),
-        ("mistral", "torch_varlen"),
-        ("qwen3", "sdpa"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "attention"), [("qwen3", "torch_varlen"), ("llama", "sdpa")])
 def test_a_seeded_mix_compiles_once(kind: str, attention: str) -> None:
     batches = micro_batches(seeded_mix(200), 12)
     assert_of_one_shape(batches)
@@ -174,7 +167,7 @@ def test_with_adapters() -> None:
 
 
 def test_sliding_and_full_layers_are_two_graphs() -> None:
-    batches = micro_batches(seeded_mix(80), 6)
+    batches = micro_batches(seeded_mix(80), 4)
     assert_compiled_once_and_equal(tiny_model("gemma3"), batches, num_graphs=2)
 
 
@@ -211,58 +204,41 @@ def test_a_model_without_known_layers() -> None:
         compile_layers(model)
 
 
+# --- runs of sft.py, before a release
+
 TINY = "--num-conversations 60 --num-held-out 10 --batch-size 6 --max-tokens 256 --cpu --threads 1"
-
-
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, options: str = "") -> dict[str, Any]:
-    """Losses, and the summary, of five steps."""
-    arguments = f"{TINY} --max-steps 5 --rows-per-micro-batch 2 {options}".split()
-    monkeypatch.setattr(sys, "argv", ["sft.py", *arguments, "--output-dir", str(folder)])
-    sft.main()
-    return read_results(folder)
-
-
-def read_results(folder: Path) -> dict[str, Any]:
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((folder / "summary.json").read_text())
-    return {"losses": [step["loss"] for step in steps], "summary": summary}
+FIVE = f"{TINY} --max-steps 5 --rows-per-micro-batch 2"
 
 
 @pytest.mark.release
 def test_a_run_compiles_once_and_evaluates_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = run(monkeypatch, tmp_path / "plain")
+    """In one process, and in two ranks, each of which runs this file as a script."""
+    plain = run(FIVE, tmp_path / "plain")
     monkeypatch.setattr(compile_layers, "__defaults__", ("aot_eager",))
     with torch._dynamo.config.patch(error_on_recompile=True):
-        compiled = run(monkeypatch, tmp_path / "compiled", "--compile")
+        compiled = run(f"{FIVE} --compile", tmp_path / "compiled")
     assert counters["stats"]["unique_graphs"] == 1
-    assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-4)
-    held_out = (result["summary"]["held_out_loss"] for result in (compiled, plain))
-    assert next(held_out) == pytest.approx(next(held_out), rel=1e-4)
-    assert compiled["summary"]["cells"] % 512 == 0
-    assert compiled["summary"]["cells"] > plain["summary"]["cells"]
-    two_ranks(tmp_path / "two")
-    found = read_results(tmp_path / "two")
-    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-4)
-    graphs = [(tmp_path / "two" / f"graphs-{rank}").read_text() for rank in (0, 1)]
-    assert graphs == ["1", "1"]
-
-
-def two_ranks(folder: Path) -> None:
-    """This file, run as a script on each of two ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "2", __file__, str(folder)]
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-4)
+    expected = plain.summary["held_out_loss"]
+    assert compiled.summary["held_out_loss"] == pytest.approx(expected, rel=1e-4)
+    assert compiled.summary["cells"] % 512 == 0
+    assert compiled.summary["cells"] > plain.summary["cells"]
+    command = [sys.executable, *TWO_RANKS, __file__, str(tmp_path / "two")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert read_results(tmp_path / "two").losses == pytest.approx(plain.losses, rel=1e-4)
+    graphs = [(tmp_path / "two" / f"graphs-{rank}").read_text() for rank in (0, 1)]
+    assert graphs == ["1", "1"]
 
 
 if __name__ == "__main__":
     compile_layers.__defaults__ = ("aot_eager",)
     torch._dynamo.config.error_on_recompile = True
     output = Path(sys.argv[1])
-    run(pytest.MonkeyPatch(), output, "--compile")
+    run(f"{FIVE} --compile", output)
     count = counters["stats"]["unique_graphs"]
     (output / f"graphs-{os.environ['RANK']}").write_text(str(count))
