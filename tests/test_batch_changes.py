@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from tests.batch_samples import KINDS
 from tests.strategies import FUZZ
-from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.fields import PerExample, PerResponseToken
+from torch_collate_kit.batch import Batch, PerExample, PerResponseToken
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.testing import batch_digest

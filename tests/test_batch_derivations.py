@@ -17,9 +17,8 @@ from tests.batch_samples import KINDS, masked_examples, rollouts
 from torch_collate_kit.batch import Batch, dense
 from torch_collate_kit.batch import batch as batch_module
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
-from torch_collate_kit.loading.prefetch import PrefetchLoader
+from torch_collate_kit.loading import PrefetchingSampler, PrefetchLoader
 from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy
-from torch_collate_kit.loading.sampler import PrefetchingSampler
 from torch_collate_kit.rl import stage_mini_batches
 from torch_collate_kit.testing import batch_digest
 

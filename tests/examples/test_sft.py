@@ -16,6 +16,7 @@ import torch
 import transformers
 from PIL import Image
 
+from tests.command import run_command
 from tests.examples.runs import (
     BASE,
     EXAMPLES,
@@ -28,7 +29,6 @@ from tests.examples.runs import (
     weights,
 )
 from tests.examples.test_run_log import NAMES
-from torch_collate_kit.__main__ import main
 
 
 def test_it_trains_evaluates_and_saves(base: Path) -> None:
@@ -66,8 +66,8 @@ def test_tensorboard_has_what_the_file_has(base: Path) -> None:
 def test_the_examples_of_a_step_are_printed(base: Path, capsys: Any) -> None:
     for step, record in enumerate(read_results(base).steps):
         paths = (base / "checkpoint-00000004", base / "examples")
-        options = ["--tokenizer", str(base / "model"), "--step", str(step), "--json"]
-        assert main(["step", *map(str, paths), *options]) == 0
+        options = ["--tokenizer", str(base / "model"), "--step", step, "--json"]
+        assert run_command("step", *paths, *options) == 0
         found = json.loads(capsys.readouterr().out)["examples"]
         assert len(found) == 6
         assert sum(one["num_tokens"] for one in found) == record["tokens"]
