@@ -112,8 +112,8 @@ FAULTS = [
     # commands
     Fault("commands/dataset.py", "train_on=options.train_on", "train_on='all'", "test_command_line.py test_command_options.py test_command_errors.py"),
     Fault("commands/dataset.py", "image_root=options.image_root", "image_root=None", "test_command_line.py test_command_options.py test_command_errors.py"),
-    Fault("commands/dataset.py", "cp=options.cp", "cp=1", "test_command_line.py"),
-    Fault("commands/dataset.py", "lengths[: options.limit]", "lengths", "test_command_line.py"),
+    Fault("commands/dataset.py", "cp=options.cp", "cp=1", "test_command_line.py test_command_options.py"),
+    Fault("commands/dataset.py", "lengths[: options.limit]", "lengths", "test_command_line.py test_command_options.py"),
 ]  # fmt: skip
 
 

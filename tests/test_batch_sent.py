@@ -71,8 +71,8 @@ def shared_mappings() -> int:
     [
         ("fork", "file_descriptor"),
         ("fork", "file_system"),
-        ("spawn", "file_descriptor"),
-        ("forkserver", "file_system"),
+        pytest.param("spawn", "file_descriptor", marks=pytest.mark.release),
+        pytest.param("forkserver", "file_system", marks=pytest.mark.release),
     ],
 )
 def test_batches_arrive_as_they_were_collated(context: str, strategy: str) -> None:
@@ -139,22 +139,6 @@ def test_shared_memory_has_the_bytes_of_odd_tensors(strategy: str) -> None:
         assert field.is_contiguous()
 
 
-def test_memory_is_shared_by_a_descriptor_only_where_that_is_the_strategy(strategy: str) -> None:
-    fields = {"x": torch.arange(1000)}
-    gather(fields, share=True)  # what torch opens once, for the first of them
-    before = len(os.listdir("/proc/self/fd"))
-    buffers = [gather(fields, share=True)[0] for _ in range(3)]
-    opened = len(os.listdir("/proc/self/fd")) - before
-    assert opened == (3 if strategy == "file_descriptor" else 0)
-    assert all(buffer.is_shared() for buffer in buffers)
-
-
-def test_nothing_to_share_is_not_shared(strategy: str) -> None:
-    buffer, slots = gather({"x": torch.zeros(0, 4)}, share=True)
-    assert carve(buffer, slots)["x"].shape == (0, 4)
-    assert gather({"x": torch.zeros(4, device="meta")}, share=True)[0].device.type == "meta"
-
-
 def test_only_a_worker_pickles_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = PaddedCollator(0)(examples())
     assert not batch.stored().__reduce__()[1][0].is_shared()
@@ -169,23 +153,6 @@ def no_memory(_worker: int) -> None:
         raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
 
     torch.UntypedStorage._new_shared = staticmethod(fail)
-
-
-def test_a_batch_that_shared_memory_cannot_hold_is_an_error_where_it_is_received() -> None:
-    """It was a traceback on the worker's stderr, and a loop that waited for ever."""
-    options: dict[str, Any] = {"num_workers": 1, "worker_init_fn": no_memory, "timeout": 120}
-    loader = DataLoader(list(range(4)), collate_fn=large, **options)
-    with pytest.raises(RuntimeError, match=r"batch of 2,400,000 bytes: .*unable .* --shm-size"):
-        next(iter(loader))
-
-
-def test_other_errors_of_pickling_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(storage, "gather", fail)
-    with pytest.raises(RuntimeError, match=r"^no memory$"):
-        pickle.dumps(loose())
 
 
 def many_rows(numbers: list[int]) -> Batch:
@@ -231,10 +198,19 @@ def unpicklable(numbers: list[int]) -> Batch:
     return Batch({"x": torch.zeros(10)}, metadata={"score": lambda: numbers})
 
 
-def test_what_pickle_refuses_is_an_error_where_the_batch_is_received() -> None:
-    """The traceback was on the worker's stderr, and the loop waited for ever, here too."""
-    options: dict[str, Any] = {"num_workers": 1, "timeout": 120}
-    batches = iter(DataLoader(list(range(4)), collate_fn=unpicklable, **options))
+@pytest.mark.parametrize(
+    ("collate", "init", "message"),
+    [
+        (large, no_memory, r"batch of 2,400,000 bytes: .*unable .* --shm-size"),
+        (unpicklable, None, r"of 40 bytes: .*lambda.*; take what pickle"),
+    ],
+)
+def test_what_cannot_be_sent_is_an_error_where_it_is_received(
+    collate: Any, init: Any, message: str
+) -> None:
+    """It was a traceback on the worker's stderr, and a loop that waited for ever."""
+    options: dict[str, Any] = {"num_workers": 1, "worker_init_fn": init, "timeout": 120}
+    batches = iter(DataLoader(list(range(4)), collate_fn=collate, **options))
     for _ in range(2):  # the worker goes on
-        with pytest.raises(RuntimeError, match=r"of 40 bytes: .*lambda.*; take what pickle"):
+        with pytest.raises(RuntimeError, match=message):
             next(batches)
