@@ -127,18 +127,6 @@ def test_one_run_at_a_time_and_ctrl_c(started: tuple[subprocess.Popen[str], Path
     assert sft.checkpoints(sft.argparse.Namespace(output_dir=folder))
 
 
-@pytest.mark.release
-def test_sigterm_ends_the_command_with_0(started: tuple[subprocess.Popen[str], Path]) -> None:
-    """Also where every process of the job gets it, as from Slurm: DataLoader workers too."""
-    process, folder = started
-    os.killpg(process.pid, signal.SIGTERM)
-    _, text = process.communicate(timeout=600)
-    assert process.returncode == 0, text
-    assert "Traceback" not in text
-    latest = sft.checkpoints(sft.argparse.Namespace(output_dir=folder))[-1]
-    assert latest.name == f"checkpoint-{len(read_results(folder).steps):08d}"
-
-
 def test_sigterm_saves_and_the_run_goes_on(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,11 +161,3 @@ def test_corpus_holds_out_what_it_does_not_train() -> None:
     lengths = sorted(sum(len(m["content"]) for m in record["messages"]) for record in corpus)
     assert lengths[-1] > 10 * lengths[350]  # a long tail
     assert any(m["role"] == "tool" for record in corpus for m in record["messages"])
-
-
-def test_corpus_ends_when_a_skill_has_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(synthetic_chat, "THINGS", ["apple"])  # 90 prices
-    monkeypatch.setattr(synthetic_chat, "SKILLS", (synthetic_chat.story, synthetic_chat.tool_use))
-    assert len(synthetic_chat.make_corpus(180, seed=0)) == 180
-    with pytest.raises(sft.kit.DataError, match="tool_use has no more than 90 different ones"):
-        synthetic_chat.make_corpus(182, seed=0)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import drawn_images
-import numpy as np
 import pytest
 import torch
 import trained_model
@@ -132,30 +131,6 @@ def test_packed_and_padded_train_the_same_examples(tmp_path: Path) -> None:
     assert padded.summary["cells"] > 1.2 * packed.summary["cells"]
 
 
-class Cpu:
-    device = "cpu"
-
-
-def test_rows_stay_within_both_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every batch of an epoch; and patches, not tokens, are what divides some batch."""
-    monkeypatch.setattr("sys.argv", ["vlm_sft.py", *TINY.split()])
-    args = vlm_sft.parse_arguments()
-    args.num_ranks, args.rank = 1, 0
-    conversations, _ = vlm_sft.load_conversations(args)
-    processor = vlm_sft.load_processor(args, conversations)
-    model = vlm_sft.load_model(args, processor)
-    collate = vlm_sft.make_collator(processor, model, args)
-    examples = vlm_sft.Conversations(conversations, collate, args)
-    divided = 0
-    for batch in vlm_sft.make_loader(examples, collate, Cpu, args, shuffle=True):
-        for i in range(len(batch)):
-            row = batch[i : i + 1]
-            grids = row.model_inputs().get("image_grid_thw", np.zeros((0, 3)))
-            assert sum(int(np.prod(grid.tolist())) for grid in grids) <= 48
-        divided += len(batch) > -(-batch.metadata["num_tokens"] // 256)
-    assert divided
-
-
 def test_a_model_and_a_dataset_with_images(base: Path, tmp_path: Path, capsys: Any) -> None:
     """The saved model, and records whose images are paths; two do not fit, and are said to."""
     records = drawn_images.make_records(24, seed=7, turns=1)
@@ -222,16 +197,6 @@ def test_drawn_records_follow_from_the_seed() -> None:
     assert len({*pictures}) > 0.9 * len(pictures)
     assert {len(record["images"]) for record in records} == {0, 1, 2}
     assert len({Image.open(io.BytesIO(picture)).size for picture in pictures}) == 4
-
-
-@pytest.mark.parametrize("shape", drawn_images.SHAPES)
-def test_what_is_drawn_has_its_colour(shape: str) -> None:
-    """One thing in its colour, and ground around it."""
-    picture = drawn_images.draw(np.random.default_rng(0), [(shape, "red")])
-    pixels = np.asarray(Image.open(io.BytesIO(picture)))
-    is_red = (pixels == drawn_images.COLOURS["red"]).all(axis=-1)
-    assert 100 < is_red.sum() < 32 * 32
-    assert (pixels[~is_red].max(axis=-1) == pixels[~is_red].min(axis=-1)).all()
 
 
 def test_the_most_frequent_answer_is_that_of_training() -> None:
