@@ -3,9 +3,10 @@
     python -m tests.mutations [--only packing,rl] [--list] [--limit 120]
 
 Each fault replaces a text that stands once in the package, in a copy of the checkout, and runs the
-tests named beside it. Caught: a test fails, or they hang. Missed: all pass. A text that moved to
-another file is found there; one that is gone is named: plant the fault where the code is now, or
-remove it with the code. The exit code is the number of faults missed or gone.
+tests named beside it. Caught: a test fails. Missed: all pass. Hung: they were stopped at the limit,
+which counts as caught where the machine is quiet. A text that moved to another file is found there;
+one that is gone, or whose tests are, is named: plant the fault where the code is now, or remove it
+with the code. The exit code is the number of faults missed or gone.
 """
 
 from __future__ import annotations
@@ -130,8 +131,8 @@ def site_of(fault: Fault, package: Path) -> Path | None:
     return None
 
 
-def is_caught(fault: Fault, copy: Path, path: Path, limit: float) -> bool:
-    """Run the tests of the fault in the copy; its file is then as it was."""
+def is_caught(fault: Fault, copy: Path, path: Path, limit: float) -> bool | None:
+    """Run the tests of the fault in the copy, whose file is then as it was; None: stopped."""
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(fault.before, fault.after), encoding="utf-8")
     tests = [f"tests/{name}" for name in fault.tests.split()]
@@ -151,8 +152,7 @@ def is_caught(fault: Fault, copy: Path, path: Path, limit: float) -> bool:
     except subprocess.TimeoutExpired:  # CI has a time limit
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        print(f"stopped after {limit:g} s: ", end="")
-        return True
+        return None
     finally:
         path.write_text(text, encoding="utf-8")
     if process.returncode not in (0, 1, 2):  # 2: the fault breaks the import of a test
@@ -162,12 +162,12 @@ def is_caught(fault: Fault, copy: Path, path: Path, limit: float) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="folders of the package, separated by commas")
+    parser.add_argument("--only", default="", help="folders or files of the package, with commas")
     parser.add_argument("--list", action="store_true", help="print the faults and plant none")
     parser.add_argument("--limit", type=float, default=120, help="seconds for the tests of a fault")
     options = parser.parse_args()
-    folders = tuple(name + "/" for name in options.only.split(",") if name) or ("",)
-    faults = [fault for fault in FAULTS if fault.path.startswith(folders)]
+    names = tuple(name for name in options.only.split(",") if name) or ("",)
+    faults = [fault for fault in FAULTS if fault.path.startswith(names)]
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
@@ -178,12 +178,14 @@ def main() -> None:
         os.environ.setdefault("TORCH_COLLATE_KIT_DATA", str(ROOT.parent / "shared" / "data"))
         for fault in faults:
             path = site_of(fault, copy / "torch_collate_kit")
-            if path is None:
+            tests = [copy / "tests" / name for name in fault.tests.split()]
+            if path is None or not all(test.exists() for test in tests):
                 result = "GONE"
             elif options.list:
                 result = "there"
             else:
-                result = "caught" if is_caught(fault, copy, path, options.limit) else "MISSED"
+                caught = is_caught(fault, copy, path, options.limit)
+                result = {True: "caught", False: "MISSED", None: "hung"}[caught]
             counts[result] += 1
             change = (" ".join(text.split()) for text in (fault.before, fault.after))
             print(f"{result:<6} {fault.path}: {' -> '.join(change)}", flush=True)
