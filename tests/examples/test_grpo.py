@@ -192,17 +192,6 @@ def test_two_ranks_have_the_loss_of_one(tokenizer: Any, steps: list[dict]) -> No
             assert sum(o[1][1] for o in others) == found[1]
 
 
-def test_log_probs_are_those_of_all_logits(tokenizer: Any, steps: list[dict]) -> None:
-    model, batch = make_small_model(tokenizer).eval(), grpo.kit.RolloutCollator(tokenizer)(steps)
-    width = batch.metadata["response_length"]
-    logits = model(**batch.model_inputs("sdpa")).logits
-    following = batch["input_ids"].roll(-1, dims=1)
-    log_probs = logits.log_softmax(dim=-1).gather(-1, following[..., None])[..., 0]
-    found = torch.where(batch["response_mask"] != 0, grpo.response_log_probs(model, batch), 0)
-    expected = torch.where(batch["response_mask"] != 0, log_probs[:, -width - 1 : -1], 0)
-    torch.testing.assert_close(found, expected)
-
-
 def test_clipped_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ratios 0.5, 1.1 and 1.5 with gains and losses: what is clipped has no gradient."""
     ratios = torch.tensor([[0.5, 1.1, 1.5, 9.0], [0.5, 1.1, 1.5, 9.0]])

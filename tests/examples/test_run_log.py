@@ -125,27 +125,6 @@ def test_a_step_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     }
 
 
-def test_the_balance_of_padded_rows_and_of_images(tmp_path: Path) -> None:
-    """Padded, ranks have equal rows; images add what they cost the vision tower."""
-    padded = kit.PaddedCollator(0)(EXAMPLES_OF_A_STEP)
-    two_steps(tmp_path, Logging(), padded)
-    assert {record["cost_balance"] for record in records_of(tmp_path)} == {1.0}
-    batch = packed()
-    batch.metadata["vision_cost_per_rank"] = (0, 30)
-    two_steps(tmp_path, Logging(), batch)
-    assert records_of(tmp_path)[0]["cost_balance"] == pytest.approx(93 / 80)
-
-
-def test_what_an_earlier_run_left_is_gone(tmp_path: Path) -> None:
-    """From the start: `summary.json` says that a run is finished. Lines stay if it is resumed."""
-    for resume, expected in (("always", "a line\n"), (None, "")):
-        for name in ("summary.json", "loss.png", "metrics.jsonl"):
-            (tmp_path / name).write_text("a line\n")
-        with RunLog(Model(), Loader(), Logging(), arguments_of(tmp_path, resume=resume)):
-            assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-            assert (tmp_path / "metrics.jsonl").read_text() == expected
-
-
 def test_the_other_ranks_record_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = two_steps(tmp_path, accelerator := Logging(is_main=False), packed())
     assert (list(tmp_path.iterdir()), accelerator.logged, log.summary()) == ([], {}, {})

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,6 @@ from attention_choice import Attention
 from datasets import Dataset
 from torch._dynamo.exc import RecompileError
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from trained_model import ModelWithLoss, compile_layers
 
 import torch_collate_kit as kit
@@ -126,13 +123,6 @@ def test_a_seeded_mix_compiles_once(kind: str, attention: str) -> None:
     assert_compiled_once_and_equal(tiny_model(kind, attention), batches, attention)
 
 
-@pytest.mark.filterwarnings("error::FutureWarning")
-def test_with_gradient_checkpointing() -> None:
-    model = tiny_model("qwen3")
-    trained_model.checkpoint_activations(model)
-    assert_compiled_once_and_equal(model, micro_batches(seeded_mix(80), 6))
-
-
 def test_with_adapters() -> None:
     """The first layer is a graph of its own: what it is given needs no gradient."""
     pytest.importorskip("peft")
@@ -150,30 +140,3 @@ def test_without_varying_lengths_it_is_compiled_again(monkeypatch: pytest.Monkey
     monkeypatch.setattr(trained_model, "VARYING", "")
     with pytest.raises(RecompileError, match=r"cu_seq_lens_q|max_length_q"):
         assert_compiled_once_and_equal(tiny_model("qwen3"), micro_batches(seeded_mix(80), 6))
-
-
-def test_with_sharded_weights(tmp_path: Path) -> None:
-    """FSDP2 shards layers that are compiled already, and its hooks break no graph."""
-    store = f"file://{tmp_path / 'store'}"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        plain = ModelWithLoss(tiny_model("qwen3").train(), Attention("torch_varlen"))
-        compiled = copy.deepcopy(plain)
-        compile_layers(compiled.model, backend="aot_eager")
-        for part in (*compiled.model.model.layers, compiled):
-            fully_shard(part, mesh=mesh)
-        batches = micro_batches(seeded_mix(80), 4)
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            losses = [compiled(batch, 100).item() for batch in batches]
-        assert losses == pytest.approx([plain(batch, 100).item() for batch in batches], rel=1e-5)
-        assert counters["stats"]["unique_graphs"] == 1
-        assert sum(counters["graph_break"].values()) == 0, counters["graph_break"]
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_a_model_without_known_layers() -> None:
-    model = Namespace(get_decoder=lambda: torch.nn.Linear(2, 2))
-    with pytest.raises(SystemExit, match="--compile: Namespace has no layers that are known"):
-        compile_layers(model)

@@ -67,19 +67,6 @@ def run_main(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: object) ->
     sft.main()
 
 
-def test_the_number_held_out_is_printed(
-    monkeypatch: pytest.MonkeyPatch,
-    chats: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(sft, "load_model", lambda *_: sft.fail("far enough"))
-        with pytest.raises(SystemExit, match="far enough"):
-            run_main(patch, tmp_path, "--dataset", chats)
-    assert "114 conversations to train on, 6 held out\n" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("number", [119, 500])
 def test_too_many_held_out(
     monkeypatch: pytest.MonkeyPatch, chats: Path, tmp_path: Path, number: int
@@ -142,15 +129,6 @@ def test_records_that_are_no_conversations(
     arguments(monkeypatch, "--dataset", tmp_path / "chats.jsonl", "--cpu", "--output-dir", tmp_path)
     with pytest.raises(SystemExit, match=r"^sft.py: .*example 0"):
         runpy.run_path(sft.__file__, run_name="__main__")
-
-
-def test_alpaca_records_train_a_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    record = {"instruction": "Say abcabc.", "input": "", "output": "abcabc"}
-    (tmp_path / "chats.jsonl").write_text((json.dumps(record) + "\n") * 3)
-    with monkeypatch.context() as patch:
-        patch.setattr(sft, "load_model", lambda _, tokenizer: sft.fail(str(tokenizer("abcabc"))))
-        with pytest.raises(SystemExit, match=r"'input_ids': \[\d+\]"):  # one token
-            run_main(patch, tmp_path / "out", "--dataset", tmp_path / "chats.jsonl")
 
 
 def test_corpus_holds_out_what_it_does_not_train() -> None:
