@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from tests.batch_samples import contents, examples, loose, storages_of, tensors_of
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.buffer import fresh_bytes
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.ragged import Ragged
 
@@ -208,11 +207,3 @@ def test_accelerate_moves_it_as_a_batch(packed: Batch) -> None:
     assert moved.metadata == packed.metadata
     assert operations.send_to_device(packed, "cpu") is packed
     assert operations.find_batch_size(packed) == 3
-
-
-@pytest.mark.parametrize("size", [0, 1, 1 << 20, (1 << 22) + 7])
-def test_large_arrays_begin_at_a_page(size: int) -> None:
-    array = fresh_bytes(size)
-    assert array.shape == (size,)
-    assert size < 1 << 20 or array.ctypes.data % (1 << 21) == 0
-    array[:] = 7  # all of it is there

@@ -59,22 +59,6 @@ def test_a_report_keeps_all_that_its_page_needs(pages: Any, tmp_path: Path) -> N
 # --- benchmarks/gpu, on the CPU with tiny models
 
 
-def test_attention_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU; and there the kernel itself must have run."""
-    attention, where_module = (importlib.import_module(f"gpu.{n}") for n in ("attention", "where"))
-    kernels = importlib.import_module("torch_collate_kit.attention.kernels")
-    where = where_module.Where(torch.device("cpu"), is_tiny=True)
-    assert all(check["is_ok"] for check in attention.kernel(where)["checks"])
-    attend = kernels._sdpa_by_segment
-
-    def leaking(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, rows: int, *rest: Any) -> Any:
-        whole = torch.arange(0, len(q) + 1, len(q) // rows).int()
-        return attend(q, k, v, whole, whole, rows, *rest)
-
-    monkeypatch.setattr(kernels, "_sdpa_by_segment", leaking)
-    assert not any(check["is_ok"] for check in attention.kernel(where)["checks"])
-
-
 def test_every_cell_runs_what_there_is() -> None:
     cells, speed, peers = (importlib.import_module(f"gpu.{n}") for n in ("cells", "speed", "peers"))
     assert {cell.part for cell in cells.CELLS} == {"correctness", "speed", "launch"}
