@@ -220,6 +220,7 @@ def test_four_ranks_train_as_one(
 
 
 SEEDS = """
+import checkpoints
 whole = checkpoints.set_seed
 def watch(seed):
     whole(seed)
