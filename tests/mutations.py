@@ -51,7 +51,8 @@ FAULTS = [
     Fault("reading/arrays.py", "(sizes < 1).any()", "(sizes < 0).any()", "vision"),
     Fault("reading/columns.py", '{"q": np.int64, "d": np.float64}[typecode] if len(dtypes) > 1 else None', "None", "collators"),
     # batch
-    Fault("batch/placement.py", "first += self.segments[\"lengths\"].values - counted", "first += 0", "collators test_batch_unpack.py test_losses.py"),
+    Fault("batch/placement.py", "first += self.segments[\"lengths\"].values - counted", "first += 0", "test_batch_explain.py test_batch_drawing.py"),
+    Fault("batch/dense.py", 'starts = starts + self.per_segment("lengths") - number', "starts = starts", "collators"),
     Fault("batch/placement.py", "aligned = -(-lengths // align) * align", "aligned = lengths // align * align", "collators"),
     Fault("batch/row_changes.py", 'untrained = {"loss_weights": 0, "labels": IGNORE_INDEX}', 'untrained = {"labels": IGNORE_INDEX}', "test_added_rows.py test_batch_changes.py"),
     Fault("batch/row_changes.py", 'if name in ("responses", "routed")', 'if name in ("responses",)', "test_added_rows.py test_batch_changes.py"),
@@ -108,8 +109,6 @@ FAULTS = [
     Fault("chat/tokenize.py", "first += 1  # a tag of the header", "first += 0  # a tag of the header", "chat"),
     Fault("chat/tokenize.py", "loss_mask[first:stop] = [0] * (stop - first)", "pass", "chat_images"),
     Fault("chat/tokenize.py", "kept = min(kept, places[num_images][0])", "pass", "chat_images"),
-    Fault("chat/turns.py", "frozenset(shapes[turn + 1 :])", "()", "chat"),
-    Fault("chat/turns.py", "rendering.conversation.tools is None", "True", "chat"),
     # commands
     Fault("commands/dataset.py", "train_on=options.train_on", "train_on='all'", "test_command_line.py test_command_options.py test_command_errors.py"),
     Fault("commands/dataset.py", "image_root=options.image_root", "image_root=None", "test_command_line.py test_command_options.py test_command_errors.py"),
