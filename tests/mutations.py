@@ -68,7 +68,7 @@ FAULTS = [
     Fault("losses/linear_nll.py", "(loss_weights == 0)[:, None], 0)", "(loss_weights < 0)[:, None], 0)", "test_losses_through_head.py"),
     Fault("losses/linear_nll.py", "slope.mul_(1 - capped * capped)", "slope.mul_(1 - capped)", "test_losses_through_head.py"),
     # attention
-    Fault("attention/models.py", "if longest > window and", "if longest > window + 1 and", "test_isolation.py"),
+    Fault("attention/models.py", "if longest > window and", "if longest > window + 1 and", "test_block_mask.py"),
     Fault("attention/kernels.py", "mask.tril().triu(1 - window)", "mask.tril().triu(-window)", "test_attention.py"),
     Fault("attention/kernels.py", "(-1 if window is None else window - 1, 0)", "(-1 if window is None else window, 0)", "test_attention.py"),
     Fault("attention/varlen.py", "    if module.training:\n", "    if False:\n", "test_attention.py"),
