@@ -1,11 +1,12 @@
 """Plant faults in the package, one at a time, and see whether the tests notice.
 
-    python -m tests.mutations [--only packing,rl] [--list]
+    python -m tests.mutations [--only packing,rl] [--list] [--limit 120]
 
-Each fault replaces a text that stands once in a file of the package, in a copy of the checkout,
-and runs the tests named beside it. Caught: a test fails. Missed: all pass. The exit code is the
-number of faults missed. A fault whose text is gone is an error: plant it where the code is now, or
-remove it with the code.
+Each fault replaces a text that stands once in the package, in a copy of the checkout, and runs the
+tests named beside it. Caught: a test fails. Missed: all pass. Hung: they were stopped at the limit,
+which counts as caught where the machine is quiet. A text that moved to another file is found there;
+one that is gone, or whose tests are, is named: plant the fault where the code is now, or remove it
+with the code. The exit code is the number of faults missed or gone.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Fault(NamedTuple):
-    """A text of a file that is replaced, and the tests that should notice."""
+    """A text that is replaced, the file that should have it, and the tests that should notice."""
 
     path: str
     before: str
@@ -46,8 +49,10 @@ FAULTS = [
     # reading
     Fault("reading/arrays.py", "flat.max() < 256", "flat.max() <= 256", "collators"),
     Fault("reading/arrays.py", "(sizes < 1).any()", "(sizes < 0).any()", "vision"),
+    Fault("reading/columns.py", '{"q": np.int64, "d": np.float64}[typecode] if len(dtypes) > 1 else None', "None", "collators"),
     # batch
-    Fault("batch/placement.py", "first += self.segments[\"lengths\"].values - counted", "first += 0", "collators test_batch_unpack.py test_losses.py"),
+    Fault("batch/placement.py", "first += self.segments[\"lengths\"].values - counted", "first += 0", "test_batch_explain.py test_batch_drawing.py"),
+    Fault("batch/dense.py", 'starts = starts + self.per_segment("lengths") - number', "starts = starts", "collators"),
     Fault("batch/placement.py", "aligned = -(-lengths // align) * align", "aligned = lengths // align * align", "collators"),
     Fault("batch/row_changes.py", 'untrained = {"loss_weights": 0, "labels": IGNORE_INDEX}', 'untrained = {"labels": IGNORE_INDEX}', "test_added_rows.py test_batch_changes.py"),
     Fault("batch/row_changes.py", 'if name in ("responses", "routed")', 'if name in ("responses",)', "test_added_rows.py test_batch_changes.py"),
@@ -63,7 +68,7 @@ FAULTS = [
     Fault("losses/linear_nll.py", "(loss_weights == 0)[:, None], 0)", "(loss_weights < 0)[:, None], 0)", "test_losses_through_head.py"),
     Fault("losses/linear_nll.py", "slope.mul_(1 - capped * capped)", "slope.mul_(1 - capped)", "test_losses_through_head.py"),
     # attention
-    Fault("attention/models.py", "if longest > window and", "if longest > window + 1 and", "test_isolation.py"),
+    Fault("attention/models.py", "if longest > window and", "if longest > window + 1 and", "test_block_mask.py"),
     Fault("attention/kernels.py", "mask.tril().triu(1 - window)", "mask.tril().triu(-window)", "test_attention.py"),
     Fault("attention/kernels.py", "(-1 if window is None else window - 1, 0)", "(-1 if window is None else window, 0)", "test_attention.py"),
     Fault("attention/varlen.py", "    if module.training:\n", "    if False:\n", "test_attention.py"),
@@ -105,42 +110,64 @@ FAULTS = [
     Fault("chat/tokenize.py", "loss_mask[first:stop] = [0] * (stop - first)", "pass", "chat_images"),
     Fault("chat/tokenize.py", "kept = min(kept, places[num_images][0])", "pass", "chat_images"),
     # commands
-    Fault("commands/dataset.py", "cp=options.cp", "cp=1", "test_command_options.py"),
-    Fault("commands/dataset.py", "lengths[: options.limit]", "lengths", "test_command_options.py"),
+    Fault("commands/dataset.py", "train_on=options.train_on", "train_on='all'", "test_command_line.py test_command_options.py test_command_errors.py"),
+    Fault("commands/dataset.py", "image_root=options.image_root", "image_root=None", "test_command_line.py test_command_options.py test_command_errors.py"),
+    Fault("commands/dataset.py", "cp=options.cp", "cp=1", "test_command_line.py test_command_options.py"),
+    Fault("commands/dataset.py", "lengths[: options.limit]", "lengths", "test_command_line.py test_command_options.py"),
 ]  # fmt: skip
 
 
-def is_caught(fault: Fault, copy: Path) -> bool:
-    """Run the tests of the fault in the copy; its file is then as it was."""
-    path = copy / "torch_collate_kit" / fault.path
+def site_of(fault: Fault, package: Path) -> Path | None:
+    """Return the file that has the text once: the one named, or the only one elsewhere."""
+    named = package / fault.path
+    others = sorted(set(package.rglob("*.py")) - {named})
+    for paths in ([named] if named.exists() else [], others):
+        counts = {path: path.read_text(encoding="utf-8").count(fault.before) for path in paths}
+        if sum(counts.values()):
+            return next(
+                (path for path, count in counts.items() if sum(counts.values()) == 1 == count), None
+            )
+    return None
+
+
+def is_caught(fault: Fault, copy: Path, path: Path, limit: float) -> bool | None:
+    """Run the tests of the fault in the copy, whose file is then as it was; None: stopped."""
     text = path.read_text(encoding="utf-8")
-    if text.count(fault.before) != 1:
-        raise SystemExit(f"{fault.path} has {text.count(fault.before)} times {fault.before!r}")
     path.write_text(text.replace(fault.before, fault.after), encoding="utf-8")
     tests = [f"tests/{name}" for name in fault.tests.split()]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command,
+        cwd=copy,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # its workers end with it
+    )
     try:
-        done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=600
-        )
+        printed = process.communicate(timeout=limit)[0]
     except subprocess.TimeoutExpired:  # CI has a time limit
-        return True
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return None
     finally:
         path.write_text(text, encoding="utf-8")
-    if done.returncode not in (0, 1, 2):  # 2: the fault breaks the import of a test
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: {done.stdout[-2000:]}")
-    return done.returncode != 0
+    if process.returncode not in (0, 1, 2):  # 2: the fault breaks the import of a test
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}: {printed[-2000:]}")
+    return process.returncode != 0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="folders of the package, separated by commas")
+    parser.add_argument("--only", default="", help="folders or files of the package, with commas")
     parser.add_argument("--list", action="store_true", help="print the faults and plant none")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for the tests of a fault")
     options = parser.parse_args()
-    folders = tuple(name + "/" for name in options.only.split(",") if name) or ("",)
-    faults = [fault for fault in FAULTS if fault.path.startswith(folders)]
-    missed = 0
+    names = tuple(name for name in options.only.split(",") if name) or ("",)
+    faults = [fault for fault in FAULTS if fault.path.startswith(names)]
+    counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         ignored = shutil.ignore_patterns(
@@ -149,15 +176,20 @@ def main() -> None:
         shutil.copytree(ROOT, copy, ignore=ignored)
         os.environ.setdefault("TORCH_COLLATE_KIT_DATA", str(ROOT.parent / "shared" / "data"))
         for fault in faults:
-            what = (
-                f"{fault.path}: {' '.join(fault.before.split())} -> {' '.join(fault.after.split())}"
-            )
-            caught = None if options.list else is_caught(fault, copy)
-            missed += caught is False
-            print({None: "", True: "caught ", False: "MISSED "}[caught] + what, flush=True)
-    if not options.list:
-        print(f"{len(faults) - missed} of {len(faults)} faults caught")
-    sys.exit(missed)
+            path = site_of(fault, copy / "torch_collate_kit")
+            tests = [copy / "tests" / name for name in fault.tests.split()]
+            if path is None or not all(test.exists() for test in tests):
+                result = "GONE"
+            elif options.list:
+                result = "there"
+            else:
+                caught = is_caught(fault, copy, path, options.limit)
+                result = {True: "caught", False: "MISSED", None: "hung"}[caught]
+            counts[result] += 1
+            change = (" ".join(text.split()) for text in (fault.before, fault.after))
+            print(f"{result:<6} {fault.path}: {' -> '.join(change)}", flush=True)
+    print(f"of {len(faults)} faults: {', '.join(f'{n} {name}' for name, n in counts.items())}")
+    sys.exit(counts["MISSED"] + counts["GONE"])
 
 
 if __name__ == "__main__":

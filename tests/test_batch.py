@@ -47,32 +47,6 @@ def test_the_arguments_are_not_kept_as_containers() -> None:
     assert list(batch.metadata) == list(batch.row_metadata) == ["uids"]
 
 
-@pytest.mark.parametrize("index", [0, -1, np.int64(1), True, (0, 1), [0], None, slice])
-def test_a_row_number_is_refused(index: Any) -> None:
-    with pytest.raises(TypeError, match=r"got .*one row is batch\[i:i \+ 1\], rows in any order"):
-        loose()[index]
-
-
-def test_a_field_is_no_attribute(packed: Batch) -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'labels'; .* batch\[\"labels\"\]$"):
-        _ = packed.labels
-    with pytest.raises(AttributeError, match=r"no attribute 'label'$"):
-        _ = packed.label
-    assert not hasattr(packed, "labels")
-    assert not hasattr(Batch.__new__(Batch), "labels")  # as while it is unpickled
-
-
-def test_fields_and_row_metadata_must_agree_in_rows() -> None:
-    x = torch.arange(3)
-    with pytest.raises(ValueError, match="at least one field, got none"):
-        Batch({})
-    with pytest.raises(ValueError, match="y has 2 rows, but x has 3"):
-        Batch({"x": x, "y": torch.arange(2)})
-    for short in (["a"], np.array([1]), torch.tensor([1]), Ragged.from_rows([[1]])):
-        with pytest.raises(ValueError, match=r"row_metadata\['u'\] has 1 rows, but x has 3"):
-            Batch({"x": x}, row_metadata={"u": short})
-
-
 @pytest.mark.parametrize("value", [torch.tensor(3), np.array(3), ["a"], [1, 2, 3], ("a",), "ab"])
 def test_metadata_belongs_to_the_whole_batch_whatever_its_type(value: Any) -> None:
     batch = Batch({"x": torch.arange(3)}, metadata={"m": value})
@@ -80,56 +54,7 @@ def test_metadata_belongs_to_the_whole_batch_whatever_its_type(value: Any) -> No
     assert batch.select([0]).metadata["m"] is value
 
 
-@pytest.mark.parametrize("value", [torch.tensor(3), ("a", "b", "c"), "abc", {"w": [1]}, None])
-def test_row_metadata_has_an_entry_per_row(value: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"row_metadata\['u'\] must be a list, .*goes into metadata"
-    ):
-        Batch({"x": torch.arange(3)}, row_metadata={"u": value})
-
-
-@pytest.mark.parametrize("value", [[1, 2], np.arange(2), torch.tensor(1), None])
-def test_a_field_is_a_tensor_with_rows_or_a_ragged(value: Any) -> None:
-    with pytest.raises(TypeError, match="field x"):
-        Batch({"x": value})
-
-
 # --- rows ----------------------------------------------------------------------------------------
-
-
-def test_a_slice_by_hand() -> None:
-    batch = loose()[1:3]
-    assert len(batch) == 2
-    assert contents(batch) == {
-        "rows": 2,
-        "fields": {
-            "ids": [[3, 4], [5, 6]],
-            "rewards": [1.5, 2.5],
-            "half": [[2.0], [3.0]],
-            "kept": [False, True],
-            "words": [[2, 3], []],
-        },
-        "dtypes": {
-            "ids": "int64",
-            "rewards": "float32",
-            "half": "bfloat16",
-            "kept": "bool",
-            "words": "int64",
-        },
-        "row_metadata": {
-            "uids": ["b", "c"],
-            "turns": [2, 3],
-            "scores": pytest.approx([0.2, 0.3]),
-            "parts": [[], [1, 2]],
-        },
-        "metadata": {
-            "step": 7,
-            "name": "run",
-            "limits": (1, 2, 3),
-            "options": {"x": [1]},
-            "nothing": None,
-        },
-    }
 
 
 @pytest.mark.parametrize(
@@ -160,38 +85,12 @@ def test_a_slice_keeps_the_divisor_of_the_whole_batch(packed: Batch) -> None:
     assert part["sub_seq_lengths"].tolist() == [[5, 3], [4, 2]]
 
 
-def test_values_per_example_of_a_slice_are_of_its_rows_alone(packed: Batch) -> None:
-    """Whether they are stored for all rows or made for these; the contract compares the two."""
-    part = packed[1:]
-    for values in (*part.row_metadata.values(), *part.values()):
-        if isinstance(values, Ragged):
-            assert len(values.values) == values.lengths.sum()
-    assert part.row_metadata["num_trained"].values.tolist() == [4, 2, 3, 1]
-    assert part["sub_seq_lengths"].values.tolist() == [5, 3, 4, 2]
-
-
-def test_metadata_of_a_slice_is_its_own(packed: Batch) -> None:
-    packed[1:].metadata["num_loss_tokens"] = 0
-    assert packed.metadata["num_loss_tokens"] == 16
-
-
-def test_a_negative_step_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"step -1; use batch\.select"):
-        loose()[::-1]
-
-
 def test_chunks_are_the_rows_in_order(collated: Batch) -> None:
     chunks = collated.chunk(len(collated))
     assert [len(chunk) for chunk in chunks] == [1] * len(collated)
     rebuilt = Batch.cat(chunks)
     assert contents(rebuilt) == contents(collated)
     assert contents(collated.chunk(1)[0]) == contents(collated)
-
-
-@pytest.mark.parametrize("num_chunks", [0, -1, 3, 8])
-def test_chunks_must_divide(num_chunks: int) -> None:
-    with pytest.raises(ValueError, match=rf"4 rows do not divide into {num_chunks} .*pad_rows"):
-        loose().chunk(num_chunks)
 
 
 @pytest.mark.parametrize("indices", [[2, 0, 2], np.array([2, 0, 2]), torch.tensor([2, 0, 2])])
@@ -209,24 +108,6 @@ def test_a_selection_is_a_copy_in_the_named_order(indices: Any) -> None:
         tensor[:] = 0
     picked.row_metadata["turns"][:] = 0
     assert contents(batch) == contents(loose())
-
-
-def test_a_selection_of_no_rows() -> None:
-    assert len(loose().select([])) == 0
-    assert loose().select([]).row_metadata["uids"] == []
-
-
-@pytest.mark.parametrize("indices", [[4], [-1], [0, 9], [[0]]])
-def test_a_selection_of_rows_that_are_not_there(indices: Any) -> None:
-    with pytest.raises(IndexError, match=r"rows \[.*\] of a batch with 4 rows"):
-        loose().select(indices)
-
-
-@pytest.mark.parametrize("indices", [[False, True, True, False], [0.9, 1.9]])
-def test_a_selection_takes_integers_only(indices: Any) -> None:
-    for given_indices in (indices, np.array(indices), torch.tensor(indices)):
-        with pytest.raises(TypeError, match="integers"):
-            loose().select(given_indices)
 
 
 # --- cat -----------------------------------------------------------------------------------------
@@ -254,30 +135,6 @@ def test_metadata_of_the_batches_must_agree_or_be_given(packed: Batch) -> None:
     assert whole.metadata["new"] == "x"
     assert whole.row_metadata["max_segment_length"] == [7, 5, 4, 7, 5, 4]
     assert packed.metadata["num_loss_tokens"] == 16
-
-
-def test_cat_needs_the_same_fields_widths_and_metadata(packed: Batch, padded: Batch) -> None:
-    with pytest.raises(ValueError, match="at least one batch, got none"):
-        Batch.cat([])
-    with pytest.raises(ValueError, match=r"batch 1 has fields \['x'\], batch 0 has \['input_ids'"):
-        Batch.cat([packed, Batch({"x": torch.arange(2)})])
-    narrow = PackedCollator(0, max_tokens=6)(examples((6,)))
-    with pytest.raises(
-        ValueError, match=r"input_ids of batch 1 has row shape \[6\], of batch 0 \[8\].*fixed_width"
-    ):
-        Batch.cat([packed, narrow])
-    x = {"x": torch.arange(2)}
-    with pytest.raises(ValueError, match=r"only one of .*batch 2 has the metadata \['a', 'b'\]"):
-        Batch.cat([Batch(x, metadata={key: 1}) for key in "aab"])
-    with pytest.raises(ValueError, match=r"only one of .*batch 1 has the row_metadata \['b'\]"):
-        Batch.cat([Batch(x), Batch(x, row_metadata={"b": [1, 2]})])
-
-
-def test_masks_that_were_divided_by_different_numbers_are_not_joined(packed: Batch) -> None:
-    other = PackedCollator(0, max_tokens=8)(examples((8,)))
-    keys = ("num_loss_tokens", "loss_mask_divisor", "num_examples", "num_tokens")
-    with pytest.raises(ValueError, match="loss_mask_divisor"):
-        Batch.cat([packed, other], {key: packed.metadata[key] + 7 for key in keys})
 
 
 def _as_rows(batch: Batch) -> list[tuple[Any, ...]]:
@@ -337,11 +194,6 @@ def test_rows_with_pieces_of_one_example_are_joined() -> None:
     assert Batch.cat([split[:1], split[1:]]) == split
 
 
-def test_a_packed_batch_rebuilt_without_its_metadata_is_refused(packed: Batch) -> None:
-    with pytest.raises(ValueError, match=r"rebuilt without its metadata.*for_trainer"):
-        Batch(dict(packed.items()))
-
-
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_counts_per_row_go_with_the_rows(kind: str) -> None:
     batch = KINDS[kind]()
@@ -357,11 +209,6 @@ def test_counts_per_row_go_with_the_rows(kind: str) -> None:
                 responses = part["response_mask"].sum(1).tolist()
                 assert part.stored().num_tokens("responses").tolist() == responses
     assert batch.stored().num_tokens("nothing") is None
-
-
-def test_to_takes_a_device(packed: Batch) -> None:
-    with pytest.raises(TypeError, match=r"takes a device, got torch\.float16"):
-        packed.to(torch.float16)
 
 
 def test_batches_that_differ_in_metadata_alone_are_not_equal(collated: Batch) -> None:
@@ -410,3 +257,52 @@ def test_split_knows_the_divisor_of_the_step_and_the_last_part(make: Any) -> Non
     assert [part.metadata["is_last_part"] for part in chosen] == [False, True]
     with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
         batch.split(0)
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+X, PACKED = {"x": torch.arange(3)}, PackedCollator(0, max_tokens=8)(examples())
+NARROW = PackedCollator(0, max_tokens=6)(examples((6,)))
+OTHER = PackedCollator(0, max_tokens=8)(examples((8,)))
+ERRORS: list[tuple[str, type[Exception], str]] = [
+    *[
+        (f"loose()[{i}]", TypeError, r"got .*batch\[i:i \+ 1\]")
+        for i in ("0", "True", "[0]", "None")
+    ],
+    ("PACKED.labels", AttributeError, r"no attribute 'labels'; .*\[\"labels\"\]$"),
+    ("PACKED.label", AttributeError, r"no attribute 'label'$"),
+    ("Batch({})", ValueError, "at least one field, got none"),
+    ("Batch({**X, 'y': torch.arange(2)})", ValueError, "y has 2 rows, but x has 3"),
+    ("Batch(X, row_metadata={'u': ['a']})", ValueError, r"\['u'\] has 1 rows, but x has 3"),
+    ("Batch(X, row_metadata={'u': np.array([1])})", ValueError, "has 1 rows, but x has 3"),
+    ("Batch(X, row_metadata={'u': torch.tensor(3)})", TypeError, "a list, .*goes into metadata"),
+    ("Batch(X, row_metadata={'u': ('a', 'b', 'c')})", TypeError, "a list, .*goes into metadata"),
+    ("Batch({'x': [1, 2]})", TypeError, "field x"),
+    ("Batch({'x': torch.tensor(1)})", TypeError, "field x"),
+    ("Batch(dict(PACKED.items()))", ValueError, "rebuilt without its metadata"),
+    ("loose()[::-1]", ValueError, r"step -1; use batch\.select"),
+    ("loose().chunk(0)", ValueError, "4 rows do not divide into 0 .*pad_rows"),
+    ("loose().chunk(3)", ValueError, "4 rows do not divide into 3 .*pad_rows"),
+    ("loose().select([4])", IndexError, r"rows \[4\] of a batch with 4 rows"),
+    ("loose().select([-1])", IndexError, r"rows \[-1\] of a batch with 4 rows"),
+    ("loose().select([False, True])", TypeError, "integers"),
+    ("loose().select(np.array([0.9]))", TypeError, "integers"),
+    ("PACKED.to(torch.float16)", TypeError, r"takes a device, got torch\.float16"),
+    ("Batch.cat([])", ValueError, "at least one batch, got none"),
+    ("Batch.cat([PACKED, Batch(X)])", ValueError, r"batch 1 has fields \['x'\], batch 0 has"),
+    ("Batch.cat([PACKED, NARROW])", ValueError, r"row shape \[6\], of batch 0 \[8\].*fixed_width"),
+    ("Batch.cat([Batch(X), Batch(X, metadata={'a': 1})])", ValueError, r"the metadata \['a'\]"),
+    (
+        "Batch.cat([Batch(X), Batch(X, row_metadata={'b': [1] * 3})])",
+        ValueError,
+        r"_metadata \['b'\]",
+    ),
+    ("Batch.cat([PACKED, OTHER], dict.fromkeys(COUNTS, 1))", ValueError, "loss_mask_divisor"),
+]
+COUNTS = ("num_loss_tokens", "num_examples", "num_tokens")
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), ERRORS)
+def test_errors(call: str, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        eval(call)

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from tests.batch_samples import KINDS
 from tests.strategies import FUZZ
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.fields import PerExample, PerResponseToken
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.testing import batch_digest
@@ -157,15 +156,14 @@ KEEPING: dict[str, Callable[[Batch], Batch]] = {
 }
 
 
-@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("operation", list(KEEPING))
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_one_change_of_each_field(kind: str, operation: str, inference: bool) -> None:
+def test_one_change_of_each_field(kind: str, operation: str) -> None:
     whole = model_of(KINDS[kind]())
     for name in whole:
         if name == "cu_seq_lens":
             continue
-        with torch.inference_mode(inference):
+        with torch.inference_mode(list(KINDS).index(kind) % 2 > 0):
             batch = KINDS[kind]()
             model = copy.deepcopy(whole)
             change(batch[name], model[name], 3)
@@ -174,43 +172,6 @@ def test_one_change_of_each_field(kind: str, operation: str, inference: bool) ->
                 model["more"] = torch.zeros(len(kept))
             check(kept, model)
             check(KEEPING[operation](kept)[:], model)
-
-
-@pytest.mark.parametrize("replace", [False, True])
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "loss_mask", "response_mask"])
-def test_no_field_follows_from_another_one(kind: str, name: str, replace: bool) -> None:
-    """Read before a change or after it, the other fields are those that were collated."""
-    expected = model_of(KINDS[kind]())
-    if name not in expected:
-        return
-    for read_before in (list(expected), []):
-        batch = KINDS[kind]()
-        for other in read_before:
-            batch[other]
-        model = dict(expected)
-        model[name] = torch.full_like(expected[name], 3)
-        if replace:
-            batch = batch.with_fields(**{name: model[name].clone()})
-        else:
-            batch[name].fill_(3)
-        check(batch, model)
-        check(batch[:], model)
-
-
-@pytest.mark.parametrize("changed", [False, True])
-def test_a_declared_field_has_its_pads_in_added_rows_though_it_was_changed(changed: bool) -> None:
-    batch = KINDS["rollouts"]()[1:]  # its first row has an image
-    columns = batch._storage.columns
-    columns.specs["rewards"] = PerResponseToken(torch.int64, pad=-1)
-    columns.specs["image_grid_thw"] = PerExample(torch.int64)
-    if changed:
-        batch["rewards"].mul_(2)
-        batch["image_grid_thw"].values.mul_(2)
-    padded_batch = batch.pad_rows(multiple_of=5)
-    assert padded_batch["rewards"][3:].unique().tolist() == [-1]
-    assert padded_batch["rewards"][:3].max() == (2 if changed else 1)
-    assert [len(row) for row in padded_batch["image_grid_thw"]] == [1, 2, 0, 0, 0]
 
 
 @pytest.mark.parametrize("collate", [PackedCollator(0, max_tokens=8), PaddedCollator(0)])

@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.batch_samples import examples
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators import PackedCollator
-from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
 
-VARLEN = ("torch_varlen", "flash_attention_2", "flash_attention_3")
+VARLEN = ("torch_varlen", "flash_attention_3", "flash_attention_4", "kernels-community/flash-attn2")
 MASKED = ("sdpa", "eager", "flex_attention")
 
 ALWAYS = ["input_ids", "position_ids", "labels", "use_cache"]
@@ -25,6 +22,7 @@ CU = ["cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"]
 @pytest.mark.parametrize("attention", VARLEN)
 def test_packed_rows_for_varlen_attention(packed: Batch, attention: str) -> None:
     inputs = packed.model_inputs(attention)
+    assert list(inputs) == list(packed.model_inputs())
     assert list(inputs) == [*ALWAYS[:3], "use_cache", *CU]
     assert inputs["use_cache"] is False
     assert inputs["input_ids"].data_ptr() == packed["input_ids"].data_ptr()
@@ -39,6 +37,8 @@ def test_packed_rows_for_varlen_attention(packed: Batch, attention: str) -> None
         assert inputs[name].tolist() == [0, 7, 8, 13, 16, 20, 22, 24]
     assert (inputs["max_length_q"], inputs["max_length_k"]) == (7, 7)
     assert type(inputs["max_length_q"]) is int
+    without = packed.model_inputs(attention, labels=False)
+    assert list(without) == [name for name in inputs if name != "labels"]
 
 
 @pytest.mark.parametrize("attention", MASKED)
@@ -60,26 +60,6 @@ def test_a_dict_of_attention_means_that_of_the_text(packed: Batch, attention: st
     if attention == "sdpa":
         masked = packed.model_inputs(parts, mask="block")["attention_mask"]
         assert torch.equal(masked, packed.model_inputs("sdpa", mask="block")["attention_mask"])
-
-
-@pytest.mark.parametrize(
-    ("attention", "message"),
-    [
-        ({"vision_config": "sdpa"}, r"has no text_config, .*\{\"text_config\": \"torch_varlen\", "),
-        (
-            {"text_config": "sdpa", "vision_config": "torch_varlen"},
-            r"\"torch_varlen\" for vision_config: it is causal, and a vision tower is not.*load",
-        ),
-        ({"text_config": "fast"}, r"attention='fast' is unknown; use one of torch_varlen, "),
-    ],
-)
-def test_a_dict_of_attention_that_cannot_be(packed: Batch, attention: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        packed.model_inputs(attention)
-
-
-def test_the_default_is_torch_varlen(packed: Batch) -> None:
-    assert list(packed.model_inputs()) == list(packed.model_inputs("torch_varlen"))
 
 
 def test_boundaries_of_slices_and_selections_by_hand(packed: Batch) -> None:
@@ -104,34 +84,9 @@ def test_boundaries_of_slices_and_selections_by_hand(packed: Batch) -> None:
     assert packed["cu_seq_lens"].tolist() == [[0, 7, 8], [0, 5, 8], [0, 4, 6, 8]]  # unchanged
 
 
-def test_boundaries_of_aligned_segments_and_dummy_rows() -> None:
-    collate = PackedCollator(0, max_tokens=16, parallel=ParallelLayout(dp=3, tp=4))
-    batch = collate(examples((5, 3)))  # 5 takes 8 cells, 3 takes 4, and the third row is empty
-    assert batch.metadata["num_dummy_rows"] == 1
-    rows = sorted(batch["cu_seq_lens"].tolist())
-    assert rows == [[0, 4, 8], [0, 8], [0, 8]]
-    inputs = batch.model_inputs()
-    assert inputs["max_length_q"] == 8
-    expected = [0]
-    for i, row in enumerate(batch["cu_seq_lens"].tolist()):
-        expected += [8 * i + boundary for boundary in row[1:]]
-    assert inputs["cu_seq_lens_q"].tolist() == expected
-
-
 def test_one_row_boundaries_are_not_the_field_itself(packed: Batch) -> None:
     packed[:1].model_inputs()["cu_seq_lens_q"][:] = 0
     assert packed["cu_seq_lens"].tolist()[0] == [0, 7, 8]
-
-
-@pytest.mark.parametrize(
-    "attention", ["flash", "", "SDPA", None, "flash_attention_9", "flash_attention_", "a/sdpa"]
-)
-def test_an_unknown_attention_is_refused(collated: Batch, attention: Any) -> None:
-    message = (
-        r"is unknown; use one of torch_varlen, flash_attention_2, .*_4, sdpa, .*flex_attention"
-    )
-    with pytest.raises(ValueError, match=message):
-        collated.model_inputs(attention)
 
 
 def test_inputs_are_made_without_reading_a_tensor(
@@ -150,19 +105,6 @@ def test_inputs_are_made_without_reading_a_tensor(
     assert inputs["cu_seq_lens_q"].tolist() == [0, 5, 8, 12, 14, 16]
 
 
-def test_model_inputs_come_without_labels_on_request():
-    batch = PackedCollator(0, max_tokens=8)([{"input_ids": [5, 6, 7]}])
-    with_labels = batch.model_inputs()
-    assert list(with_labels)[:3] == ["input_ids", "position_ids", "labels"]
-    without = batch.model_inputs(labels=False)
-    assert list(without) == [name for name in with_labels if name != "labels"]
-
-
-@pytest.mark.parametrize("attention", ["flash_attention_4", "kernels-community/flash-attn2"])
-def test_every_flash_attention_gets_boundaries(packed: Batch, attention: str) -> None:
-    assert "cu_seq_lens_q" in packed.model_inputs(attention)
-
-
 def test_more_cells_than_int32_counts_are_refused() -> None:
     """The boundaries wrapped; tensors that are expanded take no memory."""
     rows, width = 70_000, 32_768
@@ -176,3 +118,23 @@ def test_more_cells_than_int32_counts_are_refused() -> None:
         batch.model_inputs()
     assert batch.chunk(2)[0].model_inputs()["cu_seq_lens_q"][-1] == rows * width // 2
     assert "cu_seq_lens_q" not in batch.model_inputs("sdpa")
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        *[
+            (name, r"is unknown; use one of torch_varlen, .*_4, sdpa, .*flex_attention")
+            for name in ("flash", "", "SDPA", None, "flash_attention_9", "a/sdpa")
+        ],
+        ({"vision_config": "sdpa"}, r"has no text_config, .*\{\"text_config\": \"torch_varlen\", "),
+        (
+            {"text_config": "sdpa", "vision_config": "torch_varlen"},
+            r"\"torch_varlen\" for vision_config: it is causal, and a vision tower is not.*load",
+        ),
+        ({"text_config": "fast"}, r"attention='fast' is unknown; use one of torch_varlen, "),
+    ],
+)
+def test_attention_that_cannot_be(packed: Batch, attention: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        packed.model_inputs(attention)

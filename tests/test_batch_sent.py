@@ -15,8 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.batch_samples import KINDS, contents, examples, loose, storages_of
-from torch_collate_kit.batch import Batch, storage
-from torch_collate_kit.batch.buffer import carve, gather
+from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PaddedCollator
 from torch_collate_kit.ragged import Ragged
 
@@ -71,8 +70,8 @@ def shared_mappings() -> int:
     [
         ("fork", "file_descriptor"),
         ("fork", "file_system"),
-        ("spawn", "file_descriptor"),
-        ("forkserver", "file_system"),
+        pytest.param("spawn", "file_descriptor", marks=pytest.mark.release),
+        pytest.param("forkserver", "file_system", marks=pytest.mark.release),
     ],
 )
 def test_batches_arrive_as_they_were_collated(context: str, strategy: str) -> None:
@@ -121,47 +120,28 @@ def strategy(request: pytest.FixtureRequest) -> Any:
     torch.multiprocessing.set_sharing_strategy(before)
 
 
-def test_shared_memory_has_the_bytes_of_odd_tensors(strategy: str) -> None:
-    fields: dict[str, Any] = dict(ODD_TENSORS)
-    fields["rows"] = Ragged(np.arange(7, dtype=np.int16)[::-1].copy(), np.array([0, 2, 2, 7]))
-    shared, slots = gather(fields, share=True)
-    private, places = gather(fields)
-    assert (shared.is_shared(), private.is_shared()) == (True, False)
-    assert slots.keys() == places.keys() == fields.keys()
-    for name, field in carve(shared, slots).items():
-        expected = fields[name]
-        if isinstance(expected, Ragged):
-            assert field == expected == carve(private, places)[name]
-            continue
-        assert isinstance(field, torch.Tensor)
-        assert field.dtype == expected.dtype
-        assert torch.equal(field, expected.detach()), name
-        assert field.is_contiguous()
+@pytest.fixture
+def in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a DataLoader worker."""
+    monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", object())
 
 
-def test_memory_is_shared_by_a_descriptor_only_where_that_is_the_strategy(strategy: str) -> None:
-    fields = {"x": torch.arange(1000)}
-    gather(fields, share=True)  # what torch opens once, for the first of them
-    before = len(os.listdir("/proc/self/fd"))
-    buffers = [gather(fields, share=True)[0] for _ in range(3)]
-    opened = len(os.listdir("/proc/self/fd")) - before
-    assert opened == (3 if strategy == "file_descriptor" else 0)
-    assert all(buffer.is_shared() for buffer in buffers)
-
-
-def test_nothing_to_share_is_not_shared(strategy: str) -> None:
-    buffer, slots = gather({"x": torch.zeros(0, 4)}, share=True)
-    assert carve(buffer, slots)["x"].shape == (0, 4)
-    assert gather({"x": torch.zeros(4, device="meta")}, share=True)[0].device.type == "meta"
-
-
-def test_only_a_worker_pickles_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = PaddedCollator(0)(examples())
-    assert not batch.stored().__reduce__()[1][0].is_shared()
-    monkeypatch.setattr(storage, "get_worker_info", object)
+@pytest.mark.usefixtures("in_a_worker")
+@pytest.mark.parametrize("name", ODD_TENSORS)
+def test_shared_memory_has_the_bytes_of_odd_tensors(name: str, strategy: str) -> None:
+    expected = ODD_TENSORS[name]
+    ragged = Ragged.from_rows([np.arange(i % 3, dtype=np.int16) for i in range(len(expected))])
+    batch = Batch({name: expected, "rows": ragged})
     assert batch.stored().__reduce__()[1][0].is_shared()
-    assert contents(pickle.loads(pickle.dumps(batch))) == contents(batch)
-    assert contents(pickle.loads(pickle.dumps(batch[:0]))) == contents(batch[:0])
+    received = pickle.loads(pickle.dumps(batch))
+    assert received["rows"] == ragged
+    assert received[name].dtype == expected.dtype
+    assert torch.equal(received[name], expected.detach())
+    assert received[name].is_contiguous()
+
+
+def test_only_a_worker_pickles_into_shared_memory() -> None:
+    assert not PaddedCollator(0)(examples()).stored().__reduce__()[1][0].is_shared()
 
 
 def no_memory(_worker: int) -> None:
@@ -169,23 +149,6 @@ def no_memory(_worker: int) -> None:
         raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
 
     torch.UntypedStorage._new_shared = staticmethod(fail)
-
-
-def test_a_batch_that_shared_memory_cannot_hold_is_an_error_where_it_is_received() -> None:
-    """It was a traceback on the worker's stderr, and a loop that waited for ever."""
-    options: dict[str, Any] = {"num_workers": 1, "worker_init_fn": no_memory, "timeout": 120}
-    loader = DataLoader(list(range(4)), collate_fn=large, **options)
-    with pytest.raises(RuntimeError, match=r"batch of 2,400,000 bytes: .*unable .* --shm-size"):
-        next(iter(loader))
-
-
-def test_other_errors_of_pickling_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(storage, "gather", fail)
-    with pytest.raises(RuntimeError, match=r"^no memory$"):
-        pickle.dumps(loose())
 
 
 def many_rows(numbers: list[int]) -> Batch:
@@ -196,12 +159,10 @@ def many_rows(numbers: list[int]) -> Batch:
     return Batch({"words": words}, row_metadata=own, metadata=metadata)
 
 
-def test_large_arrays_are_in_shared_memory_and_not_in_the_message(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("in_a_worker")
+def test_large_arrays_are_in_shared_memory_and_not_in_the_message() -> None:
     """A message of more than the 64 KB of a pipe waits in the worker until it is read."""
     collated = PaddedCollator(0)(examples([3, 2] * 2000))
-    monkeypatch.setattr(storage, "get_worker_info", object)
     for batch, limit in ((collated, 3_000), (many_rows([1]), 25_000)):  # scores are a tensor
         _, (buffer, stops, message) = batch.stored().__reduce__()
         sizes = np.diff(stops)
@@ -231,10 +192,19 @@ def unpicklable(numbers: list[int]) -> Batch:
     return Batch({"x": torch.zeros(10)}, metadata={"score": lambda: numbers})
 
 
-def test_what_pickle_refuses_is_an_error_where_the_batch_is_received() -> None:
-    """The traceback was on the worker's stderr, and the loop waited for ever, here too."""
-    options: dict[str, Any] = {"num_workers": 1, "timeout": 120}
-    batches = iter(DataLoader(list(range(4)), collate_fn=unpicklable, **options))
+@pytest.mark.parametrize(
+    ("collate", "init", "message"),
+    [
+        (large, no_memory, r"batch of 2,400,000 bytes: .*unable .* --shm-size"),
+        (unpicklable, None, r"of 40 bytes: .*lambda.*; take what pickle"),
+    ],
+)
+def test_what_cannot_be_sent_is_an_error_where_it_is_received(
+    collate: Any, init: Any, message: str
+) -> None:
+    """It was a traceback on the worker's stderr, and a loop that waited for ever."""
+    options: dict[str, Any] = {"num_workers": 1, "worker_init_fn": init, "timeout": 120}
+    batches = iter(DataLoader(list(range(4)), collate_fn=collate, **options))
     for _ in range(2):  # the worker goes on
-        with pytest.raises(RuntimeError, match=r"of 40 bytes: .*lambda.*; take what pickle"):
+        with pytest.raises(RuntimeError, match=message):
             next(batches)

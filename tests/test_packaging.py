@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from tests.test_typing import CALLS, checked
+from tests.test_typing import checked
 from torch_collate_kit import __version__
 
 ROOT = Path(__file__).parents[1]
@@ -29,12 +29,13 @@ FILES = (
     *("setup.cfg", "pyproject.toml", "constraints.txt", "Makefile", "MANIFEST.in"),
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
 )  # fmt: skip
+
+
 SHOWN = """
 from torch_collate_kit import PackedCollator
 batch = PackedCollator(0, max_tokens=8)([{"input_ids": [5, 6, 7]}])
 reveal_type(batch)
 reveal_type(batch.metadata["num_tokens"])
-PackedCollator(0, max_tokens="8")
 """
 
 
@@ -61,28 +62,14 @@ def wheel(archives: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def editable(archives: Path) -> Path:
-    """What `pip install -e` installs, of the copy of the tree."""
-    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
-    folder = archives / "editable"
-    folder.mkdir()
-    run(sys.executable, "-c", build, folder, cwd=archives / "tree")
-    return next(folder.glob("*.whl"))
-
-
-@pytest.fixture(scope="module")
 def site_packages(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Those of a new environment, in which only the wheel is installed."""
-    return installed(wheel, tmp_path_factory.mktemp("installed"))
-
-
-def installed(wheel: Path, folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
     run(sys.executable, "-m", "venv", "--without-pip", folder)
     pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python")
     run(*pip, "install", "--quiet", "--no-index", "--no-deps", wheel)
-    found = list(folder.glob("lib/python*/site-packages"))
-    assert len(found) == 1
-    return found[0]
+    [found] = folder.glob("lib/python*/site-packages")
+    return found
 
 
 def source_files() -> Iterator[str]:
@@ -156,37 +143,16 @@ def test_an_installed_wheel_collates(site_packages: Path, tmp_path: Path) -> Non
     assert printed.split(maxsplit=2) == [str(where), __version__, "[[5, 6, 7]]\n"]
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's, from which mypy does not see this tree."""
-    for name in ("MYPYPATH", "PYTHONPATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_a_users_file_sees_the_types_of_what_is_installed(
-    kind: str, folder: Path, request: pytest.FixtureRequest
+def test_an_installed_package_has_types(
+    site_packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """py.typed is honoured; without it mypy would take every name of ours for Any."""
-    site_packages = installed(request.getfixturevalue(kind), folder / "environment")
-    user = ("--python-executable", str(site_packages.parents[2] / "bin" / "python"))
-    assert checked(folder, CALLS, *user) == ""
-    found = checked(folder, SHOWN, *user).splitlines()
-    assert [line.split(": ", 1)[1] for line in found][:2] == [
+    for name in ("MYPYPATH", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)  # from which mypy does not see this tree
+    python = str(site_packages.parents[2] / "bin" / "python")
+    found = checked(tmp_path, {"user.py": SHOWN}, "--python-executable", python)
+    assert [line.split(": ", 1)[1] for line in found] == [
         'note: Revealed type is "torch_collate_kit.batch.batch.Batch"',
         'note: Revealed type is "Any"',
     ]
-    errors = [line for line in found if ": error: " in line]
-    assert len(errors) == 1
-    assert errors[0].startswith("user.py:6: error: ")
-
-
-def test_without_py_typed_the_types_are_gone(site_packages: Path, folder: Path) -> None:
-    """The test above can fail."""
-    other = folder / "environment"
-    shutil.copytree(site_packages.parents[2], other, symlinks=True)
-    next(other.glob("lib/python*/site-packages/torch_collate_kit/py.typed")).unlink()
-    found = checked(folder, SHOWN, "--python-executable", str(other / "bin" / "python"))
-    assert "missing library stubs or py.typed marker" in found

@@ -87,8 +87,8 @@ def test_real_conversations_are_packed_without_loss(name, shared_data, tokenizer
     [
         ("gsm8k_train_2k.jsonl", 16),
         ("chat_tools_tm4_900.jsonl", 12),
-        ("chat_tools_tau_airline_128.jsonl", 2),
-        ("chat_long_squality_50.jsonl", 2),
+        pytest.param("chat_tools_tau_airline_128.jsonl", 2, marks=pytest.mark.release),
+        pytest.param("chat_long_squality_50.jsonl", 2, marks=pytest.mark.release),
     ],
 )
 def test_a_model_trains_on_real_conversations(name, count, shared_data, tokenizer):

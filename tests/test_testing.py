@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from tests.loading import building
 from torch_collate_kit import PaddedCollator, PrefetchLoader, TokenizedDataset
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.loading.sampler import PackedBatchSampler, PrefetchingSampler
+from torch_collate_kit.loading import PackedBatchSampler, PrefetchingSampler
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.testing import assert_exact_resume, batch_digest

@@ -61,12 +61,8 @@ PackedCollator(0, packing=PackingOptions(8), model_inputs=True)
 """
 
 
-def checked(folder: Path, code: str, *more: str) -> str:
-    """What mypy says of the code, under the settings above and more options."""
-    return checked_files(folder, {"user.py": code}, *more)
-
-
-def checked_files(folder: Path, files: dict[str, str], *more: str) -> str:
+def checked(folder: Path, files: dict[str, str], *more: str) -> list[str]:
+    """The lines that mypy prints on these files, under the settings above and more options."""
     from mypy import api
 
     (folder / "mypy.ini").write_text(SETTINGS)
@@ -75,14 +71,7 @@ def checked_files(folder: Path, files: dict[str, str], *more: str) -> str:
     options = ["--config-file", str(folder / "mypy.ini"), "--cache-dir", str(folder / "cache")]
     found, errors, _ = api.run([*options, "--no-error-summary", *more, *files])
     assert not errors, errors
-    return found
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MYPYPATH", str(ROOT))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return found.splitlines()
 
 
 def blocks(page: Path) -> str:
@@ -91,23 +80,21 @@ def blocks(page: Path) -> str:
     return "\n".join(block for block in found if ">>> " not in block)
 
 
-def test_the_readme_and_the_guide_have_no_type_errors(folder: Path) -> None:
+def test_calls_and_pages_have_types_and_wrong_settings_are_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`Batch | dict` had no attribute metadata, and no chunk. Users' functions need no types."""
+    monkeypatch.setenv("MYPYPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
     pages = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
     files = {f"page_{page.stem.lower()}.py": blocks(page) for page in pages}
     del files["page_reports.py"]  # to matplotlib axes.figure may be a SubFigure, without savefig
     files = {name: code for name, code in files.items() if code}
     assert "page_readme.py" in files
     assert len(files) > 8
-    untyped = ("--allow-untyped-defs", "--allow-untyped-calls")
-    assert checked_files(folder, files, *untyped) == ""
-
-
-def test_a_call_is_known_by_model_inputs(folder: Path) -> None:
-    assert checked(folder, CALLS) == ""
-
-
-def test_wrong_settings_are_type_errors(folder: Path) -> None:
-    found = checked(folder, MISTAKES).splitlines()
-    lines = sorted({int(line.split(":")[1]) for line in found if ": error:" in line})
-    assert lines == [3, 4, 5, 6, 7], found
+    files |= {"calls.py": CALLS, "mistakes.py": MISTAKES}
+    found = checked(tmp_path, files, "--allow-untyped-defs", "--allow-untyped-calls")
+    assert [line for line in found if not line.startswith("mistakes.py:")] == []
+    lines = {int(line.split(":")[1]) for line in found if ": error:" in line}
+    mistakes = [n for n, line in enumerate(MISTAKES.splitlines(), start=1) if line[:3] == "Pac"]
+    assert sorted(lines) == mistakes, found

@@ -97,14 +97,11 @@ def test_every_public_name_has_its_place_in_the_reference(site, pages):
     assert sorted(public_names() - described) == []
 
 
-def test_docstrings_become_links_and_code(site):
+def test_docstrings_and_pages_outside_docs_are_shown(site, pages):
     text = (site / "api" / "collators.html").read_text(encoding="utf-8")
     assert ":class:" not in text
     assert "&gt;&gt;&gt;" in text or 'class="gp"' in text  # a doctest is a block of code
     assert "<blockquote>" not in text  # and not a quotation of a quotation of a quotation
-
-
-def test_a_page_outside_docs_is_shown_and_its_links_are_rewritten(site, pages):
     assert (site / "benchmarks" / "results" / "collate.png").exists()
     links = pages[site / "guide" / "packing.html"].links
     assert "../benchmarks/results/collate.html" in links

@@ -132,61 +132,37 @@ def test_ray_rebuilds_a_batch_and_loses_its_sampler(tmp_path: Path) -> None:
     assert "its input_ids are the tokens of one example" in found["defaults"]
 
 
-def test_trl_takes_no_loss_mask_and_trains_every_token(tmp_path: Path) -> None:
+def trl_trainer(folder: Path, examples: Any, collate: Any, **settings: Any) -> Any:
+    import trl
+
+    options = {"max_steps": 1, "max_length": None, "use_cpu": True, "bf16": False, "report_to": []}
+    return trl.SFTTrainer(
+        tiny.make_model(),
+        trl.SFTConfig(output_dir=str(folder), **options, **settings),
+        train_dataset=examples,
+        data_collator=collate,
+        processing_class=tiny.make_tokenizer(),
+    )
+
+
+def test_trl_takes_no_loss_mask_and_counts_the_width_of_a_batch(tmp_path: Path) -> None:
     skip_without("trl", "peft")
     import datasets
-    import trl
 
     tokenizer = tiny.make_tokenizer()
     chats = datasets.Dataset.from_list(tiny.make_chats(8))
+    collate = kit.PackedCollator(tokenizer, max_tokens=tiny.MAX_TOKENS).for_trainer()
     examples, _ = kit.tokenize_chat_dataset(chats, tokenizer)
     assert "loss_mask" in examples.column_names
-    trainer = trl.SFTTrainer(
-        tiny.make_model(),
-        trl.SFTConfig(
-            output_dir=str(tmp_path),
-            max_steps=1,
-            max_length=None,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-        ),
-        train_dataset=examples,
-        data_collator=kit.PackedCollator(tokenizer, max_tokens=64).for_trainer(),
-        processing_class=tokenizer,
-    )
-    inputs = next(iter(trainer.get_train_dataloader()))
+    inputs = next(iter(trl_trainer(tmp_path, examples, collate).get_train_dataloader()))
     num_tokens = sum(len(ids) for ids in examples["input_ids"])
     assert int((inputs["labels"] != -100).sum()) == num_tokens - 8, "all but the first tokens"
     assert sum(sum(mask) for mask in examples["loss_mask"]) < num_tokens / 2, "of which half should"
 
-
-def test_trl_counts_the_width_of_a_batch_and_trainer_its_tokens(tmp_path: Path) -> None:
-    skip_without("trl", "peft")
-    import datasets
-    import trl
-
-    tokenizer = tiny.make_tokenizer()
-    chats = datasets.Dataset.from_list(tiny.make_chats(8))
     examples, _ = kit.tokenize_chat_dataset(chats, tokenizer, labels=True)
-    collate = kit.PackedCollator(tokenizer, max_tokens=tiny.MAX_TOKENS).for_trainer()
-    trainer = trl.SFTTrainer(
-        tiny.make_model(),
-        trl.SFTConfig(
-            output_dir=str(tmp_path),
-            max_steps=1,
-            per_device_train_batch_size=8,
-            logging_steps=1,
-            include_num_input_tokens_seen="non_padding",
-            max_length=None,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-        ),
-        train_dataset=examples,
-        data_collator=collate,
-        processing_class=tokenizer,
-    )
+    counting = {"logging_steps": 1, "include_num_input_tokens_seen": "non_padding"}
+    batch = {"per_device_train_batch_size": 8}
+    trainer = trl_trainer(tmp_path, examples, collate, **counting, **batch)
     trainer.train()
     logged = trainer.state.log_history[0]
     rows, width = collate(list(examples))["input_ids"].shape

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import sharding
+import torch
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import DistributedType
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
@@ -31,15 +35,11 @@ def test_there_is_one_for_each_case() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_what_it_starts(path: Path) -> None:
+    """And no key is made up: the reader refuses unknown ones, but takes any below fsdp_config."""
     args = parse_launch(path)
     found = (args.num_processes, args.num_machines, args.use_fsdp, args.mixed_precision == "bf16")
     assert found == EXPECTED[path.stem]
     assert args.multi_gpu == (path.stem == "eight_gpus_ddp")
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_no_key_is_made_up(path: Path) -> None:
-    """The reader refuses unknown keys, but takes any below fsdp_config."""
     known = vars(launch_command_parser().parse_args(["sft.py"]))
     config = load_config_from_file(str(path))
     assert set(config.fsdp_config) <= set(known)
@@ -61,3 +61,25 @@ def test_the_plugin_that_fsdp2_is_built_from(name: str, monkeypatch: pytest.Monk
 
 def test_the_slurm_script_is_a_script() -> None:
     subprocess.run(["bash", "-n", EXAMPLES / "configs" / "slurm.sh"], check=True)
+
+
+# --- what sft.py makes of the settings of FSDP2
+
+
+def accelerator(plugin: FullyShardedDataParallelPlugin) -> SimpleNamespace:
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    return SimpleNamespace(state=state, distributed_type=DistributedType.FSDP, num_processes=2)
+
+
+def test_sums_over_ranks_and_the_loss_are_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharding.check_sharding(SimpleNamespace())  # without FSDP nothing is asked
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.set_mixed_precision("bf16")  # as Accelerate does
+    sharding.check_sharding(accelerator(plugin))
+    policy = plugin.mixed_precision_policy
+    found = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype)
+    assert found == (torch.bfloat16, torch.float32, None)
+    older = FullyShardedDataParallelPlugin(fsdp_version=1, state_dict_type="SHARDED_STATE_DICT")
+    with pytest.raises(SystemExit, match=r"other settings: write fsdp_version: 2 in the config"):
+        sharding.check_sharding(accelerator(older))

@@ -46,9 +46,8 @@ def config_of(name: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("tied", [True, False])
-def test_linear_layers_by_hand(name: str, tied: bool) -> None:
-    layers, head = flops_per_token(config_of(name, tie_word_embeddings=tied))
+def test_linear_layers_by_hand(name: str) -> None:
+    layers, head = flops_per_token(config_of(name, tie_word_embeddings=True))
     assert layers == 6 * FAMILIES[name][1]
     assert head == 6 * 32 * 50
 
@@ -94,45 +93,14 @@ def test_key_and_value_of_other_sizes() -> None:
     assert flops_per_step(config, [2]) - linear == 6 * 4 * (12 + 16) * 3 * 2
 
 
-def test_adapters_by_counting() -> None:
-    """Weights that are frozen have no gradient. The first layer takes embeddings, which are frozen:
-    its products of queries, keys and values are not sent further back, which is not counted."""
-    peft = pytest.importorskip("peft")
-    config, length, rank = config_of("Qwen3Config"), 30, 4
-    config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.add_adapter(peft.LoraConfig(r=rank, target_modules="all-linear"))
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids=torch.arange(3, 3 + length)[None]).logits.sum().backward()
-    products = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
-    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    first = model.model.layers[0].self_attn
-    ends = [first.q_proj, first.k_proj, first.v_proj]
-    not_sent = sum(end.weight.numel() + rank * config.hidden_size for end in ends)
-    causal = 12 * 4 * 16 * 2 * length * (length + 1) / 2
-    found = flops_per_step(config, [length], num_adapter_parameters=adapters) - causal
-    assert products == found - 2 * not_sent * length
-    experts = config_of("Qwen3MoeConfig")
-    with pytest.raises(ValueError, match="adapters in a mixture of experts are not known"):
-        flops_per_step(experts, [length], num_adapter_parameters=adapters)
-
-
-def test_only_trained_tokens_pass_the_head() -> None:
+def test_heads_and_other_layers() -> None:
+    """Only trained tokens pass the head; of a vision-language model its text counts."""
     config = config_of("Qwen3Config")
     all_tokens, some = (flops_per_step(config, [10], num_head_tokens=n) for n in (None, 4))
     assert all_tokens - some == 6 * 6 * 32 * 50
-
-
-def test_text_of_a_vision_language_model() -> None:
-    text = {**SIZES, "model_type": "llama"}
-    both = transformers.LlavaConfig(text_config=text)
+    both = transformers.LlavaConfig(text_config={**SIZES, "model_type": "llama"})
     assert flops_per_step(both, [3]) == flops_per_step(transformers.LlamaConfig(**SIZES), [3])
-
-
-def test_a_layer_that_is_no_attention_is_refused() -> None:
-    config = transformers.Lfm2Config(
-        **{**SIZES, "num_hidden_layers": 2}, layer_types=["conv", "full_attention"]
-    )
+    config = transformers.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])
     with pytest.raises(ValueError, match=r"a 'conv' layer are not known.*leave MFU out"):
         flops_per_step(config, [3])
 
@@ -141,25 +109,12 @@ def test_a_layer_that_is_no_attention_is_refused() -> None:
     ("name", "tera"),
     [
         ("NVIDIA H200", 989.4),
-        ("NVIDIA H100 80GB HBM3", 989.4),
         ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H100 NVL", 835.5),
         ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA A100 80GB PCIe", 312.0),
-        ("NVIDIA L40S", 362.05),
         ("NVIDIA GeForce RTX 4090", 165.2),
+        *[(name, None) for name in ("cpu", "NVIDIA H20", "NVIDIA GeForce RTX 4090 D")],
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
     ],
 )
-def test_peaks(name: str, tera: float) -> None:
-    assert peak_flops(name) == tera * 1e12
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("cpu", "NVIDIA L4", "NVIDIA H20", "NVIDIA GeForce RTX 4090 Laptop GPU"),
-        *("NVIDIA GeForce RTX 4090 D", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
-    ],
-)
-def test_other_devices_have_no_known_peak(name: str) -> None:
-    assert peak_flops(name) is None
+def test_peaks(name: str, tera: float | None) -> None:
+    assert peak_flops(name) == (tera and tera * 1e12)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,56 +14,22 @@ import synthetic_chat
 import torch
 import transformers
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+from tests.examples.runs import TWO_RANKS, Results, launch, refusal, run
+
 TINY = (
     "--warm-start-steps 60 --iterations 2 --prompts 8 --group-size 4 --prompts-per-mini-batch 4 "
     "--rows-per-micro-batch 16 --cpu --threads 1"
 )
-TWO_RANKS = """
-import sys
-
-import torch
-
-sys.path[:0] = [{root!r}, {root!r} + "/examples"]
-from tests.examples.test_grpo import grpo, make_small_model, synthetic_chat
-
-free_memory, train_step, updates = grpo.Accelerator.free_memory, grpo.train_step, []
-
-
-def count(*arguments):
-    updates.append(train_step(*arguments))
-    return updates[-1]
-
-
-def save(self, model, optimizer):
-    torch.save((updates, model.state_dict()), {folder!r} + f"/rank-{{self.process_index}}.pt")
-    return free_memory(self, model, optimizer)
-
-
-grpo.Accelerator.free_memory, grpo.train_step = save, count
-synthetic_chat.make_model = make_small_model
-grpo.main()
-"""
-
-Results = dict[str, Any]
 
 
 def make_small_model(tokenizer: Any, **options: Any) -> transformers.Qwen3ForCausalLM:
-    config = transformers.Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        initializer_range=0.06,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **options,
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    options |= {"vocab_size": len(tokenizer), "initializer_range": 0.06}
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**sizes, **heads, **ends, **options)
     )
-    return transformers.Qwen3ForCausalLM(config)
 
 
 warm_start, warm_weights = grpo.warm_start, {}
@@ -82,24 +44,20 @@ def warm_start_once(model: Any, tokenizer: Any, accelerator: Any, args: Any) -> 
     return 0.0
 
 
-def run(arguments: str, folder: Path, warm_start: Any = warm_start_once) -> Results:
-    """Call grpo.main() with these arguments in this process; what it wrote, without times."""
+def play(arguments: str, folder: Path, warm_start: Any = warm_start_once) -> Results:
+    """Call grpo.main() in this process with the small model; what it wrote, without times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo, "warm_start", warm_start)
         patch.setattr(synthetic_chat, "make_model", make_small_model)
-        patch.setattr(sys, "argv", ["grpo.py", *arguments.split(), "--output-dir", str(folder)])
-        grpo.main()
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    iterations = [
-        {k: v for k, v in json.loads(line).items() if not k.endswith("_seconds")} for line in lines
-    ]
-    return {"iterations": iterations, "summary": json.loads((folder / "summary.json").read_text())}
+        found = run(arguments, folder, grpo)
+    steps = [{k: v for k, v in s.items() if not k.endswith("_seconds")} for s in found.steps]
+    return Results(steps, found.summary)
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
+def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
     folder = tmp_path_factory.mktemp("grpo") / "base"
-    return run(TINY, folder), folder
+    return play(TINY, folder), folder
 
 
 @pytest.fixture(scope="module")
@@ -107,19 +65,19 @@ def tokenizer() -> Any:
     return lost_things.make_tokenizer()
 
 
-def test_it_plays_trains_and_saves(base: tuple[Results, Path]) -> None:
-    results, folder = base
-    assert [record["iteration"] for record in results["iterations"]] == [1, 2]
-    for record in results["iterations"]:
+def test_it_plays_trains_and_saves(played: tuple[Results, Path]) -> None:
+    results, folder = played
+    assert [record["iteration"] for record in results.steps] == [1, 2]
+    for record in results.steps:
         assert record["updates"] == 2
         assert 0 <= record["mean_reward"] <= 1
         assert 1 < record["mean_turns"] <= 3, "no game has several turns"
         assert record["rows"] == record["mean_turns"] * 32
         assert record["max_ratio_error"] < 1e-4
         assert {"clip_fraction", "approx_kl", "loss", "tokens"} <= set(record)
-    assert results["iterations"][0]["grad_norm"] > 0, "no game was won, or all were"
-    summary = results["summary"]
-    assert summary["first_reward"] == results["iterations"][0]["mean_reward"]
+    assert results.steps[0]["grad_norm"] > 0, "no game was won, or all were"
+    summary = results.summary
+    assert summary["first_reward"] == results.steps[0]["mean_reward"]
     assert {"rollout_seconds", "collate_seconds", "train_seconds"} <= set(summary)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
     assert model.config.vocab_size == len(
@@ -127,21 +85,21 @@ def test_it_plays_trains_and_saves(base: tuple[Results, Path]) -> None:
     )
 
 
-def test_the_seed_decides_everything(base: tuple[Results, Path], tmp_path: Path) -> None:
-    again = run(TINY, tmp_path, warm_start)
-    assert again["iterations"] == base[0]["iterations"]
-    assert again["summary"]["warm_start_loss"] > 0
+def test_the_seed_decides_everything(played: tuple[Results, Path], tmp_path: Path) -> None:
+    again = play(TINY, tmp_path, warm_start)
+    assert again.steps == played[0].steps
+    assert again.summary["warm_start_loss"] > 0
     assert lost_things.make_games(8, 0) == lost_things.make_games(8, 0)
     assert lost_things.make_games(8, 0) != lost_things.make_games(8, 1)
 
 
 @pytest.mark.parametrize("option", ["--merge-steps", "--rows-per-micro-batch 1000"])
 def test_layout_does_not_change_the_gradient(
-    base: tuple[Results, Path], tmp_path: Path, option: str
+    played: tuple[Results, Path], tmp_path: Path, option: str
 ) -> None:
     """A row a trajectory, or all rows at once: the same games, and the same first updates."""
-    found = run(f"{TINY} --iterations 1 {option}", tmp_path)["iterations"][0]
-    expected = base[0]["iterations"][0]
+    found = play(f"{TINY} --iterations 1 {option}", tmp_path).steps[0]
+    expected = played[0].steps[0]
     for name in ("mean_reward", "mean_turns"):
         assert found[name] == expected[name]
     for name in ("loss", "grad_norm", "approx_kl"):
@@ -154,31 +112,16 @@ def test_layout_does_not_change_the_gradient(
 def test_the_ratio_error_notices_a_shift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = grpo.response_log_probs
     monkeypatch.setattr(grpo, "response_log_probs", lambda *a: right(*a).roll(1, dims=1))
-    [record] = run(f"{TINY} --iterations 1", tmp_path)["iterations"]
+    [record] = play(f"{TINY} --iterations 1", tmp_path).steps
     assert record["max_ratio_error"] > 1
 
 
-def test_two_ranks_train_the_same_model(tmp_path: Path) -> None:
-    driver = tmp_path / "driver.py"
-    driver.write_text(TWO_RANKS.format(root=str(EXAMPLES.parent), folder=str(tmp_path)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*command, str(driver), *TINY.split(), "--output-dir", str(tmp_path / "out")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (updates, weights), (others, other_weights) = (
-        torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(2)
-    )
-    assert len(updates) == 4
-    assert updates == others  # all that is reported is of both ranks
-    assert max(update["grad_norm"] for update in updates) > 0, "there was nothing to learn"
-    assert updates[0]["max_ratio_error"] < 1e-4
-    for name, tensor in weights.items():
-        assert torch.equal(tensor, other_weights[name]), name
+@pytest.mark.release
+def test_two_ranks(tmp_path: Path) -> None:
+    found = launch(TINY, tmp_path, *TWO_RANKS, script="grpo")
+    assert [step["iteration"] for step in found.steps] == [1, 2]
+    assert max(step["grad_norm"] for step in found.steps) > 0, "there was nothing to learn"
+    assert max(step["max_ratio_error"] for step in found.steps) < 1e-4
 
 
 def scripted(tokenizer: Any, turns: list[list[str]]) -> grpo.Player:
@@ -221,7 +164,7 @@ def test_turns_are_examples_in_order(tokenizer: Any) -> None:
     assert "not me" in tokenizer.decode(steps[4]["prompt_ids"])
 
 
-@pytest.mark.parametrize("said", ["", "Ada", "Zoe?", "?", "in the hat", "in the barn.", "Ada?Ada?"])
+@pytest.mark.parametrize("said", ["", "Ada", "Zoe?", "in the hat", "in the barn.", "Ada?Ada?"])
 def test_nonsense_ends_the_game(said: str) -> None:
     game = lost_things.Game("a", "lamp", ["Ada", "Ben"], "barn")
     assert game.reply(said) is None
@@ -236,25 +179,6 @@ def steps(tokenizer: Any) -> list[dict]:
     return [s | {"logprobs": -6 + rng.random(len(s["logprobs"]))} for s in played]
 
 
-def test_every_turn_gets_what_the_game_earned(tokenizer: Any, steps: list[dict]) -> None:
-    args = SimpleNamespace(merge_steps=False, prompts_per_mini_batch=2)
-    staged = grpo.stage(steps, tokenizer, 1, args)
-    assert len(staged) == 3
-    signs: dict[int, float] = {}
-    for [batch] in staged:
-        rows = batch.row_metadata["row_indices"].tolist()
-        signs |= dict(zip(rows, batch["advantages"][:, -1].sign().tolist(), strict=True))
-    assert sorted(signs) == list(range(len(steps)))
-    ends = [i for i, step in enumerate(steps) if step["is_last_step"]]
-    won = {steps[i]["uid"] for i in ends if steps[i]["rewards"]}
-    lost = {steps[i]["uid"] for i in ends if not steps[i]["rewards"]}
-    assert won & lost, "no group has something to compare"
-    for i, step in enumerate(steps):
-        end = next(e for e in ends if e >= i)
-        mixed = step["uid"] in won & lost
-        assert signs[i] == mixed * (1 if steps[end]["rewards"] else -1)
-
-
 def test_two_ranks_have_the_loss_of_one(tokenizer: Any, steps: list[dict]) -> None:
     model = make_small_model(tokenizer).eval()
     for merge in (False, True):
@@ -266,17 +190,6 @@ def test_two_ranks_have_the_loss_of_one(tokenizer: Any, steps: list[dict]) -> No
             assert loss.item() != 0
             assert sum(o[0] for o in others).item() == pytest.approx(loss.item(), rel=1e-4)
             assert sum(o[1][1] for o in others) == found[1]
-
-
-def test_log_probs_are_those_of_all_logits(tokenizer: Any, steps: list[dict]) -> None:
-    model, batch = make_small_model(tokenizer).eval(), grpo.kit.RolloutCollator(tokenizer)(steps)
-    width = batch.metadata["response_length"]
-    logits = model(**batch.model_inputs("sdpa")).logits
-    following = batch["input_ids"].roll(-1, dims=1)
-    log_probs = logits.log_softmax(dim=-1).gather(-1, following[..., None])[..., 0]
-    found = torch.where(batch["response_mask"] != 0, grpo.response_log_probs(model, batch), 0)
-    expected = torch.where(batch["response_mask"] != 0, log_probs[:, -width - 1 : -1], 0)
-    torch.testing.assert_close(found, expected)
 
 
 def test_clipped_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,44 +214,25 @@ def test_clipped_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "message"),
     [
         ("--iterations 0", "--iterations 0: must be 1 or more"),
-        ("--max-turns -1", "--max-turns -1: must be 1 or more"),
-        ("--rows-per-micro-batch 0", "--rows-per-micro-batch 0: must be 1 or more"),
-        ("--learning-rate -0.1", "--learning-rate -0.1: must be 0 or more"),
         ("--learning-rate nan", "--learning-rate nan: must be 0 or more"),
         ("--learning-rate inf", "--learning-rate inf: must be finite"),
-        ("--warm-start-steps -1", "--warm-start-steps -1: must be 0 or more"),
-        ("--group-size 1", "--group-size 1: a trajectory alone has nothing to be compared with"),
+        ("--group-size 1", "--group-size 1: a trajectory alone has nothing"),
         ("--prompts 10", "--prompts 10: must be a multiple of --prompts-per-mini-batch 4"),
     ],
 )
-def test_settings_that_cannot_be(options: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=message) as caught:
-        run(f"{TINY} {options}", tmp_path)
-    assert str(caught.value).startswith("grpo.py: ")
-    assert "\n" not in str(caught.value)
-
-
-def test_prompts_that_do_not_divide_over_ranks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_settings_that_cannot_be(
+    options: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert refusal(f"{TINY} {options}", tmp_path, grpo).startswith(message)
     monkeypatch.setattr(grpo, "Accelerator", lambda **_: SimpleNamespace(num_processes=3))
-    with pytest.raises(
-        SystemExit, match="--prompts 8: must be a multiple of the number of ranks, 3"
-    ):
-        run(TINY, tmp_path)
+    message = "--prompts 8: must be a multiple of the number of ranks, 3"
+    assert refusal(TINY, tmp_path, grpo) == message
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
-def test_an_output_folder_that_cannot_be_made(tmp_path: Path, name: str) -> None:
+def test_an_output_folder_that_cannot_be_made(tmp_path: Path, name: str, monkeypatch: Any) -> None:
     """Said before anything is trained."""
     (tmp_path / "file").write_text("not a folder")
-
-    def warm_start(*_: Any) -> float:
-        raise AssertionError("trained first")
-
-    with pytest.raises(SystemExit) as caught:
-        run(TINY, tmp_path / name, warm_start)
-    message = str(caught.value)
-    assert message.startswith(f"grpo.py: --output-dir {tmp_path / name}: cannot be made")
-    assert "\n" not in message
-    assert (tmp_path / "file").read_text() == "not a folder"
+    monkeypatch.setattr(grpo, "warm_start", None)
+    message = refusal(TINY, tmp_path / name, grpo)
+    assert message.startswith(f"--output-dir {tmp_path / name}: cannot be made")

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import run_log
 import torch
@@ -18,18 +17,8 @@ from run_log import RunLog, write_results
 import torch_collate_kit as kit
 
 NAMES = [
-    "step",
-    "loss",
-    "learning_rate",
-    "grad_norm",
-    "tokens",
-    "cells",
-    "seconds",
-    "wait_seconds",
-    "tokens_per_second",
-    "packing_efficiency",
-    "padding",
-    "cost_balance",
+    *("step", "loss", "learning_rate", "grad_norm", "tokens", "cells", "seconds", "wait_seconds"),
+    *("tokens_per_second", "packing_efficiency", "padding", "cost_balance"),
 ]
 
 
@@ -50,6 +39,10 @@ PACKING: dict[str, Any] = {
     "cost": kit.ModelCost(10, 1),
 }
 EXAMPLES_OF_A_STEP = [{"input_ids": [n] * n} for n in (3, 1, 4, 2)]
+
+
+def packed() -> kit.Batch:
+    return kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP)
 
 
 class Loader:
@@ -109,40 +102,16 @@ class Model(torch.nn.Linear):
 def test_a_step_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 tokens of two ranks; 5 cells on each, and in the second step 10."""
     monkeypatch.setattr(run_log, "time", Clock(100.0, 102.0, 106.0))
-    batch = kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP)
+    batch = packed()
     assert batch["sub_seq_lengths"].tolist() == [[4, 1], [3, 2]]
     log = two_steps(tmp_path, accelerator := Logging(), batch)
-    first = {
-        "step": 1,
-        "loss": 3.0,
-        "learning_rate": 0.1,
-        "grad_norm": 0.5,
-        "tokens": 10,
-        "cells": 10,
-        "seconds": 2.0,
-        "wait_seconds": 1.0,
-        "tokens_per_second": 5.0,
-        "packing_efficiency": 1.0,
-        "padding": 0.0,
-        "cost_balance": pytest.approx(67 / 65),
-    }
-    second = {
-        **first,
-        "step": 2,
-        "loss": 2.0,
-        "learning_rate": 0.2,
-        "grad_norm": 0.25,
-        "cells": 20,
-        "seconds": 4.0,
-        "wait_seconds": 0.0,
-        "tokens_per_second": 2.5,
-        "packing_efficiency": 0.5,
-        "padding": 0.5,
-    }
-    assert records_of(tmp_path) == [first, second]
-    assert accelerator.logged == {
-        step["step"]: {k: v for k, v in step.items() if k != "step"} for step in (first, second)
-    }
+    rows = [  # in the order of NAMES
+        (1, 3.0, 0.1, 0.5, 10, 10, 2.0, 1.0, 5.0, 1.0, 0.0, pytest.approx(67 / 65)),
+        (2, 2.0, 0.2, 0.25, 10, 20, 4.0, 0.0, 2.5, 0.5, 0.5, pytest.approx(67 / 65)),
+    ]
+    expected = [dict(zip(NAMES, row, strict=True)) for row in rows]
+    assert records_of(tmp_path) == expected
+    assert accelerator.logged == {step.pop("step"): step for step in expected}
     assert log.summary() == {
         "steps": 2,
         "train_seconds": 6.0,
@@ -156,42 +125,15 @@ def test_a_step_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     }
 
 
-def test_the_balance_of_padded_rows_and_of_images(tmp_path: Path) -> None:
-    """Padded, ranks have equal rows; images add what they cost the vision tower."""
-    padded = kit.PaddedCollator(0)(EXAMPLES_OF_A_STEP)
-    two_steps(tmp_path, Logging(), padded)
-    assert {record["cost_balance"] for record in records_of(tmp_path)} == {1.0}
-    packed = kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP)
-    packed.metadata["vision_cost_per_rank"] = (0, 30)
-    two_steps(tmp_path, Logging(), packed)
-    assert records_of(tmp_path)[0]["cost_balance"] == pytest.approx(93 / 80)
-
-
-def test_what_an_earlier_run_left_is_gone(tmp_path: Path) -> None:
-    """From the start: `summary.json` says that a run is finished. Lines stay if it is resumed."""
-    for resume, expected in (("always", "a line\n"), (None, "")):
-        for name in ("summary.json", "loss.png", "metrics.jsonl"):
-            (tmp_path / name).write_text("a line\n")
-        with RunLog(Model(), Loader(), Logging(), arguments_of(tmp_path, resume=resume)):
-            assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-            assert (tmp_path / "metrics.jsonl").read_text() == expected
-
-
 def test_the_other_ranks_record_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    batch = kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP)
-    log = two_steps(tmp_path, accelerator := Logging(is_main=False), batch)
+    log = two_steps(tmp_path, accelerator := Logging(is_main=False), packed())
     assert (list(tmp_path.iterdir()), accelerator.logged, log.summary()) == ([], {}, {})
     assert capsys.readouterr() == ("", "")
 
 
 PEAK = 989.4e12  # of an H100
-SIZES: dict[str, Any] = {
-    "vocab_size": 10,
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+SIZES: dict[str, Any] = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 16}
+SIZES |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H100 80GB HBM3") -> Logging:
@@ -208,53 +150,42 @@ def a_language_model() -> Model:
     return model
 
 
-def test_mfu_and_memory_of_a_known_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["whole", "all logits", "adapters"])
+def test_mfu_and_memory_of_a_known_gpu(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the rows of this process: 4 and 1 tokens, of which 3 are trained and pass the head.
 
     Per token 6 * (4 * 8 * 8 + 3 * 8 * 16) = 3840 FLOPs, at the head 6 * 8 * 10, and 12 * 8 for each
-    of 10 + 1 pairs.
+    of 10 + 1 pairs. A frozen weight costs 4 per token, an adapter 6: here it has 3 parameters.
     """
-    accelerator = on_a_gpu(monkeypatch)
+    accelerator, model = on_a_gpu(monkeypatch), a_language_model()
     monkeypatch.setattr(run_log, "time", Clock(0.0, 2.0, 6.0))
-    batch = kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP)
-    log = two_steps(tmp_path, accelerator, batch, a_language_model())
-    flops = 5 * 3840 + 3 * 480 + 96 * 11
-    more = 10 * 3840 + 6 * 480 + 96 * (11 + 6 + 3)
+    if kind == "adapters":
+        for parameter in model.parameters():
+            parameter.requires_grad = False
+        model.lora_A = torch.nn.Parameter(torch.ones(3))
+    model.through_head = kind != "all logits"
+    log = two_steps(tmp_path, accelerator, packed(), model)
+    first = {
+        "whole": 5 * 3840 + 3 * 480 + 96 * 11,
+        "all logits": 5 * (3840 + 480) + 96 * 11,
+        "adapters": (5 * 3840 + 3 * 480) * 4 / 6 + 6 * 3 * 5 + 96 * 11,
+    }
     records = records_of(tmp_path)
-    per_second = [record["mfu"] * PEAK for record in records]
-    assert per_second == pytest.approx([flops / 2, more / 4])
-    assert [record["peak_memory_gib"] for record in records] == [1.5, 1.5]
+    assert records[0]["mfu"] * PEAK == pytest.approx(first[kind] / 2)
     assert list(records[0]) == [*NAMES, "mfu", "peak_memory_gib"]
-    assert log.summary()["mfu"] * PEAK == pytest.approx((flops + more) / 6)
-    assert log.summary()["peak_memory_gib"] == 1.5
-
-
-def test_a_head_that_sees_all_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator, model = on_a_gpu(monkeypatch), a_language_model()
-    monkeypatch.setattr(run_log, "time", Clock(0.0, 2.0, 6.0))
-    model.through_head = False
-    two_steps(tmp_path, accelerator, kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP), model)
-    flops = 5 * (3840 + 480) + 96 * 11
-    assert records_of(tmp_path)[0]["mfu"] * PEAK == pytest.approx(flops / 2)
-
-
-def test_mfu_of_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frozen weight costs 4 per token, an adapter 6: here it has 3 parameters."""
-    accelerator, model = on_a_gpu(monkeypatch), a_language_model()
-    monkeypatch.setattr(run_log, "time", Clock(0.0, 2.0, 6.0))
-    for parameter in model.parameters():
-        parameter.requires_grad = False
-    model.lora_A = torch.nn.Parameter(torch.ones(3))
-    two_steps(tmp_path, accelerator, kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP), model)
-    flops = (5 * 3840 + 3 * 480) * 4 / 6 + 6 * 3 * 5 + 96 * 11
-    assert records_of(tmp_path)[0]["mfu"] * PEAK == pytest.approx(flops / 2)
+    if kind == "whole":
+        more = 10 * 3840 + 6 * 480 + 96 * (11 + 6 + 3)
+        assert records[1]["mfu"] * PEAK == pytest.approx(more / 4)
+        assert log.summary()["mfu"] * PEAK == pytest.approx((first[kind] + more) / 6)
+        assert log.summary()["peak_memory_gib"] == 1.5
 
 
 WHY_NO_MFU = {
     "gpu": "the peak of Tesla T4 is not known",
     "frozen": "some weights are frozen, and not all that are trained are adapters",
     "images": "the FLOPs of a vision tower are not counted",
-    "layers": "the FLOPs of a 'linear_attention' layer are not known",
 }
 
 
@@ -264,14 +195,10 @@ def test_mfu_is_left_out_where_it_is_not_known(
 ) -> None:
     accelerator = on_a_gpu(monkeypatch, "Tesla T4" if unknown == "gpu" else "NVIDIA H100 PCIe")
     model = a_language_model()
-    if unknown == "frozen":
-        model.bias.requires_grad = False
+    model.bias.requires_grad = unknown != "frozen"
     if unknown == "images":
         model.model.config.vision_config = {}
-    if unknown == "layers":
-        model.model.config.layer_types = ["linear_attention"]
-    batch = kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP)
-    log = two_steps(tmp_path, accelerator, batch, model)
+    log = two_steps(tmp_path, accelerator, packed(), model)
     assert list(records_of(tmp_path)[0]) == [*NAMES, "peak_memory_gib"]
     assert "mfu" not in log.summary()
     assert f"mfu is not recorded: {WHY_NO_MFU[unknown]}" in capsys.readouterr().out
@@ -284,7 +211,6 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Path, mode: str = "r") -> Any:
         raise OSError(28, "No space left on device")
 
-    batch = kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP)
     monkeypatch.setattr(Path, "open", full)
     log = RunLog(Model(), Loader(), Logging(), arguments_of(tmp_path, resume="always"))
     message = (
@@ -292,7 +218,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "--resume goes on from the last checkpoint, if --checkpoint-every saved one$"
     )
     with log, pytest.raises(SystemExit, match=message):
-        log.step(1, [batch], 3.0, 0.1, 0.5)
+        log.step(1, [packed()], 3.0, 0.1, 0.5)
 
 
 def write_losses(folder: Path, losses: Any) -> None:
@@ -314,28 +240,3 @@ def test_without_matplotlib_one_line_says_so(
     ]
     assert summary_of(tmp_path) == {"tokens": 12_345, "padding": 0.25}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]
-
-
-@pytest.mark.parametrize("num_steps", [1, 2, 41, 400])
-def test_what_is_drawn(num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every loss; the mean of an odd number of them around each, in long runs."""
-    figures = []
-    from matplotlib.figure import Figure
-
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    losses = np.random.default_rng(0).random(num_steps) + 1
-    write_losses(tmp_path, losses)
-    write_results({"held_out_loss": 0.5}, arguments_of(tmp_path))
-    [axes] = figures[0].axes
-    lines = {line.get_label(): line for line in axes.lines}
-    assert lines["every step"].get_xdata().tolist() == list(range(1, num_steps + 1))
-    assert lines["every step"].get_ydata() == pytest.approx(losses)
-    half = num_steps // 40
-    assert len(lines) == 2 + bool(half)
-    if half:
-        drawn = lines[f"mean of {2 * half + 1} steps"].get_ydata()
-        around = [losses[max(0, i - half) : i + half + 1].mean() for i in range(num_steps)]
-        assert drawn == pytest.approx(np.array(around))
-    assert lines["held out, after the last step: 0.500"].get_ydata()[0] == 0.5
-    assert axes.get_xlabel() == "step"
-    assert axes.get_ylabel() == "loss (mean over trained tokens)"

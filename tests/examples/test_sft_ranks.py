@@ -1,13 +1,12 @@
 """sft.py on two and four CPU ranks, DDP and FSDP2: as one process; what one does to others.
 
-`python -m tests.examples.kills` is the long version of the last test.
+`make kills` runs all of it, and `python -m tests.examples.kills`, which kills two ranks at random.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import time
@@ -15,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import numpy as np
 import pytest
 import synthetic_chat
@@ -24,6 +22,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.examples.rank_server import RankServer, said
+from tests.examples.runs import Results, read_results, scalars_of, weights
 
 TINY = "--num-held-out 0 --max-tokens 512 --cpu --threads 1 --batch-size 5 --learning-rate 2e-3"
 SHORT = f"{TINY} --num-conversations 25 --epochs 2 --checkpoint-every 2"  # 10 steps
@@ -31,6 +30,7 @@ LONG = f"{TINY} --num-conversations 25 --epochs 100 --checkpoint-every 1 --num-w
 FULL_DISK = "raise OSError(28, 'No space left on device')"
 # AdamW divides by the size of a gradient that may be rounding alone; SGD shows the sums.
 SGD = "import torch; torch.optim.AdamW = lambda p, **_: torch.optim.SGD(p, lr=0.1)"
+DDP_AND_FSDP2 = pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def options(chats: Path, model: Path) -> str:
     """Twenty steps; every fifth has one conversation, so other ranks have none."""
-    twenty = f"{TINY} --dataset {chats} --model {model} --epochs 4 --checkpoint-every 10"
+    twenty = f"{TINY} --dataset {chats} --model {model} --epochs 4 --checkpoint-every 5"
     return f"{twenty} --max-grad-norm 1000"  # the norm itself has rounding of its own: 2e-5
 
 
@@ -79,58 +79,53 @@ def short(model: Path) -> str:
     return f"{SHORT} --model {model}"
 
 
-def finish(server: RankServer, arguments: str, folder: Path, ranks: int, **options: Any) -> None:
+def finish(server: RankServer, arguments: str, folder: Path, ranks: int, **options: Any) -> Results:
     codes = server.run(arguments, folder, ranks, **options)
     assert codes == [0] * ranks, "\n".join(said(folder, rank) for rank in range(ranks))
+    return read_results(folder)
 
 
-def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").open()]
-
-
-def weights(folder: Path) -> torch.Tensor:
-    """All of them, in one vector."""
-    tensors = load_file(folder / "model" / "model.safetensors")
-    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+def wait_for_steps(folder: Path, number: int) -> None:
+    deadline = time.monotonic() + 600
+    metrics = folder / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < number:
+        assert time.monotonic() < deadline, said(folder, 0)
+        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
 def alone(server: RankServer, options: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One process, with AdamW and with SGD."""
-    folder = tmp_path_factory.mktemp("alone")
-    finish(server, options, folder / "adamw", 1)
-    finish(server, options, folder / "sgd", 1, before=SGD)
+    """A run of one process."""
+    folder = tmp_path_factory.mktemp("alone") / "adamw"
+    finish(server, options, folder, 1)
     return folder
 
 
-@pytest.mark.release
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
-def test_four_ranks_train_as_one(
+@DDP_AND_FSDP2
+def test_two_ranks_train_as_one(
     server: RankServer, options: str, alone: Path, tmp_path: Path, sharded: bool
 ) -> None:
-    finish(server, options, tmp_path / "out", 4, sharded=sharded, before=SGD)
-    expected, found = losses(alone / "sgd"), losses(tmp_path / "out")
-    assert len(expected) == 20
-    assert found == pytest.approx(expected, rel=1e-6)  # float32: the sums are in another order
-    expected, found = weights(alone / "sgd"), weights(tmp_path / "out")
-    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
-
-
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
-def test_two_ranks_train_as_one_and_resume_exactly(
-    server: RankServer, options: str, alone: Path, tmp_path: Path, sharded: bool
-) -> None:
-    out = tmp_path / "out"
-    finish(server, options, out, 2, sharded=sharded)
-    expected, found = losses(alone / "adamw"), losses(out)
-    assert found == pytest.approx(expected, rel=0, abs=1e-6)
+    """Killed, all in a step or one alone, and resumed; and resumed again, to the last bit."""
+    out, logged = tmp_path / "out", f"{options} --log-with tensorboard --resume"
+    pids = server.start(f"{logged} auto", out, 2, sharded=sharded)
+    wait_for_steps(out, 7)
+    for pid in pids[: 2 if sharded else 1]:
+        os.kill(pid, signal.SIGKILL)
+    assert server.wait() == [-signal.SIGKILL, -signal.SIGKILL if sharded else 1]
+    found, expected = finish(server, logged, out, 2, sharded=sharded), read_results(alone)
+    assert [step["step"] for step in found.steps] == list(range(1, 21))
+    assert found.losses == pytest.approx(expected.losses, rel=0, abs=1e-6)
+    assert [s["tokens"] for s in found.steps] == [s["tokens"] for s in expected.steps]
+    balance = [step["cost_balance"] for step in found.steps]
+    assert 1 <= min(balance) < max(balance) <= 2
+    assert scalars_of(out / "sft")["loss"].keys() == set(range(1, 21))
+    assert said(out, 0).count(" 5/20 ") == 1  # where a bar begins
+    assert " 5/20 " not in said(out, 1)
     whole = weights(out)
-    difference = whole - weights(alone / "adamw")
-    assert difference.norm() < 1e-6 * whole.norm()
+    assert (whole - weights(alone)).norm() < 1e-6 * whole.norm()
     shutil.rmtree(out / "checkpoint-00000020")
     shutil.rmtree(out / "model")
-    finish(server, f"{options} --resume", out, 2, sharded=sharded)
-    assert losses(out) == found
+    assert finish(server, logged, out, 2, sharded=sharded).losses == found.losses
     assert torch.equal(weights(out), whole)
 
 
@@ -147,6 +142,83 @@ def test_every_rank_saves_its_part(server: RankServer, short: str, tmp_path: Pat
     assert "is of another run, which had weights: in parts" in said(out, 0)
 
 
+def test_sigterm_to_one_rank_stops_all(server: RankServer, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    pids = server.start(f"{LONG} --model {model}", out, 2)
+    wait_for_steps(out, 3)
+    os.kill(pids[1], signal.SIGTERM)
+    assert server.wait() == [0, 0], said(out, 0)
+    num_steps = len(read_results(out).steps)
+    assert f"told to stop: step {num_steps} is saved" in said(out, 0)
+    assert (out / f"checkpoint-{num_steps:08d}").exists()
+
+
+WRITER = "torch.distributed.checkpoint.filesystem"
+TORCH_SAVE = f"import torch\nif rank == 1:\n def full(*_):\n  {FULL_DISK}\n torch.save = full"
+WRITE_DATA = (
+    f"import {WRITER} as w\nif rank == 1:\n def full(*_):\n  {FULL_DISK}\n"
+    " w.FileSystemWriter.write_data = full"
+)
+
+
+@DDP_AND_FSDP2
+def test_a_full_disk_of_one_rank_ends_all(
+    server: RankServer, short: str, tmp_path: Path, sharded: bool
+) -> None:
+    """In a resumed run: the checkpoint before is whole."""
+    out, few = tmp_path / "out", f"{short} --max-steps 4"
+    finish(server, few, out, 2, sharded=sharded)
+    shutil.rmtree(out / "checkpoint-00000004")
+    before = WRITE_DATA if sharded else TORCH_SAVE
+    codes = server.run(f"{few} --resume", out, 2, sharded=sharded, before=before)
+    assert codes == [1, 1]
+    expected = (
+        "sft.py: checkpoint of step 4 could not be saved by rank 1: [Errno 28] No space left on "
+        "device; checkpoint-00000002 is whole, --resume goes on from it"
+    )
+    for rank in (0, 1):
+        assert said(out, rank).splitlines()[-1] == expected
+        assert "Traceback" not in said(out, rank)
+    assert not (out / "unfinished").exists()
+
+
+SETTINGS = {  # of Accelerate, that sft.py refuses
+    "FSDP_STATE_DICT_TYPE=FULL_STATE_DICT": "SHARDED_STATE_DICT in the configuration",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING=true": "loading: false in the configuration",
+    "ACCELERATE_USE_FSDP=true": "Accelerate shards on GPUs only",  # on a CPU it would be DDP
+    "--rows-multiple-of 3": "--rows-multiple-of 3: must be a multiple of the 2 ranks",
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_that_two_ranks_refuse(
+    server: RankServer, short: str, tmp_path: Path, setting: str
+) -> None:
+    name, _, value = setting.partition("=")
+    before = f"import os; os.environ[{name!r}] = {value!r}" if value else ""
+    arguments = short if value else f"{short} {setting}"
+    sharded = name.startswith("FSDP")
+    assert server.run(arguments, tmp_path / "out", 2, sharded=sharded, before=before) == [1, 1]
+    # rank 0, which holds the store: the other may find it gone while it joins
+    assert SETTINGS[setting] in said(tmp_path / "out", 0)
+
+
+# --- before a release ----------------------------------------------------------------------------
+
+
+@pytest.mark.release
+@DDP_AND_FSDP2
+def test_four_ranks_train_as_one(
+    server: RankServer, options: str, tmp_path: Path, sharded: bool
+) -> None:
+    expected = finish(server, options, tmp_path / "one", 1, before=SGD)
+    found = finish(server, options, tmp_path / "four", 4, sharded=sharded, before=SGD)
+    assert len(expected.losses) == 20
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)  # sums in another order
+    whole = weights(tmp_path / "one")
+    assert (weights(tmp_path / "four") - whole).abs().max() < 1e-6 * whole.abs().max()
+
+
 SEEDS = """
 import checkpoints
 whole = checkpoints.set_seed
@@ -158,20 +230,23 @@ checkpoints.set_seed = watch
 
 
 @pytest.mark.release
-def test_parts_go_to_another_number_of_ranks(
-    server: RankServer, short: str, tmp_path: Path
+@DDP_AND_FSDP2
+def test_a_run_goes_on_with_another_number_of_ranks(
+    server: RankServer, short: str, tmp_path: Path, sharded: bool
 ) -> None:
-    """Two ranks, then three: uneven parts; the new rank has a random state of its own."""
-    out, options = tmp_path / "out", f"{short} --max-grad-norm 1000"
-    finish(server, options, out, 2, sharded=True)
-    expected = losses(out)
-    shutil.rmtree(out / "checkpoint-00000010")
-    (out / "summary.json").unlink()
-    finish(server, f"{options} --resume", out, 3, sharded=True, before=SEEDS)
-    assert losses(out)[:8] == expected[:8]
-    assert losses(out)[8:] == pytest.approx(expected[8:], rel=0, abs=2e-6)
+    """Two ranks, then three (uneven parts) and one; a new rank has a random state of its own."""
+    out, options = tmp_path / "out", f"{short} --max-grad-norm 1000 --keep-checkpoints 9"
+    expected = finish(server, options, out, 2, sharded=sharded).losses
+    for ranks, step in ((3, 4), (2 if sharded else 1, 8)):
+        for folder in out.glob("checkpoint-*"):
+            if int(folder.name.partition("-")[2]) > step:
+                shutil.rmtree(folder)
+        (out / "summary.json").unlink()
+        found = finish(server, f"{options} --resume", out, ranks, sharded=sharded, before=SEEDS)
+        assert found.losses[:4] == expected[:4]
+        assert found.losses == pytest.approx(expected, rel=0, abs=2e-6)
     seeds = {path.name: path.read_text() for path in tmp_path.glob("out.seed.*")}
-    expected_seed = np.random.SeedSequence((0, 8, 2)).generate_state(1)[0]  # run, step, rank
+    expected_seed = np.random.SeedSequence((0, 4, 2)).generate_state(1)[0]  # run, step, rank
     assert seeds == {"out.seed.2": str(expected_seed)}
 
 
@@ -193,39 +268,32 @@ def test_sharded_weights_generate_and_are_saved_whole(
     server: RankServer, short: str, tmp_path: Path
 ) -> None:
     """Ranks ask about different conversations, and write answers of different lengths."""
-    folders, evaluated = (tmp_path / "out", tmp_path / "one"), f"{short} --num-held-out 15"
-    finish(server, evaluated, folders[0], 2, sharded=True, before=WATCH)
-    finish(server, evaluated, folders[1], 1)
-    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    evaluated = f"{short} --num-held-out 15"
+    two = finish(server, evaluated, tmp_path / "out", 2, sharded=True, before=WATCH)
+    one = finish(server, evaluated, tmp_path / "one", 1)
     found, expected = (
-        {key: value for key, value in summary.items() if "match" in key or "held" in key}
-        for summary in summaries
+        {key: value for key, value in results.summary.items() if "match" in key or "held" in key}
+        for results in (two, one)
     )
     assert len(expected) == 8
     assert found == pytest.approx(expected, rel=1e-4)
-    saved = transformers.AutoModelForCausalLM.from_pretrained(folders[0] / "model")
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     with torch.no_grad():
         logits = saved(torch.arange(20)[None]).logits
     for rank in (0, 1):
-        generating = torch.load(f"{folders[0]}.logits.{rank}")
+        generating = torch.load(f"{tmp_path / 'out'}.logits.{rank}")
         torch.testing.assert_close(generating, logits, rtol=1e-4, atol=1e-4)
-    sizes = [(folder / "model" / "model.safetensors").stat().st_size for folder in folders]
-    assert sizes[0] == sizes[1]  # a tied head is saved once
+    files = [tmp_path / name / "model" / "model.safetensors" for name in ("out", "one")]
+    assert files[0].stat().st_size == files[1].stat().st_size  # a tied head is saved once
 
 
-@pytest.mark.release
-def test_less_memory_changes_nothing(server: RankServer, short: str, tmp_path: Path) -> None:
-    """Activations made again, as the option of sft.py or as that of the configuration does it."""
-    few = f"{short} --max-steps 3"
-    configured = "import os; os.environ['FSDP_ACTIVATION_CHECKPOINTING'] = 'true'"
-    finish(server, few, tmp_path / "0", 2, sharded=True)
-    finish(server, f"{few} --gradient-checkpointing", tmp_path / "1", 2, sharded=True)
-    finish(server, few, tmp_path / "2", 2, sharded=True, before=configured)
-    for name in "12":
-        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "0"), rel=0, abs=1e-6)
-        assert torch.allclose(weights(tmp_path / name), weights(tmp_path / "0"), atol=1e-6)
-
-
+BF16 = """
+import accelerate
+whole = accelerate.Accelerator.__init__
+def in_bf16(self, *args, mixed_precision, **options):
+    whole(self, *args, mixed_precision="bf16", **options)
+accelerate.Accelerator.__init__ = in_bf16
+"""
 FROZEN_BF16 = """
 import trained_model, torch
 trained_model.weight_dtype = lambda args: torch.bfloat16
@@ -236,10 +304,12 @@ trained_model.weight_dtype = lambda args: torch.bfloat16
 def test_adapters_in_parts(server: RankServer, short: str, tmp_path: Path) -> None:
     """In fp32 beside frozen weights, which on a GPU are in bf16, are sharded too, and not saved."""
     pytest.importorskip("peft")
-    few = f"{short} --max-steps 3 --max-grad-norm 1000 --lora 4"
-    finish(server, few, tmp_path / "one", 1, before=BF16 + FROZEN_BF16)
-    finish(server, few, tmp_path / "two", 2, sharded=True, before=BF16 + FROZEN_BF16)
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=0, abs=1e-3)
+    few, before = f"{short} --max-steps 3 --max-grad-norm 1000 --lora 4", BF16 + FROZEN_BF16
+    one = finish(server, few, tmp_path / "one", 1, before=before)
+    whole = finish(server, few, tmp_path / "whole", 2, before=before)
+    two = finish(server, few, tmp_path / "two", 2, sharded=True, before=before)
+    for found in (whole, two):
+        assert found.losses == pytest.approx(one.losses, rel=0, abs=1e-3)
     name = "model/adapter_model.safetensors"
     expected, found = (load_file(tmp_path / folder / name) for folder in ("one", "two"))
     assert {value.dtype for value in found.values()} == {torch.float32}
@@ -251,139 +321,24 @@ def test_adapters_in_parts(server: RankServer, short: str, tmp_path: Path) -> No
     assert saved[0] < saved[1]  # two moments of the adapters
 
 
-BF16 = """
-import accelerate
-whole = accelerate.Accelerator.__init__
-def in_bf16(self, *args, mixed_precision, **options):
-    whole(self, *args, mixed_precision="bf16", **options)
-accelerate.Accelerator.__init__ = in_bf16
+COMPILED = """
+import torch, trained_model
+trained_model.compile_layers.__defaults__ = ("aot_eager",)
+torch._dynamo.config.error_on_recompile = True
 """
 
 
 @pytest.mark.release
-def test_bf16_is_of_the_products_alone(server: RankServer, short: str, tmp_path: Path) -> None:
-    """Weights are saved in fp32, and the loss is not one of the few numbers of bf16."""
-    few = f"{short} --max-steps 3"
-    finish(server, few, tmp_path / "fp32", 2, sharded=True)
-    finish(server, few, tmp_path / "bf16", 2, sharded=True, before=BF16)
-    expected, found = losses(tmp_path / "fp32"), losses(tmp_path / "bf16")
-    assert found == pytest.approx(expected, rel=1e-2)
-    assert found != expected
-    assert all(torch.tensor(loss).bfloat16().item() != loss for loss in found)
-    assert weights(tmp_path / "bf16").dtype == torch.float32
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_sigterm_to_one_rank_stops_all(
-    server: RankServer, model: Path, tmp_path: Path, rank: int
-) -> None:
-    out = tmp_path / "out"
-    pids = server.start(f"{LONG} --model {model}", out, 2)
-    wait_for_steps(out, 3)
-    os.kill(pids[rank], signal.SIGTERM)
-    assert server.wait() == [0, 0], said(out, 0)
-    num_steps = len(losses(out))
-    assert f"told to stop: step {num_steps} is saved" in said(out, 0)
-    assert (out / f"checkpoint-{num_steps:08d}").exists()
-
-
-def wait_for_steps(folder: Path, number: int) -> None:
-    deadline = time.monotonic() + 6000
-    metrics = folder / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < number:
-        assert time.monotonic() < deadline, said(folder, 0)
-        time.sleep(0.005)
-
-
-WRITER = "torch.distributed.checkpoint.filesystem"
-
-
-@pytest.mark.parametrize(
-    ("sharded", "before"),
-    [
-        (False, f"import torch\nif rank == 1:\n def full(*_):\n  {FULL_DISK}\n torch.save = full"),
-        (
-            True,
-            f"import {WRITER} as w\nif rank == 1:\n def full(*_):\n  {FULL_DISK}\n"
-            " w.FileSystemWriter.write_data = full",
-        ),
-    ],
-    ids=["ddp", "fsdp2"],
-)
-def test_a_full_disk_of_one_rank_ends_all(
-    server: RankServer, short: str, tmp_path: Path, sharded: bool, before: str
-) -> None:
-    """In a resumed run: the checkpoint before is whole."""
-    out = tmp_path / "out"
-    finish(server, short, out, 2, sharded=sharded)
-    shutil.rmtree(out / "checkpoint-00000010")
-    codes = server.run(f"{short} --resume", out, 2, sharded=sharded, before=before)
-    assert codes == [1, 1]
-    expected = (
-        "sft.py: checkpoint of step 10 could not be saved by rank 1: [Errno 28] No space left on "
-        "device; checkpoint-00000008 is whole, --resume goes on from it"
-    )
-    for rank in (0, 1):
-        assert said(out, rank).splitlines()[-1] == expected
-        assert "Traceback" not in said(out, rank)
-    assert not (out / "unfinished").exists()
-
-
-def test_a_folder_in_use_is_refused_by_all_ranks(
+def test_a_run_compiles_once_on_one_rank_and_on_two(
     server: RankServer, short: str, tmp_path: Path
 ) -> None:
-    checkpoints.lock(tmp_path / "out")  # by this process, until it ends
-    assert server.run(short, tmp_path / "out", 2) == [1, 1]
-    for rank in (0, 1):
-        assert said(tmp_path / "out", rank).endswith(
-            "another run is using it; choose another folder\n"
-        )
-
-
-@pytest.mark.parametrize(
-    ("before", "expected"),
-    [
-        ("os.environ['FSDP_STATE_DICT_TYPE'] = 'FULL_STATE_DICT'", "SHARDED_STATE_DICT"),
-        ("os.environ['FSDP_CPU_RAM_EFFICIENT_LOADING'] = 'true'", "loading: false"),
-    ],
-)
-def test_other_settings_of_fsdp_are_refused(
-    server: RankServer, short: str, tmp_path: Path, before: str, expected: str
-) -> None:
-    codes = server.run(short, tmp_path / "out", 2, sharded=True, before=f"import os; {before}")
-    assert codes == [1, 1]
-    assert said(tmp_path / "out", 0).splitlines()[-1].endswith(f"{expected} in the configuration")
-
-
-def test_fsdp_on_a_cpu_is_not_ddp_in_silence(
-    server: RankServer, short: str, tmp_path: Path
-) -> None:
-    before = "import os; os.environ['ACCELERATE_USE_FSDP'] = 'true'"
-    assert server.run(short, tmp_path / "out", 2, before=before) == [1, 1]
-    # rank 0, which holds the store: the other may find it gone while it joins
-    assert "Accelerate shards on GPUs only" in said(tmp_path / "out", 0)
-
-
-@pytest.mark.release
-def test_killed_three_times_and_resumed(server: RankServer, short: str, tmp_path: Path) -> None:
-    """All ranks in a save, or one rank in a step; DDP and FSDP2: the bits of a run let alone."""
-    rng = random.Random(0)
-    options = f"{short} --checkpoint-every 1 --resume auto"
-    for sharded, kills in ((False, ["saving", "one"]), (True, ["saving"])):
-        quiet, out = tmp_path / f"quiet{sharded}", tmp_path / f"out{sharded}"
-        finish(server, options, quiet, 2, sharded=sharded)
-        for number, kind in enumerate(kills):
-            pids = server.start(options, out, 2, sharded=sharded)
-            wait_for_steps(out, 3 * number + rng.randint(1, 3))
-            deadline = time.monotonic() + 600
-            while kind == "saving" and not (out / "unfinished").exists():
-                assert time.monotonic() < deadline, said(out, 0)
-                time.sleep(0.001)
-            for pid in pids[: 1 if kind == "one" else 2]:
-                os.kill(pid, signal.SIGKILL)
-            codes = server.wait()
-            assert codes[0] == -signal.SIGKILL
-            assert codes[1] == (1 if kind == "one" else -signal.SIGKILL)
-        finish(server, options, out, 2, sharded=sharded)
-        assert losses(out) == losses(quiet)
-        assert torch.equal(weights(out), weights(quiet))
+    """And evaluates without: the backend needs no C++ compiler."""
+    five = f"{short} --max-steps 5 --rows-per-micro-batch 2 --num-held-out 10"
+    plain = finish(server, five, tmp_path / "plain", 1)
+    for ranks in (1, 2):
+        found = finish(server, f"{five} --compile", tmp_path / str(ranks), ranks, before=COMPILED)
+        assert found.losses == pytest.approx(plain.losses, rel=1e-4)
+        expected = plain.summary["held_out_loss"]
+        assert found.summary["held_out_loss"] == pytest.approx(expected, rel=1e-4)
+        assert found.summary["cells"] % 1024 == 0
+        assert found.summary["cells"] > plain.summary["cells"]
