@@ -25,7 +25,7 @@ from harness import Report, alternate, arguments
 from samples import DEFAULT_DATA
 
 from torch_collate_kit import tokenize_chat
-from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatSetup
 from torch_collate_kit.chat.tokenize import tokenize_records
 
 _FILES = {
@@ -38,14 +38,14 @@ _TAGS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 def runs_over(records: list[dict[str, Any]], tokenizer: Any) -> dict[str, Callable[[], float]]:
     """CPU seconds of each way to tokenize ``records``."""
-    options = ChatOptions(tokenizer)
+    setup = ChatSetup(tokenizer, DEFAULT_OPTIONS)
 
     def alone(**masks: Any) -> None:
         for record in records:
             tokenizer.apply_chat_template(record["messages"], return_dict=True, **masks)
 
     def batched() -> None:
-        found = tokenize_records(records, options, from_arrow=True)
+        found = tokenize_records(records, setup, from_arrow=True)
         assert not any(isinstance(result, Exception) for result in found)
 
     def single() -> None:

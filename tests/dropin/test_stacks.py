@@ -168,7 +168,7 @@ def test_trl_counts_the_width_of_a_batch_and_trainer_its_tokens(tmp_path: Path) 
 
     tokenizer = tiny.make_tokenizer()
     chats = datasets.Dataset.from_list(tiny.make_chats(8))
-    examples, _ = kit.tokenize_chat_dataset(chats, tokenizer, labels=True)
+    examples, _ = kit.tokenize_chat_dataset(chats, tokenizer, kit.ChatOptions(labels=True))
     collate = kit.PackedCollator(tokenizer, max_tokens=tiny.MAX_TOKENS, model_inputs=True)
     trainer = trl.SFTTrainer(
         tiny.make_model(),

@@ -90,7 +90,9 @@ def real_chats(shared_data: Path) -> kit.TokenizedDataset:
     tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     records = read_records(str(shared_data / "chat_tools_tm4_900.jsonl"), split="train")
     options = {"max_length": ARGS.max_tokens}
-    tokenized, _ = kit.tokenize_chat_dataset(records.select(range(400)), tokenizer, **options)
+    tokenized, _ = kit.tokenize_chat_dataset(
+        records.select(range(400)), tokenizer, kit.ChatOptions(**options)
+    )
     few = [[i % (VOCAB - 3) + 3 for i in ids] for ids in tokenized["input_ids"]]
     columns = {"input_ids": few, "loss_mask": tokenized["loss_mask"]}
     return kit.TokenizedDataset(Dataset.from_dict(columns))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch_collate_kit.chat.advice import way_out
 from torch_collate_kit.chat.content_parts import is_blank
-from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.options import ChatSetup
 from torch_collate_kit.chat.record_forms import (
     ImageSource,
     check_columns,
@@ -38,24 +38,24 @@ class TextExample(NamedTuple):
 
 
 def text_examples(
-    record: Mapping[str, Any], options: ChatOptions, from_arrow: bool
+    record: Mapping[str, Any], setup: ChatSetup, from_arrow: bool
 ) -> list[TextExample] | str:
     """The examples of a record, or the reason why it has none."""
     check_columns(record)
     texts = find_texts(record)
     if texts is not None:
-        if options.images is not None:
+        if setup.images is not None:
             read_images([], record)  # no part for an image: refused if there is one
         prompt, completion = texts
-        if completion and not options.allow_empty:
+        if completion and not setup.options.allow_empty:
             _check_answer(completion, "`completion`")
         example = TextExample(prompt + completion, [(len(prompt), len(prompt + completion))])
         return [example] if completion else "no_assistant_turn"
-    conversation = read_record(record, options, from_arrow)
+    conversation = read_record(record, setup, from_arrow)
     if not conversation.trained:
         return "no_trained_tokens" if conversation.has_assistant else "no_assistant_turn"
-    tokenizer, train_on = options.tokenizer, options.train_on
-    if not options.allow_empty:
+    tokenizer, train_on = setup.tokenizer, setup.options.train_on
+    if not setup.options.allow_empty:
         for turn in _trained_turns(conversation, train_on):
             message = conversation.messages[turn]
             if "tool_calls" not in message:

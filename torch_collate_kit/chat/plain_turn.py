@@ -48,7 +48,7 @@ class PlainTurn:
     def _text(self, *roles: str, prompt: bool = False) -> str:
         messages = [{"role": role, "content": _TEXTS[role]} for role in roles]
         styles = [self._style.apply(message) for message in messages]
-        return self._template.render(styles, self._tools, prompt=prompt)[0]
+        return self._template.render(styles, self._tools, prompt=prompt)
 
     @cached_property
     def _asked(self) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_collate_kit._checks import needed_package
+from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.chat.tokenize import tokenize_chat
 from torch_collate_kit.errors import DataError
 
@@ -165,8 +166,9 @@ def _first_mode(verdicts: dict[str, _Verdict]) -> str | None:
 
 
 def _judge(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, mode: Any) -> _Verdict:
+    options = ChatOptions(train_on=mode, tools=tools)
     try:
-        found: Any = tokenize_chat({"messages": messages}, tokenizer, train_on=mode, tools=tools)
+        found = tokenize_chat({"messages": messages}, tokenizer, options)
     except DataError as error:
         return _Verdict([], str(error))
     examples = found if mode == "each" else [found]

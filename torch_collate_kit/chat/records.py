@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from torch_collate_kit.chat.content_parts import read_parts, text_of
-from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.options import ChatSetup
 from torch_collate_kit.chat.record_forms import ImageSource, find_messages, num_images, read_images
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.raw import is_respelt
@@ -41,16 +41,16 @@ class Conversation:
     """What the template writes for an image part; "" if it is not known."""
 
 
-def read_record(example: Mapping[str, Any], options: ChatOptions, from_arrow: bool) -> Conversation:
+def read_record(example: Mapping[str, Any], setup: ChatSetup, from_arrow: bool) -> Conversation:
     """The conversation of ``example``, which is not changed.
 
-    Columns of the record override ``options``. Arrow gives each struct the keys of all others, so
+    Columns of the record override the options. Arrow gives each struct the keys of all others, so
     ``from_arrow`` removes None from arguments, too. Images need a processor.
     """
     listed, first = find_messages(example)
     messages = [_read_message(m, f"messages[{i}]", from_arrow) for i, m in enumerate(listed)]
     images: list[ImageSource] = []
-    if options.images is not None:
+    if setup.images is not None:
         messages, images = read_images(messages, example)
     elif num_images(messages):
         raise DataError(
@@ -61,10 +61,12 @@ def read_record(example: Mapping[str, Any], options: ChatOptions, from_arrow: bo
     first += shift
     turns = _assistant_turns(messages)
     selected = [i for i in turns if i >= first and _is_selected(listed[i - shift], i)]
-    tools = _read_dicts(example.get("tools"), "`tools`") or _read_dicts(options.tools, "`tools`")
+    tools = _read_dicts(example.get("tools"), "`tools`") or _read_dicts(
+        setup.options.tools, "`tools`"
+    )
     own_kwargs = _read_dicts([example.get("chat_template_kwargs") or {}], "`chat_template_kwargs`")
-    kwargs = {**options.chat_template_kwargs, **own_kwargs[0]}
-    template = options.chat_template(kwargs.get("chat_template"), tools)
+    kwargs = {**setup.options.template_variables, **own_kwargs[0]}
+    template = setup.chat_template(kwargs.get("chat_template"), tools)
     return Conversation(
         messages=messages,
         has_assistant=bool(turns) and turns[-1] >= first,
@@ -73,7 +75,7 @@ def read_record(example: Mapping[str, Any], options: ChatOptions, from_arrow: bo
         documents=_read_dicts(example.get("documents"), "`documents`") or None,
         kwargs=kwargs if template is None else {**kwargs, "chat_template": template},
         images=images,
-        placeholder="" if options.images is None else options.images.placeholder,
+        placeholder="" if setup.images is None else setup.images.placeholder,
     )
 
 

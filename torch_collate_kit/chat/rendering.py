@@ -88,14 +88,13 @@ class Rendering:
         """The text of the first ``count`` messages, and of what is asked for after them."""
         if count == len(self.messages) and not prompt and not then:
             return self.text
-        text, _ = self.template.render(
+        return self.template.render(
             self.messages[:count] + (then or []),
             self.conversation.tools,
             self.conversation.documents,
             prompt=prompt,
             switch=switch,
         )
-        return text
 
     @cached_property
     def own(self) -> dict[int, list[int]]:
@@ -238,7 +237,7 @@ def _render(
     template: ChatTemplate, conversation: Conversation, trained: list[int], style: Style
 ) -> Rendering:
     messages = [style.apply(message) for message in conversation.messages[: trained[-1] + 1]]
-    text, tagged = template.render(messages, conversation.tools, conversation.documents)
+    text, tagged = template.render_tagged(messages, conversation.tools, conversation.documents)
     if has_marks(text):
         raise Refusal(
             "a message has one of the private-use characters U+100000 to U+10FFFD",
@@ -246,7 +245,7 @@ def _render(
         )
     if conversation.placeholder:
         _check_images(text, messages, conversation.placeholder)
-    parts, occurrences = locate_parts(template, conversation, messages, style, text)
+    parts, occurrences = locate_parts(template, conversation, messages, text)
     rendering = Rendering(template, conversation, messages, style, text, tagged, parts, occurrences)
     _check_context(rendering, set(trained))
     _check_parts(rendering)

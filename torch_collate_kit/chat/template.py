@@ -62,9 +62,10 @@ class Refusal(DataError):
 class ChatTemplate:
     """A template as the tokenizer renders it.
 
-    ``preferred``, ``plain_turn``, ``known_texts`` and ``known_turns`` are found out when they are
-    needed, once: the style in which :mod:`~torch_collate_kit.chat.rendering` gives it messages,
-    what is around a plain answer, and where texts and :mod:`~torch_collate_kit.chat.turns` are.
+    ``preferred``, ``plain_turn``, ``known_copies`` and ``known_turns`` are found out once, when
+    they are needed: the style in which :mod:`~torch_collate_kit.chat.rendering` gives it messages,
+    what is around a plain answer, renderings of marked messages, and where
+    :mod:`~torch_collate_kit.chat.turns` begin and end.
     """
 
     @classmethod
@@ -96,8 +97,8 @@ class ChatTemplate:
         self.source = source
         self.code = _COMMENT.sub("", source)
         self.has_generation_tags = _GENERATION_TAG.search(self.code) is not None
+        self.known_copies: dict[str, str] = {}
         self.known_turns: dict[Any, tuple[int, str]] = {}
-        self.known_texts: dict[Any, str] = {}
         self.preferred: dict[bool, Style] = {}
         self.plain_turn: Any = None
         self.tags = _tags_of(source)
@@ -122,11 +123,21 @@ class ChatTemplate:
         *,
         prompt: bool = False,
         switch: Mapping[str, Any] | None = None,
-    ) -> tuple[str, Spans | None]:
-        """The text, and the spans in it that are inside generation tags (None without tags).
+    ) -> str:
+        """Return the text; ``switch`` holds variables that the caller has not set."""
+        variables = {"add_generation_prompt": prompt, **(switch or {})}
+        return self._render(messages, tools, documents, variables, tags=False)[0]
 
-        ``switch`` holds variables that the caller has not set.
-        """
+    def render_tagged(
+        self, messages: Messages, tools: Any, documents: Any
+    ) -> tuple[str, Spans | None]:
+        """Return the text, and the spans in it inside generation tags (None without tags)."""
+        text, spans = self._render(messages, tools, documents, {}, tags=self.has_generation_tags)
+        return text, spans if self.has_generation_tags else None
+
+    def _render(
+        self, messages: Messages, tools: Any, documents: Any, switch: dict[str, Any], *, tags: bool
+    ) -> tuple[str, Spans]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with self._explained(messages):
@@ -135,13 +146,12 @@ class ChatTemplate:
                 tools=tools,
                 documents=documents,
                 chat_template=self.source,
-                add_generation_prompt=prompt,
-                return_assistant_tokens_mask=self.has_generation_tags,
+                return_assistant_tokens_mask=tags,
                 **self._variables,
-                **(switch or {}),
+                **switch,
             )
         text = texts[0]
-        spans = tagged[0] if self.has_generation_tags else None
+        spans = tagged[0] if tags else []
         if _REPEATED_KEY in text:
             if any(map(_has_own_mark, (messages, tools, documents))):
                 raise Refusal(
@@ -149,11 +159,10 @@ class ChatTemplate:
                     "keys",
                     "replace or remove it",
                 )
-            if spans is not None:
-                spans = [
-                    (a - text.count(_REPEATED_KEY, 0, a), b - text.count(_REPEATED_KEY, 0, b))
-                    for a, b in spans
-                ]
+            spans = [
+                (a - text.count(_REPEATED_KEY, 0, a), b - text.count(_REPEATED_KEY, 0, b))
+                for a, b in spans
+            ]
             text = text.replace(_REPEATED_KEY, "")
         return text, spans
 

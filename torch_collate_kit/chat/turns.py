@@ -6,10 +6,10 @@ import itertools
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch_collate_kit.chat.locating import shape_of
+from torch_collate_kit.chat.content_parts import text_of
 from torch_collate_kit.chat.plain_turn import plain_turn
 from torch_collate_kit.chat.rendering import Rendering
 from torch_collate_kit.chat.template import Messages, Refusal, Spans, shared_prefix
@@ -22,7 +22,7 @@ _OPENING, _CLOSING = {"begin", "start", "open"}, {"end", "close"}
 
 def turn_spans(rendering: Rendering, turns: list[int]) -> Spans:
     """First character and last + 1 of what the model writes in each of ``turns``."""
-    shapes = [shape_of(message) for message in rendering.messages]
+    shapes = [_shape(message) for message in rendering.messages]
     for i, message in enumerate(rendering.messages):
         if tags := _tags_in(message.get("content"), rendering.template.tags):
             shapes[i] += tuple(tags)
@@ -53,6 +53,16 @@ def _turn_span(rendering: Rendering, turn: int, shapes: list[Any]) -> tuple[int,
     if not rendering.text.startswith(tail, last):  # the end of the last turn is appended
         rendering.text = rendering.text[:last] + tail
     return first - width, last + len(tail)
+
+
+def _shape(message: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what of a message decides what a template writes around its texts."""
+    content = message.get("content")
+    types: tuple[Any, ...] = ()
+    if isinstance(content, list) and not isinstance(text_of(content), str):
+        types = tuple(part.get("type") if isinstance(part, Mapping) else None for part in content)
+    calls = len(message.get("tool_calls", ()))
+    return message["role"], bool(content), bool(message.get("reasoning_content")), calls, types
 
 
 def _tags_in(content: Any, tags: re.Pattern[str]) -> list[str] | None:

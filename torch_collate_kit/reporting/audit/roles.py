@@ -127,7 +127,7 @@ class _Rendered:
 
     def _of(self, messages: list[dict[str, Any]]) -> str:
         try:
-            text, _ = self._template.render([self._style.apply(m) for m in messages])
+            text = self._template.render([self._style.apply(m) for m in messages])
         except DataError:
             return ""
         return text.removeprefix(self._bos)

@@ -109,12 +109,12 @@ def _has_thinking(columns: AuditColumns) -> bool:
 def _drift(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
     """Where the text up to a turn is not the beginning of the whole text; "" if it always is."""
     try:
-        whole, _ = template.render(messages)
+        whole = template.render(messages)
         for turn in range(1, len(messages)):
             is_asked = messages[turn]["role"] == "assistant"
             switches: list[dict[str, Any]] = [{}, *(template.switches if is_asked else [])]
             texts = [
-                template.render(messages[:turn], prompt=is_asked, switch=switch)[0].rstrip()
+                template.render(messages[:turn], prompt=is_asked, switch=switch).rstrip()
                 for switch in switches
             ]
             if not any(whole.startswith(text) for text in texts):
