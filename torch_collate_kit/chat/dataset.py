@@ -139,7 +139,7 @@ def _map(dataset: Any, setup: ChatSetup, num_proc: int | None) -> Any:
 
 
 def _features(setup: ChatSetup) -> dict[str, Any]:
-    """The columns with their types: a first batch without examples would make them null."""
+    """Return the columns' types: a first batch without examples would make them null."""
     import datasets
 
     target, dtype = ("labels", "int32") if setup.options.labels else ("loss_mask", "int8")
@@ -177,7 +177,7 @@ def _tokenize_rows(
 
 
 def _image_columns(dataset: Any) -> list[str]:
-    """Which of ``image`` and ``images`` hold images that datasets would decode."""
+    """Return the names of ``image`` and ``images`` that hold encoded images."""
     import datasets
 
     found = []
@@ -190,7 +190,7 @@ def _image_columns(dataset: Any) -> list[str]:
 
 
 def _read_table(table: Any, features: Any, encoded: Sequence[str]) -> dict[str, list[Any]]:
-    """The columns of an Arrow table as lists, those named in ``encoded`` as bytes and paths."""
+    """Return an Arrow table's columns as lists, those in ``encoded`` as bytes and paths."""
     columns = {name: table[name].to_pylist() for name in table.column_names}
     return {
         name: values if name in encoded else features.decode_column(values, name)

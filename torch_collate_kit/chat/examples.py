@@ -1,4 +1,4 @@
-"""Which texts a record is trained as, and which characters of them."""
+"""The texts that a record is trained as, with the trained characters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TextExample(NamedTuple):
 def text_examples(
     record: Mapping[str, Any], setup: ChatSetup, from_arrow: bool
 ) -> list[TextExample] | str:
-    """The examples of a record, or the reason why it has none."""
+    """Return the examples of a record, or the reason why it has none."""
     check_columns(record)
     texts = find_texts(record)
     if texts is not None:
@@ -94,7 +94,7 @@ def _examples(
 
 
 def _text_example(rendering: Rendering, spans: Spans) -> TextExample:
-    """The text with the ends of its turns, and the images of the messages that are in it."""
+    """Return the rendered text with its trained spans and the images it contains."""
     images = rendering.conversation.images
     return TextExample(rendering.text, spans, images and images[: num_images(rendering.messages)])
 
@@ -102,7 +102,7 @@ def _text_example(rendering: Rendering, spans: Spans) -> TextExample:
 def _example_per_turn(
     template: ChatTemplate, conversation: Conversation, turns: list[int]
 ) -> list[TextExample]:
-    """One example per turn, as at inference; a turn that a later one continues is part of it."""
+    """Return an example per turn, or one for turns that a later turn continues."""
     found: list[tuple[Rendering, Spans]] = []
     for turn in reversed(turns):
         earlier = _merged(found[-1][0], turn) if found else []
@@ -116,7 +116,7 @@ def _example_per_turn(
 
 
 def _merged(rendering: Rendering, turn: int) -> Spans:
-    """The span of an earlier turn, if it is in this rendering as at inference."""
+    """Return the span of an earlier turn if it is rendered here as at inference, else []."""
     if rendering.is_composed or rendering.problem(turn):
         return []
     try:

@@ -1,4 +1,4 @@
-"""Where each character of a rendered chat came from.
+"""The origin of each character of a rendered chat.
 
 A conversation is rendered twice: as it is, and with every text of every message replaced by a
 private-use character that stands for this text alone. With the texts put back in its place, the
@@ -96,7 +96,7 @@ class _Marker:
         self.parts: list[Part] = []
 
     def copy(self, value: Any, message: int, where: str, kind: str) -> Any:
-        """``value`` with every string in it replaced; keys of mappings are kept."""
+        """Return ``value`` with every string in it replaced; keys of mappings are kept."""
         if isinstance(value, str):
             return self._text(value, message, where, kind)
         if isinstance(value, Mapping):
@@ -106,7 +106,7 @@ class _Marker:
         return value
 
     def message(self, message: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """The marked copy of a message."""
+        """Return the marked copy of a message."""
         marked = dict(message)
         content = message.get("content")
         if isinstance(content, str):
@@ -133,7 +133,7 @@ class _Marker:
         return marked
 
     def _part(self, part: dict[str, Any], role: str, index: int) -> dict[str, Any]:
-        """The marked copy of a part of the content: text, thinking or an image."""
+        """Return the marked copy of a part of the content: text, thinking or an image."""
         if part.get("type") in IMAGE_TYPES:
             return part
         if part.get("type") == "thinking":
@@ -156,7 +156,7 @@ class _Marker:
         return {**call, "function": {**function, "name": name, "arguments": arguments}}
 
     def _content(self, text: str, role: str, index: int) -> str:
-        """Thinking that is written into the content is a part of its own."""
+        """Mark a content in which thinking is a part of its own."""
         if role != "assistant" or _THINK_END not in text:
             return self._text(text, index, "content", "content")
         thinking, end, answer = text.rpartition(_THINK_END)
@@ -203,16 +203,20 @@ def _locate(text: str, marked: str, parts: list[Part]) -> list[Occurrence]:
     """Return the places of ``parts``, in the order of the text, by its ``marked`` rendering."""
     found: list[Occurrence] = []
     end = known = 0  # what is located: of the text, and of the marked one
-    while (mark := _MARKS.search(marked, known)) is not None:
-        part = parts[ord(mark[0]) - _FIRST_MARK]
-        start = end + mark.start() - known
-        same = text[end:start] == marked[known : mark.start()]
-        size = _size(text, marked, start, mark.start(), part, end) if same else None
-        if size is None:
+    for mark in _MARKS.finditer(marked):
+        place = mark.start()
+        if place < known:  # inside the part before
+            continue
+        part, start = parts[ord(mark[0]) - _FIRST_MARK], end + place - known
+        same = text[end:start] == marked[known:place]
+        if same and part[4:] == (mark[0], "", "") and text.startswith(part.core, start):
+            before, whole, replaced = 0, len(part.core), 1  # most parts
+        elif same and (size := _size(text, marked, start, place, part, end)):
+            before, whole, replaced = size
+        else:
             raise _changed(parts, found, text, end)
-        before, whole, replaced = size
         found.append(Occurrence(part, start - before, start + whole))
-        end, known = start + whole, mark.start() + replaced
+        end, known = start + whole, place + replaced
     if text[end:] != marked[known:]:
         raise _changed(parts, found, text, end)
     return found
@@ -223,7 +227,7 @@ def _size(
 ) -> tuple[int, int, int] | None:
     """Return the characters before a part, from its start on, and in the marked text; or None."""
     for escaped in (False, True):
-        core, masked, before, after = part[3:]
+        _, _, _, core, masked, before, after = part
         if escaped:
             core, masked, before, after = map(_escape, part[3:])
             if core == part.core:

@@ -17,7 +17,7 @@ __all__ = ["DEFAULT_OPTIONS", "ChatOptions", "ChatSetup"]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """How conversations become examples, checked once; immutable.
+    """Options of turning conversations into examples, checked once; immutable.
 
     ``tokenize_chat``, ``tokenize_chat_dataset``, ``VisionLanguageCollator`` and ``audit`` accept
     it. Columns of a record (``tools``, ``chat_template_kwargs``) override it.

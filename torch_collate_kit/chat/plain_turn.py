@@ -74,7 +74,7 @@ class PlainTurn:
 
     @cached_property
     def has_no_header(self) -> bool:
-        """Whether the answer follows the text of the question at once."""
+        """True where the answer follows the text of the question at once."""
         try:
             asked, before = self._asked[0], self._answered[0]
         except Refusal:
@@ -97,7 +97,7 @@ class PlainTurn:
         return begun[0] if begun else ""
 
     def lacks_header(self, prompt: str) -> bool:
-        """Whether a prompt has no header since its last message is not one that ends with it."""
+        """Return whether a prompt lacks the header, which only some messages end with."""
         return bool(self._lead) and self._lead not in prompt.rpartition(self.end or "")[2]
 
     @cached_property

@@ -49,7 +49,7 @@ _TEMPLATES: WeakKeyDictionary[Any, dict[Any, ChatTemplate]] = WeakKeyDictionary(
 
 
 class Refusal(DataError):
-    """Why a conversation is not trained, and the way out, which may get a better one."""
+    """The reason why a conversation is not trained, and the way out."""
 
     def __init__(
         self, reason: str, way_out: str = "change the record", *, rendered: bool = True
@@ -70,7 +70,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Any, kwargs: Mapping[str, Any], tools: Any) -> ChatTemplate:
-        """The template that renders with ``kwargs``; the same object for the same settings."""
+        """Return the template for ``kwargs``; the same object for the same settings."""
         needed_package("transformers", "tokenize_chat")
         if not getattr(tokenizer, "chat_template", None) and not kwargs.get("chat_template"):
             raise ValueError(
@@ -192,7 +192,7 @@ def _not_rendered(messages: Messages, reason: str, *, rendered: bool = False) ->
 
 
 def _tags_of(template: str) -> re.Pattern[str]:
-    """What looks like a tag in the source of a template, as a group to split texts by."""
+    """Return a pattern of the tags in a template's source, as a group to split texts by."""
     tags = sorted(set(_TAG.findall(template)), key=len, reverse=True)
     return re.compile("(" + ("|".join(map(re.escape, tags)) or "(?!)") + ")")
 
@@ -207,7 +207,7 @@ FORMS = {
 
 
 class Style(NamedTuple):
-    """How texts, empty contents beside calls, arguments and thinking are given: a form of each."""
+    """The forms in which texts, empty contents, arguments and thinking are given."""
 
     content: str = "text"
     empty: str = "given"
@@ -215,7 +215,7 @@ class Style(NamedTuple):
     thinking: str = "key"
 
     def apply(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message in this form. What it says is the same."""
+        """Return the message in this form; its meaning stays the same."""
         if self.thinking == "part" and message.get("reasoning_content"):
             message = _with_thinking_part(message)
         content = message["content"]
@@ -246,7 +246,7 @@ class Style(NamedTuple):
 
 
 def _with_thinking_part(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its thinking as the first part of its content."""
+    """Return the message with its thinking as the first part of its content."""
     content = message["content"] or []
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     thinking = {"type": "thinking", "thinking": message["reasoning_content"]}
@@ -255,7 +255,7 @@ def _with_thinking_part(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def decoded_arguments(arguments: str) -> dict[str, Any] | None:
-    """The mapping that a JSON string holds, repeated keys included."""
+    """Return the mapping in a JSON string, repeated keys included; None if there is none."""
     try:
         found = json.loads(arguments, object_pairs_hook=_with_repeated_keys)
     except ValueError:
@@ -273,7 +273,7 @@ def _with_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _has_own_mark(value: Any) -> bool:
-    """Whether a text has the mark of repeated keys, which then was not put there by this module."""
+    """Return whether a text has the mark of repeated keys that this module did not write."""
     if isinstance(value, str):
         return _REPEATED_KEY in value
     if isinstance(value, Mapping):
@@ -284,7 +284,7 @@ def _has_own_mark(value: Any) -> bool:
 
 
 def changed_arguments(arguments: Any, text: str) -> str | None:
-    """What happened to arguments that are a mapping; strings in it were found by their marks."""
+    """Return how a mapping of arguments was changed; its strings were found by their marks."""
     if not isinstance(arguments, Mapping) or not arguments:
         return None
     if json.dumps(arguments, ensure_ascii=False).replace(_REPEATED_KEY, "") in text:

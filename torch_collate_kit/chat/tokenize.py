@@ -198,11 +198,10 @@ def _loss_mask(example: TextExample, tokens: tuple[list[int], Any], tokenizer: A
     """Return 1 for the tokens of the spans that are trained, and 0 for others."""
     input_ids, encoding = tokens
     loss_mask = [0] * len(input_ids)
-    stop = 0
     for start, end in (span for span in example.spans if span[0] < span[1]):
         # A token that crosses the start belongs to the turn, since no prompt ends inside it.
         if encoding is not None:
-            first, stop = _tokens_of(encoding, start, end, known=stop)
+            first, stop = _tokens_of(encoding, start, end)
             straddles = first < stop and encoding.token_to_chars(first)[0] < start
             if straddles and input_ids[first] in tokenizer.added_tokens_decoder:
                 first += 1  # a tag of the header that takes the white space after it
@@ -213,15 +212,21 @@ def _loss_mask(example: TextExample, tokens: tuple[list[int], Any], tokenizer: A
     return loss_mask
 
 
-def _tokens_of(encoding: Any, start: int, end: int, known: int = 0) -> tuple[int, int]:
+def _tokens_of(encoding: Any, start: int, end: int) -> tuple[int, int]:
     """Return the first token of a span of characters and the last + 1, crossing ones included.
 
-    ``known`` is the number of tokens of earlier spans. The encoding is asked for a few tokens: a
-    list of all offsets costs three times the ids.
+    The encoding is asked for a few tokens: a list of all offsets costs three times the ids.
     """
     places, chars = range(len(encoding)), encoding.token_to_chars
-    first = bisect_right(places, start, max(known - 1, 0), key=lambda i: chars(i)[1])
-    return first, bisect_left(places, end, first, key=lambda i: chars(i)[0])
+    first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
+    if first is None:  # a character that is in no token
+        first = bisect_right(places, start, key=lambda i: chars(i)[1])
+    if last is None:
+        return first, bisect_left(places, end, key=lambda i: chars(i)[0])
+    stop = last + 1
+    while stop < len(places) and chars(stop)[0] < end:  # tokens of the same character
+        stop += 1
+    return first, stop
 
 
 def _num_shared(input_ids: list[int], head: list[int]) -> int:
