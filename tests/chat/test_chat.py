@@ -6,8 +6,6 @@ import copy
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -142,18 +140,6 @@ def test_ids_by_hand() -> None:
     assert result["loss_mask"] == [0, 0, 0, 0, 0, 1, 1, 1, 0]
 
 
-def test_last_assistant_turn_only(tokenizer: Any) -> None:
-    example = chat("user: hi", "assistant: yo", "assistant: anything else?")
-    check(
-        tokenize_chat(example, tokenizer, ChatOptions(train_on="last")),
-        tokenizer,
-        "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
-        "<|im_start|>assistant\n",
-        "anything else?<|im_end|>",
-        "\n",
-    )
-
-
 def test_trailing_turns_are_cut_off(tokenizer: Any) -> None:
     example = chat("user: hi", "assistant: yo", "tool: 42", "user: thanks")
     expected = ("<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "yo<|im_end|>", "\n")
@@ -171,13 +157,6 @@ def test_assistant_speaks_first(tokenizer: Any) -> None:
     check(only, tokenizer, header, "hello<|im_end|>", "\n")
     quoting = tokenize_chat(chat("assistant: a<|im_start|>assistant\nb"), tokenizer)
     check(quoting, tokenizer, header, "a<|im_start|>assistant\nb<|im_end|>", "\n")
-
-
-def test_text_of_a_turn_is_found_by_place_not_by_content(tokenizer: Any) -> None:
-    example = chat("user: yo", "assistant: yo", "user: assistant\nyo", "assistant: yo")
-    result = tokenize_chat(example, tokenizer, ChatOptions(train_on="last"))
-    assert sum(result["loss_mask"]) == 3  # y, o, <|im_end|>
-    assert result["loss_mask"][-4:] == [1, 1, 1, 0]
 
 
 class PairingByT5(ByT5Tokenizer):
@@ -227,32 +206,6 @@ def test_turns_without_an_end_token_are_refused() -> None:
     tokenizer = byte_tokenizer(template)
     with pytest.raises(DataError, match=r"messages\[1\]: .* no token that ends this turn; set a"):
         tokenize_chat(chat("user: hi", "assistant: yo", "user: a", "assistant: b"), tokenizer)
-
-
-def test_template_that_rewrites_earlier_turns() -> None:
-    """As Qwen3: the last answer shows its thinking, earlier ones do not."""
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if loop.last and m.role == 'assistant' %}{{ '<think></think>' }}{% endif %}"
-        "{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
-    )
-    tokenizer = byte_tokenizer(template)
-    example = chat("user: hi", "assistant: yo", "user: a", "assistant: b")
-    check(
-        tokenize_chat(example, tokenizer, ChatOptions(train_on="last")),
-        tokenizer,
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
-        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n",
-        "<think></think>b<|im_end|>",
-        "\n",
-    )
-    with pytest.raises(DataError, match=r"messages\[1\].*differently.*; pass train_on='each'"):
-        tokenize_chat(example, tokenizer)
-    first, last = tokenize_chat(example, tokenizer, ChatOptions(train_on="each"))
-    assert last == tokenize_chat(example, tokenizer, ChatOptions(train_on="last"))
-    head = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    check(first, tokenizer, head, "<think></think>yo<|im_end|>", "\n")
 
 
 # ---- what is read
@@ -392,12 +345,6 @@ def test_alpaca(tokenizer: Any, columns: dict[str, Any], prompt: str) -> None:
     check(result, tokenizer, HEAD.replace("hi", prompt), "3<|im_end|>", "\n")
 
 
-def test_alpaca_with_system(tagged: Any) -> None:
-    example = {"instruction": "hi", "output": "yo", "system": "be kind"}
-    head = "<s><|im_start|>system\nbe kind<|im_end|>\n" + HEAD.removeprefix("<s>")
-    check(tokenize_chat(example, tagged), tagged, head, "yo<|im_end|>", "\n")
-
-
 def test_example_is_not_changed(tokenizer: Any) -> None:
     example = with_call()
     example |= {"tools": [{**TOOL, "strict": None}], "system": "s", "chat_template_kwargs": {}}
@@ -527,28 +474,6 @@ def test_unknown_role_instead_of_an_assistant(tagged: Any, role: str) -> None:
     assert tokenize_chat(known, tagged)["skip_reason"] == "no_assistant_turn"
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("weight", 0), ("weight", 0.0), ("train", False), ("trainable", False)]
-)
-def test_turn_that_says_not_to_train_it(tokenizer: Any, key: str, value: Any) -> None:
-    turns = chat("user: a", "assistant: b", "user: c", "assistant: d")["messages"]
-    turns[1] |= {key: value}
-    turns[3] |= {key: type(value)(1)}
-    plain = chat("user: a", "assistant: b", "user: c", "assistant: d")
-    last = tokenize_chat(plain, tokenizer, ChatOptions(train_on="last"))
-    for train_on in ("all", "last"):
-        assert tokenize_chat({"messages": turns}, tokenizer, ChatOptions(train_on=train_on)) == last
-    assert tokenize_chat({"messages": turns}, tokenizer, ChatOptions(train_on="each")) == [last]
-    turns[1][key], turns[3][key] = turns[3][key], turns[1][key]
-    first = tokenize_chat({"messages": plain["messages"][:2]}, tokenizer)
-    for train_on in ("all", "last"):  # what comes after the last turn to train is left out
-        assert (
-            tokenize_chat({"messages": turns}, tokenizer, ChatOptions(train_on=train_on)) == first
-        )
-    turns[1][key] = value
-    assert tokenize_chat({"messages": turns}, tokenizer)["skip_reason"] == "no_trained_tokens"
-
-
 def test_turns_are_trained_in_full_or_not_at_all(tagged: Any) -> None:
     for turn, message in (
         ({"weight": 0.5}, r"messages\[1\] has weight 0.5, but .*; set `weight` to 0 or 1"),
@@ -604,7 +529,7 @@ def test_template_that_joins_arguments_as_text(form: Any) -> None:
 def test_wrong_options(tagged: Any) -> None:
     example = {"messages": [USER, YO]}
     with pytest.raises(ValueError, match="train_on must be one of 'all', 'last', 'each'; got"):
-        tokenize_chat(example, tagged, ChatOptions(train_on="first"))  # type: ignore[arg-type]
+        tokenize_chat(example, tagged, ChatOptions(train_on="first"))
     with pytest.raises(
         ValueError, match="max_length must be at least 2, got 1; None means no limit"
     ):
@@ -634,26 +559,12 @@ def test_not_a_tokenizer(other: Any) -> None:
         tokenize_chat_dataset(Dataset.from_list(MIXED), other)
 
 
-def test_max_length_is_an_integer(tagged: Any) -> None:
-    example = {"messages": [USER, YO]}
+def test_max_length_is_an_integer() -> None:
     for wrong in ("10", 10.0, True):
         message = rf"max_length must be an int, got {wrong!r} of type .*; None means no limit"
         with pytest.raises(TypeError, match=message):
-            tokenize_chat(example, tagged, ChatOptions(max_length=wrong))  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=message):
-            tokenize_chat_dataset(Dataset.from_list(MIXED), tagged, ChatOptions(max_length=wrong))  # type: ignore[arg-type]
-    assert tokenize_chat(
-        example, tagged, ChatOptions(max_length=np.int64(40), overflow="drop")
-    ) == (tokenize_chat(example, tagged, ChatOptions(max_length=40, overflow="drop")))
-
-
-def test_import_is_light() -> None:
-    code = (
-        "import sys, torch_collate_kit.chat; "
-        "print([name for name in ('transformers', 'datasets', 'jinja2') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() in ("[]", "['jinja2']"), done.stdout  # torch may import jinja2
+            ChatOptions(max_length=wrong)
+    assert ChatOptions(max_length=np.int64(40)) == ChatOptions(max_length=40)
 
 
 # ---- whole datasets
@@ -704,11 +615,6 @@ def test_dataset(
         "skipped 2 of 6 examples: {'no_assistant_turn': 1, 'nothing_left_after_truncation': 1}",
     ]
     assert source.column_names == ["messages", "id"]
-
-
-def test_dataset_without_skips_says_nothing(tagged: Any, caplog: pytest.LogCaptureFixture) -> None:
-    tokenized, skips = tokenize_chat_dataset(Dataset.from_list(MIXED[:1]), tagged)
-    assert (len(tokenized), skips, caplog.records) == (1, Counter(), [])
 
 
 def test_dataset_passes_every_option_on(tagged: Any) -> None:
@@ -769,13 +675,6 @@ def test_empty_dataset(tagged: Any) -> None:
     assert tokenized.features["input_ids"].feature.dtype == "int32"
 
 
-def test_first_batch_with_skips_alone(tagged: Any) -> None:
-    rows = [chat("user: hi")] * 1001 + MIXED[:1]
-    tokenized, skips = tokenize_chat_dataset(Dataset.from_list(rows), tagged)
-    assert tokenized["input_ids"] == [tokenize_chat(MIXED[0], tagged)["input_ids"]]
-    assert skips == Counter(no_assistant_turn=1001)
-
-
 def test_dataset_with_a_format(tagged: Any) -> None:
     source = Dataset.from_list(MIXED[:1])
     plain, _ = tokenize_chat_dataset(source, tagged)
@@ -805,9 +704,9 @@ def test_second_run_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
 def test_only_datasets(tagged: Any) -> None:
     stream = Dataset.from_list(MIXED).to_iterable_dataset()
     with pytest.raises(TypeError, match=r"got IterableDataset; .*stream\.map\(tokenize_chat"):
-        tokenize_chat_dataset(stream, tagged)  # type: ignore[arg-type]
+        tokenize_chat_dataset(stream, tagged)
     with pytest.raises(ValueError, match="train_on must be"):
-        tokenize_chat_dataset(Dataset.from_list(MIXED), tagged, ChatOptions(train_on="x"))  # type: ignore[arg-type]
+        tokenize_chat_dataset(Dataset.from_list(MIXED), tagged, ChatOptions(train_on="x"))
 
 
 def test_stream_as_the_error_says(tagged: Any) -> None:
@@ -893,14 +792,3 @@ def test_real_chats(shared_data: Path, mistral: Any, mistral_without_tags: Any, 
             example, mistral_without_tags, ChatOptions(tools=tools, train_on="last")
         )
         assert prefix == last, i
-
-
-def test_real_chats_through_datasets(shared_data: Path, mistral: Any, tmp_path: Path) -> None:
-    path = shared_data / "chat_tools_tm4_900.jsonl"
-    source = load_dataset("json", data_files=str(path), cache_dir=str(tmp_path))["train"]
-    tokenized, skips = tokenize_chat_dataset(source.select(range(200)), mistral, num_proc=2)
-    assert (len(tokenized), skips) == (200, Counter())
-    with path.open(encoding="utf-8") as lines:
-        for row, line in zip(tokenized, (next(lines) for _ in range(200)), strict=True):
-            expected = tokenize_chat(json.loads(line), mistral)
-            assert row == {key: expected[key] for key in ("input_ids", "loss_mask")}

@@ -70,18 +70,6 @@ def test_ids_fields_and_trained_text(template: str, pixels: bool) -> None:
         assert "pixel_values" not in found
 
 
-@pytest.mark.parametrize("template", CASES)
-def test_markers_are_the_same_as_parts(template: str) -> None:
-    """Idefics writes no blank before a content that begins with an image."""
-    images = [draw(np.random.default_rng(0), 60, 90)]
-    processor = processor_for(template)
-    found = []
-    for content in ([image(), text("What is it?")], "<image>What is it?"):
-        record = {"messages": chat(content, [text("A cat.")]), "images": images}
-        found.append(tokenize_chat(record, processor)["input_ids"])
-    assert found[0] == found[1]
-
-
 # These put thinking before an answer, so that one turn is what they train in one example.
 THINKING = ["qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"]
 THINKING += [f"{name}_training" for name in THINKING]

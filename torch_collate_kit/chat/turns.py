@@ -94,7 +94,6 @@ def _key(
         frozenset(shapes[:asked]),
         frozenset(shapes[asked:turn]),
         frozenset(shapes[turn + 1 :]),
-        turn == 0,
         rendering.conversation.tools is None,
         rendering.conversation.documents is None,
     )
