@@ -72,7 +72,9 @@ def _cpu_seconds(run: Callable[[], object]) -> Callable[[], float]:
     return seconds
 
 
-def whole_datasets(report: Report, records: list[dict[str, Any]], tagged: Any, plain: Any) -> None:
+def whole_datasets(
+    report: Report, records: list[dict[str, Any]], tagged: Any, plain: Any, rounds: int
+) -> None:
     """Tokens per CPU second of a whole dataset, beside ``datasets.map`` of transformers' masks."""
     import datasets
 
@@ -92,7 +94,9 @@ def whole_datasets(report: Report, records: list[dict[str, Any]], tagged: Any, p
         "datasets.map of masks": mapped,
         "tokenize_chat_dataset": lambda: tokenize_chat_dataset(rows, plain)[0],
     }
-    times = alternate({name: _cpu_seconds(run) for name, run in runs.items()}, rounds=5, warm_up=1)
+    times = alternate(
+        {name: _cpu_seconds(run) for name, run in runs.items()}, rounds=rounds, warm_up=1
+    )
     num_tokens = sum(map(len, mapped()["input_ids"]))
     report.times("whole dataset, CPU seconds", times)
     for name, t in times.items():
@@ -144,7 +148,7 @@ def main() -> None:
     header = ["conversations", "template", "by", "per CPU second", "times apply_chat_template"]
     report.table("Conversations per CPU second", header, rows)
     lines = (options.data / "chat_tools_tm4_900.jsonl").read_text(encoding="utf-8").splitlines()
-    whole_datasets(report, [json.loads(line) for line in lines], tagged, plain)
+    whole_datasets(report, [json.loads(line) for line in lines], tagged, plain, options.rounds)
     growth(report, plain, options.rounds)
     report.write(options.out)
 
