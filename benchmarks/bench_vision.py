@@ -174,7 +174,7 @@ def from_records(report: Report, made: Examples, processor: Any, rounds: int) ->
     packed = VisionLanguageCollator(processor, config=config, max_tokens=MAX_TOKENS)
     runs: dict[str, Callable[[], Any]] = {
         "process: tokenize_chat of each": lambda: [
-            tokenize_chat(record, processor=processor) for record in made
+            tokenize_chat(record, processor) for record in made
         ],
         "padded, collate": lambda: padded(made),
         "padded, ready": lambda: ready(padded(made)),

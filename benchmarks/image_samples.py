@@ -107,11 +107,11 @@ def records(count: int, sides: tuple[int, int], *, seed: int = 0) -> list[dict[s
 
 def processed(made: list[dict[str, Any]], processor: Any) -> list[dict[str, Any]]:
     """What ``tokenize_chat`` returns of each, ids and labels as arrays."""
-    from torch_collate_kit import tokenize_chat
+    from torch_collate_kit import ChatOptions, tokenize_chat
 
     examples = []
     for record in made:
-        example = tokenize_chat(record, processor=processor, labels=True)
+        example = tokenize_chat(record, processor, ChatOptions(labels=True))
         for name in ("input_ids", "labels"):
             example[name] = np.asarray(example[name])
         names = ("input_ids", "labels", "pixel_values", "image_grid_thw")

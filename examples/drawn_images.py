@@ -260,7 +260,7 @@ def exact_match(
     collate = kit.PaddedCollator(processor, train_all=True)
     tasks = []
     for record in list(records)[accelerator.process_index :: accelerator.num_processes]:
-        tokens = kit.tokenize_chat(record, processor=processor, train_on="last")
+        tokens = kit.tokenize_chat(record, processor, kit.ChatOptions(train_on="last"))
         start, ids = tokens["loss_mask"].index(1), tokens["input_ids"]
         answer = ids[start : start + sum(tokens["loss_mask"])]
         unused = ("loss_mask", "num_cut_tokens", "skip_reason")

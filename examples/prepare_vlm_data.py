@@ -26,7 +26,7 @@ import datasets
 import drawn_images
 from read_data import fail, images_as_files, read_dataset
 
-from torch_collate_kit import DataError, VisionLanguageCollator
+from torch_collate_kit import ChatOptions, DataError, VisionLanguageCollator
 
 ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant"}
 ROLES["system"] = "system"
@@ -209,7 +209,7 @@ def main() -> None:
     args = parse_arguments()
     records = read_records(args)
     processor = drawn_images.make_processor([])  # any will do: what is checked is the record
-    collate = VisionLanguageCollator(processor, image_root=args.only_inside)
+    collate = VisionLanguageCollator(processor, chat=ChatOptions(image_root=args.only_inside))
     prepared = records.map(
         prepare,
         with_indices=True,

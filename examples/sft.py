@@ -329,9 +329,10 @@ def load_data(
     with accelerator.main_process_first():  # the others find its result in the cache of datasets
         conversations, held_out = load_conversations(args)
         tokenizer = load_tokenizer(args, conversations)
-        limit = {"max_length": args.max_tokens, "overflow": "drop"}  # a cut answer has no end
+        # A cut answer has no end
+        limit = kit.ChatOptions(max_length=args.max_tokens, overflow="drop")
         tokenized, tokenized_held_out = (
-            kit.tokenize_chat_dataset(part, tokenizer, **limit)[0]
+            kit.tokenize_chat_dataset(part, tokenizer, limit)[0]
             for part in (conversations, held_out)
         )
     counts = f"{len(tokenized)} conversations to train on, {len(tokenized_held_out)} held out"

@@ -188,7 +188,7 @@ def exact_match(
     model.eval()
     tasks = []
     for record in corpus:
-        tokens = kit.tokenize_chat(record, tokenizer, train_on="last")
+        tokens = kit.tokenize_chat(record, tokenizer, kit.ChatOptions(train_on="last"))
         start, ids = tokens["loss_mask"].index(1), tokens["input_ids"]
         tasks.append((ids[:start], ids[start : start + sum(tokens["loss_mask"])], record["skill"]))
     tasks.sort(key=lambda task: len(task[0]))  # prompts of one length need no pads

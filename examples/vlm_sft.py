@@ -110,7 +110,8 @@ def load_model(args: argparse.Namespace, processor: Any) -> Any:
 
 
 def make_collator(processor: Any, model: Any, args: argparse.Namespace) -> Any:
-    options: dict[str, Any] = {"image_root": args.image_root, "config": model.config}
+    chat = kit.ChatOptions(image_root=args.image_root)
+    options: dict[str, Any] = {"chat": chat, "config": model.config}
     options["pixel_dtype"] = (
         "bfloat16" if args.precision == "bf16" else "float32"
     )  # what they are computed in
@@ -195,7 +196,8 @@ def two_examples(model: Any, examples: Conversations, processor: Any, args: Any)
     """Two conversations in a row, the shortest, with images if there are two with images."""
     has_image = np.array([bool(patches) for patches in examples.patches])
     two = np.lexsort((examples.lengths, ~has_image))[:2].tolist()
-    options: dict[str, Any] = {"image_root": args.image_root, "config": model.config}
+    chat = kit.ChatOptions(image_root=args.image_root)
+    options: dict[str, Any] = {"chat": chat, "config": model.config}
     options |= {} if args.no_packing else {"max_tokens": 2 * args.max_tokens}
     collate = kit.VisionLanguageCollator(processor, **options)
     return collate(examples.__getitems__(two))

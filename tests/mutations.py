@@ -106,6 +106,8 @@ FAULTS = [
     Fault("collators/packed.py", "if len(too_long) and self.packing.overflow != \"drop\":", "if len(too_long) and False:", "collators"),
     Fault("collators/packed.py", "num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere(num_trained)", "num_loss_tokens_elsewhere=0", "collators loading/sampler"),
     # chat
+    Fault("chat/turns.py", "        frozenset(shapes[turn + 1 :]),\n", "", "chat/test_refusals.py"),
+    Fault("chat/turns.py", "        rendering.conversation.tools is None,\n", "", "chat/test_refusals.py"),
     Fault("chat/tokenize.py", "first += 1  # a tag of the header", "first += 0  # a tag of the header", "chat"),
     Fault("chat/tokenize.py", "loss_mask[first:stop] = [0] * (stop - first)", "pass", "chat_images"),
     Fault("chat/tokenize.py", "kept = min(kept, places[num_images][0])", "pass", "chat_images"),

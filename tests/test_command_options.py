@@ -14,7 +14,12 @@ from PIL import Image
 
 from tests.test_command_line import TEMPLATE, TOKENS, Run, chat, folder, run
 from tests.vision.families import FAMILIES
-from torch_collate_kit import PrefetchingSampler, TokenizedDataset, tokenize_chat_dataset
+from torch_collate_kit import (
+    ChatOptions,
+    PrefetchingSampler,
+    TokenizedDataset,
+    tokenize_chat_dataset,
+)
 from torch_collate_kit.__main__ import parser
 from torch_collate_kit.chat.preview import byte_tokenizer
 from torch_collate_kit.loading import read_records
@@ -125,21 +130,19 @@ def save_state(name: str) -> None:
     """Save the state of a run over the data that fit ``name``."""
     names = ("tokenizer", "thinking", "processor")
     tokenizer, thinking, processor = map(load_processor, names)
-    images = {"processor": processor, "pixels": False, "image_root": "images"}
-    tokenized: dict[str, tuple[str, dict[str, Any]]] = {
-        "pictures": ("pictures.jsonl", images),
-        "each": ("chats.jsonl", {"tokenizer": thinking, "train_on": "each"}),
-        "short": ("chats.jsonl", {"tokenizer": tokenizer, "max_length": 40}),
-        "cut": (
-            "chats.jsonl",
-            {"tokenizer": tokenizer, "max_length": 40, "overflow": "truncate"},
-        ),
-        "empty": ("empty.jsonl", {"tokenizer": tokenizer, "allow_empty": True}),
+    images = ChatOptions(pixels=False, image_root="images")
+    cut = ChatOptions(max_length=40, overflow="truncate")
+    tokenized: dict[str, tuple[str, Any, ChatOptions]] = {
+        "pictures": ("pictures.jsonl", processor, images),
+        "each": ("chats.jsonl", thinking, ChatOptions(train_on="each")),
+        "short": ("chats.jsonl", tokenizer, ChatOptions(max_length=40)),
+        "cut": ("chats.jsonl", tokenizer, cut),
+        "empty": ("empty.jsonl", tokenizer, ChatOptions(allow_empty=True)),
     }
     rows: Any = {"rows": ROWS, "six": ROWS[:6], "test": TOKENS[1:], "extra": EXTRA}.get(name)
     if name in tokenized:
-        file, options = tokenized[name]
-        rows, _ = tokenize_chat_dataset(read_records(file), **options)
+        file, loaded, options = tokenized[name]
+        rows, _ = tokenize_chat_dataset(read_records(file), loaded, options)
     vision = processor if name == "pictures" else None
     data = TokenizedDataset(rows, train_all=name == "extra", vision=vision)
     sampler = PrefetchingSampler(

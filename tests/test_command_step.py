@@ -13,6 +13,7 @@ from tests.building import packed_sampler
 from tests.chat.test_chat import byte_tokenizer
 from tests.test_command_line import CHATS, TEMPLATE, Run, folder, run
 from torch_collate_kit import (
+    ChatOptions,
     MixedSampler,
     PrefetchingSampler,
     PrefetchLoader,
@@ -90,7 +91,9 @@ def test_chats_are_cut_as_the_run_cut_them(run: Run) -> None:
     where = ["--tokenizer", "tokenizer", "--step", 0, "--json"]
     for limit, overflow, num_left in ((24, "truncate", 2), (40, "drop", 2)):
         options: Any = {"max_length": limit, "overflow": overflow}
-        tokenized, _ = tokenize_chat_dataset(chats, load_processor("tokenizer"), **options)
+        tokenized, _ = tokenize_chat_dataset(
+            chats, load_processor("tokenizer"), ChatOptions(**options)
+        )
         data = TokenizedDataset(tokenized)
         assert len(data) == num_left
         sampler = PrefetchingSampler(data, batch_size=1)

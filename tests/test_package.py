@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import torch_collate_kit
 from torch_collate_kit import losses, rl, vision
 

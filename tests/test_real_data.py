@@ -12,6 +12,7 @@ import torch
 
 from tests.tiny_models import tiny_model
 from torch_collate_kit import (
+    ChatOptions,
     PackedCollator,
     PaddedCollator,
     ParallelLayout,
@@ -51,9 +52,11 @@ def tokenized(shared_data: Path, tokenizer: Any, name: str) -> list[dict[str, An
     dataset, skips = tokenize_chat_dataset(
         Dataset.from_list(records),
         tokenizer,
-        max_length=max_length,
-        overflow="truncate",
-        tools=tools.read_text(encoding="utf-8") if tools else None,
+        ChatOptions(
+            max_length=max_length,
+            overflow="truncate",
+            tools=tools.read_text(encoding="utf-8") if tools else None,
+        ),
     )
     assert len(dataset) + skips.total() == count
     assert len(dataset) >= count // 2

@@ -15,6 +15,7 @@ from tests.batch_samples import DECLARED, VISION
 from tests.vision.processors import qwen
 from torch_collate_kit import (
     AsyncBatchCollator,
+    ChatOptions,
     MixedSampler,
     ModelCost,
     PackedBatchSampler,
@@ -235,13 +236,12 @@ def test_a_vision_language_collator() -> None:
         processor,
         max_tokens=64,
         max_patches=32,
-        train_on="last",
-        max_length=9,
         require_images="all",
+        chat=ChatOptions(train_on="last", max_length=9),
     )
     assert repr(packing) == (
         "VisionLanguageCollator(<Qwen2VLProcessor>, max_tokens=64, max_patches=32, "
-        "train_on='last', max_length=9, require_images='all')"
+        "chat=ChatOptions(train_on='last', max_length=9), require_images='all')"
     )
     padding = VisionLanguageCollator(processor, padding_side="right", pixel_dtype="bfloat16")
     assert repr(padding) == (

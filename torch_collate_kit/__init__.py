@@ -16,7 +16,7 @@ from torch_collate_kit.batch import (
     PerToken,
     unpack,
 )
-from torch_collate_kit.chat import tokenize_chat, tokenize_chat_dataset
+from torch_collate_kit.chat import ChatOptions, tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.collators import (
     PackedCollator,
     PaddedCollator,
@@ -47,6 +47,7 @@ __all__ = [
     "IGNORE_INDEX",
     "AsyncBatchCollator",
     "Batch",
+    "ChatOptions",
     "DataError",
     "IsolationError",
     "MixedSampler",

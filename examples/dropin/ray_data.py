@@ -32,7 +32,9 @@ class Tokenize:
         self.tokenizer = tiny.make_tokenizer()
 
     def __call__(self, chat: dict[str, Any]) -> dict[str, Any]:
-        return kit.tokenize_chat(chat, self.tokenizer, labels=True) | {"number": chat["number"]}
+        return kit.tokenize_chat(chat, self.tokenizer, kit.ChatOptions(labels=True)) | {
+            "number": chat["number"]
+        }
 
 
 def write_shards(folder: Path) -> None:

@@ -26,7 +26,7 @@ num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
 
 tokenizer = tiny.make_tokenizer()
 chats = datasets.Dataset.from_list(tiny.make_chats())
-examples, skipped = kit.tokenize_chat_dataset(chats, tokenizer, labels=True)
+examples, skipped = kit.tokenize_chat_dataset(chats, tokenizer, kit.ChatOptions(labels=True))
 
 with tempfile.TemporaryDirectory() as folder:
     settings = trl.SFTConfig(

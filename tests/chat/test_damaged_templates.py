@@ -9,7 +9,7 @@ import pytest
 from tests.chat.conversations import CONVERSATIONS
 from tests.chat.families import tokenizer_for
 from tests.chat.test_tokenizers import CHATML, NAMES, TAGGED, byte_level, rendered
-from torch_collate_kit.chat import tokenize_chat
+from torch_collate_kit.chat import ChatOptions, tokenize_chat
 from torch_collate_kit.errors import DataError
 
 ON, OFF = "{% generation %}", "{% endgeneration %}"
@@ -96,7 +96,7 @@ def test_tags_that_print_nothing_change_nothing(damage: str) -> None:
     tokenizer = byte_level()
     tokenizer.chat_template = UNCHANGED[damage]
     for name in NAMES:
-        found = tokenize_chat(CONVERSATIONS[name], tokenizer, allow_empty=True)
+        found = tokenize_chat(CONVERSATIONS[name], tokenizer, ChatOptions(allow_empty=True))
         assert found == expected(tokenizer, CONVERSATIONS[name]), name
 
 
@@ -110,7 +110,7 @@ def test_a_damaged_template_trains_nothing_wrong(damage: str, mode: Any) -> None
         answers = [m["content"] for m in record["messages"] if m["role"] == "assistant"]
         answers = answers[-1:] if mode == "last" else answers
         try:
-            result: Any = tokenize_chat(record, tokenizer, train_on=mode)
+            result: Any = tokenize_chat(record, tokenizer, ChatOptions(train_on=mode))
         except DataError:
             continue
         assert damage not in REFUSED, name

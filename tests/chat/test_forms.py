@@ -11,7 +11,7 @@ from datasets import Dataset
 from tests.chat.conversations import CONVERSATIONS
 from tests.chat.families import FAMILY_OF, templates, tokenizer_for
 from tests.chat.test_tokenizers import CHATML, byte_level
-from torch_collate_kit.chat import tokenize_chat, tokenize_chat_dataset
+from torch_collate_kit.chat import ChatOptions, tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.errors import DataError
 
 TEMPLATES = templates()
@@ -46,8 +46,8 @@ SYNONYMS = [
 def test_share_gpt(name: str, mode: Any, roles: dict[str, str], tokenizer: Any) -> None:
     record = CONVERSATIONS[name]
     turns = [{"from": roles[m["role"]], "value": m["content"]} for m in record["messages"]]
-    same = tokenize_chat({"conversations": turns}, tokenizer, train_on=mode)
-    assert same == tokenize_chat(record, tokenizer, train_on=mode)
+    same = tokenize_chat({"conversations": turns}, tokenizer, ChatOptions(train_on=mode))
+    assert same == tokenize_chat(record, tokenizer, ChatOptions(train_on=mode))
 
 
 def test_share_gpt_with_a_call_is_the_call_or_refused() -> None:
@@ -66,8 +66,10 @@ def test_share_gpt_with_a_call_is_the_call_or_refused() -> None:
         {"role": "tool", "content": "rain5 falls6"},
         {"role": "assistant", "content": "wet7 there8"},
     ]
-    expected = tokenize_chat({"messages": messages}, tokenizer, train_on="each")
-    assert tokenize_chat({"conversations": turns}, tokenizer, train_on="each") == expected
+    expected = tokenize_chat({"messages": messages}, tokenizer, ChatOptions(train_on="each"))
+    assert (
+        tokenize_chat({"conversations": turns}, tokenizer, ChatOptions(train_on="each")) == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,8 +172,8 @@ def test_documents_stand_in_the_text(tokenizer: Any) -> None:
 @pytest.mark.parametrize("mode", ["all", "last", "each"])
 def test_labels(name: str, mode: Any, tokenizer: Any) -> None:
     options: Any = {"train_on": mode, "allow_empty": True}
-    masks = tokenize_chat(CONVERSATIONS[name], tokenizer, **options)
-    labels = tokenize_chat(CONVERSATIONS[name], tokenizer, labels=True, **options)
+    masks = tokenize_chat(CONVERSATIONS[name], tokenizer, ChatOptions(**options))
+    labels = tokenize_chat(CONVERSATIONS[name], tokenizer, ChatOptions(labels=True, **options))
     pairs = [(masks, labels)] if isinstance(masks, dict) else zip(masks, labels, strict=True)
     for with_mask, with_labels in pairs:
         ids, mask = with_mask["input_ids"], with_mask["loss_mask"]
@@ -201,7 +203,7 @@ def test_other_weights_are_refused(value: Any, tokenizer: Any) -> None:
     messages[1]["weight"] = value
     for mode in ("all", "each"):
         with pytest.raises(DataError, match=r"messages\[1\].*weight.*; "):
-            tokenize_chat({"messages": messages}, tokenizer, train_on=mode)
+            tokenize_chat({"messages": messages}, tokenizer, ChatOptions(train_on=mode))
 
 
 # ---- Arrow
@@ -222,11 +224,11 @@ def test_records_that_went_through_arrow(template: str) -> None:
     tokenizer = tokenizer_for(TEMPLATES[template], FAMILY_OF[template].eos)
     for name in ARROW:
         try:
-            expected = tokenize_chat(CONVERSATIONS[name], tokenizer, train_on="each")
+            expected = tokenize_chat(CONVERSATIONS[name], tokenizer, ChatOptions(train_on="each"))
         except DataError:
             continue
         dataset = Dataset.from_list([CONVERSATIONS[name]] * 2)
-        rows, _skipped = tokenize_chat_dataset(dataset, tokenizer, train_on="each")
+        rows, _skipped = tokenize_chat_dataset(dataset, tokenizer, ChatOptions(train_on="each"))
         got = [(row["input_ids"], row["loss_mask"]) for row in rows]
         wanted = [(e["input_ids"], e["loss_mask"]) for e in expected if not e["skip_reason"]]
         assert got == wanted * 2, name

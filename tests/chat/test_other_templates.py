@@ -13,7 +13,7 @@ from tests.chat.families import tokenizer_for
 from tests.chat.other_templates import OTHERS
 from tests.chat.stop_templates import STOPS
 from tests.chat.truth import Case, Verdict
-from torch_collate_kit.chat import tokenize_chat
+from torch_collate_kit.chat import ChatOptions, tokenize_chat
 from torch_collate_kit.errors import DataError
 
 TEMPLATES = OTHERS | STOPS
@@ -72,7 +72,9 @@ def verdicts(name: str) -> dict[tuple[str, str], Verdict]:
         case = Case(name, tokenizer, record, other=TEMPLATES[name][1])
         for mode in MODES:
             try:
-                result: Any = tokenize_chat(case.record, tokenizer, train_on=mode, allow_empty=True)
+                result: Any = tokenize_chat(
+                    case.record, tokenizer, ChatOptions(train_on=mode, allow_empty=True)
+                )
             except Exception as error:
                 result = error
             found[conversation, mode] = case.verdict(mode, result)
@@ -95,7 +97,7 @@ def test_an_answer_to_a_message_without_a_header_is_refused(name: str) -> None:
     for role in ("system", "assistant"):
         messages = [asked, {"role": role, "content": "rule2"}, {**asked, "role": "assistant"}]
         with pytest.raises(DataError, match=f"no header after a message of the {role}"):
-            tokenize_chat({"messages": messages}, tokenizer_of(name), train_on="last")
+            tokenize_chat({"messages": messages}, tokenizer_of(name), ChatOptions(train_on="last"))
 
 
 def test_a_turn_with_its_end_inside_is_refused() -> None:

@@ -13,7 +13,7 @@ from tests.chat.families import FAMILY_OF, templates, tokenizer_for
 from tests.chat.test_other_templates import TEMPLATES as OTHERS
 from tests.chat.test_other_templates import tokenizer_of as other_tokenizer
 from tests.chat.truth import Case
-from torch_collate_kit.chat import tokenize_chat
+from torch_collate_kit.chat import ChatOptions, tokenize_chat
 
 TEMPLATES = templates()
 
@@ -80,7 +80,7 @@ def test_nothing_is_silently_wrong(record: dict[str, Any], name: str) -> None:
     case = Case(name, tokenizer_of(name), record, other=family)
     for mode in ("all", "last", "each"):
         try:
-            result: Any = tokenize_chat(case.record, case.tokenizer, train_on=mode)
+            result: Any = tokenize_chat(case.record, case.tokenizer, ChatOptions(train_on=mode))
         except Exception as error:
             result = error
         verdict = case.verdict(mode, result)

@@ -11,7 +11,7 @@ import pytest
 from tests.chat.families import FAMILY_OF, templates, tokenizer_for
 from tests.chat.other_templates import OTHERS
 from tests.chat.truth import Case
-from torch_collate_kit.chat import tokenize_chat, tokenize_chat_dataset
+from torch_collate_kit.chat import ChatOptions, tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.errors import DataError
 
 TEMPLATES = templates()
@@ -52,7 +52,7 @@ def test_each(kind: str, name: str, shared_data: Path) -> None:
     for i, record in enumerate(records(shared_data, name, counted)):
         turns = sum(message["role"] == "assistant" for message in record["messages"])
         try:
-            examples = tokenize_chat(record, tokenizer, train_on="each")
+            examples = tokenize_chat(record, tokenizer, ChatOptions(train_on="each"))
         except DataError as error:
             refused.append(str(error))
             continue
@@ -78,9 +78,9 @@ def test_a_dataset_says_which_record_an_example_came_from(shared_data: Path) -> 
     tokenizer = tokenizer_of("qwen3")
     columns = {"messages": [json.dumps(record["messages"]) for record in found]}
     dataset = Dataset.from_dict(columns).map(lambda row: {"messages": json.loads(row["messages"])})
-    examples, skipped = tokenize_chat_dataset(dataset, tokenizer, train_on="each")
+    examples, skipped = tokenize_chat_dataset(dataset, tokenizer, ChatOptions(train_on="each"))
     assert not skipped
-    alone = [tokenize_chat(record, tokenizer, train_on="each") for record in dataset]
+    alone = [tokenize_chat(record, tokenizer, ChatOptions(train_on="each")) for record in dataset]
     indices = [i for i, examples_of in enumerate(alone) for _ in examples_of]
     assert list(examples["record_index"]) == indices
     assert set(indices) == set(range(len(found)))

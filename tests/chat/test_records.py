@@ -13,7 +13,6 @@ from datasets import Dataset
 from tests.chat.test_chat import CALL, NO_TAGS, USER, YO, byte_tokenizer, chat, check
 from torch_collate_kit import tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.chat.options import ChatOptions
-from torch_collate_kit.chat.records import read_record
 from torch_collate_kit.errors import DataError
 
 
@@ -67,7 +66,9 @@ def test_prompt_and_completion_as_strings() -> None:
     tokenizer = byte_tokenizer(None)  # no template is needed
     record = {"prompt": "1+1=", "completion": "2<|im_end|>"}
     check(tokenize_chat(record, tokenizer), tokenizer, "1+1=", "2<|im_end|>")
-    assert tokenize_chat(record, tokenizer, train_on="each") == [tokenize_chat(record, tokenizer)]
+    assert tokenize_chat(record, tokenizer, ChatOptions(train_on="each")) == [
+        tokenize_chat(record, tokenizer)
+    ]
     nothing = tokenize_chat({"prompt": "1+1="}, tokenizer)
     assert nothing["skip_reason"] == "no_assistant_turn"
     for name in ("system", "tools", "documents"):
@@ -80,7 +81,7 @@ def test_prompt_and_completion_as_messages(tokenizer: Any) -> None:
     whole = chat("user: hi", "assistant: yo", "user: a", "assistant: b")
     for system in (None, "be kind"):
         record = {"prompt": whole["messages"][:3], "completion": whole["messages"][3:]}
-        last = tokenize_chat({**whole, "system": system}, tokenizer, train_on="last")
+        last = tokenize_chat({**whole, "system": system}, tokenizer, ChatOptions(train_on="last"))
         assert tokenize_chat({**record, "system": system}, tokenizer) == last
     empty = {"prompt": whole["messages"][:2], "completion": []}
     assert tokenize_chat(empty, tokenizer)["skip_reason"] == "no_assistant_turn"
@@ -146,7 +147,7 @@ def test_a_text_under_another_name_is_not_lost(message: dict[str, Any], expected
     """No template would write it, and the rest of the record would be trained as if it were all."""
     record = {"messages": [message, {"role": "assistant", "content": "hello"}]}
     with pytest.raises(DataError, match=re.escape(f"messages[0] {expected}")):
-        read_record(record, ChatOptions(byte_tokenizer(NO_TAGS)), False)
+        tokenize_chat(record, byte_tokenizer(NO_TAGS))
 
 
 ANSWERED = {"prompt": "1+1=", "completion": "2<|im_end|>"}
@@ -214,17 +215,17 @@ def test_an_empty_answer_is_trained_only_on_request(record: Any, where: str) -> 
     message = f"{where}.* say nothing; remove it, .*, or pass allow_empty=True"
     for train_on in ("all", "each"):
         with pytest.raises(DataError, match=message):
-            tokenize_chat(record, tokenizer, train_on=train_on)
+            tokenize_chat(record, tokenizer, ChatOptions(train_on=train_on))
     with pytest.raises(DataError, match=f"example 0: .*{message}"):
         tokenize_chat_dataset(Dataset.from_list([record]), tokenizer)
     if not any("reasoning_content" in m for m in record.get("messages", ())):
-        assert sum(tokenize_chat(record, tokenizer, allow_empty=True)["loss_mask"]) > 0
-        tokenize_chat_dataset(Dataset.from_list([record]), tokenizer, allow_empty=True)
+        assert sum(tokenize_chat(record, tokenizer, ChatOptions(allow_empty=True))["loss_mask"]) > 0
+        tokenize_chat_dataset(Dataset.from_list([record]), tokenizer, ChatOptions(allow_empty=True))
 
 
 def test_an_empty_message_that_is_not_trained_is_no_answer(tokenizer: Any) -> None:
     both = {"messages": [USER, SAID, *ASKED, YO]}
-    last = tokenize_chat(both, tokenizer, train_on="last")
+    last = tokenize_chat(both, tokenizer, ChatOptions(train_on="last"))
     assert (
         sum(last["loss_mask"])
         == sum(tokenize_chat({"messages": ASKED[:2]}, tokenizer)["loss_mask"]) + 1
@@ -242,7 +243,7 @@ def test_documents_and_tools_belong_in_columns() -> None:
         kwargs = {name: [{"title": "a", "text": "b"}]}
         record, tokenizer = chat("user: hi", "assistant: yo"), byte_tokenizer(NO_TAGS)
         with pytest.raises(DataError, match=message):
-            tokenize_chat(record, tokenizer, chat_template_kwargs=kwargs)
+            tokenize_chat(record, tokenizer, ChatOptions(chat_template_kwargs=kwargs))
 
 
 @pytest.mark.parametrize("where", ["content", "tools", "tool_calls", "documents"])
@@ -264,5 +265,6 @@ def test_a_record_nested_too_deep(where: str, tokenizer: Any) -> None:
 def test_keys_that_are_none_are_absent() -> None:
     """Arrow gives each message the keys of all others."""
     message = {"role": "user", "content": "hi", "contents": None, "tool_call": None}
-    found = read_record({"messages": [message]}, ChatOptions(byte_tokenizer(NO_TAGS)), True)
-    assert found.messages[0]["content"] == "hi"
+    tokenizer = byte_tokenizer(NO_TAGS)
+    found = tokenize_chat({"messages": [message, YO]}, tokenizer)
+    assert found == tokenize_chat({"messages": [USER, YO]}, tokenizer)

@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from tests.chat.test_chat import USER, YO, byte_tokenizer, chat
 from tests.chat.test_supervision import CALLS, CHATML, THINKS, TWO, for_assistant, refused, thinking
-from torch_collate_kit import tokenize_chat, tokenize_chat_dataset
+from torch_collate_kit import ChatOptions, tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.chat.template import ChatTemplate
 from torch_collate_kit.errors import DataError
 
@@ -107,7 +107,7 @@ def test_a_refusal_costs_no_more_than_the_record() -> None:
                 with pytest.raises(DataError, match=message):
                     tokenize_chat(thinking(*thoughts), tokenizer)
             renderings.append(spy.call_count)
-    assert tokenize_chat(thinking(*["hm"] * 10), tokenizer, train_on="each")
+    assert tokenize_chat(thinking(*["hm"] * 10), tokenizer, ChatOptions(train_on="each"))
     assert renderings[:2] == renderings[2:]
     no_way = CHATML.replace("m.content", "m.content if m.role == 'user' or loop.last")
     refused(thinking(*[None] * 20), no_way, r"messages\[1\]: .* drops its content; try train_on")
@@ -176,7 +176,7 @@ def test_what_is_known_of_a_turn_holds_in_its_context(
 
     def outcome(tokenizer: Any, record: dict[str, Any]) -> Any:
         try:
-            return tokenize_chat(record, tokenizer, train_on=mode)
+            return tokenize_chat(record, tokenizer, ChatOptions(train_on=mode))
         except DataError as error:
             return str(error)
 

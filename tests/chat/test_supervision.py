@@ -20,7 +20,7 @@ from tests.chat.test_chat import (
     check,
     with_call,
 )
-from torch_collate_kit import tokenize_chat, tokenize_chat_dataset
+from torch_collate_kit import ChatOptions, tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.chat.template import ChatTemplate
 from torch_collate_kit.errors import DataError
 
@@ -59,7 +59,7 @@ def thinking(*thoughts: str | None) -> dict[str, Any]:
 
 def refused(example: dict[str, Any], template: str, message: str, **options: Any) -> None:
     with pytest.raises(DataError, match=message):
-        tokenize_chat(example, byte_tokenizer(template), **options)
+        tokenize_chat(example, byte_tokenizer(template), ChatOptions(**options))
 
 
 # ---- the whole turn
@@ -89,7 +89,9 @@ def test_a_reasoning_that_is_not_printed_is_named() -> None:
     )
     refused(thinking("hm"), CHATML, "drops its reasoning_content", train_on="each")
     refused(thinking("hm", None), CHATML, "drops its reasoning_content", train_on="each")
-    only_last = tokenize_chat(thinking("hm", None), byte_tokenizer(CHATML), train_on="last")
+    only_last = tokenize_chat(
+        thinking("hm", None), byte_tokenizer(CHATML), ChatOptions(train_on="last")
+    )
     assert only_last["skip_reason"] == ""  # context loses it at inference, too
 
 
@@ -295,7 +297,7 @@ def test_a_turn_follows_the_prompt_of_inference() -> None:
     messages = with_call()["messages"]
     messages[1] |= {"content": "", "reasoning_content": "hm"}
     messages += [{"role": "tool", "content": "r"}, YO]
-    examples = tokenize_chat({"messages": messages}, tokenizer, train_on="each")
+    examples = tokenize_chat({"messages": messages}, tokenizer, ChatOptions(train_on="each"))
     texts = [tokenizer.decode(example["input_ids"]) for example in examples]
     call = '(hm)<call>f {"a": "é"}</call><|im_end|>\n'
     assert len(texts) == 2
@@ -414,20 +416,24 @@ def test_each_gives_one_example_per_turn_that_is_rewritten() -> None:
     tokenizer = byte_tokenizer(THINKS)
     record = thinking("A", "B")
     refused(record, THINKS, r"messages\[1\]: .* drops its reasoning_content; pass train_on='each'")
-    first, second = tokenize_chat(record, tokenizer, train_on="each")
+    first, second = tokenize_chat(record, tokenizer, ChatOptions(train_on="each"))
     check(first, tokenizer, CHATML_HEAD, "<think>\nA\n</think>\nanswer 0<|im_end|>", "\n")
     context = CHATML_HEAD + "answer 0<|im_end|>\n" + CHATML_HEAD
     check(second, tokenizer, context, "<think>\nB\n</think>\nanswer 1<|im_end|>", "\n")
-    assert tokenize_chat(record, tokenizer, train_on="last") == second
-    kept = tokenize_chat(record, tokenizer, chat_template_kwargs={"preserve_thinking": True})
+    assert tokenize_chat(record, tokenizer, ChatOptions(train_on="last")) == second
+    kept = tokenize_chat(
+        record, tokenizer, ChatOptions(chat_template_kwargs={"preserve_thinking": True})
+    )
     assert sum(kept["loss_mask"]) == sum(first["loss_mask"]) + sum(second["loss_mask"])
 
 
 def test_each_merges_what_a_later_turn_continues() -> None:
     tokenizer = byte_tokenizer(CHATML)
-    assert tokenize_chat(TWO, tokenizer, train_on="each") == [tokenize_chat(TWO, tokenizer)]
+    assert tokenize_chat(TWO, tokenizer, ChatOptions(train_on="each")) == [
+        tokenize_chat(TWO, tokenizer)
+    ]
     some = thinking("A", None, "B")
-    first, second = tokenize_chat(some, byte_tokenizer(THINKS), train_on="each")
+    first, second = tokenize_chat(some, byte_tokenizer(THINKS), ChatOptions(train_on="each"))
     runs = [sum(b > a for a, b in zip([0, *e["loss_mask"]], e["loss_mask"], strict=False))
             for e in (first, second)]  # fmt: skip
     assert runs == [1, 2]  # the second turn is a prefix of the third
@@ -446,21 +452,25 @@ def test_a_cure_that_works_is_named() -> None:
 def test_each_in_a_dataset_says_which_record() -> None:
     tokenizer = byte_tokenizer(THINKS)
     records = [chat("user: hi"), thinking("A", "B"), thinking("C")]
-    rows, skips = tokenize_chat_dataset(Dataset.from_list(records), tokenizer, train_on="each")
+    rows, skips = tokenize_chat_dataset(
+        Dataset.from_list(records), tokenizer, ChatOptions(train_on="each")
+    )
     assert rows["record_index"] == [1, 1, 2]
     assert rows.features["record_index"].dtype == "int64"
     assert skips == {"no_assistant_turn": 1}
-    expected = [tokenize_chat(record, tokenizer, train_on="each") for record in records[1:]]
+    expected = [
+        tokenize_chat(record, tokenizer, ChatOptions(train_on="each")) for record in records[1:]
+    ]
     assert rows["loss_mask"] == [row["loss_mask"] for found in expected for row in found]
 
 
 def test_each_of_a_record_that_is_skipped() -> None:
     tokenizer = byte_tokenizer(THINKS)
-    [row] = tokenize_chat(chat("user: hi"), tokenizer, train_on="each")
+    [row] = tokenize_chat(chat("user: hi"), tokenizer, ChatOptions(train_on="each"))
     assert row["skip_reason"] == "no_assistant_turn"
     for overflow, reason in (("truncate", "nothing_left_after_truncation"), ("drop", "too_long")):
         options: Any = {"train_on": "each", "max_length": 5, "overflow": overflow}
-        [row] = tokenize_chat(thinking("A", "B"), tokenizer, **options)
+        [row] = tokenize_chat(thinking("A", "B"), tokenizer, ChatOptions(**options))
         assert row["skip_reason"] == reason
 
 
@@ -477,7 +487,7 @@ def test_tags_that_disagree_are_refused() -> None:
     last = f"{{% if loop.last %}}{TAG}{text}{END}{{% else %}}{text}{{% endif %}}"
     last_only = CHATML.replace(text, last)
     refused(TWO, last_only, r"messages\[1\]: the \{% generation %\} tags .* leave out a part")
-    assert len(tokenize_chat(TWO, byte_tokenizer(last_only), train_on="each")) == 2
+    assert len(tokenize_chat(TWO, byte_tokenizer(last_only), ChatOptions(train_on="each"))) == 2
     everyone = "{% generation %}" + CHATML + "{% endgeneration %}"
     refused(
         TWO,
@@ -500,14 +510,14 @@ def test_private_use_characters_are_refused() -> None:
 
 
 def test_renderings_do_not_grow_with_the_turns() -> None:
-    """One rendering per record once the template is known."""
+    """One rendering per record once the template and the shape of the record are known."""
     tokenizer = byte_tokenizer(CHATML)
     counts = []
     for turns in (4, 4, 40):
         record = {"messages": [USER, YO] * turns}
         with patch.object(
-            ChatTemplate, "render", autospec=True, side_effect=ChatTemplate.render
+            ChatTemplate, "_render", autospec=True, side_effect=ChatTemplate._render
         ) as spy:
             tokenize_chat(record, tokenizer)
         counts.append(spy.call_count)
-    assert counts[1:] == [1, 1]
+    assert counts[1:] == [1, 2]

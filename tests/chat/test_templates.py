@@ -11,7 +11,7 @@ import pytest
 from tests.chat.conversations import CONVERSATIONS, PLAIN
 from tests.chat.families import FAMILY_OF, templates, tokenizer_for
 from tests.chat.truth import Case, Verdict
-from torch_collate_kit.chat import tokenize_chat
+from torch_collate_kit.chat import ChatOptions, tokenize_chat
 
 TEMPLATES = templates()
 MODES = ("all", "last", "each")
@@ -60,7 +60,9 @@ def results(name: str) -> dict[tuple[str, str], tuple[Verdict, Any]]:
         case = Case(name, tokenizer, record)
         for mode in MODES:
             try:
-                result: Any = tokenize_chat(case.record, tokenizer, train_on=mode, allow_empty=True)
+                result: Any = tokenize_chat(
+                    case.record, tokenizer, ChatOptions(train_on=mode, allow_empty=True)
+                )
             except Exception as error:
                 result = error
             found[conversation, mode] = case.verdict(mode, result), result

@@ -15,7 +15,7 @@ from transformers import AddedToken, ByT5Tokenizer, PreTrainedTokenizerFast
 from tests.chat.conversations import CONVERSATIONS
 from torch_collate_kit.chat import tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.chat.examples import TextExample
-from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.options import ChatOptions, ChatSetup
 from torch_collate_kit.chat.tokenize import _encode, _tokenized
 
 HEADER, END = "<|im_start|>assistant\n", "<|im_end|>"
@@ -177,7 +177,7 @@ def test_the_same_characters_are_trained(kind: str, template: str) -> None:
             for first, stop in encoding.offsets
         ]
         for mode in ("all",):
-            result = tokenize_chat(record, tokenizer, train_on=mode, allow_empty=True)
+            result = tokenize_chat(record, tokenizer, ChatOptions(train_on=mode, allow_empty=True))
             [result] = result if isinstance(result, list) else [result]
             assert result["input_ids"] == encoding.ids, (name, mode)
             assert result["loss_mask"] == expected, (name, mode, encoding.tokens)
@@ -192,14 +192,14 @@ def test_any_spans_of_any_text(kind: str, text: str, cuts: list[int]) -> None:
     """Against the list of all offsets, for spans that are in order and do not meet."""
     edges = sorted({min(cut, len(text)) for cut in cuts})
     spans = list(zip(edges[::2], edges[1::2], strict=False))
-    options = ChatOptions(tokenizer_of(kind))
-    [tokens] = _encode(options.tokenizer, [text])
-    encoding = options.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    setup = ChatSetup(tokenizer_of(kind), ChatOptions())
+    [tokens] = _encode(setup.tokenizer, [text])
+    encoding = setup.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     expected = [
         int(any(first < end and start < stop for start, end in spans))
         for first, stop in encoding.offsets
     ]
-    result = _tokenized(TextExample(text, spans), tokens, options)
+    result = _tokenized(TextExample(text, spans), tokens, setup)
     if any(expected[1:]):
         assert (result["input_ids"], result["loss_mask"]) == (encoding.ids, expected)
     else:
@@ -218,7 +218,7 @@ def test_bytes_of_a_slow_tokenizer(template: str) -> None:
                 ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
                 mask += [kept] * (len(ids) - len(mask))
             done = end
-        result = tokenize_chat(CONVERSATIONS[name], tokenizer, allow_empty=True)
+        result = tokenize_chat(CONVERSATIONS[name], tokenizer, ChatOptions(allow_empty=True))
         assert (result["input_ids"], result["loss_mask"]) == (ids, mask), name
 
 
@@ -265,7 +265,7 @@ def test_an_added_token_that_takes_white_space(strips: dict[str, bool]) -> None:
     tokenizer.chat_template = PHI
     for name in ("line breaks first", "white space", "one turn", "five turns"):
         for mode in ("all", "each"):
-            result = tokenize_chat(CONVERSATIONS[name], tokenizer, train_on=mode)
+            result = tokenize_chat(CONVERSATIONS[name], tokenizer, ChatOptions(train_on=mode))
             [result] = result if isinstance(result, list) else [result]
             text = tokenizer.decode(result["input_ids"])
             answers = [t.split("<|end|>")[0] for t in text.split("<|assistant|>")[1:]]
@@ -296,9 +296,11 @@ def test_a_real_tokenizer_over_a_dataset(shared_data: Any) -> None:
     records = [{"messages": CONVERSATIONS[name]["messages"]} for name in NAMES]
     for mode in ("all", "last", "each"):
         options: Any = {"train_on": mode, "allow_empty": True}
-        dataset, skipped = tokenize_chat_dataset(Dataset.from_list(records), tokenizer, **options)
+        dataset, skipped = tokenize_chat_dataset(
+            Dataset.from_list(records), tokenizer, ChatOptions(**options)
+        )
         assert not skipped
-        alone = [tokenize_chat(record, tokenizer, **options) for record in records]
+        alone = [tokenize_chat(record, tokenizer, ChatOptions(**options)) for record in records]
         flat = [e for found in alone for e in (found if isinstance(found, list) else [found])]
         assert [row["input_ids"] for row in dataset] == [e["input_ids"] for e in flat]
         assert [row["loss_mask"] for row in dataset] == [e["loss_mask"] for e in flat]

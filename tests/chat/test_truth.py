@@ -13,7 +13,6 @@ from tests.chat.reference import reference_examples
 from tests.chat.truth import Case
 
 TEMPLATES = templates()
-THINKING_ONLY = {name for name in TEMPLATES if name.startswith("deepseek")}
 
 Example = dict[str, Any]
 Damage = Callable[[Case, Example], Example]
@@ -131,7 +130,7 @@ def test_every_template_has_a_family() -> None:
     assert set(TEMPLATES) == set(FAMILY_OF)
 
 
-@pytest.mark.parametrize("name", sorted(set(TEMPLATES) - THINKING_ONLY))
+@pytest.mark.parametrize("name", ["qwen3", "gptoss", "llama3_1", "gemma4", "glm4moe", "cohere2"])
 def test_planted_errors_are_found(name: str) -> None:
     case = case_of(name, PLAIN)
     examples = reference_examples(case)

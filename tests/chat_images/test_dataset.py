@@ -11,7 +11,7 @@ import pytest
 from tests.chat_images.truth import KINDS, chat, image, random_chat, text
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
-from torch_collate_kit import DataError, tokenize_chat, tokenize_chat_dataset
+from torch_collate_kit import ChatOptions, DataError, tokenize_chat, tokenize_chat_dataset
 
 datasets = pytest.importorskip("datasets")
 IMAGES = datasets.Sequence(datasets.Image())
@@ -52,11 +52,11 @@ def test_rows_are_those_of_tokenize_chat(name: str, pixels: bool) -> None:
     records = random_records(12)
     processor = FAMILIES[name].processor()
     dataset = datasets.Dataset.from_list(records).cast_column("images", IMAGES)
-    found, skipped = tokenize_chat_dataset(dataset, processor=processor, pixels=pixels)
+    found, skipped = tokenize_chat_dataset(dataset, processor, ChatOptions(pixels=pixels))
     assert not skipped
     assert ("pixel_values" in found.column_names) == pixels
     assert_rows(
-        found, [tokenize_chat(record, processor=processor, pixels=pixels) for record in records]
+        found, [tokenize_chat(record, processor, ChatOptions(pixels=pixels)) for record in records]
     )
 
 
@@ -67,8 +67,8 @@ def test_options_reach_the_records(train_on: Any) -> None:
     dataset = datasets.Dataset.from_list(records).cast_column("images", IMAGES)
     options: Any = {"train_on": train_on, "labels": True, "max_length": 60}
     options["overflow"] = "truncate"
-    found, skipped = tokenize_chat_dataset(dataset, processor=processor, **options)
-    wanted: list[Any] = [tokenize_chat(r, processor=processor, **options) for r in records]
+    found, skipped = tokenize_chat_dataset(dataset, processor, ChatOptions(**options))
+    wanted: list[Any] = [tokenize_chat(r, processor, ChatOptions(**options)) for r in records]
     if train_on == "each":
         wanted = [{**row, "record_index": i} for i, rows in enumerate(wanted) for row in rows]
     kept = [row for row in wanted if not row["skip_reason"]]
@@ -87,13 +87,13 @@ def test_files_under_image_root_and_one_image_column(tmp_path: Path) -> None:
     records.append({"conversations": only_text, "image": None})
     processor = FAMILIES["idefics3"].processor()
     dataset = datasets.Dataset.from_list(records)
-    found, _ = tokenize_chat_dataset(dataset, processor=processor, image_root=tmp_path)
-    wanted = [tokenize_chat(r, processor=processor, image_root=tmp_path) for r in records]
+    found, _ = tokenize_chat_dataset(dataset, processor, ChatOptions(image_root=tmp_path))
+    wanted = [tokenize_chat(r, processor, ChatOptions(image_root=tmp_path)) for r in records]
     assert_rows(found, wanted)
     with pytest.raises(DataError, match=r"example 0: `image`, '0.png': the file .* does not exist"):
-        tokenize_chat_dataset(dataset, processor=processor)
+        tokenize_chat_dataset(dataset, processor)
     with pytest.raises(DataError, match="example 0: `image` has 40 x 60 = 2400 pixels, more than"):
-        tokenize_chat_dataset(dataset, processor=processor, image_root=tmp_path, max_pixels=2000)
+        tokenize_chat_dataset(dataset, processor, ChatOptions(image_root=tmp_path, max_pixels=2000))
 
 
 def test_relative_paths_in_another_working_directory(tmp_path: Path, monkeypatch: Any) -> None:
@@ -110,8 +110,8 @@ def test_relative_paths_in_another_working_directory(tmp_path: Path, monkeypatch
         dataset = datasets.Dataset.from_json(
             str(tmp_path / "data.jsonl"), cache_dir=str(tmp_path / "cache")
         )
-        found.append(tokenize_chat_dataset(dataset, processor=processor)[0])
-        assert_rows(found[-1], [tokenize_chat(record, processor=processor)])
+        found.append(tokenize_chat_dataset(dataset, processor)[0])
+        assert_rows(found[-1], [tokenize_chat(record, processor)])
     assert found[0][0]["image_grid_thw"] != found[1][0]["image_grid_thw"]
 
 
@@ -122,8 +122,8 @@ def test_images_inside_the_messages(tmp_path: Path) -> None:
     parts = [{"type": "image", "path": str(tmp_path / "a.png")}, text("What?")]
     records = [{"messages": chat(parts, [text("A cat.")])}]
     processor = FAMILIES["qwen3_vl"].processor()
-    found, _ = tokenize_chat_dataset(datasets.Dataset.from_list(records), processor=processor)
-    assert_rows(found, [tokenize_chat(records[0], processor=processor)])
+    found, _ = tokenize_chat_dataset(datasets.Dataset.from_list(records), processor)
+    assert_rows(found, [tokenize_chat(records[0], processor)])
 
 
 def test_a_column_of_images_is_not_decoded_for_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,26 +132,26 @@ def test_a_column_of_images_is_not_decoded_for_sizes(monkeypatch: pytest.MonkeyP
     records = random_records(4)
     dataset = datasets.Dataset.from_list(records).cast_column("images", IMAGES)
     processor = FAMILIES["qwen3_vl"].processor()
-    wanted = [tokenize_chat(r, processor=processor, pixels=False) for r in records]
+    wanted = [tokenize_chat(r, processor, ChatOptions(pixels=False)) for r in records]
 
     def fail(self: Any) -> None:
         raise RuntimeError("decoded")
 
     monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
-    found, _ = tokenize_chat_dataset(dataset, processor=processor, pixels=False)
+    found, _ = tokenize_chat_dataset(dataset, processor, ChatOptions(pixels=False))
     assert_rows(found, wanted)
     with pytest.raises(DataError, match=r"example \d: `images`\[0\] is damaged or cut off \(dec"):
-        tokenize_chat_dataset(dataset, processor=processor)
+        tokenize_chat_dataset(dataset, processor)
 
 
 def test_only_text_and_nothing() -> None:
     processor = FAMILIES["internvl"].processor()
     records = [{"messages": chat("Hi.", "Hello!")}] * 3
-    found, _ = tokenize_chat_dataset(datasets.Dataset.from_list(records), processor=processor)
+    found, _ = tokenize_chat_dataset(datasets.Dataset.from_list(records), processor)
     assert found.column_names == ["input_ids", "loss_mask", "pixel_values"]
-    assert_rows(found, [tokenize_chat(record, processor=processor) for record in records])
+    assert_rows(found, [tokenize_chat(record, processor) for record in records])
     empty = datasets.Dataset.from_dict({"messages": []})
-    found, _ = tokenize_chat_dataset(empty, processor=processor)
+    found, _ = tokenize_chat_dataset(empty, processor)
     assert found.column_names == ["input_ids", "loss_mask", "pixel_values"]
     assert len(found) == 0
 
@@ -161,8 +161,8 @@ def test_two_processes() -> None:
     records = random_records(6)
     processor = FAMILIES["llava_next"].processor()
     dataset = datasets.Dataset.from_list(records).cast_column("images", IMAGES)
-    found, _ = tokenize_chat_dataset(dataset, processor=processor, num_proc=2)
-    assert_rows(found, [tokenize_chat(record, processor=processor) for record in records])
+    found, _ = tokenize_chat_dataset(dataset, processor, num_proc=2)
+    assert_rows(found, [tokenize_chat(record, processor) for record in records])
 
 
 def test_the_processor_is_not_changed() -> None:
@@ -171,8 +171,8 @@ def test_the_processor_is_not_changed() -> None:
     parts = [image(), text("What?")]
     record = {"messages": chat(parts, "A cat."), "images": [draw(np.random.default_rng(0), 60, 90)]}
     tokenizer, images = processor.tokenizer, processor.image_processor
-    tokenize_chat(record, processor=processor)
-    tokenize_chat(record, processor=processor, pixels=False)
+    tokenize_chat(record, processor)
+    tokenize_chat(record, processor, ChatOptions(pixels=False))
     assert processor.tokenizer is tokenizer
     assert processor.image_processor is images
     assert (processor.tokenizer.get_vocab(), repr(processor)) == before

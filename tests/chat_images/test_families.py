@@ -22,7 +22,7 @@ from tests.chat_images.truth import (
 )
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
-from torch_collate_kit import tokenize_chat
+from torch_collate_kit import ChatOptions, tokenize_chat
 from torch_collate_kit.vision.expansion import image_processing
 from torch_collate_kit.vision.images import image_files
 
@@ -42,7 +42,7 @@ def test_one_image_and_several(name: str) -> None:
         "Dogs.",
     )
     family = FAMILIES[name]
-    found = tokenize_chat({"messages": messages, "images": images}, processor=family.processor())
+    found = tokenize_chat({"messages": messages, "images": images}, family.processor())
     ids, mask, fields = expected(family, messages, images, [1, 3])
     assert found["input_ids"] == ids
     assert found["loss_mask"] == mask
@@ -60,7 +60,7 @@ def test_random_chats(name: str, seed: int, train_on: Any) -> None:
     turns = turns_of(messages)
     family = FAMILIES[name]
     record = {"messages": messages, "images": images}
-    found: Any = tokenize_chat(record, processor=family.processor(), train_on=train_on)
+    found: Any = tokenize_chat(record, family.processor(), ChatOptions(train_on=train_on))
     if train_on == "each":
         [found] = found  # the template never rewrites a turn, so that one example holds all
     ids, mask, fields = expected(
@@ -75,7 +75,7 @@ def test_random_chats(name: str, seed: int, train_on: Any) -> None:
 def test_text_only_records_have_no_vision_field(name: str) -> None:
     messages = chat("Hi.", "Hello!")
     processor = FAMILIES[name].processor()
-    found = tokenize_chat({"messages": messages, "images": []}, processor=processor)
+    found = tokenize_chat({"messages": messages, "images": []}, processor)
     assert set(found) == {"input_ids", "loss_mask", "num_cut_tokens", "skip_reason"}
     processor.tokenizer.chat_template = processor.chat_template
     try:
@@ -92,7 +92,7 @@ def test_labels(name: str) -> None:
     )
     family = FAMILIES[name]
     record = {"messages": messages, "images": images}
-    found = tokenize_chat(record, processor=family.processor(), labels=True)
+    found = tokenize_chat(record, family.processor(), ChatOptions(labels=True))
     ids, mask, fields = expected(family, messages, images, [1])
     assert found["labels"] == [
         token if kept else -100 for token, kept in zip(ids, mask, strict=True)
@@ -108,7 +108,7 @@ def test_an_image_of_the_assistant_is_not_trained(name: str) -> None:
     messages = chat("Draw a cat.", [text("Here: "), image(), text(" it is.")])
     family = FAMILIES[name]
     record = {"messages": messages, "images": [draw(rng, 60, 90)]}
-    found = tokenize_chat(record, processor=family.processor())
+    found = tokenize_chat(record, family.processor())
     pairs = zip(found["input_ids"], found["loss_mask"], strict=True)
     kept = family.processor().tokenizer.decode([token for token, trained in pairs if trained])
     line = {"internvl": "\n", "llava_next": "\n", "llava_onevision": "\n"}.get(name, "")
@@ -120,7 +120,7 @@ def test_images_after_the_last_trained_turn_are_left_out() -> None:
     images = [draw(rng, 60, 90), draw(rng, 30, 30)]
     messages = chat([image(), text("What?")], "A cat.", [image(), text("And this?")])
     family = FAMILIES["qwen3_vl"]
-    found = tokenize_chat({"messages": messages, "images": images}, processor=family.processor())
+    found = tokenize_chat({"messages": messages, "images": images}, family.processor())
     ids, mask, fields = expected(family, messages, images, [1])
     assert (found["input_ids"], found["loss_mask"]) == (ids, mask)
     assert_fields(found, fields)
@@ -142,9 +142,8 @@ def test_each_with_a_template_that_rewrites_turns_gives_each_example_its_images(
     messages = chat([image(), text("What?")], "A cat.", [text("And this?"), image()], "A dog.")
     found = tokenize_chat(
         {"messages": messages, "images": images},
-        processor=family.processor(),
-        train_on="each",
-        chat_template_kwargs={"chat_template": template},
+        family.processor(),
+        ChatOptions(train_on="each", chat_template=template),
     )
     assert [len(example["image_grid_thw"]) for example in found] == [1, 2]
     both = np.concatenate([found[0]["pixel_values"], found[1]["pixel_values"][-8:]])

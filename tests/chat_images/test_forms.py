@@ -16,7 +16,7 @@ from PIL import Image
 from tests.chat_images.truth import chat, expected, image, text
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
-from torch_collate_kit import DataError, tokenize_chat
+from torch_collate_kit import ChatOptions, DataError, tokenize_chat
 
 FAMILY = FAMILIES["qwen3_vl"]
 PICTURE = draw(np.random.default_rng(0), 60, 90)
@@ -34,7 +34,7 @@ def uri(picture: Image.Image) -> str:
 
 
 def tokenize(record: Any, **options: Any) -> Any:
-    return tokenize_chat(record, processor=FAMILY.processor(), **options)
+    return tokenize_chat(record, FAMILY.processor(), ChatOptions(**options))
 
 
 def frozen(value: Any) -> Any:
@@ -308,7 +308,7 @@ def test_a_token_of_an_image_in_a_text(name: str) -> None:
         images = [PICTURE] if isinstance(content, list) else None
         record = {"messages": chat(content, "A token."), "images": images}
         with pytest.raises(DataError, match=f"{word}.* stands for "):
-            tokenize_chat(record, processor=family.processor())
+            tokenize_chat(record, family.processor())
 
 
 def test_images_and_only_a_tokenizer() -> None:
@@ -333,33 +333,27 @@ def test_templates_that_do_not_write_each_image_once(kind: str) -> None:
     whole = "<|vision_start|><|image_pad|><|vision_end|>"
     processor.chat_template = processor.chat_template.replace(whole, written)
     with pytest.raises(DataError, match=message + "; set a chat_template that writes one"):
-        tokenize_chat(WANTED, processor=processor)
+        tokenize_chat(WANTED, processor)
 
 
 def test_options() -> None:
     processor = FAMILY.processor()
-    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({}, TypeError, "tokenizer must be a tokenizer, got NoneType"),
-        ({"tokenizer": processor}, TypeError, "or pass a processor as processor="),
-        ({"processor": processor.tokenizer}, TypeError, "expected a processor with an image_proc"),
-        (
-            {"tokenizer": FAMILIES["gemma3"].processor().tokenizer, "processor": processor},
-            ValueError,
-            "tokenizer and processor are both given, and the processor has another",
-        ),
-        ({"processor": processor, "pixels": 1}, TypeError, "pixels must be True or False"),
-        ({"processor": processor, "max_pixels": 0}, ValueError, "max_pixels must be 1 to"),
-        ({"processor": processor, "max_pixels": 10**9}, ValueError, "raise PIL.Image.MAX_IMAGE"),
-        ({"processor": processor, "max_pixels": 1e6}, TypeError, "max_pixels must be an int or N"),
-        ({"processor": processor, "image_root": "/no/folder"}, ValueError, "must be a folder, got"),
-        ({"tokenizer": processor.tokenizer, "pixels": False}, ValueError, "pass processor="),
-        ({"processor": FAMILIES["mllama"].processor()}, ValueError, "are not supported: a token"),
-        ({"processor": FAMILIES["paligemma"].processor()}, ValueError, "has no conversations, but"),
+    cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (None, {}, TypeError, "tokenizer must be a tokenizer or processor, got NoneType"),
+        (processor, {"pixels": 1}, TypeError, "pixels must be True or False"),
+        (processor, {"max_pixels": 0}, ValueError, "max_pixels must be 1 to"),
+        (processor, {"max_pixels": 10**9}, ValueError, "raise PIL.Image.MAX_IMAGE"),
+        (processor, {"max_pixels": 1e6}, TypeError, "max_pixels must be an int or N"),
+        (processor, {"image_root": "/no/folder"}, ValueError, "must be a folder, got"),
+        (processor.tokenizer, {"pixels": False}, ValueError, "pass the processor in place of the"),
+        (FAMILIES["mllama"].processor(), {}, ValueError, "are not supported: a token"),
+        (FAMILIES["paligemma"].processor(), {}, ValueError, "has no conversations, but"),
     ]
-    for options, error, message in cases:
+    for loaded, options, error, message in cases:
         with pytest.raises(error, match=message):
-            tokenize_chat(WANTED, **options)
-    assert tokenize_chat(WANTED, processor.tokenizer, processor=processor)["input_ids"]
+            tokenize_chat(WANTED, loaded, ChatOptions(**options))
+    with pytest.raises(TypeError, match="options must be ChatOptions, got dict; pass ChatOptions"):
+        tokenize_chat(WANTED, processor, {"train_on": "last"})
 
 
 def test_a_processor_of_no_known_family() -> None:
@@ -368,7 +362,7 @@ def test_a_processor_of_no_known_family() -> None:
         tokenizer = FAMILY.processor().tokenizer
 
     with pytest.raises(ValueError, match="Odd is not in the table of families"):
-        tokenize_chat(WANTED, processor=Odd())
+        tokenize_chat(WANTED, Odd())
 
 
 def test_templates_by_name_and_of_the_tokenizer() -> None:
@@ -381,14 +375,15 @@ def test_templates_by_name_and_of_the_tokenizer() -> None:
     )
     tool = {"type": "function", "function": {"name": "LOUD", "parameters": {}}}
     processor.chat_template = {"default": plain, "loud": loud, "tool_use": loud}
-    assert tokenize_chat(WANTED, processor=processor)["input_ids"] == wanted
-    asked = {"chat_template_kwargs": {"chat_template": "loud"}}
-    other = tokenize_chat(WANTED, processor=processor, **asked)["input_ids"]
+    assert tokenize_chat(WANTED, processor)["input_ids"] == wanted
+    asked = ChatOptions(chat_template="loud")
+    other = tokenize_chat(WANTED, processor, asked)["input_ids"]
+    assert tokenize_chat(WANTED, processor, ChatOptions(chat_template=loud))["input_ids"] == other
     assert "LOUD user" in processor.tokenizer.decode(other)
-    with_tools = tokenize_chat(WANTED, processor=processor, tools=[tool])["input_ids"]
+    with_tools = tokenize_chat(WANTED, processor, ChatOptions(tools=[tool]))["input_ids"]
     assert with_tools == other
     processor.chat_template, processor.tokenizer.chat_template = None, plain
-    assert tokenize_chat(WANTED, processor=processor)["input_ids"] == wanted
+    assert tokenize_chat(WANTED, processor)["input_ids"] == wanted
     processor.tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat_template"):
-        tokenize_chat(WANTED, processor=processor)
+        tokenize_chat(WANTED, processor)

@@ -18,7 +18,7 @@ from PIL import Image, ImageFile
 from tests.chat_images.truth import chat, image, text
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
-from torch_collate_kit import DataError, tokenize_chat
+from torch_collate_kit import ChatOptions, DataError, tokenize_chat
 from torch_collate_kit.vision.images import image_files
 
 FAMILY = FAMILIES["qwen3_vl"]
@@ -34,7 +34,7 @@ def encoded(picture: Image.Image, kind: str, **options: Any) -> bytes:
 
 def tokenize(source: Any, **options: Any) -> Any:
     record = {"messages": chat([image(), text("What?")], "A cat."), "images": [source]}
-    return tokenize_chat(record, processor=FAMILY.processor(), **options)
+    return tokenize_chat(record, FAMILY.processor(), ChatOptions(**options))
 
 
 def refusal(source: Any, **options: Any) -> str:
@@ -95,7 +95,7 @@ def test_urls_are_not_downloaded(url: str) -> None:
     assert "download it first" in refusal(url, image_root="/")
     part = {"type": "image", "url": url}
     with pytest.raises(DataError, match=r"messages\[0\] content\[0\], '.*download it first"):
-        tokenize_chat({"messages": chat([part], "A cat.")}, processor=FAMILY.processor())
+        tokenize_chat({"messages": chat([part], "A cat.")}, FAMILY.processor())
 
 
 def test_a_file_on_another_host() -> None:

@@ -118,7 +118,7 @@ def test_modes(name: str, mode: str) -> None:
     family, picture = FAMILIES[name], in_mode(mode)
     messages = chat([image(), text("What?")], "A cat.")
     record = {"messages": messages, "images": [picture]}
-    found = tokenize_chat(record, processor=family.processor())
+    found = tokenize_chat(record, family.processor())
     ids, _, fields = expected(family, messages, [picture], [1])
     assert found["input_ids"] == ids
     assert_fields(found, fields)
@@ -134,7 +134,7 @@ def test_processors_that_do_not_convert(name: str, mode: str) -> None:
     defaults = getattr(processor, "images_kwargs", {})
     processor.images_kwargs = {**defaults, "do_convert_rgb": None}
     record = {"messages": chat([image(), text("What?")], "A cat."), "images": [picture]}
-    found = tokenize_chat(record, processor=processor)
+    found = tokenize_chat(record, processor)
     assert_fields(found, fields_of(family, [picture]))
 
 
@@ -145,7 +145,7 @@ def test_transparent_palettes() -> None:
     processor = FAMILY.make_processor()
     processor.image_processor.do_convert_rgb = False
     record = {"messages": chat([image()], "A cat."), "images": [data]}
-    found = tokenize_chat(record, processor=processor)
+    found = tokenize_chat(record, processor)
     assert_fields(found, fields_of(FAMILY, [Image.open(io.BytesIO(data))]))
 
 

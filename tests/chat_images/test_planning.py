@@ -16,15 +16,15 @@ from tests.chat_images.truth import KINDS, assert_fields, chat, image, random_ch
 from tests.vision import processors
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
-from torch_collate_kit import DataError, tokenize_chat
+from torch_collate_kit import ChatOptions, DataError, tokenize_chat
 from torch_collate_kit.vision import VisionLayout, image_grid
 
 BIG = {"pixel_values", "pixel_attention_mask"}
 
 
 def check(record: Any, processor: Any, **options: Any) -> None:
-    whole = tokenize_chat(record, processor=processor, **options)
-    small = tokenize_chat(record, processor=processor, pixels=False, **options)
+    whole = tokenize_chat(record, processor, ChatOptions(**options))
+    small = tokenize_chat(record, processor, ChatOptions(pixels=False, **options))
     fields = {name: value for name, value in whole.items() if isinstance(value, np.ndarray)}
     for name in ("input_ids", "loss_mask", "num_cut_tokens", "skip_reason"):
         assert small[name] == whole[name]
@@ -63,7 +63,7 @@ def test_every_size(name: str, height: int, width: int) -> None:
     except DataError:
         for pixels in (True, False):
             with pytest.raises(DataError, match=f"refuses the images of {height} x {width} pixels"):
-                tokenize_chat(record, processor=processor, pixels=pixels)
+                tokenize_chat(record, processor, ChatOptions(pixels=pixels))
 
 
 def test_num_tiles_is_per_image() -> None:
@@ -71,7 +71,7 @@ def test_num_tiles_is_per_image() -> None:
     images = [draw(rng, 30, 30), draw(rng, 56, 120)]
     record = {"messages": chat([image(), text("and"), image()], "Yes."), "images": images}
     processor = FAMILIES["internvl"].processor()
-    found = tokenize_chat(record, processor=processor, pixels=False)
+    found = tokenize_chat(record, processor, ChatOptions(pixels=False))
     assert found["num_tiles"].tolist() == [1, 3]
     assert found["num_tiles"].dtype == np.int64
 
@@ -86,18 +86,18 @@ def test_gemma_with_crops_is_processed_and_its_pixels_dropped() -> None:
     rng = np.random.default_rng(0)
     images = [draw(rng, 60, 180), draw(rng, 50, 50)]
     record = {"messages": chat([image(), text("and"), image()], "Yes."), "images": images}
-    whole = tokenize_chat(record, processor=processor)
+    whole = tokenize_chat(record, processor)
     assert len(whole["pixel_values"]) == 5  # 1 + 3 crops, and 1
-    small = tokenize_chat(record, processor=processor, pixels=False)
+    small = tokenize_chat(record, processor, ChatOptions(pixels=False))
     assert small["num_tiles"].tolist() == [4, 1]
     check(record, processor)
     messages = chat([image(), text("What?")], "A cat.", [image()], "A dog.")
     both = {"messages": messages, "images": images}
-    ids = tokenize_chat(both, processor=processor)["input_ids"]
+    ids = tokenize_chat(both, processor)["input_ids"]
     kept = set()
     for limit in (len(ids) - 12, len(ids) - 40, len(ids)):
         options: Any = {"max_length": limit, "overflow": "truncate"}
-        found = tokenize_chat(both, processor=processor, **options)
+        found = tokenize_chat(both, processor, ChatOptions(**options))
         kept.add(len(found["pixel_values"]))
         check(both, processor, **options)
     assert kept == {4, 5}
@@ -150,7 +150,7 @@ def test_settings_of_the_processor_come_before_those_of_its_image_processor() ->
     processor.image_processor.crop_to_patches = False
     picture = draw(np.random.default_rng(0), 56, 120)
     record = {"messages": chat([image(), text("What?")], "A cat."), "images": [picture]}
-    assert tokenize_chat(record, processor=processor)["pixel_values"].shape[0] == 3
+    assert tokenize_chat(record, processor)["pixel_values"].shape[0] == 3
     check(record, processor)
 
 
@@ -178,10 +178,10 @@ def test_no_pixel_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     processor = FAMILIES["qwen3_vl"].processor()
     for name in names:
         with_image = {**record, "images": [str(tmp_path / name)]}
-        found = tokenize_chat(with_image, processor=processor, pixels=False)
+        found = tokenize_chat(with_image, processor, ChatOptions(pixels=False))
         assert found["image_grid_thw"].tolist() == [[1, 6, 10]]
         with pytest.raises(DataError, match="decoded"):
-            tokenize_chat(with_image, processor=processor)
+            tokenize_chat(with_image, processor)
 
 
 def _fail(self: Any) -> None:

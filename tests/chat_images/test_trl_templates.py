@@ -12,7 +12,7 @@ from tests.chat_images.truth import chat, fields_of, ids_of, image, rendered, te
 from tests.vision import processors
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
-from torch_collate_kit import tokenize_chat
+from torch_collate_kit import ChatOptions, tokenize_chat
 
 # What ends a turn, and must be one token.
 CASES = {
@@ -54,7 +54,7 @@ def test_ids_fields_and_trained_text(template: str, pixels: bool) -> None:
     )
     processor = processor_for(template)
     record = {"messages": messages, "images": images}
-    found = tokenize_chat(record, processor=processor, pixels=pixels)
+    found = tokenize_chat(record, processor, ChatOptions(pixels=pixels))
     ids = ids_of(processor, rendered(processor, messages), images)
     assert found["input_ids"] == ids[: len(found["input_ids"])]
     rest = processor.tokenizer.decode(ids[len(found["input_ids"]) :])
@@ -68,18 +68,6 @@ def test_ids_fields_and_trained_text(template: str, pixels: bool) -> None:
         assert (found["pixel_values"] == wanted["pixel_values"]).all()
     else:
         assert "pixel_values" not in found
-
-
-@pytest.mark.parametrize("template", CASES)
-def test_markers_are_the_same_as_parts(template: str) -> None:
-    """Idefics writes no blank before a content that begins with an image."""
-    images = [draw(np.random.default_rng(0), 60, 90)]
-    processor = processor_for(template)
-    found = []
-    for content in ([image(), text("What is it?")], "<image>What is it?"):
-        record = {"messages": chat(content, [text("A cat.")]), "images": images}
-        found.append(tokenize_chat(record, processor=processor)["input_ids"])
-    assert found[0] == found[1]
 
 
 # These put thinking before an answer, so that one turn is what they train in one example.
@@ -96,7 +84,7 @@ def test_templates_with_thinking(template: str) -> None:
     processor.tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
     processor.tokenizer.add_tokens(["<think>", "</think>"])
     processor.chat_template = templates()[template]
-    found = tokenize_chat({"messages": messages, "images": images}, processor=processor)
+    found = tokenize_chat({"messages": messages, "images": images}, processor)
     ids = ids_of(processor, rendered(processor, messages), images)
     assert found["input_ids"] == ids[: len(found["input_ids"])]
     pairs = zip(found["input_ids"], found["loss_mask"], strict=True)

@@ -24,12 +24,12 @@ from tests.chat_images.truth import (
 )
 from tests.vision.families import FAMILIES, TinyFamily
 from tests.vision.images import draw
-from torch_collate_kit import tokenize_chat
+from torch_collate_kit import ChatOptions, tokenize_chat
 
 
 def cut(record: Any, family: TinyFamily, limit: int, **options: Any) -> dict[str, Any]:
     options |= {"max_length": limit, "overflow": "truncate"}
-    return tokenize_chat(record, processor=family.processor(), **options)
+    return tokenize_chat(record, family.processor(), ChatOptions(**options))
 
 
 def bounds(family: TinyFamily, messages: Any, images: list[Any]) -> list[tuple[int, int]]:
@@ -112,7 +112,7 @@ def test_a_cut_before_the_first_image_leaves_no_vision_field() -> None:
     family = FAMILIES["qwen3_vl"]
     messages = chat("Hi.", "Hello!", [text("What is this?"), image()], "A cat.")
     record = {"messages": messages, "images": [draw(np.random.default_rng(0), 60, 90)]}
-    whole = tokenize_chat(record, processor=family.processor())
+    whole = tokenize_chat(record, family.processor())
     start = whole["input_ids"].index(family.processor().vision_start_token_id)
     found = cut(record, family, start + 3)
     assert found["input_ids"] == whole["input_ids"][:start]

@@ -175,7 +175,7 @@ def test_model_inputs_want_a_target_for_trainer_may_have_removed_it():
         collate(rows)
     assert str(caught.value) == (
         "example 0 has no loss target: transformers.Trainer and TRL remove a loss_mask column "
-        "before the collator sees it; give labels (tokenize_chat with labels=True), or set "
+        "before the collator sees it; give labels (ChatOptions(labels=True)), or set "
         "remove_unused_columns=False, or pass train_all=True to train every token"
     )
     inputs = PackedCollator(0, max_tokens=8, train_all=True).for_trainer()(rows)

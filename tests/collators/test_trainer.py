@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
 from tests.chat.test_chat import byte_tokenizer, chat
-from torch_collate_kit import tokenize_chat_dataset, unpack
+from torch_collate_kit import ChatOptions, tokenize_chat_dataset, unpack
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError
 
@@ -80,7 +80,7 @@ def test_the_loss_of_labels_is_exact_under_the_defaults(tmp_path, batch_size, ac
     """A loss_mask column was removed before the collator saw it, and everything trained."""
     tokenizer = byte_tokenizer(TEMPLATE)
     dataset, skips = tokenize_chat_dataset(
-        datasets.Dataset.from_list(CHATS), tokenizer, labels=True
+        datasets.Dataset.from_list(CHATS), tokenizer, ChatOptions(labels=True)
     )
     assert not skips
     model = tiny_model(len(tokenizer))
@@ -113,7 +113,8 @@ def test_a_loss_mask_that_trainer_keeps_gives_the_loss_of_the_labels(tmp_path):
     tokenizer = byte_tokenizer(TEMPLATE)
     source = datasets.Dataset.from_list(CHATS)
     expected = token_mean(
-        tiny_model(len(tokenizer)), list(tokenize_chat_dataset(source, tokenizer, labels=True)[0])
+        tiny_model(len(tokenizer)),
+        list(tokenize_chat_dataset(source, tokenizer, ChatOptions(labels=True))[0]),
     )
     losses = losses_of_trainer(
         tmp_path,

@@ -159,7 +159,7 @@ def test_trl_takes_no_loss_mask_and_counts_the_width_of_a_batch(tmp_path: Path) 
     assert int((inputs["labels"] != -100).sum()) == num_tokens - 8, "all but the first tokens"
     assert sum(sum(mask) for mask in examples["loss_mask"]) < num_tokens / 2, "of which half should"
 
-    examples, _ = kit.tokenize_chat_dataset(chats, tokenizer, labels=True)
+    examples, _ = kit.tokenize_chat_dataset(chats, tokenizer, kit.ChatOptions(labels=True))
     counting = {"logging_steps": 1, "include_num_input_tokens_seen": "non_padding"}
     batch = {"per_device_train_batch_size": 8}
     trainer = trl_trainer(tmp_path, examples, collate, **counting, **batch)

@@ -11,7 +11,7 @@ import torch
 
 from tests.reporting.audit_words import TEMPLATE, chat, rows_like, word_tokenizer
 from tests.vision.families import FAMILIES
-from torch_collate_kit import DataError, Ragged, TokenizedDataset, audit
+from torch_collate_kit import ChatOptions, DataError, Ragged, TokenizedDataset, audit
 from torch_collate_kit.vision import VisionLayout
 
 ROWS = [*rows_like(5), {**chat([30], [31]), "loss_mask": [0] * 6}, rows_like(2)[1]]
@@ -189,8 +189,8 @@ def test_data_that_cannot_be_read_at_all(tokenizer: Any) -> None:
         audit(ROWS, 0)
     with pytest.raises(ValueError, match="only a tokenizer makes tokens of; pass the tokenizer"):
         audit([{"messages": []}])
-    with pytest.raises(ValueError, match=r"image_root is for images, .* pass the processor"):
-        audit([record("Hi", "Yes")], tokenizer, image_root="images")
+    with pytest.raises(ValueError, match=r"max_pixels are for images, .* pass the processor"):
+        audit([record("Hi", "Yes")], tokenizer, chat=ChatOptions(image_root="images"))
     with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
         audit(ROWS, max_tokens=0)
 

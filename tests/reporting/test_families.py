@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.chat.families import FAMILY_OF, Family, templates, tokenizer_for
-from torch_collate_kit import audit, tokenize_chat
+from torch_collate_kit import ChatOptions, audit, tokenize_chat
 
 TEMPLATES = {name: text for name, text in templates().items() if name in FAMILY_OF}
 TRUE = {"template_not_prefix_stable", "empty_thinking_trained"}  # of some templates they are
@@ -100,7 +100,8 @@ def test_answers_without_the_thinking_that_a_prompt_opens_are_refused(name: str)
 def test_what_tokenize_chat_writes_is_healthy(name: str) -> None:
     tokenizer = tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos)
     found = [
-        tokenize_chat(record(i, FAMILY_OF[name]), tokenizer, train_on="last") for i in range(8)
+        tokenize_chat(record(i, FAMILY_OF[name]), tokenizer, ChatOptions(train_on="last"))
+        for i in range(8)
     ]
     examples = [{key: e[key] for key in ("input_ids", "loss_mask")} for e in found]
     report = audit(examples, tokenizer)
@@ -117,5 +118,7 @@ def test_the_advice_to_train_the_last_turn_was_followed() -> None:
     for i, one in enumerate(records):
         one["messages"] += record(i + 8, FAMILY_OF["qwen3"])["messages"]
     for train_on in ("each", "last"):
-        drift = audit(records, tokenizer, train_on=train_on)["template_not_prefix_stable"]
+        drift = audit(records, tokenizer, chat=ChatOptions(train_on=train_on))[
+            "template_not_prefix_stable"
+        ]
         assert drift.severity == "note"

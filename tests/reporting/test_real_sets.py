@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from tests.vision.families import FAMILIES
-from torch_collate_kit import TokenizedDataset, audit, tokenize_chat, tokenize_chat_dataset
+from torch_collate_kit import (
+    ChatOptions,
+    TokenizedDataset,
+    audit,
+    tokenize_chat,
+    tokenize_chat_dataset,
+)
 
 TOKENIZER = "tokenizers/mistral-32k-chatml"
 CHATS = {
@@ -47,7 +53,7 @@ def test_real_conversations(name: str, shared_data: Path, tokenizer: Any) -> Non
     dataset, _ = tokenize_chat_dataset(
         Dataset.from_list(found),
         tokenizer,
-        tools=tools.read_text(encoding="utf-8") if tools else None,
+        ChatOptions(tools=tools.read_text(encoding="utf-8") if tools else None),
     )
     assert len(dataset) > 0.9 * CHATS[name]
     columns = TokenizedDataset(dataset)
@@ -86,7 +92,7 @@ def test_real_rollouts(shared_data: Path, tokenizer: Any) -> None:
 def test_real_images(shared_data: Path) -> None:
     processor = FAMILIES["qwen2_5_vl"].processor()
     examples = [
-        tokenize_chat(record, processor=processor, image_root=shared_data)
+        tokenize_chat(record, processor, ChatOptions(image_root=shared_data))
         for record in records(shared_data / "vlm_smoke_16.jsonl")
     ]
     assert any("pixel_values" in example for example in examples)

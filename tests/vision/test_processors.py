@@ -54,7 +54,7 @@ def test_processors_without_a_video_part(name: str, tmp_path: Path) -> None:
     saved.save_pretrained(tmp_path)
     loaded = load_processor(tmp_path)
     assert type(loaded) is type(saved)
-    wanted, found = (tokenize_chat(record(), processor=p) for p in (saved, loaded))
+    wanted, found = (tokenize_chat(record(), p) for p in (saved, loaded))
     assert found["input_ids"] == wanted["input_ids"]
     assert (found["pixel_values"] == wanted["pixel_values"]).all()
 
@@ -72,9 +72,9 @@ def test_processors_that_demand_one(name: str, tmp_path: Path, caplog: Any) -> N
         f"torchvision is not installed: {type(saved).__name__} is built without its video "
         "processor, and images are processed with PIL, whose pixels differ slightly"
     ]
-    wanted = tokenize_chat(record(), processor=saved)
+    wanted = tokenize_chat(record(), saved)
     for processor in (loaded, pickle.loads(pickle.dumps(loaded)), copy.copy(loaded)):
-        found = tokenize_chat(record(), processor=processor)
+        found = tokenize_chat(record(), processor)
         assert found["input_ids"] == wanted["input_ids"]
         assert (found["pixel_values"] == wanted["pixel_values"]).all()
     assert isinstance(loaded, getattr(transformers, type(saved).__name__))

@@ -15,6 +15,7 @@ from tests.chat_images.truth import chat, image, text
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
 from torch_collate_kit import (
+    ChatOptions,
     PackingOptions,
     ParallelLayout,
     VisionLanguageCollator,
@@ -136,8 +137,9 @@ def test_what_max_length_cuts_and_drops_is_counted() -> None:
     lengths = VisionLanguageCollator(processor).sizes(all_records).lengths
     limit = int(np.sort(lengths)[len(lengths) // 2])
     options: Any
-    for options in ({"overflow": "truncate"}, {"max_tokens": 4 * limit, "overflow": "truncate"}):
-        collate = VisionLanguageCollator(processor, max_length=limit, **options)
+    for options in ({}, {"max_tokens": 4 * limit, "overflow": "truncate"}):
+        shorter = ChatOptions(max_length=limit, overflow="truncate")
+        collate = VisionLanguageCollator(processor, **options, chat=shorter)
         batch = collate([{"messages": chat("x" * 2 * limit, "y")}, *all_records])
         cut = [i for i, length in enumerate(lengths, 1) if length > limit]
         kept = sorted(batch.row_metadata["example_indices"].values.tolist())
@@ -153,25 +155,26 @@ def test_what_max_length_cuts_and_drops_is_counted() -> None:
         collate([{"messages": chat("x" * 2 * limit, "y")}])
 
 
-def test_overflow_is_of_conversations_and_rows() -> None:
+def test_conversations_and_rows_have_an_overflow_of_their_own() -> None:
     processor = FAMILIES["internvl"].processor()
     long, short = {"messages": chat("x" * 90, "y")}, {"messages": chat("x", "y")}
     (limit,) = VisionLanguageCollator(processor).sizes([short]).lengths.tolist()
     for options in ({}, {"max_tokens": 4 * limit}):
-        for overflow in ({}, {"overflow": "raise"}):
-            collate = VisionLanguageCollator(processor, max_length=limit, **options, **overflow)
-            with pytest.raises(DataError, match=f"example 1: the text has .*max_length={limit}; "):
-                collate([short, long])
-        collate = VisionLanguageCollator(processor, max_length=limit, overflow="drop", **options)
+        collate = VisionLanguageCollator(processor, **options, chat=ChatOptions(max_length=limit))
+        with pytest.raises(DataError, match=f"example 1: the text has .*max_length={limit}; "):
+            collate([short, long])
+        dropping = ChatOptions(max_length=limit, overflow="drop")
+        collate = VisionLanguageCollator(processor, **options, chat=dropping)
         metadata = collate([short, long]).metadata
         assert (metadata["dropped"], metadata["cut"], metadata["num_examples"]) == ((1,), (), 2)
     packing = PackingOptions(limit, overflow="drop")
-    collate = VisionLanguageCollator(processor, max_length=limit, packing=packing)
+    collate = VisionLanguageCollator(processor, packing=packing)
     assert collate([long, short]).metadata["dropped"] == (0,)
-    with pytest.raises(ValueError, match="overflow='split' is of packed rows, and a conversation"):
-        VisionLanguageCollator(processor, max_length=9, max_tokens=9, overflow="split")
-    with pytest.raises(ValueError, match="overflow='drop' is of conversations over max_length or"):
+    with pytest.raises(ValueError, match="overflow='drop' is for conversations over max_tokens; "):
         VisionLanguageCollator(processor, overflow="drop")
+    for name, value in (("train_on", "each"), ("labels", True), ("pixels", False)):
+        with pytest.raises(ValueError, match=f"{name}={value!r} is not for this collator"):
+            VisionLanguageCollator(processor, chat=ChatOptions(**{name: value}))
 
 
 def test_empty_answers_are_passed_on() -> None:
@@ -179,7 +182,7 @@ def test_empty_answers_are_passed_on() -> None:
     empty = {"messages": chat("Hi.", "")}
     with pytest.raises(DataError, match=r"example 0: messages\[1\] is an empty answer"):
         VisionLanguageCollator(processor)([empty])
-    batch = VisionLanguageCollator(processor, allow_empty=True)([empty])
+    batch = VisionLanguageCollator(processor, chat=ChatOptions(allow_empty=True))([empty])
     assert batch.metadata["num_loss_tokens"] > 0
 
 

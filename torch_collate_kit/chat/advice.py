@@ -72,7 +72,7 @@ def way_out(
 def _tries(
     part: Conversation, train_on: str, code: str, verb: str
 ) -> list[tuple[str, dict[str, Any], str]]:
-    """The modes and variables to try, with the advice to use them."""
+    """Return the modes and variables to try, with the advice to use them."""
     tries: list[tuple[str, dict[str, Any], str]] = []
     may_split = train_on == "all" and len(part.trained) > 1
     if may_split:
@@ -88,7 +88,7 @@ def _tries(
 
 
 def _around(conversation: Conversation, reason: str) -> Conversation:
-    """The first system messages, and the turns around the message that ``reason`` names."""
+    """Return the system messages and the turns around the message that ``reason`` names."""
     messages, trained = conversation.messages, conversation.trained
     named = re.search(r"messages\[(\d+)\]", reason)
     middle = sum(turn < int(named[1]) for turn in trained) if named else 0

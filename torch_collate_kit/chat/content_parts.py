@@ -45,14 +45,14 @@ def read_parts(content: list[Any], where: str) -> tuple[list[Any], str | None]:
 
 
 def text_of(content: Any) -> Any:
-    """Parts that are only text as one string; anything else as it is."""
+    """Return parts that are only text as one string; anything else as it is."""
     if isinstance(content, list) and all(map(_is_text, content)):
         return "".join(part["text"] for part in content)
     return content
 
 
 def is_blank(content: Any) -> bool:
-    """Whether a content says nothing: None, or no text but white space.
+    """Return whether a content says nothing: None, or no text but white space.
 
     >>> is_blank([{"type": "text", "text": " "}]), is_blank([{"type": "image"}])
     (True, False)
@@ -73,7 +73,7 @@ def other_parts(content: Any) -> list[tuple[str, Any]]:
 
 
 def lost_part(part: Any, text: str) -> bool:
-    """Whether a part says nothing, or has a number or bool that is not in ``text``.
+    """Return whether a part says nothing, or has a number or bool that is not in ``text``.
 
     Its strings are found by their marks.
     """
@@ -93,7 +93,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _thinking_of(part: Mapping[str, Any], place: str) -> str:
-    """The text of a thinking part, whose key is ``thinking`` or ``text``; a text or text parts."""
+    """Return the text of a thinking part, whose key is ``thinking`` or ``text``."""
     thinking = text_of(part.get("thinking", part.get("text")))
     if not isinstance(thinking, str):
         raise DataError(f"{place} `thinking` must be text, got {thinking!r:.60}")
@@ -101,7 +101,7 @@ def _thinking_of(part: Mapping[str, Any], place: str) -> str:
 
 
 def _leaves(value: Any, *, inside: bool = False) -> Iterator[Any]:
-    """The values of a part and of what is in it, without its type."""
+    """Yield the values of a part and of all that it contains, without its type."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if inside or key != "type":

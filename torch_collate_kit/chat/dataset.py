@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import needed_package
-from torch_collate_kit.chat.options import ChatOptions, Overflow, TrainOn
+from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.errors import DataError
 
@@ -29,35 +29,32 @@ _CACHE_VERSION = 4
 
 def tokenize_chat_dataset(
     dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
+    options: ChatOptions = DEFAULT_OPTIONS,
     *,
-    processor: ProcessorMixin | None = None,
-    train_on: TrainOn = "all",
-    max_length: int | None = None,
-    overflow: Overflow = "drop",
-    allow_empty: bool = False,
-    tools: Sequence[Any] | str | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    labels: bool = False,
-    pixels: bool = True,
-    image_root: str | os.PathLike[str] | None = None,
-    max_pixels: int | None = None,
     num_proc: int | None = None,
 ) -> tuple[Dataset, Counter[str]]:
-    """Run :func:`tokenize_chat` over a ``datasets.Dataset``, in ``num_proc`` processes.
+    """Tokenize every record of a ``datasets.Dataset`` as :func:`tokenize_chat` does.
+
+    Args:
+        dataset: records with one of the forms that ``tokenize_chat`` reads: a column ``messages``
+            or ``conversations``, or ``prompt`` and ``completion``, or ``instruction`` and
+            ``output``. Arrow gives each struct the keys of all others, so keys that are None are
+            removed from tool arguments; arguments that are JSON strings are kept.
+        tokenizer: a transformers tokenizer with a chat template; or a processor, for images.
+        options: :class:`ChatOptions`, such as ``ChatOptions(train_on="last", max_length=4096)``.
+            Examples over ``max_length`` are dropped by default and counted as "too_long".
+        num_proc: the number of processes; None for this one.
 
     Returns a new dataset of the kept examples, in order, and a Counter of the ``skip_reason`` of
     the others. The dataset has the columns ``input_ids`` (int32) and ``loss_mask`` (int8), or with
-    ``labels=True`` ``labels`` (int32) instead of ``loss_mask``. Examples over ``max_length`` are
-    dropped by default, since one long chat must not end the run, and counted as "too_long". With
-    ``overflow="truncate"`` they are cut, and the column ``num_cut_tokens`` (int64, 0 for whole
-    examples) says by how much; ``audit`` reads it. With ``train_on="each"`` a record may give
-    several examples, and ``record_index`` (int64) is the index of the record. With a
-    ``processor`` the vision fields are lists of lists (float32, int64), None in rows without an
-    image; ``with_format("numpy")`` gives them as arrays. One warning is logged for skipped examples
-    and one for truncated ones. ``datasets.map`` shows progress and caches the result, by the paths
-    of image files and not by what is in them. Arrow gives each struct the keys of all others, so
-    keys that are None are removed from tool arguments; arguments that are JSON strings are kept.
+    ``labels=True`` ``labels`` (int32). With ``overflow="truncate"`` the column ``num_cut_tokens``
+    (int64, 0 for whole examples) says by how much each was cut; with ``train_on="each"``
+    ``record_index`` (int64) is the index of the record that an example is from. With a processor
+    the vision fields are lists of lists (float32, int64), None in rows without an image;
+    ``with_format("numpy")`` reads them as arrays. One warning is logged for skipped examples, and
+    one for truncated ones. ``datasets.map`` shows progress and caches the result, by the paths of
+    image files and not by what is in them.
 
     Raises:
         DataError: as in :func:`tokenize_chat`, naming the index of the example; or every example is
@@ -66,9 +63,17 @@ def tokenize_chat_dataset(
         TypeError: not a ``datasets.Dataset``, or as in :func:`tokenize_chat`.
         ImportError: datasets is not installed.
 
-    >>> tokenize_chat_dataset([{"messages": []}], tokenizer=None)  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    TypeError: expected a datasets.Dataset, got list; use Dataset.from_list...
+    >>> import datasets
+    >>> from torch_collate_kit.chat.preview import byte_tokenizer  # a stand-in for AutoTokenizer
+    >>> tokenizer = byte_tokenizer(
+    ...     "{% for m in messages %}{{ m.role[0] + m.content }}<end>{% endfor %}"
+    ...     "{% if add_generation_prompt %}a{% endif %}"
+    ... )
+    >>> asked, answered = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+    >>> chats = datasets.Dataset.from_list([{"messages": [asked, answered]}, {"messages": [asked]}])
+    >>> examples, skipped = tokenize_chat_dataset(chats, tokenizer, ChatOptions(max_length=100))
+    >>> examples[0]["loss_mask"], skipped
+    ([0, 0, 0, 0, 0, 0, 1, 1], Counter({'no_assistant_turn': 1}))
     """
     datasets = needed_package("datasets", "tokenize_chat_dataset")
     if not isinstance(dataset, datasets.Dataset):
@@ -76,21 +81,8 @@ def tokenize_chat_dataset(
             f"expected a datasets.Dataset, got {type(dataset).__name__}; use Dataset.from_list, a "
             "split of the DatasetDict, or stream.map(tokenize_chat, fn_kwargs=...) and a filter"
         )
-    options = ChatOptions(
-        tokenizer,
-        processor,
-        train_on=train_on,
-        max_length=max_length,
-        overflow=overflow,
-        allow_empty=allow_empty,
-        tools=tools,
-        chat_template_kwargs=chat_template_kwargs,
-        labels=labels,
-        pixels=pixels,
-        image_root=image_root,
-        max_pixels=max_pixels,
-    )
-    tokenized = _map(dataset, options, num_proc)
+    setup = ChatSetup(tokenizer, options, overflow="drop")
+    tokenized = _map(dataset, setup, num_proc)
     reasons = list(tokenized["skip_reason"])
     cuts = [cut for cut in tokenized["num_cut_tokens"] if cut]
     skips = Counter(reason for reason in reasons if reason)
@@ -100,8 +92,8 @@ def tokenize_chat_dataset(
             f"{', '.join(f'{count} with {reason}' for reason, count in skips.items())}; a record "
             "needs an assistant turn with tokens that the chat template trains, before max_length"
         )
-    index = [] if train_on == "each" else ["record_index"]
-    cut = [] if overflow == "truncate" else ["num_cut_tokens"]
+    index = [] if options.train_on == "each" else ["record_index"]
+    cut = [] if setup.overflow == "truncate" else ["num_cut_tokens"]
     tokenized = tokenized.remove_columns(["skip_reason", *cut, *index])
     if cuts:
         _logger.warning("cut %d tokens off %d of %d examples", sum(cuts), len(cuts), len(reasons))
@@ -113,15 +105,15 @@ def tokenize_chat_dataset(
     return tokenized, skips
 
 
-def _map(dataset: Any, options: ChatOptions, num_proc: int | None) -> Any:
+def _map(dataset: Any, setup: ChatSetup, num_proc: int | None) -> Any:
     import datasets
 
-    features = datasets.Features(_features(options))
+    features = datasets.Features(_features(setup))
     if len(dataset) == 0:  # map would return no columns at all
         return datasets.Dataset.from_dict({name: [] for name in features}, features=features)
     has_pixels = "pixel_values" in features
     batch_size = _PIXELS_BATCH_SIZE if has_pixels else _BATCH_SIZE
-    has_images = options.images is not None
+    has_images = setup.images is not None
     # Images are decoded here: errors name them, and only sizes are read where that is enough.
     encoded = _image_columns(dataset) if has_images else []
     # Relative paths of images start at the working directory.
@@ -133,7 +125,7 @@ def _map(dataset: Any, options: ChatOptions, num_proc: int | None) -> Any:
         batch_size=batch_size,
         writer_batch_size=batch_size if has_pixels else None,
         fn_kwargs={
-            "options": options,
+            "setup": setup,
             "names": list(features),
             "decoder": (dataset.features, encoded) if encoded else None,
             "version": version,
@@ -146,16 +138,16 @@ def _map(dataset: Any, options: ChatOptions, num_proc: int | None) -> Any:
     return mapped.with_format(None)
 
 
-def _features(options: ChatOptions) -> dict[str, Any]:
-    """The columns with their types: a first batch without examples would make them null."""
+def _features(setup: ChatSetup) -> dict[str, Any]:
+    """Return the columns' types: a first batch without examples would make them null."""
     import datasets
 
-    target, dtype = ("labels", "int32") if options.labels else ("loss_mask", "int8")
+    target, dtype = ("labels", "int32") if setup.options.labels else ("loss_mask", "int8")
     found = {
         "input_ids": datasets.Sequence(datasets.Value("int32")),
         target: datasets.Sequence(datasets.Value(dtype)),
     }
-    for name, field in () if options.images is None else options.images.smallest().items():
+    for name, field in () if setup.images is None else setup.images.smallest().items():
         found[name] = datasets.Value(str(field.dtype))
         for _ in range(field.ndim):  # lists of lists, because a null of Array2D is read as NaN
             found[name] = datasets.Sequence(found[name])
@@ -167,7 +159,7 @@ def _tokenize_rows(
     columns: Any,
     indices: list[int],
     *,
-    options: ChatOptions,
+    setup: ChatSetup,
     names: list[str],
     decoder: tuple[Any, list[str]] | None,
     version: Any,
@@ -175,7 +167,7 @@ def _tokenize_rows(
     if decoder is not None:
         columns = _read_table(columns, *decoder)
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    results = tokenize_records(rows, options, from_arrow=True)
+    results = tokenize_records(rows, setup, from_arrow=True)
     found: list[dict[str, Any]] = []
     for i, result in zip(indices, results, strict=True):
         if isinstance(result, DataError):
@@ -185,7 +177,7 @@ def _tokenize_rows(
 
 
 def _image_columns(dataset: Any) -> list[str]:
-    """Which of ``image`` and ``images`` hold images that datasets would decode."""
+    """Return the names of ``image`` and ``images`` that hold encoded images."""
     import datasets
 
     found = []
@@ -198,7 +190,7 @@ def _image_columns(dataset: Any) -> list[str]:
 
 
 def _read_table(table: Any, features: Any, encoded: Sequence[str]) -> dict[str, list[Any]]:
-    """The columns of an Arrow table as lists, those named in ``encoded`` as bytes and paths."""
+    """Return an Arrow table's columns as lists, those in ``encoded`` as bytes and paths."""
     columns = {name: table[name].to_pylist() for name in table.column_names}
     return {
         name: values if name in encoded else features.decode_column(values, name)

@@ -1,4 +1,4 @@
-"""Which texts a record is trained as, and which characters of them."""
+"""The texts that a record is trained as, with the trained characters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch_collate_kit.chat.advice import way_out
 from torch_collate_kit.chat.content_parts import is_blank
-from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.options import ChatSetup
 from torch_collate_kit.chat.record_forms import (
     ImageSource,
     check_columns,
@@ -38,24 +38,24 @@ class TextExample(NamedTuple):
 
 
 def text_examples(
-    record: Mapping[str, Any], options: ChatOptions, from_arrow: bool
+    record: Mapping[str, Any], setup: ChatSetup, from_arrow: bool
 ) -> list[TextExample] | str:
-    """The examples of a record, or the reason why it has none."""
+    """Return the examples of a record, or the reason why it has none."""
     check_columns(record)
     texts = find_texts(record)
     if texts is not None:
-        if options.images is not None:
+        if setup.images is not None:
             read_images([], record)  # no part for an image: refused if there is one
         prompt, completion = texts
-        if completion and not options.allow_empty:
+        if completion and not setup.options.allow_empty:
             _check_answer(completion, "`completion`")
         example = TextExample(prompt + completion, [(len(prompt), len(prompt + completion))])
         return [example] if completion else "no_assistant_turn"
-    conversation = read_record(record, options, from_arrow)
+    conversation = read_record(record, setup, from_arrow)
     if not conversation.trained:
         return "no_trained_tokens" if conversation.has_assistant else "no_assistant_turn"
-    tokenizer, train_on = options.tokenizer, options.train_on
-    if not options.allow_empty:
+    tokenizer, train_on = setup.tokenizer, setup.options.train_on
+    if not setup.options.allow_empty:
         for turn in _trained_turns(conversation, train_on):
             message = conversation.messages[turn]
             if "tool_calls" not in message:
@@ -94,7 +94,7 @@ def _examples(
 
 
 def _text_example(rendering: Rendering, spans: Spans) -> TextExample:
-    """The text with the ends of its turns, and the images of the messages that are in it."""
+    """Return the rendered text with its trained spans and the images it contains."""
     images = rendering.conversation.images
     return TextExample(rendering.text, spans, images and images[: num_images(rendering.messages)])
 
@@ -102,7 +102,7 @@ def _text_example(rendering: Rendering, spans: Spans) -> TextExample:
 def _example_per_turn(
     template: ChatTemplate, conversation: Conversation, turns: list[int]
 ) -> list[TextExample]:
-    """One example per turn, as at inference; a turn that a later one continues is part of it."""
+    """Return an example per turn, or one for turns that a later turn continues."""
     found: list[tuple[Rendering, Spans]] = []
     for turn in reversed(turns):
         earlier = _merged(found[-1][0], turn) if found else []
@@ -116,7 +116,7 @@ def _example_per_turn(
 
 
 def _merged(rendering: Rendering, turn: int) -> Spans:
-    """The span of an earlier turn, if it is in this rendering as at inference."""
+    """Return the span of an earlier turn if it is rendered here as at inference, else []."""
     if rendering.is_composed or rendering.problem(turn):
         return []
     try:

@@ -1,46 +1,42 @@
-"""Where each character of a rendered chat came from.
+"""The origin of each character of a rendered chat.
 
-A conversation is rendered twice: as it is, and with every text of every message replaced,
-character by character, by a private-use character that stands for this text alone. The two results
-have the same length and agree wherever the template writes. So each character is known to come from
-one text of one message, or from the template; and a text that did not arrive is known, too.
+A conversation is rendered twice: as it is, and with every text of every message replaced by a
+private-use character that stands for this text alone. With the texts put back in its place, the
+second rendering must be the first. So each character is known to come from one text of one message,
+or from the template; and a text that did not arrive is known, too.
 
-Not replaced is what templates look at: white space and control characters (``trim``), quotes and
-backslashes (``tojson``), and what looks like a tag in the template's source (``</think>``).
-
-What a template writes between two texts is learned from a marked rendering. Where a later text is
-exactly what this lets expect, texts of messages and of the template in turn, no marks are needed.
+Not replaced is what templates look at: white space, control characters, quotes and backslashes
+around a text (``trim``, ``tojson``), and what looks like a tag in the template's source
+(``</think>``).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch_collate_kit.chat.content_parts import IMAGE_TYPES, other_parts, text_of
+from torch_collate_kit.chat.content_parts import IMAGE_TYPES, other_parts
 from torch_collate_kit.chat.records import Conversation
-from torch_collate_kit.chat.template import REASONING, ChatTemplate, Messages, Refusal, Style
+from torch_collate_kit.chat.template import REASONING, ChatTemplate, Messages, Refusal
 
-__all__ = ["Occurrence", "Part", "has_marks", "locate_parts", "shape_of"]
+__all__ = ["Occurrence", "Part", "has_marks", "locate_parts"]
 
-_MAX_KNOWN_TEXTS = 10_000
+_MAX_KNOWN_COPIES = 256
 _FIRST_MARK, _LAST_MARK = 0x100000, 0x10FFFD  # the last plane of private-use characters
 _MARKS = re.compile("[\U00100000-\U0010fffd]")
-_KEPT = r"\s\x00-\x1f\x7f\"\\"
-# Begins and ends with a replaced character; blanks between are replaced, too.
-_RUN = re.compile(rf"[^{_KEPT}](?:[^\x00-\x1f\x7f\"\\]*[^{_KEPT}])?")
-_EDGE = "".join(filter(re.compile(f"[{_KEPT}]").match, map(chr, range(0x3001))))
+_EDGE = "".join(filter(re.compile(r"[\s\x00-\x1f\x7f\"\\]").match, map(chr, range(0x3001))))
 _SOLID = re.compile(r"\S(?:[^\n]*\S)?")  # for a text of quotes, backslashes or tags alone
 _THINK_END = "</think>"
 
 
 class Part(NamedTuple):
-    """One text of one message, from its first to its last replaced character.
+    """One text of one message, without what is not replaced around it.
 
-    ``before`` and ``after`` are the characters around them that are not replaced and no white
-    space. ``kind`` is "content", "part", "thinking", "name", "argument" or "document".
+    ``marked`` is ``core`` in the marked copy. ``before`` and ``after`` are the characters around it
+    that are not replaced and no white space. ``kind`` is "content", "part", "thinking", "name",
+    "argument" or "document".
     """
 
     message: int
@@ -61,122 +57,46 @@ class Occurrence(NamedTuple):
 
 
 def has_marks(text: str) -> bool:
-    """Whether a text has one of the private-use characters, so that it cannot be marked."""
+    """Return whether a text has one of the private-use characters, so that it cannot be marked."""
     return not text.isascii() and _MARKS.search(text) is not None
 
 
 def locate_parts(
-    template: ChatTemplate, conversation: Conversation, messages: Messages, style: Style, text: str
+    template: ChatTemplate, conversation: Conversation, messages: Messages, text: str
 ) -> tuple[list[Part], list[Occurrence]]:
-    """The parts of ``messages``, in the form of ``style``, and their places in ``text``.
+    """Return the texts of ``messages``, and their places in their rendering ``text``.
 
     Raises:
         Refusal: the text cannot be told apart from the template's.
     """
-    if conversation.documents is not None:
-        return _by_marks(template, conversation, messages, text)
-    if template.known_texts:
-        marker = _Marker(template.tags, makes_copy=False)
-        for i, message in enumerate(messages):
-            marker.message(message, i)
-        written = _as_written(marker.parts)
-        keys = _keys(conversation, messages, style, written)
-        known = [template.known_texts.get(key) for key in keys]
-        found = _locate_after(text, written, known)
-        if found is not None:
-            return written, found
-    parts, occurrences = _by_marks(template, conversation, messages, text)
-    written = _as_written(parts)
-    _learn(template, _keys(conversation, messages, style, written), text, written, occurrences)
-    return parts, occurrences
-
-
-def _as_written(parts: list[Part]) -> list[Part]:
-    """The parts with the thinking of a message before its text, as most templates write it."""
-    return sorted(parts, key=lambda part: (part.message, part.where != "reasoning_content"))
-
-
-def _by_marks(
-    template: ChatTemplate, conversation: Conversation, messages: Messages, text: str
-) -> tuple[list[Part], list[Occurrence]]:
-    """The same by a rendering of the marked copy."""
     marker = _Marker(template.tags)
     marked = [marker.message(message, i) for i, message in enumerate(messages)]
     documents = conversation.documents
     if documents is not None:
         documents = marker.copy(documents, -1, "documents", "document")
-    copy, _ = template.render(marked, conversation.tools, documents)
+    key = repr((marked, conversation.tools, documents))
+    known = template.known_copies.get(key)
+    if known is not None:
+        try:
+            return marker.parts, _locate(text, known, marker.parts)
+        except Refusal:  # a template may ask for the time; the new copy decides
+            pass
+    elif len(template.known_copies) >= _MAX_KNOWN_COPIES:
+        template.known_copies.clear()
+    copy = template.render(marked, conversation.tools, documents)
+    template.known_copies[key] = copy
     return marker.parts, _locate(text, copy, marker.parts)
 
 
-def _learn(
-    template: ChatTemplate,
-    keys: Iterator[Any],
-    text: str,
-    parts: list[Part],
-    occurrences: list[Occurrence],
-) -> None:
-    """Keep what the template writes between the parts, if it writes each once and in order."""
-    if [id(occurrence.part) for occurrence in occurrences] != [id(part) for part in parts]:
-        return
-    if len(template.known_texts) > _MAX_KNOWN_TEXTS:
-        template.known_texts.clear()
-    end = 0
-    for occurrence, key in zip(occurrences, keys, strict=False):  # the last key is the end's
-        template.known_texts[key] = text[end : occurrence.start]
-        end = occurrence.end
-    template.known_texts[next(keys)] = text[end:]
-
-
-def _keys(
-    conversation: Conversation, messages: Messages, style: Style, parts: list[Part]
-) -> Iterator[Any]:
-    """For each part, and the end, what the template's text before it probably depends on.
-
-    Whether it does is seen in every text, so a key that is too simple costs time and no more.
-    """
-    shapes = [shape_of(message) for message in messages]
-    last_user = max((i for i, shape in enumerate(shapes) if shape[0] == "user"), default=-1)
-    where, message = repr(conversation.tools), -1
-    around: Any = None
-    for part in parts:
-        if part.message != message:
-            between = tuple(shapes[max(message, 0) : part.message + 1])
-            message = part.message
-            is_last = message + 1 == len(messages)
-            around = style, conversation.tools is None, between, message > last_user, is_last
-        yield around, where, part.where
-        where = part.where
-    yield around, where, tuple(shapes[max(message, 0) :])
-
-
-def shape_of(message: dict[str, Any]) -> tuple[Any, ...]:
-    """What of a message decides what a template writes around its texts."""
-    return (
-        message["role"],
-        bool(message.get("content")),
-        bool(message.get("reasoning_content")),
-        len(message.get("tool_calls", ())),
-        _part_types(message.get("content")),
-    )
-
-
-def _part_types(content: Any) -> tuple[Any, ...]:
-    """The types of the parts, if they are not all text."""
-    if not isinstance(content, list) or isinstance(text_of(content), str):
-        return ()
-    return tuple(part.get("type") if isinstance(part, Mapping) else None for part in content)
-
-
 class _Marker:
-    """Makes the marked copy of a conversation for one template, or only lists its ``parts``."""
+    """Makes the marked copy of a conversation for one template, and lists its ``parts``."""
 
-    def __init__(self, tags: re.Pattern[str], *, makes_copy: bool = True) -> None:
-        self._tags, self._makes_copy = tags, makes_copy
+    def __init__(self, tags: re.Pattern[str]) -> None:
+        self._tags = tags
         self.parts: list[Part] = []
 
     def copy(self, value: Any, message: int, where: str, kind: str) -> Any:
-        """``value`` with every string in it replaced; keys of mappings are kept."""
+        """Return ``value`` with every string in it replaced; keys of mappings are kept."""
         if isinstance(value, str):
             return self._text(value, message, where, kind)
         if isinstance(value, Mapping):
@@ -186,7 +106,7 @@ class _Marker:
         return value
 
     def message(self, message: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """The marked copy of a message."""
+        """Return the marked copy of a message."""
         marked = dict(message)
         content = message.get("content")
         if isinstance(content, str):
@@ -213,7 +133,7 @@ class _Marker:
         return marked
 
     def _part(self, part: dict[str, Any], role: str, index: int) -> dict[str, Any]:
-        """The marked copy of a part of the content: text, thinking or an image."""
+        """Return the marked copy of a part of the content: text, thinking or an image."""
         if part.get("type") in IMAGE_TYPES:
             return part
         if part.get("type") == "thinking":
@@ -236,7 +156,7 @@ class _Marker:
         return {**call, "function": {**function, "name": name, "arguments": arguments}}
 
     def _content(self, text: str, role: str, index: int) -> str:
-        """Thinking that is written into the content is a part of its own."""
+        """Mark a content in which thinking is a part of its own."""
         if role != "assistant" or _THINK_END not in text:
             return self._text(text, index, "content", "content")
         thinking, end, answer = text.rpartition(_THINK_END)
@@ -251,51 +171,81 @@ class _Marker:
 
     def _text(self, text: str, message: int, where: str, kind: str) -> str:
         code = _FIRST_MARK + len(self.parts)
-        if not text.strip() or code > _LAST_MARK:
-            return text
-        has_tags = ("<" in text or "[" in text) and self._tags.search(text) is not None
-        if not self._makes_copy and not has_tags and (core := text.strip(_EDGE)):
-            before, after = text[: -len(text.lstrip(_EDGE))], text[len(text.rstrip(_EDGE)) :]
-            self.parts.append(Part(message, kind, where, core, "", before.lstrip(), after.rstrip()))
+        core = text.strip(_EDGE)
+        if not (core or text.strip()) or code > _LAST_MARK:
             return text
         mark = chr(code)
-
-        def replace(run: re.Match[str]) -> str:
-            return mark * (run.end() - run.start())
-
-        if has_tags:
-            pieces = self._tags.split(text)
-            pieces[::2] = [_RUN.sub(replace, piece) for piece in pieces[::2]]
-            marked = "".join(pieces)
+        if core and not (("<" in text or "[" in text) and self._tags.search(text)):
+            first = text.index(core)
+            before, after, masked = text[:first], text[first + len(core) :], mark
+            marked = before + mark + after
         else:
-            marked = _RUN.sub(replace, text)
-        if mark not in marked:
-            marked = _SOLID.sub(replace, text)
-        first, last = marked.find(mark), marked.rfind(mark) + 1
-        before, after = text[:first].lstrip(), text[last:].rstrip()
-        core, marked_core = text[first:last], marked[first:last]
-        self.parts.append(Part(message, kind, where, core, marked_core, before, after))
+            pieces = self._tags.split(text)
+            pieces[::2] = [_masked(piece, mark) for piece in pieces[::2]]
+            marked = "".join(pieces)
+            if mark not in marked:
+                marked = _SOLID.sub(mark, text)
+            first, last = marked.find(mark), marked.rfind(mark) + 1
+            before, after, masked = marked[:first], marked[last:], marked[first:last]
+            core = text[first : len(text) - len(after)]
+        part = Part(message, kind, where, core, masked, before.lstrip(), after.rstrip())
+        self.parts.append(part)
         return marked
 
 
+def _masked(piece: str, mark: str) -> str:
+    """Return ``piece`` with the mark in place of its text."""
+    core = piece.strip(_EDGE)
+    return piece.replace(core, mark, 1) if core else piece
+
+
 def _locate(text: str, marked: str, parts: list[Part]) -> list[Occurrence]:
-    """The places of ``parts``, in the order of the text, by its ``marked`` rendering."""
+    """Return the places of ``parts``, in the order of the text, by its ``marked`` rendering."""
     found: list[Occurrence] = []
-    end = 0
-    while (mark := _MARKS.search(marked, end)) is not None:
-        part = parts[ord(mark[0]) - _FIRST_MARK]
-        place = _match(text, marked, mark.start(), part, end)
-        if place is None or text[end : place.start] != marked[end : place.start]:
+    end = known = 0  # what is located: of the text, and of the marked one
+    for mark in _MARKS.finditer(marked):
+        place = mark.start()
+        if place < known:  # inside the part before
+            continue
+        part, start = parts[ord(mark[0]) - _FIRST_MARK], end + place - known
+        same = text[end:start] == marked[known:place]
+        if same and part[4:] == (mark[0], "", "") and text.startswith(part.core, start):
+            before, whole, replaced = 0, len(part.core), 1  # most parts
+        elif same and (size := _size(text, marked, start, place, part, end)):
+            before, whole, replaced = size
+        else:
             raise _changed(parts, found, text, end)
-        found.append(place)
-        end = place.end
-    if text[end:] != marked[end:]:
+        found.append(Occurrence(part, start - before, start + whole))
+        end, known = start + whole, place + replaced
+    if text[end:] != marked[known:]:
         raise _changed(parts, found, text, end)
     return found
 
 
+def _size(
+    text: str, marked: str, start: int, mark: int, part: Part, floor: int
+) -> tuple[int, int, int] | None:
+    """Return the characters before a part, from its start on, and in the marked text; or None."""
+    for escaped in (False, True):
+        _, _, _, core, masked, before, after = part
+        if escaped:
+            core, masked, before, after = map(_escape, part[3:])
+            if core == part.core:
+                return None
+        if (
+            text.startswith(core, start)
+            and marked.startswith(masked, mark)
+            and start - len(before) >= floor
+            and text.startswith(before, start - len(before))
+            and text.startswith(after, start + len(core))
+            and marked.startswith(after, mark + len(masked))
+        ):
+            return len(before), len(core) + len(after), len(masked) + len(after)
+    return None
+
+
 def _changed(parts: list[Part], found: list[Occurrence], text: str, place: int) -> Refusal:
-    """The refusal of a text that cannot be aligned after ``place``."""
+    """Return the refusal of a text that cannot be aligned after ``place``."""
     seen = {id(occurrence.part) for occurrence in found}
     part = next((part for part in parts if id(part) not in seen), None)
     where = "the messages" if part is None else f"messages[{part.message}] {part.where}"
@@ -304,43 +254,6 @@ def _changed(parts: list[Part], found: list[Occurrence], text: str, place: int) 
         f"characters are its own (after {text[max(place - 20, 0) : place + 20]!r})",
         "change the record, or set another tokenizer.chat_template",
     )
-
-
-def _locate_after(text: str, parts: list[Part], known: list[str | None]) -> list[Occurrence] | None:
-    """The places of ``parts`` in a text that is made of them and of texts of the template.
-
-    ``known`` has what the template writes before each part, and at the end. None if the text is
-    another one.
-    """
-    found = []
-    end = 0
-    for part, before in zip(parts, known[:-1], strict=True):
-        if before is None or not text.startswith(before, end):
-            return None
-        start, whole = end + len(before), part.before + part.core + part.after
-        if not text.startswith(whole, start):
-            whole = _escape(whole)
-            if not text.startswith(whole, start):
-                return None
-        end = start + len(whole)
-        found.append(Occurrence(part, start, end))
-    return found if text[end:] == known[-1] else None
-
-
-def _match(text: str, marked: str, start: int, part: Part, floor: int) -> Occurrence | None:
-    for escaped in (False, True):
-        core, marked_core, before, after = (
-            _escape(s) if escaped else s for s in (part.core, part.marked, part.before, part.after)
-        )
-        if escaped and core == part.core:
-            return None
-        end = start + len(core)
-        if not (text.startswith(core, start) and marked.startswith(marked_core, start)):
-            continue
-        first = start - len(before)
-        if first >= floor and text.startswith(before, first) and text.startswith(after, end):
-            return Occurrence(part, first, end + len(after))
-    return None
 
 
 def _escape(text: str) -> str:

@@ -1,78 +1,126 @@
-"""The checked options of tokenize_chat."""
+"""The options of tokenize_chat, and the tokenizer or processor that they are applied with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
 from typing import Any, Literal
 
 from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
+from torch_collate_kit._reprs import dataclass_repr
 from torch_collate_kit.vision.expansion import ImageProcessing, image_processing
 from torch_collate_kit.vision.images import image_files
 
-__all__ = ["ChatOptions", "Overflow", "TrainOn"]
-
-TrainOn = Literal["all", "last", "each"]
-Overflow = Literal["raise", "truncate", "drop"]
+__all__ = ["DEFAULT_OPTIONS", "ChatOptions", "ChatSetup"]
 
 
+@dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """The checked options of :func:`~torch_collate_kit.tokenize_chat`.
+    """Options of turning conversations into examples, checked once; immutable.
 
-    >>> ChatOptions(None, train_on="first")
-    Traceback (most recent call last):
-    ValueError: train_on must be one of 'all', 'last', 'each'; got 'first'
+    ``tokenize_chat``, ``tokenize_chat_dataset``, ``VisionLanguageCollator`` and ``audit`` accept
+    it. Columns of a record (``tools``, ``chat_template_kwargs``) override it.
+
+    Raises:
+        ValueError: an unknown choice; a ``max_length`` below 2; a ``chat_template`` among the
+            ``chat_template_kwargs``.
+        TypeError: a number that is not an int, a flag that is not a bool.
+
+    >>> ChatOptions(train_on="last", max_length=4096)
+    ChatOptions(train_on='last', max_length=4096)
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        processor: Any = None,
-        *,
-        train_on: str = "all",
-        max_length: int | None = None,
-        overflow: str = "raise",
-        allow_empty: bool = False,
-        tools: Sequence[Any] | str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        labels: bool = False,
-        pixels: bool = True,
-        image_root: Any = None,
-        max_pixels: int | None = None,
-    ) -> None:
-        checked_choice("train_on", train_on, ("all", "last", "each"))
-        checked_choice("overflow", overflow, ("raise", "truncate", "drop"))
-        if max_length is not None:
-            max_length = checked_int(
-                "max_length", max_length, minimum=2, hint="None means no limit"
+    train_on: Literal["all", "last", "each"] = "all"
+    """Trained turns: "all" assistant turns in one example; only the "last"; or "each" in the
+    context that the model sees at inference, in as few examples as the template allows."""
+    max_length: int | None = None
+    """The most tokens of an example; None for no limit."""
+    overflow: Literal["raise", "truncate", "drop"] | None = None
+    """Treatment of a longer example: "raise"; "truncate" keeps its first ``max_length`` tokens, so
+    that its last answer may have no end; "drop" skips it. None: "drop" for a whole dataset, which
+    one long chat must not end, and "raise" otherwise."""
+    allow_empty: bool = False
+    """Train answers without text and tool calls, which teach the model to say nothing. They are
+    refused by default."""
+    tools: Sequence[Any] | str | None = None
+    """Schemas of tools, for records without a column ``tools``."""
+    chat_template: str | None = None
+    """A template as text, or the name of one of the tokenizer's, in place of its default one. The
+    tokenizer is not changed."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """Variables for the template, such as ``{"enable_thinking": False}``."""
+    image_root: str | PathLike[str] | None = None
+    """The folder where relative paths of images start, and which no path may leave. None: the
+    working directory, and any path."""
+    max_pixels: int | None = None
+    """The most pixels of an image, checked before it is decoded; None for the limit of PIL."""
+    labels: bool = False
+    """Return ``labels`` (-100 where not trained) in place of ``loss_mask``. transformers.Trainer
+    and TRL keep them, and drop a ``loss_mask`` column by default."""
+    pixels: bool = True
+    """False reads only the sizes of image files: the same ids, and of the vision fields those that
+    planning needs."""
+
+    def __post_init__(self) -> None:
+        checked_choice("train_on", self.train_on, ("all", "last", "each"))
+        checked_choice("overflow", self.overflow, ("raise", "truncate", "drop", None))
+        if self.max_length is not None:
+            limit = checked_int(
+                "max_length", self.max_length, minimum=2, hint="None means no limit"
+            )
+            object.__setattr__(self, "max_length", limit)
+        for name in ("allow_empty", "labels", "pixels"):
+            checked_bool(name, getattr(self, name))
+        if "chat_template" in (self.chat_template_kwargs or {}):
+            raise ValueError(
+                "chat_template_kwargs has 'chat_template', which is an option of its own; pass "
+                "chat_template="
+            )
+
+    def __repr__(self) -> str:
+        return dataclass_repr(self)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables of every rendering, with ``chat_template`` if one is given."""
+        given = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        return {**(self.chat_template_kwargs or {}), **given}
+
+
+DEFAULT_OPTIONS = ChatOptions()
+
+
+class ChatSetup:
+    """Checked options with the tokenizer they are used with, and its processor if there is one."""
+
+    def __init__(self, tokenizer: Any, options: ChatOptions, *, overflow: str = "raise") -> None:
+        if not isinstance(options, ChatOptions):
+            raise TypeError(
+                f"options must be ChatOptions, got {type(options).__name__}; pass "
+                "ChatOptions(train_on='last')"
             )
         self.images: ImageProcessing | None = None
-        if processor is not None:
-            files = image_files(image_root, max_pixels)
-            self.images = image_processing(processor, files, checked_bool("pixels", pixels))
-            if tokenizer not in (None, processor.tokenizer):
-                raise ValueError(
-                    "tokenizer and processor are both given, and the processor has another "
-                    "tokenizer; pass the processor alone"
-                )
-            tokenizer = processor.tokenizer
-        elif (pixels, image_root, max_pixels) != (True, None, None):
-            raise ValueError("pixels, image_root and max_pixels need a processor; pass processor=")
+        if hasattr(tokenizer, "image_processor"):
+            files = image_files(options.image_root, options.max_pixels)
+            self.images = image_processing(tokenizer, files, options.pixels)
+            tokenizer = tokenizer.tokenizer
+        elif (options.pixels, options.image_root, options.max_pixels) != (True, None, None):
+            raise ValueError(
+                "pixels, image_root and max_pixels are for images, which a tokenizer alone does "
+                "not read; pass the processor in place of the tokenizer"
+            )
         if not hasattr(tokenizer, "get_chat_template"):
             raise TypeError(
-                f"tokenizer must be a tokenizer, got {type(tokenizer).__name__}; load it with "
-                "AutoTokenizer.from_pretrained, or pass a processor as processor="
+                f"tokenizer must be a tokenizer or processor, got {type(tokenizer).__name__}; load "
+                "it with AutoTokenizer.from_pretrained or AutoProcessor.from_pretrained"
             )
         self.tokenizer = tokenizer
-        self.train_on = train_on
-        self.max_length = max_length
-        self.overflow = overflow
-        self.allow_empty = checked_bool("allow_empty", allow_empty)
-        self.tools = tools
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        self.labels = checked_bool("labels", labels)
+        self.options = options
+        self.overflow = options.overflow or overflow
 
     def chat_template(self, asked: str | None, tools: Any) -> str | None:
-        """The template, or the name of one, that a record's ``asked`` and ``tools`` select.
+        """Return the template, or the name of one, that ``asked`` and ``tools`` select.
 
         None: the tokenizer decides. A processor's own templates come first.
         """

@@ -48,7 +48,7 @@ class PlainTurn:
     def _text(self, *roles: str, prompt: bool = False) -> str:
         messages = [{"role": role, "content": _TEXTS[role]} for role in roles]
         styles = [self._style.apply(message) for message in messages]
-        return self._template.render(styles, self._tools, prompt=prompt)[0]
+        return self._template.render(styles, self._tools, prompt=prompt)
 
     @cached_property
     def _asked(self) -> tuple[str, str]:
@@ -74,7 +74,7 @@ class PlainTurn:
 
     @cached_property
     def has_no_header(self) -> bool:
-        """Whether the answer follows the text of the question at once."""
+        """True where the answer follows the text of the question at once."""
         try:
             asked, before = self._asked[0], self._answered[0]
         except Refusal:
@@ -97,7 +97,7 @@ class PlainTurn:
         return begun[0] if begun else ""
 
     def lacks_header(self, prompt: str) -> bool:
-        """Whether a prompt has no header since its last message is not one that ends with it."""
+        """Return whether a prompt lacks the header, which only some messages end with."""
         return bool(self._lead) and self._lead not in prompt.rpartition(self.end or "")[2]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a chat template trains: small conversations with their trained tokens marked."""
+"""Small conversations with the tokens marked that a chat template trains."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_collate_kit._checks import needed_package
+from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.chat.tokenize import tokenize_chat
 from torch_collate_kit.errors import DataError
 
@@ -74,14 +75,14 @@ CASES: dict[str, list[dict[str, Any]]] = {
 
 
 class _Verdict(NamedTuple):
-    """Of one conversation and mode: the marked texts, or why there are none."""
+    """The marked texts of a conversation in one mode, or the refusal."""
 
     texts: list[str]
     refusal: str = ""
 
 
 def preview(name: str) -> str:
-    """What the template of ``name`` trains of small conversations, as text to print.
+    """Return small conversations with the tokens marked that a template trains, as text.
 
     >>> preview("no/such/file.jinja")
     Traceback (most recent call last):
@@ -105,7 +106,7 @@ def preview(name: str) -> str:
 
 
 def verdict_table(names: Sequence[str]) -> str:
-    """A Markdown table of templates x conversations.
+    """Return a Markdown table of templates x conversations.
 
     >>> print(verdict_table([]))  # doctest: +ELLIPSIS
     | template | one turn | system | two turns | ...
@@ -118,7 +119,7 @@ def verdict_table(names: Sequence[str]) -> str:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a folder or hub name, or one made up for a ``.jinja`` file."""
+    """Load the tokenizer of a folder or hub name, or make one up for a ``.jinja`` file."""
     transformers = needed_package("transformers", "the template command")
     if not name.endswith(".jinja"):
         try:
@@ -133,7 +134,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def byte_tokenizer(template: str) -> Any:
-    """A tokenizer with one token per byte, and one for each tag in the template.
+    """Make a tokenizer with one token per byte, and one for each tag in the template.
 
     >>> byte_tokenizer("<|end|>").tokenize("a<|end|>")
     ['a', '<|end|>']
@@ -154,7 +155,7 @@ def byte_tokenizer(template: str) -> Any:
 
 
 def _verdicts(tokenizer: Any, case: str) -> dict[str, _Verdict]:
-    """The verdict of each mode, the one that takes most at once first."""
+    """Return the verdict of each mode, the one that trains most at once first."""
     messages = CASES[case]
     tools = [_TOOL] if any("tool_calls" in message for message in messages) else None
     return {mode: _judge(tokenizer, messages, tools, mode) for mode in ("all", "each", "last")}
@@ -165,8 +166,9 @@ def _first_mode(verdicts: dict[str, _Verdict]) -> str | None:
 
 
 def _judge(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, mode: Any) -> _Verdict:
+    options = ChatOptions(train_on=mode, tools=tools)
     try:
-        found: Any = tokenize_chat({"messages": messages}, tokenizer, train_on=mode, tools=tools)
+        found = tokenize_chat({"messages": messages}, tokenizer, options)
     except DataError as error:
         return _Verdict([], str(error))
     examples = found if mode == "each" else [found]
@@ -176,7 +178,7 @@ def _judge(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, mode: Any
 
 
 def _marked(tokenizer: Any, example: dict[str, Any]) -> str:
-    """The text of an example, with brackets around the runs of trained tokens."""
+    """Return the text of an example, with brackets around the runs of trained tokens."""
     runs: list[tuple[int, list[int]]] = []
     for token, kept in zip(example["input_ids"], example["loss_mask"], strict=True):
         if not runs or runs[-1][0] != kept:
@@ -187,7 +189,7 @@ def _marked(tokenizer: Any, example: dict[str, Any]) -> str:
 
 
 def _cut(text: str) -> str:
-    """The text without its middle, if it is long."""
+    """Return the text without its middle, if it is long."""
     num_cut = len(text) - 2 * _SHOWN
     if num_cut <= _SHOWN:
         return text
@@ -195,12 +197,12 @@ def _cut(text: str) -> str:
 
 
 def _trains_no_call(case: str, mode: str) -> bool:
-    """Whether the call is context only: the last turn is the answer to its result."""
+    """Return whether the call is context only: the last turn is the answer to its result."""
     return mode == "last" and any("tool_calls" in message for message in CASES[case])
 
 
 def _cell(case: str, verdicts: dict[str, _Verdict]) -> str:
-    """The mode that accepts the conversation, or why it is refused."""
+    """Return the mode that accepts the conversation, or why it is refused."""
     mode = _first_mode(verdicts)
     if mode is None:
         return "refused: " + _short(verdicts["each"].refusal)
@@ -208,7 +210,7 @@ def _cell(case: str, verdicts: dict[str, _Verdict]) -> str:
 
 
 def _short(reason: str) -> str:
-    """The cause in a few words, for the table."""
+    """Return the cause in a few words, for the table."""
     for words, short in _SHORT.items():
         if words in reason:
             return short

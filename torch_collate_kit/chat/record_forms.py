@@ -1,4 +1,4 @@
-"""Where a record has its messages and images, in any of the forms in which people write them."""
+"""Messages and images of a record, in any of the forms in which people write them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_columns(example: Mapping[str, Any]) -> None:
 
 
 def find_texts(example: Mapping[str, Any]) -> tuple[str, str] | None:
-    """``prompt`` and ``completion`` if they are strings, which no template renders."""
+    """Return ``prompt`` and ``completion`` if they are strings, which no template renders."""
     if any(example.get(name) is not None for name in ("messages", "conversations")):
         return None
     prompt, completion = example.get("prompt"), example.get("completion")
@@ -83,7 +83,7 @@ def find_texts(example: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def find_messages(example: Mapping[str, Any]) -> tuple[list[Any], int]:
-    """The messages, and the index of the first that may be trained."""
+    """Return the messages, and the index of the first that may be trained."""
     if example.get("messages") is not None:
         return _checked_list(example["messages"], "`messages`"), 0
     if example.get("conversations") is not None:
@@ -170,14 +170,14 @@ def _alpaca_messages(example: Mapping[str, Any]) -> list[Any]:
 
 
 class ImageSource(NamedTuple):
-    """What errors call an image, and the image as the record has it."""
+    """An image as the record has it, with its name in errors."""
 
     where: str
     image: Any
 
 
 def num_images(messages: Sequence[Mapping[str, Any]]) -> int:
-    """How many image parts messages have."""
+    """Return the number of image parts in messages."""
     contents = (m["content"] for m in messages if isinstance(m.get("content"), list))
     return sum(_is_image(part) for content in contents for part in content)
 
@@ -185,7 +185,7 @@ def num_images(messages: Sequence[Mapping[str, Any]]) -> int:
 def read_images(
     messages: Sequence[dict[str, Any]], example: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], list[ImageSource]]:
-    """The messages with ``{"type": "image"}`` for each image, and the images in their order.
+    """Return messages with ``{"type": "image"}`` for each image, and the images in order.
 
     An image is in its part, or it is the next of the column ``images`` (or ``image``). Where there
     is such a column, ``<image>`` in a content that is a string is an image part, too.
@@ -219,7 +219,7 @@ def read_images(
 def _filled(
     found: list[ImageSource | None], column: str, given: list[Any] | None
 ) -> list[ImageSource]:
-    """The images, those of the column in their places."""
+    """Return all images in order, those of the column in their places."""
     missing = found.count(None)
     if missing != len(given or ()):
         raise DataError(
@@ -233,7 +233,7 @@ def _filled(
 
 
 def _column(example: Mapping[str, Any]) -> tuple[str, list[Any] | None]:
-    """The name of the column with images, and its images; None without a column."""
+    """Return the name of the column with images, and its images; None without a column."""
     for name in ("videos", "video", "audios", "audio"):
         if example.get(name) is not None and len(example[name]):
             raise DataError(f"`{name}` is given, but only images are processed; remove it")
@@ -259,7 +259,7 @@ def _is_image(part: Any) -> bool:
 
 
 def _is_media(part: Any) -> bool:
-    """An image, or what is refused: a video or audio."""
+    """Return whether a part is an image, or a video or audio, which is refused."""
     if not isinstance(part, Mapping):
         return False
     kind = part.get("type")
@@ -267,7 +267,7 @@ def _is_media(part: Any) -> bool:
 
 
 def _source(part: Mapping[str, Any], where: str) -> ImageSource | None:
-    """The image inside a part, None if it has none."""
+    """Return the image inside a part, None if it has none."""
     if not _is_image(part):
         raise DataError(f"{where} is of type {part['type']!r}, but only images are processed")
     given = [key for key in _KEYS if part.get(key) is not None]

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from torch_collate_kit._checks import respelt
 from torch_collate_kit.chat.content_parts import read_parts, text_of
-from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.options import ChatSetup
 from torch_collate_kit.chat.record_forms import ImageSource, find_messages, num_images, read_images
 from torch_collate_kit.errors import DataError
 
@@ -37,19 +38,19 @@ class Conversation:
     images: list[ImageSource] = field(default_factory=list)
     """One for each image part of ``messages``, in order."""
     placeholder: str = ""
-    """What the template writes for an image part; "" if it is not known."""
+    """The text that the template writes for an image part; "" if it is not known."""
 
 
-def read_record(example: Mapping[str, Any], options: ChatOptions, from_arrow: bool) -> Conversation:
-    """The conversation of ``example``, which is not changed.
+def read_record(example: Mapping[str, Any], setup: ChatSetup, from_arrow: bool) -> Conversation:
+    """Return the conversation of ``example``, which is not changed.
 
-    Columns of the record override ``options``. Arrow gives each struct the keys of all others, so
+    Columns of the record override the options. Arrow gives each struct the keys of all others, so
     ``from_arrow`` removes None from arguments, too. Images need a processor.
     """
     listed, first = find_messages(example)
     messages = [_read_message(m, f"messages[{i}]", from_arrow) for i, m in enumerate(listed)]
     images: list[ImageSource] = []
-    if options.images is not None:
+    if setup.images is not None:
         messages, images = read_images(messages, example)
     elif num_images(messages):
         raise DataError(
@@ -60,10 +61,12 @@ def read_record(example: Mapping[str, Any], options: ChatOptions, from_arrow: bo
     first += shift
     turns = _assistant_turns(messages)
     selected = [i for i in turns if i >= first and _is_selected(listed[i - shift], i)]
-    tools = _read_dicts(example.get("tools"), "`tools`") or _read_dicts(options.tools, "`tools`")
+    tools = _read_dicts(example.get("tools"), "`tools`") or _read_dicts(
+        setup.options.tools, "`tools`"
+    )
     own_kwargs = _read_dicts([example.get("chat_template_kwargs") or {}], "`chat_template_kwargs`")
-    kwargs = {**options.chat_template_kwargs, **own_kwargs[0]}
-    template = options.chat_template(kwargs.get("chat_template"), tools)
+    kwargs = {**setup.options.template_variables, **own_kwargs[0]}
+    template = setup.chat_template(kwargs.get("chat_template"), tools)
     return Conversation(
         messages=messages,
         has_assistant=bool(turns) and turns[-1] >= first,
@@ -72,12 +75,12 @@ def read_record(example: Mapping[str, Any], options: ChatOptions, from_arrow: bo
         documents=_read_dicts(example.get("documents"), "`documents`") or None,
         kwargs=kwargs if template is None else {**kwargs, "chat_template": template},
         images=images,
-        placeholder="" if options.images is None else options.images.placeholder,
+        placeholder="" if setup.images is None else setup.images.placeholder,
     )
 
 
 def _read_dicts(found: Any, what: str) -> list[dict[str, Any]]:
-    """A list of dicts, from dicts, JSON strings, or one JSON string of the whole list."""
+    """Return a list of dicts, from dicts, JSON strings, or one JSON string of the list."""
 
     def decode(value: Any) -> Any:
         try:
@@ -103,7 +106,7 @@ def _read_dicts(found: Any, what: str) -> list[dict[str, Any]]:
 
 
 def _with_system(messages: list[dict[str, Any]], system: Any) -> tuple[list[dict[str, Any]], int]:
-    """The messages with the ``system`` column in front, and by how many places they moved."""
+    """Return the messages after the ``system`` column, and the number of messages added."""
     if system is None or system == "":
         return messages, 0
     if not isinstance(system, str):
@@ -115,7 +118,7 @@ def _with_system(messages: list[dict[str, Any]], system: Any) -> tuple[list[dict
 
 
 def _assistant_turns(messages: list[dict[str, Any]]) -> list[int]:
-    """Indices of the assistant's messages. With none, an unknown role is an error."""
+    """Return the indices of the assistant's messages; without any, refuse unknown roles."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for i, message in enumerate(messages if not turns else ()):
         if message["role"] not in _ROLES:
@@ -128,7 +131,7 @@ def _assistant_turns(messages: list[dict[str, Any]]) -> list[int]:
 
 
 def _is_selected(message: Mapping[str, Any], turn: int) -> bool:
-    """Whether the message's own ``weight``, ``train`` or ``trainable`` lets it be trained."""
+    """Return whether ``weight``, ``train`` or ``trainable`` lets a message be trained."""
     values = {key: message[key] for key in _SELECTORS if message.get(key) is not None}
     for key, value in values.items():
         if value not in (0, 1):  # True is 1
@@ -186,29 +189,38 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
 
 
 def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
-    """A misspelt key would not be rendered, and the rest of the record trained as if it were all.
+    """Check that no text has a misspelt key: the rest would be trained as if it were all.
 
     Raises:
         DataError: a key in another spelling; a text under another name.
     """
-    for key in message:
-        name = respelt(str(key), _WRITTEN)
-        if name is not None and name not in message and message[key] is not None:
+    odd, others = _odd_keys(tuple(message))
+    for key, name in odd:
+        if message[key] is not None:
             raise DataError(
                 f"{where} has no {name}, but {key!r} looks like it; rename it to {name}, or remove "
                 "it"
             )
-    known = ("role", "name", "id", "tool_call_id", "function_call", *_SELECTORS)
-    others = [key for key in message if key not in known and message[key]]
-    if others and not any(name in message for name in _WRITTEN):
+    others = [key for key in others if message[key]]
+    if others:
         raise DataError(
             f"{where} has no `content`, only {', '.join(map(repr, others))} and its role; "
             "rename the key of its text to content"
         )
 
 
+@lru_cache(maxsize=4096)
+def _odd_keys(keys: tuple[Any, ...]) -> tuple[list[tuple[Any, str]], list[Any]]:
+    """Return keys that look like the name of a text, and without such a name all unknown ones."""
+    names = ((key, respelt(str(key), _WRITTEN)) for key in keys)
+    odd = [(key, name) for key, name in names if name is not None and name not in keys]
+    known = ("role", "name", "id", "tool_call_id", "function_call", *_SELECTORS)
+    has_text = any(name in keys for name in _WRITTEN)
+    return odd, [] if has_text else [key for key in keys if key not in known]
+
+
 def _read_call(call: Mapping[str, Any], where: str, from_arrow: bool) -> dict[str, Any]:
-    """The call as ``{"type": "function", "function": {"name", "arguments"}}`` and its id."""
+    """Return ``{"type": "function", "function": {"name", "arguments"}}`` and the call's id."""
     function = call.get("function") or call
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(
@@ -229,7 +241,7 @@ def _read_call(call: Mapping[str, Any], where: str, from_arrow: bool) -> dict[st
 
 
 def _drop_none(value: Any) -> Any:
-    """A copy without keys that are None: Arrow gives each struct the keys of all others."""
+    """Return a copy without None: Arrow gives each struct the keys of all others."""
     if isinstance(value, Mapping):
         return {key: _drop_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):

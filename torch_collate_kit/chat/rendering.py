@@ -85,37 +85,36 @@ class Rendering:
         switch: Mapping[str, Any] | None = None,
         then: Messages | None = None,
     ) -> str:
-        """The text of the first ``count`` messages, and of what is asked for after them."""
+        """Return the text of the first ``count`` messages, and of what is asked for after them."""
         if count == len(self.messages) and not prompt and not then:
             return self.text
-        text, _ = self.template.render(
+        return self.template.render(
             self.messages[:count] + (then or []),
             self.conversation.tools,
             self.conversation.documents,
             prompt=prompt,
             switch=switch,
         )
-        return text
 
     @cached_property
     def own(self) -> dict[int, list[int]]:
         """For each message, where in ``occurrences`` its parts stand for the first time."""
         seen: set[int] = set()
         found: dict[int, list[int]] = {}
-        for i, occurrence in enumerate(self.occurrences):
-            if id(occurrence.part) not in seen:
-                seen.add(id(occurrence.part))
-                found.setdefault(occurrence.part.message, []).append(i)
+        for i, (part, _, _) in enumerate(self.occurrences):
+            if id(part) not in seen:
+                seen.add(id(part))
+                found.setdefault(part.message, []).append(i)
         return found
 
     @cached_property
     def times(self) -> Counter[int]:
-        """How often each part is in the text, by the id of the part."""
+        """The number of times each part is in the text, by the id of the part."""
         return Counter(id(occurrence.part) for occurrence in self.occurrences)
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the text has every part once, in the order of ``parts``."""
+        """True if the text has every part once, in the order of ``parts``."""
         return [occurrence.part for occurrence in self.occurrences] == self.parts
 
     @cached_property
@@ -134,19 +133,19 @@ class Rendering:
         return start, self.occurrences[after].start if more else len(self.text)
 
     def problem(self, turn: int) -> str | None:
-        """What of message ``turn`` is not in the text as the model would write it."""
+        """Return which part of a message is not in the text as the model would write it."""
         if not self.in_order and (problem := self._misplaced(turn)):
             return problem
-        calls = self.messages[turn].get("tool_calls", ())
-        start, end = self.region(turn) if calls else (0, 0)
-        for call in calls:
-            changed = changed_arguments(call["function"]["arguments"], self.text[start:end])
-            if changed:
-                return f"messages[{turn}]: the chat template {changed}"
+        for call in self.messages[turn].get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            if isinstance(arguments, Mapping):
+                start, end = self.region(turn)
+                if changed := changed_arguments(arguments, self.text[start:end]):
+                    return f"messages[{turn}]: the chat template {changed}"
         return None
 
     def _misplaced(self, turn: int) -> str | None:
-        """Which part of message ``turn`` is missing, in pieces, or in the text twice."""
+        """Return which part of a message is missing, in pieces, or in the text twice."""
         for part in self.missing:
             if part.message == turn:
                 return f"messages[{turn}]: the chat template drops its {part.where}"
@@ -163,7 +162,7 @@ class Rendering:
 def render_conversation(
     template: ChatTemplate, conversation: Conversation, trained: list[int]
 ) -> Rendering:
-    """The messages up to the last turn in ``trained``, in the first style in which all arrives.
+    """Render the messages up to the last trained turn, in the first style that shows all.
 
     Thinking and text of turns that are not trained may be dropped, as they are at inference.
     """
@@ -178,7 +177,7 @@ def render_conversation(
 
 
 def _named(refusal: Refusal, messages: Messages) -> Refusal:
-    """The refusal with the part that is no text, if it may be the cause."""
+    """Return the refusal with the part that is no text, if it may be the cause."""
     for i, message in enumerate(messages):
         may_be = not refusal.rendered or f"messages[{i}]" in refusal.reason
         for name, _ in other_parts(message["content"]) if may_be else ():
@@ -189,7 +188,9 @@ def _named(refusal: Refusal, messages: Messages) -> Refusal:
 
 
 def _styles(template: ChatTemplate, conversation: Conversation, count: int) -> Iterator[Style]:
-    """The styles that make a difference, the one that suits the template first."""
+    """Yield the styles that make a difference, the one that suits the template first."""
+    preferred = preferred_style(template, conversation.tools)
+    yield preferred
     calls = [message for message in conversation.messages[:count] if "tool_calls" in message]
     differs = {
         "content": True,
@@ -197,8 +198,6 @@ def _styles(template: ChatTemplate, conversation: Conversation, count: int) -> I
         "arguments": bool(calls),
         "thinking": any("reasoning_content" in m for m in conversation.messages[:count]),
     }
-    preferred = preferred_style(template, conversation.tools)
-    yield preferred
     for name, forms in FORMS.items():
         for form in forms:
             if differs[name] and form != getattr(preferred, name):
@@ -206,7 +205,7 @@ def _styles(template: ChatTemplate, conversation: Conversation, count: int) -> I
 
 
 def preferred_style(template: ChatTemplate, tools: list[dict[str, Any]] | None) -> Style:
-    """The style that suits the template, which is found once with and once without tools."""
+    """Return the style that suits the template, found once with and once without tools."""
     has_tools = tools is not None
     if has_tools not in template.preferred:
         template.preferred[has_tools] = _first_style(template, tools)
@@ -226,7 +225,7 @@ def _first_style(template: ChatTemplate, tools: list[dict[str, Any]] | None) -> 
 
 
 def _takes(template: ChatTemplate, messages: Messages, tools: Any, style: Style) -> bool:
-    """Whether the second message is written whole in this style."""
+    """Return whether the second message is written whole in this style."""
     try:
         _render(template, Conversation(messages, tools=tools), [1], style)
     except Refusal:
@@ -238,7 +237,7 @@ def _render(
     template: ChatTemplate, conversation: Conversation, trained: list[int], style: Style
 ) -> Rendering:
     messages = [style.apply(message) for message in conversation.messages[: trained[-1] + 1]]
-    text, tagged = template.render(messages, conversation.tools, conversation.documents)
+    text, tagged = template.render_tagged(messages, conversation.tools, conversation.documents)
     if has_marks(text):
         raise Refusal(
             "a message has one of the private-use characters U+100000 to U+10FFFD",
@@ -246,17 +245,17 @@ def _render(
         )
     if conversation.placeholder:
         _check_images(text, messages, conversation.placeholder)
-    parts, occurrences = locate_parts(template, conversation, messages, style, text)
+    parts, occurrences = locate_parts(template, conversation, messages, text)
     rendering = Rendering(template, conversation, messages, style, text, tagged, parts, occurrences)
     _check_context(rendering, set(trained))
     _check_parts(rendering)
     for turn in trained:
         if problem := rendering.problem(turn):
             raise Refusal(problem, _CHANGE_TEMPLATE)
-    for i, message in enumerate(rendering.messages):
+    for i, message in enumerate(messages if "None" in text else ()):
         if message.get("content", "") is None:
             start, end = rendering.region(i)
-            if "None" in rendering.text[start:end]:
+            if "None" in text[start:end]:
                 raise Refusal(f"the chat template prints None as the content of messages[{i}]")
     return rendering
 
@@ -281,7 +280,9 @@ def _check_images(text: str, messages: Messages, placeholder: str) -> None:
 def _check_parts(rendering: Rendering) -> None:
     """Refuse a text that lacks a part that is no text, such as the pages of a document."""
     for i, message in enumerate(rendering.messages):
-        for name, part in other_parts(message.get("content")):
+        if not isinstance(message.get("content"), list):
+            continue
+        for name, part in other_parts(message["content"]):
             start, end = rendering.region(i)
             text = rendering.text[start:end]
             if lost_part(part, text):
@@ -299,15 +300,12 @@ def _check_context(rendering: Rendering, trained: set[int]) -> None:
         if part.message not in trained and not may_miss:
             where = part.where if part.message < 0 else f"messages[{part.message}] {part.where}"
             raise Refusal(f"the chat template drops {where}", _CHANGE_TEMPLATE)
-    for occurrence in rendering.occurrences:
-        part = occurrence.part
-        message = rendering.messages[part.message]
-        if part.kind in _WRITTEN_KINDS and isinstance(message.get("content"), list):
-            before = rendering.text[max(occurrence.start - 16, 0) : occurrence.start]
-            if _PRINTED_PART.search(before):
+    has_parts = [isinstance(message.get("content"), list) for message in rendering.messages]
+    for part, start, end in rendering.occurrences:
+        if part.kind in _WRITTEN_KINDS and has_parts[part.message]:
+            if _PRINTED_PART.search(rendering.text[max(start - 16, 0) : start]):
                 raise Refusal(_AS_LIST.format(part.message), "give the content as a string")
-        if part.kind == "argument":
-            start, end = occurrence.start, occurrence.end
+        elif part.kind == "argument":
             around = rendering.text[start - 1 : start] + rendering.text[end : end + 1]
             if around in ("{}", '""') and decoded_arguments(part.core) is not None:
                 raise Refusal(

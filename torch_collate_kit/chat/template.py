@@ -49,7 +49,7 @@ _TEMPLATES: WeakKeyDictionary[Any, dict[Any, ChatTemplate]] = WeakKeyDictionary(
 
 
 class Refusal(DataError):
-    """Why a conversation is not trained, and the way out, which may get a better one."""
+    """The reason why a conversation is not trained, and the way out."""
 
     def __init__(
         self, reason: str, way_out: str = "change the record", *, rendered: bool = True
@@ -62,14 +62,15 @@ class Refusal(DataError):
 class ChatTemplate:
     """A template as the tokenizer renders it.
 
-    ``preferred``, ``plain_turn``, ``known_texts`` and ``known_turns`` are found out when they are
-    needed, once: the style in which :mod:`~torch_collate_kit.chat.rendering` gives it messages,
-    what is around a plain answer, and where texts and :mod:`~torch_collate_kit.chat.turns` are.
+    ``preferred``, ``plain_turn``, ``known_copies`` and ``known_turns`` are found out once, when
+    they are needed: the style in which :mod:`~torch_collate_kit.chat.rendering` gives it messages,
+    what is around a plain answer, renderings of marked messages, and where
+    :mod:`~torch_collate_kit.chat.turns` begin and end.
     """
 
     @classmethod
     def of(cls, tokenizer: Any, kwargs: Mapping[str, Any], tools: Any) -> ChatTemplate:
-        """The template that renders with ``kwargs``; the same object for the same settings."""
+        """Return the template for ``kwargs``; the same object for the same settings."""
         needed_package("transformers", "tokenize_chat")
         if not getattr(tokenizer, "chat_template", None) and not kwargs.get("chat_template"):
             raise ValueError(
@@ -96,8 +97,8 @@ class ChatTemplate:
         self.source = source
         self.code = _COMMENT.sub("", source)
         self.has_generation_tags = _GENERATION_TAG.search(self.code) is not None
+        self.known_copies: dict[str, str] = {}
         self.known_turns: dict[Any, tuple[int, str]] = {}
-        self.known_texts: dict[Any, str] = {}
         self.preferred: dict[bool, Style] = {}
         self.plain_turn: Any = None
         self.tags = _tags_of(source)
@@ -122,11 +123,21 @@ class ChatTemplate:
         *,
         prompt: bool = False,
         switch: Mapping[str, Any] | None = None,
-    ) -> tuple[str, Spans | None]:
-        """The text, and the spans in it that are inside generation tags (None without tags).
+    ) -> str:
+        """Return the text; ``switch`` holds variables that the caller has not set."""
+        variables = {"add_generation_prompt": prompt, **(switch or {})}
+        return self._render(messages, tools, documents, variables, tags=False)[0]
 
-        ``switch`` holds variables that the caller has not set.
-        """
+    def render_tagged(
+        self, messages: Messages, tools: Any, documents: Any
+    ) -> tuple[str, Spans | None]:
+        """Return the text, and the spans in it inside generation tags (None without tags)."""
+        text, spans = self._render(messages, tools, documents, {}, tags=self.has_generation_tags)
+        return text, spans if self.has_generation_tags else None
+
+    def _render(
+        self, messages: Messages, tools: Any, documents: Any, switch: dict[str, Any], *, tags: bool
+    ) -> tuple[str, Spans]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with self._explained(messages):
@@ -135,13 +146,12 @@ class ChatTemplate:
                 tools=tools,
                 documents=documents,
                 chat_template=self.source,
-                add_generation_prompt=prompt,
-                return_assistant_tokens_mask=self.has_generation_tags,
+                return_assistant_tokens_mask=tags,
                 **self._variables,
-                **(switch or {}),
+                **switch,
             )
         text = texts[0]
-        spans = tagged[0] if self.has_generation_tags else None
+        spans = tagged[0] if tags else []
         if _REPEATED_KEY in text:
             if any(map(_has_own_mark, (messages, tools, documents))):
                 raise Refusal(
@@ -149,11 +159,10 @@ class ChatTemplate:
                     "keys",
                     "replace or remove it",
                 )
-            if spans is not None:
-                spans = [
-                    (a - text.count(_REPEATED_KEY, 0, a), b - text.count(_REPEATED_KEY, 0, b))
-                    for a, b in spans
-                ]
+            spans = [
+                (a - text.count(_REPEATED_KEY, 0, a), b - text.count(_REPEATED_KEY, 0, b))
+                for a, b in spans
+            ]
             text = text.replace(_REPEATED_KEY, "")
         return text, spans
 
@@ -183,7 +192,7 @@ def _not_rendered(messages: Messages, reason: str, *, rendered: bool = False) ->
 
 
 def _tags_of(template: str) -> re.Pattern[str]:
-    """What looks like a tag in the source of a template, as a group to split texts by."""
+    """Return a pattern of the tags in a template's source, as a group to split texts by."""
     tags = sorted(set(_TAG.findall(template)), key=len, reverse=True)
     return re.compile("(" + ("|".join(map(re.escape, tags)) or "(?!)") + ")")
 
@@ -198,7 +207,7 @@ FORMS = {
 
 
 class Style(NamedTuple):
-    """How texts, empty contents beside calls, arguments and thinking are given: a form of each."""
+    """The forms in which texts, empty contents, arguments and thinking are given."""
 
     content: str = "text"
     empty: str = "given"
@@ -206,7 +215,7 @@ class Style(NamedTuple):
     thinking: str = "key"
 
     def apply(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message in this form. What it says is the same."""
+        """Return the message in this form; its meaning stays the same."""
         if self.thinking == "part" and message.get("reasoning_content"):
             message = _with_thinking_part(message)
         content = message["content"]
@@ -237,7 +246,7 @@ class Style(NamedTuple):
 
 
 def _with_thinking_part(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its thinking as the first part of its content."""
+    """Return the message with its thinking as the first part of its content."""
     content = message["content"] or []
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     thinking = {"type": "thinking", "thinking": message["reasoning_content"]}
@@ -246,7 +255,7 @@ def _with_thinking_part(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def decoded_arguments(arguments: str) -> dict[str, Any] | None:
-    """The mapping that a JSON string holds, repeated keys included."""
+    """Return the mapping in a JSON string, repeated keys included; None if there is none."""
     try:
         found = json.loads(arguments, object_pairs_hook=_with_repeated_keys)
     except ValueError:
@@ -264,7 +273,7 @@ def _with_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _has_own_mark(value: Any) -> bool:
-    """Whether a text has the mark of repeated keys, which then was not put there by this module."""
+    """Return whether a text has the mark of repeated keys that this module did not write."""
     if isinstance(value, str):
         return _REPEATED_KEY in value
     if isinstance(value, Mapping):
@@ -275,7 +284,7 @@ def _has_own_mark(value: Any) -> bool:
 
 
 def changed_arguments(arguments: Any, text: str) -> str | None:
-    """What happened to arguments that are a mapping; strings in it were found by their marks."""
+    """Return how a mapping of arguments was changed; its strings were found by their marks."""
     if not isinstance(arguments, Mapping) or not arguments:
         return None
     if json.dumps(arguments, ensure_ascii=False).replace(_REPEATED_KEY, "") in text:

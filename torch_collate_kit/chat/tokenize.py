@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.chat.examples import TextExample, text_examples
-from torch_collate_kit.chat.options import ChatOptions, Overflow, TrainOn
+from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.vision.expansion import ImageProcessing
 from torch_collate_kit.vision.families import num_kept
@@ -20,98 +19,33 @@ if TYPE_CHECKING:
 
 __all__ = ["tokenize_chat", "tokenize_records"]
 
+_TOO_DEEP = "the record is nested too deeply to be read; flatten it, or give arguments as text"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-@overload
 def tokenize_chat(
-    example: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    processor: ProcessorMixin | None = None,
-    train_on: Literal["all", "last"] = "all",
-    max_length: int | None = None,
-    overflow: Overflow = "raise",
-    allow_empty: bool = False,
-    tools: Sequence[Any] | str | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    labels: bool = False,
-    pixels: bool = True,
-    image_root: str | PathLike[str] | None = None,
-    max_pixels: int | None = None,
-) -> dict[str, Any]: ...
-
-
-@overload
-def tokenize_chat(
-    example: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    processor: ProcessorMixin | None = None,
-    train_on: Literal["each"],
-    max_length: int | None = None,
-    overflow: Overflow = "raise",
-    allow_empty: bool = False,
-    tools: Sequence[Any] | str | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    labels: bool = False,
-    pixels: bool = True,
-    image_root: str | PathLike[str] | None = None,
-    max_pixels: int | None = None,
-) -> list[dict[str, Any]]: ...
-
-
-def tokenize_chat(
-    example: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    processor: ProcessorMixin | None = None,
-    train_on: TrainOn = "all",
-    max_length: int | None = None,
-    overflow: Overflow = "raise",
-    allow_empty: bool = False,
-    tools: Sequence[Any] | str | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    labels: bool = False,
-    pixels: bool = True,
-    image_root: str | PathLike[str] | None = None,
-    max_pixels: int | None = None,
-) -> dict[str, Any] | list[dict[str, Any]]:
+    record: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
+    options: ChatOptions = DEFAULT_OPTIONS,
+) -> Any:
     """Tokenize one record and mark the tokens that the assistant writes.
 
     Args:
-        example: a mapping, which is not changed. Columns that are missing or None are ignored. The
+        record: a mapping, which is not changed. Columns that are missing or None are ignored. The
             first of these forms is read: ``messages``; ``conversations`` (ShareGPT); ``prompt`` and
             ``completion``; ``instruction``, ``input`` and ``output`` (Alpaca). The columns
             ``system``, ``tools``, ``documents`` and ``chat_template_kwargs`` belong to the record,
-            and override the arguments. See docs/chat.md.
-        tokenizer: a transformers tokenizer with a chat template.
-        processor: a transformers processor in place of the tokenizer, for records with images. See
-            docs/vision.md for the forms of images.
-        train_on: "all" assistant turns in one example; only the "last"; or "each" in the context
-            that the model sees at inference, in as few examples as the template allows.
-        max_length: the most tokens of an example; None means no limit.
-        overflow: what becomes of a longer one: "raise"; "truncate" keeps its first ``max_length``
-            tokens, so that its last answer may have no end; "drop" returns empty lists.
-        allow_empty: train answers without text and tool calls, too: the model learns to say
-            nothing. They are refused by default.
-        tools: schemas for records without ``tools``.
-        chat_template_kwargs: variables for the template.
-        labels: return ``labels`` (list of int, -100 where not trained) instead of ``loss_mask``.
-            transformers.Trainer and TRL keep them, and drop a ``loss_mask`` column by default.
-        pixels: False reads the sizes of image files alone. The result has the same ids, and of the
-            vision fields those that planning needs.
-        image_root: the folder where relative paths of images start, and which no path may leave.
-            None: the working directory, and any path.
-        max_pixels: the most that an image may have, checked before it is decoded; None: the limit
-            of PIL.
+            and override the options. See docs/chat.md.
+        tokenizer: a transformers tokenizer with a chat template; or a processor, for records with
+            images. See docs/vision.md for the forms of images.
+        options: :class:`ChatOptions`: which turns are trained, how long an example may be, ...
 
-    Returns ``input_ids`` (list of int), ``loss_mask`` (0/1, same length), ``num_cut_tokens``
-    (removed by ``max_length``) and ``skip_reason``. That is "", or with empty lists
-    "no_assistant_turn", "no_trained_tokens" (the template or the record's weights select none),
-    "too_long", or "nothing_left_after_truncation". The first token does not count as trained,
-    because nothing predicts it. With ``train_on="each"`` a list of such dicts, at least one. If
-    there are images, also the processor's vision fields, as NumPy arrays without padding.
+    Returns a dict with ``input_ids`` (list of int), ``loss_mask`` (0/1, same length),
+    ``num_cut_tokens`` (removed by ``max_length``) and ``skip_reason``. That is "", or with empty
+    lists "no_assistant_turn", "no_trained_tokens" (the template or the record's weights select
+    none), "too_long", or "nothing_left_after_truncation". The first token does not count as
+    trained, because nothing predicts it. With ``train_on="each"`` a list of such dicts, at least
+    one. If there are images, also the processor's vision fields, as NumPy arrays without padding.
 
     Raises:
         DataError: the record has another form, is preference data, has an empty answer, or is too
@@ -120,68 +54,50 @@ def tokenize_chat(
             that of inference; or an image is missing, left over or not readable. The message names
             the message or image, the cause and a way out.
         ValueError: a wrong option, no chat template, or one that is not valid Jinja.
-        TypeError: not a mapping, not a tokenizer, or a ``max_length`` that is not an integer.
+        TypeError: not a mapping, not a tokenizer, or options that are no ``ChatOptions``.
         ImportError: transformers is not installed, or Pillow where there are images.
 
-    >>> from tokenizers import Tokenizer, models, pre_tokenizers
-    >>> from transformers import PreTrainedTokenizerFast
-    >>> vocab = {"?": 0, "user": 1, "assistant": 2, "1+1": 3, "2": 4, "<end>": 5}
-    >>> words = Tokenizer(models.WordLevel(vocab, unk_token="?"))
-    >>> words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
-    >>> tokenizer.chat_template = (
-    ...     "{% for m in messages %}{{ m.role + ' ' + m.content + ' <end> ' }}{% endfor %}"
-    ...     "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+    >>> from torch_collate_kit.chat.preview import byte_tokenizer  # a stand-in for AutoTokenizer
+    >>> tokenizer = byte_tokenizer(
+    ...     "{% for m in messages %}{{ m.role[0] + m.content }}<end>{% endfor %}"
+    ...     "{% if add_generation_prompt %}a{% endif %}"
     ... )
-    >>> tokenize_chat({"instruction": "1+1", "output": "2"}, tokenizer)
-    {'input_ids': [1, 3, 5, 2, 4, 5], 'loss_mask': [0, 0, 0, 0, 1, 1], 'num_cut_tokens': 0,
-    'skip_reason': ''}
+    >>> example = tokenize_chat({"instruction": "1+1", "output": "2"}, tokenizer)
+    >>> [tokenizer.decode([token]) for token in example["input_ids"]]
+    ['u', '1', '+', '1', '<end>', 'a', '2', '<end>']
+    >>> example["loss_mask"], example["skip_reason"]
+    ([0, 0, 0, 0, 0, 0, 1, 1], '')
     """
-    options = ChatOptions(
-        tokenizer,
-        processor,
-        train_on=train_on,
-        max_length=max_length,
-        overflow=overflow,
-        allow_empty=allow_empty,
-        tools=tools,
-        chat_template_kwargs=chat_template_kwargs,
-        labels=labels,
-        pixels=pixels,
-        image_root=image_root,
-        max_pixels=max_pixels,
-    )
-    [results] = tokenize_records([example], options, from_arrow=False)
+    [results] = tokenize_records([record], ChatSetup(tokenizer, options), from_arrow=False)
     if isinstance(results, DataError):
         raise results
-    return results if train_on == "each" else results[0]
+    return results if options.train_on == "each" else results[0]
 
 
 def tokenize_records(
-    records: Iterable[Any], options: ChatOptions, *, from_arrow: bool
+    records: Iterable[Any], setup: ChatSetup, *, from_arrow: bool
 ) -> list[list[dict[str, Any]] | DataError]:
-    """The results of each record, or why it is refused. All texts are tokenized in one call."""
+    """Return each record's results, or its refusal. All texts are tokenized in one call."""
     found: list[list[TextExample] | str | DataError] = []
     for record in records:
         try:
-            found.append(_read(record, options, from_arrow))
+            found.append(_read(record, setup, from_arrow))
         except DataError as error:
             found.append(error)
         except RecursionError:
-            deep = "the record is nested too deep for Python; give what is inside as a JSON string"
-            found.append(DataError(deep))
+            found.append(DataError(_TOO_DEEP))
     texts = [entry.text for entries in found if isinstance(entries, list) for entry in entries]
-    tokenized = iter(_encode(options.tokenizer, texts))
+    tokenized = iter(_encode(setup.tokenizer, texts))
     results: list[list[dict[str, Any]] | DataError] = []
     for entries in found:
         if isinstance(entries, DataError):
             results.append(entries)
         elif isinstance(entries, str):
-            results.append([_result(options.labels, skip_reason=entries)])
+            results.append([_result(setup, skip_reason=entries)])
         else:
             pairs = [(entry, next(tokenized)) for entry in entries]
             try:
-                rows = [_tokenized(*pair, options) for pair in pairs]
+                rows = [_tokenized(*pair, setup) for pair in pairs]
             except DataError as error:  # too long
                 results.append(error)
                 continue
@@ -189,19 +105,14 @@ def tokenize_records(
     return results
 
 
-def _read(record: Any, options: ChatOptions, from_arrow: bool) -> list[TextExample] | str:
-    """The texts of a record, or the reason why it has none."""
+def _read(record: Any, setup: ChatSetup, from_arrow: bool) -> list[TextExample] | str:
+    """Return the texts of a record, or the reason why it has none."""
     if not isinstance(record, Mapping):
         raise TypeError(
             f"a record is a mapping with `messages`, got {type(record).__name__}; wrap a list of "
             "messages as {'messages': ...}, and pass a dataset to tokenize_chat_dataset"
         )
-    try:
-        examples = text_examples(record, options, from_arrow)
-    except RecursionError:
-        raise DataError(
-            "the record is nested too deeply to be read; flatten it, or give arguments as text"
-        ) from None
+    examples = text_examples(record, setup, from_arrow)
     if isinstance(examples, str):
         return examples
     for example in examples:
@@ -211,20 +122,20 @@ def _read(record: Any, options: ChatOptions, from_arrow: bool) -> list[TextExamp
                 f"the text has U+{ord(half[0]):04X}, half of a character cut in two, which no "
                 "tokenizer reads; replace or remove it"
             )
-    if options.images is None:
+    if setup.images is None:
         return examples
-    return [_expanded(example, options.images) for example in examples]
+    return [_expanded(example, setup.images) for example in examples]
 
 
 def _expanded(example: TextExample, processing: ImageProcessing) -> TextExample:
-    """The example with all placeholders of its images in the text."""
+    """Return the example with all placeholders of its images in the text."""
     images = processing.expand(example.text, example.images)
     spans = [(images.moved(start), images.moved(end)) for start, end in example.spans]
     return example._replace(text=images.text, spans=spans, expansion=images)
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[tuple[list[int], Any]]:
-    """For each text its ids, and its Encoding if the tokenizer is a fast one."""
+    """Return the ids of each text, and its Encoding if the tokenizer is a fast one."""
     if not texts:
         return []
     # The template writes the special tokens itself: adding them would repeat the BOS.
@@ -240,22 +151,22 @@ def _encode(tokenizer: Any, texts: list[str]) -> list[tuple[list[int], Any]]:
 
 
 def _tokenized(
-    example: TextExample, tokens: tuple[list[int], Any], options: ChatOptions
+    example: TextExample, tokens: tuple[list[int], Any], setup: ChatSetup
 ) -> dict[str, Any]:
     input_ids, encoding = tokens
     images = example.expansion
-    loss_mask = _loss_mask(example, tokens, options)
+    loss_mask = _loss_mask(example, tokens, setup.tokenizer)
     length = len(input_ids)
     places: list[tuple[int, int]] = []
     if images is not None and images.images:
         places = [_tokens_of(encoding, *span) for span in images.images]
         for first, stop in places:
             loss_mask[first:stop] = [0] * (stop - first)
-    if not any(loss_mask[1:]):
-        return _result(options.labels, skip_reason="no_trained_tokens")
-    kept = _num_kept_tokens(length, options)
+    if 1 not in loss_mask[1:]:
+        return _result(setup, skip_reason="no_trained_tokens")
+    kept = _num_kept_tokens(length, setup)
     if kept == 0:
-        return _result(options.labels, skip_reason="too_long")
+        return _result(setup, skip_reason="too_long")
     fields: dict[str, Any] = {}
     if images is not None and places:
         num_images = sum(stop <= kept for _, stop in places)
@@ -263,28 +174,28 @@ def _tokenized(
         if num_images < len(places):  # an image is left out as a whole, and what comes after it
             kept = min(kept, places[num_images][0])
         fields = images.first(num_images)
-    if not any(loss_mask[1:kept]):
-        return _result(options.labels, skip_reason="nothing_left_after_truncation")
-    return {**_result(options.labels, input_ids[:kept], loss_mask[:kept], length - kept), **fields}
+    if kept < length:
+        input_ids, loss_mask = input_ids[:kept], loss_mask[:kept]
+        if 1 not in loss_mask[1:]:
+            return _result(setup, skip_reason="nothing_left_after_truncation")
+    return {**_result(setup, input_ids, loss_mask, length - kept), **fields}
 
 
-def _num_kept_tokens(length: int, options: ChatOptions) -> int:
-    """How many tokens ``max_length`` leaves of an example; 0 drops it."""
-    limit = options.max_length
+def _num_kept_tokens(length: int, setup: ChatSetup) -> int:
+    """Return the number of tokens that ``max_length`` leaves of an example; 0 drops it."""
+    limit = setup.options.max_length
     if limit is None or length <= limit:
         return length
-    if options.overflow == "raise":
+    if setup.overflow == "raise":
         raise DataError(
             f"the text has {length} tokens, more than max_length={limit}; raise max_length, "
             "shorten the record, or pass overflow='drop' or 'truncate'"
         )
-    return limit if options.overflow == "truncate" else 0
+    return limit if setup.overflow == "truncate" else 0
 
 
-def _loss_mask(
-    example: TextExample, tokens: tuple[list[int], Any], options: ChatOptions
-) -> list[int]:
-    """1 for the tokens of the spans that are trained."""
+def _loss_mask(example: TextExample, tokens: tuple[list[int], Any], tokenizer: Any) -> list[int]:
+    """Return 1 for the tokens of the spans that are trained, and 0 for others."""
     input_ids, encoding = tokens
     loss_mask = [0] * len(input_ids)
     for start, end in (span for span in example.spans if span[0] < span[1]):
@@ -292,25 +203,30 @@ def _loss_mask(
         if encoding is not None:
             first, stop = _tokens_of(encoding, start, end)
             straddles = first < stop and encoding.token_to_chars(first)[0] < start
-            if straddles and input_ids[first] in options.tokenizer.added_tokens_decoder:
+            if straddles and input_ids[first] in tokenizer.added_tokens_decoder:
                 first += 1  # a tag of the header that takes the white space after it
         else:
-            heads = _encode(options.tokenizer, [example.text[:start], example.text[:end]])
+            heads = _encode(tokenizer, [example.text[:start], example.text[:end]])
             first, stop = (_num_shared(input_ids, head) for head, _ in heads)
         loss_mask[first:stop] = [1] * (stop - first)
     return loss_mask
 
 
 def _tokens_of(encoding: Any, start: int, end: int) -> tuple[int, int]:
-    """The first token of a span of characters and the last + 1, those that cross its ends too.
+    """Return the first token of a span of characters and the last + 1, crossing ones included.
 
     The encoding is asked for a few tokens: a list of all offsets costs three times the ids.
     """
-    places = range(len(encoding))
-    return (
-        bisect_right(places, start, key=lambda i: encoding.token_to_chars(i)[1]),
-        bisect_left(places, end, key=lambda i: encoding.token_to_chars(i)[0]),
-    )
+    places, chars = range(len(encoding)), encoding.token_to_chars
+    first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
+    if first is None:  # a character that is in no token
+        first = bisect_right(places, start, key=lambda i: chars(i)[1])
+    if last is None:
+        return first, bisect_left(places, end, key=lambda i: chars(i)[0])
+    stop = last + 1
+    while stop < len(places) and chars(stop)[0] < end:  # tokens of the same character
+        stop += 1
+    return first, stop
 
 
 def _num_shared(input_ids: list[int], head: list[int]) -> int:
@@ -319,13 +235,13 @@ def _num_shared(input_ids: list[int], head: list[int]) -> int:
 
 
 def _result(
-    labels: bool,
+    setup: ChatSetup,
     ids: Sequence[int] = (),
     mask: Sequence[int] = (),
     cut: int = 0,
     skip_reason: str = "",
 ) -> dict[str, Any]:
-    if labels:  # another packer would train the first token, which nothing predicts
+    if setup.options.labels:  # another packer would train the first token, which nothing predicts
         trained = [i if kept else IGNORE_INDEX for i, kept in zip(ids, mask, strict=True)]
         target = {"labels": [IGNORE_INDEX, *trained[1:]] if trained else []}
     else:

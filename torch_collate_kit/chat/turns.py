@@ -1,4 +1,4 @@
-"""Which characters of a rendered turn the model writes: from the generation prompt to its end."""
+"""The characters of a rendered turn that the model writes: from its prompt to its end."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import itertools
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch_collate_kit.chat.locating import shape_of
+from torch_collate_kit.chat.content_parts import text_of
 from torch_collate_kit.chat.plain_turn import plain_turn
 from torch_collate_kit.chat.rendering import Rendering
 from torch_collate_kit.chat.template import Messages, Refusal, Spans, shared_prefix
@@ -21,8 +21,8 @@ _OPENING, _CLOSING = {"begin", "start", "open"}, {"end", "close"}
 
 
 def turn_spans(rendering: Rendering, turns: list[int]) -> Spans:
-    """First character and last + 1 of what the model writes in each of ``turns``."""
-    shapes = [shape_of(message) for message in rendering.messages]
+    """Return the first character and the last + 1 that the model writes in each turn."""
+    shapes = [_shape(message) for message in rendering.messages]
     for i, message in enumerate(rendering.messages):
         if tags := _tags_in(message.get("content"), rendering.template.tags):
             shapes[i] += tuple(tags)
@@ -55,8 +55,18 @@ def _turn_span(rendering: Rendering, turn: int, shapes: list[Any]) -> tuple[int,
     return first - width, last + len(tail)
 
 
+def _shape(message: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what of a message decides what a template writes around its texts."""
+    content = message.get("content")
+    types: tuple[Any, ...] = ()
+    if isinstance(content, list) and not isinstance(text_of(content), str):
+        types = tuple(part.get("type") if isinstance(part, Mapping) else None for part in content)
+    calls = len(message.get("tool_calls", ()))
+    return message["role"], bool(content), bool(message.get("reasoning_content")), calls, types
+
+
 def _tags_in(content: Any, tags: re.Pattern[str]) -> list[str] | None:
-    """The tags of the template that a content quotes, which it may look for (Qwen3: </think>)."""
+    """Return the tags that a content quotes: a template may look for them (Qwen3: </think>)."""
     if isinstance(content, list):
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     if not content or ("<" not in content and "[" not in content):
@@ -67,7 +77,7 @@ def _tags_in(content: Any, tags: re.Pattern[str]) -> list[str] | None:
 def _key(
     rendering: Rendering, turn: int, shapes: list[Any], first: int, last: int
 ) -> tuple[Any, ...] | None:
-    """What the prompt and the end of a turn depend on, so that they are not rendered for each one.
+    """Return all that a turn's prompt and end depend on, so that equal turns share them.
 
     That is the template's text around the turn, and the shapes of the messages around it. None if
     the template drops parts of the record, since what it drops may depend on anything.
@@ -84,14 +94,13 @@ def _key(
         frozenset(shapes[:asked]),
         frozenset(shapes[asked:turn]),
         frozenset(shapes[turn + 1 :]),
-        turn == 0,
         rendering.conversation.tools is None,
         rendering.conversation.documents is None,
     )
 
 
 def _start(rendering: Rendering, turn: int, first: int | None) -> int:
-    """Where the prompt ends that the model sees before it writes this turn."""
+    """Return the end of the prompt that the model sees before it writes this turn."""
     text, messages = rendering.text, rendering.messages
     plain = plain_turn(rendering.template)
     if turn == 0:  # no template renders an empty list: find what the prompt adds to this turn
@@ -168,7 +177,7 @@ def _other_prompt(rendering: Rendering, turn: int, prompt: str) -> Refusal:
 
 
 def _checked_end(rendering: Rendering, turn: int, start: int, last: int) -> int:
-    """The end of the token that ends the turn, which the template must not write before."""
+    """Return the end of the turn's last token, which may not stand inside the turn, too."""
     end = _end(rendering, turn, start, last)
     *inside, stop = rendering.template.added_token.finditer(rendering.text, start, end)
     spans = [rendering.occurrences[i][1:] for i in rendering.own.get(turn, ())]
@@ -183,7 +192,7 @@ def _checked_end(rendering: Rendering, turn: int, start: int, last: int) -> int:
 
 
 def _end(rendering: Rendering, turn: int, start: int, last: int) -> int:
-    """The end of the token that ends the turn."""
+    """Return the end of the token that ends the turn."""
     alone = rendering.render(turn + 1)
     end = _end_of_turn(rendering, turn, alone, start, last)
     known = alone.rstrip() if end is None else alone[:end]
@@ -197,7 +206,7 @@ def _end(rendering: Rendering, turn: int, start: int, last: int) -> int:
 
 
 def _end_of_turn(rendering: Rendering, turn: int, alone: str, start: int, last: int) -> int | None:
-    """The end of the token that ends the turn in ``alone``, a text that ends with this turn."""
+    """Return the end of the turn's last token in ``alone``, a text that ends with the turn."""
     template, plain = rendering.template, plain_turn(rendering.template)
     tail = list(template.added_token.finditer(alone, last))
     end = None
@@ -218,7 +227,7 @@ def _end_of_turn(rendering: Rendering, turn: int, alone: str, start: int, last: 
 
 
 def _end_after(rendering: Rendering, turn: int, known: str) -> int:
-    """The end of the token that follows ``known``: in the text, or before a next question."""
+    """Return the end of the token after ``known``: in the text, or before a next question."""
     template, messages = rendering.template, rendering.messages
     is_last = turn + 1 == len(messages)
     if is_last:
@@ -241,7 +250,7 @@ def _end_after(rendering: Rendering, turn: int, known: str) -> int:
 
 
 def _reply(rendering: Rendering, turn: int) -> Messages:
-    """What may follow a turn: results of its calls, or else a question."""
+    """Return messages that may follow a turn: results of its calls, or else a question."""
     results = [
         {
             "role": "tool",
@@ -256,7 +265,7 @@ def _reply(rendering: Rendering, turn: int) -> Messages:
 
 
 def _inside(spans: Spans) -> Callable[[int, int], bool]:
-    """Whether one of ``spans`` holds the characters from a start to an end."""
+    """Return whether one of ``spans`` holds the characters from a start to an end."""
     ordered = sorted(spans)
     firsts = [first for first, _ in ordered]
     furthest = [0, *itertools.accumulate((last for _, last in ordered), max)]
@@ -264,7 +273,7 @@ def _inside(spans: Spans) -> Callable[[int, int], bool]:
 
 
 def _confirmed(rendering: Rendering, turns: list[int], spans: Spans) -> Spans:
-    """The spans, if generation tags agree about every text; none if they mark nothing."""
+    """Return the spans if generation tags agree about every text; [] if they mark nothing."""
     inside = _inside(rendering.tagged or [])
     marks = {
         turn: [
@@ -296,7 +305,7 @@ def _confirmed(rendering: Rendering, turns: list[int], spans: Spans) -> Spans:
 
 
 def _tag_of(token: str) -> tuple[str, str]:
-    """The name of a tag, and whether it opens or closes.
+    """Return the name of a tag, and whether it opens or closes.
 
     >>> _tag_of("<|tool_call_end|>"), _tag_of("</think>"), _tag_of("<tool_call|>")
     (('tool_call', 'close'), ('think', 'close'), ('tool_call', 'close'))

@@ -67,7 +67,7 @@ def check_targets(columns: ExampleColumns, train_all: bool) -> None:
     if columns.target is None and not train_all and len(columns.lengths):
         raise DataError(
             "example 0 has no loss target: transformers.Trainer and TRL remove a loss_mask "
-            "column before the collator sees it; give labels (tokenize_chat with labels=True), "
+            "column before the collator sees it; give labels (ChatOptions(labels=True)), "
             "or set remove_unused_columns=False, or pass train_all=True to train every token"
         )
 

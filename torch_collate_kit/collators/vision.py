@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from os import PathLike
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from torch_collate_kit._checks import checked_choice
 from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.collators.packed import PackedCollator, changed_options
 from torch_collate_kit.collators.padded import PaddedCollator
@@ -54,13 +53,12 @@ class VisionLanguageCollator:
         max_tokens, max_patches: pack into rows of at most so many tokens and patches, as
             ``PackedCollator``; without ``max_tokens`` (or ``packing``) pad, as ``PaddedCollator``.
             ``options`` are those of that collator.
-        train_on, allow_empty, tools, chat_template_kwargs, image_root, max_pixels: as of
-            ``tokenize_chat``.
-        max_length: the most tokens of a conversation.
-        overflow: what becomes of a longer one, and of one that no row holds: "raise"; "truncate",
-            never through an image, which drops it if nothing is left to train; "drop"; of rows also
-            "split". The batch's ``metadata`` counts what was cut and dropped. A plan knows only
-            what was cut, so with one a conversation that ``max_length`` drops raises.
+        overflow: treatment of a conversation that no row holds, as in ``PackedCollator``.
+        chat: how conversations become examples, see ``ChatOptions``; ``train_on`` is "all" or
+            "last". A conversation over its ``max_length`` is treated by its own ``overflow``:
+            truncated, never through an image, dropped, or by default refused. The batch's
+            ``metadata`` counts what was cut and dropped. A plan knows only what was cut, so with
+            one a conversation that ``max_length`` drops raises.
         require_images: "all" refuses batches in which a conversation has no image.
         config: the model's config; needed to pack where several models have the processor.
         pixel_dtype: "float32", or "bfloat16" for half the bytes.
@@ -84,35 +82,19 @@ class VisionLanguageCollator:
         *,
         max_tokens: int | None = None,
         max_patches: int | None = None,
-        train_on: Literal["all", "last"] = "all",
-        max_length: int | None = None,
         overflow: Literal["raise", "truncate", "drop", "split"] | None = None,
-        allow_empty: bool = False,
-        tools: Sequence[Any] | str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        image_root: str | PathLike[str] | None = None,
-        max_pixels: int | None = None,
+        chat: ChatOptions = DEFAULT_OPTIONS,
         require_images: Literal["all"] | None = None,
         config: Any = None,
         pixel_dtype: Any = "float32",
         **options: Any,
     ) -> None:
         self.vision = VisionLayout.of(processor, config, pixel_dtype=pixel_dtype)
-        checked_choice("train_on", train_on, ("all", "last"))
         checked_choice("require_images", require_images, ("all", None))
         self.require_images = require_images
-        self._chat = {
-            "processor": processor,
-            "train_on": train_on,
-            "max_length": max_length,
-            "overflow": _overflow_of_chats(overflow, max_length, options.get("packing")),
-            "allow_empty": allow_empty,
-            "tools": tools,
-            "chat_template_kwargs": chat_template_kwargs,
-            "image_root": image_root,
-            "max_pixels": max_pixels,
-        }
-        ChatOptions(None, **self._chat)  # wrong ones raise here, not in a worker
+        self.chat, self._processor = chat, processor
+        self._setup = ChatSetup(processor, chat)
+        _check_chat(chat)
         self.collator: PackedCollator | PaddedCollator
         if max_tokens is None and options.get("packing") is None:
             if max_patches is not None:
@@ -120,10 +102,10 @@ class VisionLanguageCollator:
                     f"max_patches={max_patches} limits packed rows, and there are none without "
                     "max_tokens; pass max_tokens, too"
                 )
-            if overflow is not None and max_length is None:
+            if overflow is not None:
                 raise ValueError(
-                    f"overflow={overflow!r} is of conversations over max_length or max_tokens, and "
-                    "there is no limit; pass one of the two"
+                    f"overflow={overflow!r} is for conversations over max_tokens; pass max_tokens, "
+                    "or chat=ChatOptions(max_length=..., overflow=...)"
                 )
             self.collator = PaddedCollator(processor, vision=self.vision, **options)
         else:
@@ -132,18 +114,18 @@ class VisionLanguageCollator:
             self.collator = PackedCollator(processor, vision=self.vision, **options)
 
     def __repr__(self) -> str:
-        defaults = {"train_on": "all", "overflow": "raise", "allow_empty": False}
-        chat = {k: v for k, v in self._chat.items() if v is not None and v != defaults.get(k)}
-        of = f"<{type(chat.pop('processor')).__name__}>"
+        of = f"<{type(self._processor).__name__}>"
         if isinstance(self.collator, PackedCollator):
             layout = changed_options(self.collator)
         else:
             layout = changed_settings(self.collator)
-        images: dict[str, Any] = {"require_images": "all"} if self.require_images else {}
+        images: dict[str, Any] = {} if self.chat == DEFAULT_OPTIONS else {"chat": self.chat}
+        if self.require_images:
+            images["require_images"] = "all"
         if self.vision.pixel_dtype != "float32":
             images["pixel_dtype"] = self.vision.pixel_dtype
         shown = {k: v for k, v in layout.items() if k not in ("vision", "dummy_image_tokens")}
-        return call_repr(self, of, **{**shown, **chat, **images})
+        return call_repr(self, of, **shown, **images)
 
     @property
     def packing(self) -> PackingOptions:
@@ -224,9 +206,11 @@ class VisionLanguageCollator:
                 f"examples must be a list of records, got {type(examples).__name__}; of a dataset "
                 "pass dataset.select(range(i, j)).to_list()"
             )
-        options = ChatOptions(None, **self._chat, pixels=pixels)
+        setup = self._setup
+        if not pixels:
+            setup = ChatSetup(self._processor, replace(self.chat, pixels=False))
         processed = []
-        for i, found in enumerate(tokenize_records(examples, options, from_arrow=False), start):
+        for i, found in enumerate(tokenize_records(examples, setup, from_arrow=False), start):
             if isinstance(found, DataError):
                 raise DataError(f"example {i}: {found}") from found
             (example,) = found
@@ -252,19 +236,14 @@ class VisionLanguageCollator:
             )
 
 
-def _overflow_of_chats(
-    overflow: str | None, max_length: int | None, packing: PackingOptions | None
-) -> str:
-    """What becomes of conversations over ``max_length``: the same as of those over a row."""
-    overflow = overflow or ("raise" if packing is None else packing.overflow)
-    if max_length is None:
-        return "raise"
-    if overflow == "split":
-        raise ValueError(
-            "overflow='split' is of packed rows, and a conversation over max_length is not split; "
-            "leave max_length out, or pass overflow='truncate', 'drop' or 'raise'"
-        )
-    return overflow
+def _check_chat(chat: ChatOptions) -> None:
+    """Refuse options with which a record is not one example with a loss mask and pixels."""
+    for name, value in (("train_on", "each"), ("labels", True), ("pixels", False)):
+        if getattr(chat, name) == value:
+            raise ValueError(
+                f"{name}={value!r} is not for this collator, which makes one example with a loss "
+                "mask and pixels of each record; leave it out of chat"
+            )
 
 
 def _count_lost(batch: Batch, processed: Sequence[Mapping[str, Any]], kept: np.ndarray) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_collate_kit.chat import tokenize_chat_dataset
+from torch_collate_kit.chat import ChatOptions, tokenize_chat_dataset
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset, read_records
 from torch_collate_kit.reporting.audit.reading import CHAT_KEYS
@@ -184,18 +184,24 @@ def loaded_tokenizer(options: argparse.Namespace) -> Any:
     return loaded
 
 
-def chat_options(loaded: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Return ``loaded`` as tokenizer or processor, and the options of tokenizing."""
-    turns = {"train_on": options.train_on, "allow_empty": options.allow_empty}
-    if not hasattr(loaded, "image_processor"):
-        return {"tokenizer": loaded, **turns}
-    images = {"processor": loaded, "pixels": False, "image_root": options.image_root}
-    return {"tokenizer": None, **turns, **images}
+def chat_options(loaded: Any, options: argparse.Namespace) -> ChatOptions:
+    """Return the chat options of the arguments, for the tokenizer or processor ``loaded``."""
+    return ChatOptions(
+        train_on=options.train_on,
+        allow_empty=getattr(options, "allow_empty", False),
+        max_length=getattr(options, "max_length", None),
+        overflow=getattr(options, "overflow", None),
+        image_root=options.image_root,
+        pixels=not hasattr(loaded, "image_processor"),
+    )
 
 
-def tokenized_chats(rows: Any, options: argparse.Namespace, **settings: Any) -> TokenizedDataset:
-    """Tokenize a dataset of chats; ``settings`` are those of ``tokenize_chat_dataset``."""
+def tokenized_chats(
+    rows: Any, options: argparse.Namespace, num_proc: int | None = None
+) -> TokenizedDataset:
+    """Return the dataset of chats as tokens, made in ``num_proc`` processes."""
     loaded = loaded_tokenizer(options)
-    tokenized, _ = tokenize_chat_dataset(rows, **chat_options(loaded, options), **settings)
+    chosen = chat_options(loaded, options)
+    tokenized, _ = tokenize_chat_dataset(rows, loaded, chosen, num_proc=num_proc)
     is_processor = hasattr(loaded, "image_processor")
     return TokenizedDataset(tokenized, vision=loaded if is_processor else None)

@@ -15,6 +15,7 @@ from torch_collate_kit.commands.arguments import (
     add_data,
     add_numbers,
     as_flags,
+    chat_options,
     loaded_tokenizer,
     note_unused,
     number,
@@ -123,13 +124,14 @@ def add_audit(commands: Any) -> None:
 
 
 def _audit(options: argparse.Namespace) -> int:
+    data = read_data(options)
+    loaded = loaded_tokenizer(options)
     report = audit(
-        read_data(options).rows,
-        loaded_tokenizer(options),
+        data.rows,
+        loaded,
         max_tokens=options.max_tokens,
         train_all=options.train_all,
-        train_on=options.train_on,
-        image_root=options.image_root,
+        chat=chat_options(loaded, options),
     )
     print(json.dumps(report.to_dict(), indent=2) if options.json else as_flags(str(report)))
     return 0 if report.ok else 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.options import ChatSetup
 from torch_collate_kit.chat.preview import preview, verdict_table
 from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
@@ -91,16 +91,16 @@ def _batches(
             return [RolloutCollator(0)([record])]
         if data.kind == "tokens":
             return [_collated(record, options)]
-        chosen = ChatOptions(**chat_options(tokenizer, options))
-        return [_collated(example, options) for example in _tokenized(record, chosen)]
+        setup = ChatSetup(tokenizer, chat_options(tokenizer, options))
+        return [_collated(example, options) for example in _tokenized(record, setup)]
     except DataError as error:
         text = str(error).removeprefix("example 0: ").removeprefix("example 0 ")
         raise DataError(f"record {number}: {text}") from error
 
 
-def _tokenized(record: Mapping[str, Any], chosen: ChatOptions) -> list[dict[str, Any]]:
+def _tokenized(record: Mapping[str, Any], setup: ChatSetup) -> list[dict[str, Any]]:
     """Return the examples of a chat that are trained."""
-    (found,) = tokenize_records([record], chosen, from_arrow=True)
+    (found,) = tokenize_records([record], setup, from_arrow=True)
     if isinstance(found, DataError):
         raise found
     kept = [example for example in found if not example["skip_reason"]]

@@ -95,8 +95,7 @@ def _run(options: argparse.Namespace) -> int:
 def _tokenized(records: Records, options: argparse.Namespace) -> TokenizedDataset:
     if records.kind == "tokens":
         return TokenizedDataset(records.rows, train_all=options.train_all)
-    limit = {"max_length": options.max_length, "overflow": options.overflow}
-    return tokenized_chats(records.rows, options, **limit)
+    return tokenized_chats(records.rows, options)
 
 
 def _described(

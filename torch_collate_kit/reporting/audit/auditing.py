@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch_collate_kit._checks import checked_bool, checked_optional_int
-from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.reporting.audit import (
     answer_checks,
     group_checks,
@@ -49,10 +48,7 @@ def audit(
     *,
     max_tokens: int | None = None,
     train_all: bool = False,
-    train_on: str = "all",
-    tools: Sequence[Any] | str | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    image_root: Any = None,
+    chat: ChatOptions = DEFAULT_OPTIONS,
     vision: VisionLayout | None = None,
 ) -> AuditReport:
     """Find supervision that looks healthy and is not.
@@ -65,11 +61,8 @@ def audit(
             needs special tokens or a chat template is not checked, and examples are shown as ids.
         max_tokens: the length at which rows will be cut; None leaves that out.
         train_all: as of the collators, for examples without a loss target.
-        train_on: as of ``tokenize_chat``, for chat records. Empty answers are not refused here:
-            they are a finding.
-        tools: as of ``tokenize_chat``.
-        chat_template_kwargs: as of ``tokenize_chat``.
-        image_root: as of ``tokenize_chat``.
+        chat: the options that chat records are tokenized with. Empty answers are not refused here,
+            since they are a finding, and ``max_length`` is not applied.
         vision: how images become tokens; that of ``tokenizer`` if it is a processor.
 
     Returns an :class:`AuditReport`: findings with the numbers of the rows and one decoded example.
@@ -90,23 +83,17 @@ def audit(
     max_tokens = checked_optional_int("max_tokens", max_tokens, hint="None leaves it out")
     if max_tokens is not None:
         max_tokens = min(max_tokens, _LARGEST)
-    kwargs = dict(chat_template_kwargs or {})
     if vision is None and hasattr(tokenizer, "image_processor"):
         vision = VisionLayout.of(tokenizer)
     read = read_dataset(
         dataset,
         train_all=checked_bool("train_all", train_all),
         vision=vision,
-        chat_options=lambda: _chat_options(
-            tokenizer,
-            image_root,
-            train_on=train_on,
-            allow_empty=True,
-            tools=tools,
-            chat_template_kwargs=kwargs,
-        ),
+        chat_setup=lambda: _chat_setup(tokenizer, chat),
     )
-    columns = replace(read, vocabulary=Vocabulary(tokenizer, kwargs), max_tokens=max_tokens)
+    columns = replace(
+        read, vocabulary=Vocabulary(tokenizer, chat.template_variables), max_tokens=max_tokens
+    )
     findings: list[Finding] = []
     not_checked: dict[str, str] = {}
     for check in CHECKS:
@@ -124,18 +111,13 @@ def audit(
     )
 
 
-def _chat_options(tokenizer: Any, image_root: Any, **options: Any) -> ChatOptions:
-    """Return the options of tokenizing; a processor's images are read without their pixels."""
-    if hasattr(tokenizer, "image_processor"):
-        return ChatOptions(None, tokenizer, pixels=False, image_root=image_root, **options)
+def _chat_setup(tokenizer: Any, chat: ChatOptions) -> ChatSetup:
+    """Return the options for a tokenizer or processor, whose images are read without pixels."""
     if tokenizer is None:
         raise ValueError(
             "the rows are chat records, which only a tokenizer makes tokens of; pass the "
             "tokenizer that the model is trained with"
         )
-    if image_root is not None:
-        raise ValueError(
-            "image_root is for images, which a tokenizer alone does not read; pass the processor "
-            "in place of the tokenizer"
-        )
-    return ChatOptions(tokenizer, **options)
+    pixels = chat.pixels and not hasattr(tokenizer, "image_processor")
+    options = replace(chat, allow_empty=True, max_length=None, labels=False, pixels=pixels)
+    return ChatSetup(tokenizer, options)

@@ -15,7 +15,7 @@ import torch
 
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import PerExample
-from torch_collate_kit.chat.options import ChatOptions
+from torch_collate_kit.chat.options import ChatSetup
 from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset import TokenizedDataset
@@ -48,7 +48,7 @@ def read_dataset(
     *,
     train_all: bool,
     vision: VisionLayout | None,
-    chat_options: Callable[[], ChatOptions],
+    chat_setup: Callable[[], ChatSetup],
 ) -> AuditColumns:
     """The rows of a dataset in any form.
 
@@ -61,7 +61,7 @@ def read_dataset(
     if isinstance(dataset, Mapping) and first is not None:
         check_even(dataset, first)
     if first in CHAT_KEYS:
-        return _read_chats(dataset, chat_options())
+        return _read_chats(dataset, chat_setup())
     if isinstance(dataset, TokenizedDataset):
         train_all, vision = dataset._train_all, vision or dataset.vision
     elif is_a(dataset, "datasets", "Dataset") and "input_ids" not in keys:
@@ -124,14 +124,14 @@ def _has_mappings(dataset: Any) -> bool:
     return isinstance(dataset, Sequence) and any(isinstance(row, Mapping) for row in dataset)
 
 
-def _read_chats(dataset: Any, options: ChatOptions) -> AuditColumns:
+def _read_chats(dataset: Any, setup: ChatSetup) -> AuditColumns:
     """Tokenize chat records, whose rows are numbered as the records are."""
     records = _records(dataset)
     if not len(records):
         raise DataError(_EMPTY.format(rows="records"))
     is_dataset = is_a(dataset, "datasets", "Dataset")
     is_arrow = is_dataset or is_a(dataset, "pyarrow", "Table")
-    image_token_id = None if options.images is None else options.images.layout.image_token_id
+    image_token_id = None if setup.images is None else setup.images.layout.image_token_id
     reader = _RowReader()
     without_answer: list[int] = []
     for part in _parts(len(records), shows_progress=is_dataset):
@@ -144,7 +144,7 @@ def _read_chats(dataset: Any, options: ChatOptions) -> AuditColumns:
             reader.refused.append(Refused(i, f"row {i}: {what}"))
         examples: list[dict[str, Any]] = []
         numbers: list[int] = []
-        results = tokenize_records(known.values(), options, from_arrow=is_arrow)
+        results = tokenize_records(known.values(), setup, from_arrow=is_arrow)
         for i, found in zip(known, results, strict=True):
             if isinstance(found, DataError):
                 reader.refused.append(Refused(i, f"row {i}: {found}"))

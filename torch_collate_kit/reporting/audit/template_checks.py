@@ -100,12 +100,12 @@ def _has_thinking(columns: AuditColumns) -> bool:
 def _drift(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
     """Return how the whole text differs from the text up to a turn; "" if it does not."""
     try:
-        whole, _ = template.render(messages)
+        whole = template.render(messages)
         for turn in range(1, len(messages)):
             is_asked = messages[turn]["role"] == "assistant"
             switches: list[dict[str, Any]] = [{}, *(template.switches if is_asked else [])]
             texts = [
-                template.render(messages[:turn], prompt=is_asked, switch=switch)[0].rstrip()
+                template.render(messages[:turn], prompt=is_asked, switch=switch).rstrip()
                 for switch in switches
             ]
             if not any(whole.startswith(text) for text in texts):

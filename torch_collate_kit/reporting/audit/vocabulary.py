@@ -130,7 +130,7 @@ class Vocabulary:
         turn = {"role": "assistant", "content": _ANSWER}
         turn |= dict.fromkeys(("thinking", "reasoning_content"), _THINKING)
         try:
-            text, _ = self.template.render([{"role": "user", "content": _QUESTION}, turn])
+            text = self.template.render([{"role": "user", "content": _QUESTION}, turn])
         except DataError:
             return False
         return self._header in text.partition(_THINKING)[2].partition(_ANSWER)[0]
