@@ -112,7 +112,7 @@ def test_weights_are_refused_where_only_labels_are_passed_on():
     [
         ({"input_ids": 5}, "collate one example as a list"),
         ({"input_ids": torch.tensor([5, 6])}, "collate one example as a list"),
-        (iter([]), r"of a dataset pass dataset\[i:j\]"),
+        (iter([]), "examples is a list_iterator; pass a list of examples, a mapping of columns"),
         (
             [{"input_ids": [5], "attention_mask": 1}],
             "example 0: attention_mask is int; give a list",

@@ -186,7 +186,7 @@ def test_masked_arrays_are_refused_wherever_rows_are_made():
         Ragged(MASKED, [0, 3])
     with pytest.raises(TypeError, match=r"row 1 is a masked array.*pass \.compressed"):
         Ragged.from_rows([[1], MASKED])
-    with pytest.raises(DataError, match=r"row 1: input_ids is a masked array.*\.compressed"):
+    with pytest.raises(DataError, match=r"example 1: input_ids is a masked array.*\.compressed"):
         TokenizedDataset([{"input_ids": [1]}, {"input_ids": MASKED}])
     with pytest.raises(TypeError, match=r"lengths is a masked array.*pass \.compressed"):
         pack(MASKED, 8)

@@ -15,7 +15,7 @@ from torch_collate_kit.chat.content_parts import read_parts, text_of
 from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.chat.record_forms import ImageSource, find_messages, num_images, read_images
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.reading.raw import is_respelt
+from torch_collate_kit.reading.keys import is_respelt
 
 __all__ = ["Conversation", "read_record"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -19,20 +19,13 @@ from torch_collate_kit.collators.padded import PaddedCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions, PlannedExamples
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.raw import is_sequence
+from torch_collate_kit.reading.source import Examples, Source
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["ExampleSizes", "VisionLanguageCollator"]
 
 _RECORDS_AT_A_TIME = 1000
 _DROPPED = ("too_long", "nothing_left_after_truncation")  # by max_length
-
-
-class Records(Protocol):
-    """A list of records, or a map-style dataset of them."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
 class ExampleSizes(NamedTuple):
@@ -156,7 +149,7 @@ class VisionLanguageCollator:
             raise AttributeError("the collator pads; pass max_tokens= or packing= to pack")
         return self.collator.packing
 
-    def __call__(self, examples: Sequence[Mapping[str, Any]] | PlannedExamples) -> Any:
+    def __call__(self, examples: Examples | PlannedExamples) -> Any:
         if isinstance(examples, PlannedExamples):
             if not isinstance(self.collator, PackedCollator):
                 raise TypeError(
@@ -179,26 +172,20 @@ class VisionLanguageCollator:
             _count_lost(batch, processed, np.array(kept))
         return batch
 
-    def sizes(self, examples: Records) -> ExampleSizes:
+    def sizes(self, examples: Examples) -> ExampleSizes:
         """What a plan needs, from the text and the headers of the image files; decodes no image.
 
-        ``examples`` are a list of records, or a map-style dataset of them, which is read in parts.
+        ``examples`` are records in any form that collators accept; a dataset is read in parts.
         A ``datasets.Image`` column decodes what is read; cast it to ``Image(decode=False)`` before.
 
         Raises:
             DataError: as when they are collated, but for what only decoding an image shows.
-            TypeError: neither a list nor a dataset.
+            TypeError: no form of dataset.
         """
-        is_dataset = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
-        if not is_dataset or isinstance(examples, Mapping | str | bytes):
-            raise TypeError(
-                "examples must be a list of records or a map-style dataset of them, got "
-                f"{type(examples).__name__}"
-            )
+        source = Source(examples)
         lengths, patches, num_loss_tokens = [], [], []
-        for start in range(0, len(examples), _RECORDS_AT_A_TIME):
-            stop = min(start + _RECORDS_AT_A_TIME, len(examples))
-            records = [examples[i] for i in range(start, stop)]
+        for start in range(0, len(source), _RECORDS_AT_A_TIME):
+            records = source.records(start, min(start + _RECORDS_AT_A_TIME, len(source)))
             for example in self._processed(records, pixels=False, start=start):
                 lengths.append(len(example["input_ids"]))
                 patches.append(self.vision.patches(example))
@@ -209,7 +196,7 @@ class VisionLanguageCollator:
 
     def _processed(
         self,
-        examples: Sequence[Mapping[str, Any]],
+        examples: Examples,
         *,
         pixels: bool = True,
         start: int = 0,
@@ -219,14 +206,13 @@ class VisionLanguageCollator:
 
         ``or_dropped``: one that ``max_length`` drops stays, with its reason.
         """
-        if not is_sequence(examples):
-            raise TypeError(
-                f"examples must be a list of records, got {type(examples).__name__}; of a dataset "
-                "pass dataset.select(range(i, j)).to_list()"
-            )
+        source = Source(examples)
+        records = source.records(0, len(source))
         options = ChatOptions(None, **self._chat, pixels=pixels)
         processed = []
-        for i, found in enumerate(tokenize_records(examples, options, from_arrow=False), start):
+        for i, found in enumerate(
+            tokenize_records(records, options, from_arrow=source.is_arrow), start
+        ):
             if isinstance(found, DataError):
                 raise DataError(f"example {i}: {found}") from found
             (example,) = found

@@ -14,7 +14,8 @@ from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.columns import Numbers, tensor_to_numpy
 from torch_collate_kit.reading.entries import joined
 from torch_collate_kit.reading.images import Images
-from torch_collate_kit.reading.raw import MEDIA, VIDEOS, is_sequence
+from torch_collate_kit.reading.keys import MEDIA, VIDEOS
+from torch_collate_kit.reading.source import is_sequence
 from torch_collate_kit.vision.families import PIXEL_FIELDS, ImageField
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout, is_no_image
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.raw import is_sequence
+from torch_collate_kit.reading.source import is_sequence
 
 __all__ = [
     "Kind",
@@ -30,6 +31,7 @@ __all__ = [
     "are_wrapped",
     "flag_column",
     "id_column",
+    "is_number",
     "number_column",
     "scalar_column",
     "spread_numbers",
@@ -46,6 +48,9 @@ _KINDS: dict[Kind, tuple[str, str, str]] = {
     "whole numbers": ("q", "iufb", "give numbers"),  # as integers, where they come in lists
 }
 _TYPES = {bool: "b", int: "i", float: "f"}  # of single values, and the kinds of their dtypes
+
+
+_DTYPE_OF = attrgetter("dtype")
 
 
 class Rows:
@@ -85,14 +90,19 @@ def number_column(name: str, column: Any, kind: Kind) -> Numbers:
             raise DataError(f"column {name} has {flat.ndim}-D values; a column holds flat rows")
         rows = [flat]
     else:
+        column = list(column)  # a pandas column has labels
         types = set(map(type, column))
         if types == {list}:
-            return _from_lists(name, list(column), typecode)  # a pandas column has labels
-        whole = _whole_rows(list(column), kinds) if types == {np.ndarray} else None
+            return _from_lists(name, column, typecode)
+        whole = _whole_rows(column, kinds) if types == {np.ndarray} else None
         if whole is not None:
             return whole
-        rows = [_row_array(name, i, row, typecode) for i, row in enumerate(column)]
-        offsets = np.cumsum([0, *map(len, rows)])
+        flat = _joined_tensors(name, column) if types == {Tensor} else None
+        if flat is not None:
+            rows, offsets = [flat], _offsets(list(map(Tensor.numel, column)))
+        else:
+            rows = [_row_array(name, i, row, typecode) for i, row in enumerate(column)]
+            offsets = _offsets([len(row) for row in rows])
     dtypes = {row.dtype for row in rows}
     if any(dtype.kind not in kinds for dtype in dtypes):
         i, dtype = next((i, r.dtype) for i, r in enumerate(rows) if r.dtype.kind not in kinds)
@@ -150,9 +160,27 @@ def _whole_rows(arrays: list[np.ndarray], kinds: str) -> Rows | None:
     dtype = arrays[0].dtype
     if dtype.kind not in kinds or any(a.ndim != 1 or a.dtype != dtype for a in arrays):
         return None
-    offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
-    np.cumsum(np.fromiter(map(len, arrays), dtype=np.int64, count=len(arrays)), out=offsets[1:])
-    return Rows(arrays, offsets)
+    return Rows(arrays, _offsets([len(array) for array in arrays]))
+
+
+def _joined_tensors(name: str, tensors: list[Tensor]) -> np.ndarray | None:
+    """Return flat, dense tensors of one dtype end to end; None where they are anything else."""
+    if len(set(map(_DTYPE_OF, tensors))) > 1:  # joined, they would be promoted
+        return None
+    try:
+        flat = torch.cat(tensors)
+    except RuntimeError:  # on several devices, or not flat
+        return None
+    is_dense = flat.layout is torch.strided and not (flat.is_nested or flat.is_quantized)
+    if flat.ndim != 1 or flat.is_meta or not is_dense:
+        return None
+    return tensor_to_numpy(name, None, flat)
+
+
+def _offsets(lengths: list[int]) -> np.ndarray:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 def _from_lists(name: str, rows: Sequence[list[Any]], typecode: str, first: int = 0) -> Ragged:
@@ -340,9 +368,9 @@ def spread_numbers(name: str, column: Any, lengths: np.ndarray) -> Any:
     types = set(map(type, column))
     if types == {list} or (types == {np.ndarray} and all(value.ndim for value in column)):
         return column
-    is_number = [_is_number(value) for value in column]
+    are_numbers = [is_number(value) for value in column]
     numbers = np.zeros(len(lengths))
-    for i, (value, is_one) in enumerate(zip(column, is_number, strict=True)):
+    for i, (value, is_one) in enumerate(zip(column, are_numbers, strict=True)):
         if is_one:
             numbers[i] = _number(name, i, value)
         elif not is_sequence(value) and not isinstance(value, np.ndarray | Tensor):
@@ -351,13 +379,14 @@ def spread_numbers(name: str, column: Any, lengths: np.ndarray) -> Any:
                 f"example {i}: {name} is {kind}; give one number, or one per response token"
             )
     rows = _spread(name, numbers, lengths)
-    if all(is_number):
+    if all(are_numbers):
         return rows
-    parts = zip(column, rows, is_number, strict=True)
+    parts = zip(column, rows, are_numbers, strict=True)
     return [row if is_one else value for value, row, is_one in parts]
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether a value is one number, or an array or tensor without dimensions."""
     if isinstance(value, np.ndarray | Tensor):
         return value.ndim == 0
     return isinstance(value, int | float | np.number | np.bool_)

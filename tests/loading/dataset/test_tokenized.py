@@ -243,11 +243,11 @@ def test_values_that_are_a_slice_themselves(dtype, nulls):
 
 def test_bools_of_examples_in_memory():
     rows = [{"input_ids": [1, 2, 3], "loss_mask": [True, False, True]}]
-    rows += [{"input_ids": [4], "loss_mask": np.array([True])}]
+    rows += [{"input_ids": [4], "loss_mask": [True]}]
     ds = TokenizedDataset(rows)
     assert ds[0]["loss_mask"].tolist() == [True, False, True]
     assert ds.__getitems__([1, 0])["loss_mask"].tolist() == [[True], [True, False, True]]
-    assert ds[1]["loss_mask"].dtype == ds[:2]["loss_mask"].values.dtype == np.bool_
+    assert ds[1]["loss_mask"].dtype == ds[:2]["loss_mask"].values.dtype == np.uint8
 
 
 def test_an_empty_chunk_without_buffers():

@@ -17,6 +17,7 @@ from tests.loading.dataset.dataset_oracle import (
 )
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision import VisionLayout
 
 # ---------------------------------------------------------------- nulls
@@ -88,7 +89,7 @@ def _rows(**changes: Any) -> list[dict[str, Any]]:
 
 
 BAD_SOURCES = [
-    ([], DataError, "the source is an empty list; give at least one example"),
+    ([], DataError, r"the source is empty \(0 examples\); give at least one"),
     ([{}], DataError, r"no input_ids, got columns \[\]; tokenize the text first"),
     ([{"text": "a"}], DataError, r"no input_ids, got columns \['text'\]"),
     (pa.table({"text": ["a"]}), DataError, r"no input_ids, got columns \['text'\]"),
@@ -97,18 +98,22 @@ BAD_SOURCES = [
     (pa.table({"input_ids": ["a b"]}), DataError, "input_ids has the Arrow type string"),
     (pa.table({"input_ids": [["a"]]}), DataError, r"input_ids has the Arrow type list<"),
     (pa.table({"input_ids": [[[1]]]}), DataError, r"holds one flat list of numbers per row"),
-    (_rows(input_ids=None), DataError, "row 1: input_ids is None; it must be a flat list of integ"),
-    (_rows(input_ids=[1.5]), DataError, r"row 1: input_ids is \[1.5\]; it must be a flat list"),
-    (_rows(input_ids=[1, None]), DataError, r"row 1: input_ids is \[1, None\]; it must be"),
-    (_rows(input_ids=[[1], [2, 3]]), DataError, r"row 1: input_ids is \[\[1\], \[2, 3\]\]"),
-    (_rows(input_ids=[[1, 2]]), DataError, r"row 1: input_ids has shape \(1, 2\)"),
-    (_rows(loss_mask="abc"), DataError, "row 1: loss_mask is 'abc'; .*list of numbers"),
-    (_rows(labels=[1]), DataError, "row 0 has no labels, other rows have; give every row the same"),
-    ([*ROWS, {"input_ids": [1]}], DataError, "row 5 has no loss_mask, other rows have"),
-    (7, TypeError, "source is a int; pass a datasets.Dataset"),
-    ([1, 2], TypeError, "source is a list; pass"),
-    ({"input_ids": [[1]]}, TypeError, "source is a dict; pass"),
-    (datasets.DatasetDict(), TypeError, "source is a DatasetDict; .*of a DatasetDict one split"),
+    (_rows(input_ids=None), DataError, "example 1: input_ids is None; give a list"),
+    (_rows(input_ids=[1.5]), DataError, r"example 1: input_ids\[0\] is 1.5 \(float\)"),
+    (_rows(input_ids=[1, None]), DataError, r"example 1: input_ids\[1\] is None"),
+    (
+        _rows(input_ids=[[1], [2, 3]]),
+        DataError,
+        r"example 1: input_ids\[0\] is \[1\], so input_ids is nested",
+    ),
+    (_rows(input_ids=np.ones((1, 2), int)), DataError, r"example 1: input_ids is 2-D with shape"),
+    (_rows(loss_mask="abc"), DataError, "example 1: loss_mask is str; give a list"),
+    (_rows(labels=[1]), DataError, "example 0 has no labels, other examples have; give"),
+    ([*ROWS, {"input_ids": [1]}], DataError, "example 5 has no loss_mask, other examples have"),
+    (7, TypeError, "source is a int; pass a list of examples, a mapping of columns, a DataFrame"),
+    ([1, 2], DataError, "example 0 is a int; an example is a mapping with input_ids"),
+    (Ragged.from_rows([[1]]), TypeError, "source is a Ragged; pass"),
+    (datasets.DatasetDict(), TypeError, "source is a DatasetDict; .*of a DatasetDict one"),
 ]
 
 

@@ -24,16 +24,15 @@ from torch_collate_kit.loading.dataset.columns import (
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of
 from torch_collate_kit.loading.dataset.sources import (
     IDS,
-    ArrowFiles,
     DatasetSource,
     from_state,
-    is_a,
-    normalised,
+    kept_source,
     to_state,
 )
 from torch_collate_kit.packing import PlannedExamples, RankPlan
 from torch_collate_kit.ragged import row_indices
 from torch_collate_kit.reading.reader import read_columns
+from torch_collate_kit.reading.source import ArrowFiles, is_a
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import PIXEL_FIELDS
 
@@ -95,7 +94,8 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         self._train_all = checked_bool("train_all", train_all)
         is_layout = vision is None or isinstance(vision, VisionLayout)
         self._vision: VisionLayout | None = vision if is_layout else VisionLayout.of(vision)
-        self._read_from(normalised(source, columns, train_all))
+        given = source._source if isinstance(source, TokenizedDataset) else source
+        self._read_from(kept_source(given, columns, train_all))
 
     def _read_from(self, source: Any) -> None:
         """``source`` holds the kept columns and no others; it is what is pickled."""
@@ -113,6 +113,11 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         if not isinstance(tokens, ListColumn):
             raise DataError("input_ids holds one number per row; it must be a list of token ids")
         self._tokens = tokens
+
+    @property
+    def column_names(self) -> list[str]:
+        """Names of the kept columns."""
+        return list(self._columns)
 
     @property
     def lengths(self) -> np.ndarray:
