@@ -24,14 +24,7 @@ from torch_collate_kit.batch.placement import MAX_WIDTH, too_wide
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.arrays import read_images, route_column
-from torch_collate_kit.reading.columns import (
-    Numbers,
-    flag_column,
-    id_column,
-    number_column,
-    scalar_column,
-    spread_numbers,
-)
+from torch_collate_kit.reading.columns import Numbers, number_column
 from torch_collate_kit.reading.entries import (
     DeclaredFields,
     FieldColumn,
@@ -41,6 +34,12 @@ from torch_collate_kit.reading.entries import (
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.keys import IMAGES, TARGETS, raw_columns
 from torch_collate_kit.reading.source import Examples
+from torch_collate_kit.reading.values import (
+    flag_column,
+    id_column,
+    scalar_column,
+    spread_numbers,
+)
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["read_columns"]

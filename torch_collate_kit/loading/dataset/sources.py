@@ -9,10 +9,11 @@ import numpy as np
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.columns import is_number, number_column, scalar_column
+from torch_collate_kit.reading.columns import number_column
 from torch_collate_kit.reading.entries import joined
 from torch_collate_kit.reading.keys import KNOWN, TOKEN_TYPES, check_keys, first_with
 from torch_collate_kit.reading.source import Examples, Source, is_a
+from torch_collate_kit.reading.values import is_number, scalar_column
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 if TYPE_CHECKING:
