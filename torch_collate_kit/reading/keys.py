@@ -91,10 +91,9 @@ def raw_columns(
     if isinstance(given, Mapping):
         raw = _columns(given, (*known, *media), ids)
     else:
-        raw = _transposed(given, known, [key for key in media if key in owners])
+        raw = _transposed(given, known, media and [key for key in media if key in owners])
     if ids not in raw:
         raise _without_ids(sorted(map(str, first)), ids)
-    _check_rows(raw, ids)
     if rollouts:
         needed = (*_REQUIRED, *fields)
         raw = {k: column for k, column in raw.items() if k in needed or not _is_all_none(column)}
@@ -148,7 +147,7 @@ def _first_example(examples: Sequence[Any], ids: str) -> Mapping[str, Any]:
 def _are_rollouts(keys: Mapping[str, Any]) -> bool:
     """Return whether examples are prompt and response; with ``input_ids`` too, as a whole."""
     if "input_ids" in keys:
-        return all(key in keys for key in _REQUIRED)
+        return keys.keys() >= {*_REQUIRED}
     return "prompt_ids" in keys or "response_ids" in keys
 
 
@@ -165,7 +164,18 @@ def _columns(given: Mapping[str, Any], names: Sequence[str], ids: str) -> dict[s
                 f"column {key} is a masked array, whose mask would be lost; give .filled(value)"
             )
         if isinstance(column, Tensor) and column.is_nested:  # it has no len()
-            raw[key] = column.unbind()
+            raw[key] = column = column.unbind()
+        if num_rows(column) is None:
+            raise DataError(
+                f"column {key} is {type(column).__name__}, which has no rows; a mapping is taken "
+                "as columns, with one entry per example"
+            )
+    num_examples = len(raw[ids]) if ids in raw else 0
+    if ids in raw and not num_examples:
+        raise DataError("the batch is empty (0 examples); give at least one")
+    for key, column in raw.items():
+        if ids in raw and len(column) != num_examples:
+            raise DataError(f"column {key} has {len(column)} rows, {ids} has {num_examples}")
     return raw
 
 
@@ -213,21 +223,6 @@ def _without_ids(given: list[str], ids: str) -> DataError:
     return DataError(f"no {ids} in example 0, got keys {given}; {hint}")
 
 
-def _check_rows(raw: Mapping[str, Any], ids: str) -> None:
-    for key, column in raw.items():
-        if num_rows(column) is None:
-            raise DataError(
-                f"column {key} is {type(column).__name__}, which has no rows; a mapping is taken "
-                "as columns, with one entry per example"
-            )
-    num_examples = len(raw[ids])
-    if not num_examples:
-        raise DataError("the batch is empty (0 examples); give at least one")
-    for key, column in raw.items():
-        if len(column) != num_examples:
-            raise DataError(f"column {key} has {len(column)} rows, {ids} has {num_examples}")
-
-
 def _is_all_none(column: Any) -> bool:
     if isinstance(column, Ragged | Tensor):
         return False
@@ -252,13 +247,14 @@ def check_keys(
         name = _respelt(str(key), declared)
         if name is not None and name not in owners:
             raise _looks_like(owners[key], name, key)
-    target = next((name for name in TARGETS if name in owners), None)
-    if train_all and target is not None:
+    targets = owners.keys() & {*TARGETS}
+    if train_all and targets:
+        target = min(targets, key=TARGETS.index)
         raise DataError(
             f"{owners[target]} has {target}, and train_all=True trains every token; keep one of "
             "the two"
         )
-    if others and target is None and not train_all:
+    if others and not targets and not train_all:
         raise DataError(
             f"{owners[others[0]]} has {', '.join(map(repr, others[:5]))}"
             f"{', ...' if len(others) > 5 else ''} and no loss target, so it is not clear whether "
