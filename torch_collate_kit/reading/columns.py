@@ -42,23 +42,24 @@ _KINDS: dict[Kind, tuple[str, str, str]] = {
     "numbers": (*_FLOAT, "give numbers"),
     "whole numbers": ("q", "iufb", "give numbers"),  # as integers, where they come in lists
 }
-_DTYPE_OF = attrgetter("dtype")
+_FORM_OF = attrgetter("dtype", "ndim", "layout", "is_cpu")
 
 
 class Rows:
-    """A column of arrays that are joined only when rows are put in their order."""
+    """A column of arrays or tensors that are joined only when rows are put in their order."""
 
-    def __init__(self, arrays: list[np.ndarray], offsets: np.ndarray) -> None:
+    def __init__(self, arrays: list[Any], offsets: np.ndarray) -> None:
         self.arrays, self.offsets = arrays, offsets
 
     def __len__(self) -> int:
         return len(self.arrays)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        return self.arrays[index]
+        array: Any = self.arrays[index]
+        return tensor_to_numpy("", None, array) if isinstance(array, Tensor) else array
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        return iter(self.arrays)
+        return map(self.__getitem__, range(len(self)))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -87,15 +88,12 @@ def number_column(name: str, column: Any, kind: Kind) -> Numbers:
         types = set(map(type, column))
         if types == {list}:
             return _from_lists(name, column, typecode)
-        rows, are_joined = column, False
-        if types == {Tensor}:
-            rows, are_joined = _joined_tensors(name, column)
-            lengths = list(map(Tensor.numel, column))
-        if not are_joined:
-            if types != {np.ndarray} or any(row.ndim != 1 for row in column):
-                rows = [_row_array(name, i, row, typecode) for i, row in enumerate(column)]
-            lengths = list(map(len, rows))
-        offsets = _offsets(lengths)
+        if types == {Tensor} and _are_plain(column) and _dtype_of(column[0]).kind in kinds:
+            return Rows(column, _offsets(list(map(Tensor.numel, column))))
+        rows = column
+        if types != {np.ndarray} or any(row.ndim != 1 for row in rows):
+            rows = [_row_array(name, i, row, typecode) for i, row in enumerate(column)]
+        offsets = _offsets(list(map(len, rows)))
     dtypes = {row.dtype for row in rows}
     if any(dtype.kind not in kinds for dtype in dtypes):
         i, dtype = next((i, r.dtype) for i, r in enumerate(rows) if r.dtype.kind not in kinds)
@@ -147,18 +145,15 @@ def _whole(name: str, index: int, row: np.ndarray) -> np.ndarray:
     return whole
 
 
-def _joined_tensors(name: str, tensors: list[Tensor]) -> tuple[list[Any], bool]:
-    """Join flat, dense tensors of one dtype; others are returned as they are, and False."""
-    if len(set(map(_DTYPE_OF, tensors))) > 1:  # joined, they would be promoted
-        return tensors, False
-    try:
-        flat = torch.cat(tensors)
-    except RuntimeError:  # on several devices, or not flat
-        return tensors, False
-    is_dense = flat.layout is torch.strided and not (flat.is_nested or flat.is_quantized)
-    if flat.ndim != 1 or flat.is_meta or not is_dense:
-        return tensors, False
-    return [tensor_to_numpy(name, None, flat)], True
+def _are_plain(tensors: list[Tensor]) -> bool:
+    """Return whether torch joins these tensors without a change: flat, dense, of one dtype."""
+    first = tensors[0]
+    is_real = not (first.is_complex() or first.is_quantized)
+    return is_real and set(map(_FORM_OF, tensors)) == {(first.dtype, 1, torch.strided, True)}
+
+
+def _dtype_of(tensor: Tensor) -> np.dtype[Any]:
+    return tensor_to_numpy("", None, tensor[:0]).dtype
 
 
 def _offsets(lengths: list[int]) -> np.ndarray:

@@ -23,7 +23,13 @@ from torch_collate_kit.batch.fields import (
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged, take_spans, unchecked
-from torch_collate_kit.reading.columns import Numbers, Rows, are_wrapped, wrapped_label
+from torch_collate_kit.reading.columns import (
+    Numbers,
+    Rows,
+    are_wrapped,
+    tensor_to_numpy,
+    wrapped_label,
+)
 
 __all__ = [
     "DeclaredFields",
@@ -70,7 +76,9 @@ def joined(column: Numbers) -> Ragged:
 
 
 def _concatenated(arrays: list[Any]) -> np.ndarray:
-    """Join flat arrays of one dtype, in three quarters of the time of NumPy."""
+    """Join flat arrays, or tensors, of one dtype: in three quarters of the time of NumPy."""
+    if isinstance(arrays[0], Tensor):
+        return tensor_to_numpy("", None, torch.cat(arrays))
     try:
         return np.frombuffer(bytearray().join(arrays), dtype=arrays[0].dtype)
     except TypeError:  # one of them is not contiguous
