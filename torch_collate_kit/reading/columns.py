@@ -1,4 +1,4 @@
-"""A column in any form -> ndarrays, checked.
+"""Columns in any form -> ndarrays, checked.
 
 Ragged columns are read where they lie, arrays are joined only in the order of the rows, and Python
 lists are converted once per column (10 to 15 ns per token, the most expensive step of all: hand
@@ -46,7 +46,7 @@ _FORM_OF = attrgetter("dtype", "ndim", "layout", "is_cpu")
 
 
 class Rows:
-    """A column of arrays or tensors that are joined only when rows are put in their order."""
+    """Column of arrays or tensors that are joined only when rows are put in their order."""
 
     def __init__(self, arrays: list[Any], offsets: np.ndarray) -> None:
         self.arrays, self.offsets = arrays, offsets

@@ -252,15 +252,15 @@ def count_trained(trained: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray,
 
 @dataclass(frozen=True)
 class FieldColumn:
-    """A column that was read: one row of entries per example, in their order."""
+    """Column that was read: one row of entries per example, in their order."""
 
     name: str
     spec: FieldSpec
     values: Numbers
     key: str | None = None
-    """Of a field of our own: its key in the examples. Its numbers must be finite."""
+    """Key in the examples, for a field of our own, whose numbers must be finite; else None."""
     most: float = math.inf
-    """The largest number that a field of our own may have."""
+    """Largest number that a field of our own may have."""
 
     def with_row(self, num_tokens: int) -> FieldColumn:
         """Return it with one more example without a response: pads per token, else nothing."""

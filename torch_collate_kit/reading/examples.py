@@ -1,4 +1,4 @@
-"""The columns of examples, and what the rows of a batch hold of them."""
+"""Columns of examples, and of the rows of a batch made of them."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class PlacedColumns:
 
 @dataclass(frozen=True)
 class ExampleColumns:
-    """The examples of a batch, SFT examples or rollouts. Legend: N examples."""
+    """SFT examples or rollouts of a batch, column by column. Legend: N examples."""
 
     input_ids: Numbers
     target: FieldColumn | None
-    """The loss target, if it was given: labels or weights, of all or the last ``num_actions``."""
+    """Loss target, if it was given: labels or weights, of all or the last ``num_actions``."""
     num_actions: np.ndarray | None
     """int64 [N], as given: of a rollout its response tokens."""
     fields: Sequence[FieldColumn]
@@ -134,10 +134,11 @@ class ExampleColumns:
                 counts["routed"] = entries.lengths
         if self.images is not None:
             placed |= self.images.place(pieces)
-        columns, specs = {}, {}
-        for name, (spec, values, entries) in placed.items():
+        columns: dict[str, Ragged] = {}
+        specs: dict[str, FieldSpec] = {}
+        for name, (spec, given, entries) in placed.items():
             offsets = np.append(0, np.cumsum(entries.lengths))[entries.row_offsets]
-            columns[name], specs[name] = unchecked(torch.as_tensor(values), offsets), spec
+            columns[name], specs[name] = unchecked(torch.as_tensor(given), offsets), spec
         return PlacedColumns(pieces, columns, specs, counts, num_trained)
 
     def checked(self, *, limits: bool = True) -> dict[str, Ragged]:

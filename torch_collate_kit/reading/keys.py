@@ -49,7 +49,7 @@ class RawColumns(NamedTuple):
     """Columns as they were given, one entry per example."""
 
     columns: dict[str, Any]
-    """A Ragged, an array, a tensor or a list each; an image field has None where it has none."""
+    """Each a Ragged, an array, a tensor or a list; None stands for an example without images."""
     are_rollouts: bool
     token_types: dict[str, PerToken]
     """Fields per token that are passed on to a model which makes its own positions."""

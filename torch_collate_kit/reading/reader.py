@@ -24,7 +24,7 @@ from torch_collate_kit.batch.placement import MAX_WIDTH, too_wide
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.arrays import read_images, route_column
-from torch_collate_kit.reading.columns import Numbers, number_column
+from torch_collate_kit.reading.columns import Kind, Numbers, number_column
 from torch_collate_kit.reading.entries import (
     DeclaredFields,
     FieldColumn,
@@ -209,8 +209,8 @@ def _field(
             "which says how many these are; give it, or declare PerToken"
         )
     is_float = spec.dtype.is_floating_point or spec.dtype == torch.bool
-    whole = "labels" if key == "labels" else "whole numbers"
-    rows = number_column(key, raw[key], "numbers" if is_float else whole)
+    kind: Kind = "labels" if key == "labels" else "numbers" if is_float else "whole numbers"
+    rows = number_column(key, raw[key], kind)
     if is_response or not np.array_equal(rows.offsets, ids.offsets):
         lengths, expected = rows.lengths, num_actions if is_response else ids.lengths
         wrong = np.flatnonzero(lengths != expected)

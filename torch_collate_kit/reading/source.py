@@ -73,7 +73,7 @@ def kind_of(names: Collection[str]) -> Literal["tokens", "rollouts", "chats"] | 
 
 
 class Source:
-    """A dataset in any form, which is read in parts.
+    """Dataset in any form, which is read in parts.
 
     ``data`` is a mapping of columns, a pandas DataFrame, a sequence or a map-style dataset of
     examples, a ``datasets.Dataset`` in any format, a pyarrow Table or RecordBatch, or one or more
@@ -195,7 +195,7 @@ def num_rows(column: Any) -> int | None:
 
 
 class _ArrowColumns(Mapping[str, Any]):
-    """The columns of an Arrow table, each converted when it is read."""
+    """Columns of an Arrow table, each converted when it is read."""
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table

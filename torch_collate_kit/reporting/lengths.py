@@ -19,7 +19,7 @@ from torch_collate_kit.reading.source import Source, check_even, is_sequence
 __all__ = ["DataLengths", "checked_limits", "data_lengths"]
 
 _IDS = (("input_ids",), ("prompt_ids", "response_ids"))
-_NO_NUMBERS = Mapping | str | os.PathLike
+_NO_NUMBERS = (Mapping, str, os.PathLike)
 _ROWS = 4096  # read at a time
 
 

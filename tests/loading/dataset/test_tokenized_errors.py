@@ -181,7 +181,7 @@ def test_bad_indices(indices, error, message):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_loader_without_a_collate_fn_is_told_to_have_one(num_workers):
     loader = DataLoader(TokenizedDataset(ROWS), batch_size=2, num_workers=num_workers)
-    with pytest.raises(TypeError, match="a TokenizedDataset gives columns, not a list of examples"):
+    with pytest.raises(TypeError, match="a TokenizedDataset returns columns, not a list of examples"):
         next(iter(loader))
     columns = TokenizedDataset(ROWS).__getitems__([0])
     with pytest.raises(KeyError, match="reward"):

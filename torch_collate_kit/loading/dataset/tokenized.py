@@ -49,13 +49,13 @@ class _Columns(dict[str, Any]):
         if key != 0:
             raise KeyError(key)
         raise TypeError(
-            "a TokenizedDataset gives columns, not a list of examples; pass the DataLoader a "
-            "collate_fn that takes them, such as PackedCollator(tokenizer, max_tokens=4096)"
+            "a TokenizedDataset returns columns, not a list of examples; pass the DataLoader a "
+            "collate_fn that accepts them, such as PackedCollator(tokenizer, max_tokens=4096)"
         )
 
 
 class TokenizedDataset(Dataset[dict[str, Any]]):
-    """A map-style dataset that passes whole columns to a DataLoader's collator.
+    """Map-style dataset that passes whole columns to a DataLoader's collator.
 
     Args:
         source: a ``datasets.Dataset``; a ``pyarrow.Table`` or ``RecordBatch``; a path, or a list of
@@ -125,7 +125,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         return self._tokens.lengths(None if self._mapping is None else self._mapping.values)
 
     def fingerprint(self, num_examples: int | None = None) -> dict[str, Any]:
-        """What tells these data, or their first ``num_examples``, from others: small JSON.
+        """Return a fingerprint of the data, or of their first ``num_examples``: small JSON.
 
         The number of tokens, a digest of all lengths, and one of the token ids of 64 rows. Samplers
         put it into their states; a change of other rows that keeps their lengths is not seen.
@@ -144,7 +144,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         return fingerprint_of(self.lengths[:count], self._token_ids)
 
     def __repr__(self) -> str:
-        """What it holds; tokens are counted where there are not too many rows."""
+        """Describe the columns; tokens are counted unless there are too many rows."""
         counted = len(self) <= _MAX_COUNTED
         tokens = f", {int(self.lengths.sum()):,} tokens" if counted else ""
         settings = ", train_all=True" if self._train_all else ""
@@ -200,7 +200,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
 
     @property
     def vision(self) -> VisionLayout | None:
-        """How images become tokens, as it was given; None without it.
+        """The ``VisionLayout`` passed at construction, or None.
 
         >>> TokenizedDataset([{"input_ids": [5, 6, 7]}]).vision
         """
@@ -255,24 +255,24 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         return _Columns({name: of.take(rows, named) for name, of in self._columns.items()})
 
     def _is_plain(self) -> bool:
-        """Whether collators take its columns as they take examples: lists, and integer ids."""
+        """Return whether collators accept its columns as examples: lists, and integer ids."""
         lists = {k: of for k, of in self._columns.items() if isinstance(of, ListColumn)}
         ids = [column.dtype for name, column in lists.items() if name in IDS]
         is_number = {name for name in self._columns if name == "num_actions"}
         return lists.keys() == set(self._columns) - is_number and all(d.kind in "iu" for d in ids)
 
     def _lengths_at(self, indices: np.ndarray) -> np.ndarray:
-        """Tokens of these rows alone: int64."""
+        """Return int64, the tokens of these rows alone."""
         named, rows = self._rows(indices)
         return self._tokens.lengths_at(rows, named)
 
     def _token_ids(self, indices: np.ndarray) -> np.ndarray:
-        """The ids of these rows, end to end."""
+        """Return the ids of these rows, end to end."""
         named, rows = self._rows(indices)
         return np.asarray(self._tokens.take(rows, named).flat_values)
 
     def _column_at(self, name: str, indices: np.ndarray) -> Any:
-        """These rows of one column alone: a Ragged of lists, else an array; None without it."""
+        """Return these rows of one column: a Ragged of lists, else an array; None without it."""
         if name not in self._columns:
             return None
         named, rows = self._rows(indices)
@@ -287,7 +287,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         self._read_from(from_state(state["source"]))
 
     def _rows(self, indices: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The indices, 0 to N - 1, and the rows of the table that they stand for."""
+        """Return the indices, 0 to N - 1, and the rows of the table that they stand for."""
         picked = row_indices(indices)
         if picked.ndim != 1:
             raise TypeError(f"indices must be a flat list of integers, got shape {picked.shape}")

@@ -1,4 +1,4 @@
-"""A dataset in any form -> flat columns, by the readers of the collators.
+"""Datasets in any form -> flat columns, by the readers of the collators.
 
 Rows that a reader refuses are set aside with its message, and the rest is read without them.
 """
@@ -43,7 +43,7 @@ def read_dataset(
     vision: VisionLayout | None,
     chat_options: Callable[[], ChatOptions],
 ) -> AuditColumns:
-    """The rows of a dataset in any form.
+    """Return the rows of a dataset in any form.
 
     Raises:
         DataError: no row can be read, or the dataset is empty.
@@ -126,7 +126,7 @@ class _RowReader:
     vision: VisionLayout | None = None
     refused: list[Refused] = field(default_factory=list)
     _blocks: dict[str, list[dict[str, np.ndarray]]] = field(default_factory=dict)
-    """By the form of the rows, of which some were read at a time: columns of AuditColumns."""
+    """Columns of AuditColumns, in parts, by the form of their rows."""
     _has_unread_images: bool = False
 
     def read(self, source: Source, start: int, stop: int) -> None:
@@ -170,7 +170,7 @@ class _RowReader:
         self._blocks.setdefault("loss_mask", []).append(columns)
 
     def columns(self) -> AuditColumns:
-        """All rows of the usual form; those of another are refused."""
+        """Return all rows of the usual form; those of another are refused."""
         joined = {
             form: {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
             for form, blocks in self._blocks.items()
@@ -195,7 +195,7 @@ class _RowReader:
         )
 
     def _is_of_images(self, examples: Any) -> bool:
-        """Whether an example that was refused is taken without its images."""
+        """Return whether an example that was refused is accepted without its images."""
         if self.vision is None or examples is None:
             return False
         try:
@@ -206,7 +206,7 @@ class _RowReader:
 
 
 def _without_images(examples: Any) -> tuple[Any, list[bool] | bool]:
-    """The examples without image fields, and for each whether it had one; False: none had."""
+    """Return the examples without image fields, and whether each had one; False: none had."""
     if not _are_mappings(examples):
         return examples, False  # refused by the reader
     names = set(first_with(examples)) & set(MEDIA)
@@ -221,12 +221,12 @@ def _without_images(examples: Any) -> tuple[Any, list[bool] | bool]:
 
 
 def _are_mappings(examples: Any) -> bool:
-    """Columns, or rows of which each is a mapping."""
+    """Return whether they are columns, or rows of which each is a mapping."""
     return isinstance(examples, Mapping) or all(isinstance(e, Mapping) for e in examples)
 
 
 def _form(found: ExampleColumns) -> str:
-    """What tells the form of examples: where their loss is, and what rollouts have."""
+    """Return the form of examples: the name of their target, or the fields of rollouts."""
     if not found.are_rollouts:
         return _NO_TARGET if found.target is None else found.target.name
     images = () if found.images is None else found.images.arrays
@@ -235,7 +235,7 @@ def _form(found: ExampleColumns) -> str:
 
 
 def _flat(found: ExampleColumns) -> dict[str, np.ndarray]:
-    """The columns, after every value was checked as a collator checks it.
+    """Return the columns, after every value was checked as a collator checks it.
 
     But not log-probabilities over 0, which are a finding of their own.
     """
@@ -252,7 +252,7 @@ def _flat(found: ExampleColumns) -> dict[str, np.ndarray]:
 
 
 def _of_rollouts(found: ExampleColumns, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The columns that rollouts have: ``values`` are of response tokens."""
+    """Return the columns of rollouts; ``values`` belong to response tokens."""
     assert found.num_actions is not None
     num_actions, lengths = found.num_actions, found.lengths
     responses = span_indices(np.cumsum(lengths) - num_actions, num_actions)
