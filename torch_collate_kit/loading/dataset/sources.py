@@ -100,7 +100,7 @@ def _column(name: str, column: Any) -> np.ndarray | Ragged | list[Any]:
             numbers = joined(number_column(name, column, "whole numbers"))
         except DataError:  # not whole, or True and False
             numbers = joined(number_column(name, column, "numbers"))
-    return Ragged(numbers.values.copy(), numbers.offsets)
+    return Ragged(numbers.values.astype(numbers.values.dtype.str), numbers.offsets)
 
 
 def to_state(source: Any) -> Any:

@@ -59,7 +59,8 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
 
     Args:
         source: a ``datasets.Dataset``; a ``pyarrow.Table`` or ``RecordBatch``; a path, or a list of
-            paths, of Arrow or Parquet files; or a list of examples, which is copied into columns.
+            paths, of Arrow or Parquet files; or examples in memory (a list, a mapping of columns, a
+            DataFrame, another map-style dataset), which are copied into columns.
         columns: the columns to keep, of lists of numbers or of numbers. By default those that the
             collators know (``input_ids``, ``num_actions``, ``attention_mask``, target forms), and
             ``num_cut_tokens``, which ``audit`` reads.
