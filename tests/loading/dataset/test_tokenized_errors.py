@@ -53,19 +53,6 @@ def test_a_null_is_an_error_where_it_is_read_and_nowhere_else():
                 _ = ds.lengths
 
 
-def test_null_tokens_alone():
-    whole = pa.table({"input_ids": pa.array([[1], [2, None], [3]], pa.list_(pa.int32()))})
-    for table, fine in ((whole, [1, 3]), (whole.slice(1), [3])):
-        ds = TokenizedDataset(table)
-        assert ds.lengths.tolist() == [1, 2, 1][-len(ds) :]  # a null is a token; reading it is not
-        keep = [i for i in range(len(ds)) if i != len(ds) - 2]
-        assert ds.__getitems__(keep)["input_ids"].values.tolist() == fine
-        with pytest.raises(
-            DataError, match=f"row {len(ds) - 2}: input_ids is null or holds a null"
-        ):
-            ds[-2]
-
-
 def test_a_null_behind_an_indices_mapping_is_named_by_its_place_in_the_dataset():
     source = datasets.Dataset.from_dict(
         {"input_ids": [[1], None, [2]], "num_actions": [1, 1, None]}
@@ -181,7 +168,8 @@ def test_bad_indices(indices, error, message):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_loader_without_a_collate_fn_is_told_to_have_one(num_workers):
     loader = DataLoader(TokenizedDataset(ROWS), batch_size=2, num_workers=num_workers)
-    with pytest.raises(TypeError, match="a TokenizedDataset returns columns, not a list of examples"):
+    message = "a TokenizedDataset returns columns, not a list of examples"
+    with pytest.raises(TypeError, match=message):
         next(iter(loader))
     columns = TokenizedDataset(ROWS).__getitems__([0])
     with pytest.raises(KeyError, match="reward"):
